@@ -1,0 +1,43 @@
+"""Fully sharded data parallel for Megatron-Core.
+
+Names are imported when they are first used: the runner has to put a script's folder on the path
+before anything of megatron is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .adapter import FullyShardedDataParallel
+    from .cpu_mode import enable_cpu_mode
+    from .install import install, uninstall
+    from .topology import FSDPDistributedIndex
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "FullyShardedDataParallel": "adapter",
+    "FSDPDistributedIndex": "topology",
+    "enable_cpu_mode": "cpu_mode",
+    "install": "install",
+    "uninstall": "install",
+}
+
+__all__ = [
+    "FSDPDistributedIndex",
+    "FullyShardedDataParallel",
+    "enable_cpu_mode",
+    "install",
+    "uninstall",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    # `install` is also the name of a submodule, which importing just bound here.
+    globals()[name] = value
+    return value

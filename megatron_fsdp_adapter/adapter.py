@@ -1,0 +1,398 @@
+"""`FullyShardedDataParallel`: what Megatron sees. It mirrors `DistributedDataParallel`.
+
+    FullyShardedDataParallel (W) -> ShardedModule (I) -> Float16Module -> GPTModel
+
+Megatron's checkpointing unwraps W but not I and builds its keys on that depth, so there are two
+wrapper levels. Everything that happens to parameters is in the engine; this file classifies them,
+marks them as Megatron expects and forwards its calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from . import arguments, support
+from . import config as engine_options
+from . import optimizer as optimizer_seam
+from .checkpoint.chunks import LayoutRef, attach_chunks
+from .engine.engine import FsdpEngine
+from .engine.identity import ParamPair
+from .engine.partition import partition, unit_modules
+from .inner import ShardedModule, refuse_compilation
+from .layout.planner import plan_group
+from .param_attrs import copy_attributes
+from .runtime.comm import Communicator
+from .runtime.device import make_runtime
+from .topology import DENSE, EXPERT, FSDPDistributedIndex, build_index, groups_of
+
+DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer,)
+
+
+def kind_of(param: nn.Parameter, fqn: str) -> str:
+    """EXPERT or DENSE. Megatron marks expert parameters with `allreduce=False`; the name decides
+    only where the attribute is absent."""
+    marked = getattr(param, "allreduce", None)
+    is_expert = ".experts." in f".{fqn}" if marked is None else not marked
+    return EXPERT if is_expert else DENSE
+
+
+def _shares_embedding(module: nn.Module) -> bool:
+    return any(
+        getattr(child, "share_embeddings_and_output_weights", False) for child in module.modules()
+    )
+
+
+def _default_units(module: nn.Module) -> dict[str, nn.Module]:
+    """Transformer layers, and embedding and output layer unless their weights are tied: a tied
+    weight is used by two modules and belongs to the root unit, which stays gathered between."""
+    tied = _shares_embedding(module)
+
+    def is_unit(child: nn.Module) -> bool:
+        return isinstance(child, DEFAULT_UNIT_MODULES) or (
+            not tied and isinstance(child, LanguageModelEmbedding)
+        )
+
+    units = unit_modules(module, is_unit)
+    if not tied:
+        outputs = unit_modules(module, lambda child: False)
+        for name, child in module.named_modules():
+            if name.split(".")[-1] == "output_layer":
+                outputs[name] = child
+        units.update(outputs)
+    return units
+
+
+def _chosen_units(
+    module: nn.Module, unit_classes: list[type[nn.Module]] | None
+) -> dict[str, nn.Module]:
+    """The units, by default or of the classes the user names."""
+    if unit_classes is None:
+        return _default_units(module)
+    return unit_modules(module, lambda child: isinstance(child, tuple(unit_classes)))
+
+
+def _groups_from_parallel_state() -> dict[str, Any]:
+    """The groups of a process that set up `parallel_state` and passes no collection."""
+    if not parallel_state.model_parallel_is_initialized():
+        raise ValueError(
+            "pg_collection=None, and parallel_state has no groups: pass a ProcessGroupCollection, "
+            "or call parallel_state.initialize_model_parallel() first"
+        )
+    has_expert = parallel_state._EXPERT_DATA_PARALLEL_GROUP is not None
+    return {
+        "fsdp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "fsdp_group_ag": None,
+        "instance_group": parallel_state.get_data_parallel_group(
+            with_context_parallel=True, partial_data_parallel=True
+        ),
+        "expt_fsdp_group": (
+            parallel_state.get_expert_data_parallel_group() if has_expert else None
+        ),
+        "expt_fsdp_group_ag": None,
+        "tp_group": parallel_state.get_tensor_model_parallel_group(),
+    }
+
+
+def _grad_scale(config: Any, num_ranks: int) -> float:
+    """Factor on the sum of the ranks' gradients. With per-token loss Megatron divides by the
+    number of tokens itself (`scale_gradients`)."""
+    return 1.0 if config.calculate_per_token_loss else 1.0 / num_ranks
+
+
+class ParamAndGradBuffer:
+    """What Megatron's optimizer calls on `param_and_grad_buffer`."""
+
+    parameter_groups: tuple[()] = ()
+    """Read only to find FP8 parameters, of which there are none."""
+
+    def __init__(self, engine: FsdpEngine) -> None:
+        self._engine = engine
+
+    def copy_main_weights_to_model_weights(self) -> None:
+        """The optimizer has stepped: gathered weights are outdated. The cast itself happens in
+        the next gather, straight into the gather buffer."""
+        self._engine.main_weights_changed()
+
+    def manual_buffer_registration(self) -> None:
+        """Nothing is registered with NCCL, so there is nothing to do."""
+
+
+def _apply_guard(
+    module: nn.Module, dtypes: frozenset[torch.dtype], device: torch.device, where: str
+) -> Any:
+    """Stands in for `nn.Module._apply` of a wrapped module: a conversion would detach parameters
+    from the flat buffers. One that changes no parameter passes and reaches the buffers."""
+    ref = weakref.ref(module)
+
+    def apply(fn: Any, *_: Any, **__: Any) -> nn.Module | None:
+        for dtype in dtypes:
+            probe = fn(torch.empty(0, dtype=dtype, device=device))
+            if probe.dtype != dtype or probe.device != device:
+                raise RuntimeError(
+                    f"{where}: converting a wrapped module from {dtype} on {device} to "
+                    f"{probe.dtype} on {probe.device} would detach its parameters from their "
+                    "flat buffers; convert the module before wrapping it"
+                )
+        alive = ref()
+        for child in alive.modules() if alive is not None else ():
+            for name, value in child._buffers.items():
+                child._buffers[name] = None if value is None else fn(value)
+        return alive
+
+    return apply
+
+
+class FullyShardedDataParallel(_BaseDataParallel):
+    """Shards a model's weights, gradients and optimizer state over its data-parallel ranks.
+
+    Args:
+        config: the model's `TransformerConfig`.
+        ddp_config: `DistributedDataParallelConfig`. Overlaps that the strategy needs are switched
+            on in it, since Megatron's training loop reads them there.
+        module: the model, on its device; usually `Float16Module(GPTModel)`.
+        fsdp_unit_modules: module classes to gather and reduce as units; by default the
+            transformer layers, and embedding and output layer unless they are tied.
+        disable_bucketing: accepted for Megatron; units take the place of buckets.
+        device: the device of the flat buffers; by default the parameters'.
+        pg_collection: process groups; by default those of `parallel_state`.
+
+    Raises:
+        ValueError: an unsupported option (all are listed at once), a unit class that matches
+            nothing, no trainable parameter, groups that are missing or disagree.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: Any,
+        module: nn.Module,
+        fsdp_unit_modules: list[type[nn.Module]] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        pg_collection: Any | None = None,
+    ) -> None:
+        super().__init__(config=config, module=module)
+        self.device = arguments.device_of(module)
+        support.raise_problems(
+            "FullyShardedDataParallel",
+            [
+                *support.problems(ddp_config, engine_options.DDP_CONFIG_RULES),
+                *support.problems(config, support.MODEL_CONFIG_RULES),
+                *arguments.module_problems(module, fsdp_unit_modules, device),
+                *arguments.group_problems(config, arguments.parallel_sizes(pg_collection)),
+                *self._set_index(pg_collection),
+            ],
+        )
+        optimizer_seam.install()
+        self.ddp_config = ddp_config
+        self.disable_bucketing = disable_bucketing
+        self.bucket_size = None
+        # Not `pg_collection`: Megatron takes an attribute of that name for the model's.
+        self.process_groups = pg_collection
+        self.tp_group = self.megatron_fsdp_dist_index.tp_group
+        self.force_all_reduce = False
+        self.engine = self._build_engine(module, fsdp_unit_modules)
+        forced = {
+            option: value
+            for option, value in engine_options.forced_overlaps(self.engine.config.strategy).items()
+            if getattr(ddp_config, option) != value
+        }
+        for option, value in forced.items():
+            setattr(ddp_config, option, value)
+        self.module = ShardedModule(config, module, self.engine)
+        self.param_and_grad_buffer = ParamAndGradBuffer(self.engine)
+        for pair in self.engine.pairs:
+            self._mark(pair)
+        self._register_state_dict_hooks()
+        self._refuse_conversions()
+        self._announce(forced)
+
+    def _set_index(self, pg_collection: Any) -> list[str]:
+        """Reads the process groups; returns what is wrong with them."""
+        try:
+            groups = (
+                _groups_from_parallel_state() if pg_collection is None else groups_of(pg_collection)
+            )
+            self.megatron_fsdp_dist_index: FSDPDistributedIndex = build_index(
+                groups,
+                device=self.device,
+                grad_scale_of=functools.partial(_grad_scale, self.config),
+            )
+        except ValueError as error:
+            return [str(error)]
+        return []
+
+    def _build_engine(
+        self, module: nn.Module, unit_classes: list[type[nn.Module]] | None
+    ) -> FsdpEngine:
+        index = self.megatron_fsdp_dist_index
+        units = _chosen_units(module, unit_classes)
+        self.fsdp_unit_modules = sorted({type(unit).__name__ for unit in units.values()})
+        plans = partition(
+            module,
+            units,
+            domain_of=kind_of,
+            backward_reads_weights=lambda unit: not isinstance(unit, LanguageModelEmbedding),
+        )
+        for kind in {key.domain for plan in plans for key in plan.groups}:
+            index.domain(kind)
+        return FsdpEngine(
+            module,
+            plans,
+            index.domains,
+            engine_options.engine_config(self.ddp_config),
+            make_runtime(self.device),
+            Communicator,
+        )
+
+    def _mark(self, pair: ParamPair) -> None:
+        """Everything Megatron reads on parameters (contract: attributes of both identities)."""
+        raw, param = pair.raw, pair.optimizer
+        copy_attributes(raw, param)
+        raw.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        held = pair.group.layout.shard_range(pair.index, pair.group.rank)
+        ref = LayoutRef(pair.group.layout, pair.index, pair.group.rank)
+        if not self.engine.config.strategy.shard_main:
+            spec = dataclasses.replace(pair.group.layout.specs[pair.index], index=0)
+            ref = LayoutRef(plan_group([spec], 1), 0, 0)
+            held = ref.layout.shard_range(0, 0)
+        param.__fsdp_param__ = True  # type: ignore[attr-defined]
+        param.megatron_fsdp_slice = slice(held.start, held.stop)  # type: ignore[attr-defined]
+        param.megatron_fsdp_dist_index = self.megatron_fsdp_dist_index  # type: ignore[attr-defined]
+        param.fsdp_layout_ref = ref  # type: ignore[attr-defined]
+        param.orig_param = raw  # type: ignore[attr-defined]
+        attach_chunks(param, ref.chunks())  # type: ignore[arg-type]
+
+    def _register_state_dict_hooks(self) -> None:
+        """A state dict of any module below shows main weights, and a load into any refreshes the
+        compute weights."""
+        engine = weakref.ref(self.engine)
+
+        def before_save(*_: Any) -> None:
+            alive = engine()
+            if alive is not None:
+                alive.show_optimizer_params()
+
+        def after_load(*_: Any) -> None:
+            alive = engine()
+            if alive is not None:
+                alive.main_weights_changed()
+
+        for child in self.module.modules():
+            child.register_state_dict_pre_hook(before_save)
+            child.register_load_state_dict_post_hook(after_load)
+
+    def _refuse_conversions(self) -> None:
+        dtypes = frozenset(pair.raw.dtype for pair in self.engine.pairs)
+        for name, child in self.named_modules():
+            where = f"{type(child).__name__} {name}".strip()
+            child.__dict__["_apply"] = _apply_guard(child, dtypes, self.device, where)
+
+    def _announce(self, forced: Mapping[str, bool]) -> None:
+        """Prints, on one rank, what the wrapper does and what it switched on by itself."""
+        if dist.get_rank() != 0:
+            return
+        engine, axis = self.engine, self.megatron_fsdp_dist_index.domain(DENSE).axis
+        groups = engine.groups
+        numel = sum(group.layout.item_numel for group in groups)
+        padding = sum(group.layout.padding_numel for group in groups)
+        kept = [f"{name}={value}" for name, value in forced.items()]
+        print(
+            f"FullyShardedDataParallel: strategy {engine.config.strategy.name} over {axis.size} "
+            f"ranks, {len(engine.units)} units ({', '.join(self.fsdp_unit_modules)}, root), "
+            f"{numel} parameters, {100 * padding / numel:.2f}% padding; main weights "
+            f"{engine.config.policy.main_params_dtype}, gradients reduced in "
+            f"{engine.config.policy.comm_dtype}; set for you: {', '.join(kept) or 'nothing'}",
+            flush=True,
+        )
+
+    # What Megatron's schedules and training loop call.
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module on gathered weights. RuntimeError under torch.compile."""
+        refuse_compilation()
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Microbatches but the last run inside. ZeRO-0/1 only accumulate there; ZeRO-2/3 reduce
+        every microbatch, since they hold no full gradients."""
+        self.engine.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            self.engine.is_last_microbatch = True
+
+    def start_param_sync(
+        self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
+    ) -> None:
+        """Makes weights current for the next forward. With overlap only the first unit's gather
+        is launched; `force_sync` gathers all and orders the current stream behind it."""
+        self.engine.sync_weights(wait=force_sync)
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Starts the reductions that no backward has started."""
+        self.engine.reduce_grads()
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Completes all reductions and attaches `.grad`; parameters show their optimizer identity.
+
+        Raises:
+            ValueError: `force_all_reduce`, unless gradients are replicated anyway.
+        """
+        if force_all_reduce and self.engine.config.strategy.shard_main:
+            raise ValueError(
+                "force_all_reduce=True: full gradients do not exist with "
+                f"data_parallel_sharding_strategy={self.engine.config.strategy.name!r}; use "
+                "'no_shard', or gather the gradients of the parameters you need"
+            )
+        self.engine.finish_grads()
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiplies the gradients that the optimizer will read; a number or 1-element tensor."""
+        self.engine.scale_grads(scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Forgets all gradients. Idempotent. Also recovers from a pass that raised."""
+        self.engine.zero_grads()
+        for pair in self.engine.pairs:
+            pair.raw.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def broadcast_params(self) -> None:
+        """Nothing to do: weights were broadcast from rank 0 of their data-parallel group before
+        they were sharded, which is the last moment at which that is possible."""
+
+    def synchronize_param_gather(self) -> None:
+        """No gather is pending and optimizer parameters are shown after this."""
+        self.engine.show_optimizer_params()
+
+    def stop_communication(self) -> None:
+        """Nothing is in flight and optimizer parameters are shown after this. Gradients that were
+        already consumed are not reduced again."""
+        self.engine.runtime.synchronize()
+        self.engine.show_optimizer_params()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
+        """Loads what `state_dict` returned; see `ShardedModule.load_state_dict`."""
+        self.module.load_state_dict(state_dict, strict=strict)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The state dict; there is one form only."""
+        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Only for `torch_dist`: raises RuntimeError."""
+        return self.module.sharded_state_dict(*args, **kwargs)

@@ -1,0 +1,137 @@
+"""Ranks that agree: every step of a save or load succeeds on all of them or raises on all.
+
+A rank that fails alone leaves the others waiting in the next collective. So each step ends with
+one exchange of small objects in which the ranks tell each other how it went.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def _nothing(_: object) -> None:
+    """What a rank tells the others of its result, by default."""
+
+
+class CheckpointError(RuntimeError):
+    """A save or load failed for another reason than bad input. Raised on every rank."""
+
+
+# What a step may raise on any rank, most specific first, and what every rank then raises.
+_KINDS: tuple[type[Exception], ...] = (FileNotFoundError, ValueError, CheckpointError)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    kind: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Coordinator:
+    """The ranks that save or load together.
+
+    group: a process group whose tensors live on the CPU; rank, size: this process in it.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def run(
+        self, stage: str, step: Callable[[], T], tell: Callable[[T], R | None] = _nothing
+    ) -> tuple[T, tuple[R | None, ...]]:
+        """Runs `step` here; returns its result, and `tell(result)` of every rank in rank order.
+
+        If it raised anywhere, every rank raises one error that quotes each different message
+        with its ranks: FileNotFoundError or ValueError where a rank raised that, else
+        CheckpointError. One all_gather_object of what is told, whatever happened.
+        """
+        cause: BaseException | None = None
+        message: R | _Failure | None
+        try:
+            result = step()
+            message = tell(result)
+        except (Exception, CheckpointException) as error:
+            cause = error
+            message = _Failure(_kind_of(error), _message_of(error))
+        told: list[R | _Failure | None] = [None] * self.size
+        dist.all_gather_object(told, message, group=self.group)
+        failures = {rank: m for rank, m in enumerate(told) if isinstance(m, _Failure)}
+        if failures:
+            kind = _KINDS[min(failure.kind for failure in failures.values())]
+            raise kind(_report(stage, failures, self.size)) from cause
+        return result, tuple(m for m in told if not isinstance(m, _Failure))
+
+    def run_on_first(self, stage: str, step: Callable[[], None]) -> None:
+        """Runs `step` on rank 0 alone; no rank returns before it has, all raise if it raised."""
+        self.run(stage, step if self.rank == 0 else lambda: None)
+
+
+@contextmanager
+def coordination(group: dist.ProcessGroup | None = None) -> Iterator[Coordinator]:
+    """The coordinator of `group`, or of all ranks if it is None.
+
+    A default group that has no CPU backend (plain NCCL) is not used: what is exchanged is small
+    Python objects, and through NCCL each would be copied to the GPU, would need the right current
+    device, and would queue behind the communication of training. A gloo group is then made for
+    the duration (a collective call: every rank must be here) and destroyed; pass `group` to
+    save that. Raises ValueError if torch.distributed is not initialised or `group` has no CPU
+    backend.
+    """
+    if group is not None and not _has_cpu_backend(group):
+        raise ValueError(
+            f"group has backend {dist.get_backend(group)!r}, which cannot move CPU tensors; "
+            "pass a gloo group, or None to have one made"
+        )
+    chosen = dist.group.WORLD if group is None else group
+    if chosen is None:
+        raise ValueError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group "
+            "first (a world of one is enough)"
+        )
+    temporary = not _has_cpu_backend(chosen)
+    if temporary:
+        chosen = dist.new_group(backend="gloo")
+    try:
+        yield Coordinator(chosen, dist.get_rank(chosen), dist.get_world_size(chosen))
+    finally:
+        if temporary:
+            dist.destroy_process_group(chosen)
+
+
+def _has_cpu_backend(group: dist.ProcessGroup) -> bool:
+    return "cpu:" in dist.get_backend_config(group)
+
+
+def _kind_of(error: BaseException) -> int:
+    found = (i for i, kind in enumerate(_KINDS) if isinstance(error, kind))
+    return next(found, len(_KINDS) - 1)
+
+
+def _message_of(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        parts = [f"rank {r}: {_message_of(e)}" for r, (e, _) in sorted(error.failures.items())]
+        return "; ".join(parts)
+    # The arguments of OSError are (errno, text, file) when the system raised it.
+    named = isinstance(error, _KINDS) and len(error.args) == 1
+    return str(error) if named else f"{type(error).__name__}: {error}"
+
+
+def _report(stage: str, failures: dict[int, _Failure], size: int) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, failure in failures.items():
+        ranks_of.setdefault(failure.message, []).append(rank)
+    if len(ranks_of) == 1 and len(failures) == size:
+        return next(iter(ranks_of))
+    lines = [f"  rank {', '.join(map(str, r))}: {message}" for message, r in ranks_of.items()]
+    return "\n".join([f"{stage} failed on {len(failures)} of {size} ranks:", *lines])

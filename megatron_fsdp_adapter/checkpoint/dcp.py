@@ -1,0 +1,223 @@
+"""Saving and loading `fsdp_dtensor` checkpoints through torch.distributed.checkpoint (DCP).
+
+The folder is an ordinary DCP checkpoint, as Megatron-LM's `--ckpt-format fsdp_dtensor` writes it:
+the keys are those of the nested state joined by dots.
+
+Collectives. A save has three exchanges of our own, of small objects, plus DCP's plan and result
+exchange: DCP has to see every rank's plan to write one metadata file. A load has two or three
+exchanges and none by DCP: every rank reads the metadata file and then exactly its own blocks, so
+there is nothing to plan together. None of them is per tensor, and all of them are on the CPU.
+
+Loading unpickles what is not a tensor: load only checkpoints that you trust.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as torch_dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, coordination
+from megatron_fsdp_adapter.checkpoint.state import (
+    Mismatch,
+    compare,
+    flatten,
+    from_stored,
+    general_keys,
+    keys_of_all,
+    merge,
+    problems_of,
+    to_stored,
+)
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class _View:
+    """What a rank tells the others about the checkpoint that it opened."""
+
+    iteration: int
+    digest: str
+    mismatch: Mismatch
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint as this rank sees it; `keys` are the general keys that it wants."""
+
+    folder: Path
+    metadata: Metadata
+    keys: tuple[str, ...]
+    view: _View
+
+
+def save_checkpoint(
+    root: PathLike,
+    iteration: int,
+    state: Mapping[str, Any],
+    keep_last: int | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Writes `state` as the checkpoint of `iteration` and makes it the newest one of `root`.
+
+    Called by all ranks of `group` (a CPU group; None: all ranks) with the same arguments but for
+    the state. state: nested dicts and lists with string keys; leaves are DTensors with chunks,
+    tensors and picklable objects; see `checkpoint.state`. keep_last: how many complete
+    checkpoints up to this one to keep (None: all).
+
+    Whenever a process dies, the checkpoint that was the newest before stays loadable, also if it
+    is of the same iteration. Returns the folder. Raises on every rank: ValueError for bad
+    arguments or an unusable state, CheckpointError if writing fails anywhere.
+    """
+    root = Path(root)
+    with coordination(group) as ranks:
+        _, calls = ranks.run(
+            "starting to save",
+            lambda: _begin_save(root, iteration, state, keep_last, ranks.rank),
+            tell=lambda call: call,
+        )
+        if len(set(calls)) > 1:
+            different = ", ".join(sorted(map(repr, set(calls))))
+            raise ValueError(f"ranks disagree on (root, iteration, keep_last): {different}")
+        ranks.run("writing the checkpoint", lambda: _write(root, iteration, state, ranks))
+        ranks.run_on_first(
+            "publishing the checkpoint", lambda: folders.publish(root, iteration, keep_last)
+        )
+    return folders.final_folder(root, iteration)
+
+
+def load_checkpoint(
+    root: PathLike,
+    state: Mapping[str, Any],
+    iteration: int | None = None,
+    *,
+    ignore_unexpected: Sequence[str] = (),
+    group: dist.ProcessGroup | None = None,
+) -> tuple[int, dict[str, Any]]:
+    """Loads into the tensors of `state`, in place, and returns (iteration, loaded state).
+
+    state: what `save_checkpoint` was given, with any values; it says what is wanted. Tensors and
+    DTensors are overwritten in their own storage. The returned state has the same structure and
+    the same tensors, with the stored values in place of everything else; the containers of
+    `state` are not changed. iteration: None for the newest. ignore_unexpected: prefixes of keys
+    that may be in the checkpoint without being wanted.
+
+    Raises on every rank, before a tensor is touched: FileNotFoundError if root, tracker or folder
+    is missing, ValueError if the checkpoint is half-written, or if any rank's keys, shapes or
+    dtypes differ from it (one error lists all). CheckpointError if reading fails anywhere; the
+    tensors then hold an unknown mixture.
+    """
+    root = Path(root)
+    with coordination(group) as ranks:
+        stored = to_stored(state, ranks.rank)
+        opened, views = ranks.run(
+            "opening the checkpoint",
+            lambda: _open(root, iteration, stored, ranks.rank),
+            tell=lambda opened: opened.view,
+        )
+        mismatch = _mismatch_of_all(ranks, opened, views, tuple(ignore_unexpected))
+        if mismatch:
+            raise ValueError(f"the state does not fit {opened.folder}:\n{mismatch.describe()}")
+        ranks.run("reading the checkpoint", lambda: _read(opened, stored))
+        return opened.view.iteration, from_stored(stored, state, ranks.rank)
+
+
+def latest_iteration(root: PathLike) -> int:
+    """Number of the newest checkpoint of `root`, from its tracker file. Local, no collective.
+
+    Raises FileNotFoundError if root or tracker is missing, ValueError if the tracker is damaged.
+    """
+    return folders.read_tracker(Path(root))
+
+
+def _begin_save(
+    root: Path,
+    iteration: int,
+    state: Mapping[str, Any],
+    keep_last: int | None,
+    rank: int,
+) -> tuple[str, int, int | None]:
+    if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
+        raise ValueError(f"iteration={iteration!r} must be a whole number, 0 or more")
+    if keep_last is not None and keep_last < 1:
+        raise ValueError(f"keep_last={keep_last} must be at least 1, or None to keep all")
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"root={root} is a file; name a folder to save checkpoints in")
+    problems = problems_of(state)
+    if problems:
+        raise ValueError("the state cannot be saved:\n" + "\n".join(f"  {p}" for p in problems))
+    if rank == 0:
+        folders.prepare(root, iteration)
+    return str(root), iteration, keep_last
+
+
+def _write(root: Path, iteration: int, state: Mapping[str, Any], ranks: Coordinator) -> None:
+    folder = folders.temporary_folder(root, iteration)
+    torch_dcp.save(
+        to_stored(state, ranks.rank),
+        storage_writer=torch_dcp.FileSystemWriter(folder, sync_files=False),
+        planner=torch_dcp.DefaultSavePlanner(),
+        process_group=ranks.group,
+    )
+    folders.sync_files(folder.glob(f"__{ranks.rank}_*"))
+    if ranks.rank == 0:
+        folders.sync_files([folder / ".metadata"])
+
+
+def _open(root: Path, iteration: int | None, stored: dict[str, Any], rank: int) -> _Opened:
+    number = folders.read_tracker(root) if iteration is None else iteration
+    folder, metadata = folders.open_checkpoint(root, number)
+    problems = problems_of(stored)
+    if problems:
+        return _Opened(folder, metadata, (), _View(number, "", Mismatch(unusable=problems)))
+    leaves = flatten(stored)
+    keys = general_keys(leaves, rank)
+    digest = hashlib.sha256("\n".join(keys).encode()).hexdigest()
+    return _Opened(folder, metadata, keys, _View(number, digest, compare(leaves, metadata)))
+
+
+def _mismatch_of_all(
+    ranks: Coordinator, opened: _Opened, views: Sequence[_View | None], ignored: tuple[str, ...]
+) -> Mismatch:
+    """What is wrong on any rank, with the keys that no rank wants; the same on every rank."""
+    known = [view for view in views if view is not None]
+    if len({view.iteration for view in known}) > 1:
+        newest = [view.iteration for view in known]
+        raise ValueError(f"ranks see different newest iterations: {newest}; is root shared?")
+    digests = [view.digest for view in known]
+    general: set[str] = set(opened.keys)
+    if len(set(digests)) > 1:
+        # One rank for each different set of keys speaks; most ranks have the same.
+        speaks = digests.index(opened.view.digest) == ranks.rank
+        _, told = ranks.run("comparing keys", lambda: opened.keys if speaks else (), tell=tuple)
+        general = {key for keys in told for key in keys or ()}
+    wanted = keys_of_all(general, ranks.size)
+    stored = opened.metadata.state_dict_metadata
+    merged = merge([view.mismatch for view in known])
+    unexpected = tuple(k for k in stored if k not in wanted and not k.startswith(ignored))
+    # Where a state could not be flattened, its keys are unknown and so is what nobody wants.
+    return merged if merged.unusable else replace(merged, unexpected=unexpected)
+
+
+def _read(opened: _Opened, stored: dict[str, Any]) -> None:
+    """Reads this rank's blocks through DCP's planner and reader, which is all that DCP's `load`
+    does beyond exchanging plans that nobody needs and reading the metadata again."""
+    reader = torch_dcp.FileSystemReader(opened.folder)
+    planner = torch_dcp.DefaultLoadPlanner()
+    with torch.no_grad():
+        planner.set_up_planner(stored, opened.metadata, is_coordinator=False)
+        reader.set_up_storage_reader(opened.metadata, is_coordinator=False)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
+        reader.read_data(planner.finish_plan(plan), planner).wait()

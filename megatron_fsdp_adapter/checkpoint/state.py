@@ -1,0 +1,199 @@
+"""Nested state dicts as torch DCP sees them: a flat map of dotted keys to leaves.
+
+Leaves are DTensors, plain tensors and anything else; the last is pickled. A plain tensor or other
+value under the same key on several ranks is taken to be the same on each and stored once. A value
+that belongs to one rank is wrapped in `PerRank`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp_adapter.checkpoint.chunks import has_chunks, is_replicated
+
+_ANY_RANK = ".rank_*"
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A value of this rank alone, such as its RNG state: any picklable object.
+
+    It is stored under `<key>.rank_<rank>`; loading gives each rank its own back, without the
+    wrapper. In the state given to a load, the value inside is not read.
+    """
+
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """How a state differs from a checkpoint, as one line per key. Empty if it does not.
+
+    missing: asked for, not in the checkpoint; unexpected: in it, asked for by nobody;
+    different: in both, with another shape, dtype or kind; unusable: cannot be loaded at all.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    different: tuple[str, ...] = ()
+    unusable: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.different or self.unusable)
+
+    def describe(self) -> str:
+        """All keys, by what is wrong with them."""
+        titles = (
+            ("missing in the checkpoint", self.missing),
+            ("in the checkpoint but not in the state", self.unexpected),
+            ("different", self.different),
+            ("unusable", self.unusable),
+        )
+        return "\n".join(
+            f"  {title} ({len(keys)}):\n" + "\n".join(f"    {key}" for key in keys)
+            for title, keys in titles
+            if keys
+        )
+
+
+def merge(parts: Iterable[Mismatch]) -> Mismatch:
+    """Everything that is in any of the parts, each line once, in order of first appearance."""
+    listed = list(parts)
+    return Mismatch(
+        *(
+            tuple(dict.fromkeys(line for part in listed for line in getattr(part, field.name)))
+            for field in fields(Mismatch)
+        )
+    )
+
+
+def to_stored(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """A copy of the nested state in which torch DCP finds only what it can store.
+
+    Containers are new, tensors are the same objects, so a load writes into the caller's storage
+    and leaves the caller's containers alone. `PerRank(v)` at key k becomes {rank_<rank>: bytes}.
+    """
+    return {key: _stored(value, rank) for key, value in state.items()}
+
+
+def from_stored(loaded: Mapping[str, Any], state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Undoes `to_stored`, `state` telling where the `PerRank` values are."""
+    return {key: _restored(loaded[key], state[key], rank) for key in state}
+
+
+def flatten(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> leaf, by torch DCP's own rules. Raises ValueError if two leaves share a key."""
+    return flatten_state_dict(dict(stored))[0]
+
+
+def problems_of(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """What makes a nested state impossible to store or load in place, one line per key."""
+    found = [f"{path}: keys must be strings" for path in _bad_keys(state, "")]
+    if found:
+        return tuple(found)
+    return tuple(
+        f"{key}: {why}" for key, leaf in flatten(state).items() if (why := _unusable(leaf))
+    )
+
+
+def compare(leaves: Mapping[str, Any], metadata: Metadata) -> Mismatch:
+    """How this rank's leaves differ from what is stored; `unexpected` is left empty."""
+    stored = metadata.state_dict_metadata
+    different = (
+        f"{key}: {why}"
+        for key, leaf in leaves.items()
+        if key in stored and (why := _difference(leaf, stored[key]))
+    )
+    return Mismatch(
+        missing=tuple(key for key in leaves if key not in stored), different=tuple(different)
+    )
+
+
+def general_keys(leaves: Mapping[str, Any], rank: int) -> tuple[str, ...]:
+    """The keys, sorted, with `rank_*` for this rank's own: the same on ranks of equal structure."""
+    own = f".{_rank_key(rank)}"
+    return tuple(sorted(key.removesuffix(own) + _ANY_RANK * key.endswith(own) for key in leaves))
+
+
+def keys_of_all(general: Iterable[str], size: int) -> frozenset[str]:
+    """The keys that `size` ranks with these general keys have together."""
+    keys = set(general)
+    mine = {key for key in keys if key.endswith(_ANY_RANK)}
+    prefixes = [key.removesuffix(_ANY_RANK) for key in mine]
+    of_ranks = {f"{prefix}.{_rank_key(rank)}" for prefix in prefixes for rank in range(size)}
+    return frozenset(keys - mine | of_ranks)
+
+
+def _stored(value: Any, rank: int) -> Any:
+    if isinstance(value, PerRank):
+        return {_rank_key(rank): _to_bytes(value.value)}
+    if isinstance(value, Mapping):
+        return {key: _stored(entry, rank) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_stored(entry, rank) for entry in value]
+    return value
+
+
+def _restored(loaded: Any, value: Any, rank: int) -> Any:
+    if isinstance(value, PerRank):
+        return torch.load(io.BytesIO(loaded[_rank_key(rank)]), weights_only=False)
+    if isinstance(value, Mapping):
+        return {key: _restored(loaded[key], value[key], rank) for key in value}
+    if isinstance(value, list) and len(value) == len(loaded):
+        return [_restored(a, b, rank) for a, b in zip(loaded, value, strict=True)]
+    return loaded
+
+
+def _rank_key(rank: int) -> str:
+    return f"rank_{rank:05d}"
+
+
+def _to_bytes(value: Any) -> bytes:
+    # bytes, so that torch DCP sees one leaf even where the value is a dict with tensors in it
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _bad_keys(value: Any, path: str) -> list[str]:
+    """Paths whose last key is no string: torch DCP would give it back as a string."""
+    if isinstance(value, Mapping):
+        bad = [f"{path}{key!r}" for key in value if not isinstance(key, str)]
+        return bad + [p for k, entry in value.items() for p in _bad_keys(entry, f"{path}{k}.")]
+    if isinstance(value, list):
+        return [p for i, entry in enumerate(value) for p in _bad_keys(entry, f"{path}{i}.")]
+    return []
+
+
+def _unusable(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return ""
+    if leaf.is_meta:
+        return "a tensor on the meta device has no data; materialise it first"
+    if isinstance(leaf, DTensor) and not has_chunks(leaf) and not is_replicated(leaf):
+        return (
+            "a sharded DTensor that carries no chunks; copy_chunks from the parameter it was "
+            "derived from"
+        )
+    return ""
+
+
+def _difference(leaf: Any, stored: Any) -> str:
+    has_tensor = isinstance(stored, TensorStorageMetadata)
+    if has_tensor != isinstance(leaf, torch.Tensor):
+        return f"stored as {'a tensor' if has_tensor else 'an object'}, wanted as the other"
+    if not has_tensor:
+        return ""
+    if stored.size != leaf.size():
+        return f"stored with shape {tuple(stored.size)}, wanted with {tuple(leaf.size())}"
+    if stored.properties.dtype != leaf.dtype:
+        return f"stored as {stored.properties.dtype}, wanted as {leaf.dtype}"
+    return ""

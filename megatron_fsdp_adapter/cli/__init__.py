@@ -1,0 +1,1 @@
+"""What a person runs: `python -m megatron_fsdp_adapter <command>`."""

@@ -1,0 +1,358 @@
+"""`estimate`: bytes per rank by kind of buffer and strategy, from a model configuration alone.
+
+No GPU, no process group, no weights: the listing of parameters is planned like the engine plans
+it, and the closed formula of `layout/memory.py` is applied to the layouts. Activations, temporary
+tensors of kernels and the CUDA context are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatron_fsdp_adapter.config import STRATEGIES, Strategy
+from megatron_fsdp_adapter.layout import GroupLayout, ParamSpec, plan_group, row_granularity
+from megatron_fsdp_adapter.layout.memory import (
+    LIFE,
+    Precision,
+    bytes_between_steps,
+    held_by_rank,
+    model_bytes,
+    unit_bytes,
+)
+
+from .gpt import (
+    PRESETS,
+    ROOT,
+    TRAINING_TOKENIZER,
+    GptConfig,
+    config_from,
+    flag,
+    gpt_parameter_listing,
+    read_options,
+)
+
+GIB = 1 << 30
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+_INTEGERS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "padded_vocab_size",
+    "make_vocab_size_divisible_by",
+    "max_position_embeddings",
+    "seq_length",
+)
+_SWITCHES = (
+    "group_query_attention",
+    "swiglu",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+)
+_STRINGS = ("normalization", "position_embedding_type", "tokenizer_type")
+
+
+@dataclass(frozen=True)
+class UnitKind:
+    """Units that hold parameters of the same shapes, hence have the same layout.
+
+    All parameters of a dense model have one dtype and are trained, so a unit is one group.
+    """
+
+    names: tuple[str, ...]
+    layout: GroupLayout
+
+    @property
+    def title(self) -> str:
+        """Up to two names, or the first and the last."""
+        if len(self.names) <= 2:
+            return ", ".join(self.names)
+        return f"{self.names[0]} .. {self.names[-1]}"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A planned model: its kinds of units, on `num_shards` shards."""
+
+    kinds: tuple[UnitKind, ...]
+    num_shards: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(kind.layout.item_numel * len(kind.names) for kind in self.kinds)
+
+    @cached_property
+    def fullest_rank(self) -> int:
+        """The lowest of the ranks that hold most elements."""
+        held = [0] * self.num_shards
+        for kind in self.kinds:
+            for rank, numel in enumerate(held_by_rank(kind.layout)):
+                held[rank] += numel * len(kind.names)
+        return held.index(max(held))
+
+    def bytes_held(
+        self, strategy: Strategy, precision: Precision, rank: int, num_layers: int | None = None
+    ) -> dict[str, int]:
+        """Bytes by kind on `rank`; with `num_layers` transformer layers in place of its own."""
+        root: Mapping[str, int] = {}
+        units: list[Mapping[str, int]] = []
+        for kind in self.kinds:
+            held = unit_bytes([kind.layout], strategy, precision, rank)
+            if kind.names == (ROOT,):
+                root = held
+                continue
+            is_layer = kind.names[0].startswith("decoder.layers.")
+            repeat = num_layers if is_layer and num_layers is not None else len(kind.names)
+            units += [held] * repeat
+        return model_bytes(root, units)
+
+
+def plan_model(config: GptConfig, num_shards: int, dtype: torch.dtype, **planner: Any) -> Model:
+    """Plans every unit once per set of shapes. `planner`: options of `plan_group`."""
+    units: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for unit, fqn, shape in gpt_parameter_listing(config):
+        units.setdefault(unit, []).append((fqn, shape))
+    alike: dict[tuple[bool, tuple[tuple[int, ...], ...]], list[str]] = {}
+    for unit, params in units.items():
+        alike.setdefault((unit == ROOT, tuple(shape for _, shape in params)), []).append(unit)
+    kinds = []
+    for names in alike.values():
+        specs = [
+            ParamSpec(i, (fqn,), shape, dtype, True, row_granularity(shape))
+            for i, (fqn, shape) in enumerate(units[names[0]])
+        ]
+        kinds.append(UnitKind(tuple(names), plan_group(specs, num_shards, **planner)))
+    return Model(tuple(kinds), num_shards)
+
+
+def most_layers(
+    model: Model, strategy: Strategy, precision: Precision, rank: int, limit: int
+) -> int:
+    """The largest number of transformer layers whose states fit in `limit` bytes at any time."""
+
+    def needed(num_layers: int) -> int:
+        return sum(model.bytes_held(strategy, precision, rank, num_layers).values())
+
+    # Every layer adds at least a shard of weights, gradients and state, so this is never too few.
+    per_layer = max(1, needed(4) - needed(3))
+    candidates = range(limit // per_layer + 4)
+    return max(0, bisect_right(candidates, limit, key=needed) - 1)
+
+
+def estimate(
+    model: Model,
+    strategies: Sequence[Strategy],
+    precision: Precision,
+    rank: int | None = None,
+    memory_gib: float | None = None,
+) -> dict[str, Any]:
+    """The report as plain values. `rank`: default the fullest."""
+    rank = model.fullest_rank if rank is None else rank
+    report: dict[str, Any] = {
+        "parameters": model.num_parameters,
+        "num_shards": model.num_shards,
+        "rank": rank,
+        "units": [_unit_report(kind) for kind in model.kinds],
+        "strategies": {},
+    }
+    for strategy in strategies:
+        held = model.bytes_held(strategy, precision, rank)
+        found: dict[str, Any] = {
+            "bytes": held,
+            "between_steps": bytes_between_steps(held),
+            "peak": sum(held.values()),
+        }
+        if memory_gib is not None:
+            limit = int(memory_gib * GIB)
+            found["fits"] = found["peak"] <= limit
+            found["most_layers"] = most_layers(model, strategy, precision, rank, limit)
+        report["strategies"][strategy.name] = found
+    return report
+
+
+def _unit_report(kind: UnitKind) -> dict[str, Any]:
+    layout = kind.layout
+    return {
+        "unit": kind.title,
+        "count": len(kind.names),
+        "parameters": layout.item_numel,
+        "padding": layout.padding_numel,
+        "padding_fraction": layout.padding_fraction,
+        "segments": [segment.numel for segment in layout.segments],
+        "shard_numel": layout.shard_numel,
+    }
+
+
+def render(report: Mapping[str, Any], dtype: str, memory_gib: float | None) -> str:
+    """The report as text."""
+    head = (
+        f"{report['parameters']:,} parameters, {dtype} compute weights, "
+        f"data-parallel size {report['num_shards']:,}"
+    )
+    units: list[tuple[str, ...]] = [
+        ("unit", "count", "parameters", "padding", "", "segments", "shard")
+    ]
+    for unit in report["units"]:
+        numbers = [f"{unit[key]:,}" for key in ("count", "parameters", "padding")]
+        segments = str(len(unit["segments"]))
+        fraction = f"{unit['padding_fraction']:.2%}"
+        units.append((unit["unit"], *numbers, fraction, segments, f"{unit['shard_numel']:,}"))
+    return "\n".join(
+        [
+            head,
+            "",
+            "Flat buffers, in elements, of each unit:",
+            *_aligned(units),
+            "",
+            f"Bytes on rank {report['rank']} (activations not counted):",
+            *_aligned(_strategy_rows(report["strategies"], memory_gib)),
+        ]
+    )
+
+
+def _strategy_rows(
+    strategies: Mapping[str, Any], memory_gib: float | None
+) -> list[tuple[str, ...]]:
+    found = list(strategies.values())
+    rows: list[tuple[str, ...]] = [("kind", "life", *strategies)]
+    for kind, life in LIFE.items():
+        if any(kind in entry["bytes"] for entry in found):
+            rows.append((kind, life, *(f"{entry['bytes'].get(kind, 0):,}" for entry in found)))
+    for title, key in (("held between steps", "between_steps"), ("held at most", "peak")):
+        rows.append((title, "", *(f"{entry[key]:,}" for entry in found)))
+        rows.append((title, "in GiB", *(f"{entry[key] / GIB:.3f}" for entry in found)))
+    if memory_gib is not None:
+        limit = f"{memory_gib:g} GiB"
+        rows.append(("fits", limit, *("yes" if entry["fits"] else "no" for entry in found)))
+        rows.append(("most layers", limit, *(str(entry["most_layers"]) for entry in found)))
+    return rows
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron_fsdp_adapter estimate",
+        description="Bytes per rank by kind of buffer, from a dense GPT's configuration alone.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    model = parser.add_argument_group("model (Megatron's flags; a flag overrides the files)")
+    model.add_argument("--preset", choices=sorted(PRESETS))
+    model.add_argument("--config", metavar="FILE", help="YAML with Megatron's flag names as keys")
+    for name in _INTEGERS:
+        model.add_argument(flag(name), type=int, metavar="N")
+    for name in _SWITCHES:
+        model.add_argument(flag(name), action=argparse.BooleanOptionalAction)
+    for name in _STRINGS:
+        model.add_argument(flag(name))
+    model.add_argument("--add-bias-linear", dest="add_bias_linear", action="store_true")
+    model.add_argument("--disable-bias-linear", dest="add_bias_linear", action="store_false")
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--data-parallel-size", type=int, default=1, metavar="N", help="number of shards"
+    )
+    run.add_argument(
+        "--data-parallel-sharding-strategy", choices=list(STRATEGIES), help="default: all"
+    )
+    run.add_argument(
+        "--params-dtype", choices=list(DTYPES), help="default: what --config says, else bf16"
+    )
+    run.add_argument("--rank", type=int, default=None, help="default: the rank that holds most")
+    run.add_argument("--memory-gib", type=float, default=None, help="say what fits in it")
+    run.add_argument("--padding-bound", type=float, default=0.01, help="see docs/layout.md")
+    run.add_argument("--max-segments", type=int, default=4, help="see docs/layout.md")
+    run.add_argument("--json", action="store_true", default=False)
+    return parser
+
+
+def _model_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Preset, then file, then flags; the later wins.
+
+    A training preset that tells nothing of the vocabulary means the training script's default.
+    """
+    options: dict[str, Any] = dict(PRESETS.get(given.get("preset", ""), {}))
+    if "config" in given:
+        options |= read_options(given["config"])
+    options |= given
+    vocabulary = ("vocab_size", "padded_vocab_size", "tokenizer_type")
+    if "config" in given and all(options.get(name) is None for name in vocabulary):
+        options["tokenizer_type"] = TRAINING_TOKENIZER
+    return options
+
+
+def _dtype_name(options: Mapping[str, Any]) -> str:
+    if "params_dtype" in options:
+        return str(options["params_dtype"])
+    named = [name for name in ("bf16", "fp16") if options.get(name)]
+    if len(named) == 2:
+        raise ValueError("--bf16 and --fp16 are both set: leave one of them out")
+    return named[0] if named else "fp32" if "config" in options else "bf16"
+
+
+def _check(given: argparse.Namespace) -> None:
+    if given.data_parallel_size < 1:
+        raise ValueError(f"--data-parallel-size {given.data_parallel_size} must be at least 1")
+    if given.rank is not None and not 0 <= given.rank < given.data_parallel_size:
+        raise ValueError(
+            f"--rank {given.rank} must be from 0 to {given.data_parallel_size - 1} with "
+            f"--data-parallel-size {given.data_parallel_size}"
+        )
+    if given.memory_gib is not None and not given.memory_gib > 0:
+        raise ValueError(f"--memory-gib {given.memory_gib} must be above 0")
+
+
+def run(given: argparse.Namespace) -> str:
+    """What the command prints. Raises ValueError or FileNotFoundError for bad input."""
+    _check(given)
+    options = _model_options(vars(given))
+    dtype = _dtype_name(options)
+    if dtype not in DTYPES:
+        raise ValueError(f"--params-dtype {dtype!r} is unknown: use one of {list(DTYPES)}")
+    model = plan_model(
+        config_from(options),
+        given.data_parallel_size,
+        DTYPES[dtype],
+        padding_bound=given.padding_bound,
+        max_segments=given.max_segments,
+    )
+    chosen = vars(given).get("data_parallel_sharding_strategy")
+    strategies = [STRATEGIES[chosen]] if chosen else list(STRATEGIES.values())
+    report = estimate(model, strategies, Precision(), given.rank, given.memory_gib)
+    report["params_dtype"] = dtype
+    if given.json:
+        return json.dumps(report, indent=2)
+    return render(report, dtype, given.memory_gib)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line; returns the exit status, 2 for bad input."""
+    try:
+        print(run(_parser().parse_args(argv)))
+    except (ValueError, FileNotFoundError) as error:
+        print(f"estimate: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,285 @@
+"""A dense GPT or Llama model as a list of parameters, from its configuration alone.
+
+Names, shapes and order are those of megatron-core's GPTModel with the local layer spec (a test
+builds that model and compares). Transformer Engine's fused layers name the norms differently, but
+hold the same sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = "root"
+
+Listing = list[tuple[str, str, tuple[int, ...]]]
+"""(unit, fully qualified name, shape) of every parameter, in registration order."""
+
+_LLAMA3 = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "group_query_attention": True,
+    "num_query_groups": 8,
+    "vocab_size": 128256,
+}
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "llama3-8b": {
+        **_LLAMA3,
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 14336,
+        "num_attention_heads": 32,
+    },
+    "llama3-70b": {
+        **_LLAMA3,
+        "num_layers": 80,
+        "hidden_size": 8192,
+        "ffn_hidden_size": 28672,
+        "num_attention_heads": 64,
+    },
+    "llama3-405b": {
+        **_LLAMA3,
+        "num_layers": 126,
+        "hidden_size": 16384,
+        "ffn_hidden_size": 53248,
+        "num_attention_heads": 128,
+    },
+}
+
+# Keys of a training preset that would change the parameters in a way this listing does not know.
+_REFUSED: Mapping[str, Any] = {
+    "num_experts": None,
+    "multi_latent_attention": False,
+    "mtp_num_layers": None,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "softmax_type": "vanilla",
+    "qk_l2_norm": False,
+    "attention_output_gate": False,
+    "experimental_attention_variant": None,
+    "heterogeneous_layers_config_path": None,
+}
+_TYPES: Mapping[str, tuple[type, str]] = {
+    "int": (int, "a whole number above 0"),
+    "bool": (bool, "true or false"),
+    "str": (str, "a name"),
+}
+TRAINING_TOKENIZER = "ByteLevelTokenizer"
+"""What the training script uses if its preset names no other."""
+_TOKENIZER_ROWS = {TRAINING_TOKENIZER: 256 + 1}
+_TOKENIZER_EXTRA = {"NullTokenizer": 1}
+
+
+@dataclass(frozen=True)
+class GptConfig:
+    """Megatron's options that decide which parameters a dense GPT has, with its defaults.
+
+    Raises ValueError, naming the flag, for what makes no model.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    ffn_hidden_size: int | None = None
+    group_query_attention: bool = False
+    num_query_groups: int = 1
+    kv_channels: int | None = None
+    vocab_size: int | None = None
+    padded_vocab_size: int | None = None
+    make_vocab_size_divisible_by: int = 128
+    tokenizer_type: str | None = None
+    max_position_embeddings: int | None = None
+    seq_length: int | None = None
+    position_embedding_type: str = "learned_absolute"
+    normalization: str = "LayerNorm"
+    swiglu: bool = False
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    untie_embeddings_and_output_weights: bool = False
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            self._check_type(item.name, str(item.type))
+        self._check_choice("normalization", ("LayerNorm", "RMSNorm"))
+        # mrope and yarn have no parameters either, but need options that this listing has not.
+        self._check_choice("position_embedding_type", ("learned_absolute", "rope", "none"))
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"--num-attention-heads {self.num_attention_heads} does not divide --hidden-size "
+                f"{self.hidden_size}: change one of them or give --kv-channels"
+            )
+        if self.num_attention_heads % self.query_groups:
+            raise ValueError(
+                f"--num-query-groups {self.num_query_groups} does not divide "
+                f"--num-attention-heads {self.num_attention_heads}"
+            )
+        if self.tokenizer_type in _TOKENIZER_ROWS and self.vocab_size is not None:
+            raise ValueError(
+                f"--vocab-size {self.vocab_size} with --tokenizer-type {self.tokenizer_type}, "
+                f"which has {_TOKENIZER_ROWS[self.tokenizer_type]}: leave one of them out"
+            )
+        if self.embedding_rows is None:
+            raise ValueError("--vocab-size is not given: give it, or --padded-vocab-size")
+        if self.position_embedding_type == "learned_absolute" and self.positions is None:
+            raise ValueError(
+                "--position-embedding-type learned_absolute needs --max-position-embeddings"
+            )
+
+    def _check_type(self, name: str, hint: str) -> None:
+        value = getattr(self, name)
+        if value is None and "None" in hint:
+            return
+        expected, wanted = _TYPES[hint.split(" ")[0]]
+        too_small = type(value) is int and value < 1
+        if type(value) is not expected or too_small:
+            raise ValueError(f"{flag(name)} {value!r} must be {wanted}")
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        if getattr(self, name) not in choices:
+            raise ValueError(
+                f"{flag(name)} {getattr(self, name)!r} is not supported: use one of {choices}"
+            )
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn(self) -> int:
+        """Width of the MLP; Megatron's default rounds 8/3 hidden down to 64 when gated."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def positions(self) -> int | None:
+        """Rows of the position embedding."""
+        return self.max_position_embeddings or self.seq_length
+
+    @property
+    def embedding_rows(self) -> int | None:
+        """Rows of the word embedding: the vocabulary, padded; None if nothing tells it."""
+        if self.padded_vocab_size is not None:
+            return self.padded_vocab_size
+        rows = _TOKENIZER_ROWS.get(self.tokenizer_type or "", self.vocab_size)
+        if rows is None:
+            return None
+        rows += _TOKENIZER_EXTRA.get(self.tokenizer_type or "", 0)
+        multiple = self.make_vocab_size_divisible_by
+        return -(-rows // multiple) * multiple
+
+
+def flag(name: str) -> str:
+    """The command-line flag of an option."""
+    return "--" + name.replace("_", "-")
+
+
+def gpt_parameter_listing(config: GptConfig) -> Listing:
+    """Every parameter of the model with the unit that it belongs to.
+
+    Transformer layers are units; so are embedding and output layer unless they share their
+    weight, in which case it belongs, like the final norm, to the root unit.
+    """
+    tied = not config.untie_embeddings_and_output_weights
+    rows = config.embedding_rows
+    assert rows is not None  # checked by the configuration
+    embedding = ROOT if tied else "embedding"
+    listing: Listing = [(embedding, "embedding.word_embeddings.weight", (rows, config.hidden_size))]
+    if config.position_embedding_type == "learned_absolute" and config.positions is not None:
+        shape = (config.positions, config.hidden_size)
+        listing.append((embedding, "embedding.position_embeddings.weight", shape))
+    layer = _layer(config)
+    for number in range(config.num_layers):
+        unit = f"decoder.layers.{number}"
+        listing += [(unit, f"{unit}.{name}", shape) for name, shape in layer]
+    final = _norm("decoder.final_layernorm", config.hidden_size, config)
+    listing += [(ROOT, name, shape) for name, shape in final]
+    if not tied:
+        listing.append(("output_layer", "output_layer.weight", (rows, config.hidden_size)))
+    return listing
+
+
+def _layer(config: GptConfig) -> list[tuple[str, tuple[int, ...]]]:
+    hidden, dim, bias = config.hidden_size, config.head_dim, config.add_bias_linear
+    query = config.num_attention_heads * dim
+    qkv = query + 2 * config.query_groups * dim
+    found = _norm("input_layernorm", hidden, config)
+    found += _linear("self_attention.linear_proj", hidden, query, bias)
+    found += _linear("self_attention.linear_qkv", qkv, hidden, bias or config.add_qkv_bias)
+    if config.qk_layernorm:
+        found += _norm("self_attention.q_layernorm", dim, config)
+        found += _norm("self_attention.k_layernorm", dim, config)
+    found += _norm("pre_mlp_layernorm", hidden, config)
+    found += _linear("mlp.linear_fc1", config.ffn * (2 if config.swiglu else 1), hidden, bias)
+    found += _linear("mlp.linear_fc2", hidden, config.ffn, bias)
+    return found
+
+
+def _norm(name: str, size: int, config: GptConfig) -> list[tuple[str, tuple[int, ...]]]:
+    parts = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+    return [(f"{name}.{part}", (size,)) for part in parts]
+
+
+def _linear(
+    name: str, rows: int, columns: int, bias: bool
+) -> list[tuple[str, tuple[int, ...]]]:
+    weight: list[tuple[str, tuple[int, ...]]] = [(f"{name}.weight", (rows, columns))]
+    return [*weight, (f"{name}.bias", (rows,))] if bias else weight
+
+
+def read_options(path: str) -> dict[str, Any]:
+    """The options of a YAML file whose keys are Megatron's flag names, dashes or underscores.
+
+    Training options that do not change the parameters are left as they are. Raises
+    FileNotFoundError or ValueError, naming the file.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"--config {path}: no such file")
+    try:
+        content = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {path}: not valid YAML ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path}: must hold 'flag: value' lines, e.g. 'num-layers: 2'")
+    options = {str(key).replace("-", "_"): value for key, value in content.items()}
+    if "disable_bias_linear" in options:
+        options["add_bias_linear"] = not options.pop("disable_bias_linear")
+    return options
+
+
+def config_from(options: Mapping[str, Any]) -> GptConfig:
+    """The model among training options.
+
+    Raises ValueError for what is missing and for what makes the model no dense GPT.
+    """
+    for name, neutral in _REFUSED.items():
+        if options.get(name, neutral) not in (neutral, None):
+            raise ValueError(
+                f"{flag(name)} {options[name]!r}: the estimate knows dense models without model "
+                f"parallelism only; leave the option out"
+            )
+    names = {item.name for item in fields(GptConfig)}
+    chosen = {name: value for name, value in options.items() if name in names}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    required = ("num_layers", "hidden_size", "num_attention_heads")
+    missing = [flag(name) for name in required if name not in chosen]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)}: not given; set on the command line, in --config or by --preset"
+        )
+    return GptConfig(**chosen)

@@ -1,0 +1,1 @@
+"""The buffer engine: units, groups, gather and reduce pipelines, prefetch order, hooks."""

@@ -1,0 +1,299 @@
+"""The engine: one wrapper's units, and what happens at each event of a training step."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_fsdp_adapter.config import EngineConfig
+from megatron_fsdp_adapter.runtime.comm import Communicator
+from megatron_fsdp_adapter.runtime.device import Runtime
+from megatron_fsdp_adapter.topology import ShardDomain
+
+from . import hooks
+from .gather import GatherPipeline
+from .group import GradState, ParamGroup
+from .identity import Identity, IdentitySwitch, ParamPair, make_pairs
+from .partition import ROOT, UnitPlan
+from .prefetch import BACKWARD, FORWARD, PrefetchOrder
+from .reduce import ReducePipeline
+from .unit import Phase, Unit
+
+MakeCommunicator = Callable[[Any, torch.device], Communicator]
+
+
+def _broadcast_weights(
+    plans: list[UnitPlan], communicators: Mapping[str, Communicator]
+) -> None:
+    """Gives all ranks of a domain the first rank's weights. Every rank keeps other rows, so ranks
+    that were initialised differently would otherwise shard a model that none of them had."""
+    for plan in plans:
+        for key, managed in plan.groups.items():
+            for entry in managed:
+                communicators[key.domain].broadcast(entry.param.data)
+
+
+def _abandon(runtime: Callable[[], Runtime | None]) -> None:
+    """Empties the queues of a runtime that is still there."""
+    alive = runtime()
+    if alive is not None:
+        alive.abandon()
+
+
+class FsdpEngine:
+    """Shards the parameters of `module` and trains them.
+
+    Args:
+        module: the model. Its parameters move into the engine's buffers.
+        plans: units with their parameters, root last, from `partition`.
+        domains: the `ShardDomain` behind each domain name in the plans.
+        config: strategy, dtypes, overlap.
+        runtime: streams and storage of the device the parameters are on.
+        make_communicator: of a process group and device; tests pass a recording one.
+
+    After construction the module tree shows optimizer parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plans: list[UnitPlan],
+        domains: Mapping[str, ShardDomain],
+        config: EngineConfig,
+        runtime: Runtime,
+        make_communicator: MakeCommunicator = Communicator,
+    ) -> None:
+        self.config, self.runtime = config, runtime
+        used = {d: domains[d] for d in dict.fromkeys(k.domain for p in plans for k in p.groups)}
+        gathers = {d: make_communicator(v.gather_group, runtime.device) for d, v in used.items()}
+        reduces = {d: make_communicator(v.reduce_group, runtime.device) for d, v in used.items()}
+        _broadcast_weights(plans, reduces)
+        self.units = self._build_units(plans, used)
+        self.root = self.units[-1]
+        self.order = PrefetchOrder(
+            len(self.units), [u.ordinal for u in self.units if not u.backward_reads_weights]
+        )
+        self.gather = GatherPipeline(self.units, config, runtime, gathers, self.order)
+        self.gather.follow_compute()
+        self.reduce = ReducePipeline(config, runtime, reduces)
+        self.pairs = make_pairs(self.groups)
+        self.switch = IdentitySwitch(self.pairs)
+        self.is_last_microbatch = True
+        self._active_root: str | None = None
+        self._backward_running = False
+        self._fired: Counter[int] = Counter()
+        self._completed: set[int] = set()
+        self._register_hooks(module, plans)
+        self.show_optimizer_params()
+        # What waits in a queue of the runtime refers to the runtime: a cycle, if not cut here.
+        # The runtime is held weakly: finalize's registry would keep alive all that its queue
+        # reaches: the engine itself, once a model config refers to the wrapper (`no_sync_func`).
+        weakref.finalize(self, _abandon, weakref.ref(runtime)).atexit = False
+
+    def _build_units(
+        self, plans: list[UnitPlan], domains: Mapping[str, ShardDomain]
+    ) -> list[Unit]:
+        """Builds one unit at a time and reshards it at once, so that initialisation needs no more
+        than the shards and one unit beside the module's own weights."""
+        units = []
+        for ordinal, plan in enumerate(plans):
+            groups = [
+                ParamGroup(
+                    f"{plan.name}/{key.domain}", key, managed, domains[key.domain], self.config,
+                    self.runtime,
+                )
+                for key, managed in plan.groups.items()
+            ]
+            unit = Unit(plan.name, ordinal, groups, plan.backward_reads_weights)
+            if self.config.strategy.shard_weights:
+                unit.advance(Phase.SHARDED)
+                for group in groups:
+                    group.weight.release()
+            units.append(unit)
+        return units
+
+    def _register_hooks(self, module: nn.Module, plans: list[UnitPlan]) -> None:
+        for unit, plan in zip(self.units, plans, strict=True):
+            if plan.module is not None:
+                hooks.register_unit(self, unit, plan.module)
+        everything = {id(pair.raw) for pair in self.pairs}
+        for name, child in module.named_modules():
+            if {id(param) for param in child.parameters()} >= everything:
+                hooks.register_root(self, name or ROOT, child)
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        """All groups in unit order."""
+        return [group for unit in self.units for group in unit.groups]
+
+    # Identities. Main weights may be read and written while optimizer parameters are shown.
+
+    def show_raw_params(self) -> None:
+        self.switch.show(Identity.RAW)
+
+    def show_optimizer_params(self) -> None:
+        self.switch.show(Identity.OPTIMIZER, before=self.gather.quiesce)
+
+    # Forward.
+
+    def root_pre_forward(self, name: str) -> None:
+        """A module that holds all parameters is called."""
+        if not hooks.in_backward():
+            self.show_raw_params()
+            if self._active_root in (None, name):
+                self._begin_forward()
+                self._active_root = name
+        self.gather.need(self.root)
+
+    def _begin_forward(self) -> None:
+        if self._backward_running:
+            self.recover()
+        self.order.begin(FORWARD)
+        for unit in self.units:
+            unit.forward_calls = 0
+
+    def root_post_forward(self, name: str, output: Any) -> None:
+        """That module returns."""
+        if hooks.in_backward() or name != self._active_root:
+            return
+        self._active_root = None
+        if hooks.has_grad_output(output):
+            hooks.on_outputs_needed(output, hooks.grad_callback(self.pre_backward, self.root))
+        else:
+            self.gather.release_all()
+
+    def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+        """A unit's module is called, in forward or while recomputing in backward."""
+        if hooks.in_backward():
+            self._begin_backward()
+        else:
+            self.show_raw_params()
+            unit.forward_calls += 1
+        self.gather.need(unit)
+        if torch.is_grad_enabled():
+            callback = hooks.grad_callback(self.inputs_done, unit)
+            return hooks.on_inputs_done(args, kwargs, callback)
+        return args, kwargs
+
+    def post_forward(self, unit: Unit, output: Any) -> None:
+        """A unit's module returns. While recomputing, the unit's own backward comes next; so it
+        does for the last unit of a forward pass: neither is resharded."""
+        if torch.is_grad_enabled():
+            hooks.on_outputs_needed(output, hooks.grad_callback(self.pre_backward, unit))
+            if hooks.in_backward() or self.order.is_last(unit.ordinal):
+                return
+        elif hooks.in_backward():
+            return
+        self.gather.release(unit)
+
+    # Backward.
+
+    def _begin_backward(self) -> None:
+        if not self._backward_running:
+            self._backward_running = True
+            self._fired.clear()
+            self._completed.clear()
+            self.order.begin(BACKWARD)
+            hooks.at_end_of_backward(self.end_backward)
+            if self.root.groups:
+                self.gather.need(self.root)
+
+    def pre_backward(self, unit: Unit) -> None:
+        """The first gradient of a unit's output arrives."""
+        self._begin_backward()
+        if unit.backward_reads_weights:
+            self.gather.need(unit)
+
+    def inputs_done(self, unit: Unit) -> None:
+        """All gradients of one call of a unit are known. A unit that was called several times in
+        forward is done after as many."""
+        self._begin_backward()
+        self._fired[unit.ordinal] += 1
+        if self._fired[unit.ordinal] == unit.forward_calls:
+            self._complete(unit)
+
+    def _complete(self, unit: Unit) -> None:
+        self._completed.add(unit.ordinal)
+        self.gather.release(unit)
+        with torch.no_grad():
+            self.reduce.backward_done(unit, self.is_last_microbatch)
+
+    def end_backward(self) -> None:
+        """The backward has finished: completes the units whose inputs needed no gradient, that
+        were not reached, or that ran more often than in forward, in the same order on all ranks."""
+        for unit in reversed(self.units):
+            late = self._fired[unit.ordinal] > max(unit.forward_calls, 1)
+            if late or unit.ordinal not in self._completed:
+                self._complete(unit)
+        self.gather.release_all()
+        self._backward_running = False
+
+    def recover(self) -> None:
+        """Forgets a forward or backward that raised: nothing is in flight or gathered after."""
+        self._backward_running = False
+        self._active_root = None
+        self.reduce.finish()
+        self.gather.release_all()
+
+    # The step around forward and backward.
+
+    @torch.no_grad()
+    def reduce_grads(self) -> None:
+        """Starts every reduction of this step that has not been started."""
+        self.reduce.reduce_rest(self.units)
+
+    @torch.no_grad()
+    def finish_grads(self) -> None:
+        """All gradients reduced on the current stream, attached to the optimizer parameters,
+        which are shown from now on."""
+        self.reduce_grads()
+        self.reduce.finish()
+        self.show_optimizer_params()
+        for pair in self.pairs:
+            pair.optimizer.grad = pair.grad
+
+    @torch.no_grad()
+    def scale_grads(self, factor: float | torch.Tensor) -> None:
+        """Multiplies the main gradients that the optimizer will read."""
+        for unit in self.units:
+            for group in unit.trainable_groups:
+                if group.grad_state is GradState.REDUCED:
+                    for segment in group.grad_segments:
+                        segment.mul_(factor)
+
+    def zero_grads(self) -> None:
+        """Forgets all gradients. Gradient shards take no memory until the next backward."""
+        if self._backward_running or self._active_root is not None:
+            self.recover()
+        self.reduce.finish()
+        for pair in self.pairs:
+            pair.optimizer.grad = None
+        for group in self.groups:
+            group.drop_grads()
+
+    @torch.no_grad()
+    def main_weights_changed(self) -> None:
+        """The optimizer, or a load, has written main weights: gathered weights are outdated."""
+        self.gather.invalidate()
+
+    @torch.no_grad()
+    def sync_weights(self, wait: bool) -> None:
+        """Makes weights current for the next forward: all of them now, or with overlap only the
+        first unit's gather is launched."""
+        self.show_raw_params()
+        if wait or not self.config.overlap_param_gather:
+            self.gather.gather_all()
+        else:
+            self.gather.gather_first()
+
+    def pair_of(self, raw: nn.Parameter) -> ParamPair:
+        """The pair whose raw parameter is `raw`; KeyError if it is not managed here."""
+        for pair in self.pairs:
+            if pair.raw is raw:
+                return pair
+        raise KeyError("not a parameter of this engine")

@@ -1,0 +1,151 @@
+"""Compute weights: gathered ahead of use, released after it.
+
+    gather stream    cast own slice, all-gather(1) | cast, all-gather(2) | release(1) ...
+    compute stream              wait(1)  unit 1 ............  wait(2)  unit 2 ....
+
+Storage is taken, filled and given back on the gather stream, so that a block freed by one unit is
+reused by the next one's gather in stream order, without the host waiting for anything. The next
+gather is launched after the wait for the present one, so that it is never in front of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from megatron_fsdp_adapter.config import EngineConfig
+from megatron_fsdp_adapter.runtime.comm import Communicator
+from megatron_fsdp_adapter.runtime.device import COMPUTE, GATHER, Runtime
+
+from .prefetch import PrefetchOrder
+from .unit import Phase, Unit
+
+
+class GatherPipeline:
+    """Args:
+    units: in module order, root last.
+    communicators: by domain name, the ones that gathers run on.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        config: EngineConfig,
+        runtime: Runtime,
+        communicators: Mapping[str, Communicator],
+        order: PrefetchOrder,
+    ) -> None:
+        self.units, self.config, self.runtime = units, config, runtime
+        self.communicators = communicators
+        self.order = order
+        self._ahead: list[Unit] = []
+
+    def need(self, unit: Unit) -> None:
+        """Orders the compute stream behind `unit`'s weights and launches the next gathers."""
+        if not unit.groups:
+            return
+        upcoming = self.order.request(unit.ordinal)
+        if unit.phase is Phase.SHARDED:
+            self.launch(unit)
+        self._finish(unit)
+        if self.config.overlap_param_gather:
+            self._prefetch(self._within_budget(upcoming))
+
+    def _within_budget(self, upcoming: Iterable[int]) -> list[Unit]:
+        """The next unit, and further ones while the byte budget lasts."""
+        budget, chosen = self.config.prefetch_bytes, []
+        for ordinal in upcoming:
+            chosen.append(self.units[ordinal])
+            budget -= chosen[-1].weight_bytes
+            if budget <= 0:
+                break
+        return chosen
+
+    def _prefetch(self, chosen: list[Unit]) -> None:
+        """Launches `chosen`. What was launched ahead for nothing goes first, so that a model which
+        skips layers does not end up with all of them gathered."""
+        for unit in self._ahead:
+            if unit.phase is Phase.GATHERING and unit not in chosen:
+                self.release(unit)
+        for unit in chosen:
+            if unit.phase is Phase.SHARDED:
+                self.launch(unit)
+        self._ahead = chosen
+
+    def launch(self, unit: Unit) -> None:
+        """Starts gathering `unit`, which must be SHARDED."""
+        unit.advance(Phase.GATHERING)
+        self.runtime.submit(GATHER, lambda: self._fill_own(unit))
+        if self.config.strategy.shard_main:
+            self.runtime.submit(GATHER, lambda: self._all_gather(unit))
+        unit.gathered = self.runtime.record(GATHER)
+
+    def _fill_own(self, unit: Unit) -> None:
+        for group in unit.groups:
+            group.weight.allocate()
+            group.write_own_weights()
+
+    def _all_gather(self, unit: Unit) -> list[Any]:
+        works = []
+        for domain in dict.fromkeys(group.key.domain for group in unit.groups):
+            groups = [group for group in unit.groups if group.key.domain == domain]
+            pairs = [pair for group in groups for pair in group.gather_pairs]
+            works += self.communicators[domain].all_gather(pairs)
+        return works
+
+    def _finish(self, unit: Unit) -> None:
+        if unit.phase is Phase.GATHERING:
+            self.runtime.wait(COMPUTE, unit.gathered)
+            unit.gathered = None
+            unit.advance(Phase.READY)
+
+    def release(self, unit: Unit) -> None:
+        """Reshards `unit` once the compute stream has passed this point; keeps kept weights."""
+        if unit.phase is Phase.SHARDED or not self.config.strategy.shard_weights:
+            return
+        self._drop(unit)
+
+    def _drop(self, unit: Unit) -> None:
+        unit.gathered = None
+        unit.advance(Phase.SHARDED)
+        self.runtime.wait(GATHER, self.runtime.record(COMPUTE))
+        if self.config.strategy.shard_weights:
+            self.runtime.submit(GATHER, lambda: self._give_back(unit))
+
+    def _give_back(self, unit: Unit) -> None:
+        for group in unit.groups:
+            group.weight.release()
+
+    def release_all(self) -> None:
+        """Reshards every unit, a gather that nobody used included."""
+        for unit in self.units:
+            self.release(unit)
+
+    def invalidate(self) -> None:
+        """The main weights have changed: whatever is gathered is outdated, and later gathers read
+        the new ones."""
+        for unit in self.units:
+            if unit.phase is not Phase.SHARDED:
+                self._drop(unit)
+        self.follow_compute()
+
+    def follow_compute(self) -> None:
+        """Orders later gathers behind everything on the compute stream so far: main weights that
+        were written there may be gathered after this."""
+        self.runtime.wait(GATHER, self.runtime.record(COMPUTE))
+
+    def quiesce(self) -> None:
+        """Orders the compute stream behind all gathers: main weights may be written after this."""
+        self.runtime.wait(COMPUTE, self.runtime.record(GATHER))
+
+    def gather_first(self) -> None:
+        """Launches what the next forward pass asks for first, ahead of it."""
+        self._prefetch([self.units[ordinal] for ordinal in self.order.first()])
+
+    def gather_all(self) -> None:
+        """Gathers every unit and orders the compute stream behind it."""
+        for unit in self.units:
+            if unit.phase is Phase.SHARDED:
+                self.launch(unit)
+        for unit in self.units:
+            self._finish(unit)

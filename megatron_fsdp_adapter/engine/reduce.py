@@ -1,0 +1,164 @@
+"""Gradients: from backward's `.grad` into buckets, through a reduction, into the main gradients.
+
+    compute stream   fill bucket(2) | fill bucket(1) | wait(2), free bucket(2), fill bucket(0)
+    reduce stream          reduce(2), add to shard   |   reduce(1), add to shard | ...
+
+With sharded gradients every backward reduces each unit's fresh bucket and adds the result to the
+gradient shard. Otherwise the bucket is the gradient buffer: it sums the microbatches on this rank
+and is reduced once, in place. Either way the domain's scale is applied to what came out of a
+reduction and to nothing else, so it can neither be lost nor be applied twice.
+
+Buckets are written by compute, so they are allocated and freed on the compute stream. One is
+freed when its own reduction has passed, at the moment the bucket after next is needed; waiting
+for the whole reduce stream was rejected, as it would wait for the reduction just launched.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_fsdp_adapter.config import EngineConfig
+from megatron_fsdp_adapter.runtime.comm import Communicator
+from megatron_fsdp_adapter.runtime.device import COMPUTE, REDUCE, Runtime
+
+from .group import GradState, ParamGroup
+from .unit import Unit
+
+MAX_BUCKETS = 2
+"""Units whose buckets may exist at once: one that backward fills, one that is being reduced."""
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A reduction that was launched: the groups keep its buckets alive until `event`."""
+
+    groups: Sequence[ParamGroup]
+    event: Any
+
+
+class ReducePipeline:
+    """Args:
+    communicators: by domain name, the ones that reductions run on.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runtime: Runtime,
+        communicators: Mapping[str, Communicator],
+    ) -> None:
+        self.config, self.runtime, self.communicators = config, runtime, communicators
+        self._in_flight: deque[InFlight] = deque()
+
+    def backward_done(self, unit: Unit, is_last_microbatch: bool) -> None:
+        """Takes the gradients of `unit`'s backward and reduces them if it is time to."""
+        groups = unit.trainable_groups
+        if not groups:
+            return
+        if self.config.strategy.shard_grads:
+            self._make_room(groups)
+            for group in groups:
+                group.bucket.allocate()
+                group.take_grads(accumulate=False)
+            self._launch(groups)
+            return
+        for group in groups:
+            self._accumulate(unit, group)
+        if is_last_microbatch and self.config.overlap_grad_reduce:
+            self._launch(groups)
+
+    def _accumulate(self, unit: Unit, group: ParamGroup) -> None:
+        if group.grad_state is GradState.REDUCED:
+            raise RuntimeError(
+                f"unit {unit.name}: a backward ran after this step's gradients had been reduced. "
+                "Run all backwards of a step but the last under no_sync(), and call "
+                "zero_grad_buffer() before the next step"
+            )
+        group.take_grads(accumulate=group.grad_state is GradState.ACCUMULATED)
+        group.grad_state = GradState.ACCUMULATED
+
+    def reduce_rest(self, units: Sequence[Unit]) -> None:
+        """Reduces whatever the backwards of this step have not: kept gradient buffers that were
+        not overlapped, and groups that no backward reached (their gradients are zero)."""
+        for unit in reversed(units):
+            groups = [g for g in unit.trainable_groups if g.grad_state is not GradState.REDUCED]
+            self._make_room(groups)
+            for group in groups:
+                if group.grad_state is GradState.EMPTY:
+                    group.bucket.allocate()
+                    group.take_grads(accumulate=False)
+            if groups:
+                self._launch(groups)
+
+    def _launch(self, groups: Sequence[ParamGroup]) -> None:
+        """Starts reducing filled buckets; coalesced per domain."""
+        sharded = self.config.strategy.shard_grads
+        first = [group.grad_state is not GradState.REDUCED for group in groups]
+        for group in groups:
+            group.grad.allocate()
+            group.grad_state = GradState.REDUCED
+        self.runtime.wait(REDUCE, self.runtime.record(COMPUTE))
+        self.runtime.launch(REDUCE, lambda: self._communicate(groups))
+        self.runtime.submit(REDUCE, lambda: self._land(groups, first))
+        if sharded:
+            self._in_flight.append(InFlight(groups, self.runtime.record(REDUCE)))
+
+    def _communicate(self, groups: Sequence[ParamGroup]) -> list[Any]:
+        works = []
+        for domain in dict.fromkeys(group.key.domain for group in groups):
+            communicator = self.communicators[domain]
+            mine = [group for group in groups if group.key.domain == domain]
+            if self.config.strategy.shard_main:
+                works += communicator.reduce_scatter(
+                    [
+                        pair
+                        for group in mine
+                        for pair in zip(group.bucket_own, group.bucket_segments, strict=True)
+                    ]
+                )
+            else:
+                works += communicator.all_reduce([t for g in mine for t in g.bucket_segments])
+        return works
+
+    def _land(self, groups: Sequence[ParamGroup], first: Sequence[bool]) -> None:
+        """Scales what was reduced and puts or adds it to the main gradients."""
+        for group, is_first in zip(groups, first, strict=True):
+            scale = group.domain.grad_scale
+            if not self.config.strategy.shard_grads:
+                if scale != 1.0:
+                    torch._foreach_mul_(group.grad_segments, scale)
+            elif is_first:
+                torch._foreach_copy_(group.grad_segments, group.bucket_own)
+                if scale != 1.0:
+                    torch._foreach_mul_(group.grad_segments, scale)
+            elif group.bucket.tensor.dtype == group.grad.tensor.dtype:
+                torch._foreach_add_(group.grad_segments, group.bucket_own, alpha=scale)
+            else:
+                for shard, own in zip(group.grad_segments, group.bucket_own, strict=True):
+                    shard.add_(own, alpha=scale)
+
+    def _make_room(self, groups: Sequence[ParamGroup]) -> None:
+        """Frees the oldest buckets until one more may exist and none of `groups` is in flight: a
+        model of one unit fills the very bucket that its last microbatch is still reducing."""
+        while len(self._in_flight) >= MAX_BUCKETS or any(
+            group in flight.groups for flight in self._in_flight for group in groups
+        ):
+            self._retire()
+
+    def _retire(self) -> None:
+        """Frees the buckets of the oldest reduction, behind that reduction alone."""
+        oldest = self._in_flight.popleft()
+        self.runtime.wait(COMPUTE, oldest.event)
+        for group in oldest.groups:
+            group.bucket.release()
+
+    def finish(self) -> None:
+        """Orders the compute stream behind every reduction and frees all buckets."""
+        while self._in_flight:
+            self._retire()
+        self.runtime.wait(COMPUTE, self.runtime.record(REDUCE))

@@ -1,0 +1,69 @@
+"""A unit: the groups that are gathered and reduced together, and its phase."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from .group import ParamGroup
+from .guard import guard, unguard
+
+
+class Phase(enum.Enum):
+    """Of a unit's compute weights.
+
+    SHARDED: resharded, or kept but older than the main weights. GATHERING: a gather was launched.
+    READY: the compute stream has been ordered behind the gather.
+    """
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    READY = "ready"
+
+
+TRANSITIONS = {
+    (Phase.SHARDED, Phase.GATHERING),
+    (Phase.GATHERING, Phase.READY),
+    (Phase.READY, Phase.SHARDED),
+    (Phase.GATHERING, Phase.SHARDED),
+}
+
+
+class Unit:
+    """Attributes:
+    ordinal: position in module order; collectives are issued in an order made of ordinals.
+    backward_reads_weights: False for an embedding, whose backward is not given weights.
+    forward_calls: calls of the unit's module in the current forward pass.
+    gathered: event after which the weights are there, while GATHERING.
+    """
+
+    def __init__(
+        self, name: str, ordinal: int, groups: list[ParamGroup], backward_reads_weights: bool
+    ) -> None:
+        self.name, self.ordinal, self.groups = name, ordinal, groups
+        self.backward_reads_weights = backward_reads_weights
+        self.trainable_groups = [group for group in groups if group.key.requires_grad]
+        self.weight_bytes = sum(group.weight.nbytes for group in groups)
+        self.forward_calls = 0
+        self.gathered: Any = None
+        self.phase = Phase.READY
+        self._params = [
+            (param, type(param)) for group in groups for param in group.params
+        ]
+        for group in groups:
+            for entry in group.managed:
+                entry.param._fsdp_label = f"parameter {entry.fqns[0]} of unit {name}"  # type: ignore[attr-defined]
+
+    def advance(self, phase: Phase) -> None:
+        """Moves to `phase`; RuntimeError when that is not a legal transition."""
+        if (self.phase, phase) not in TRANSITIONS:
+            raise RuntimeError(
+                f"unit {self.name}: {self.phase.name} -> {phase.name} is not a legal transition"
+            )
+        if phase is Phase.READY:
+            for param, original in self._params:
+                unguard(param, original)
+        elif phase is Phase.SHARDED:
+            for param, _ in self._params:
+                guard(param)
+        self.phase = phase

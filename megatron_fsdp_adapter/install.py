@@ -1,0 +1,182 @@
+"""Putting our wrapper in the places where Megatron holds its own.
+
+Megatron and the frameworks on top of it import their FSDP class, and the helpers of their
+checkpoint code, by name, and test models with isinstance against what they imported. So a name is
+rebound in the module that defines it, for imports still to come, and then wherever an already
+loaded megatron module holds the same object, tuples of classes included. A fixed list of modules
+would miss some: Bridge and Megatron-LM bind them in different places in every release.
+
+While installed, Megatron's bundled engine cannot be used in this process: its own code calls
+helpers that now are ours. `uninstall()` puts everything back.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from megatron_fsdp_adapter.checkpoint import megatron_names
+
+_FSDP = "megatron.core.distributed.fsdp"
+_ENGINE = f"{_FSDP}.src.megatron_fsdp"
+_ORIGINALS = "__megatron_fsdp_adapter_originals__"
+
+
+@dataclass(frozen=True)
+class Rebinding:
+    """One name of Megatron's that install() gives another meaning.
+
+    module, name: where Megatron defines it; replacement: returns ours; everywhere: also rebind it
+    in every loaded megatron module that holds the same object; required: its absence means a
+    Megatron that we do not support (else it is skipped: that version has no such helper).
+    """
+
+    module: str
+    name: str
+    replacement: Callable[[], object]
+    everywhere: bool = True
+    required: bool = False
+
+
+def _wrapper_class() -> object:
+    # Imported late: adapter imports megatron.core, and importing install must not.
+    from megatron_fsdp_adapter.adapter import FullyShardedDataParallel
+
+    return FullyShardedDataParallel
+
+
+def _ours(name: str) -> Callable[[], object]:
+    return lambda: getattr(megatron_names, name)
+
+
+def _helper(module: str, name: str) -> Rebinding:
+    return Rebinding(f"{_ENGINE}.{module}", name, _ours(name))
+
+
+REBINDINGS: tuple[Rebinding, ...] = (
+    Rebinding(
+        f"{_FSDP}.mcore_fsdp_adapter", "FullyShardedDataParallel", _wrapper_class, required=True
+    ),
+    _helper("uneven_dtensor", "preprocess_state_dict_for_uneven_dtensor"),
+    _helper("uneven_dtensor", "gather_uneven_dtensor_to_full_tensor"),
+    _helper("param_and_grad_buffer", "make_fsdp_dtensor"),
+    _helper("utils", "is_mcore_tensor_model_parallel"),
+    _helper("utils", "get_mcore_tensor_parallel_partition_dim"),
+    # Only in the SwiGLU split: layers use this function for their own, other purpose.
+    Rebinding(
+        "megatron.core.transformer.fsdp_dtensor_checkpoint",
+        "copy_tensor_model_parallel_attributes",
+        _ours("copy_tensor_model_parallel_attributes"),
+        everywhere=False,
+    ),
+)
+
+
+def install() -> None:
+    """Makes Megatron use this package's FSDP wrapper, optimizer seam and checkpoint helpers.
+
+    May be called before or after Megatron's modules are imported, and any number of times: a
+    later call also reaches names that were bound to the originals in between. Raises
+    RuntimeError if Megatron-Core cannot be imported or has no FSDP adapter.
+    """
+    from megatron_fsdp_adapter import optimizer
+
+    for rebinding in REBINDINGS:
+        _require(rebinding)
+    optimizer.install()
+    for rebinding in REBINDINGS:
+        module = _module_of(rebinding)
+        if module is None:
+            continue
+        originals = vars(module).setdefault(_ORIGINALS, {})
+        original = originals.setdefault(rebinding.name, getattr(module, rebinding.name))
+        _rebind(rebinding, module, original, rebinding.replacement())
+
+
+def uninstall() -> None:
+    """Gives every name that `install()` rebound its original meaning. Harmless when not installed.
+
+    Wrappers that were already constructed stay what they are.
+    """
+    from megatron_fsdp_adapter import optimizer
+
+    for rebinding in reversed(REBINDINGS):
+        module = sys.modules.get(rebinding.module)
+        originals = vars(module).get(_ORIGINALS, {}) if module is not None else {}
+        if module is None or rebinding.name not in originals:
+            continue
+        _rebind(rebinding, module, rebinding.replacement(), originals.pop(rebinding.name))
+        if not originals:
+            delattr(module, _ORIGINALS)
+    optimizer.uninstall()
+
+
+def installed() -> bool:
+    """True between `install()` and `uninstall()`."""
+    return any(
+        rebinding.name in vars(module).get(_ORIGINALS, {})
+        for rebinding in REBINDINGS
+        if (module := sys.modules.get(rebinding.module)) is not None
+    )
+
+
+def original(name: str) -> Any:
+    """Megatron's own object under a name that is rebound now. Raises KeyError if none is."""
+    for rebinding in REBINDINGS:
+        module = sys.modules.get(rebinding.module)
+        if rebinding.name == name and module is not None and _ORIGINALS in vars(module):
+            return vars(module)[_ORIGINALS][name]
+    raise KeyError(f"{name} is not rebound")
+
+
+def _require(rebinding: Rebinding) -> None:
+    if rebinding.required and _module_of(rebinding) is None:
+        raise RuntimeError(
+            f"{rebinding.module} has no {rebinding.name}; install megatron-core 0.16.1"
+        )
+
+
+def _module_of(rebinding: Rebinding) -> ModuleType | None:
+    """The defining module, imported; None if this Megatron has no such module or name."""
+    try:
+        module = importlib.import_module(rebinding.module)
+    except ModuleNotFoundError as error:
+        # Another package that is missing is the user's trouble, and theirs to see.
+        if error.name is None or not _is_megatron(error.name):
+            raise
+        return None
+    return module if hasattr(module, rebinding.name) else None
+
+
+def _rebind(rebinding: Rebinding, module: ModuleType, old: object, new: object) -> None:
+    setattr(module, rebinding.name, new)
+    for holder in _loaded_megatron_modules() if rebinding.everywhere else ():
+        for name, value in list(vars(holder).items()):
+            replaced = _replace(value, old, new)
+            if replaced is not value:
+                setattr(holder, name, replaced)
+
+
+def _replace(value: Any, old: object, new: object) -> Any:
+    """`new` for `old`, a tuple with `old` in it rebuilt, and anything else as it is."""
+    if value is old:
+        return new
+    if type(value) is tuple:
+        entries = tuple(_replace(entry, old, new) for entry in value)
+        unchanged = all(a is b for a, b in zip(entries, value, strict=True))
+        return value if unchanged else entries
+    return value
+
+
+def _loaded_megatron_modules() -> Iterator[ModuleType]:
+    for name, module in list(sys.modules.items()):
+        if _is_megatron(name) and isinstance(module, ModuleType):
+            yield module
+
+
+def _is_megatron(name: str) -> bool:
+    return name == "megatron" or name.startswith("megatron.")

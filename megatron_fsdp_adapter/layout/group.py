@@ -1,0 +1,210 @@
+"""The layout of one group of parameters in one flat buffer: frozen data that checks itself.
+
+    full buffer   [ segment 0                | segment 1                | ... ]
+                    shard 0 | shard 1 | ..     shard 0 | shard 1 | ..
+    rank r holds  [ segment 0 shard r        | segment 1 shard r        | ... ]
+
+A segment is split evenly, so that it is gathered and reduced in place by one collective. Items
+(parameters) lie whole inside one segment, and no shard boundary cuts a granule of an item.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from .ranges import EMPTY, FlatRange, split_evenly
+from .spec import ParamSpec
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of the full buffer that is split evenly over the shards.
+
+    offset, numel: elements in the full buffer; granularity: the length in elements that
+    divides each shard of this segment and that items crossing a shard boundary are cut at.
+    """
+
+    offset: int
+    numel: int
+    granularity: int
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        if self.num_shards < 1 or self.granularity < 1 or self.numel < 1 or self.offset < 0:
+            raise ValueError(f"not a segment: {self}")
+        if self.numel % (self.num_shards * self.granularity) or self.offset % self.num_shards:
+            raise ValueError(f"{self} does not split into shards of whole granules")
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one shard."""
+        return self.numel // self.num_shards
+
+    @property
+    def shard_offset(self) -> int:
+        """Where this segment's shard starts in a rank's flat shard buffer."""
+        return self.offset // self.num_shards
+
+    @property
+    def range(self) -> FlatRange:
+        """The segment in the full buffer."""
+        return FlatRange(self.offset, self.offset + self.numel)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where an item lies: its segment, and its first element in the full buffer."""
+
+    segment: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """Every answer about where the parameters of a group lie, on every rank, without asking any.
+
+    specs[i] lies at placements[i]; item numbers below are positions in `specs`. `align` is the
+    number of elements that every shard start and item offset is a multiple of. Raises ValueError
+    if the pieces do not make a layout.
+    """
+
+    specs: tuple[ParamSpec, ...]
+    segments: tuple[Segment, ...]
+    placements: tuple[Placement, ...]
+    num_shards: int
+    align: int
+
+    def __post_init__(self) -> None:
+        if len(self.specs) != len(self.placements) or not self.specs:
+            raise ValueError(f"{len(self.specs)} specs and {len(self.placements)} placements")
+        self._check_segments()
+        for index, spec in enumerate(self.specs):
+            self._check_item(index, spec)
+        self._check_disjoint()
+
+    def _check_segments(self) -> None:
+        end = 0
+        for segment in self.segments:
+            if segment.offset != end or segment.num_shards != self.num_shards:
+                raise ValueError(f"{segment} must start at {end}, with {self.num_shards} shards")
+            if segment.shard_numel % self.align:
+                raise ValueError(f"shards of {segment} are not aligned to {self.align} elements")
+            end = segment.offset + segment.numel
+
+    def _check_item(self, index: int, spec: ParamSpec) -> None:
+        name, placement = spec.fqns[0], self.placements[index]
+        if spec.index != index:
+            raise ValueError(f"{name}: index {spec.index}, but position {index} in the group")
+        if (spec.dtype, spec.requires_grad) != (self.specs[0].dtype, self.specs[0].requires_grad):
+            raise ValueError(f"{name}: a group has one dtype and one requires_grad")
+        if not 0 <= placement.segment < len(self.segments):
+            raise ValueError(f"{name}: segment {placement.segment} does not exist")
+        segment, extent = self.segments[placement.segment], self.item_range(index)
+        if not segment.range.contains(extent) or extent.start % self.align:
+            raise ValueError(f"{name}: {extent} is not aligned, or not inside {segment}")
+        start, shard = extent.start - segment.offset, segment.shard_numel
+        within_one_shard = start // shard == (extent.stop - 1 - segment.offset) // shard
+        cut_at_granules = start % spec.granularity == 0 and shard % spec.granularity == 0
+        if not (within_one_shard or cut_at_granules):
+            raise ValueError(
+                f"{name}: a boundary between shards of {shard} elements cuts a granule of "
+                f"{spec.granularity} elements"
+            )
+
+    def _check_disjoint(self) -> None:
+        end = 0
+        for extent in sorted(self.item_range(i) for i in range(len(self.specs))):
+            if extent.start < end:
+                raise ValueError(f"two items overlap at element {extent.start}")
+            end = extent.stop
+
+    @cached_property
+    def total_numel(self) -> int:
+        """Elements of the full buffer, padding included."""
+        return sum(segment.numel for segment in self.segments)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's flat shard buffer, padding included."""
+        return self.total_numel // self.num_shards
+
+    @cached_property
+    def item_numel(self) -> int:
+        """Elements of all items, without padding."""
+        return sum(spec.numel for spec in self.specs)
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of the full buffer that belong to no item."""
+        return self.total_numel - self.item_numel
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding over the elements of all items."""
+        return self.padding_numel / self.item_numel
+
+    def item_range(self, index: int) -> FlatRange:
+        """Item `index` in the full buffer."""
+        start = self.placements[index].offset
+        return FlatRange(start, start + self.specs[index].numel)
+
+    def shard_range(self, index: int, rank: int) -> FlatRange:
+        """The elements of item `index` that `rank` holds, counted from the item's start.
+
+        FlatRange(0, 0) if it holds none.
+        """
+        extent = self.item_range(index)
+        held = extent.intersect(self._shard(self.placements[index].segment, rank))
+        return EMPTY if held.empty else held.shift(-extent.start)
+
+    def shard_item_range(self, index: int, rank: int) -> FlatRange:
+        """Where that piece lies in the rank's flat shard buffer; FlatRange(0, 0) if none."""
+        number = self.placements[index].segment
+        shard = self._shard(number, rank)
+        held = self.item_range(index).intersect(shard)
+        if held.empty:
+            return EMPTY
+        return held.shift(self.segments[number].shard_offset - shard.start)
+
+    def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        """Shape of the piece of item `index` on `rank`: (rows, *shape[1:]), (0, ...) if none.
+
+        An item whose granules are not whole rows has 1-D pieces (n,).
+        """
+        spec, numel = self.specs[index], self.shard_range(index, rank).numel
+        if not spec.whole_rows:
+            return (numel,)
+        shape = spec.layout_shape
+        return (numel // math.prod(shape[1:]), *shape[1:])
+
+    def holders(self, index: int) -> range:
+        """The ranks that hold at least one element of item `index`."""
+        segment, extent = self.segments[self.placements[index].segment], self.item_range(index)
+        first = (extent.start - segment.offset) // segment.shard_numel
+        last = (extent.stop - 1 - segment.offset) // segment.shard_numel
+        return range(first, last + 1)
+
+    def segment_shards(self, rank: int) -> tuple[tuple[FlatRange, FlatRange], ...]:
+        """Per segment: the rank's shard in the full buffer, and in its flat shard buffer."""
+        return tuple(
+            (
+                self._shard(number, rank),
+                FlatRange(segment.shard_offset, segment.shard_offset + segment.shard_numel),
+            )
+            for number, segment in enumerate(self.segments)
+        )
+
+    def gaps(self) -> tuple[FlatRange, ...]:
+        """The padding: ranges of the full buffer that no item covers, merged and sorted."""
+        found, end = [], 0
+        tail = FlatRange(self.total_numel, self.total_numel)
+        for extent in [*sorted(self.item_range(i) for i in range(len(self.specs))), tail]:
+            if extent.start > end:
+                found.append(FlatRange(end, extent.start))
+            end = extent.stop
+        return tuple(found)
+
+    def _shard(self, number: int, rank: int) -> FlatRange:
+        return split_evenly(self.segments[number].range, self.num_shards, rank)

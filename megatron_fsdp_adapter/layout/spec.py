@@ -1,0 +1,85 @@
+"""What one parameter is, as far as a flat buffer cares: shape, dtype, names, granularity.
+
+A *granule* is a run of consecutive elements that a shard boundary must never cut. Its length, the
+granularity, is an integer per parameter: `row_granularity(shape)` (the default: one row of
+dim 0), a multiple of it (block quantisation), the whole tensor (optimizers that need all of a
+matrix) or 1 (element cut).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+ELEMENT_GRANULARITY = 1
+
+
+def row_granularity(shape: tuple[int, ...]) -> int:
+    """Elements in one row of dim 0: product(shape[1:]), and 1 for 0-D and 1-D shapes."""
+    return math.prod(shape[1:])
+
+
+def rows_granularity(shape: tuple[int, ...], rows: int) -> int:
+    """Elements in `rows` rows of dim 0.
+
+    Raises ValueError unless `rows` >= 1 divides the number of rows.
+    """
+    num_rows = shape[0] if shape else 1
+    if rows < 1 or num_rows % rows:
+        raise ValueError(f"rows={rows} must be a divisor of the {num_rows} rows of shape {shape}")
+    return rows * row_granularity(shape)
+
+
+def tensor_granularity(shape: tuple[int, ...]) -> int:
+    """All elements of the shape: the parameter then lies whole on one shard."""
+    return math.prod(shape)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of a group.
+
+    index: position in the group; fqns: every qualified name it has (tied aliases included);
+    shape: the shape on this rank's model-parallel slice, before data-parallel sharding;
+    granularity: elements of one granule; it must divide the number of elements.
+    Raises ValueError for anything else.
+    """
+
+    index: int
+    fqns: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    granularity: int
+
+    def __post_init__(self) -> None:
+        if not self.fqns:
+            raise ValueError(f"parameter {self.index}: fqns is empty; give at least one name")
+        if self.index < 0:
+            raise ValueError(f"{self.fqns[0]}: index {self.index} is negative")
+        if any(size < 1 for size in self.shape):
+            raise ValueError(
+                f"{self.fqns[0]}: shape {self.shape} has no elements; remove the parameter"
+            )
+        if self.granularity < 1 or self.numel % self.granularity:
+            raise ValueError(
+                f"{self.fqns[0]}: granularity {self.granularity} does not divide the "
+                f"{self.numel} elements of shape {self.shape}"
+            )
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def layout_shape(self) -> tuple[int, ...]:
+        """`shape`, with a 0-D parameter seen as one row of one element."""
+        return self.shape or (1,)
+
+    @property
+    def whole_rows(self) -> bool:
+        """True if every granule is a whole number of rows, so that a shard is a block of rows."""
+        return self.granularity % row_granularity(self.shape) == 0

@@ -1,0 +1,115 @@
+"""Collectives over one process group, and what each backend can do.
+
+A `Communicator` launches on whatever stream is current and returns the handles that are still
+running. NCCL enqueues on the current stream, so there are none; gloo runs in the background and
+returns one handle a call, which the host runtime waits for.
+
+The lists that the methods take are the segments of a unit: one launch covers them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend offers. `stream_ordered`: collectives are ordered by the current stream and
+    need no host wait. `coalesces`: several collectives can share one launch."""
+
+    stream_ordered: bool
+    coalesces: bool
+
+
+CAPABILITIES = {
+    "nccl": Capabilities(stream_ordered=True, coalesces=True),
+    # gloo's startCoalescing raises when a device is given, and buys nothing without one.
+    "gloo": Capabilities(stream_ordered=False, coalesces=False),
+}
+
+# torch 2.13 renames the flat collectives and warns on the old names; 2.11 has only the old ones.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
+
+
+def capabilities_of(group: dist.ProcessGroup, device: torch.device) -> Capabilities:
+    """The capabilities of the backend that `group` uses for `device`; ValueError if unknown."""
+    name = dist.get_backend(group)
+    for part in str(name).split(","):
+        backend = part.split(":")[-1]
+        if part.split(":")[0] in (backend, device.type) and backend in CAPABILITIES:
+            return CAPABILITIES[backend]
+    raise ValueError(
+        f"process group backend={name!r} has no known collectives for device {device.type!r}; "
+        f"use one of {sorted(CAPABILITIES)}"
+    )
+
+
+class Communicator:
+    """Flat collectives of one group.
+
+    A group of one rank launches nothing: its gather and its reduction are the identity, in place.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.size: int = dist.get_world_size(group)
+        self.rank: int = dist.get_rank(group)
+        self.capabilities = capabilities_of(group, device)
+
+    def all_gather(self, pairs: Sequence[Pair]) -> list[Any]:
+        """Each pair is (output of n * size elements, input of n elements); the input may be this
+        rank's slice of the output."""
+        return self._launch(pairs, self._all_gather_one)
+
+    def reduce_scatter(self, pairs: Sequence[Pair]) -> list[Any]:
+        """Sums. Each pair is (output of n elements, input of n * size elements); the output may be
+        this rank's slice of the input."""
+        return self._launch(pairs, self._reduce_scatter_one)
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Sums each flat tensor in place."""
+        return self._launch([(tensor, tensor) for tensor in tensors], self._all_reduce_one)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrites `tensor` with that of the group's first rank; returns when enqueued (NCCL)
+        or done (gloo)."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
+
+    def _all_gather_one(self, pair: Pair, async_op: bool) -> Any:
+        return _all_gather(pair[0], pair[1], group=self.group, async_op=async_op)
+
+    def _reduce_scatter_one(self, pair: Pair, async_op: bool) -> Any:
+        return _reduce_scatter(pair[0], pair[1], group=self.group, async_op=async_op)
+
+    def _all_reduce_one(self, pair: Pair, async_op: bool) -> Any:
+        return dist.all_reduce(pair[0], group=self.group, async_op=async_op)
+
+    def _launch(self, pairs: Sequence[Pair], one: Callable[[Pair, bool], Any]) -> list[Any]:
+        if self.size == 1:
+            for output, source in pairs:
+                if output.data_ptr() != source.data_ptr():
+                    output.copy_(source)
+            return []
+        if not self.capabilities.stream_ordered:
+            return [one(pair, True) for pair in pairs]
+        if self.capabilities.coalesces and len(pairs) > 1:
+            with _coalescing_manager(group=self.group, device=self.device, async_ops=False):
+                for pair in pairs:
+                    one(pair, False)
+        else:
+            for pair in pairs:
+                one(pair, False)
+        return []

@@ -1,0 +1,194 @@
+"""Streams, events and storage behind one interface, so that the engine is one code path.
+
+The engine speaks of three *roles* instead of streams: ``compute`` (whatever stream is current
+when the call is made), ``gather`` and ``reduce``. Work is handed to a role with `submit` and
+ordered between roles with `record` and `wait`; nothing else orders it.
+
+On CUDA a role is a stream. On the host a role is a queue: a collective that was handed to it runs
+in the background, what was submitted behind it is deferred until that collective has finished,
+and `wait("compute", event)` drains the queue up to the event. The same program text therefore
+overlaps communication with compute on both. The alternative, a null stream that runs everything
+inline, was rejected: gloo would then never overlap and host runs would be slower than stock DDP.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
+ROLES = (COMPUTE, GATHER, REDUCE)
+
+Works = Iterable[Any] | None
+"""What a submitted function may return: `torch.distributed.Work` handles that are still running."""
+
+
+class Runtime(Protocol):
+    """What the engine needs of a device."""
+
+    device: torch.device
+
+    def submit(self, role: str, task: Callable[[], Works]) -> None:
+        """Runs `task` with `role`'s stream current, after everything submitted to it before."""
+
+    def launch(self, role: str, collective: Callable[[], Works]) -> None:
+        """Like `submit`, for a collective that needs no result of the work submitted before it:
+        on the host it starts now, instead of when that work is waited for."""
+
+    def record(self, role: str) -> Any:
+        """An event that has happened when all work submitted to `role` so far has finished."""
+
+    def wait(self, role: str, event: Any) -> None:
+        """Work submitted to `role` from now on starts after `event`. The host does not block on
+        CUDA; on the host `compute` does."""
+
+    def allocate(self, flat: torch.Tensor) -> None:
+        """Gives the released 1-D tensor `flat` its storage, on the current stream. Contents are
+        undefined."""
+
+    def release(self, flat: torch.Tensor) -> None:
+        """Returns the storage of the 1-D tensor `flat` to the allocator; views stay valid objects
+        and see the next storage."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until every role is idle."""
+
+    def abandon(self) -> None:
+        """Forgets what was submitted and has not started: nobody needs it any more."""
+
+
+def storage_bytes(flat: torch.Tensor) -> int:
+    """Bytes of `flat`'s storage at this moment: 0 when released."""
+    return flat.untyped_storage().nbytes()
+
+
+class _StorageMixin:
+    """Storage resizing: the caching allocator takes and gives blocks on the current stream."""
+
+    def allocate(self, flat: torch.Tensor) -> None:
+        if storage_bytes(flat) == 0:
+            flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+
+    def release(self, flat: torch.Tensor) -> None:
+        flat.untyped_storage().resize_(0)
+
+
+class CudaRuntime(_StorageMixin):
+    """Roles are CUDA streams; gather and reduce run at high priority.
+
+    High priority lets NCCL's few thread blocks get their streaming multiprocessors while a large
+    GEMM still has blocks to launch; without it a collective waits for the tail of the GEMM.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams = {
+            role: torch.cuda.Stream(device=device, priority=-1) for role in (GATHER, REDUCE)
+        }
+
+    def _stream(self, role: str) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device) if role == COMPUTE else self._streams[role]
+
+    def submit(self, role: str, task: Callable[[], Works]) -> None:
+        if role == COMPUTE:
+            task()
+            return
+        with torch.cuda.stream(self._streams[role]):
+            task()
+
+    def launch(self, role: str, collective: Callable[[], Works]) -> None:
+        self.submit(role, collective)
+
+    def record(self, role: str) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream(role))
+        return event
+
+    def wait(self, role: str, event: torch.cuda.Event) -> None:
+        self._stream(role).wait_event(event)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def abandon(self) -> None:
+        """Nothing: what is submitted is enqueued at once."""
+
+
+@dataclass(frozen=True)
+class HostEvent:
+    """All of the first `position` items ever queued on `role`."""
+
+    role: str
+    position: int
+
+
+class HostRuntime(_StorageMixin):
+    """Roles are queues in front of background collectives (gloo)."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device if device is not None else torch.device("cpu")
+        self._queues: dict[str, deque[Callable[[], Works] | list[Any]]] = {
+            role: deque() for role in ROLES
+        }
+        self._finished = dict.fromkeys(ROLES, 0)
+
+    def submit(self, role: str, task: Callable[[], Works]) -> None:
+        queue = self._queues[role]
+        if queue:
+            queue.append(task)
+            return
+        works = list(task() or ())
+        if works:
+            queue.append(works)
+        else:
+            self._finished[role] += 1
+
+    def launch(self, role: str, collective: Callable[[], Works]) -> None:
+        works = list(collective() or ())
+        if works or self._queues[role]:
+            self._queues[role].append(works)
+        else:
+            self._finished[role] += 1
+
+    def record(self, role: str) -> HostEvent:
+        return HostEvent(role, self._finished[role] + len(self._queues[role]))
+
+    def wait(self, role: str, event: HostEvent) -> None:
+        # Only the host thread can start work, so an order between two background queues is kept
+        # by finishing the first one's part here.
+        if role != event.role:
+            self._drain(event.role, event.position)
+
+    def _drain(self, role: str, position: int) -> None:
+        queue = self._queues[role]
+        while self._finished[role] < position:
+            head = queue[0]
+            works = list(head() or ()) if callable(head) else head
+            for work in works:
+                work.wait()
+            queue.popleft()
+            self._finished[role] += 1
+
+    def synchronize(self) -> None:
+        for role in ROLES:
+            self._drain(role, self.record(role).position)
+
+    def abandon(self) -> None:
+        # Every rank has the same queues at the same line of its program, so all leave out the same
+        # collectives. Those that run keep their tensors alive.
+        for role, queue in self._queues.items():
+            self._finished[role] += len(queue)
+            queue.clear()
+
+
+def make_runtime(device: torch.device) -> Runtime:
+    """`CudaRuntime` for a CUDA device, `HostRuntime` for the CPU; ValueError for any other."""
+    if device.type == "cuda":
+        return CudaRuntime(device)
+    if device.type == "cpu":
+        return HostRuntime(device)
+    raise ValueError(f"device={device}: only 'cuda' and 'cpu' devices are supported")

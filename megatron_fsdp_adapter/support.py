@@ -1,0 +1,96 @@
+"""What of a Megatron model configuration is refused, and why. `docs/support.md` lists the same.
+
+`Rule`s for the DDP config are in `config.py`; these are for the model and optimizer configs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .config import Rule
+
+
+def _above_one(option: str, message: str) -> Rule:
+    return Rule(option, lambda config: (getattr(config, option, 1) or 1) > 1, message)
+
+
+def _is_on(option: str, message: str) -> Rule:
+    return Rule(option, lambda config: bool(getattr(config, option, False)), message)
+
+
+MODEL_CONFIG_RULES: tuple[Rule, ...] = (
+    _above_one("tensor_model_parallel_size", "tensor parallelism is coming; set it to 1"),
+    _above_one("pipeline_model_parallel_size", "pipeline parallelism is coming; set it to 1"),
+    _above_one(
+        "virtual_pipeline_model_parallel_size", "pipeline parallelism is coming; leave it unset"
+    ),
+    _above_one("context_parallel_size", "context parallelism is coming; set it to 1"),
+    _above_one("expert_model_parallel_size", "expert parallelism is coming; set it to 1"),
+    _is_on("num_moe_experts", "mixture-of-experts layers are coming; leave it unset"),
+    _is_on("mtp_num_layers", "multi-token prediction is coming; leave it unset"),
+    _is_on("init_model_with_meta_device", "meta-device initialisation is coming; set it to False"),
+    _is_on(
+        "gradient_accumulation_fusion",
+        "fused weight-gradient accumulation is coming; set it to False",
+    ),
+    _is_on("fp8", "FP8 compute is coming; leave it unset"),
+    _is_on("fp4", "FP4 compute is coming; leave it unset"),
+    Rule(
+        "cuda_graph_impl",
+        lambda config: getattr(config, "cuda_graph_impl", "none") not in (None, "none"),
+        "captured layers do not run the hooks that gather weights; set it to 'none'",
+    ),
+    _is_on("enable_cuda_graph", "captured layers do not run the hooks that gather weights"),
+    _is_on("external_cuda_graph", "captured layers do not run the hooks that gather weights"),
+    _is_on("cpu_offloading", "activation offload to the CPU is coming; set it to False"),
+    _is_on(
+        "fine_grained_activation_offloading", "activation offload is coming; set it to False"
+    ),
+    _is_on(
+        "overlap_moe_expert_parallel_comm",
+        "its schedule calls parts of layers directly; set it to False",
+    ),
+    _is_on("delay_wgrad_compute", "delayed weight gradients are coming; set it to False"),
+    _is_on(
+        "defer_embedding_wgrad_compute",
+        "the output layer's weights are resharded before its deferred gradient; set it to False",
+    ),
+    _is_on("qk_clip", "it writes raw weights after the step; set it to False"),
+    _is_on(
+        "hybrid_context_parallel", "its schedule changes groups between batches; set it to False"
+    ),
+)
+
+OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
+    Rule(
+        "optimizer",
+        lambda config: config.optimizer != "adam",
+        "megatron-core's DistributedOptimizer takes only Adam; use 'adam'",
+    ),
+    _is_on(
+        "use_precision_aware_optimizer",
+        "the precision-aware optimizer is coming; set it to False",
+    ),
+    _is_on("optimizer_cpu_offload", "optimizer offload to the CPU is coming; set it to False"),
+    _is_on(
+        "overlap_param_gather_with_optimizer_step",
+        "one optimizer holds all parameters here, so there is no second step to overlap with; "
+        "weights are gathered under the forward pass; set it to False",
+    ),
+)
+
+
+def problems(config: Any, rules: tuple[Rule, ...]) -> list[str]:
+    """One line for each broken rule: option, value, reason and remedy."""
+    return [
+        f"{rule.option}={getattr(config, rule.option, None)!r}: {rule.message}"
+        for rule in rules
+        if rule.broken(config)
+    ]
+
+
+def raise_problems(subject: str, found: list[str]) -> None:
+    """One ValueError with every line of `found`, if there is any."""
+    if found:
+        lines = "\n".join(f"  - {line}" for line in found)
+        raise ValueError(f"{subject} cannot be used with this configuration:\n{lines}")

@@ -1,0 +1,67 @@
+"""Megatron-core's own FSDP, for comparison. The one place of the project that imports it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+from lib.distributed import Place
+
+_PACKAGE = "megatron.core.distributed.fsdp"
+_MODULES = (
+    "mcore_fsdp_adapter",
+    "src.megatron_fsdp.megatron_fsdp",
+    "src.megatron_fsdp.mixed_precision",
+    "src.megatron_fsdp.param_and_grad_buffer",
+    "src.megatron_fsdp.utils",
+)
+
+
+def _let_run_on_cpu() -> None:
+    """What `enable_cpu_mode` does for the rest of core: CUDA's streams and devices are answered by
+    the CPU in these modules, and the device mesh is one of CPUs. Idempotent."""
+    from megatron_fsdp_adapter.cpu_mode import CUDA_ANSWERS, TorchView, make_view
+
+    view = make_view()
+    # It writes the current device into names such as "cuda:0", and only compares those.
+    cuda = TorchView(torch.cuda, {**CUDA_ANSWERS, "current_device": lambda: 0})
+    view.__dict__["cuda"] = cuda
+    for name in _MODULES:
+        importlib.import_module(f"{_PACKAGE}.{name}").torch = view  # type: ignore[attr-defined]
+    adapter = importlib.import_module(f"{_PACKAGE}.mcore_fsdp_adapter")
+    adapter.DeviceMesh = TorchView(  # type: ignore[attr-defined]
+        torch.distributed.DeviceMesh, {"from_group": _mesh_of_cpus}
+    )
+
+
+@functools.wraps(torch.distributed.DeviceMesh.from_group)
+def _mesh_of_cpus(*args: Any, **kwargs: Any) -> Any:
+    return torch.distributed.DeviceMesh.from_group(*args, **{**kwargs, "device_type": "cpu"})
+
+
+def _on_side_stream(place: Place) -> contextlib.AbstractContextManager[Any]:
+    """As Megatron's training script constructs a data-parallel wrapper."""
+    if place.device.type != "cuda":
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)
+
+
+def bundled_wrapper(config: Any, ddp_config: Any, module: Any, place: Place) -> Any:
+    """`module` in core's FullyShardedDataParallel."""
+    if place.device.type != "cuda":
+        _let_run_on_cpu()
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    with _on_side_stream(place):
+        wrapped = FullyShardedDataParallel(
+            config=config, ddp_config=ddp_config, module=module, device=place.device
+        )
+    if place.device.type == "cuda":
+        torch.cuda.synchronize()
+    return wrapped

@@ -1,0 +1,90 @@
+"""What `benchmark.py` can measure, by name, and how often it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of `KINDS`: the strategies it comes in, those that its bare name stands for."""
+
+    meaning: str
+    strategies: tuple[str, ...] = ()
+    default: tuple[str, ...] = ()
+
+
+KINDS: dict[str, Kind] = {
+    "floor": Kind("forward and backward of one process alone: no sharding, communication, step"),
+    "ddp": Kind("megatron-core's DDP with its distributed optimizer and overlap"),
+    "ours": Kind("this package", STRATEGIES, STRATEGIES),
+    "fsdp2": Kind("torch fully_shard with AdamW"),
+    "bundled": Kind("megatron-core's own FSDP", STRATEGIES, ("optim_grads_params",)),
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One wrapper: `kind` is a key of `KINDS`, `strategy` one of its strategies or None."""
+
+    kind: str
+    strategy: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.kind if self.strategy is None else f"{self.kind}:{self.strategy}"
+
+
+FLOOR = Subject("floor")
+
+
+def parse_subjects(text: str) -> list[Subject]:
+    """Reads "floor,ddp,ours:optim": names, or kinds that stand for several; each once, in order.
+
+    ValueError lists the known ones.
+    """
+    subjects: list[Subject] = []
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        kind, _, strategy = part.partition(":")
+        known = KINDS.get(kind)
+        if known is None or (strategy and strategy not in known.strategies):
+            raise ValueError(f"--wrappers {text}: {part!r} is unknown; use {_known()}")
+        chosen = (strategy,) if strategy else known.default
+        subjects += [Subject(kind, one) for one in chosen] or [Subject(kind)]
+    if not subjects:
+        raise ValueError(f"--wrappers {text!r} names nothing; use {_known()}")
+    return list(dict.fromkeys(subjects))
+
+
+def _known() -> str:
+    return ", ".join(
+        f"{kind}[:{'|'.join(row.strategies)}]" if row.strategies else kind
+        for kind, row in KINDS.items()
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often: all counts in steps, but `repeats`, which counts rounds of blocks.
+
+    isolated: only one wrapper (and the floor) exists at a time.
+    profile: folder for a trace of one step of each of ours.
+    host_steps: steps after the timed ones in which the host's launching is timed, on a GPU.
+    """
+
+    steps: int = 5
+    warmup: int = 3
+    repeats: int = 7
+    num_microbatches: int = 1
+    isolated: bool = False
+    profile: Path | None = None
+    host_steps: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "warmup", "repeats", "num_microbatches"):
+            if getattr(self, name) < 1:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} {getattr(self, name)}: must be at least 1")

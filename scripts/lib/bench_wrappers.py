@@ -1,0 +1,230 @@
+"""The wrappers that `benchmark.py` compares: how each is built, and one training step of it.
+
+All of them train the model that the options describe, from the same weights, on core's
+forward-backward schedule, with AdamW and the same clipping, and with float32 gradients on the wire.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from lib import model as training
+from lib.bench_subjects import Subject
+from lib.check import this_machine, validated
+from lib.distributed import Place
+from lib.loop import forward_step
+from lib.options import Options
+
+Batch = dict[str, torch.Tensor]
+
+
+def _no_norm() -> None:
+    return None
+
+
+@dataclass
+class Runner:
+    """One wrapper that can train.
+
+    Attributes:
+        model: what core's schedule calls.
+        zero: forgets all gradients.
+        optimize: clips, steps, and returns the gradient norm before clipping (a number, a tensor,
+            or None).
+        losses, norms: one entry a step, as 0-dimensional tensors or numbers; `history` reads them.
+    """
+
+    subject: Subject
+    options: Options
+    model: Any
+    zero: Callable[[], None]
+    optimize: Callable[[], Any] = _no_norm
+    optimizer: Any = None
+    losses: list[Any] = dataclasses.field(default_factory=list)
+    norms: list[Any] = dataclasses.field(default_factory=list)
+
+    def forward_backward(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """Gradients of the microbatches; (2,): this rank's summed loss and number of tokens."""
+        self.zero()
+        sums = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[self.model],
+            num_microbatches=len(batches),
+            seq_length=self.options.seq_length,
+            micro_batch_size=self.options.micro_batch_size,
+            forward_only=False,
+        )
+        return torch.stack(sums).sum(dim=0)
+
+    def step(self, batches: Sequence[Batch]) -> None:
+        """One training step. Nothing is read back from the device here."""
+        total = self.forward_backward(batches)
+        self.losses.append(total[0] / total[1])
+        self.norms.append(self.optimize())
+
+    def close(self) -> None:
+        """Lets the wrapper be collected. Core's DDP hooks autograd nodes with functions that hold
+        it: cycles that run outside of Python's collector and would keep its buffers for good."""
+        if self.subject.kind == "ddp":
+            for node in self.model.grad_accs:
+                handle = node.register_hook(lambda *unused: None)
+                hooks = handle.hooks_dict_ref()
+                if hooks is not None:
+                    hooks.clear()
+            self.model.grad_accs.clear()
+
+    def history(self) -> list[tuple[float, float | None]]:
+        """(loss of this rank, gradient norm over all ranks) of each step. Collective, blocks."""
+        losses = [float(loss) for loss in self.losses]
+        return list(zip(losses, [_plain(norm) for norm in self.norms], strict=True))
+
+
+def _plain(norm: Any) -> float | None:
+    if norm is None:
+        return None
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def row_options(subject: Subject, options: Options) -> Options:
+    """The options of one wrapper: what all have in common, and what selects it.
+
+    Raises ValueError for a wrapper that cannot take the options.
+    """
+    on_shards = subject.kind in ("ours", "bundled")
+    reduces_tokens = subject.kind in ("ddp", "ours", "bundled")
+    changed = dataclasses.replace(
+        options,
+        use_distributed_optimizer=reduces_tokens,
+        overlap_grad_reduce=reduces_tokens,
+        overlap_param_gather=reduces_tokens,
+        use_megatron_fsdp=on_shards,
+        # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,
+        # and wrappers that know nothing of tokens reach the same gradients with the latter.
+        calculate_per_token_loss=options.calculate_per_token_loss and reduces_tokens,
+        data_parallel_sharding_strategy=subject.strategy or "optim_grads_params",
+        ckpt_format=None,
+    )
+    return validated(changed, this_machine())[0]
+
+
+def build(subject: Subject, options: Options, place: Place) -> Runner:
+    """A wrapper around a new model, whose weights depend on the seed alone."""
+    options = row_options(subject, options)
+    torch.manual_seed(options.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(options.seed)
+    return _BUILDERS[subject.kind](subject, options, place)
+
+
+def _floor(subject: Subject, options: Options, place: Place) -> Runner:
+    model = training.build_model(options, training.transformer_config(options), place)
+    model.train()
+    return Runner(subject, options, model, lambda: model.zero_grad(set_to_none=True))
+
+
+def _bundled_wrapper(options: Options, config: Any, module: Any, place: Place) -> Any:
+    from lib.bench_bundled import bundled_wrapper
+
+    return bundled_wrapper(config, training.ddp_config(options), module, place)
+
+
+def _with_core_optimizer(subject: Subject, options: Options, place: Place) -> Runner:
+    config = training.transformer_config(options)
+    module = training.build_model(options, config, place)
+    wrap = _bundled_wrapper if subject.kind == "bundled" else training.wrap
+    model = wrap(options, config, module, place)
+    model.train()
+    optimizer = training.build_optimizer(options, model)
+    for group in optimizer.param_groups:  # what core's scheduler does at every step
+        group["lr"] = options.lr * group["lr_mult"]
+        group["weight_decay"] = options.weight_decay * group["wd_mult"]
+    trainee = training.Trainee(model, config, optimizer, None, 0)  # type: ignore[arg-type]
+    training.connect(config, trainee, options)
+
+    def zero() -> None:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+
+    def optimize() -> Any:
+        updated, norm, _ = optimizer.step()
+        if not updated:
+            raise RuntimeError(f"{subject.name}: the optimizer skipped a step")
+        return norm
+
+    return Runner(subject, options, model, zero, optimize, optimizer)
+
+
+def _fsdp2(subject: Subject, options: Options, place: Place) -> Runner:
+    """PyTorch's `fully_shard` on the unit boundaries of ours, with fp32 weights and gradients."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    config = training.transformer_config(options)
+    model = training.build_model(options, config, place).float()
+    compute = training.params_dtype(options)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute == torch.float32 else compute,
+        reduce_dtype=torch.float32,
+        # Activations have the compute dtype already; rotary angles are float32 and must stay so.
+        cast_forward_inputs=False,
+    )
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    mesh = DeviceMesh.from_group(group, place.device.type)
+    gpt = model.module if hasattr(model, "module") else model
+    layers = [child for child in gpt.modules() if isinstance(child, TransformerLayer)]
+    units = [(layer, True) for layer in layers]
+    if not gpt.share_embeddings_and_output_weights:
+        # The output layer's backward follows its forward at once.
+        units += [(gpt.embedding, True), (gpt.output_layer, False)]
+    for unit, reshard in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.train()
+    return _with_torch_optimizer(subject, options, model, place)
+
+
+def _with_torch_optimizer(
+    subject: Subject, options: Options, model: Any, place: Place
+) -> Runner:
+    params = [param for param in model.parameters() if param.requires_grad]
+    decayed = [param for param in params if param.ndim > 1]
+    others = [param for param in params if param.ndim <= 1]
+    on_gpu = place.device.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": options.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        lr=options.lr,
+        betas=(options.adam_beta1, options.adam_beta2),
+        eps=options.adam_eps,
+        fused=on_gpu,
+        foreach=not on_gpu,
+    )
+
+    def optimize() -> Any:
+        limit = options.clip_grad if options.clip_grad > 0 else float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(params, limit)
+        optimizer.step()
+        return norm
+
+    return Runner(
+        subject, options, model, lambda: optimizer.zero_grad(set_to_none=True), optimize, optimizer
+    )
+
+
+_BUILDERS: dict[str, Callable[[Subject, Options, Place], Runner]] = {
+    "floor": _floor,
+    "ddp": _with_core_optimizer,
+    "ours": _with_core_optimizer,
+    "bundled": _with_core_optimizer,
+    "fsdp2": _fsdp2,
+}

@@ -1,0 +1,459 @@
+"""Rules about options: what is filled in, and what is refused before any process group exists.
+
+Every problem of a command line is collected; the user sees them in one error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lib.options import Options, flag
+
+BYTE_VOCABULARY = 256
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the run finds: number of processes, CUDA, Transformer Engine, CUDA's queue setting."""
+
+    world_size: int
+    cuda: bool
+    transformer_engine: bool
+    max_connections: str | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``broken(options, machine)`` tells when; ``text`` is formatted with o=options, m=machine."""
+
+    broken: Callable[[Options, Machine], bool]
+    text: str
+
+
+def data_parallel_size(options: Options, machine: Machine) -> int:
+    """Ranks that hold the same tensor-parallel part; 0 if the sizes do not divide."""
+    tensor = max(options.tensor_model_parallel_size, 1)
+    return machine.world_size // tensor if machine.world_size % tensor == 0 else 0
+
+
+def _ffn_hidden_size(o: Options) -> int:
+    # Three matrices in place of two keep the size of the MLP at 8/3 of the hidden size.
+    return int(4 * o.hidden_size * 2 / 3) // 64 * 64 if o.swiglu else 4 * o.hidden_size
+
+
+# Options that are None until they are known, in the order in which they depend on each other.
+DERIVED: tuple[tuple[str, Callable[[Options, Machine], Any]], ...] = (
+    ("ffn_hidden_size", lambda o, m: _ffn_hidden_size(o)),
+    ("kv_channels", lambda o, m: o.hidden_size // max(o.num_attention_heads, 1)),
+    ("max_position_embeddings", lambda o, m: o.seq_length),
+    (
+        "transformer_impl",
+        lambda o, m: "transformer_engine" if m.transformer_engine and m.cuda else "local",
+    ),
+    ("global_batch_size", lambda o, m: o.micro_batch_size * data_parallel_size(o, m)),
+    ("lr_decay_iters", lambda o, m: o.train_iters),
+    ("distributed_backend", lambda o, m: "nccl" if m.cuda else "gloo"),
+    ("ckpt_format", lambda o, m: "fsdp_dtensor" if o.use_megatron_fsdp else "torch_dist"),
+)
+
+# Options that follow from others, with the reason; the run prints those that change a value.
+FORCED: tuple[tuple[str, Any, Callable[[Options, Machine], bool], str], ...] = (
+    (
+        "use_distributed_optimizer",
+        True,
+        lambda o, m: o.use_megatron_fsdp,
+        "--use-megatron-fsdp needs it",
+    ),
+    ("bias_gelu_fusion", False, lambda o, m: not m.cuda, "it is compiled for the GPU"),
+    ("bias_swiglu_fusion", False, lambda o, m: not m.cuda, "it is compiled for the GPU"),
+    ("bias_dropout_fusion", False, lambda o, m: not m.cuda, "it is compiled for the GPU"),
+    (
+        "rope_fusion",
+        False,
+        lambda o, m: not (m.cuda and m.transformer_engine),
+        "it is a kernel of Transformer Engine",
+    ),
+    (
+        "check_for_nan_in_loss_and_grad",
+        False,
+        lambda o, m: o.fp16,
+        "with loss scaling, gradients that are not finite are expected",
+    ),
+)
+
+CHOICES = {
+    "position_embedding_type": ("learned_absolute", "rope", "none"),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "transformer_impl": ("local", "transformer_engine"),
+    "cross_entropy_fusion_impl": ("native", "te"),
+    "optimizer": ("adam",),
+    "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root"),
+    "recompute_granularity": ("full", "selective", None),
+    "recompute_method": ("uniform", "block", None),
+    "data_parallel_sharding_strategy": STRATEGIES,
+    "distributed_backend": ("nccl", "gloo"),
+    "tokenizer_type": ("ByteLevelTokenizer", "NullTokenizer"),
+    "ckpt_format": ("fsdp_dtensor", "torch_dist"),
+}
+
+AT_LEAST: dict[str, float] = {
+    **dict.fromkeys(
+        (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "ffn_hidden_size",
+            "kv_channels",
+            "num_query_groups",
+            "seq_length",
+            "max_position_embeddings",
+            "micro_batch_size",
+            "global_batch_size",
+            "train_iters",
+            "eval_interval",
+            "exit_interval",
+            "lr_decay_iters",
+            "recompute_num_layers",
+            "tensor_model_parallel_size",
+            "ddp_bucket_size",
+            "num_distributed_optimizer_instances",
+            "distributed_timeout_minutes",
+            "vocab_size",
+            "padded_vocab_size",
+            "make_vocab_size_divisible_by",
+            "save_interval",
+            "save_keep_last",
+            "log_interval",
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            "eval_iters",
+            "lr",
+            "min_lr",
+            "lr_warmup_iters",
+            "lr_warmup_init",
+            "weight_decay",
+            "clip_grad",
+            "hidden_dropout",
+            "attention_dropout",
+            "num_workers",
+            "seed",
+        ),
+        0,
+    ),
+}
+
+# What only stock DDP does.
+IDLE_WITH_FSDP = {
+    "grad_reduce_in_bf16": "gradients are reduced in fp32",
+    "ddp_bucket_size": "units take the place of buckets",
+    "ddp_average_in_collective": "the sum is scaled after the reduction",
+}
+
+
+def _idle_with_fsdp(name: str, why: str) -> Rule:
+    return Rule(
+        lambda o, m: o.use_megatron_fsdp and bool(getattr(o, name)),
+        f"{flag(name)} with --use-megatron-fsdp has no effect: {why}; leave it out",
+    )
+
+
+def _overlaps_need(o: Options) -> bool:
+    return not o.use_megatron_fsdp and not (o.use_distributed_optimizer and o.overlap_grad_reduce)
+
+
+def _shares(split: str) -> list[float] | None:
+    try:
+        shares = [float(part) for part in split.split(",")]
+    except ValueError:
+        return None
+    return shares if 1 <= len(shares) <= 3 and min(shares) >= 0 and sum(shares) > 0 else None
+
+
+def _nothing_to_evaluate_on(o: Options) -> bool:
+    no_data = not (o.data_path or o.train_data_path)
+    if o.eval_iters == 0 or o.eval_interval is None or o.mock_data or no_data:
+        return False
+    shares = _shares(o.split) or [1.0, 1.0]
+    return not o.valid_data_path if o.data_path is None else len(shares) < 2 or shares[1] == 0
+
+
+RULES = (
+    # Model
+    Rule(
+        lambda o, m: o.hidden_size % o.num_attention_heads != 0,
+        "--hidden-size {o.hidden_size} is not a multiple of --num-attention-heads "
+        "{o.num_attention_heads}: change one of them",
+    ),
+    Rule(
+        lambda o, m: o.group_query_attention and o.num_attention_heads % o.num_query_groups != 0,
+        "--num-query-groups {o.num_query_groups} does not divide --num-attention-heads "
+        "{o.num_attention_heads}: change one of them",
+    ),
+    Rule(
+        lambda o, m: (
+            (o.num_query_groups if o.group_query_attention else o.num_attention_heads)
+            % o.tensor_model_parallel_size
+            != 0
+        ),
+        "--tensor-model-parallel-size {o.tensor_model_parallel_size} does not divide the number "
+        "of key/value heads: change one of them",
+    ),
+    Rule(
+        lambda o, m: (o.max_position_embeddings or 0) < o.seq_length,
+        "--max-position-embeddings {o.max_position_embeddings} is less than --seq-length "
+        "{o.seq_length}: raise it",
+    ),
+    Rule(
+        lambda o, m: not 0 < o.rotary_percent <= 1,
+        "--rotary-percent {o.rotary_percent} must be above 0 and at most 1",
+    ),
+    Rule(
+        lambda o, m: max(o.hidden_dropout, o.attention_dropout) >= 1,
+        "--hidden-dropout {o.hidden_dropout} and --attention-dropout {o.attention_dropout} must "
+        "be below 1",
+    ),
+    Rule(
+        lambda o, m: o.transformer_impl == "transformer_engine"
+        and not (m.transformer_engine and m.cuda),
+        "--transformer-impl transformer_engine needs a GPU and an installed Transformer Engine: "
+        "use --transformer-impl local",
+    ),
+    Rule(
+        lambda o, m: o.cross_entropy_loss_fusion and not m.cuda,
+        "--cross-entropy-loss-fusion is compiled for the GPU: leave it out on the CPU",
+    ),
+    Rule(
+        lambda o, m: o.gradient_accumulation_fusion and not m.cuda,
+        "--gradient-accumulation-fusion needs CUDA kernels: leave it out on the CPU",
+    ),
+    # Batches and schedule
+    Rule(
+        lambda o, m: data_parallel_size(o, m) == 0,
+        "--tensor-model-parallel-size {o.tensor_model_parallel_size} does not divide the number "
+        "of processes {m.world_size}: change one of them",
+    ),
+    Rule(
+        lambda o, m: data_parallel_size(o, m) > 0
+        and (o.global_batch_size or 0) % (o.micro_batch_size * data_parallel_size(o, m)) != 0,
+        "--global-batch-size {o.global_batch_size} is not a multiple of --micro-batch-size "
+        "{o.micro_batch_size} x {d} data-parallel ranks: use a multiple of {u}",
+    ),
+    Rule(
+        lambda o, m: o.min_lr > o.lr,
+        "--min-lr {o.min_lr} is more than --lr {o.lr}: lower it",
+    ),
+    Rule(
+        lambda o, m: o.lr_warmup_init > o.lr,
+        "--lr-warmup-init {o.lr_warmup_init} is more than --lr {o.lr}: lower it",
+    ),
+    Rule(
+        lambda o, m: o.lr_warmup_iters >= (o.lr_decay_iters or 0),
+        "--lr-warmup-iters {o.lr_warmup_iters} is not less than --lr-decay-iters "
+        "{o.lr_decay_iters} (default --train-iters): lower it",
+    ),
+    # Precision and memory
+    Rule(lambda o, m: o.bf16 and o.fp16, "--bf16 and --fp16 are both given: choose one"),
+    Rule(
+        lambda o, m: o.grad_reduce_in_bf16 and not o.bf16,
+        "--grad-reduce-in-bf16 without --bf16: gradients of an fp32 model are reduced in fp32; "
+        "leave it out",
+    ),
+    Rule(
+        lambda o, m: o.recompute_granularity == "full"
+        and (o.recompute_method is None or o.recompute_num_layers is None),
+        "--recompute-granularity full needs --recompute-method (uniform or block) and "
+        "--recompute-num-layers",
+    ),
+    Rule(
+        lambda o, m: o.recompute_granularity != "full"
+        and (o.recompute_method is not None or o.recompute_num_layers is not None),
+        "--recompute-method and --recompute-num-layers only go with --recompute-granularity full",
+    ),
+    # Parallelism
+    Rule(
+        lambda o, m: o.distributed_backend == "nccl" and not m.cuda,
+        "--distributed-backend nccl, but there is no CUDA: use gloo",
+    ),
+    Rule(
+        lambda o, m: o.distributed_backend == "gloo" and m.cuda,
+        "--distributed-backend gloo, but there is a GPU: use nccl, or hide the GPUs "
+        "(CUDA_VISIBLE_DEVICES='') to train on the CPU",
+    ),
+    Rule(
+        lambda o, m: o.sequence_parallel and o.tensor_model_parallel_size == 1,
+        "--sequence-parallel with --tensor-model-parallel-size 1: leave it out",
+    ),
+    Rule(
+        lambda o, m: o.overlap_param_gather and _overlaps_need(o),
+        "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+    ),
+    Rule(
+        lambda o, m: o.num_distributed_optimizer_instances > 1 and not o.use_distributed_optimizer,
+        "--num-distributed-optimizer-instances {o.num_distributed_optimizer_instances} needs "
+        "--use-distributed-optimizer",
+    ),
+    *(_idle_with_fsdp(name, why) for name, why in IDLE_WITH_FSDP.items()),
+    Rule(
+        lambda o, m: o.use_megatron_fsdp and m.max_connections == "1" and m.cuda,
+        "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1, which keeps the communication of "
+        "--use-megatron-fsdp from overlapping: unset it",
+    ),
+    # Checkpoints
+    Rule(
+        lambda o, m: o.use_megatron_fsdp and o.ckpt_format != "fsdp_dtensor",
+        "--ckpt-format {o.ckpt_format} with --use-megatron-fsdp: use fsdp_dtensor",
+    ),
+    Rule(
+        lambda o, m: not o.use_megatron_fsdp and o.ckpt_format == "fsdp_dtensor",
+        "--ckpt-format fsdp_dtensor without --use-megatron-fsdp: use torch_dist",
+    ),
+    Rule(
+        lambda o, m: o.save is None and o.save_interval is not None,
+        "--save-interval {o.save_interval} without --save: say where to save",
+    ),
+    # Data
+    Rule(
+        lambda o, m: not (o.mock_data or o.data_path or o.train_data_path),
+        "no data: give --data-path or --train-data-path (made by scripts/prepare_data.py), or "
+        "--mock-data",
+    ),
+    Rule(
+        lambda o, m: sum(map(bool, (o.mock_data, o.data_path, o.train_data_path))) > 1,
+        "--mock-data, --data-path and --train-data-path exclude each other: give one",
+    ),
+    Rule(
+        lambda o, m: _shares(o.split) is None,
+        "--split {o.split} must be up to three shares such as 969,30,1",
+    ),
+    Rule(
+        lambda o, m: _nothing_to_evaluate_on(o),
+        "--eval-iters {o.eval_iters}, but there is no validation data: give --valid-data-path, a "
+        "--split with a second share, or --eval-iters 0",
+    ),
+    Rule(
+        lambda o, m: o.tokenizer_type == "NullTokenizer" and o.vocab_size is None,
+        "--tokenizer-type NullTokenizer needs --vocab-size",
+    ),
+    Rule(
+        lambda o, m: o.tokenizer_type == "ByteLevelTokenizer" and o.vocab_size is not None,
+        "--vocab-size {o.vocab_size} with --tokenizer-type ByteLevelTokenizer, which has 256: "
+        "leave it out, or use NullTokenizer",
+    ),
+    Rule(
+        lambda o, m: o.padded_vocab_size is not None
+        and o.padded_vocab_size <= (o.vocab_size or BYTE_VOCABULARY),
+        "--padded-vocab-size {o.padded_vocab_size} has no row for the end of a document: raise it "
+        "above the vocabulary (256 for ByteLevelTokenizer, else --vocab-size)",
+    ),
+    Rule(
+        lambda o, m: (o.padded_vocab_size or 0) % o.tensor_model_parallel_size != 0,
+        "--padded-vocab-size {o.padded_vocab_size} is not a multiple of "
+        "--tensor-model-parallel-size {o.tensor_model_parallel_size}: raise it to one",
+    ),
+)
+
+
+def resolve(options: Options, machine: Machine) -> tuple[Options, list[str]]:
+    """The options with nothing left to derive, and a line for each one that was forced."""
+    for name, derive in DERIVED:
+        if getattr(options, name) is None:
+            options = dataclasses.replace(options, **{name: derive(options, machine)})
+    lines = []
+    for name, value, applies, reason in FORCED:
+        if applies(options, machine) and getattr(options, name) != value:
+            options = dataclasses.replace(options, **{name: value})
+            lines.append(f"{flag(name)} is {'on' if value else 'off'}: {reason}")
+    return options, lines
+
+
+def _range_problems(options: Options) -> Iterator[str]:
+    for name, least in AT_LEAST.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            yield f"{flag(name)} {value} must be at least {least:g}"
+    for name, choices in CHOICES.items():
+        value = getattr(options, name)
+        if value not in choices:
+            names = ", ".join(choice for choice in choices if choice is not None)
+            yield f"{flag(name)} {value} is unknown: use one of {names}"
+
+
+def _prefixes(blend: Sequence[str] | None) -> Sequence[str]:
+    """The prefixes of a --data-path value, which may have a weight before each of them."""
+    parts = blend or []
+    pairs = len(parts) % 2 == 0 and all(_is_number(part) for part in parts[::2])
+    return parts[1::2] if pairs else parts
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def missing_files(options: Options) -> list[str]:
+    """A line for each data file or checkpoint folder that is named and not there."""
+    lines = []
+    for name in ("data_path", "train_data_path", "valid_data_path"):
+        for prefix in _prefixes(getattr(options, name)):
+            gone = [ending for ending in (".bin", ".idx") if not Path(prefix + ending).is_file()]
+            if gone:
+                lines.append(
+                    f"{flag(name)} {prefix}: no file {' and '.join(prefix + end for end in gone)}; "
+                    "make them with scripts/prepare_data.py, or correct the prefix"
+                )
+    if options.load is not None and not Path(options.load).is_dir():
+        lines.append(
+            f"--load {options.load}: no such folder; correct it, or leave --load out to start "
+            "from the beginning"
+        )
+    return lines
+
+
+def problems(options: Options, machine: Machine) -> list[str]:
+    """Every rule that resolved options break, as text with option, value and remedy."""
+    found = list(_range_problems(options))
+    if found:  # the rules below divide by these numbers
+        return found
+    ranks = data_parallel_size(options, machine)
+    values = {"o": options, "m": machine, "d": ranks, "u": options.micro_batch_size * ranks}
+    return [rule.text.format(**values) for rule in RULES if rule.broken(options, machine)]
+
+
+def validated(options: Options, machine: Machine) -> tuple[Options, list[str]]:
+    """Resolved options that break no rule, and the lines about forced ones.
+
+    Raises one FileNotFoundError if files are all that is wrong, else one ValueError with
+    everything.
+    """
+    options, lines = resolve(options, machine)
+    wrong, gone = problems(options, machine), missing_files(options)
+    if wrong:
+        raise ValueError("\n  ".join(["bad options:", *wrong, *gone]))
+    if gone:
+        raise FileNotFoundError("\n  ".join(["missing:", *gone]))
+    return options, lines
+
+
+def this_machine() -> Machine:
+    """The machine that this process finds, before any process group."""
+    import torch
+
+    return Machine(
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        cuda=torch.cuda.is_available(),
+        transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+        max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+    )

@@ -1,0 +1,153 @@
+"""Token data: core's GPTDataset and an order of samples that depends on nothing but the count.
+
+Sample k of a run is the same whatever the number of ranks, and whether or not the run was
+interrupted: batch n of data-parallel rank r is a slice of the dataset computed from the number of
+samples consumed so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import get_blend_from_list
+
+from lib.check import BYTE_VOCABULARY
+from lib.distributed import Place
+from lib.options import Options
+
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What GPTDataset asks a tokenizer for. Ids 0 .. tokens-1 are text, `eod` comes after them.
+
+    Data is tokenized before training, so nothing here reads text. `pad` is no id of any text.
+    """
+
+    name: str
+    tokens: int
+    pad: int = -1
+    unique_identifiers: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def eod(self) -> int:
+        return self.tokens
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokens + 1
+
+
+def vocabulary(options: Options) -> Vocabulary:
+    """The vocabulary of the data: 256 bytes, or --vocab-size ids, and an end of document."""
+    tokens = BYTE_VOCABULARY if options.vocab_size is None else options.vocab_size
+    name = options.tokenizer_type
+    return Vocabulary(name, tokens, unique_identifiers={"class": name, "tokens": tokens})
+
+
+def padded_vocab_size(options: Options) -> int:
+    """Rows of the embedding: as given, or the vocabulary rounded up, a multiple on every rank."""
+    if options.padded_vocab_size is not None:
+        return options.padded_vocab_size
+    multiple = options.make_vocab_size_divisible_by * options.tensor_model_parallel_size
+    return -(-vocabulary(options).vocab_size // multiple) * multiple
+
+
+def evaluations(options: Options) -> int:
+    """How often a run evaluates, its end included."""
+    if options.eval_interval is None or options.eval_iters == 0:
+        return 0
+    return options.train_iters // options.eval_interval + 1
+
+
+def build_datasets(options: Options) -> tuple[Any, Any]:
+    """(training, validation) datasets; the second is None when the run does not evaluate.
+
+    Collective: rank 0 builds the sample index first, the others read it.
+    """
+    batch = options.global_batch_size
+    assert batch is not None  # filled in by check.resolve
+    valid = evaluations(options) * options.eval_iters * batch
+    sizes = [options.train_iters * batch, valid, 0]
+    blend: dict[str, Any] = {}
+    if options.train_data_path:
+        parts = (options.train_data_path, options.valid_data_path if valid else None, None)
+        blend["blend_per_split"] = [get_blend_from_list(part and list(part)) for part in parts]
+    elif options.data_path:
+        blend = {"blend": get_blend_from_list(list(options.data_path)), "split": options.split}
+    config = GPTDatasetConfig(
+        random_seed=options.seed,
+        sequence_length=options.seq_length,
+        tokenizer=vocabulary(options),
+        path_to_cache=options.data_cache_path,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,  # every attention here masks by itself
+        **(blend or {"split": "1,1,0"}),
+    )
+    kind = MockGPTDataset if options.mock_data else GPTDataset
+    train, validation, _ = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
+    if train is None or (valid and validation is None):
+        raise ValueError(
+            f"--split {options.split}: no document falls into the "
+            f"{'training' if train is None else 'validation'} share; use more text or other shares"
+        )
+    return train, validation if valid else None
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """A batch sampler: indices of this rank's microbatches, from `consumed` on, without end.
+
+    A global batch of B samples on d ranks with microbatches of b takes samples n*B .. n*B+B-1;
+    its microbatch i on rank r is the b samples from n*B + (i*d + r)*b on. The dataset is read
+    from its beginning again when it ends.
+    """
+
+    length: int
+    consumed: int
+    micro_batch_size: int
+    rank: int
+    ranks: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = self.consumed
+        while True:
+            first = start + self.rank * self.micro_batch_size
+            yield [k % self.length for k in range(first, first + self.micro_batch_size)]
+            start += self.ranks * self.micro_batch_size
+
+
+def batches(
+    dataset: Any, consumed: int, options: Options, place: Place
+) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's microbatches on its device, from sample `consumed` of the run on.
+
+    Each is {tokens, labels, position_ids: (micro batch, sequence) int64, loss_mask: float32}.
+    """
+    order = SampleOrder(
+        len(dataset),
+        consumed,
+        options.micro_batch_size,
+        place.data_parallel_rank,
+        place.data_parallel_size,
+    )
+    loader = torch.utils.data.DataLoader(
+        dataset,
+        batch_sampler=order,  # type: ignore[arg-type]
+        num_workers=options.num_workers,
+        pin_memory=place.device.type == "cuda",
+        persistent_workers=options.num_workers > 0,
+        # A generator of its own: a loader draws a seed from the default one, which would make the
+        # random numbers of a resumed run differ.
+        generator=torch.Generator().manual_seed(options.seed),
+    )
+    for batch in loader:
+        yield {key: batch[key].to(place.device, non_blocking=True) for key in BATCH_KEYS}

@@ -1,0 +1,98 @@
+"""Processes, devices, random seeds: everything before the model."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from lib.options import Options
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process is: its rank, the data-parallel rank and size, its device."""
+
+    rank: int
+    world_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that prints and writes logs."""
+        return self.rank == 0
+
+
+def start(options: Options) -> Place:
+    """Joins the processes of torchrun, or makes a world of one, and seeds the generators.
+
+    On the CPU this switches on CPU mode, which must happen before core is asked for a device.
+    """
+    if options.distributed_backend == "gloo":
+        from megatron_fsdp_adapter.cpu_mode import enable_cpu_mode
+
+        enable_cpu_mode()
+    device = _device()
+    timeout = datetime.timedelta(minutes=options.distributed_timeout_minutes)
+    if "RANK" in os.environ:
+        dist.init_process_group(options.distributed_backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            options.distributed_backend, rank=0, world_size=1, store=dist.HashStore()
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=options.tensor_model_parallel_size,
+        num_distributed_optimizer_instances=options.num_distributed_optimizer_instances,
+        distributed_timeout_minutes=options.distributed_timeout_minutes,
+    )
+    _seed(options.seed)
+    return Place(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        device=device,
+    )
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def use_deterministic_kernels() -> None:
+    """Only kernels that give the same result twice; call before CUDA is used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    torch.use_deterministic_algorithms(True)
+
+
+def stop() -> None:
+    """Leaves the process groups."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def largest(value: float, place: Place) -> float:
+    """The largest of the ranks' values; every rank must call it."""
+    tensor = torch.tensor([value], dtype=torch.float64, device=place.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return float(tensor.item())

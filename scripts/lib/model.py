@@ -1,0 +1,270 @@
+"""Model, wrapper, optimizer and learning-rate schedule, each made from the options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from lib.data import padded_vocab_size
+from lib.distributed import Place
+from lib.options import Options
+from lib.specs import layer_spec
+
+# Options that a core config takes under the same name.
+_TRANSFORMER_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "kv_channels",
+    "normalization",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "init_method_std",
+    "hidden_dropout",
+    "attention_dropout",
+    "bias_dropout_fusion",
+    "cross_entropy_loss_fusion",
+    "cross_entropy_fusion_impl",
+    "gradient_accumulation_fusion",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "calculate_per_token_loss",
+    "bf16",
+    "fp16",
+)
+_OPTIMIZER_FIELDS = (
+    "optimizer",
+    "lr",
+    "min_lr",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "clip_grad",
+    "bf16",
+    "fp16",
+    "loss_scale",
+    "initial_loss_scale",
+    "use_distributed_optimizer",
+    "overlap_param_gather",
+)
+_DDP_FIELDS = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "align_param_gather",
+    "use_distributed_optimizer",
+    "num_distributed_optimizer_instances",
+    "use_megatron_fsdp",
+)
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """What is trained: the wrapped model and what changes it, and its number of parameters."""
+
+    model: Any
+    config: TransformerConfig
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    parameters: int
+
+
+def _chosen(options: Options, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in names}
+
+
+def params_dtype(options: Options) -> torch.dtype:
+    """The compute dtype."""
+    return torch.bfloat16 if options.bf16 else torch.float16 if options.fp16 else torch.float32
+
+
+def transformer_config(options: Options) -> TransformerConfig:
+    """Core's model configuration."""
+    dtype = params_dtype(options)
+    fields = _chosen(options, _TRANSFORMER_FIELDS)
+    fused = options.bias_swiglu_fusion if options.swiglu else options.bias_gelu_fusion
+    has_bias = not options.disable_bias_linear
+    return TransformerConfig(
+        **fields,
+        num_query_groups=options.num_query_groups if options.group_query_attention else None,
+        layernorm_epsilon=options.norm_epsilon,
+        add_bias_linear=has_bias,
+        gated_linear_unit=options.swiglu,
+        activation_func=torch.nn.functional.silu if options.swiglu else torch.nn.functional.gelu,
+        # Without a bias core has a fused kernel for SwiGLU only.
+        bias_activation_fusion=fused and (has_bias or options.swiglu),
+        apply_rope_fusion=options.rope_fusion and options.position_embedding_type == "rope",
+        masked_softmax_fusion=False,
+        deterministic_mode=options.deterministic,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+    )
+
+
+def build_model(options: Options, config: TransformerConfig, place: Place) -> torch.nn.Module:
+    """A GPTModel on the device; in bf16 or fp16 inside core's Float16Module."""
+    model: torch.nn.Module = GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(config, str(options.transformer_impl)),
+        vocab_size=padded_vocab_size(options),
+        max_sequence_length=options.max_position_embeddings,
+        share_embeddings_and_output_weights=not options.untie_embeddings_and_output_weights,
+        position_embedding_type=options.position_embedding_type,
+        rotary_percent=options.rotary_percent,
+        rotary_base=options.rotary_base,
+    )
+    model.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
+    for param in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+    model.to(place.device)
+    return Float16Module(config, model) if options.bf16 or options.fp16 else model
+
+
+def ddp_config(options: Options) -> DistributedDataParallelConfig:
+    """Core's configuration of the data-parallel wrapper, as Megatron's training script makes it."""
+    bucket = options.ddp_bucket_size
+    if bucket is None:
+        # Chunks of a ring collective shrink with the number of ranks and must stay large.
+        bucket = max(40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size())
+    extra = {}
+    if options.use_megatron_fsdp:
+        extra["data_parallel_sharding_strategy"] = options.data_parallel_sharding_strategy
+    return DistributedDataParallelConfig(
+        **_chosen(options, _DDP_FIELDS),
+        **extra,
+        bucket_size=bucket if options.overlap_grad_reduce else None,
+        grad_reduce_in_fp32=not options.grad_reduce_in_bf16,
+        average_in_collective=options.ddp_average_in_collective,
+        # FSDP has no check of its own per bucket; the training loop checks loss and norm anyway.
+        check_for_nan_in_grad=(
+            options.check_for_nan_in_loss_and_grad and not options.use_megatron_fsdp
+        ),
+    )
+
+
+def wrap(
+    options: Options, config: TransformerConfig, module: torch.nn.Module, place: Place
+) -> torch.nn.Module:
+    """The model in this package's FullyShardedDataParallel or in core's DDP."""
+    wrapper: Any = DistributedDataParallel
+    arguments: dict[str, Any] = {}
+    if options.use_megatron_fsdp:
+        from megatron_fsdp_adapter import FullyShardedDataParallel
+
+        wrapper = FullyShardedDataParallel
+        arguments["pg_collection"] = None
+
+    def construct() -> Any:
+        return wrapper(
+            config=config,
+            ddp_config=ddp_config(options),
+            module=module,
+            disable_bucketing=False,
+            **arguments,
+        )
+
+    if place.device.type != "cuda":
+        return construct()
+    # On a side stream, as Megatron does it, joined with the current one before and after.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        wrapped = construct()
+    torch.cuda.current_stream().wait_stream(stream)
+    return wrapped
+
+
+def build_optimizer(options: Options, model: torch.nn.Module) -> MegatronOptimizer:
+    """Core's optimizer for the wrapped model."""
+    config = OptimizerConfig(
+        **_chosen(options, _OPTIMIZER_FIELDS), params_dtype=params_dtype(options)
+    )
+    return get_megatron_optimizer(
+        config, [model], config_overrides=get_standard_config_overrides(config)
+    )
+
+
+def build_scheduler(options: Options, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Learning rate by samples consumed. What the command line says wins over a checkpoint."""
+    batch = options.global_batch_size
+    assert batch is not None and options.lr_decay_iters is not None  # by check.resolve
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=options.lr_warmup_init,
+        max_lr=options.lr,
+        min_lr=options.min_lr,
+        lr_warmup_steps=options.lr_warmup_iters * batch,
+        lr_decay_steps=options.lr_decay_iters * batch,
+        lr_decay_style=options.lr_decay_style,
+        start_wd=options.weight_decay,
+        end_wd=options.weight_decay,
+        wd_incr_steps=options.train_iters * batch,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def connect(config: TransformerConfig, trainee: Trainee, options: Options) -> None:
+    """Tells core's schedules how to scale the loss, delay and finish the gradient reduction.
+
+    Reads the wrapper's own ddp_config: FSDP switches overlaps on that its strategy needs.
+    """
+    model, used = trainee.model, trainee.model.ddp_config
+    config.grad_scale_func = trainee.optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if used.overlap_grad_reduce:
+        config.no_sync_func = model.no_sync
+        if options.align_grad_reduce:
+            config.grad_sync_func = model.start_grad_sync
+    if used.overlap_param_gather and options.align_param_gather:
+        config.param_sync_func = model.start_param_sync
+
+
+def build(options: Options, place: Place) -> Trainee:
+    """Everything that is trained, wired to core's schedules."""
+    unset_num_microbatches_calculator()
+    init_num_microbatches_calculator(
+        place.rank,
+        None,
+        options.global_batch_size,
+        options.micro_batch_size,
+        place.data_parallel_size,
+    )
+    config = transformer_config(options)
+    module = build_model(options, config, place)
+    parameters = sum(param.numel() for param in module.parameters())
+    model = wrap(options, config, module, place)
+    model.train()
+    optimizer = build_optimizer(options, model)
+    scheduler = build_scheduler(options, optimizer)
+    trainee = Trainee(model, config, optimizer, scheduler, parameters)
+    connect(config, trainee, options)
+    return trainee

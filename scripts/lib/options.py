@@ -1,0 +1,289 @@
+"""The options of `pretrain_gpt.py`: Megatron's flag names, one table, presets from YAML files.
+
+Every field of `Options` is a flag (``num_layers`` is ``--num-layers``) and a key of a preset
+(``num-layers: 2``). Booleans also have a negative (``--bf16`` / ``--no-bf16``), so that the
+command line can override a preset both ways.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+
+def option(default: Any, text: str) -> Any:
+    """A field of `Options`: its default and its line of ``--help``."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything a run is configured by. Sizes in elements or tokens; see `check.py` for rules."""
+
+    # Model
+    num_layers: int = option(None, "transformer layers")
+    hidden_size: int = option(None, "width of the residual stream")
+    num_attention_heads: int = option(None, "attention heads")
+    ffn_hidden_size: int | None = option(
+        None, "MLP width; default 4 x hidden, with --swiglu 8/3 x hidden rounded down to 64"
+    )
+    kv_channels: int | None = option(None, "width of a head; default hidden-size / heads")
+    group_query_attention: bool = option(False, "grouped-query attention")
+    num_query_groups: int = option(1, "key/value heads with --group-query-attention")
+    seq_length: int = option(None, "tokens in a sample")
+    max_position_embeddings: int | None = option(None, "longest sequence; default seq-length")
+    position_embedding_type: str = option("learned_absolute", "learned_absolute, rope or none")
+    rotary_base: int = option(10000, "base of the rotary frequencies")
+    rotary_percent: float = option(1.0, "share of a head that is rotated")
+    normalization: str = option("LayerNorm", "LayerNorm or RMSNorm")
+    norm_epsilon: float = option(1e-5, "epsilon of the norms")
+    swiglu: bool = option(False, "gated SiLU in place of GELU")
+    disable_bias_linear: bool = option(False, "linear layers without a bias")
+    add_qkv_bias: bool = option(False, "a bias in the QKV projection with --disable-bias-linear")
+    qk_layernorm: bool = option(False, "norms on queries and keys")
+    untie_embeddings_and_output_weights: bool = option(False, "an output layer of its own")
+    init_method_std: float = option(0.02, "standard deviation of the initial weights")
+    hidden_dropout: float = option(0.1, "dropout on the residual stream")
+    attention_dropout: float = option(0.1, "dropout on the attention weights")
+    transformer_impl: str | None = option(
+        None, "local or transformer_engine; default the latter where it is installed and CUDA is"
+    )
+    # Kernels
+    bias_gelu_fusion: bool = option(True, "fused bias and GELU (compiled; off on the CPU)")
+    bias_swiglu_fusion: bool = option(True, "fused bias and SwiGLU (compiled; off on the CPU)")
+    bias_dropout_fusion: bool = option(True, "fused bias, dropout, add (compiled; off on the CPU)")
+    rope_fusion: bool = option(True, "TE's rotary kernel (off without Transformer Engine)")
+    cross_entropy_loss_fusion: bool = option(False, "fused cross entropy")
+    cross_entropy_fusion_impl: str = option("native", "native or te")
+    gradient_accumulation_fusion: bool = option(False, "weight gradients added in place")
+    # Batches and schedule
+    micro_batch_size: int = option(None, "samples of one forward on one rank")
+    global_batch_size: int | None = option(
+        None, "samples of one step; default micro-batch-size x data-parallel size"
+    )
+    train_iters: int = option(None, "steps")
+    eval_interval: int | None = option(1000, "steps between evaluations")
+    eval_iters: int = option(100, "global batches of one evaluation; 0: none")
+    exit_interval: int | None = option(
+        None, "save (if --save) and exit after the first step that it divides"
+    )
+    # Optimizer
+    optimizer: str = option("adam", "adam")
+    lr: float = option(None, "highest learning rate")
+    min_lr: float = option(0.0, "lowest learning rate")
+    lr_decay_style: str = option("linear", "constant, linear, cosine or inverse-square-root")
+    lr_decay_iters: int | None = option(None, "steps of the decay; default train-iters")
+    lr_warmup_iters: int = option(0, "steps of the linear warm-up")
+    lr_warmup_init: float = option(0.0, "learning rate at the first step of the warm-up")
+    weight_decay: float = option(0.01, "decoupled weight decay")
+    adam_beta1: float = option(0.9, "Adam's first decay rate")
+    adam_beta2: float = option(0.999, "Adam's second decay rate")
+    adam_eps: float = option(1e-8, "Adam's epsilon")
+    clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping")
+    # Precision
+    bf16: bool = option(False, "bfloat16 compute with fp32 main weights")
+    fp16: bool = option(False, "float16 compute with loss scaling")
+    loss_scale: float | None = option(None, "fixed loss scale with --fp16; default dynamic")
+    initial_loss_scale: float = option(2.0**32, "first dynamic loss scale")
+    grad_reduce_in_bf16: bool = option(False, "with --bf16: reduce gradients in bf16, not fp32")
+    calculate_per_token_loss: bool = option(
+        False, "average over the tokens of the global batch, not over microbatches"
+    )
+    check_for_nan_in_loss_and_grad: bool = option(True, "stop when the loss is not finite")
+    # Memory
+    recompute_granularity: str | None = option(None, "full or selective activation recompute")
+    recompute_method: str | None = option(None, "uniform or block, with full recompute")
+    recompute_num_layers: int | None = option(None, "layers of a recompute unit, or of the block")
+    # Parallelism
+    tensor_model_parallel_size: int = option(1, "ranks that split each layer")
+    sequence_parallel: bool = option(False, "split the sequence between tensor-parallel regions")
+    use_distributed_optimizer: bool = option(False, "optimizer state split over data parallel")
+    overlap_grad_reduce: bool = option(False, "reduce gradients during the backward")
+    overlap_param_gather: bool = option(False, "gather parameters during the forward")
+    align_grad_reduce: bool = option(True, "reduce at the same time on all pipeline stages")
+    align_param_gather: bool = option(False, "gather at the same time on all pipeline stages")
+    ddp_bucket_size: int | None = option(None, "elements of a gradient bucket")
+    ddp_average_in_collective: bool = option(False, "average inside the collective")
+    num_distributed_optimizer_instances: int = option(1, "copies of the distributed optimizer")
+    use_megatron_fsdp: bool = option(False, "this package's FullyShardedDataParallel")
+    data_parallel_sharding_strategy: str = option(
+        "optim_grads_params", "no_shard, optim, optim_grads or optim_grads_params (ZeRO 0 to 3)"
+    )
+    distributed_backend: str | None = option(None, "nccl or gloo; default nccl where CUDA is")
+    distributed_timeout_minutes: int = option(10, "time after which a collective fails")
+    # Data
+    data_path: tuple[str, ...] | None = option(
+        None, "prefix of a .bin/.idx pair, or weights and prefixes in turn; split by --split"
+    )
+    train_data_path: tuple[str, ...] | None = option(None, "like --data-path, for training alone")
+    valid_data_path: tuple[str, ...] | None = option(None, "like --data-path, for validation alone")
+    split: str = option("969,30,1", "shares of --data-path: training, validation, test")
+    data_cache_path: str | None = option(None, "folder of the sample index; default beside data")
+    mock_data: bool = option(False, "random tokens in place of data")
+    tokenizer_type: str = option(
+        "ByteLevelTokenizer", "ByteLevelTokenizer (prepare_data.py) or NullTokenizer"
+    )
+    vocab_size: int | None = option(None, "with NullTokenizer: tokens without the end of document")
+    make_vocab_size_divisible_by: int = option(128, "the embedding is padded to a multiple of it")
+    padded_vocab_size: int | None = option(None, "rows of the embedding, in place of the above")
+    num_workers: int = option(0, "processes that load data, per rank")
+    # Checkpoints
+    save: str | None = option(None, "folder to save checkpoints in")
+    load: str | None = option(None, "folder to resume from")
+    save_interval: int | None = option(None, "steps between checkpoints; default only at the end")
+    save_keep_last: int | None = option(None, "older checkpoints are deleted; default none is")
+    ckpt_format: str | None = option(
+        None, "fsdp_dtensor (with --use-megatron-fsdp) or torch_dist (without)"
+    )
+    # Log
+    log_interval: int = option(100, "steps between lines of the log")
+    tensorboard_dir: str | None = option(None, "folder for TensorBoard scalars")
+    loss_log_file: str | None = option(
+        None, "JSON lines: loss and gradient norm of every step, with all digits"
+    )
+    # Run
+    seed: int = option(1234, "random seed of weights, dropout and data order")
+    deterministic: bool = option(False, "deterministic kernels only")
+    empty_unused_memory_level: int = option(0, "1: return cached GPU memory after each step")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values by field name, for checkpoints."""
+        return dataclasses.asdict(self)
+
+
+REQUIRED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "micro_batch_size",
+    "train_iters",
+    "lr",
+)
+
+
+def flag(name: str) -> str:
+    """``num_layers`` -> ``--num-layers``."""
+    return "--" + name.replace("_", "-")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ValueError where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _value_type(hint: Any) -> tuple[Any, bool]:
+    """(scalar type, takes many values) of a field's type hint."""
+    if isinstance(hint, types.UnionType):
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    if typing.get_origin(hint) is tuple:
+        return typing.get_args(hint)[0], True
+    return hint, False
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """One flag for each field of `Options`, and ``--config``."""
+    parser = _Parser(
+        description="Train a GPT on megatron-core, with this package's FSDP or with stock DDP.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="preset (YAML: flag names as keys); flags override it"
+    )
+    hints = typing.get_type_hints(Options)
+    for item in dataclasses.fields(Options):
+        scalar, many = _value_type(hints[item.name])
+        text = item.metadata["help"]
+        if item.default not in (None, False, True):
+            text += f" (default {item.default})"
+        text = text.replace("%", "%%")
+        if scalar is bool:
+            parser.add_argument(
+                flag(item.name),
+                action=argparse.BooleanOptionalAction,
+                default=item.default,
+                help=text,
+            )
+        else:
+            parser.add_argument(
+                flag(item.name),
+                type=scalar,
+                nargs="+" if many else None,
+                default=item.default,
+                metavar=scalar.__name__.upper(),
+                help=text,
+            )
+    return parser
+
+
+def read_preset(path: str) -> list[str]:
+    """A preset as the command-line arguments it stands for.
+
+    Raises FileNotFoundError for a missing file; ValueError for one that is not a table, and for
+    keys that are no flags (all of them in one error).
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"--config {path}: no such file; presets lie in configs/")
+    try:
+        content = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {path}: not valid YAML ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path}: must hold 'flag: value' lines, e.g. 'num-layers: 2'")
+    known = {item.name.replace("_", "-") for item in dataclasses.fields(Options)}
+    unknown = [str(key) for key in content if str(key).replace("_", "-") not in known]
+    if unknown:
+        raise ValueError(f"--config {path}: " + "; ".join(_unknown(key, known) for key in unknown))
+    hints = typing.get_type_hints(Options)
+    arguments: list[str] = []
+    for key, value in content.items():
+        arguments += _preset_arguments(path, str(key).replace("_", "-"), value, hints)
+    return arguments
+
+
+def _unknown(key: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(key.replace("_", "-"), known, n=1)
+    return f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else "")
+
+
+def _preset_arguments(path: str, key: str, value: Any, hints: dict[str, Any]) -> list[str]:
+    scalar, many = _value_type(hints[key.replace("-", "_")])
+    if value is None:
+        return []
+    if scalar is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"--config {path}: {key} is {value!r}, must be true or false")
+        return [f"--{key}" if value else f"--no-{key}"]
+    if many:
+        parts = value if isinstance(value, list) else [value]
+        return [f"--{key}", *map(str, parts)]
+    if isinstance(value, list | dict | bool):
+        raise ValueError(f"--config {path}: {key} is {value!r}, must be one {scalar.__name__}")
+    return [f"--{key}={value}"]
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """The options of a command line; its preset, if any, is read first. Raises ValueError."""
+    parser = make_parser()
+    given = parser.parse_args(arguments)
+    if given.config is not None:
+        given = parser.parse_args([*read_preset(given.config), *arguments])
+    values = vars(given)
+    values.pop("config")
+    missing = [flag(name) for name in REQUIRED if values[name] is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: not given; set on the command line or in --config")
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return Options(**{**values, **lists})

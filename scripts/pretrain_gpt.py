@@ -1,0 +1,77 @@
+"""Train a GPT on megatron-core, with this package's FullyShardedDataParallel or with stock DDP.
+
+    python scripts/pretrain_gpt.py --config configs/cpu-tiny.yaml --data-path data/stdlib_train
+    torchrun --nproc-per-node 2 scripts/pretrain_gpt.py --config FILE --use-megatron-fsdp
+
+Flags have Megatron's names; ``--help`` lists them. Runs on GPUs with NCCL and on a CPU with gloo,
+there in CPU mode (`megatron_fsdp_adapter.cpu_mode`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+if int(os.environ.get("RANK", "0")) != 0:
+    warnings.simplefilter("ignore")  # once is enough
+
+from lib.check import this_machine, validated
+from lib.options import Options, parse
+
+
+def run(options: Options, lines: Sequence[str]) -> None:
+    """Trains as the options say. `lines` are printed first, by the first rank."""
+    # Imported here so that bad options are told at once: megatron-core takes seconds to import.
+    from lib import checkpoints, distributed, loop, model
+
+    if options.deterministic:
+        distributed.use_deterministic_kernels()
+    place = distributed.start(options)
+    trainee = model.build(options, place)
+    if place.first:
+        _print_summary(options, place, trainee, lines)
+    progress = checkpoints.Progress()
+    if options.load is not None:
+        progress = checkpoints.load(trainee, options)
+        if place.first:
+            print(f"resumed from {options.load} after iteration {progress.iteration}")
+    loop.train(trainee, options, place, progress)
+    # Not in a `finally`: after an error on one rank, leaving the groups would wait for the others.
+    distributed.stop()
+
+
+def _print_summary(options: Options, place: Any, trainee: Any, lines: Sequence[str]) -> None:
+    if place.device.type == "cpu":
+        print("CPU mode is on: megatron-core's calls of CUDA are answered by the CPU")
+    for line in lines:
+        print(line)
+    strategy = options.data_parallel_sharding_strategy
+    wrapper = f"Megatron FSDP, {strategy}" if options.use_megatron_fsdp else "stock DDP"
+    if not options.use_megatron_fsdp and options.use_distributed_optimizer:
+        wrapper += " with distributed optimizer"
+    print(
+        f"{trainee.parameters:,} parameters per tensor-parallel rank | {wrapper} | "
+        f"{place.world_size} x {place.device.type} over {options.distributed_backend} | "
+        f"{options.transformer_impl} layers | global batch {options.global_batch_size} x "
+        f"{options.seq_length} tokens",
+        flush=True,
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status: 0, or 2 for options that cannot work (told by the first rank)."""
+    try:
+        options, lines = validated(parse(arguments), this_machine())
+    except (ValueError, FileNotFoundError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"pretrain_gpt.py: {error}", file=sys.stderr)
+        return 2
+    run(options, lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Makes the Python environment in .venv (or $VENV) unless it is there and up to date, and prints
+# the path of its interpreter as the last line.
+#
+# Usage: scripts/setup_env.sh EXTRA...      extras of pyproject.toml: train, test
+#
+# PYTHON picks the interpreter (3.10 or newer). An environment that is already active and has
+# everything can be used instead: set VENV to its folder.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+venv=${VENV:-.venv}
+extras=$(IFS=,; echo "${*:-train}")
+
+"$python" - <<'EOF'
+import sys
+if sys.version_info < (3, 10):
+    sys.exit(f"PYTHON={sys.executable} is Python {sys.version.split()[0]}: 3.10 or newer is needed")
+EOF
+
+stamp="$venv/.installed-$extras"
+wanted=$(cksum < pyproject.toml)
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  # torch is pinned to the release that the tests run on; any from 2.11 to 2.13 works. Compiling all
+  # of it to bytecode takes longer than the rest; what is imported is compiled then.
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
+    "torch==${TORCH_VERSION:-2.13.0}" -e ".[$extras]" >&2
+  echo "$wanted" > "$stamp"
+fi
+echo "$venv/bin/python"

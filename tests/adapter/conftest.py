@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_fsdp_adapter import cpu_mode
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
+    """A gloo world of this process alone with Megatron's parallel state; gives the device."""
+    folder: Path = tmp_path_factory.mktemp("world")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    with cpu_mode.cpu_mode():
+        parallel_state.initialize_model_parallel()
+        yield torch.device("cpu")
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def four_fake_ranks() -> Iterator[None]:
+    """Rank 0 of four ranks of which the others do not exist: whatever waits for them is wrong."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    with cpu_mode.cpu_mode():
+        yield
+    dist.destroy_process_group()

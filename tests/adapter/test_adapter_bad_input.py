@@ -1,0 +1,246 @@
+"""A bad argument is one ValueError before any collective, naming option, value and remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+
+from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.runtime import comm
+from tests.distributed.gpt import Case, ddp_config, model_config
+
+COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all",
+    "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather",
+    "gather_object", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send", "recv",
+)  # fmt: skip
+
+
+class CollectiveError(Exception):
+    """A collective was about to run."""
+
+
+@pytest.fixture(autouse=True)
+def no_collectives(monkeypatch: pytest.MonkeyPatch, four_fake_ranks: None) -> Iterator[None]:
+    """Every collective raises; the fake backend counts as one that can do everything."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CollectiveError
+
+    for name in COLLECTIVES:
+        monkeypatch.setattr(dist, name, refuse)
+        monkeypatch.setattr(dist.distributed_c10d, name, refuse)
+    for name in ("_all_gather", "_reduce_scatter"):
+        monkeypatch.setattr(comm, name, refuse)
+    monkeypatch.setitem(comm.CAPABILITIES, "fake", comm.Capabilities(True, True))
+    yield
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+
+
+def groups(**ranks: list[int]) -> ProcessGroupCollection:
+    """A collection for a world of four data-parallel ranks, with some groups replaced."""
+    everyone, alone = [0, 1, 2, 3], [0]
+    chosen = {"dp": everyone, "dp_cp": everyone, "intra_dp_cp": everyone, "expt_dp": everyone,
+              "tp": alone, "pp": alone, "cp": alone, "ep": alone, "mp": alone, **ranks}  # fmt: skip
+    collection = ProcessGroupCollection()
+    for name, members in chosen.items():
+        setattr(collection, name, dist.new_group(members))
+    return collection
+
+
+def without(name: str) -> ProcessGroupCollection:
+    collection = groups()
+    delattr(collection, name)
+    return collection
+
+
+class Frozen(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.requires_grad_(False)
+
+
+class OnTwoDevices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.here, self.there = nn.Linear(3, 3), nn.Linear(3, 3, device="meta")
+
+
+class WithExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(3, 3)])
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 3), nn.GELU(), nn.Linear(3, 3))
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Arguments that differ from good ones, and what the error must say."""
+
+    says: tuple[str, ...]
+    ddp: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    module: Callable[[], nn.Module] = model
+    groups: Callable[[], Any] = groups
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+BAD: dict[str, Bad] = {
+    "unknown strategy": Bad(
+        ("data_parallel_sharding_strategy='zero3'", "use one of", "optim_grads_params"),
+        ddp={"data_parallel_sharding_strategy": "zero3"},
+    ),
+    "not switched on": Bad(
+        ("use_megatron_fsdp=False", "set it to True"), ddp={"use_megatron_fsdp": False}
+    ),
+    "several optimizer instances": Bad(
+        ("num_distributed_optimizer_instances=2", "set it to 1"),
+        ddp={"num_distributed_optimizer_instances": 2},
+    ),
+    "groups made for several optimizer instances": Bad(
+        ("num_distributed_optimizer_instances=1", "[0, 1]", "[0, 1, 2, 3]", "initialise"),
+        groups=lambda: groups(intra_dp_cp=[0, 1]),
+    ),
+    "no data-parallel group": Bad(
+        ("pg_collection.dp_cp is missing", "pass a ProcessGroupCollection that has it"),
+        groups=lambda: without("dp_cp"),
+    ),
+    "no groups at all": Bad(
+        ("pg_collection=None", "parallel_state.initialize_model_parallel()"), groups=lambda: None
+    ),
+    "a group without this rank": Bad(
+        ("dp_cp", "rank 0 is not a member"),
+        groups=lambda: groups(dp_cp=[1, 2], intra_dp_cp=[1, 2]),
+    ),
+    "gather group with other ranks": Bad(
+        ("gather group of the dense parameters", "[0, 1]", "[0, 1, 2, 3]", "same order"),
+        groups=lambda: groups(dp_cp_ag=[0, 1]),
+    ),
+    "gather group of experts with other ranks": Bad(
+        ("gather group of the expert parameters", "[0, 3]", "same ranks"),
+        groups=lambda: groups(expt_dp_ag=[0, 3]),
+    ),
+    "tensor-parallel group and size disagree": Bad(
+        ("tensor_model_parallel_size=1", "tp process group has 2 ranks", "initialise"),
+        groups=lambda: groups(tp=[0, 1], dp_cp=[0, 2], intra_dp_cp=[0, 2]),
+    ),
+    "pipeline group and size disagree": Bad(
+        ("pipeline_model_parallel_size=1", "pp process group has 4 ranks"),
+        groups=lambda: groups(pp=[0, 1, 2, 3], dp_cp=[0], intra_dp_cp=[0]),
+    ),
+    "context-parallel group and size disagree": Bad(
+        ("context_parallel_size=1", "cp process group has 2 ranks"),
+        groups=lambda: groups(cp=[0, 1]),
+    ),
+    "expert-parallel group and size disagree": Bad(
+        ("expert_model_parallel_size=1", "ep process group has 2 ranks"),
+        groups=lambda: groups(ep=[0, 1]),
+    ),
+    "unit class that matches nothing": Bad(
+        ("fsdp_unit_modules=['Conv2d']", "no module of Sequential is a Conv2d", "leave"),
+        options={"fsdp_unit_modules": [nn.Conv2d]},
+    ),
+    "no trainable parameter": Bad(
+        ("module=Frozen has no trainable parameter", "set requires_grad"), module=Frozen
+    ),
+    "no parameter": Bad(("module=GELU has no trainable parameter",), module=nn.GELU),
+    "parameters on several devices": Bad(
+        ("several devices ['cpu', 'meta']", "move it"), module=OnTwoDevices
+    ),
+    "another device than the parameters'": Bad(
+        ("device=meta", "are on cpu", "leave the argument out"), options={"device": "meta"}
+    ),
+    "compiled module": Bad(
+        ("compiled with torch.compile", "wrap the original module"),
+        module=lambda: nn.Sequential(torch.compile(nn.Linear(3, 3))),
+    ),
+    "expert parameters without a group for them": Bad(
+        ("kind 'expert'", "pass expt_dp"), module=WithExperts, groups=lambda: without("expt_dp")
+    ),
+    "bf16 communication of unsharded gradients": Bad(
+        ("megatron_fsdp_grad_comm_dtype=torch.bfloat16", "reduce the float32", "optim_grads"),
+        ddp={
+            "data_parallel_sharding_strategy": "optim",
+            "megatron_fsdp_grad_comm_dtype": torch.bfloat16,
+        },
+    ),
+}
+
+
+def wrap(bad: Bad) -> FullyShardedDataParallel:
+    config = model_config(Case())
+    for name, value in bad.config.items():
+        setattr(config, name, value)
+    return FullyShardedDataParallel(
+        config,
+        ddp_config(Case(), "optim_grads_params", bad.ddp),
+        bad.module(),
+        pg_collection=bad.groups(),
+        **bad.options,
+    )
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_argument_is_an_early_error(name: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        wrap(BAD[name])
+    for fragment in BAD[name].says:
+        assert fragment in str(caught.value), (fragment, str(caught.value))
+
+
+def test_good_arguments_reach_the_first_collective() -> None:
+    """Without this the tests above would pass with a wrapper that refuses everything."""
+    with pytest.raises(CollectiveError):
+        wrap(Bad(()))
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    bad = Bad(
+        (),
+        ddp={"data_parallel_sharding_strategy": "zero3", "nccl_ub": True},
+        config={"num_moe_experts": 4},
+        module=Frozen,
+        groups=lambda: groups(dp_cp_ag=[0, 1], ep=[0, 1]),
+        options={"fsdp_unit_modules": [nn.Conv2d, nn.LSTM], "device": "meta"},
+    )
+    with pytest.raises(ValueError) as caught:
+        wrap(bad)
+    for fragment in (
+        "zero3", "nccl_ub", "num_moe_experts=4", "no trainable", "is a Conv2d", "is a LSTM",
+        "device=meta", "ep process group has 2", "gather group",
+    ):  # fmt: skip
+        assert fragment in str(caught.value), (fragment, str(caught.value))
+
+
+def test_parallel_state_and_config_disagree() -> None:
+    """Without a collection the sizes come from parallel_state."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=2, create_gloo_process_groups=False
+    )
+    with pytest.raises(ValueError, match="tp process group has 2 ranks"):
+        wrap(Bad((), groups=lambda: None))
+
+
+def test_a_refused_module_is_left_as_it_was() -> None:
+    """The caller can mend the configuration and wrap the same module again."""
+    module = model()
+    before = {name: (param, param.data_ptr()) for name, param in module.named_parameters()}
+    with pytest.raises(ValueError):
+        wrap(Bad((), ddp={"nccl_ub": True}, module=lambda: module))
+    for name, param in module.named_parameters():
+        assert before[name][0] is param and before[name][1] == param.data_ptr()
+        assert type(param) is nn.Parameter
+    assert not module._forward_pre_hooks
+    assert module.half() is module

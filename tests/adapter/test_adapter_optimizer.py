@@ -1,0 +1,173 @@
+"""The seam to Megatron's optimizer: installed and undone, state without a step, clipping."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp_adapter import optimizer as seam
+from tests.distributed.checks import free_run
+from tests.distributed.gpt import (
+    STRATEGIES,
+    Case,
+    Trainer,
+    batches,
+    build_trainer,
+    distributed_optimizer,
+    forward_backward,
+    full_all,
+    init_megatron,
+    train_step,
+)
+from tests.distributed.launch import run_ranks
+
+CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=1)
+DEVICE = torch.device("cpu")
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture(params=STRATEGIES)
+def trainer(request: pytest.FixtureRequest) -> Trainer:
+    return build_trainer(CASE, request.param, DEVICE)
+
+
+@pytest.fixture
+def not_installed() -> Iterator[None]:
+    seam.uninstall()
+    yield
+    seam.install()
+
+
+def data(number: int = 0) -> list[torch.Tensor]:
+    return batches(CASE, number, 0, DEVICE)
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return trainer.params()
+
+
+def _methods() -> dict[str, Any]:
+    return {name: vars(owner).get(name, "inherited") for owner, name, _ in seam.REPLACED}
+
+
+def test_install_can_be_repeated_and_undone(not_installed: None) -> None:
+    original = _methods()
+    seam.install()
+    installed = _methods()
+    assert all(installed[name] is not original[name] for name in original)
+    seam.install()
+    assert _methods() == installed
+    for _ in range(2):
+        seam.uninstall()
+        assert _methods() == original
+
+
+def test_stock_training_is_not_touched_by_the_seam(not_installed: None) -> None:
+    """The replaced methods act only on an optimizer whose model chunks are ours."""
+    before = free_run(build_trainer(CASE, None, DEVICE), 0, 2, DEVICE)
+    seam.install()
+    after = free_run(build_trainer(CASE, None, DEVICE), 0, 2, DEVICE)
+    for one, other in zip(before, after, strict=True):
+        assert (one.loss, one.norm) == (other.loss, other.norm)
+        assert all(torch.equal(other.weights[name], one.weights[name]) for name in one.weights)
+
+
+def test_wrapping_installs_it(not_installed: None) -> None:
+    original = _methods()
+    build_trainer(CASE, "optim", DEVICE)
+    assert all(_methods()[name] is not original[name] for name in original)
+
+
+def test_inner_optimizer_keeps_its_class(trainer: Trainer) -> None:
+    """`DistributedOptimizer` and users ask for it by isinstance."""
+    inner = distributed_optimizer(trainer).optimizer
+    assert isinstance(inner, torch.optim.AdamW) and type(inner).__name__ == "AdamW"
+    assert all(
+        isinstance(param, DTensor) for group in inner.param_groups for param in group["params"]
+    )
+
+
+@pytest.mark.parametrize("is_loading", (False, True))
+def test_making_state_takes_no_step(trainer: Trainer, is_loading: bool) -> None:
+    """Trap M8: core made it by a step with zero gradients, which decays weights and counts. Before
+    a load, and for a checkpoint of an optimizer that has not stepped yet."""
+    fresh = build_trainer(CASE, trainer.strategy, DEVICE)
+    before = weights(trainer)
+    inner = distributed_optimizer(trainer)
+    trainer.wrapper.stop_communication()
+    if is_loading:
+        inner._init_optimizer_states_with_dummy_values()
+    else:
+        inner.sharded_param_state_fsdp_dtensor()
+    after = weights(trainer)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    for param in trainer.wrapper.parameters():
+        state = inner.optimizer.state[param]
+        assert float(state["step"]) == 0 and not state["exp_avg"]._local_tensor.any()
+        assert param.grad is None
+    assert train_step(trainer, data()) == train_step(fresh, data())
+    mine, theirs = weights(trainer), weights(fresh)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_step_changes_every_weight_tensor(trainer: Trainer) -> None:
+    """Trap M3: fused optimizers skip a parameter without a gradient, and nothing trains."""
+    before = weights(trainer)
+    train_step(trainer, data())
+    after = weights(trainer)
+    unchanged = [name for name in before if torch.equal(before[name], after[name])]
+    assert not unchanged
+
+
+def test_clipping_reaches_the_gradients_that_the_step_reads(trainer: Trainer) -> None:
+    """Traps M2, M6: the norm was reported and clipping was decided on something else."""
+    clip = 1e-3
+    inner = distributed_optimizer(trainer)
+    inner.config.clip_grad = clip
+    forward_backward(trainer, data())
+    norm = inner.clip_grad_norm(clip)
+    grads = [param.grad._local_tensor for param in trainer.wrapper.parameters()]
+    clipped = torch.stack([grad.norm() for grad in grads]).norm().item()
+    assert norm > 10 * clip
+    assert clipped == pytest.approx(clip, rel=1e-4)
+
+
+def test_gradients_are_gone_from_the_local_tensors_after_a_step(trainer: Trainer) -> None:
+    """They would keep a step's gradient storage alive through the next forward."""
+    train_step(trainer, data())
+    trainer.wrapper.stop_communication()
+    assert all(param._local_tensor.grad is None for param in trainer.wrapper.parameters())
+
+
+def test_state_of_another_model_is_refused(trainer: Trainer) -> None:
+    train_step(trainer, data())
+    inner = distributed_optimizer(trainer).optimizer
+    state = copy.copy(inner.state_dict())
+    state["param_groups"] = [{**group, "params": [0]} for group in state["param_groups"]]
+    with pytest.raises(ValueError, match="belongs to another model"):
+        inner.load_state_dict(state)
+
+
+def _zeros(rank: int, world: int) -> None:
+    device = init_megatron()
+    for strategy in STRATEGIES:
+        trainer = build_trainer(CASE, strategy, device)
+        inner = distributed_optimizer(trainer)
+        inner.config.log_num_zeros_in_grad = True
+        forward_backward(trainer, batches(CASE, 0, rank, device))
+        params = dict(trainer.wrapper.named_parameters())
+        grads = full_all({name: param.grad for name, param in params.items()})
+        expected = sum(int((grad == 0).sum()) for grad in grads.values())
+        _, _, zeros = trainer.optimizer.step()
+        assert zeros == expected > 0, (strategy, zeros, expected)
+
+
+def test_zeros_are_counted_once() -> None:
+    """Trap M4. Tokens that do not occur have zero gradients in the embedding."""
+    run_ranks(_zeros, 2)

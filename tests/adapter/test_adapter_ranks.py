@@ -1,0 +1,225 @@
+"""The contract where it takes two ranks: slices, empty shards, groups, weights that differ."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp_adapter import FullyShardedDataParallel, cpu_mode
+from megatron_fsdp_adapter.runtime.comm import Communicator
+from tests.distributed.gpt import (
+    STRATEGIES,
+    Case,
+    Trainer,
+    batches,
+    build_model,
+    build_trainer,
+    ddp_config,
+    distributed_optimizer,
+    forward_backward,
+    full_all,
+    init_megatron,
+    model_config,
+    train_step,
+)
+from tests.distributed.launch import run_ranks
+
+CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2)
+WORLD = 2
+
+
+def _everyone(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _weights(trainer: Trainer) -> dict[str, Any]:
+    trainer.wrapper.stop_communication()
+    return dict(trainer.wrapper.module.module.named_parameters())
+
+
+def _slices(rank: int, world: int) -> dict[str, int]:
+    """Per strategy, how many parameters this rank holds nothing of."""
+    device, empty = init_megatron(), {}
+    for strategy in STRATEGIES:
+        original = dict(build_model(CASE, device).named_parameters())
+        params = _weights(build_trainer(CASE, strategy, device))
+        for name, param in params.items():
+            held, local = param.megatron_fsdp_slice, param._local_tensor
+            rows, width = local.shape[0], original[name][0].numel()
+            assert local.shape[1:] == original[name].shape[1:], (strategy, name)
+            assert local.numel() == held.stop - held.start and held.start % width == 0
+            assert torch.equal(local.reshape(-1), original[name].detach().reshape(-1)[held])
+            spans = _everyone((held.start, held.stop))
+            if strategy == "no_shard":
+                assert spans == [(0, param.numel())] * world
+            else:
+                covered = sorted(span for span in spans if span[0] < span[1])
+                assert covered[0][0] == 0 and covered[-1][1] == param.numel(), (name, spans)
+                assert all(a[1] == b[0] for a, b in pairwise(covered))
+            if rows == 0:
+                assert held == slice(0, 0)
+        empty[strategy] = sum(param._local_tensor.numel() == 0 for param in params.values())
+    return empty
+
+
+def test_slices_are_whole_rows_and_tile_the_parameter() -> None:
+    """A rank that holds nothing says slice(0, 0); there are such ranks."""
+    for empty in run_ranks(_slices, WORLD):
+        assert empty["no_shard"] == 0
+        assert all(empty[strategy] > 0 for strategy in STRATEGIES[1:])
+
+
+def _grads_and_state(rank: int, world: int) -> None:
+    device = init_megatron()
+    for strategy in STRATEGIES:
+        trainer = build_trainer(CASE, strategy, device)
+        forward_backward(trainer, batches(CASE, 0, rank, device))
+        params = _weights(trainer)
+        for name, param in params.items():
+            assert isinstance(param.grad, DTensor), (strategy, name)
+            assert param.grad._local_tensor.shape == param._local_tensor.shape
+            assert param.grad.shape == param.shape and param.grad.dtype == param.dtype
+        pointers = {name: param.grad._local_tensor.data_ptr() for name, param in params.items()}
+        before = full_all({name: param.grad for name, param in params.items()})
+        trainer.wrapper.scale_gradients(torch.tensor(0.5))
+        after = full_all({name: param.grad for name, param in params.items()})
+        for name, param in params.items():
+            assert torch.equal(after[name], before[name] * 0.5), (strategy, name)
+            assert param.grad._local_tensor.data_ptr() == pointers[name]
+        trainer.optimizer.step()
+        inner = distributed_optimizer(trainer).optimizer
+        assert set(inner.state) == set(params.values()), strategy
+        for param in params.values():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                value = inner.state[param][moment]
+                assert isinstance(value, DTensor) and value.shape == param.shape
+                assert value._local_tensor.shape == param._local_tensor.shape  # trap M11
+
+
+def test_every_parameter_has_gradient_and_state_on_every_rank() -> None:
+    """Zero-size locals included: every rank emits the same keys (trap C3), none of global shape."""
+    run_ranks(_grads_and_state, WORLD)
+
+
+def _norm_group(rank: int, world: int) -> None:
+    device = init_megatron()
+    for strategy in STRATEGIES:
+        trainer = build_trainer(CASE, strategy, device)
+        group = distributed_optimizer(trainer).get_grad_stats_parallel_group()
+        expected = (
+            parallel_state.get_model_parallel_group()
+            if strategy == "no_shard"
+            else parallel_state.get_intra_distributed_optimizer_instance_group()
+        )
+        assert group is expected, strategy
+        forward_backward(trainer, batches(CASE, 0, rank, device))
+        grads = full_all({name: param.grad for name, param in _weights(trainer).items()})
+        exact = torch.stack([grad.double().norm() for grad in grads.values()]).norm().item()
+        _, norm, _ = trainer.optimizer.step()
+        assert abs(norm - exact) < 1e-6 * exact, (strategy, norm, exact)
+
+
+def test_gradient_norm_counts_each_element_once() -> None:
+    """Traps G4, H7: replicated gradients were added up over the ranks."""
+    run_ranks(_norm_group, WORLD)
+
+
+def _different_weights(rank: int, world: int) -> None:
+    device = init_megatron()
+    for strategy in STRATEGIES:
+        model = build_model(CASE.but(seed=rank), device)
+        first = build_model(CASE.but(seed=0), device)
+        expected = {name: param.detach() for name, param in first.named_parameters()}
+        wrapper = FullyShardedDataParallel(model.config, ddp_config(CASE, strategy), model)
+        found = full_all(dict(model.named_parameters()))
+        wrapper.broadcast_params()
+        assert all(torch.equal(found[name], expected[name]) for name in expected), strategy
+
+
+def test_ranks_that_were_initialised_differently_get_the_first_ranks_weights() -> None:
+    """`broadcast_params` comes too late for sharded weights: it would spread shards."""
+    run_ranks(_different_weights, WORLD)
+
+
+def _full_load(rank: int, world: int) -> None:
+    device = init_megatron()
+    source = {n: p.detach() for n, p in build_model(CASE.but(seed=5), device).named_parameters()}
+    for strategy in STRATEGIES:
+        trainer = build_trainer(CASE, strategy, device)
+        trainer.wrapper.load_state_dict({f"module.{n}": value for n, value in source.items()})
+        found = full_all(_weights(trainer))
+        assert all(torch.equal(found[name], source[name]) for name in source), strategy
+        reference = build_trainer(CASE.but(seed=5), strategy, device)
+        data = batches(CASE, 0, rank, device)
+        assert train_step(trainer, data) == train_step(reference, data), strategy
+
+
+def test_each_rank_takes_its_rows_of_full_tensors() -> None:
+    run_ranks(_full_load, WORLD)
+
+
+def _collection(rank: int, world: int) -> None:
+    """Groups of a collection are used, those of parallel_state are not touched."""
+    cpu_mode.enable_cpu_mode()
+    everyone, gather = dist.new_group([0, 1]), dist.new_group([0, 1])
+    alone = [dist.new_group([member]) for member in range(world)][rank]
+    collection = ProcessGroupCollection()
+    collection.dp = collection.dp_cp = collection.intra_dp_cp = collection.expt_dp = everyone
+    collection.tp = collection.pp = collection.cp = collection.ep = collection.mp = alone
+    collection.dp_cp_ag = gather
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+    wrapper = FullyShardedDataParallel(
+        model_config(CASE), ddp_config(CASE, "optim_grads_params"), model, [nn.Linear],
+        pg_collection=collection,
+    )  # fmt: skip
+    index = wrapper.megatron_fsdp_dist_index
+    assert index.get_fsdp_group() is everyone
+    assert index.get_fsdp_group(independent_all_gather=True) is gather
+    assert wrapper.engine.gather.communicators["dense"].group is gather
+    assert wrapper.engine.reduce.communicators["dense"].group is everyone
+    assert wrapper.tp_group is alone and not hasattr(wrapper, "pg_collection")
+    wrapper(torch.ones(2, 7)).sum().backward()
+    wrapper.finish_grad_sync()
+    assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_groups_of_a_collection_are_used() -> None:
+    run_ranks(_collection, WORLD)
+
+
+def _launches(rank: int, world: int) -> dict[str, list[tuple[str, int]]]:
+    """Every collective of the engine in order, with its size, over two steps."""
+    device, logs = init_megatron(), {}
+    original = Communicator._launch
+    log: list[tuple[str, int]] = []
+
+    def launch(self: Communicator, pairs: Any, one: Any) -> Any:
+        log.append((one.__name__, sum(output.numel() for output, _ in pairs)))
+        return original(self, pairs, one)
+
+    Communicator._launch = launch  # type: ignore[method-assign]
+    clutter = [object() for _ in range(rank * 1000)]  # other addresses on each rank
+    case = CASE.but(num_layers=3)
+    for strategy in STRATEGIES:
+        trainer = build_trainer(case, strategy, device)
+        log.clear()
+        for number in range(2):
+            train_step(trainer, batches(case, number, rank, device))
+        logs[strategy] = list(log)
+    del clutter
+    return logs
+
+
+def test_collectives_come_in_the_same_order_on_every_rank() -> None:
+    """Trap G2: the order came from a set; objects lie at other addresses on each rank here."""
+    first, second = run_ranks(_launches, WORLD)
+    assert all(first.values()) and first == second

@@ -1,0 +1,223 @@
+"""State dicts of the wrapper and of what is below it. One rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_attr_wrapped_model
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp_adapter.checkpoint.chunks import has_chunks
+from tests.distributed.gpt import (
+    STRATEGIES,
+    Case,
+    Trainer,
+    batches,
+    build_trainer,
+    forward_backward,
+    train_step,
+)
+
+CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=1)
+DEVICE = torch.device("cpu")
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture(params=STRATEGIES)
+def trainer(request: pytest.FixtureRequest) -> Trainer:
+    return build_trainer(CASE, request.param, DEVICE)
+
+
+def data(number: int = 0) -> list[torch.Tensor]:
+    return batches(CASE, number, 0, DEVICE)
+
+
+def values(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The full values of a state dict on one rank, copied."""
+    return {
+        key: getattr(value, "_local_tensor", value).clone()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def evaluation_loss(trainer: Trainer) -> float:
+    with torch.no_grad():
+        return forward_backward(trainer, data(77), forward_only=True)
+
+
+@pytest.mark.parametrize("bf16", (False, True))
+def test_keys_and_names(bf16: bool) -> None:
+    """Megatron joins state-dict keys to parameter names by these depths."""
+    wrapper = build_trainer(CASE.but(bf16=bf16), "optim_grads_params", DEVICE).wrapper
+    inner = wrapper.module
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    assert f"module.{name}" in inner.state_dict()
+    assert list(inner.state_dict_for_save_checkpoint()) == list(wrapper.state_dict())
+    assert f"before.module.{name}" in inner.state_dict(prefix="before.")
+    level = "module.module." if bf16 else "module."
+    assert f"module.{level}{name}" in dict(wrapper.named_parameters())
+    param = inner.get_parameter(f"{level}{name}")
+    assert param is dict(wrapper.named_parameters())[f"module.{level}{name}"]
+    assert isinstance(inner.module, Float16Module) == bf16
+
+
+def test_values_are_dtensors_over_the_main_weights(trainer: Trainer) -> None:
+    """A load in place writes through them; they know their place in a checkpoint."""
+    train_step(trainer, data())
+    state = trainer.wrapper.state_dict()
+    params = dict(trainer.wrapper.module.named_parameters())
+    for name, param in params.items():
+        value = state[name]
+        assert isinstance(value, DTensor) and not isinstance(value, nn.Parameter)
+        assert value._local_tensor.data_ptr() == param._local_tensor.data_ptr()
+        assert has_chunks(value), name
+    kept = trainer.wrapper.state_dict(keep_vars=True)
+    assert all(kept[name] is param for name, param in params.items())
+
+
+def test_state_dict_of_any_module_below_shows_optimizer_parameters(trainer: Trainer) -> None:
+    """Trap C1: with a hook on the wrapper only, a submodule's held raw weights, resharded."""
+    forward_backward(trainer, data())
+    trainer.wrapper.start_param_sync()
+    model = get_attr_wrapped_model(trainer.wrapper, "decoder", return_model_obj=True)
+    for module in (model, model.decoder, model.decoder.layers[0].mlp.linear_fc1):
+        trainer.wrapper.start_param_sync()
+        state = module.state_dict()
+        tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+        assert tensors and all(isinstance(value, DTensor) for value in tensors)
+
+
+def test_values_are_those_of_the_moment(trainer: Trainer) -> None:
+    """Trap C2: a state dict made at construction was saved for the rest of the run."""
+    first = values(trainer.wrapper.state_dict())
+    train_step(trainer, data())
+    second = values(trainer.wrapper.state_dict())
+    assert any(not torch.equal(first[key], second[key]) for key in first)
+    trainer.wrapper.stop_communication()
+    for name, param in trainer.wrapper.module.named_parameters():
+        assert torch.equal(second[name], param._local_tensor)
+
+
+DEPTHS: dict[str, Callable[[str], str]] = {
+    "as saved": lambda key: key,
+    "one level shorter": lambda key: key.removeprefix("module."),
+    "one level longer": lambda key: f"module.{key}",
+}
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("level", ("wrapper", "inner"))
+@pytest.mark.parametrize("full", (False, True), ids=("dtensors", "plain"))
+def test_load(trainer: Trainer, depth: str, level: str, full: bool) -> None:
+    """Both levels take keys one "module." off (trap C10: they were silently lost), DTensors and
+    whole plain tensors, and refresh the compute weights (trap C9: the first step was taken with
+    random weights)."""
+    source = build_trainer(CASE.but(seed=99), trainer.strategy, DEVICE)
+    train_step(source, data())
+    expected, loss = values(source.wrapper.state_dict()), evaluation_loss(source)
+    state = source.wrapper.state_dict()
+    given = {DEPTHS[depth](key): value for key, value in state.items()}
+    if full:
+        given = {key: getattr(value, "_local_tensor", value) for key, value in given.items()}
+    trainer.wrapper.start_param_sync()
+    if level == "wrapper":
+        assert trainer.wrapper.load_state_dict(given) is None
+    else:
+        trainer.wrapper.module.load_state_dict(given)
+    found = values(trainer.wrapper.state_dict())
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert evaluation_loss(trainer) == loss
+    assert train_step(trainer, data(1))[0] == train_step(source, data(1))[0]
+
+
+def test_load_into_a_module_below_refreshes_compute_weights(trainer: Trainer) -> None:
+    before = evaluation_loss(trainer)
+    model = get_attr_wrapped_model(trainer.wrapper, "decoder", return_model_obj=True)
+    state = {key: value * 0.5 for key, value in model.state_dict().items() if value is not None}
+    model.load_state_dict(state, strict=False)
+    assert evaluation_loss(trainer) != before
+    whole = build_trainer(CASE, trainer.strategy, DEVICE)
+    whole.wrapper.load_state_dict(trainer.wrapper.state_dict())
+    assert evaluation_loss(whole) == evaluation_loss(trainer)
+
+
+def test_install_optimized_model_weights(trainer: Trainer) -> None:
+    """What a conversion from another format does: it writes optimizer parameters, then tells."""
+    before = evaluation_loss(trainer)
+    with torch.no_grad():
+        trainer.wrapper.stop_communication()
+        for param in trainer.wrapper.parameters():
+            param._local_tensor.mul_(0.5)
+    trainer.wrapper.module.install_optimized_model_weights()
+    halved = evaluation_loss(trainer)
+    reference = build_trainer(CASE, trainer.strategy, DEVICE)
+    state = {key: 0.5 * value for key, value in values(reference.wrapper.state_dict()).items()}
+    reference.wrapper.load_state_dict(state)
+    assert halved == evaluation_loss(reference) != before
+
+
+BAD_STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "missing": (lambda state: state.pop("module.output_layer.weight"),
+                "missing: module.output_layer.weight"),
+    "unexpected": (lambda state: state.update({"module.other": torch.ones(1)}),
+                   "unexpected: module.other"),
+    "another shape": (
+        lambda state: state.update({"module.output_layer.weight": torch.ones(3, 2)}),
+        r"module.output_layer.weight: shape \(3, 2\), expected \(23, 12\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_STATES)
+def test_bad_state_is_refused_before_anything_is_written(trainer: Trainer, name: str) -> None:
+    spoil, message = BAD_STATES[name]
+    before = values(trainer.wrapper.state_dict())
+    state = {key: value + 1 for key, value in before.items()}
+    spoil(state)
+    with pytest.raises(ValueError, match=message):
+        trainer.wrapper.load_state_dict(state)
+    after = values(trainer.wrapper.state_dict())
+    assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+def test_load_that_is_not_strict_leaves_out_what_is_missing(trainer: Trainer) -> None:
+    """Trap C11 is that it did so unasked; the shape is checked all the same."""
+    before = values(trainer.wrapper.state_dict())
+    key = "module.output_layer.weight"
+    trainer.wrapper.load_state_dict({key: before[key] + 1, "module.other": 1}, strict=False)
+    after = values(trainer.wrapper.state_dict())
+    changed = [name for name in before if not torch.equal(after[name], before[name])]
+    assert changed == [key]
+    with pytest.raises(ValueError, match="expected"):
+        trainer.wrapper.load_state_dict({key: torch.ones(1)}, strict=False)
+
+
+def test_load_by_assignment_is_refused(trainer: Trainer) -> None:
+    """Trap I6: it would detach the sharded parameters."""
+    state = trainer.wrapper.module.state_dict()
+    with pytest.raises(ValueError, match=r"assign=True.*use assign=False"):
+        trainer.wrapper.module.load_state_dict(state, assign=True)
+
+
+def test_other_checkpoint_formats_are_refused(trainer: Trainer) -> None:
+    """`sharded_state_dict` is for torch_dist."""
+    for module in (trainer.wrapper, trainer.wrapper.module):
+        with pytest.raises(RuntimeError, match="ckpt_format='fsdp_dtensor'"):
+            module.sharded_state_dict()
+
+
+def test_buffers_are_part_of_the_state(trainer: Trainer) -> None:
+    """Persistent buffers are plain tensors; they are loaded with the weights."""
+    model = get_attr_wrapped_model(trainer.wrapper, "decoder", return_model_obj=True)
+    model.register_buffer("counter", torch.tensor([3.0]))
+    state = trainer.wrapper.state_dict()
+    assert torch.equal(state["module.counter"], torch.tensor([3.0]))
+    trainer.wrapper.load_state_dict({**state, "module.counter": torch.tensor([5.0])})
+    assert torch.equal(model.counter, torch.tensor([5.0]))

@@ -1,0 +1,113 @@
+"""Uneven DTensors for the checkpoint tests, with values that depend on their name alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef, uneven_dtensor
+from megatron_fsdp_adapter.layout import GroupLayout, ParamSpec, plan_group, row_granularity
+
+# Uneven rows, a parameter smaller than any shard, one row, three dimensions, a scalar.
+SHAPES = {
+    "embedding": (13, 6),
+    "norm": (3,),
+    "row": (1, 4),
+    "conv": (2, 3, 2),
+    "scale": (),
+    "fc": (7, 5),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int16, torch.bool)
+
+
+def plan(num_shards: int, shapes: dict[str, tuple[int, ...]] = SHAPES, cut: int = 0) -> GroupLayout:
+    """A layout of the shapes by rows, or by elements if cut=1."""
+    specs = [
+        ParamSpec(i, (name,), shape, torch.float32, True, cut or row_granularity(shape))
+        for i, (name, shape) in enumerate(shapes.items())
+    ]
+    return plan_group(specs, num_shards, align=1)
+
+
+def data_mesh(size: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("dp_cp",))
+
+
+def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Random bits with a seed from the name: any corruption or swap of tensors shows."""
+    seed = int.from_bytes(hashlib.sha256(f"{name}{dtype}".encode()).digest()[:4], "big")
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(-1000, 1000, shape or (1,), generator=generator)
+    return raw.to(dtype) if dtype != torch.bool else raw % 2 == 0
+
+
+def shard(ref: LayoutRef, mesh: DeviceMesh, full: torch.Tensor) -> DTensor:
+    """This rank's piece of `full` as an optimizer parameter would hold it."""
+    held = ref.layout.shard_range(ref.index, ref.rank)
+    local = full.reshape(-1)[held.start : held.stop].clone()
+    local = local.view(ref.layout.local_shape(ref.index, ref.rank))
+    shape = ref.layout.specs[ref.index].shape
+    return uneven_dtensor(
+        local, mesh, [Shard(0)], shape, torch.empty(shape).stride(), ref.chunks()
+    )
+
+
+def sharded_tensors(
+    layout: GroupLayout, rank: int, mesh: DeviceMesh, dtype: torch.dtype, poison: bool = False
+) -> dict[str, DTensor]:
+    """One DTensor for each parameter of the layout; poisoned ones hold nothing of the values."""
+    tensors = {}
+    for index, spec in enumerate(layout.specs):
+        name = spec.fqns[0]
+        full = whole(name, spec.shape, dtype)
+        poisoned = ~full if dtype == torch.bool else full + 1
+        value = poisoned if poison else full
+        tensors[name] = shard(LayoutRef(layout, index, rank), mesh, value)
+    return tensors
+
+
+def nested_state(rank: int, size: int, poison: bool = False, cut: int = 0) -> dict[str, Any]:
+    """A state in the shape of Megatron's, DTensors of every dtype, plain tensors and objects."""
+    layout, mesh = plan(size, cut=cut), data_mesh(size)
+    state: dict[str, Any] = {
+        "model": {
+            f"module.{str(dtype).removeprefix('torch.')}.{name}": tensor
+            for dtype in DTYPES
+            for name, tensor in sharded_tensors(layout, rank, mesh, dtype, poison).items()
+        },
+        "optimizer": {"state": {}, "param_to_group_meta": {}},
+    }
+    for name, moment in sharded_tensors(layout, rank, mesh, torch.float32, poison).items():
+        step = torch.tensor(-1.0 if poison else 3.0)
+        state["optimizer"]["state"][name] = {"exp_avg": moment, "step": step}
+        state["optimizer"]["param_to_group_meta"][name] = {"lr": 0.0 if poison else 1e-3}
+    state["iteration"] = 0 if poison else 10
+    state["opt_param_scheduler"] = {"num_steps": 0 if poison else 320}
+    return state
+
+
+def dtensors_of(value: Any) -> list[DTensor]:
+    if isinstance(value, DTensor):
+        return [value]
+    entries = value.values() if isinstance(value, dict) else []
+    return [tensor for entry in entries for tensor in dtensors_of(entry)]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit equality of two nested states, DTensors by their local tensors."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, DTensor) and isinstance(b, DTensor):
+        return a.shape == b.shape and same(a._local_tensor, b._local_tensor)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
+    return bool(a == b)
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    return math.prod(shape)

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+# Spawned ranks import the helper modules of these folders by name.
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
+
+
+@pytest.fixture
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A gloo world of this process alone, without a launcher."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,0 +1,187 @@
+"""Chunks: where a rank's piece lies in the whole, pure and attached to DTensors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from checkpoint_cases import SHAPES, data_mesh, plan, shard, whole
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from megatron_fsdp_adapter.checkpoint.chunks import (
+    LayoutRef,
+    attach_chunks,
+    copy_chunks,
+    dtensor_like,
+    has_chunks,
+    read_chunks,
+    uneven_dtensor,
+)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("cut", [0, 1])
+def test_chunks_of_all_ranks_tile_each_tensor(num_shards: int, cut: int) -> None:
+    layout = plan(num_shards, cut=cut)
+    for index, spec in enumerate(layout.specs):
+        counts = torch.zeros(spec.shape or (1,), dtype=torch.int)
+        for rank in range(num_shards):
+            for offsets, sizes in LayoutRef(layout, index, rank).chunks():
+                counts[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
+        assert bool((counts == 1).all()), spec.fqns
+
+
+def test_tensor_parallel_offset_moves_the_chunks() -> None:
+    layout = plan(2)
+    index = list(SHAPES).index("fc")
+    plain = LayoutRef(layout, index, 0).chunks()
+    moved = LayoutRef(layout, index, 0, tp_offset=(7, 0)).chunks()
+    assert plain and [(o[0] + 7, *o[1:]) for o, _ in plain] == [o for o, _ in moved]
+    assert [s for _, s in plain] == [s for _, s in moved]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ((99, 0), "parameter 99"),
+        ((0, 2), "shard 2"),
+        ((0, -1), "shard -1"),
+        ((0, 0, (1,)), "tp_offset"),
+    ],
+)
+def test_layout_ref_refuses_what_is_not_in_the_layout(arguments: tuple, names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        LayoutRef(plan(2), *arguments)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        (((0, 0), (2, 5)),),  # 10 elements, the local tensor has 15
+        (((5, 0), (3, 5)),),  # beyond row 7
+        (((-1, 0), (3, 5)),),
+        (((0,), (15,)),),
+        (((0, 0), (3, 5)), ((3, 0), (0, 5))),
+    ],
+)
+def test_chunks_that_cannot_be_right_are_refused(one_rank: None, chunks: tuple) -> None:
+    local, mesh = torch.zeros(3, 5), data_mesh(1)
+    with pytest.raises(ValueError, match="chunk"):
+        uneven_dtensor(local, mesh, [Shard(0)], (7, 5), (5, 1), chunks)
+
+
+def test_the_dtensor_shares_the_storage_and_says_its_chunks(one_rank: None) -> None:
+    local = torch.zeros(3, 5)
+    tensor = uneven_dtensor(local, data_mesh(1), [Shard(0)], (7, 5), (5, 1), (((2, 0), (3, 5)),))
+    local.fill_(4)
+    assert tuple(tensor.shape) == (7, 5) and bool((tensor.to_local() == 4).all())
+    assert read_chunks(tensor) == (((2, 0), (3, 5)),)
+    (item,) = tensor.__create_write_items__("key", tensor)
+    assert item.tensor_data.size == torch.Size((7, 5))
+    assert item.tensor_data.chunk.offsets == torch.Size((2, 0))
+
+
+def test_an_empty_shard_has_no_chunk_and_still_is_a_value(one_rank: None) -> None:
+    tensor = uneven_dtensor(torch.zeros(0, 5), data_mesh(1), [Shard(0)], (7, 5), (5, 1), ())
+    assert has_chunks(tensor) and read_chunks(tensor) == ()
+    assert tensor.__create_chunk_list__() == []
+    assert tensor.__create_write_items__("key", tensor) == []
+
+
+def test_a_scalar_is_a_row_of_one(one_rank: None) -> None:
+    local = torch.zeros(())
+    tensor = uneven_dtensor(local, data_mesh(1), [Shard(0)], (), (), (((0,), (1,)),))
+    local.fill_(2)
+    assert tuple(tensor.shape) == (1,) and tensor.to_local().tolist() == [2.0]
+
+
+def test_detach_loses_the_chunks_and_copy_brings_them_back(one_rank: None) -> None:
+    layout, mesh = plan(2), data_mesh(1)
+    index = list(SHAPES).index("embedding")
+    source = shard(LayoutRef(layout, index, 0), mesh, whole("embedding", (13, 6), torch.float32))
+    detached = source.detach()
+    assert not has_chunks(detached)
+    with pytest.raises(ValueError, match="carries no chunks"):
+        read_chunks(detached)
+    copy_chunks(source, detached)
+    assert read_chunks(detached) == read_chunks(source)
+    detached._local_tensor.fill_(7)
+    assert bool((source._local_tensor == 7).all())
+
+
+def test_copy_refuses_another_geometry(one_rank: None) -> None:
+    mesh = data_mesh(1)
+    chunks = (((0, 0), (3, 5)),)
+    source = uneven_dtensor(torch.zeros(3, 5), mesh, [Shard(0)], (7, 5), (5, 1), chunks)
+    other = DTensor.from_local(torch.zeros(5, 3), mesh, [Replicate()])
+    with pytest.raises(ValueError, match="do not fit"):
+        copy_chunks(source, other)
+    assert not has_chunks(other)
+
+
+def test_state_like_a_parameter(one_rank: None) -> None:
+    mesh = data_mesh(1)
+    chunks = (((2, 0), (3, 5)),)
+    source = uneven_dtensor(torch.zeros(3, 5), mesh, [Shard(0)], (7, 5), (5, 1), chunks)
+    moment = torch.ones(3, 5, dtype=torch.bfloat16)
+    state = dtensor_like(source, moment)
+    assert state.dtype == torch.bfloat16 and state.shape == source.shape
+    assert read_chunks(state) == chunks
+    assert state._local_tensor.data_ptr() == moment.data_ptr()
+    with pytest.raises(ValueError, match="local shape"):
+        dtensor_like(source, torch.ones(5, 3))
+
+
+def test_several_chunks_are_views_in_flat_order(one_rank: None) -> None:
+    layout = plan(2, {"w": (3, 5)}, cut=1)
+    ref = LayoutRef(layout, 0, 0)
+    assert ref.chunks() == (((0, 0), (1, 5)), ((1, 0), (1, 3)))
+    full = torch.arange(15.0).view(3, 5)
+    local = full.view(-1)[:8].clone()
+    tensor = uneven_dtensor(local, data_mesh(1), [Shard(0)], (3, 5), (5, 1), ref.chunks())
+    for offsets, sizes in ref.chunks():
+        block = tensor.__get_tensor_shard__(MetadataIndex("w", torch.Size(offsets)))
+        where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+        assert torch.equal(block, full[where])
+        block.fill_(-1)
+    assert bool((tensor._local_tensor == -1).all()), "blocks must be views of the local tensor"
+    with pytest.raises(ValueError, match="no chunk"):
+        tensor.__get_tensor_shard__(MetadataIndex("w", torch.Size((2, 0))))
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_chunks_keep_no_tensor_alive(one_rank: None, cut: int) -> None:
+    layout = plan(2, {"w": (3, 5)}, cut=cut)
+    gc.disable()
+    try:
+        tensor = shard(LayoutRef(layout, 0, 0), data_mesh(1), torch.zeros(3, 5))
+        alive = weakref.ref(tensor._local_tensor)
+        del tensor
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_deep_copy_is_saved_and_loaded_by_itself(one_rank: None) -> None:
+    chunks = (((2, 0), (3, 5)),)
+    tensor = uneven_dtensor(torch.zeros(3, 5), data_mesh(1), [Shard(0)], (7, 5), (5, 1), chunks)
+    twin = copy.deepcopy(tensor)
+    if has_chunks(twin):
+        twin.__get_tensor_shard__(MetadataIndex("w", torch.Size((2, 0)))).fill_(3)
+        assert bool((tensor._local_tensor == 0).all())
+    else:
+        copy_chunks(tensor, twin)
+    assert read_chunks(twin) == chunks and math.prod(twin.to_local().shape) == 15
+
+
+def test_attach_is_by_object(one_rank: None) -> None:
+    mesh = data_mesh(1)
+    tensor = DTensor.from_local(torch.zeros(3, 5), mesh, [Shard(0)])
+    assert not has_chunks(tensor)
+    attach_chunks(tensor, (((0, 0), (3, 5)),))
+    assert has_chunks(tensor)

@@ -1,0 +1,310 @@
+"""Bad input is one clear error, on every rank, before a tensor is touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_cases import data_mesh, plan, same, sharded_tensors
+from launch import run_ranks
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint.coordination import coordination
+from megatron_fsdp_adapter.checkpoint.dcp import (
+    latest_iteration,
+    load_checkpoint,
+    save_checkpoint,
+)
+from megatron_fsdp_adapter.checkpoint.state import PerRank
+
+
+def _state(number: float = 1.0) -> dict[str, Any]:
+    return {"model": {"w": torch.full((4,), number), "b": torch.full((2, 3), number)}, "step": 1}
+
+
+def _saved(root: Path, *iterations: int) -> Path:
+    for iteration in iterations:
+        save_checkpoint(root, iteration, _state(float(iteration)))
+    return root
+
+
+def _damage_metadata(root: Path) -> None:
+    (root / "iter_0000002" / ".metadata").unlink()
+
+
+def _garble_metadata(root: Path) -> None:
+    (root / "iter_0000002" / ".metadata").write_bytes(b"not a pickle")
+
+
+def _truncate_data(root: Path) -> None:
+    path = root / "iter_0000002" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _lose_data(root: Path) -> None:
+    (root / "iter_0000002" / "__0_0.distcp").unlink()
+
+
+def _lose_folder(root: Path) -> None:
+    (root / "iter_0000002").rename(root / "elsewhere")
+
+
+def _leave_temporary(root: Path) -> None:
+    (root / "iter_0000002").rename(root / "iter_0000002.tmp")
+
+
+def _lose_tracker(root: Path) -> None:
+    (root / folders.TRACKER).unlink()
+
+
+def _garble_tracker(root: Path) -> None:
+    (root / folders.TRACKER).write_text("release")
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "names"),
+    [
+        (_damage_metadata, ValueError, ["iter_0000002 is half-written", "no .metadata"]),
+        (_garble_metadata, ValueError, ["iter_0000002 is half-written", "cannot be read"]),
+        (_truncate_data, ValueError, ["iter_0000002 is half-written", "__0_0.distcp has"]),
+        (_lose_data, ValueError, ["iter_0000002 is half-written", "__0_0.distcp is missing"]),
+        (_lose_folder, FileNotFoundError, ["iter_0000002 does not exist", "iteration 1"]),
+        (_leave_temporary, FileNotFoundError, ["half-written", "iter_0000002.tmp", "iteration 1"]),
+        (_lose_tracker, FileNotFoundError, [folders.TRACKER, "iteration 1, 2"]),
+        (_garble_tracker, ValueError, [folders.TRACKER, "'release'"]),
+    ],
+)
+def test_damaged_roots(
+    one_rank: None,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    kind: type[Exception],
+    names: list[str],
+) -> None:
+    root = _saved(tmp_path / "root", 1, 2)
+    damage(root)
+    target = _state(-1.0)
+    with pytest.raises(kind) as error:
+        load_checkpoint(root, target)
+    for name in names:
+        assert name in str(error.value)
+    assert same(target, _state(-1.0)), "nothing may be touched before the error"
+    iteration, loaded = load_checkpoint(root, target, iteration=1)
+    assert iteration == 1 and same(loaded, _state(1.0))
+
+
+def test_missing_root(one_rank: None, tmp_path: Path) -> None:
+    for call in (lambda p: load_checkpoint(p, _state()), latest_iteration):
+        with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+            call(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        load_checkpoint(tmp_path / "nowhere", _state(), iteration=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"iteration": -1}, "iteration=-1"),
+        ({"iteration": 1.5}, "iteration=1.5"),
+        ({"iteration": True}, "iteration=True"),
+        ({"keep_last": 0}, "keep_last=0"),
+        ({"state": {"a": {1: 2}}}, "a.1: keys must be strings"),
+        ({"state": {"a": torch.empty(2, device="meta")}}, "a: a tensor on the meta device"),
+        ({"state": {"a.b": 1, "a": {"b": 2}}}, "a.b"),
+    ],
+)
+def test_bad_arguments_to_save(
+    one_rank: None, tmp_path: Path, arguments: dict[str, Any], names: str
+) -> None:
+    call = {"iteration": 1, "state": _state(), "keep_last": None, **arguments}
+    with pytest.raises(ValueError, match=names):
+        save_checkpoint(tmp_path / "root", **call)
+    assert not (tmp_path / "root").exists()
+
+
+def test_root_that_is_a_file(one_rank: None, tmp_path: Path) -> None:
+    (tmp_path / "root").write_text("")
+    with pytest.raises(ValueError, match=r"root is a file"):
+        save_checkpoint(tmp_path / "root", 1, _state())
+
+
+def test_without_a_process_group(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="init_process_group"):
+        save_checkpoint(tmp_path, 1, _state())
+
+
+def test_a_sharded_dtensor_without_chunks_is_refused(one_rank: None, tmp_path: Path) -> None:
+    tensor = DTensor.from_local(torch.zeros(4), data_mesh(1), [Shard(0)])
+    with pytest.raises(ValueError, match=r"model.w: a sharded DTensor that carries no chunks"):
+        save_checkpoint(tmp_path, 1, {"model": {"w": tensor}})
+    save_checkpoint(tmp_path, 1, {"model": {"w": torch.zeros(4)}})
+    with pytest.raises(ValueError, match=r"model.w: a sharded DTensor that carries no chunks"):
+        load_checkpoint(tmp_path, {"model": {"w": tensor}})
+
+
+def test_one_error_lists_every_difference(one_rank: None, tmp_path: Path) -> None:
+    root = _saved(tmp_path, 1)
+    target = {
+        "model": {"w": torch.zeros(5), "b": torch.zeros(2, 3, dtype=torch.float64), "new": 1},
+        "also_new": torch.zeros(2),
+    }
+    with pytest.raises(ValueError) as error:
+        load_checkpoint(root, target)
+    lines = [line.strip() for line in str(error.value).splitlines()]
+    assert "missing in the checkpoint (2):" in lines
+    assert "model.new" in lines and "also_new" in lines
+    assert "in the checkpoint but not in the state (1):" in lines and "step" in lines
+    assert "model.w: stored with shape (4,), wanted with (5,)" in lines
+    assert "model.b: stored as torch.float32, wanted as torch.float64" in lines
+    assert bool((target["also_new"] == 0).all()) and bool((target["model"]["w"] == 0).all())
+
+
+def test_tensor_and_object_are_not_the_same(one_rank: None, tmp_path: Path) -> None:
+    root = _saved(tmp_path, 1)
+    target = {"model": {"w": 3.0, "b": torch.zeros(2, 3)}, "step": torch.tensor(1)}
+    with pytest.raises(ValueError, match="stored as a tensor") as error:
+        load_checkpoint(root, target)
+    assert "step: stored as an object" in str(error.value)
+
+
+def test_unexpected_keys_can_be_ignored_by_prefix(one_rank: None, tmp_path: Path) -> None:
+    root = _saved(tmp_path, 1)
+    target = {"model": {"w": torch.zeros(4)}}
+    with pytest.raises(ValueError, match="not in the state"):
+        load_checkpoint(root, target, ignore_unexpected=["step"])
+    _, loaded = load_checkpoint(root, target, ignore_unexpected=["step", "model.b"])
+    assert bool((loaded["model"]["w"] == 1).all())
+
+
+def test_keep_last(one_rank: None, tmp_path: Path) -> None:
+    for iteration in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, iteration, _state(float(iteration)), keep_last=2)
+    assert folders.complete_iterations(tmp_path) == (3, 4)
+    # Going back: what is newer than the one just saved is not for us to delete.
+    save_checkpoint(tmp_path, 3, _state(30.0), keep_last=1)
+    assert folders.complete_iterations(tmp_path) == (3, 4)
+    assert latest_iteration(tmp_path) == 3
+    assert load_checkpoint(tmp_path, _state())[1]["model"]["w"][0] == 30.0
+
+
+def test_a_save_killed_between_its_renames_leaves_the_old_one(
+    one_rank: None, tmp_path: Path
+) -> None:
+    root = _saved(tmp_path, 2)
+    folders.final_folder(root, 2).rename(folders.replaced_folder(root, 2))
+    folders.temporary_folder(root, 2).mkdir()
+    assert same(load_checkpoint(root, _state())[1], _state(2.0))
+    folders.prepare(root, 2)  # as far as the next save gets if it is killed too
+    assert same(load_checkpoint(root, _state())[1], _state(2.0))
+    save_checkpoint(root, 2, _state(5.0))
+    assert sorted(p.name for p in root.iterdir()) == ["iter_0000002", folders.TRACKER]
+    assert same(load_checkpoint(root, _state())[1], _state(5.0))
+
+
+def test_everything_is_on_disk_before_it_gets_its_name(
+    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def synced(descriptor: int) -> None:
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def renamed(source: Any, target: Any, **options: Any) -> None:
+        events.append(f"-> {os.path.basename(target)}")
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "replace", renamed)
+    save_checkpoint(tmp_path / "root", 1, _state())
+    named = events.index("-> iter_0000001")
+    assert {"__0_0.distcp", ".metadata", "iter_0000001.tmp"} <= set(events[:named])
+    assert events[named + 1 :] == [
+        "root",
+        f"{folders.TRACKER}.tmp",
+        f"-> {folders.TRACKER}",
+        "root",
+    ]
+
+
+def _errors_on_two_ranks(rank: int, size: int, work: str) -> None:
+    layout, mesh = plan(size), data_mesh(size)
+    tensors = sharded_tensors(layout, rank, mesh, torch.float32)
+    save_checkpoint(f"{work}/a", 1, {"model": tensors, "rng": PerRank(rank)})
+
+    # One rank alone wants another shape, another alone a key that is not there.
+    wrong = torch.zeros(3) if rank == 1 else torch.zeros(2)
+    poisoned = sharded_tensors(layout, rank, mesh, torch.float32, poison=True)
+    target = {"model": dict(poisoned), "rng": PerRank(), f"extra_{rank}": wrong}
+    with pytest.raises(ValueError) as error:
+        load_checkpoint(f"{work}/a", target)
+    assert "extra_0" in str(error.value) and "extra_1" in str(error.value)
+    assert same(target["model"], sharded_tensors(layout, rank, mesh, torch.float32, poison=True))
+
+    # A key that one rank wants is not unexpected on the other.
+    partial = {"rng": PerRank()}
+    partial["model"] = {n: t for i, (n, t) in enumerate(poisoned.items()) if i % 2 == rank}
+    _, loaded = load_checkpoint(f"{work}/a", partial)
+    assert loaded["rng"] == rank
+    names = [n for i, n in enumerate(poisoned) if i % 2 == rank]
+    assert all(same(loaded["model"][n], tensors[n]) for n in names)
+    del partial["model"]["norm" if rank == 1 else "embedding"]
+    with pytest.raises(ValueError, match=r"not in the state \(2\)") as error:
+        load_checkpoint(f"{work}/a", partial)
+    assert "model.norm" in str(error.value) and "model.embedding" in str(error.value)
+
+    # A state that only one rank cannot save.
+    state = {"model": tensors, "bad": {1: 2} if rank == 1 else {"1": 2}}
+    with pytest.raises(ValueError, match="rank 1: the state cannot be saved"):
+        save_checkpoint(f"{work}/a", 2, state)
+    with pytest.raises(ValueError, match="ranks disagree"):
+        save_checkpoint(f"{work}/a", 2 + rank, {"model": tensors})
+    assert latest_iteration(f"{work}/a") == 1
+
+    # A rank that does not see the folder, as with a root that is not shared.
+    root = f"{work}/a" if rank == 0 else f"{work}/local"
+    with pytest.raises(FileNotFoundError, match=r"rank 1: .*local does not exist"):
+        load_checkpoint(root, {"model": poisoned, "rng": PerRank()})
+    # Overlapping chunks: two ranks claim the same rows.
+    both = sharded_tensors(layout, 0, mesh, torch.float32)
+    with pytest.raises(RuntimeError, match="Failed to validate global plan"):
+        save_checkpoint(f"{work}/b", 1, {"model": {**both, "x": tensors["fc"]}})
+    dist.barrier()
+
+
+def test_errors_reach_every_rank(tmp_path: Path) -> None:
+    run_ranks(_errors_on_two_ranks, 2, str(tmp_path))
+
+
+def test_a_group_without_a_cpu_backend_is_refused(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = dist.new_group([0])
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
+    with pytest.raises(ValueError, match="cannot move CPU tensors"), coordination(group):
+        pass
+
+
+def test_a_gloo_group_is_made_where_the_default_has_no_cpu_backend(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = dist.get_backend_config
+    default = dist.group.WORLD
+    monkeypatch.setattr(
+        dist, "get_backend_config", lambda g: "cuda:nccl" if g is default else real(g)
+    )
+    with coordination() as ranks:
+        made = ranks.group
+        assert made is not default and ranks.size == 1
+        assert ranks.run("stage", lambda: 7, tell=lambda n: n + 1) == (7, (8,))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="not initialized"):
+        dist.get_backend(made)

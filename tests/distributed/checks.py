@@ -1,0 +1,147 @@
+"""What the numerics suite compares, with its bounds. The tests of the suite's power run the same
+functions.
+
+Every function is given full tensors that are the same on all ranks, so that all ranks agree on
+the outcome and none is left waiting in a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .gpt import Trainer, batches, forward_backward, load_weights
+
+Tensors = Mapping[str, torch.Tensor]
+
+GRADIENT = 2e-6
+"""Of a tensor's largest magnitude, when both start a step from the same weights."""
+NORM = 1e-6
+"""Relative, of the norm of all gradients, when both start a step from the same weights."""
+FREE = 1e-5
+"""Relative, of loss, norm and each weight tensor's norm, after steps that run free."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one training step gave: loss, norm before clipping, reduced gradients, new weights."""
+
+    loss: float
+    norm: float
+    gradients: Tensors
+    weights: Tensors
+
+
+def recorded_step(trainer: Trainer, data: list[torch.Tensor]) -> Step:
+    """A training step; collective."""
+    loss = forward_backward(trainer, data)
+    gradients = trainer.gradients()
+    success, norm, _ = trainer.optimizer.step()
+    assert success, "the optimizer skipped the step"
+    return Step(loss, float(norm), gradients, trainer.params())
+
+
+def free_run(trainer: Trainer, rank: int, steps: int, device: torch.device) -> list[Step]:
+    """Steps on the case's own data; collective."""
+    case = trainer.case
+    return [recorded_step(trainer, batches(case, step, rank, device)) for step in range(steps)]
+
+
+def steps_from_reference(
+    reference: Trainer, ours: Mapping[str, Trainer], rank: int, steps: int, device: torch.device
+) -> Iterator[tuple[str, Step, Step]]:
+    """(strategy, our step, the reference's step), each of ours begun from the weights that the
+    reference has then; collective."""
+    for number in range(steps):
+        weights = reference.params()
+        data = batches(reference.case, number, rank, device)
+        expected = recorded_step(reference, data)
+        for strategy, trainer in ours.items():
+            load_weights(trainer, dict(weights))
+            yield strategy, recorded_step(trainer, data), expected
+
+
+def assert_same_names(ours: Tensors, reference: Tensors, label: str) -> None:
+    assert set(ours) == set(reference), f"{label}: names {set(ours) ^ set(reference)}"
+
+
+def relative(value: float, reference: float) -> float:
+    return abs(value - reference) / abs(reference) if reference else abs(value)
+
+
+def check_gradients(ours: Tensors, reference: Tensors, label: str, bound: float = GRADIENT) -> None:
+    """Each gradient within `bound` of its tensor's largest magnitude; zero where that is zero."""
+    assert_same_names(ours, reference, label)
+    for name, expected in reference.items():
+        largest = expected.abs().max().item()
+        error = (ours[name] - expected).abs().max().item()
+        assert error <= bound * largest, (
+            f"{label}: gradient of {name} is off by {error:.3e}, {error / max(largest, 1e-30):.2e} "
+            f"of its largest magnitude {largest:.3e}; allowed {bound:.0e}"
+        )
+
+
+def check_norm(ours: float, reference: float, label: str, bound: float = NORM) -> None:
+    error = relative(ours, reference)
+    assert error <= bound, f"{label}: norm {ours!r}, reference {reference!r}, off by {error:.2e}"
+
+
+def check_loss(ours: float, reference: float, label: str, bound: float = FREE) -> None:
+    error = relative(ours, reference)
+    assert error <= bound, f"{label}: loss {ours!r}, reference {reference!r}, off by {error:.2e}"
+
+
+def check_weights(ours: Tensors, reference: Tensors, label: str, bound: float = FREE) -> None:
+    """The difference of each weight tensor within `bound` of it, in the Euclidean norm."""
+    assert_same_names(ours, reference, label)
+    for name, expected in reference.items():
+        error = (ours[name].double() - expected.double()).norm().item()
+        allowed = bound * expected.double().norm().item()
+        assert error <= allowed, (
+            f"{label}: weight {name} differs by {error:.3e} in norm; allowed {allowed:.3e}"
+        )
+
+
+def check_step(ours: Step, reference: Step, label: str) -> None:
+    """Show (a): both steps began with the same weights."""
+    check_gradients(ours.gradients, reference.gradients, label)
+    check_norm(ours.norm, reference.norm, label)
+    check_loss(ours.loss, reference.loss, label, NORM)
+
+
+def check_run(ours: Iterable[Step], reference: Iterable[Step], label: str) -> None:
+    """Show (b): both ran free from the same initial weights."""
+    for number, (mine, theirs) in enumerate(zip(ours, reference, strict=True)):
+        check_loss(mine.loss, theirs.loss, f"{label} step {number}")
+        check_norm(mine.norm, theirs.norm, f"{label} step {number}", FREE)
+        check_weights(mine.weights, theirs.weights, f"{label} step {number}")
+
+
+def check_same_bits(ours: Tensors, reference: Tensors, label: str) -> None:
+    assert_same_names(ours, reference, label)
+    for name, expected in reference.items():
+        different = int((ours[name] != expected).sum())
+        assert different == 0, f"{label}: {name} differs in {different} of {expected.numel()} bits"
+
+
+def check_run_bits(ours: Iterable[Step], reference: Iterable[Step], label: str) -> None:
+    """Show (c): losses, gradients and weights of every step are the same numbers."""
+    for number, (mine, theirs) in enumerate(zip(ours, reference, strict=True)):
+        where = f"{label} step {number}"
+        assert mine.loss == theirs.loss, f"{where}: loss {mine.loss!r} != {theirs.loss!r}"
+        check_same_bits(mine.gradients, theirs.gradients, f"{where} gradients")
+        check_same_bits(mine.weights, theirs.weights, f"{where} weights")
+
+
+def check_within(ours: Tensors, exact: Tensors, allowed: Tensors, label: str) -> None:
+    """Each element within its own bound; all float64."""
+    assert_same_names(ours, exact, label)
+    for name, expected in exact.items():
+        excess = (ours[name].double() - expected).abs() - allowed[name]
+        worst = int(excess.argmax())
+        assert excess.max() <= 0, (
+            f"{label}: {name}[{worst}] = {ours[name].view(-1)[worst]:.9e}, exact "
+            f"{expected.view(-1)[worst]:.9e}, allowed error {allowed[name].view(-1)[worst]:.3e}"
+        )

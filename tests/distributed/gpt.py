@@ -1,0 +1,374 @@
+"""A small core GPT, the same model under stock DDP and under ours, and a training step of both.
+
+The step is Megatron's own: core's schedule, `finalize_model_grads`, clipping and optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_fsdp_adapter import FullyShardedDataParallel, cpu_mode
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a step. Sizes are chosen uneven on purpose; lengths in elements."""
+
+    num_layers: int = 2
+    hidden: int = 24
+    heads: int = 3
+    ffn: int = 40
+    vocab: int = 53
+    seq: int = 9
+    batch: int = 2
+    microbatches: int = 3
+    tied: bool = False
+    swiglu: bool = False
+    bias: bool = True
+    bf16: bool = False
+    lr: float = 1e-2
+    adam_eps: float = 1e-5
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    recompute: str | None = None  # "full-2": chunks of 2 layers; "selective-mlp": that module
+    overlap: bool = True
+    per_token_loss: bool = False
+    seed: int = 1234
+    positions: str = "rope"
+    fp16: bool = False
+    loss_scale: float = 1024.0  # at the start, with fp16
+
+    def but(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the compute weights."""
+        if self.fp16:
+            return torch.float16
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+
+def init_megatron() -> torch.device:
+    """Model-parallel state of a purely data-parallel world; CPU mode where there is no GPU."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        cpu_mode.enable_cpu_mode()
+        device = torch.device("cpu")
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    return device
+
+
+def _recompute_options(recompute: str | None) -> dict[str, Any]:
+    granularity, _, detail = (recompute or "").partition("-")
+    if granularity == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": int(detail),
+        }
+    if granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": [detail]}
+    return {}
+
+
+def model_config(case: Case) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=case.num_layers,
+        hidden_size=case.hidden,
+        num_attention_heads=case.heads,
+        ffn_hidden_size=case.ffn,
+        gated_linear_unit=case.swiglu,
+        add_bias_linear=case.bias,
+        activation_func=torch.nn.functional.silu if case.swiglu else torch.nn.functional.gelu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bf16=case.bf16,
+        fp16=case.fp16,
+        params_dtype=case.dtype,
+        pipeline_dtype=case.dtype,
+        calculate_per_token_loss=case.per_token_loss,
+        **_recompute_options(case.recompute),
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+    )
+
+
+def build_model(case: Case, device: torch.device) -> torch.nn.Module:
+    """The same weights on every rank and in every process, from `case.seed`."""
+    torch.manual_seed(case.seed)
+    model_parallel_cuda_manual_seed(case.seed)
+    config = model_config(case)
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=case.vocab,
+        max_sequence_length=case.seq,
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type=case.positions,
+    ).to(device)
+    with torch.no_grad():
+        for param in model.parameters():  # biases start at zero otherwise, and hide mistakes
+            param.add_(torch.randn_like(param) * 0.02)
+    return Float16Module(config, model) if case.bf16 or case.fp16 else model
+
+
+def ddp_config(
+    case: Case, strategy: str | None, options: Mapping[str, Any] = MappingProxyType({})
+) -> DistributedDataParallelConfig:
+    """`options` may name fields that megatron-core 0.16.1 does not have yet."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=case.overlap,
+        overlap_param_gather=case.overlap,
+        use_distributed_optimizer=True,
+        bucket_size=3000,
+        use_megatron_fsdp=strategy is not None,
+        data_parallel_sharding_strategy=strategy or "no_shard",
+    )
+    for name, value in options.items():
+        setattr(config, name, value)
+    return config
+
+
+@dataclass
+class Trainer:
+    """A wrapped model with its optimizer. `strategy` None is stock DDP."""
+
+    case: Case
+    wrapper: Any
+    optimizer: Any
+    strategy: str | None
+
+    def params(self) -> dict[str, torch.Tensor]:
+        """Full float32 weights by name, the same on every rank; collective."""
+        return full_weights(self)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Full reduced float32 gradients by name, the same on every rank; collective. Valid
+        between the end of the backwards and the optimizer's step."""
+        return ddp_gradients(self) if self.strategy is None else our_gradients(self)
+
+
+def optimizer_config(case: Case, **options: Any) -> OptimizerConfig:
+    return OptimizerConfig(
+        **{
+            "optimizer": "adam",
+            "lr": case.lr,
+            "weight_decay": case.weight_decay,
+            "adam_eps": case.adam_eps,
+            "clip_grad": case.clip,
+            "bf16": case.bf16,
+            "fp16": case.fp16,
+            "initial_loss_scale": case.loss_scale,
+            "hysteresis": 1,
+            "params_dtype": case.dtype,
+            "use_distributed_optimizer": True,
+            "overlap_param_gather": case.overlap,
+            **options,
+        }
+    )
+
+
+def build_trainer(
+    case: Case,
+    strategy: str | None,
+    device: torch.device,
+    change: Callable[[torch.nn.Module], None] = lambda model: None,
+    ddp: Mapping[str, Any] = MappingProxyType({}),
+    **wrapper_options: Any,
+) -> Trainer:
+    """`change` edits the bare model before it is wrapped (freezing, tying, ...). `ddp` sets fields
+    of the DDP config."""
+    model = build_model(case, device)
+    change(model)
+    cls = DistributedDataParallel if strategy is None else FullyShardedDataParallel
+    wrapper = cls(model.config, ddp_config(case, strategy, ddp), model, **wrapper_options)
+    optimizer = get_megatron_optimizer(
+        optimizer_config(case), [wrapper], use_gloo_process_groups=False
+    )
+    for group in optimizer.param_groups:  # what OptimizerParamScheduler does at every step
+        group["lr"] = case.lr * group["lr_mult"]
+        group["weight_decay"] = case.weight_decay * group["wd_mult"]
+    overlaps = wrapper.ddp_config.overlap_grad_reduce
+    wrapper.config.no_sync_func = wrapper.no_sync if overlaps else None
+    wrapper.config.finalize_model_grads_func = finalize_model_grads
+    wrapper.config.grad_scale_func = optimizer.scale_loss
+    return Trainer(case, wrapper, optimizer, strategy)
+
+
+def batches(case: Case, step: int, rank: int, device: torch.device) -> list[torch.Tensor]:
+    """Fresh tokens (batch, seq + 1) of each microbatch, different on every rank."""
+    generator = torch.Generator().manual_seed(case.seed + 7919 * step + 104729 * rank)
+    return [
+        torch.randint(0, case.vocab, (case.batch, case.seq + 1), generator=generator).to(device)
+        for _ in range(case.microbatches)
+    ]
+
+
+def forward_step(case: Case, iterator: Iterator[torch.Tensor], model: Any) -> Any:
+    tokens = next(iterator)
+    positions = torch.arange(case.seq, device=tokens.device).expand(case.batch, -1)
+    mask = torch.ones(case.seq, case.seq, dtype=torch.bool, device=tokens.device).triu(1)
+    losses = model(tokens[:, :-1], positions, mask[None, None], labels=tokens[:, 1:])
+    counted = tokens[:, 1:] % 3 != 0
+
+    def loss_func(output: torch.Tensor) -> Any:
+        report = {"loss": output.detach().float().mean()}
+        if case.per_token_loss:  # every microbatch and rank has its own number of tokens
+            return (output.float() * counted).sum(), counted.sum().int(), report
+        return output.float().mean(), report
+
+    return losses, loss_func
+
+
+def forward_backward(
+    trainer: Trainer, data: list[torch.Tensor], forward_only: bool = False
+) -> float:
+    """Core's schedule over the microbatches; the mean loss over microbatches and ranks."""
+    case = trainer.case
+    if not forward_only:
+        trainer.wrapper.zero_grad_buffer()
+        trainer.optimizer.zero_grad()
+    reports = get_forward_backward_func()(
+        forward_step_func=functools.partial(forward_step, case),
+        data_iterator=iter(data),
+        model=[trainer.wrapper],
+        num_microbatches=len(data),
+        seq_length=case.seq,
+        micro_batch_size=case.batch,
+        forward_only=forward_only,
+    )
+    loss = torch.stack([report["loss"] for report in reports]).mean()
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
+
+
+def train_step(trainer: Trainer, data: list[torch.Tensor]) -> tuple[float, float]:
+    """One step; (loss, gradient norm before clipping)."""
+    loss = forward_backward(trainer, data)
+    success, norm, _ = trainer.optimizer.step()
+    assert success
+    return loss, float(norm)
+
+
+def _strip(name: str) -> str:
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def full(value: Any) -> torch.Tensor:
+    """The whole tensor behind a parameter, a gradient or a moment of ours; collective."""
+    return full_all({"": value})[""]
+
+
+def full_all(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The same for several, in one collective: every rank's rows along dim 0, in rank order."""
+    pieces: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        pieces, {name: value._local_tensor.detach().cpu() for name, value in values.items()}
+    )
+    out = {}
+    for name, value in values.items():
+        rows = [piece[name] for piece in pieces if piece[name].numel()]
+        replicated = value.placements[0].is_replicate()
+        out[name] = (rows[0] if replicated else torch.cat(rows)).clone().view(value.shape)
+    return out
+
+
+def full_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    if trainer.strategy is not None:
+        trainer.wrapper.stop_communication()
+        return full_all({_strip(n): p for n, p in trainer.wrapper.named_parameters()})
+    return ddp_main_weights(trainer)
+
+
+def ddp_main_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Stock main weights, float32, put together from every rank's flat piece."""
+    trainer.wrapper.start_param_sync(force_sync=True)
+    out = {}
+    for name, param in trainer.wrapper.named_parameters():
+        out[_strip(name)] = param.detach().float().cpu().clone()
+    if trainer.case.dtype == torch.float32:
+        return out
+    names = {id(p): _strip(n) for n, p in trainer.wrapper.named_parameters()}
+    mains: list[Any] = [None] * dist.get_world_size()
+    mine = []
+    inner = distributed_optimizer(trainer)
+    for models, shards in zip(
+        inner.model_float16_groups, inner.shard_fp32_from_float16_groups, strict=True
+    ):
+        for param, shard in zip(models, shards, strict=True):
+            held = inner._get_model_param_range_map(param)["param"]
+            mine.append((names[id(param)], held.start, shard.detach().cpu()))
+    dist.all_gather_object(mains, mine)
+    for piece in mains:
+        for name, start, shard in piece:
+            out[name].view(-1)[start : start + shard.numel()] = shard
+    return out
+
+
+def distributed_optimizer(trainer: Trainer) -> Any:
+    """The one `DistributedOptimizer`; stock DDP's comes in a chain of one."""
+    chain = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+    assert len(chain) == 1
+    return chain[0]
+
+
+def ddp_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Stock reduced gradients, full, by name; NaN where no rank holds the reduced value."""
+    inner = distributed_optimizer(trainer)
+    names = {id(p): _strip(n) for n, p in trainer.wrapper.named_parameters()}
+    mine = []
+    for param in inner.model_param_gbuf_map:  # those of which this rank holds a piece
+        held = inner._get_model_param_range_map(param)["param"]
+        piece = param.main_grad.reshape(-1)[held.start : held.end].detach().float().cpu().clone()
+        mine.append((names[id(param)], tuple(param.shape), held.start, piece))
+    pieces: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, mine)
+    out: dict[str, torch.Tensor] = {}
+    for part in pieces:
+        for name, shape, start, piece in part:
+            target = out.setdefault(name, torch.full(shape, float("nan")))
+            target.view(-1)[start : start + piece.numel()] = piece
+    return out
+
+
+def our_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Our reduced gradients, full, by name."""
+    return full_all(
+        {
+            _strip(name): param.grad
+            for name, param in trainer.wrapper.named_parameters()
+            if param.requires_grad
+        }
+    )
+
+
+def load_weights(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
+    """Sets the main weights of ours to full `weights`."""
+    keys = {_strip(key): key for key in trainer.wrapper.state_dict()}
+    trainer.wrapper.load_state_dict({keys[name]: w for name, w in weights.items()})

@@ -1,0 +1,117 @@
+"""Bytes that a rank holds, counted from the tensors that are alive; the engine is not asked.
+
+`live_bytes` finds every tensor that Python knows, through the garbage collector, looks into
+wrapped ones, and counts each storage once, at its size of the moment.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.distributed.gpt import (
+    Case,
+    Trainer,
+    batches,
+    build_trainer,
+    forward_backward,
+    forward_step,
+    init_megatron,
+)
+
+SCALAR_BYTES = 8
+"""Storages of this size or less are not counted: step counts and flags of the optimizer."""
+
+
+def tensors() -> Iterator[torch.Tensor]:
+    """Every floating-point tensor that is alive; of a wrapped one, what it wraps. Integers are
+    rank lists of device meshes, tokens and states of random generators."""
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor):
+            local = getattr(thing, "_local_tensor", thing)
+            if local.is_floating_point():
+                yield local
+
+
+@dataclass
+class Baseline:
+    """What was alive before wrapping and is not to be counted: everything but the parameters.
+    Its storages are kept alive, so that no address is used again."""
+
+    storages: dict[int, Any] = field(default_factory=dict)
+
+    def take(self, model: torch.nn.Module) -> None:
+        params = {param.untyped_storage()._cdata for param in model.parameters()}
+        gc.collect()
+        for tensor in tensors():
+            storage = tensor.untyped_storage()
+            if storage._cdata not in params:
+                self.storages[storage._cdata] = storage
+
+    def held(self) -> dict[int, tuple[int, str]]:
+        """(bytes, description) of what is alive now and was not then, by address."""
+        gc.collect()
+        found = {}
+        for tensor in tensors():
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.storages and storage.nbytes() > SCALAR_BYTES:
+                text = f"{tuple(tensor.shape)} {tensor.dtype}"
+                found[storage._cdata] = (storage.nbytes(), text)
+        return found
+
+    def live_bytes(self) -> int:
+        return sum(nbytes for nbytes, _ in self.held().values())
+
+
+def _warm(case: Case, device: torch.device, baseline: Baseline, model: torch.nn.Module) -> None:
+    """Core makes its caches in the first forward: run one before anything is counted."""
+    [tokens, *_] = batches(case, 0, 0, device)
+    with torch.no_grad():
+        forward_step(case, iter([tokens]), model)
+    baseline.take(model)
+
+
+def measure(
+    rank: int, world: int, case: Case, strategy: str, leak: Callable[[Trainer], Any] | None = None
+) -> dict[str, int]:
+    """Live bytes at the points of two steps. `leak` makes something that must be counted."""
+    device = init_megatron()
+    baseline = Baseline()
+    trainer = build_trainer(
+        case, strategy, device, change=lambda model: _warm(case, device, baseline, model)
+    )
+    leaked = leak(trainer) if leak is not None else None
+    points = {"wrapped": baseline.live_bytes()}
+    for step in ("first", "second"):
+        forward_backward(trainer, batches(case, 0, rank, device))
+        points[f"{step}: reduced"] = baseline.live_bytes()
+        success, _, _ = trainer.optimizer.step()
+        assert success
+        trainer.wrapper.stop_communication()
+        points[f"{step}: stepped"] = baseline.live_bytes()
+        trainer.wrapper.zero_grad_buffer()
+        points[f"{step}: zeroed"] = baseline.live_bytes()
+        trainer.wrapper.engine.main_weights_changed()  # as a load does: nothing stays gathered
+        points[f"{step}: at rest"] = baseline.live_bytes()
+    del leaked
+    return points
+
+
+def measure_all(
+    rank: int, world: int, cases: list[Case], strategies: list[str]
+) -> dict[tuple[int, str], dict[str, int]]:
+    """`measure` of every case (by its number) under every strategy."""
+    return {
+        (number, strategy): measure(rank, world, case, strategy)
+        for number, case in enumerate(cases)
+        for strategy in strategies
+    }
+
+
+def measure_leaking(rank: int, world: int, case: Case, strategy: str) -> dict[str, int]:
+    """With 1000 bytes more than there should be."""
+    return measure(rank, world, case, strategy, lambda trainer: torch.zeros(250))

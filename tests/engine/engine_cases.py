@@ -1,0 +1,413 @@
+"""A small model on the whole engine in one process: N pretended shards, collectives that write
+what real ones would, and a runtime that checks every access.
+
+`Rig` is the model with its engine; `Rig.step` is a training step as Megatron takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fsdp_adapter.config import (
+    STRATEGIES,
+    EngineConfig,
+    MixedPrecisionPolicy,
+)
+from megatron_fsdp_adapter.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.engine.partition import partition
+from megatron_fsdp_adapter.topology import DENSE, EXPERT, FSDPDistributedIndex
+from tests.engine.recording import RecordingRuntime
+
+HIDDEN, VOCAB, BATCH, SEQ = 6, 11, 2, 5
+
+
+def microbatch(index: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randint(0, VOCAB, (BATCH, SEQ), generator=generator)
+
+
+@contextmanager
+def pretended_world(size: int, rank: int = 0) -> Iterator[None]:
+    """A default process group of `size` ranks of which only this one exists."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class PretendCommunicator:
+    """`Communicator` whose other ranks hold the weights that the model began with, and send the
+    gradients that this one does.
+
+    `initial` maps a gather's output to its contents at the beginning. `report` is told the name
+    of each collective and its tensors before it runs.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        initial: Callable[[torch.Tensor], torch.Tensor],
+        report: Callable[[str, Sequence[torch.Tensor]], None],
+    ) -> None:
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.initial, self.report = initial, report
+
+    def all_gather(self, pairs: Any) -> list[Any]:
+        self.report("all_gather", [pair[0] for pair in pairs])
+        for output, own in pairs:
+            pieces = list(self.initial(output).chunk(self.size))
+            pieces[self.rank] = own.clone()  # a real one reads it, in place or not
+            for shard, piece in zip(output.chunk(self.size), pieces, strict=True):
+                if shard.data_ptr() != own.data_ptr():
+                    shard.copy_(piece)
+        return []
+
+    def reduce_scatter(self, pairs: Any) -> list[Any]:
+        self.report("reduce_scatter", [pair[1] for pair in pairs])
+        for output, full in pairs:
+            output.copy_(full.chunk(self.size)[self.rank] * self.size)
+        return []
+
+    def all_reduce(self, tensors: Any) -> list[Any]:
+        self.report("all_reduce", tensors)
+        for tensor in tensors:
+            tensor.mul_(self.size)
+        return []
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        tensor.mul_(1.0)
+
+
+class Work:
+    """A collective that happens only when somebody waits for it."""
+
+    def __init__(self, effect: Callable[[], Any]) -> None:
+        self._effect: Callable[[], Any] | None = effect
+
+    def wait(self) -> None:
+        if self._effect is not None:
+            effect, self._effect = self._effect, None
+            effect()
+
+
+class LateCommunicator(PretendCommunicator):
+    """Does nothing until the work is waited for: the slowest network there can be."""
+
+    def all_gather(self, pairs: Any) -> list[Any]:
+        return [Work(lambda: super(LateCommunicator, self).all_gather(pairs))]
+
+    def reduce_scatter(self, pairs: Any) -> list[Any]:
+        return [Work(lambda: super(LateCommunicator, self).reduce_scatter(pairs))]
+
+    def all_reduce(self, tensors: Any) -> list[Any]:
+        return [Work(lambda: super(LateCommunicator, self).all_reduce(tensors))]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, a world and a strategy. `recompute` is None, "reentrant", "non_reentrant" or
+    "selective"; `width` is the number of extra parameters of each layer. `split` shards the
+    `down` maps over a domain of their own, of every second rank."""
+
+    strategy: str = "optim_grads_params"
+    world: int = 2
+    rank: int = 0
+    layers: int = 4
+    dtype: torch.dtype = torch.bfloat16
+    tied: bool = False
+    frozen: bool = False
+    recompute: str | None = None
+    width: int = 0
+    overlap: bool = True
+    prefetch_bytes: int = 0
+    comm_dtype: torch.dtype | None = None
+    root_norm: bool = True
+    split: bool = False
+
+    def but(self, **changes: Any) -> Setup:
+        return replace(self, **changes)
+
+    @property
+    def config(self) -> EngineConfig:
+        row = STRATEGIES[self.strategy]
+        return EngineConfig(
+            row,
+            MixedPrecisionPolicy(grad_comm_dtype=self.comm_dtype),
+            overlap_grad_reduce=self.overlap or row.shard_grads,
+            overlap_param_gather=self.overlap or row.shard_weights,
+            prefetch_bytes=self.prefetch_bytes,
+        )
+
+
+class Marked(torch.autograd.Function):
+    """The identity; tells when forward passes here, and when backward comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, mark: Callable[[str], None], name: str) -> Any:
+        mark(f"forward {name}")
+        ctx.mark, ctx.name = mark, name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.mark(f"backward {ctx.name}")
+        return grad, None, None
+
+
+class Layer(nn.Module):
+    """Two linear maps around a GELU, a norm, and `width` scales. `marker` wraps what happens."""
+
+    def __init__(self, name: str, setup: Setup) -> None:
+        super().__init__()
+        self.label, self.setup = name, setup
+        self.up = nn.Linear(HIDDEN, 7)
+        self.down = nn.Linear(7, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(HIDDEN)) for _ in range(setup.width))
+        self.mark: Callable[[str], None] = lambda text: None
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = Marked.apply(x, self.mark, self.label)
+        h = self.norm(x)
+        if self.setup.recompute == "selective":
+            h = checkpoint(self._inner, h, use_reentrant=False)
+        else:
+            h = self._inner(h)
+        for scale in self.scales:
+            h = h * scale
+        return x + h
+
+
+class Net(nn.Module):
+    """Embedding, layers, a norm of its own (the root's), output layer. `path` is the order in
+    which layers run; `unused` gets no gradient unless the model is given it."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self.setup = setup
+        self.embedding = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleList(Layer(f"layers.{i}", setup) for i in range(setup.layers))
+        self.norm = nn.LayerNorm(HIDDEN) if setup.root_norm else nn.Identity()
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        if setup.tied:
+            self.head.weight = self.embedding.weight
+        if setup.frozen:
+            self.layers[1].up.requires_grad_(False)
+            self.layers[2].requires_grad_(False)
+        self.path = list(range(setup.layers))
+        self.explode: str | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.path:
+            if self.explode == f"forward {index}":
+                raise Exploded(self.explode)
+            x = self._run(self.layers[index], x)
+            if self.explode == f"backward {index}" and x.requires_grad:
+                x.register_hook(_explode)
+        return self.head(self.norm(x))
+
+    def _run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        kind = self.setup.recompute
+        if kind in ("reentrant", "non_reentrant") and torch.is_grad_enabled():
+            return checkpoint(layer, x, use_reentrant=kind == "reentrant")
+        return layer(x)
+
+
+class Exploded(Exception):
+    """What a model raises here on purpose."""
+
+
+def _explode(grad: torch.Tensor) -> None:
+    raise Exploded("backward")
+
+
+@dataclass
+class Rig:
+    """A model on an engine. `labels` maps a storage to its buffer's name, e.g. "layers.0.weight"
+    (compute weights), ".main", ".bucket", ".grad"; kept gradient buffers are ".bucket" only."""
+
+    setup: Setup
+    model: Any
+    runtime: Any
+    engine: FsdpEngine
+    labels: dict[int, str] = field(default_factory=dict)
+    initial: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def watch(self) -> Any:
+        return self.runtime.watch() if isinstance(self.runtime, RecordingRuntime) else nullcontext()
+
+    def mark(self, text: str) -> None:
+        if isinstance(self.runtime, RecordingRuntime):
+            self.runtime.mark(text)
+
+    def initial_part(self, view: torch.Tensor) -> torch.Tensor:
+        """What `view` of a flat weight buffer held at the beginning."""
+        start = int(view.storage_offset())
+        return self.initial[view.untyped_storage()._cdata][start : start + view.numel()]
+
+    def report(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        units = dict.fromkeys(self._unit_of(tensor) for tensor in tensors)
+        self.mark(f"{name} {' '.join(units)}")
+
+    def _unit_of(self, tensor: torch.Tensor) -> str:
+        label = self.labels.get(tensor.untyped_storage()._cdata, "?")
+        return label.rsplit(".", 1)[0]
+
+    def loss(self, index: int = 0) -> torch.Tensor:
+        return self.model(microbatch(index)).float().square().mean()
+
+    def forward_backward(self, microbatches: int = 1) -> None:
+        for index in range(microbatches):
+            self.last(index == microbatches - 1)
+            self.loss(index).backward()
+
+    def zero(self) -> None:
+        self.engine.zero_grads()
+
+    def finish(self) -> None:
+        self.engine.finish_grads()
+
+    def sync(self, wait: bool) -> None:
+        self.engine.sync_weights(wait=wait)
+
+    def last(self, is_last: bool) -> None:
+        self.engine.is_last_microbatch = is_last
+
+    def evaluate(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.loss(77)
+
+    @torch.no_grad()
+    def optimizer_step(self) -> None:
+        for pair in self.engine.pairs:
+            if pair.grad is not None:
+                pair.optimizer._local_tensor.sub_(pair.grad._local_tensor, alpha=0.1)
+        self.engine.main_weights_changed()
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Writes main weights as a load does: half of what they are."""
+        self.engine.show_optimizer_params()
+        for pair in self.engine.pairs:
+            pair.optimizer._local_tensor.mul_(0.5)  # type: ignore[attr-defined]
+        self.engine.main_weights_changed()
+
+    def step(self, microbatches: int = 1, sync: bool = True) -> None:
+        """zero, forwards and backwards, finish, step and, as Megatron does, a sync."""
+        self.zero()
+        self.forward_backward(microbatches)
+        self.finish()
+        self.optimizer_step()
+        if sync:
+            self.sync(wait=False)
+
+    def forget(self) -> None:
+        """Cuts what refers back to this object, as no caller of an engine would have it."""
+        for layer in self.model.layers:
+            layer.mark = print
+        for pipeline in (self.engine.gather, self.engine.reduce):
+            for communicator in pipeline.communicators.values():
+                communicator.report = communicator.initial = print  # type: ignore[attr-defined]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """This rank's rows of the main weights, by first name, copied."""
+        self.engine.show_optimizer_params()
+        return {
+            pair.managed.fqns[0]: pair.optimizer._local_tensor.detach().clone()  # type: ignore[attr-defined]
+            for pair in self.engine.pairs
+        }
+
+
+def buffers_of(engine: FsdpEngine) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every flat buffer with a name; one per storage."""
+    for unit in engine.units:
+        for number, group in enumerate(unit.groups):
+            name = unit.name + (f"#{number}" if number else "")
+            yield f"{name}.weight", group.weight.tensor
+            if not group.main_is_weight:
+                yield f"{name}.main", group.main.tensor
+            if group.key.requires_grad:
+                yield f"{name}.bucket", group.bucket.tensor
+                if group.grad is not group.bucket:
+                    yield f"{name}.grad", group.grad.tensor
+
+
+def initial_buffers(
+    engine: FsdpEngine, began: dict[str, torch.Tensor]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Full flat weights by storage, from full parameters by name."""
+    for group in engine.groups:
+        full = torch.zeros(group.layout.total_numel, dtype=group.key.dtype)
+        for index, managed in enumerate(group.managed):
+            extent = group.layout.item_range(index)
+            full[extent.start : extent.stop] = began[managed.fqns[0]].reshape(-1)
+        yield group.weight.tensor.untyped_storage()._cdata, full
+
+
+def units_of(model: Net) -> dict[str, nn.Module]:
+    units: dict[str, nn.Module] = {} if model.setup.tied else {"embedding": model.embedding}
+    units |= {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
+    return units if model.setup.tied else units | {"head": model.head}
+
+
+def domains_of(setup: Setup) -> dict[str, Any]:
+    halves = [list(range(start, setup.world, 2)) for start in range(2)] if setup.split else []
+    groups = [dist.new_group(ranks) for ranks in halves]
+    index = FSDPDistributedIndex(
+        dist.group.WORLD,
+        device_type="cpu",
+        grad_scale=1.0 / setup.world,
+        expt_fsdp_group=groups[setup.rank % 2] if setup.split else None,
+    )
+    return dict(index.domains)
+
+
+def domain_of(setup: Setup, fqn: str) -> str:
+    return EXPERT if setup.split and ".down." in fqn else DENSE
+
+
+def build(
+    setup: Setup,
+    runtime: Any = None,
+    communicator: Callable[..., Any] = PretendCommunicator,
+) -> Rig:
+    """Inside a `pretended_world` of the setup's size. The runtime is a new recording one unless
+    given; what is built, is built under its watch."""
+    runtime = RecordingRuntime() if runtime is None else runtime
+    torch.manual_seed(0)
+    model = Net(setup).to(setup.dtype)
+    began = {name: param.detach().clone() for name, param in model.named_parameters()}
+    rig = Rig(setup, model, runtime, None)  # type: ignore[arg-type]
+    plans = partition(
+        model,
+        units_of(model),
+        domain_of=lambda param, fqn: domain_of(setup, fqn),
+        backward_reads_weights=lambda unit: not isinstance(unit, nn.Embedding),
+    )
+    with rig.watch():
+        rig.engine = FsdpEngine(
+            model, plans, domains_of(setup), setup.config, runtime,
+            lambda group, device: communicator(group, rig.initial_part, rig.report),
+        )
+    rig.initial = dict(initial_buffers(rig.engine, began))
+    for label, flat in buffers_of(rig.engine):
+        rig.labels[flat.untyped_storage()._cdata] = label
+        if isinstance(runtime, RecordingRuntime):
+            runtime.label(flat, label)
+    for layer in model.layers:
+        layer.mark = rig.mark
+    return rig

@@ -1,0 +1,258 @@
+"""Process groups read once, and what the engine is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
+
+from megatron_fsdp_adapter.config import (
+    DDP_CONFIG_RULES,
+    STRATEGIES,
+    EngineConfig,
+    MixedPrecisionPolicy,
+    engine_config,
+    forced_overlaps,
+    strategy_named,
+)
+from megatron_fsdp_adapter.support import problems
+from megatron_fsdp_adapter.topology import (
+    DENSE,
+    EXPERT,
+    Axis,
+    FSDPDistributedIndex,
+    ShardDomain,
+    build_index,
+    groups_of,
+)
+from tests.engine.engine_cases import pretended_world
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def world():
+    with pretended_world(4, rank=2):
+        yield dist.group.WORLD
+
+
+def index_of(group, **options) -> FSDPDistributedIndex:
+    return FSDPDistributedIndex(group, device_type="cpu", grad_scale=0.25, **options)
+
+
+# Topology.
+
+
+def test_one_group_serves_everything(world):
+    index = index_of(world)
+    domain = index.domain(DENSE)
+    assert domain.axis == Axis("dp_cp", world, (0, 1, 2, 3), 2) and domain.axis.size == 4
+    assert domain.gather_group is domain.reduce_group is world and domain.grad_scale == 0.25
+    assert index.get_fsdp_group() is index.get_dp_group() is world
+    assert index.get_fsdp_group(independent_all_gather=True) is world
+    assert index.get_outer_fsdp_group() is None
+    assert index.get_root_mesh() is domain.mesh
+    assert domain.mesh.mesh_dim_names == ("dp_cp",) and domain.mesh.shape == (4,)
+    assert index.get_submesh("dp_cp") is index.get_submesh(["dp_cp"]) is domain.mesh
+
+
+def test_gathers_run_on_a_group_of_their_own(world):
+    second = dist.new_group([0, 1, 2, 3])
+    index = index_of(world, fsdp_group_ag=second)
+    assert index.get_fsdp_group(independent_all_gather=True) is second
+    assert index.get_fsdp_group() is world
+
+
+def test_kinds_have_their_own_domain(world):
+    half = dist.new_group([0, 2])
+    dist.new_group([1, 3])
+    index = index_of(world, expt_fsdp_group=half)
+    assert index.domain(EXPERT).axis.ranks == (0, 2) and index.domain(EXPERT).axis.rank == 1
+    assert index.get_fsdp_group(is_expert_parallel=True) is half
+    assert index.get_dp_group(is_expert_parallel=True) is half
+    assert index.get_root_mesh(is_expert_parallel=True).shape == (2,)
+    assert index.domain(EXPERT).grad_scale == index.domain(DENSE).grad_scale
+
+
+def test_missing_kinds_and_meshes_are_named(world):
+    index = index_of(world)
+    with pytest.raises(ValueError, match=r"kind 'expert'.*\['dense'\].*expt_dp"):
+        index.get_fsdp_group(is_expert_parallel=True)
+    for unknown in ("tp", "dp", ("dp_cp", "tp"), "outer"):
+        with pytest.raises(ValueError, match=r"not registered; there are .*dp_cp"):
+            index.get_submesh(unknown)
+
+
+def test_the_tensor_parallel_mesh(world):
+    index = index_of(world, tp_group=dist.new_group([2]))
+    assert index.get_submesh("tp").shape == (1,)
+    assert index.get_submesh(("tp",)).mesh_dim_names == ("tp",)
+
+
+@pytest.mark.parametrize("ranks", [[0, 2], [0, 1, 2]])
+def test_gather_and_shard_groups_must_agree(world, ranks):
+    other = dist.new_group(ranks)
+    message = rf"gather group of the dense .* ranks \[{str(ranks)[1:-1]}\].*on ranks \[0, 1, 2, 3\]"
+    with pytest.raises(ValueError, match=message):
+        index_of(world, fsdp_group_ag=other)
+
+
+def test_ranks_in_another_order_are_refused(world, monkeypatch):
+    axis = Axis.of("dp_cp", world)
+    swapped = dataclasses.replace(axis, ranks=(1, 0, 2, 3))
+    mesh = index_of(world).get_root_mesh()
+    with pytest.raises(ValueError, match="same ranks in the same order"):
+        ShardDomain(DENSE, swapped, world, world, mesh, 1.0)
+
+
+def test_a_group_without_this_rank_is_refused(world, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 2 if group is None else -1)
+    with pytest.raises(ValueError, match="dp_cp: rank 2 is not a member"):
+        Axis.of("dp_cp", world)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+def test_the_gradient_scale_is_positive(world, scale):
+    with pytest.raises(ValueError, match="grad_scale"):
+        FSDPDistributedIndex(world, device_type="cpu", grad_scale=scale)
+
+
+def test_groups_are_read_where_they_are_set(world):
+    groups = groups_of(SimpleNamespace(dp_cp=world, dp_cp_ag=None))
+    assert groups["fsdp_group"] is world
+    assert [name for name, group in groups.items() if group is not None] == ["fsdp_group"]
+    index = build_index(groups, device=CPU, grad_scale_of=lambda ranks: 1.0 / ranks)
+    assert index.domain(DENSE).grad_scale == 0.25
+
+
+def test_a_collection_without_the_shard_group_is_refused():
+    with pytest.raises(ValueError, match=r"pg_collection\.dp_cp is missing"):
+        build_index(groups_of(SimpleNamespace()), device=CPU, grad_scale_of=lambda ranks: 1.0)
+
+
+# Configuration.
+
+
+def good(**changes) -> DistributedDataParallelConfig:
+    config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True, use_distributed_optimizer=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+    )  # fmt: skip
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+REFUSED = {
+    "use_megatron_fsdp": False,
+    "data_parallel_sharding_strategy": "zero3",
+    "use_distributed_optimizer": False,
+    "num_distributed_optimizer_instances": 2,
+    "outer_dp_sharding_strategy": "optim",
+    "preserve_fp32_weights": False,
+    "megatron_fsdp_main_params_dtype": torch.bfloat16,
+    "megatron_fsdp_main_grads_dtype": torch.bfloat16,
+    "megatron_fsdp_grad_comm_dtype": torch.float16,
+    "fp8_param_gather": True,
+    "fp4_param_gather": True,
+    "reuse_grad_buf_for_mxfp8_param_ag": True,
+    "keep_fp8_transpose_cache": True,
+    "nccl_ub": True,
+    "fsdp_double_buffer": True,
+    "fsdp_manual_registration": True,
+    "delay_wgrad_compute": True,
+    "check_for_nan_in_grad": True,
+    "check_for_large_grads": True,
+    "reduce_scatter_with_fp32_accumulation": True,
+}
+
+
+def test_every_rule_is_tried_below():
+    assert {rule.option for rule in DDP_CONFIG_RULES} == set(REFUSED)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_good_config_has_no_problems(strategy):
+    assert problems(good(data_parallel_sharding_strategy=strategy), DDP_CONFIG_RULES) == []
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_refused_options_are_named_with_their_value(option):
+    [problem] = problems(good(**{option: REFUSED[option]}), DDP_CONFIG_RULES)
+    assert problem.startswith(f"{option}={REFUSED[option]!r}: ")
+    assert len(problem.split(": ", 1)[1]) > 10
+
+
+def test_all_problems_are_found_at_once():
+    assert len(problems(good(**REFUSED), DDP_CONFIG_RULES)) == len(REFUSED)
+
+
+def test_communication_in_bf16_needs_sharded_gradients():
+    for strategy, row in STRATEGIES.items():
+        config = good(
+            data_parallel_sharding_strategy=strategy, megatron_fsdp_grad_comm_dtype=torch.bfloat16
+        )
+        assert len(problems(config, DDP_CONFIG_RULES)) == (0 if row.shard_grads else 1)
+
+
+def test_strategies_are_rows_in_order_of_what_they_shard():
+    rows = list(STRATEGIES.values())
+    sharded = [(row.shard_main, row.shard_grads, row.shard_weights) for row in rows]
+    assert sharded == [(False,) * 3, (True, False, False), (True, True, False), (True,) * 3]
+    assert [row.zero_stage for row in rows] == [0, 1, 2, 3]
+    assert all(strategy_named(name) is row for name, row in STRATEGIES.items())
+    with pytest.raises(ValueError, match="data_parallel_sharding_strategy='zero3' is unknown"):
+        strategy_named("zero3")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "forced"),
+    [
+        ("no_shard", set()),
+        ("optim", set()),
+        ("optim_grads", {"overlap_grad_reduce"}),
+        ("optim_grads_params", {"overlap_grad_reduce", "overlap_param_gather"}),
+    ],
+)
+def test_overlaps_that_a_strategy_needs_are_forced(strategy, forced):
+    assert forced_overlaps(STRATEGIES[strategy]) == dict.fromkeys(forced, True)
+    config = engine_config(
+        good(data_parallel_sharding_strategy=strategy, overlap_grad_reduce=False,
+             overlap_param_gather=False)
+    )  # fmt: skip
+    assert config.overlap_grad_reduce is ("overlap_grad_reduce" in forced)
+    assert config.overlap_param_gather is ("overlap_param_gather" in forced)
+    for option in forced:
+        with pytest.raises(ValueError, match=f"{option}=False with {strategy}.*set {option}=True"):
+            EngineConfig(STRATEGIES[strategy], **{option: False})
+
+
+def test_the_engine_config_is_read_from_megatron_s():
+    config = engine_config(
+        good(suggested_communication_unit_size=1000, megatron_fsdp_grad_comm_dtype=torch.bfloat16)
+    )
+    assert config.strategy.name == "optim_grads_params" and config.prefetch_bytes == 4000
+    assert config.policy == MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
+    assert engine_config(good()).prefetch_bytes == 0
+
+
+def test_dtypes_default_to_float32():
+    policy = MixedPrecisionPolicy()
+    assert policy.grads_dtype == policy.comm_dtype == policy.main_params_dtype == torch.float32
+    assert MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16).comm_dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefetch_bytes": -1}, "prefetch_bytes=-1"),
+        ({"policy": MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)}, "grad_comm_dtype"),
+    ],
+)
+def test_engine_configs_check_themselves(options, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(STRATEGIES["optim"], **options)

@@ -1,0 +1,18 @@
+"""What users do beside the plain loop, on NCCL: the functions of tests/distributed/habits.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.habits import HABITS, check_habit
+from tests.distributed.random_cases import fresh_seed, random_case
+from tests.gpu.gpu_ranks import Check, Outcomes
+
+CASE = random_case(fresh_seed()).but(num_layers=2, tied=False, positions="rope", batch=1)
+CHECKS = {name: Check(check_habit, (CASE, [name])) for name in HABITS}
+OUTCOMES = Outcomes(CHECKS, timeout_s=170.0)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_two_gpus(name: str) -> None:
+    OUTCOMES.expect(name)

@@ -1,0 +1,265 @@
+"""What the engine holds, at most and over many steps, and whether it communicates beside compute:
+on two GPUs, from the allocator's and the profiler's own records.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+from megatron_fsdp_adapter.config import STRATEGIES
+from megatron_fsdp_adapter.layout.memory import (
+    Precision,
+    bytes_between_steps,
+    model_bytes,
+    unit_bytes,
+)
+from tests.distributed.gpt import (
+    Case,
+    Trainer,
+    batches,
+    build_model,
+    build_trainer,
+    forward_backward,
+    init_megatron,
+    train_step,
+)
+from tests.gpu.gpu_ranks import Check, Outcomes
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from lib.bench_trace import budget, budget_text, read_events
+
+WIDE = Case(
+    num_layers=4, hidden=512, heads=8, ffn=2048, vocab=8192, seq=512, batch=2, microbatches=2,
+    bf16=True,
+)  # fmt: skip
+LONG_KERNELS = Case(
+    num_layers=4, hidden=2048, heads=16, ffn=8192, vocab=8192, seq=2048, batch=1, microbatches=2,
+    bf16=True,
+)  # fmt: skip
+SMALL = 64 * 1024
+"""Bytes beside the formula: rotary frequencies, Adam's step counts, flags of fused kernels."""
+
+
+def _steps(trainer: Trainer, rank: int, count: int, device: torch.device) -> None:
+    for number in range(count):
+        train_step(trainer, batches(trainer.case, number % 2, rank, device))
+
+
+def _forget_grads(trainer: Trainer) -> None:
+    trainer.wrapper.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+    torch.cuda.synchronize()
+
+
+def _warm_libraries(case: Case, rank: int, device: torch.device) -> None:
+    """cuBLAS workspaces and the like are allocated once and stay."""
+    _steps(build_trainer(case, "optim", device), rank, 1, device)
+    gc.collect()
+    torch.cuda.synchronize()
+
+
+def _requested() -> int:
+    """Bytes that tensors asked for. What the allocator counts as allocated is more by up to 1 MiB
+    a tensor, where it hands out a cached block without splitting it."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
+def formula(trainer: Trainer, rank: int) -> dict[str, int]:
+    """Bytes by kind from the layouts alone."""
+    engine = trainer.wrapper.engine
+    row = STRATEGIES[str(trainer.strategy)]
+    every = [
+        unit_bytes([group.layout for group in unit.groups], row, Precision(), rank)
+        for unit in engine.units
+    ]
+    return model_bytes(every[-1], every[:-1])
+
+
+def held_bytes(rank: int, world: int, strategy: str) -> str:
+    """Between two steps the allocator holds what the formula says, and nothing after deletion."""
+    device = init_megatron()
+    _warm_libraries(WIDE, rank, device)
+    RotaryEmbedding.forward.cache_clear()  # core caches the angles, of deleted models too
+    gc.collect()
+    before = _requested()
+    trainer = build_trainer(WIDE, strategy, device)
+    _steps(trainer, rank, 2, device)
+    _forget_grads(trainer)
+    trainer.wrapper.engine.gather.release_all()  # what the next forward has gathered ahead
+    torch.cuda.synchronize()
+    RotaryEmbedding.forward.cache_clear()
+    expected = bytes_between_steps(formula(trainer, rank))
+    held, allocated = _requested() - before, torch.cuda.memory_allocated()
+    del trainer
+    gc.collect()
+    torch.cuda.synchronize()
+    left = _requested() - before
+    assert expected <= held - left <= expected + SMALL, (held, left, expected)
+    assert left <= SMALL, f"{left} bytes are left after the model was deleted"
+    return f"held {held}, formula {expected}, left {left}, allocated in all {allocated}"
+
+
+@dataclass
+class Tally:
+    """The most bytes of gathered weights, and of reduce buckets, that exist at once."""
+
+    trainer: Trainer
+    gathered: int = 0
+    buckets: int = 0
+    units: set[str] = field(default_factory=set)
+
+    def watch(self) -> None:
+        runtime = self.trainer.wrapper.engine.runtime
+        for name in ("allocate", "release"):
+            setattr(runtime, name, self._counting(getattr(runtime, name)))
+
+    def _counting(self, original: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        def counted(flat: torch.Tensor) -> None:
+            original(flat)
+            groups = self.trainer.wrapper.engine.groups
+            self.gathered = max(self.gathered, _allocated(group.weight for group in groups))
+            self.buckets = max(self.buckets, _allocated(group.bucket for group in groups))
+
+        return counted
+
+
+def _allocated(buffers: Iterable[Any]) -> int:
+    return sum(buffer.tensor.untyped_storage().nbytes() for buffer in buffers)
+
+
+def _floor_activations(case: Case, rank: int, device: torch.device) -> int:
+    """The peak of one forward and backward of the bare model over its weights."""
+    model = build_model(case, device)
+    trainer = Trainer(case, _Bare(model), _Bare(model), None)
+    data = batches(case.but(microbatches=1), 0, rank, device)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    forward_backward(trainer, data)
+    return torch.cuda.max_memory_allocated() - before
+
+
+class _Bare(torch.nn.Module):
+    """The unwrapped model, with the two calls that a training step makes on a wrapper."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module, self.config = module, module.config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def zero_grad_buffer(self) -> None:
+        self.module.zero_grad(set_to_none=True)
+
+
+def peak_bytes(rank: int, world: int) -> str:
+    """Communication memory of ZeRO-3: gathered at most the two largest units, the root and the
+    last unit, which stay from forward to backward; at most two buckets. The allocator's peak of a
+    whole step is within that, the shards, and what the bare model needs for activations."""
+    device = init_megatron()
+    _warm_libraries(WIDE, rank, device)
+    activations = _floor_activations(WIDE, rank, device)
+    gc.collect()
+    trainer = build_trainer(WIDE, "optim_grads_params", device)
+    _steps(trainer, rank, 2, device)
+    _forget_grads(trainer)
+    tally = Tally(trainer)
+    tally.watch()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    _steps(trainer, rank, 2, device)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    return _within_peaks(trainer, rank, tally, peak, activations)
+
+
+def _within_peaks(trainer: Trainer, rank: int, tally: Tally, peak: int, activations: int) -> str:
+    units = trainer.wrapper.engine.units
+    root, others = units[-1], units[:-1]
+    sizes = sorted(unit.weight_bytes for unit in others)
+    gather_bound = root.weight_bytes + others[-1].weight_bytes + sum(sizes[-2:])
+    buckets = sorted(sum(group.bucket.nbytes for group in unit.groups) for unit in units)
+    bucket_bound = sum(buckets[-2:])
+    shards = formula(trainer, rank)["gradient shard"]
+    text = (
+        f"gathered {tally.gathered} <= {gather_bound}, buckets {tally.buckets} <= {bucket_bound}, "
+        f"peak {peak} with activations {activations}, shards {shards}"
+    )
+    assert 0 < tally.gathered <= gather_bound, text
+    assert 0 < tally.buckets <= bucket_bound, text
+    # Backward's gradients of the unit that is being copied exist beside its bucket.
+    grads = max(sizes)
+    bound = activations + gather_bound + bucket_bound + shards + grads
+    assert peak <= bound, f"{text}: more than {bound}"
+    return text
+
+
+def _allocator() -> Mapping[str, int]:
+    torch.cuda.synchronize()
+    stats = torch.cuda.memory_stats()
+    return {
+        "requested": stats["requested_bytes.all.current"],
+        "reserved": stats["reserved_bytes.all.current"],
+        "device allocations": stats["num_device_alloc"],
+        "device frees": stats["num_device_free"],
+        "retries": stats["num_alloc_retries"],
+    }
+
+
+def flat_memory(rank: int, world: int, strategy: str) -> str:
+    """50 steps allocate nothing new from the device, and hold the same after the last."""
+    device = init_megatron()
+    trainer = build_trainer(WIDE, strategy, device)
+    _steps(trainer, rank, 4, device)
+    early = _allocator()
+    _steps(trainer, rank, 50, device)
+    late = _allocator()
+    assert early == late, f"{strategy}: {early} became {late}"
+    return str(late)
+
+
+def overlap(rank: int, world: int, strategy: str) -> str:
+    """Collectives run while compute kernels do: at least a fifth of their time."""
+    device = init_megatron()
+    trainer = build_trainer(LONG_KERNELS, strategy, device)
+    _steps(trainer, rank, 3, device)
+    torch.cuda.synchronize()
+    if rank != 0:
+        _steps(trainer, rank, 2, device)
+        return "traced on the first rank"
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        _steps(trainer, rank, 2, device)
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        found = budget(read_events(path))
+    assert found.communication > 0, "no NCCL kernel in the trace"
+    assert found.overlapped >= 0.2 * found.communication, found
+    return budget_text(strategy, found)
+
+
+CHECKS = {
+    **{f"held, {name}": Check(held_bytes, (name,)) for name in STRATEGIES},
+    "peak": Check(peak_bytes),
+    **{f"flat, {name}": Check(flat_memory, (name,)) for name in ("optim", "optim_grads_params")},
+    **{f"overlap, {name}": Check(overlap, (name,)) for name in ("optim", "optim_grads_params")},
+}
+OUTCOMES = Outcomes(CHECKS, timeout_s=150.0)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_two_gpus(name: str) -> None:
+    OUTCOMES.expect(name)

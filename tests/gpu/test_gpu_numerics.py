@@ -1,0 +1,145 @@
+"""The numerics of tests/distributed on NCCL: the same functions, on two GPUs.
+
+Show 6 of the issue: lines 2 and 3 again. Stream order is tested here too, which no CPU run can
+show: with streams that are slow on purpose every number must stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter.runtime.device import COMPUTE, GATHER, REDUCE
+from tests.distributed import test_numerics as numerics
+from tests.distributed.checks import check_run_bits, check_same_bits, free_run
+from tests.distributed.gpt import STRATEGIES, Case, Trainer, build_trainer, init_megatron
+from tests.distributed.random_cases import fresh_seed, random_case
+from tests.gpu.gpu_ranks import Check, Outcomes
+
+WIDE = Case(
+    num_layers=3, hidden=256, heads=4, ffn=640, vocab=1000, seq=128, batch=2, swiglu=True, bf16=True
+)
+"""Kernels long enough for streams to run beside each other."""
+
+SLEEP_CYCLES = 3_000_000
+"""About 1.5 ms on a GPU at 2 GHz: longer than any kernel of `WIDE`."""
+
+
+def _slow(trainer: Trainer, roles: Sequence[str]) -> None:
+    """Every task of `roles` waits on its stream before it does anything."""
+    runtime = trainer.wrapper.engine.runtime
+    submit = runtime.submit
+
+    def slow_submit(role: str, task: Any) -> None:
+        def slow_task() -> Any:
+            torch.cuda._sleep(SLEEP_CYCLES)
+            return task()
+
+        submit(role, slow_task if role in roles else task)
+
+    runtime.submit = slow_submit
+    if COMPUTE in roles:
+        for module in trainer.wrapper.module.modules():
+            if not list(module.children()):
+                module.register_forward_pre_hook(_sleep_before)
+                module.register_full_backward_pre_hook(_sleep_before)
+
+
+def _sleep_before(*unused: Any) -> None:
+    torch.cuda._sleep(SLEEP_CYCLES // 4)
+
+
+def slow_streams(rank: int, world: int, strategy: str, roles: Sequence[str]) -> str:
+    """A slow stream changes no bit: nothing is read before it is there or freed before it is
+    used."""
+    device = init_megatron()
+    plain = free_run(build_trainer(WIDE, strategy, device), rank, 3, device)
+    trainer = build_trainer(WIDE, strategy, device)
+    _slow(trainer, roles)
+    check_run_bits(free_run(trainer, rank, 3, device), plain, f"{strategy}, slow {roles}")
+    return f"loss {plain[-1].loss:.6f}"
+
+
+def same_run_twice(rank: int, world: int, strategy: str) -> str:
+    """Two runs are equal bit for bit."""
+    device = init_megatron()
+    runs = [free_run(build_trainer(WIDE, strategy, device), rank, 5, device) for _ in range(2)]
+    check_run_bits(runs[0], runs[1], strategy)
+    return f"loss {runs[0][-1].loss:.6f}"
+
+
+def strategies_agree(rank: int, world: int) -> None:
+    """One microbatch on two ranks: all strategies add the same two numbers, so all agree."""
+    device = init_megatron()
+    case = WIDE.but(microbatches=1, clip=0.0)
+    first, *others = (
+        free_run(build_trainer(case, strategy, device), rank, 3, device)[-1].weights
+        for strategy in STRATEGIES
+    )
+    for strategy, weights in zip(STRATEGIES[1:], others, strict=True):
+        check_same_bits(weights, first, strategy)
+
+
+def sees_a_mistake(rank: int, world: int, case: Case, fault: str) -> dict[str, Any]:
+    """No check passes with a fault in the engine."""
+    passed = numerics._checks_under(rank, world, case, fault)
+    for strategy, outcome in passed.items():
+        assert not any(outcome.values()), (strategy, outcome, case)
+    return passed
+
+
+def _checks() -> dict[str, Check]:
+    case = random_case(fresh_seed())
+    small = case.but(num_layers=1, batch=1, clip=0.0)
+    return {
+        "each step": Check(numerics._compare_each_step, (case, STRATEGIES, {})),
+        "average in collective": Check(
+            numerics._compare_each_step, (case, STRATEGIES, {"average_in_collective": True})
+        ),
+        "loss per token": Check(
+            numerics._compare_each_step, (case.but(per_token_loss=True), STRATEGIES, {})
+        ),
+        "no overlap": Check(
+            numerics._compare_each_step, (case.but(overlap=False), STRATEGIES, {})
+        ),
+        "free run": Check(
+            numerics._run_free, (case.but(num_layers=1, batch=1, adam_eps=1e-5),)
+        ),
+        "same bits": Check(
+            numerics._same_bits, (case.but(clip=0.0), numerics.KEPT_GRADS, 5)
+        ),
+        "same bits, bf16": Check(
+            numerics._same_bits, (case.but(clip=0.0, bf16=True), numerics.KEPT_GRADS, 5)
+        ),
+        "same bits, bf16, one microbatch": Check(
+            numerics._same_bits, (case.but(clip=0.0, bf16=True, microbatches=1), STRATEGIES, 5)
+        ),
+        "bounds": Check(numerics._within_bounds, (case, False)),
+        "bounds, bf16": Check(numerics._within_bounds, (case.but(bf16=True), False)),
+        "bounds, bf16 communication": Check(
+            numerics._within_bounds, (case.but(bf16=True), True)
+        ),
+        "sees a scale": Check(sees_a_mistake, (small, "scaled by 1.001")),
+        **{
+            f"twice, {strategy}": Check(same_run_twice, (strategy,))
+            for strategy in ("optim", "optim_grads_params")
+        },
+        "strategies agree": Check(strategies_agree),
+        **{
+            f"slow {'+'.join(roles)}, {strategy}": Check(slow_streams, (strategy, roles))
+            for strategy in ("optim", "optim_grads_params")
+            for roles in ((GATHER,), (REDUCE,), (COMPUTE,))
+        },
+    }  # fmt: skip
+
+
+CHECKS = _checks()
+OUTCOMES = Outcomes(CHECKS, timeout_s=170.0)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_two_gpus(name: str) -> None:
+    OUTCOMES.expect(name)

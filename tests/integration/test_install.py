@@ -1,0 +1,245 @@
+"""install() reaches every place where Megatron holds the names, and uninstall() leaves no trace.
+
+Each case is a process of its own: what is tested is the order of imports.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+MEGATRON_LM = os.environ.get("MEGATRON_LM_PATH")
+
+PRELUDE = """
+import sys, types
+import importlib
+
+def megatron_modules():
+    return {n: m for n, m in list(sys.modules.items())
+            if isinstance(m, types.ModuleType) and (n == "megatron" or n.startswith("megatron."))}
+
+def holders(wanted):
+    found = []
+    for name, module in megatron_modules().items():
+        for attribute, value in vars(module).items():
+            entries = value if type(value) is tuple else (value,)
+            if any(entry is wanted for entry in entries):
+                found.append(f"{name}.{attribute}")
+    return sorted(found)
+
+def snapshot():
+    return {(n, a): v for n, m in megatron_modules().items() for a, v in vars(m).items()
+            if not a.startswith("__")}
+
+FSDP = "megatron.core.distributed.fsdp"
+ENGINE = FSDP + ".src.megatron_fsdp"
+CHECKPOINT = "megatron.core.transformer.fsdp_dtensor_checkpoint"
+HELPERS = {
+    "preprocess_state_dict_for_uneven_dtensor": "uneven_dtensor",
+    "gather_uneven_dtensor_to_full_tensor": "uneven_dtensor",
+    "make_fsdp_dtensor": "param_and_grad_buffer",
+    "is_mcore_tensor_model_parallel": "utils",
+    "get_mcore_tensor_parallel_partition_dim": "utils",
+}
+"""
+
+
+def run(body: str, *path: str) -> str:
+    """Runs the code in a fresh interpreter, `path` in front of its module search path."""
+    code = PRELUDE + "".join(f"sys.path.insert(0, {p!r})\n" for p in path) + textwrap.dedent(body)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_importing_the_package_imports_no_megatron() -> None:
+    run("""
+        import megatron_fsdp_adapter
+        from megatron_fsdp_adapter.install import installed
+        assert not megatron_modules() and not installed()
+    """)
+
+
+def test_install_before_megatron() -> None:
+    run("""
+        from megatron_fsdp_adapter import install
+        install()
+        from megatron_fsdp_adapter import FullyShardedDataParallel as ours
+        from megatron_fsdp_adapter.checkpoint import megatron_names
+        from megatron.core.distributed import FullyShardedDataParallel as a
+        from megatron.core.distributed.fsdp import FullyShardedDataParallel as b
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel as c
+        assert a is b is c is ours
+        for name, home in HELPERS.items():
+            assert getattr(importlib.import_module(f"{ENGINE}.{home}"), name) is getattr(
+                megatron_names, name), name
+        checkpoint = importlib.import_module(CHECKPOINT)
+        assert checkpoint.make_fsdp_dtensor is megatron_names.make_fsdp_dtensor
+    """)
+
+
+def test_install_after_megatron_and_back() -> None:
+    run("""
+        for name in ("megatron.core", "megatron.core.distributed", "megatron.core.optimizer",
+                     "megatron.core.utils", "megatron.core.tensor_parallel.layers",
+                     "megatron.core.models.gpt", CHECKPOINT):
+            importlib.import_module(name)
+        # Others bind the class in ways of their own.
+        from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
+        original = FullyShardedDataParallel
+        user = types.ModuleType("megatron.somebody")
+        user.FSDP = original
+        user.WRAPPERS = (DistributedDataParallel, original)
+        user.NESTED = ((original,), "text")
+        user.LISTED = [1, 2]
+        sys.modules["megatron.somebody"] = user
+        stranger = types.ModuleType("megatronics")
+        stranger.FSDP = original
+        sys.modules["megatronics"] = stranger
+        layers = sys.modules["megatron.core.tensor_parallel.layers"]
+        copy_attributes = layers.copy_tensor_model_parallel_attributes
+        helpers = {n: getattr(sys.modules[f"{ENGINE}.{h}"], n) for n, h in HELPERS.items()}
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+        methods = dict(vars(DistributedOptimizer))
+        before, places = snapshot(), {n: holders(h) for n, h in helpers.items()}
+        places["class"] = holders(original)
+        assert len(places["class"]) >= 5 and len(places["make_fsdp_dtensor"]) >= 2
+
+        from megatron_fsdp_adapter import install, uninstall
+        from megatron_fsdp_adapter.install import installed, original as original_of
+        from megatron_fsdp_adapter.checkpoint import megatron_names
+        for _ in range(2):
+            install()
+            assert installed()
+            from megatron_fsdp_adapter import FullyShardedDataParallel as ours
+            assert holders(original) == [] and holders(ours) == places["class"]
+            assert original_of("FullyShardedDataParallel") is original
+            for name, helper in helpers.items():
+                assert holders(helper) == [], name
+                assert holders(getattr(megatron_names, name)) == places[name], name
+        assert user.WRAPPERS == (DistributedDataParallel, ours) and user.NESTED[0] == (ours,)
+        assert stranger.FSDP is original
+        assert layers.copy_tensor_model_parallel_attributes is copy_attributes
+        ours_copy = megatron_names.copy_tensor_model_parallel_attributes
+        assert holders(ours_copy) == [CHECKPOINT + ".copy_tensor_model_parallel_attributes"]
+
+        from megatron.core.utils import unwrap_model
+        import torch
+        wrapped = ours.__new__(ours)
+        torch.nn.Module.__init__(wrapped)
+        wrapped.module = torch.nn.Linear(1, 1)
+        assert unwrap_model(wrapped) is wrapped.module
+
+        for _ in range(2):
+            uninstall()
+            assert not installed()
+            after = snapshot()
+            changed = [k for k in before if after[k] is not before[k]
+                       and not (type(before[k]) is tuple and after[k] == before[k])]
+            assert not changed, changed
+            assert holders(ours) == []
+            assert dict(vars(DistributedOptimizer)) == methods
+        try:
+            original_of("FullyShardedDataParallel")
+        except KeyError:
+            pass
+        else:
+            raise AssertionError("no original while nothing is rebound")
+        install()
+        assert holders(ours) == places["class"], "it can be installed again"
+    """)
+
+
+def test_a_second_install_reaches_what_was_bound_in_between() -> None:
+    run("""
+        from megatron_fsdp_adapter import install
+        from megatron_fsdp_adapter.install import original
+        install()
+        late = types.ModuleType("megatron.late")
+        late.FSDP = original("FullyShardedDataParallel")
+        sys.modules["megatron.late"] = late
+        install()
+        from megatron_fsdp_adapter import FullyShardedDataParallel as ours
+        assert late.FSDP is ours and holders(original("FullyShardedDataParallel")) == []
+    """)
+
+
+def test_a_megatron_without_the_engine_keeps_its_names() -> None:
+    run("""
+        class Absent:
+            def find_spec(self, name, path=None, target=None):
+                if name.startswith(ENGINE + ".uneven_dtensor"):
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        sys.meta_path.insert(0, Absent())
+        import megatron_fsdp_adapter.install as module
+        from megatron_fsdp_adapter.install import Rebinding
+        missing = [r for r in module.REBINDINGS if module._module_of(r) is None]
+        assert {r.name for r in missing} >= {"preprocess_state_dict_for_uneven_dtensor"}
+        required = Rebinding(ENGINE + ".uneven_dtensor", "x", lambda: None, required=True)
+        try:
+            module._require(required)
+        except RuntimeError as error:
+            assert "megatron-core 0.16.1" in str(error)
+        else:
+            raise AssertionError("a required name may not be absent")
+    """)
+
+
+@pytest.fixture(scope="module")
+def megatron_lm() -> str:
+    """The checkout, if there is one and what its training modules import is installed."""
+    if not MEGATRON_LM:
+        pytest.skip("MEGATRON_LM_PATH names no Megatron-LM checkout")
+    missing = run(
+        """
+        try:
+            import megatron.training.training
+        except ModuleNotFoundError as error:
+            assert not error.name.startswith("megatron"), error
+            print("missing:", error.name)
+        """,
+        MEGATRON_LM,
+    )
+    if "missing:" in missing:
+        pytest.skip(f"Megatron-LM's training modules need a package, {missing.strip()}")
+    return MEGATRON_LM
+
+
+@pytest.mark.parametrize("order", ["install first", "install last"])
+def test_megatron_lm_training_modules(megatron_lm: str, order: str) -> None:
+    body = f"""
+        order = {order!r}
+        from megatron_fsdp_adapter import install, uninstall
+        if order == "install first":
+            install()
+        import megatron.training.training as training
+        import megatron.training.checkpointing as checkpointing
+        if order == "install last":
+            assert "megatron_fsdp_adapter" not in training.megatron_FSDP.__module__
+            install()
+        from megatron_fsdp_adapter import FullyShardedDataParallel as ours
+        from megatron_fsdp_adapter.checkpoint import megatron_names
+        assert training.megatron_FSDP is ours
+        name = "preprocess_state_dict_for_uneven_dtensor"
+        assert getattr(checkpointing, name) is getattr(megatron_names, name)
+        assert "megatron.training.training.megatron_FSDP" in holders(ours)
+        uninstall()
+        assert holders(ours) == []
+        assert training.megatron_FSDP.__module__ == FSDP + ".mcore_fsdp_adapter"
+        assert getattr(checkpointing, name).__module__ == ENGINE + ".uneven_dtensor"
+    """
+    run(body, megatron_lm)

@@ -1,0 +1,150 @@
+"""The closed formula for bytes per rank, against sums written out by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from layout_cases import layouts, specs_of
+
+from megatron_fsdp_adapter.config import STRATEGIES
+from megatron_fsdp_adapter.layout import GroupLayout, plan_group
+from megatron_fsdp_adapter.layout.memory import (
+    Precision,
+    bytes_between_steps,
+    group_bytes,
+    held_by_rank,
+    held_numel,
+    model_bytes,
+    unit_bytes,
+)
+
+
+def planned(dtype: torch.dtype, requires_grad: bool = True) -> GroupLayout:
+    """100 elements of parameters on 4 shards of 32: ranks hold 32, 32, 32 and 4 of them."""
+    specs = [
+        replace(spec, dtype=dtype, requires_grad=requires_grad)
+        for spec in specs_of([(5, 16), (20,)])
+    ]
+    layout = plan_group(specs, 4, align=16)
+    assert (layout.total_numel, layout.shard_numel, layout.item_numel) == (128, 32, 100)
+    return layout
+
+
+BF16 = {
+    "no_shard": {
+        "compute weights": 256,
+        "main weights": 512,
+        "main gradients": 512,
+        "optimizer state": 800,
+    },
+    "optim": {
+        "compute weights": 256,
+        "main weights": 128,
+        "main gradients": 512,
+        "optimizer state": 8 * 4,
+    },
+    "optim_grads": {
+        "compute weights": 256,
+        "main weights": 128,
+        "gradient shard": 128,
+        "reduce bucket": 512,
+        "optimizer state": 8 * 4,
+    },
+    "optim_grads_params": {
+        "gathered weights": 256,
+        "main weights": 128,
+        "gradient shard": 128,
+        "reduce bucket": 512,
+        "optimizer state": 8 * 4,
+    },
+}
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_bytes_of_a_bf16_group(name: str) -> None:
+    layout = planned(torch.bfloat16)
+    assert group_bytes(layout, STRATEGIES[name], Precision(), rank=3) == BF16[name]
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_an_fp32_group_has_main_weights_of_its_own_only_where_weights_are_sharded(
+    name: str,
+) -> None:
+    expected = dict(BF16[name])
+    if name != "optim_grads_params":
+        expected["compute weights"] = 512
+        del expected["main weights"]
+    else:
+        expected["gathered weights"] = 512
+    layout = planned(torch.float32)
+    assert group_bytes(layout, STRATEGIES[name], Precision(), rank=3) == expected
+
+
+def test_other_dtypes_and_state() -> None:
+    precision = Precision(torch.bfloat16, torch.bfloat16, torch.float32, state_bytes=2)
+    held = group_bytes(planned(torch.bfloat16), STRATEGIES["optim_grads"], precision, rank=0)
+    assert held == {
+        "compute weights": 256,
+        "gradient shard": 64,
+        "reduce bucket": 512,
+        "optimizer state": 2 * 32,
+    }
+    with pytest.raises(ValueError, match="state_bytes=-1"):
+        Precision(state_bytes=-1)
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_a_frozen_group_has_weights_only(name: str) -> None:
+    held = group_bytes(planned(torch.bfloat16, False), STRATEGIES[name], Precision(), rank=0)
+    if name == "optim_grads_params":
+        assert held == {"gathered weights": 256, "main weights": 64}
+    else:
+        assert held == {"compute weights": 256}
+
+
+def test_a_model_holds_the_root_unit_beside_the_two_largest() -> None:
+    def unit(gathered: int, bucket: int, main: int) -> dict[str, int]:
+        return {"gathered weights": gathered, "reduce bucket": bucket, "main weights": main}
+
+    root, units = unit(5, 50, 1), [unit(10, 30, 2), unit(30, 20, 3), unit(20, 60, 4)]
+    total = model_bytes(root, units)
+    assert total == {"main weights": 10, "gathered weights": 55, "reduce bucket": 110}
+    assert bytes_between_steps(total) == 10
+    assert model_bytes({"main weights": 3}, [{"main weights": 4}]) == {"main weights": 7}
+
+
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [
+        ("no_shard", 256 + 512 + 512 + 800),
+        ("optim", 256 + 128 + 512 + 32),
+        ("optim_grads", 256 + 128 + 32),
+        ("optim_grads_params", 128 + 32),
+    ],
+)
+def test_what_is_held_between_steps(name: str, held: int) -> None:
+    assert bytes_between_steps(BF16[name]) == held
+
+
+def test_a_unit_is_the_sum_of_its_groups() -> None:
+    layout, row = planned(torch.bfloat16), STRATEGIES["optim"]
+    one = group_bytes(layout, row, Precision(), 1)
+    both = unit_bytes([layout, layout], row, Precision(), 1)
+    assert both == {kind: 2 * count for kind, count in one.items()}
+
+
+@given(layouts())
+def test_optimizer_state_covers_every_element_once(layout: GroupLayout) -> None:
+    held = held_by_rank(layout)
+    assert held == [held_numel(layout, rank) for rank in range(layout.num_shards)]
+    assert sum(held) == layout.item_numel
+    assert max(held) <= layout.shard_numel
+    row = STRATEGIES["optim_grads_params"]
+    states = [group_bytes(layout, row, Precision(), rank) for rank in range(layout.num_shards)]
+    assert sum(state["optimizer state"] for state in states) == 8 * sum(
+        math.prod(spec.shape) for spec in layout.specs
+    )

@@ -1,0 +1,350 @@
+"""Properties of planned layouts over random groups, shard counts and alignments."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from layout_cases import (
+    ALIGNMENTS,
+    LLAMA3_405B_LAYER,
+    PUBLISHED,
+    SHARDS,
+    TABLE_SHARDS,
+    any_specs,
+    layouts,
+    lcm_total,
+    row_specs,
+    scatter,
+    specs_of,
+)
+from padding_table import rows
+
+import megatron_fsdp_adapter.layout as layout_package
+from megatron_fsdp_adapter.layout import (
+    GroupLayout,
+    ParamSpec,
+    Placement,
+    Segment,
+    plan_group,
+    rows_granularity,
+    tensor_granularity,
+)
+
+
+@given(layouts())
+def test_items_are_disjoint_and_inside_their_segment(layout: GroupLayout) -> None:
+    owner = np.full(layout.total_numel, -1)
+    for index, placement in enumerate(layout.placements):
+        extent, segment = layout.item_range(index), layout.segments[placement.segment]
+        assert extent.numel == layout.specs[index].numel
+        assert segment.offset <= extent.start
+        assert extent.stop <= segment.offset + segment.numel
+        assert (owner[extent.start : extent.stop] == -1).all()
+        owner[extent.start : extent.stop] = index
+    padding = np.concatenate([np.arange(gap.start, gap.stop) for gap in layout.gaps()] or [[]])
+    assert padding.tolist() == np.flatnonzero(owner == -1).tolist()
+    assert len(padding) == layout.padding_numel
+    merged = layout.gaps()
+    assert all(gap.numel > 0 for gap in merged)
+    assert all(a.stop < b.start for a, b in itertools.pairwise(merged))
+
+
+@given(layouts())
+def test_pieces_cover_every_item_once_in_whole_granules(layout: GroupLayout) -> None:
+    for index, spec in enumerate(layout.specs):
+        held = []
+        for rank in range(layout.num_shards):
+            piece = layout.shard_range(index, rank)
+            assert piece.start % spec.granularity == piece.stop % spec.granularity == 0
+            assert layout.shard_item_range(index, rank).numel == piece.numel
+            assert (rank in layout.holders(index)) == (piece.numel > 0)
+            assert math.prod(layout.local_shape(index, rank)) == piece.numel
+            held += range(piece.start, piece.stop)
+        assert held == list(range(spec.numel))
+
+
+@given(layouts())
+def test_shards_are_equal_and_aligned(layout: GroupLayout) -> None:
+    end = shard_end = 0
+    for number, segment in enumerate(layout.segments):
+        assert (segment.offset, segment.shard_offset) == (end, shard_end)
+        assert segment.shard_numel * layout.num_shards == segment.numel
+        end, shard_end = end + segment.numel, shard_end + segment.shard_numel
+        for rank in range(layout.num_shards):
+            full, shard = layout.segment_shards(rank)[number]
+            assert full.numel == shard.numel == segment.shard_numel
+            assert full.start == segment.offset + rank * segment.shard_numel
+            assert shard.start == segment.shard_offset
+            assert full.start % layout.align == shard.start % layout.align == 0
+    assert (layout.total_numel, layout.shard_numel) == (end, shard_end)
+    for index in range(len(layout.specs)):
+        assert layout.item_range(index).start % layout.align == 0
+        for rank in range(layout.num_shards):
+            assert layout.shard_item_range(index, rank).start % layout.align == 0
+
+
+@given(layouts())
+def test_local_shapes_are_rows_of_the_parameter(layout: GroupLayout) -> None:
+    for index, spec in enumerate(layout.specs):
+        shapes = [layout.local_shape(index, rank) for rank in range(layout.num_shards)]
+        row = spec.layout_shape[1:] if spec.whole_rows else ()
+        assert {shape[1:] for shape in shapes} == {row}
+        total = spec.layout_shape[0] if spec.whole_rows else spec.numel
+        assert sum(shape[0] for shape in shapes) == total
+
+
+@given(any_specs(), SHARDS, ALIGNMENTS)
+def test_equal_input_gives_an_equal_layout(specs: list, num_shards: int, align: int) -> None:
+    layout = plan_group(specs, num_shards, align=align)
+    renamed = [replace(spec, fqns=(f"other.{spec.index}",)) for spec in specs]
+    again = plan_group(renamed, num_shards, align=align)
+    assert layout == plan_group(list(specs), num_shards, align=align)
+    assert layout.placements == again.placements and layout.segments == again.segments
+
+
+@given(any_specs(), SHARDS, ALIGNMENTS, st.integers(1, 4))
+def test_never_more_padding_than_lcm_packing(
+    specs: list, num_shards: int, align: int, max_segments: int
+) -> None:
+    layout = plan_group(specs, num_shards, align=align, max_segments=max_segments)
+    assert layout.total_numel <= lcm_total(specs, num_shards, align)
+    assert len(layout.segments) <= max_segments
+
+
+@given(row_specs(), st.integers(2, 64), ALIGNMENTS)
+def test_padding_of_a_segment_is_bounded(specs: list, num_shards: int, align: int) -> None:
+    layout = plan_group(specs, num_shards, align=align)
+    for number, segment in enumerate(layout.segments):
+        items = [s for s, p in zip(specs, layout.placements, strict=True) if p.segment == number]
+        granularity = math.lcm(*(item.granularity for item in items))
+        bound = num_shards * math.lcm(granularity, align)
+        bound += sum(math.lcm(item.granularity, align) for item in items)
+        assert segment.numel - sum(item.numel for item in items) < bound
+
+
+def set_partitions(values: list[int]) -> Iterator[list[list[int]]]:
+    if not values:
+        yield []
+        return
+    for partial in set_partitions(values[1:]):
+        yield [[values[0]], *partial]
+        for k, block in enumerate(partial):
+            yield [*partial[:k], [values[0], *block], *partial[k + 1 :]]
+
+
+@given(row_specs(), st.integers(2, 64), st.integers(1, 4))
+@example(specs_of(PUBLISHED["DeepSeek-V3 dense layer"]), 512, 4)
+@example(specs_of(PUBLISHED["small layer with biases, h=2880"]), 64, 4)
+def test_fewest_segments_within_the_bound(
+    specs: list, num_shards: int, max_segments: int
+) -> None:
+    """Against every partition of the granularities, each block packed by LCM in input order."""
+    layout = plan_group(specs, num_shards, max_segments=max_segments, padding_bound=0.01)
+    granularities = sorted({spec.granularity for spec in specs})
+    if len(granularities) > 6:
+        return
+    least: dict[int, int] = {}
+    for blocks in set_partitions(granularities):
+        total = sum(
+            lcm_total([s for s in specs if s.granularity in block], num_shards, 16)
+            for block in blocks
+        )
+        least[len(blocks)] = min(total, least.get(len(blocks), total))
+    reachable = [least[k] for k in range(1, min(max_segments, len(granularities)) + 1)]
+    allowed = 1.01 * layout.item_numel
+    if layout.total_numel <= allowed:
+        assert all(total > allowed for total in reachable[: len(layout.segments) - 1])
+    else:
+        assert layout.total_numel <= min(reachable)
+
+
+@given(any_specs(), ALIGNMENTS)
+def test_one_shard_is_padded_for_alignment_only(specs: list, align: int) -> None:
+    layout = plan_group(specs, 1, align=align)
+    assert len(layout.segments) == 1
+    assert layout.total_numel == sum(math.ceil(spec.numel / align) * align for spec in specs)
+
+
+@given(layouts())
+def test_scatter_then_gather_is_the_identity(layout: GroupLayout) -> None:
+    rng = np.random.default_rng()
+    items = [rng.integers(0, 1 << 40, spec.numel) for spec in layout.specs]
+    shards = scatter(layout, items)
+    assert all((shard != -2).all() for shard in shards)
+    for index, item in enumerate(items):
+        gathered = np.full(item.shape, -3)
+        for rank, shard in enumerate(shards):
+            piece, where = layout.shard_range(index, rank), layout.shard_item_range(index, rank)
+            gathered[piece.start : piece.stop] = shard[where.start : where.stop]
+        assert (gathered == item).all()
+
+
+@pytest.mark.parametrize("num_shards", TABLE_SHARDS)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_padding_of_published_models(name: str, num_shards: int) -> None:
+    specs = specs_of(PUBLISHED[name])
+    layout = plan_group(specs, num_shards)
+    bound = 0.07 if (name.startswith("small layer") and num_shards == 512) else 0.01
+    assert layout.padding_fraction <= bound
+    assert layout.total_numel <= lcm_total(specs, num_shards, layout.align)
+    if num_shards == 8:
+        assert len(layout.segments) == (2 if name.startswith("small layer") else 1)
+
+
+def test_the_documented_padding_table_is_what_the_planner_does() -> None:
+    documented = (Path(__file__).parents[2] / "docs" / "layout.md").read_text()
+    assert "\n".join(rows()) in documented
+
+
+def test_planning_llama3_405b_on_16384_shards_takes_under_two_seconds() -> None:
+    groups = [specs_of(LLAMA3_405B_LAYER) for _ in range(126)]
+    groups += [specs_of([(128256, 16384)]), specs_of([(16384,)]), specs_of([(128256, 16384)])]
+    start = time.perf_counter()
+    planned = [plan_group(specs, 16384) for specs in groups]
+    seconds = time.perf_counter() - start
+    assert sum(layout.item_numel for layout in planned) == 405_853_388_800
+    assert seconds < 2.0, f"{seconds:.2f} s"
+
+
+def test_many_distinct_granularities_are_planned_fast() -> None:
+    specs = specs_of([(64 + k, 16 * (k + 1)) for k in range(60)])
+    start = time.process_time()
+    layout = plan_group(specs, 64)
+    assert time.process_time() - start < 5.0
+    assert layout.total_numel <= lcm_total(specs, 64, layout.align)
+    assert layout.padding_numel < plan_group(specs, 64, max_segments=1).padding_numel
+
+
+def test_input_order_is_kept_where_it_costs_nothing() -> None:
+    layout = plan_group(specs_of(PUBLISHED["Llama-3 70B layer"]), 8)
+    offsets = [placement.offset for placement in layout.placements]
+    assert len(layout.segments) == 1 and offsets == sorted(offsets)
+
+
+def test_small_parameters_fill_the_gap_of_a_segment() -> None:
+    weights = [(30, 64), (30, 48)]
+    alone = plan_group(specs_of(weights), 4, max_segments=2)
+    biases = plan_group(specs_of([*weights, (64,), (48,)]), 4, max_segments=2)
+    assert biases.total_numel == alone.total_numel
+
+
+def test_a_group_smaller_than_the_aligned_shards() -> None:
+    layout = plan_group(specs_of([(4096,)]), 512)
+    assert (layout.shard_numel, len(layout.segments)) == (16, 1)
+    assert layout.holders(0) == range(256)
+    assert layout.local_shape(0, 511) == (0,)
+    assert (layout.padding_numel, layout.padding_fraction) == (4096, 1.0)
+
+
+def test_whole_tensors_share_shards_as_long_as_the_largest() -> None:
+    shapes = [(40, 80), (96, 100), (70, 100), (50, 64), (33,)]
+    whole = [tensor_granularity(shape) for shape in shapes[:-1]]
+    layout = plan_group(specs_of(shapes, [*whole, 1]), 3, max_segments=1)
+    assert layout.shard_numel == 9600
+    assert [layout.holders(i)[0] for i in range(4)] == [2, 1, 0, 2]
+    assert [len(layout.holders(i)) for i in range(4)] == [1, 1, 1, 1]
+
+
+def test_blocks_of_rows_stay_together() -> None:
+    layout = plan_group(specs_of([(24, 10)], [rows_granularity((24, 10), 8)]), 4)
+    assert [layout.local_shape(0, r) for r in range(4)] == [(8, 10), (8, 10), (8, 10), (0, 10)]
+
+
+def spec(shape: tuple[int, ...] = (4, 8), **changes) -> ParamSpec:
+    values = {"index": 0, "fqns": ("w",), "dtype": torch.float32, "requires_grad": True}
+    values |= {"shape": shape, "granularity": 8}
+    return ParamSpec(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"fqns": ()}, {"index": -1}, {"shape": (0, 8)}, {"granularity": 5}, {"granularity": 0}],
+)
+def test_bad_specs_are_refused(changes: dict) -> None:
+    with pytest.raises(ValueError, match=r"w|parameter"):
+        spec(**changes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"num_shards": 0}, "num_shards=0"),
+        ({"align": 0}, "align=0"),
+        ({"max_segments": 0}, "max_segments=0"),
+        ({"padding_bound": -0.1}, "padding_bound=-0.1"),
+        ({"specs": []}, "specs is empty"),
+        ({"specs": [spec(index=3)]}, "index 3"),
+        ({"specs": [spec(), spec(index=1, dtype=torch.bfloat16)]}, "one dtype"),
+        ({"specs": [spec(), spec(index=1, requires_grad=False)]}, "one requires_grad"),
+    ],
+)
+def test_bad_plans_are_refused(arguments: dict, named: str) -> None:
+    values = {"specs": [spec()], "num_shards": 2} | arguments
+    with pytest.raises(ValueError, match=named):
+        plan_group(**values)
+
+
+def hand_made(**changes) -> GroupLayout:
+    values = {
+        "specs": (spec(), spec(index=1)),
+        "segments": (Segment(0, 64, 8, 2),),
+        "placements": (Placement(0, 0), Placement(0, 32)),
+        "num_shards": 2,
+        "align": 8,
+    }
+    return GroupLayout(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"placements": (Placement(0, 0),)}, "2 specs and 1 placements"),
+        ({"placements": (Placement(0, 0), Placement(0, 24))}, "overlap"),
+        ({"placements": (Placement(0, 0), Placement(0, 40))}, "not inside"),
+        ({"placements": (Placement(0, 0), Placement(0, 33)), "align": 1}, "not inside"),
+        ({"placements": (Placement(0, 0), Placement(1, 32))}, "segment 1 does not exist"),
+        ({"segments": (Segment(8, 64, 8, 2),)}, "must start at 0"),
+        ({"segments": (Segment(0, 64, 8, 4),)}, "with 2 shards"),
+        ({"align": 64}, "shards of .* are not aligned to 64"),
+        ({"specs": (spec(), spec(index=5))}, "index 5, but position 1"),
+        (
+            {
+                "specs": (spec((6, 8), granularity=24), spec((2, 8), index=1)),
+                "placements": (Placement(0, 16), Placement(0, 0)),
+            },
+            "cuts a granule",
+        ),
+    ],
+)
+def test_impossible_layouts_are_refused(changes: dict, named: str) -> None:
+    assert hand_made().shard_numel == 32
+    with pytest.raises(ValueError, match=named):
+        hand_made(**changes)
+
+
+@pytest.mark.parametrize("bad", [(0, 64, 24, 2), (0, 64, 8, 0), (1, 64, 8, 2), (0, 0, 1, 1)])
+def test_impossible_segments_are_refused(bad: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError):
+        Segment(*bad)
+
+
+def test_the_layout_package_uses_torch_for_dtypes_only() -> None:
+    used = set()
+    for path in Path(layout_package.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level or not (node.module or "").startswith("torch")
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch":
+                used.add(node.attr)
+    assert used == {"dtype", "float32"}

@@ -1,0 +1,264 @@
+"""benchmark.py: what it is told, what it computes from samples, and that it runs and sees a wrapper
+that trains differently."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import benchmark  # noqa: E402
+from lib import bench_report  # noqa: E402
+from lib.bench_measure import Memory, Result  # noqa: E402
+from lib.bench_subjects import FLOOR, Plan, Subject, parse_subjects  # noqa: E402
+from lib.bench_trace import budget  # noqa: E402
+
+TINY = [
+    "--num-layers=2", "--hidden-size=32", "--num-attention-heads=2", "--seq-length=16",
+    "--repeats=2", "--steps=1", "--warmup=1",
+]  # fmt: skip
+DDP, OURS = Subject("ddp"), Subject("ours", "optim")
+
+
+def result(subject: Subject, seconds: list[float], floor: list[float], **more: object) -> Result:
+    steps = more.pop("steps", [(3.0, 1.0), (2.9, 1.1)])
+    return Result(subject, seconds, seconds, floor, Memory(2**20), steps=steps, **more)  # type: ignore[arg-type]
+
+
+def options(*arguments: str):
+    return benchmark.common_options(benchmark.parse_arguments([*TINY, *arguments])[1], 2)
+
+
+# Options
+
+
+def test_a_kind_stands_for_its_strategies() -> None:
+    names = [subject.name for subject in parse_subjects("floor, ours,ours:optim,bundled")]
+    assert names == [
+        "floor", "ours:no_shard", "ours:optim", "ours:optim_grads", "ours:optim_grads_params",
+        "bundled:optim_grads_params",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ("fsdp", "ours:zero3", "ddp:optim", ","))
+def test_an_unknown_wrapper_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--wrappers.*floor, ddp, ours"):
+        parse_subjects(text)
+
+
+def test_the_model_comes_from_preset_and_flags(tmp_path: Path) -> None:
+    preset = tmp_path / "p.yaml"
+    preset.write_text(
+        "num-layers: 3\nhidden-size: 64\nnum-attention-heads: 4\nseq-length: 8\n"
+        "vocab-size: 500\ntrain-data-path: nowhere\nhidden-dropout: 0.5\n"
+    )
+    arguments = ["--preset", str(preset), "--hidden-size=96", "--num-microbatches=3"]
+    settings, parsed = benchmark.parse_arguments(arguments)
+    common = benchmark.common_options(parsed, settings.plan.num_microbatches)
+    assert (common.num_layers, common.hidden_size) == (3, 96)
+    assert common.global_batch_size == 3
+    assert common.hidden_dropout == 0.0
+    assert common.mock_data and common.train_data_path is None
+    assert common.tokenizer_type == "NullTokenizer"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    (
+        (["--wrappers=nothing"], "--wrappers"),
+        (["--preset=missing.yaml"], "missing.yaml"),
+        (["--hidden-sise=3"], "--hidden-sise"),
+        (["--steps=0"], "--steps 0"),
+    ),
+)
+def test_bad_input_is_one_line_and_status_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert benchmark.main([*TINY, *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+# Numbers
+
+
+def test_spread() -> None:
+    found = bench_report.spread([4.0, 1.0, 3.0, 2.0, 100.0])
+    assert found == bench_report.Spread(median=3.0, low=1.0, p25=2.0, p75=4.0, high=100.0)
+    assert bench_report.spread([2.0]).p75 == 2.0
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    """The machine is 10 times slower in the second round; the ratio is 2 in each."""
+    floor, slow = [1.0, 10.0, 1.0], [2.0, 20.0, 2.0]
+    results = [result(FLOOR, floor, floor), result(DDP, slow, floor), result(OURS, floor, floor)]
+    table = bench_report.rows(results, Plan(), options())
+    assert [row.over_floor for row in table] == [1.0, 2.0, 1.0]
+    assert [row.over_ddp for row in table] == [0.5, 1.0, 0.5]
+
+
+def test_ratio_to_ddp_of_wrappers_that_were_not_measured_together() -> None:
+    """Ours was measured while the machine was 3 times slower, as its own floor shows."""
+    results = [result(DDP, [2.0, 2.0], [1.0, 1.0]), result(OURS, [6.0, 9.0], [3.0, 4.5])]
+    table = bench_report.rows(results, Plan(isolated=True), options())
+    assert [row.over_ddp for row in table] == [1.0, 1.0]
+
+
+def test_tokens_per_second() -> None:
+    row = bench_report.rows([result(DDP, [0.5], [])], Plan(num_microbatches=4), options())[0]
+    assert row.tokens_per_second == 4 * 16 / 0.5
+
+
+def test_flops() -> None:
+    """Against the weights of a model that is written out: 2 layers, no gate, width 32."""
+    layer = 4 * 32 * 32 + 2 * 32 * 128 + 32 * 16
+    assert bench_report.flops_per_token(options()) == 6 * (2 * layer + 32 * 384)
+
+
+@pytest.mark.parametrize(
+    ("steps", "flag"),
+    (
+        ([(3.0, 1.0), (2.9, 1.1)], False),
+        ([(3.0, 1.0), (2.9, 5.0)], False),  # norms are compared at the first step alone
+        ([(3.0, 1.0), (2.91, 1.1)], True),
+        ([(3.0, 1.001), (2.9, 1.1)], True),
+        ([(3.0, 1.0), (math.nan, 1.1)], True),
+        ([(math.nan, 1.0), (2.9, 1.1)], True),
+    ),
+)
+def test_a_wrapper_that_trains_differently_is_marked(steps: list, flag: bool) -> None:
+    results = [result(DDP, [1.0], [1.0]), result(OURS, [0.1], [1.0], steps=steps)]
+    table = bench_report.rows(results, Plan(), options())
+    assert [row.flag for row in table] == [False, flag]
+    assert ("DIFFERS" in bench_report.table_text(table, 2**20)) is flag
+
+
+def test_the_floor_is_compared_at_the_first_step() -> None:
+    floor = result(FLOOR, [1.0], [1.0], steps=[(3.0, None), (3.0, None)])
+    apart = bench_report.deviation(floor, result(DDP, [1.0], [1.0]))
+    assert apart == bench_report.Deviation(loss=0.0, norm=None, steps=1)
+
+
+def test_a_wrapper_that_cannot_run_has_its_reason_in_the_table() -> None:
+    failed = Result(Subject("bundled", "optim"), error="ValueError: no PREMUL_SUM")
+    table = bench_report.rows([result(DDP, [1.0], [1.0]), failed], Plan(), options())
+    text = bench_report.table_text(table, 2**20)
+    assert "bundled:optim: not measured: ValueError: no PREMUL_SUM" in text
+    assert "ddp" in text
+
+
+def event(name: str, start_ms: float, end_ms: float, cat: str = "kernel") -> dict:
+    return {"cat": cat, "name": name, "ts": start_ms * 1e3, "dur": (end_ms - start_ms) * 1e3}
+
+
+def test_time_budget_of_a_trace() -> None:
+    """    compute     0--------4     5---6
+    gather           3-----5.5                     exposed from 4 to 5
+    reduce                         5.5-----8       exposed from 6 to 8; idle from 8 to 9
+    """
+    found = budget(
+        [
+            event("gemm", 0, 3), event("gemm", 2, 4), event("copy", 5, 6, "gpu_memcpy"),
+            event("ncclDevKernel_AllGather_RING", 3, 5.5),
+            event("ncclDevKernel_ReduceScatter_Sum_f32", 5.5, 8), event("gemm", 9, 10),
+            event("aten::mm", 0, 50, "cpu_op"),
+        ]
+    )  # fmt: skip
+    assert found.span == pytest.approx(10.0)
+    assert (found.compute, found.exposed, found.idle) == pytest.approx((6.0, 3.0, 1.0))
+    assert found.communication == pytest.approx(5.0)
+    assert found.overlapped == pytest.approx(2.0)
+    assert found.exposed_by_kind == pytest.approx({"AllGather": 1.0, "ReduceScatter": 2.0})
+
+
+def test_a_trace_without_gpu_events() -> None:
+    with pytest.raises(ValueError, match="no event of a GPU"):
+        budget([event("aten::mm", 0, 50, "cpu_op")])
+
+
+# Runs
+
+
+def run(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess, list[dict]]:
+    """Two ranks; (the process, the rows of its JSON)."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    path = tmp_path / "rows.json"
+    command = [
+        sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node=2", str(ROOT / "scripts/benchmark.py"), *TINY, f"--json={path}",
+        *arguments,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert path.is_file(), done.stdout + done.stderr
+    return done, json.loads(path.read_text())["rows"]
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_interleaved(tmp_path: Path) -> None:
+    """Every wrapper that runs on gloo, with its numbers; the others say why they did not."""
+    chart = tmp_path / "chart.png"
+    done, rows = run(
+        tmp_path, "--wrappers=bundled,floor,ddp,ours:optim,ours:optim_grads_params,fsdp2",
+        "--num-microbatches=2", f"--plot={chart}", "--bf16",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    by_name = {row["subject"]: row for row in rows}
+    able = ["floor", "ddp", "ours:optim", "ours:optim_grads_params", "fsdp2"]
+    for name in able:
+        row = by_name[name]
+        assert row["error"] is None, row
+        assert len(row["seconds"]) == 2 and min(row["seconds"]) > 0
+        assert len(row["steps"]) == 3  # one of warm-up, two rounds of one
+        assert row["left_behind"] < 0.1 * row["memory"]["held"]
+        assert name in done.stdout
+    held = {name: by_name[name]["memory"]["held"] for name in able}
+    assert held["floor"] < held["ours:optim_grads_params"] < held["ours:optim"]
+    # A wrapper that fails in its first backward takes nothing with it.
+    assert "PREMUL_SUM" in by_name["bundled:optim_grads_params"]["error"]
+    assert chart.stat().st_size > 1000
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_isolated_and_a_faulty_wrapper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gradients of ours scaled by 1.1, the table marks ours and the status says so; results
+    of wrappers that were finished are in the JSON."""
+    fault = tmp_path / "sitecustomize.py"
+    fault.write_text(
+        "import sys, importlib.abc\n"
+        "class Finder(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name != 'megatron_fsdp_adapter.adapter': return None\n"
+        "        sys.meta_path.remove(self)\n"
+        "        from importlib.util import find_spec\n"
+        "        spec = find_spec(name)\n"
+        "        load = spec.loader.exec_module\n"
+        "        def exec_module(module):\n"
+        "            load(module)\n"
+        "            scale = module._grad_scale\n"
+        "            module._grad_scale = lambda *a: 1.1 * scale(*a)\n"
+        "        spec.loader.exec_module = exec_module\n"
+        "        return spec\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done, rows = run(
+        tmp_path, "--wrappers=ddp,bundled,ours:optim_grads,floor", "--isolated",
+        "--calculate-per-token-loss",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert {row["subject"]: row["flag"] for row in rows} == {
+        "ddp": False, "bundled:optim_grads_params": False, "ours:optim_grads": True, "floor": False,
+    }  # fmt: skip
+    assert "DIFFERS" in done.stdout

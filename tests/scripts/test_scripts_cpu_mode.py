@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import megatron.core
+import pytest
+import torch
+
+from megatron_fsdp_adapter import cpu_mode
+
+CORE = Path(megatron.core.__file__).parent
+
+# Parts of core that CPU mode does not serve.
+NOT_SERVED = {
+    "datasets.data_schedule": "hybrid context parallelism",
+    "distributed.fsdp": "the bundled FSDP engine",
+    "export": "inference engines",
+    "extensions": "Transformer Engine",
+    "fp8_utils": "FP8",
+    "full_cuda_graph": "CUDA graphs",
+    "fusions.fused_indices_converter": "a Triton kernel",
+    "inference": "inference",
+    "models.bert": "no GPT",
+    "nccl_allocator": "NCCL",
+    "optimizer.cpu_offloading": "offload from a GPU",
+    "pipeline_parallel.bridge_communicator": "several models of different layout",
+    "pipeline_parallel.fine_grained_activation_offload": "offload from a GPU",
+    "pipeline_parallel.hybrid_cp_schedule": "hybrid context parallelism",
+    "resharding": "weight transfer between GPUs",
+    "ssm": "no GPT",
+    "transformer.cuda_graphs": "CUDA graphs",
+}
+
+
+def _asks_cuda(node: ast.AST) -> int | None:
+    """The line, if a node reads torch.cuda.X that a view answers, or is device="cuda"."""
+    if isinstance(node, ast.Attribute) and node.attr in cpu_mode.CUDA_ANSWERS:
+        return node.lineno if ast.unparse(node.value) == "torch.cuda" else None
+    if isinstance(node, ast.keyword) and node.arg == "device":
+        literal = isinstance(node.value, ast.Constant) and str(node.value.value).startswith("cuda")
+        return node.value.lineno if literal else None
+    return None
+
+
+def _lines_of(path: Path) -> set[int]:
+    lines = (_asks_cuda(node) for node in ast.walk(ast.parse(path.read_text())))
+    return {line for line in lines if line is not None}
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(CORE.rglob("*.py")):
+        yield ".".join(path.relative_to(CORE).with_suffix("").parts), path
+
+
+def test_table_has_every_module_of_core_that_asks_cuda() -> None:
+    viewed = {row.module.removeprefix("megatron.core.") for row in cpu_mode.VIEWS}
+    unserved = [
+        name
+        for name, path in _modules()
+        if _lines_of(path)
+        and name not in viewed
+        and not any(name == part or name.startswith(part + ".") for part in NOT_SERVED)
+    ]
+    assert unserved == []
+
+
+@pytest.mark.parametrize("row", cpu_mode.VIEWS, ids=lambda row: row.module)
+def test_reasons_name_lines_that_ask_cuda(row: cpu_mode.View) -> None:
+    path = CORE / (row.module.removeprefix("megatron.core.").replace(".", "/") + ".py")
+    named = {int(number) for number in re.findall(r":(\d+)", row.reason)}
+    assert named and named <= _lines_of(path)
+
+
+def test_refuses_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match=r"is_available\(\) is True.*CUDA_VISIBLE_DEVICES"):
+        cpu_mode.enable_cpu_mode()
+
+
+def _patched_places() -> list[tuple[str, str, object]]:
+    """(owner, attribute, value in the owner's own dictionary) of every row."""
+    rows = [(row.module, "torch") for row in cpu_mode.VIEWS]
+    rows += [(row.owner, row.attribute) for row in cpu_mode.FUNCTIONS]
+    found = []
+    for owner, attribute in rows:
+        target = torch.Tensor if owner == "torch.Tensor" else importlib.import_module(owner)
+        found.append((owner, attribute, vars(target).get(attribute, "absent")))
+    return found
+
+
+@pytest.mark.usefixtures("cpu_mode_off")
+def test_is_idempotent_and_restores_everything() -> None:
+    before = _patched_places()
+    cpu_mode.enable_cpu_mode()
+    once = _patched_places()
+    cpu_mode.enable_cpu_mode()
+    assert _patched_places() == once
+    assert all(new is not old for (*_, old), (*_, new) in zip(before, once, strict=True))
+    cpu_mode.disable_cpu_mode()
+    assert _patched_places() == before
+    cpu_mode.disable_cpu_mode()
+    assert _patched_places() == before
+
+
+@pytest.mark.usefixtures("cpu_mode_off")
+def test_context_manager_leaves_the_mode_as_it_was() -> None:
+    with cpu_mode.cpu_mode():
+        with cpu_mode.cpu_mode():
+            assert cpu_mode.cpu_mode_enabled()
+        assert cpu_mode.cpu_mode_enabled()
+    assert not cpu_mode.cpu_mode_enabled()
+
+
+@pytest.mark.usefixtures("cpu_mode_off")
+def test_refuses_a_core_that_lacks_a_patched_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.tensor_parallel import random
+
+    before = _patched_places()
+    monkeypatch.delattr(random, "_set_cuda_rng_state")
+    with pytest.raises(RuntimeError, match=r"0\.16\.1.*_set_cuda_rng_state"):
+        cpu_mode.enable_cpu_mode()
+    monkeypatch.undo()
+    assert _patched_places() == before
+
+
+@pytest.mark.usefixtures("cpu_mode_off")
+def test_torch_itself_is_left_alone() -> None:
+    with cpu_mode.cpu_mode():
+        assert not torch.cuda.is_available()
+        assert torch.ones(2).type() == "torch.FloatTensor"
+        with pytest.raises((AssertionError, RuntimeError)):
+            torch.zeros(1, device="cuda")
+        with pytest.raises((AssertionError, RuntimeError)):
+            torch.ones(2).cuda()
+
+
+@pytest.mark.usefixtures("cpu_mode_off")
+def test_core_gets_answers_for_the_cpu() -> None:
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+
+    with cpu_mode.cpu_mode():
+        view = clip_grads.torch
+        assert view.zeros(1, device="cuda").device.type == "cpu"
+        assert view.cuda.current_device() == torch.device("cpu")
+        assert view.float32 is torch.float32 and view.cuda.is_available() is False
+        namespace = {"__name__": "megatron.core.optimizer.test", "x": torch.ones(1)}
+        assert eval("x.type()", namespace) == "torch.cuda.FloatTensor"
+        assert eval("x.type('torch.LongTensor').dtype", namespace) is torch.int64
+        namespace["__name__"] = "megatron.core.optimizers"  # not inside that package
+        assert eval("x.type()", namespace) == "torch.FloatTensor"
+        assert moe_utils.te_general_gemm is None
+        random._set_cuda_rng_state(torch.Generator().manual_seed(7).get_state())
+        expected = torch.rand(3, generator=torch.Generator().manual_seed(7))
+        assert torch.equal(torch.rand(3), expected)

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from lib.check import Machine, Rule, problems, resolve, validated
+from lib.options import Options, flag, make_parser, parse
+from script_runs import ROOT, run_script
+
+CPU = Machine(world_size=2, cuda=False, transformer_engine=False)
+GPU = Machine(world_size=2, cuda=True, transformer_engine=True)
+
+GOOD = (
+    "--num-layers=2",
+    "--hidden-size=64",
+    "--num-attention-heads=4",
+    "--seq-length=32",
+    "--micro-batch-size=2",
+    "--global-batch-size=8",
+    "--train-iters=10",
+    "--lr=1e-3",
+    "--mock-data",
+)
+
+
+def _resolved(*flags: str, machine: Machine = CPU) -> tuple[Options, list[str]]:
+    return resolve(parse([*GOOD, *flags]), machine)
+
+
+def test_good_options_pass() -> None:
+    options, lines = validated(parse(GOOD), CPU)
+    assert (options.ffn_hidden_size, options.kv_channels, options.lr_decay_iters) == (256, 16, 10)
+    assert (options.distributed_backend, options.ckpt_format) == ("gloo", "torch_dist")
+    assert options.transformer_impl == "local"
+    assert any("--bias-gelu-fusion is off" in line for line in lines)
+    fsdp, _ = _resolved("--use-megatron-fsdp", machine=GPU)
+    assert (fsdp.distributed_backend, fsdp.ckpt_format) == ("nccl", "fsdp_dtensor")
+    assert fsdp.use_distributed_optimizer and fsdp.transformer_impl == "transformer_engine"
+    assert problems(fsdp, GPU) == []
+
+
+# flags, what the one error must say: option and value, and a part of the remedy
+BAD = (
+    (["--data-parallel-sharding-strategy=zero9"], "strategy zero9 is unknown: use one of no_shard"),
+    (["--global-batch-size=6"], "6 is not a multiple of --micro-batch-size 2 x 2", "multiple of 4"),
+    (["--use-megatron-fsdp", "--ckpt-format=torch_dist"], "torch_dist with --use-megatron-fsdp"),
+    (["--ckpt-format=fsdp_dtensor"], "fsdp_dtensor without --use-megatron-fsdp: use torch_dist"),
+    (["--ckpt-format=zip"], "--ckpt-format zip is unknown"),
+    (["--hidden-size=66"], "66 is not a multiple of --num-attention-heads 4"),
+    (["--group-query-attention", "--num-query-groups=3"], "--num-query-groups 3 does not divide"),
+    (["--max-position-embeddings=16"], "--max-position-embeddings 16 is less than --seq-length 32"),
+    (["--rotary-percent=0"], "--rotary-percent 0.0 must be above 0"),
+    (["--hidden-dropout=1"], "--hidden-dropout 1.0", "below 1"),
+    (["--transformer-impl=transformer_engine"], "needs a GPU", "use --transformer-impl local"),
+    (["--cross-entropy-loss-fusion"], "--cross-entropy-loss-fusion is compiled for the GPU"),
+    (["--gradient-accumulation-fusion"], "--gradient-accumulation-fusion needs CUDA"),
+    (["--tensor-model-parallel-size=3"], "3 does not divide the number of processes 2"),
+    (["--min-lr=1"], "--min-lr 1.0 is more than --lr 0.001"),
+    (["--lr-warmup-init=1"], "--lr-warmup-init 1.0 is more than --lr"),
+    (["--lr-warmup-iters=10"], "--lr-warmup-iters 10 is not less than --lr-decay-iters 10"),
+    (["--bf16", "--fp16"], "--bf16 and --fp16 are both given"),
+    (["--grad-reduce-in-bf16"], "--grad-reduce-in-bf16 without --bf16"),
+    (["--use-megatron-fsdp", "--bf16", "--grad-reduce-in-bf16"], "bf16 with --use-megatron"),
+    (["--use-megatron-fsdp", "--ddp-bucket-size=9"], "--ddp-bucket-size with --use-megatron-fsdp"),
+    (["--use-megatron-fsdp", "--ddp-average-in-collective"], "collective with --use-megatron-fsdp"),
+    (["--recompute-granularity=full"], "needs --recompute-method"),
+    (["--recompute-method=block"], "only go with --recompute-granularity full"),
+    (["--distributed-backend=nccl"], "--distributed-backend nccl", "use gloo"),
+    (["--sequence-parallel"], "--sequence-parallel with --tensor-model-parallel-size 1"),
+    (["--overlap-param-gather"], "needs --use-distributed-optimizer and --overlap-grad-reduce"),
+    (["--num-distributed-optimizer-instances=2"], "instances 2 needs --use-distributed-optimizer"),
+    (["--save-interval=5"], "--save-interval 5 without --save"),
+    (["--no-mock-data"], "no data: give --data-path"),
+    (["--data-path=x"], "--mock-data, --data-path and --train-data-path exclude each other"),
+    (["--split=a,b"], "--split a,b must be up to three shares"),
+    (["--no-mock-data", "--train-data-path=x"], "--eval-iters 100, but there is no validation"),
+    (["--no-mock-data", "--data-path=x", "--split=1,0,0"], "there is no validation data"),
+    (["--tokenizer-type=NullTokenizer"], "NullTokenizer needs --vocab-size"),
+    (["--vocab-size=9"], "--vocab-size 9 with --tokenizer-type ByteLevelTokenizer"),
+    (["--padded-vocab-size=256"], "--padded-vocab-size 256 has no row for the end of a document"),
+    (["--num-layers=0"], "--num-layers 0 must be at least 1"),
+    (["--eval-iters=-1"], "--eval-iters -1 must be at least 0"),
+    (["--normalization=BatchNorm"], "--normalization BatchNorm is unknown: use one of LayerNorm"),
+)
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: " ".join(case[0]))
+def test_bad_input_is_one_error_with_option_value_and_remedy(case: tuple) -> None:
+    flags, *texts = case
+    with pytest.raises(ValueError) as error:
+        validated(parse([*GOOD, *flags]), CPU)
+    assert all(text in str(error.value) for text in texts), str(error.value)
+
+
+def test_bad_input_on_a_gpu() -> None:
+    one_queue = dataclasses.replace(GPU, max_connections="1")
+    options, _ = _resolved("--use-megatron-fsdp", machine=one_queue)
+    assert any("CUDA_DEVICE_MAX_CONNECTIONS=1" in line for line in problems(options, one_queue))
+    options, _ = _resolved("--distributed-backend=gloo", machine=GPU)
+    assert any("use nccl, or hide the GPUs" in line for line in problems(options, GPU))
+
+
+def test_every_rule_has_a_bad_input() -> None:
+    """Each text that a rule can give is given by a case above."""
+    from lib.check import RULES
+
+    given: set[Rule] = set()
+    machines = (CPU, GPU, dataclasses.replace(GPU, max_connections="1"))
+    more = (["--use-megatron-fsdp"], ["--distributed-backend=gloo"])
+    odd = (["--tensor-model-parallel-size=2", "--padded-vocab-size=301"],)
+    for flags in (*(case[0] for case in BAD), *more, *odd, ["--tensor-model-parallel-size=8"]):
+        for machine in machines:
+            options, _ = _resolved(*flags, machine=machine)
+            if options.num_layers > 0:
+                given |= {rule for rule in RULES if rule.broken(options, machine)}
+    assert [rule.text for rule in RULES if rule not in given] == []
+
+
+def test_all_problems_come_together(tmp_path: Path) -> None:
+    flags = ["--min-lr=1", "--bf16", "--fp16", f"--load={tmp_path / 'none'}"]
+    with pytest.raises(ValueError) as error:
+        validated(parse([*GOOD, *flags]), CPU)
+    for text in ("--min-lr", "--bf16 and --fp16", "none: no such folder"):
+        assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--train-data-path=/no/x", "--eval-iters=0"], r"--train-data-path /no/x: no file /no/x"),
+        (["--data-path", "1", "/no/a", "2", "/no/b"], r"/no/b\.bin and /no/b\.idx.*prepare_data"),
+        (["--mock-data", "--load=/no/where"], r"--load /no/where: no such folder.*leave --load"),
+    ],
+)
+def test_missing_files(flags: list[str], text: str) -> None:
+    with pytest.raises(FileNotFoundError, match=text):
+        validated(parse([*GOOD, "--no-mock-data", *flags]), CPU)
+
+
+def test_missing_half_of_a_pair(tmp_path: Path) -> None:
+    (tmp_path / "d.bin").touch()
+    with pytest.raises(FileNotFoundError) as error:
+        validated(parse([*GOOD, "--no-mock-data", f"--data-path={tmp_path / 'd'}"]), CPU)
+    assert "no file" in str(error.value) and "d.idx" in str(error.value)
+    assert "d.bin" not in str(error.value)
+
+
+def test_required_flags_are_all_named() -> None:
+    with pytest.raises(ValueError, match="--hidden-size, --num-attention-heads"):
+        parse(["--num-layers=2"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--no-such-flag"], "no-such-flag"),
+        (["--num-layers=two"], "num-layers.*two"),
+        (["--num-lay=2"], "num-lay"),
+    ],
+)
+def test_command_line_mistakes(flags: list[str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        parse([*GOOD, *flags])
+
+
+def _preset(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "preset.yaml"
+    path.write_text(text)
+    return f"--config={path}"
+
+
+def test_command_line_overrides_preset(tmp_path: Path) -> None:
+    preset = _preset(tmp_path, "num-layers: 7\nbf16: true\nlr: 0.5\nseed: 3\ndata-path: [a, b]\n")
+    options = parse([*GOOD, preset, "--no-bf16"])
+    assert (options.num_layers, options.bf16, options.lr, options.seed) == (2, False, 1e-3, 3)
+    assert options.data_path == ("a", "b")
+    assert parse([preset, *GOOD[1:]]).num_layers == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num-layer: 2\n", "unknown key 'num-layer', did you mean 'num-layers'"),
+        ("bf16: 1\n", "bf16 is 1, must be true or false"),
+        ("num-layers: [1, 2]\n", r"num-layers is \[1, 2\], must be one int"),
+        ("num-layers: true\n", "num-layers is True, must be one int"),
+        ("- 1\n", "must hold 'flag: value' lines"),
+        ("a: [\n", "not valid YAML"),
+    ],
+)
+def test_bad_presets(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse([*GOOD, _preset(tmp_path, text)])
+
+
+def test_missing_preset() -> None:
+    with pytest.raises(FileNotFoundError, match=r"--config nowhere\.yaml"):
+        parse(["--config=nowhere.yaml"])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_presets_parse_and_break_no_rule(path: Path) -> None:
+    machine = CPU if path.name.startswith("cpu") else dataclasses.replace(GPU, world_size=8)
+    for more in ([], ["--use-megatron-fsdp"]):
+        options, _ = validated(parse([f"--config={path}", "--mock-data", *more]), machine)
+        assert options.use_megatron_fsdp is bool(more)
+
+
+def test_every_option_is_a_flag_with_help() -> None:
+    text = make_parser().format_help()
+    for item in dataclasses.fields(Options):
+        assert flag(item.name) in text and item.metadata["help"]
+
+
+def test_script_ends_with_one_message_before_any_process_group() -> None:
+    done = run_script("pretrain_gpt.py", *GOOD, "--data-parallel-sharding-strategy=zero9")
+    assert done.returncode == 2
+    assert "zero9" in done.stderr and "Traceback" not in done.stderr

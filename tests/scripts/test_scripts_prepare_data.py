@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import os
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import prepare_data
+import pytest
+from lib.check import Machine, validated
+from lib.data import SampleOrder, build_datasets, padded_vocab_size, vocabulary
+from lib.options import parse
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from script_runs import run_script
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twenty text files in nested folders, and what must be left out."""
+    root = tmp_path / "texts"
+    for number in range(20):
+        path = root / f"part{number % 3}" / f"file{number:02d}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(f"text {number} \N{LATIN SMALL LETTER E WITH ACUTE}\r\n".encode() * 9)
+    (root / "empty.txt").touch()
+    (root / "binary.txt").write_bytes(b"a\0b")
+    (root / "other.log").write_text("not matched")
+    packages = root / "site-packages" / "x.txt"
+    packages.parent.mkdir()
+    packages.write_text("not ours")
+    return root
+
+
+def _documents(prefix: Path, split: str) -> list[np.ndarray]:
+    dataset = IndexedDataset(f"{prefix}_{split}")
+    # Copies: the file is unmapped with the dataset.
+    return [np.array(dataset[number]) for number in range(len(dataset))]
+
+
+def _run(*arguments: object) -> int:
+    return prepare_data.main([str(argument) for argument in arguments])
+
+
+def test_bytes_in_are_bytes_out(folder: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "out" / "d"
+    assert _run("--input", folder, "--pattern", "*.txt", "--output-prefix", prefix,
+                "--valid-share", 0.2) == 0  # fmt: skip
+    expected = [path.read_bytes() for path in sorted(folder.rglob("file*.txt"))]
+    written = {split: _documents(prefix, split) for split in ("train", "valid")}
+    assert (len(written["train"]), len(written["valid"])) == (16, 4)
+    for documents in written.values():
+        assert all(ids.dtype == np.uint16 and ids[-1] == 256 for ids in documents)
+        assert all((ids[:-1] < 256).all() for ids in documents)
+    back = {split: [bytes(ids[:-1].astype(np.uint8)) for ids in documents]
+            for split, documents in written.items()}  # fmt: skip
+    assert back["valid"] == expected[4::5]
+    assert back["train"] == [text for number, text in enumerate(expected) if number % 5 != 4]
+    assert not [path for path in prefix.parent.iterdir() if "unfinished" in path.name]
+
+
+def test_size_cap_and_order(folder: Path, tmp_path: Path) -> None:
+    corpus = prepare_data.Corpus(folder, "*.txt", 500, 0.5)
+    taken = list(prepare_data.documents_of(corpus))
+    everything = list(prepare_data.documents_of(prepare_data.Corpus(folder, "*.txt", None, 0.5)))
+    assert 0 < len(taken) < len(everything) == 20
+    assert taken == everything[: len(taken)] and sum(map(len, taken)) <= 500
+
+
+def test_new_data_makes_an_old_sample_index_void(folder: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "d"
+    arguments = ("--input", folder, "--output-prefix", prefix, "--valid-share", 0.3)
+    assert _run(*arguments) == 0
+    stale = tmp_path / "d_train" / "cache" / "GPTDataset_indices" / "x.npy"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    assert _run(*arguments) == 0
+    assert not stale.exists()
+
+
+def test_crash_leaves_earlier_data(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = tmp_path / "d"
+    arguments = ("--input", folder, "--output-prefix", prefix, "--valid-share", 0.3)
+    assert _run(*arguments) == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("d_*.*")}
+    assert len(before) == 4
+
+    def tokens_then_crash(document: bytes) -> np.ndarray:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(prepare_data, "tokens_of", tokens_then_crash)
+    with pytest.raises(OSError, match="disk full"):
+        _run(*arguments)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("d_*.*")} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--input=/no/where"], "--input /no/where: no such folder"),
+        (["--pattern=*.none"], "no text file matches --pattern '*.none'"),
+        (["--max-bytes=0"], "--max-bytes 0 must be at least 1"),
+        (["--max-bytes=1"], "within --max-bytes 1"),
+        (["--valid-share=1"], "--valid-share 1.0 must be between 0 and 1"),
+        (["--valid-share=0.01"], "none is left for d_valid"),
+        (["--output-prefix={folder}/empty.txt/d"], "cannot write there"),
+    ],
+)
+def test_bad_input(
+    arguments: list[str],
+    text: str,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = [argument.format(folder=folder) for argument in arguments]
+    assert _run(f"--input={folder}", f"--output-prefix={tmp_path / 'd'}", *given) == 2
+    assert text in capsys.readouterr().err
+    assert not list(tmp_path.glob("d_*"))
+
+
+def test_standard_library_is_the_default(tmp_path: Path) -> None:
+    prefix = tmp_path / "lib"
+    done = run_script(
+        "prepare_data.py", f"--output-prefix={prefix}", "--max-bytes=200000", "--valid-share=0.2"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "documents" in done.stdout and "tokens" in done.stdout and "lib_valid" in done.stdout
+    first = _documents(prefix, "train")[0]
+    source = Path(os.__file__).parent
+    assert bytes(first[:-1].astype(np.uint8)) == sorted(source.rglob("*.py"))[0].read_bytes()
+
+
+def test_vocabulary() -> None:
+    common = ["--num-layers=1", "--hidden-size=8", "--num-attention-heads=1", "--seq-length=8",
+              "--micro-batch-size=1", "--train-iters=1", "--lr=1", "--mock-data"]  # fmt: skip
+    machine = Machine(1, False, False)
+    options, _ = validated(parse(common), machine)
+    words = vocabulary(options)
+    assert (words.vocab_size, words.eod, padded_vocab_size(options)) == (257, 256, 384)
+    null = ["--tokenizer-type=NullTokenizer", "--vocab-size=1000"]
+    options, _ = validated(parse([*common, *null, "--make-vocab-size-divisible-by=64"]), machine)
+    assert (vocabulary(options).eod, padded_vocab_size(options)) == (1000, 1024)
+
+
+def _order(consumed: int, rank: int, ranks: int, count: int, length: int = 100) -> list[list[int]]:
+    order = iter(SampleOrder(length, consumed, 2, rank, ranks))
+    return [next(order) for _ in range(count)]
+
+
+def test_order_of_samples_depends_on_nothing_but_their_number() -> None:
+    alone = _order(0, 0, 1, 12)
+    assert sorted(chain(*alone)) == list(range(24))
+    # Two ranks and two microbatches each, against one rank and four: the same global batches.
+    two = [_order(0, rank, 2, 6) for rank in range(2)]
+    for batch in range(3):
+        one = list(chain(*alone[4 * batch : 4 * batch + 4]))
+        both = list(chain(*(ranks[2 * batch + i] for i in range(2) for ranks in two)))
+        assert both == one
+    assert _order(8, 1, 2, 4) == two[1][2:]
+    assert _order(99, 0, 1, 1) == [[99, 0]]
+
+
+def test_datasets_hold_the_text(corpus: Path) -> None:
+    """A sample is a piece of the files, labels are its next bytes."""
+    flags = ["--num-layers=1", "--hidden-size=8", "--num-attention-heads=1", "--seq-length=64",
+             "--micro-batch-size=1", "--train-iters=4", "--lr=1", "--eval-iters=1",
+             f"--train-data-path={corpus}_train", f"--valid-data-path={corpus}_valid",
+             f"--data-cache-path={corpus.parent / 'own-cache'}"]  # fmt: skip
+    options, _ = validated(parse(flags), Machine(1, False, False))
+    train, valid = build_datasets(options)
+    text = np.concatenate(_documents(corpus, "train")).tolist()
+    assert len(train) >= 4 and len(valid) >= 1
+    sample = train[0]
+    tokens, labels = sample["tokens"].tolist(), sample["labels"].tolist()
+    assert tokens[1:] == labels[:-1] and len(tokens) == 64
+    piece = tokens[: tokens.index(256)] if 256 in tokens else tokens
+    joined = ",".join(map(str, text))
+    assert ",".join(map(str, piece)) in joined

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lib.specs import TorchAttention, TorchNorm, layer_spec
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SEQUENCE, BATCH, HEADS, GROUPS, WIDTH = 7, 3, 4, 2, 8
+
+
+def _config(**changes: Any) -> TransformerConfig:
+    return TransformerConfig(
+        **{
+            "num_layers": 2,
+            "hidden_size": HEADS * WIDTH,
+            "num_attention_heads": HEADS,
+            "num_query_groups": GROUPS,
+            "attention_dropout": 0.0,
+            **changes,
+        }
+    )
+
+
+def _attention(mask: AttnMaskType = AttnMaskType.causal, **changes: Any) -> TorchAttention:
+    return TorchAttention(_config(**changes), 1, mask, "self")
+
+
+def _inputs() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randn(SEQUENCE, BATCH, heads, WIDTH, generator=generator, dtype=torch.float64)
+        for heads in (HEADS, GROUPS, GROUPS)
+    ]
+
+
+@pytest.mark.parametrize("mask", [AttnMaskType.causal, AttnMaskType.no_mask])
+def test_attention_is_softmax_of_scaled_products(mask: AttnMaskType) -> None:
+    query, key, value = _inputs()
+    got = _attention(mask)(query, key, value, None)
+    key, value = (x.repeat_interleave(HEADS // GROUPS, dim=2) for x in (key, value))
+    scores = torch.einsum("sbhd,tbhd->bhst", query, key) / WIDTH**0.5
+    if mask == AttnMaskType.causal:
+        future = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    expected = torch.einsum("bhst,tbhd->sbhd", scores.softmax(dim=-1), value).flatten(2)
+    assert got.shape == (SEQUENCE, BATCH, HEADS * WIDTH) and got.is_contiguous()
+    torch.testing.assert_close(got, expected)
+
+
+def test_attention_refuses_what_it_does_not_do() -> None:
+    query, key, value = _inputs()
+    with pytest.raises(ValueError, match="neither a bias nor packed"):
+        _attention()(query, key, value, None, attention_bias=query)
+    with pytest.raises(ValueError, match="neither a bias nor packed"):
+        _attention()(query, key, value, None, packed_seq_params=object())
+    with pytest.raises(ValueError, match="knows causal and no_mask"):
+        _attention(AttnMaskType.padding)
+    with pytest.raises(ValueError, match=r"context_parallel_size is 2.*transformer_engine"):
+        _attention(context_parallel_size=2)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norm_is_torchs_and_marked_for_sequence_parallelism(kind: str) -> None:
+    for parallel in (False, True):
+        config = _config(
+            normalization=kind,
+            sequence_parallel=parallel,
+            tensor_model_parallel_size=2 if parallel else 1,
+            params_dtype=torch.bfloat16,
+        )
+        norm: Any = TorchNorm(config, 16, 1e-6)
+        assert type(norm).__name__ == kind and norm.eps == 1e-6
+        assert {param.sequence_parallel for param in norm.parameters()} == {parallel}
+        assert {param.dtype for param in norm.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("qk_layernorm", [False, True])
+def test_local_layer_is_made_of_them(
+    qk_layernorm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lib.specs.get_num_layers_to_build", lambda config: config.num_layers)
+    block: Any = layer_spec(_config(qk_layernorm=qk_layernorm), "local")
+    assert len(block.layer_specs) == 2 and block.layer_norm is TorchNorm
+    layer = block.layer_specs[0].submodules
+    attention = layer.self_attention.submodules
+    assert layer.input_layernorm is layer.pre_mlp_layernorm is TorchNorm
+    assert attention.core_attention is TorchAttention
+    assert (attention.q_layernorm is attention.k_layernorm is TorchNorm) is qk_layernorm

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from script_runs import Log, Train
+
+DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+FSDP = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy=optim_grads_params")
+DROPOUT = ("--bf16", "--hidden-dropout=0.1", "--attention-dropout=0.1")
+LAST = 12
+UNTRAINED = 5.5  # log of the 257 ids that occur
+
+full = pytest.mark.full
+
+
+def _same(first: Log, second: Log, relative: float) -> None:
+    assert first.keys() == second.keys()
+    for iteration, record in first.items():
+        for name in {"loss", "grad_norm", "validation_loss"} & record.keys():
+            assert second[iteration][name] == pytest.approx(record[name], rel=relative, abs=0), (
+                f"{name} of iteration {iteration}"
+            )
+
+
+def test_stock_ddp_learns(reference: Log) -> None:
+    assert reference.keys() == set(range(1, LAST + 1))
+    assert reference[1]["loss"] > UNTRAINED
+    assert reference[LAST]["loss"] < reference[1]["loss"] - 0.5
+    assert reference[LAST]["validation_loss"] < reference[6]["validation_loss"] < UNTRAINED
+    assert reference[LAST]["tokens_per_second"] > 0
+    assert reference[LAST]["peak_memory_bytes"] > 10**8
+    assert "validation_loss" not in reference[5]
+
+
+def test_number_of_ranks_does_not_matter(train: Train, reference: Log) -> None:
+    _same(reference, train("two", *DISTRIBUTED, processes=2), relative=1e-5)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("no_shard", marks=full),
+        pytest.param("optim", marks=full),
+        pytest.param("optim_grads", marks=full),
+        "optim_grads_params",
+    ],
+)
+def test_fsdp_trains_like_stock_ddp(train: Train, reference: Log, strategy: str) -> None:
+    flags = ("--use-megatron-fsdp", f"--data-parallel-sharding-strategy={strategy}")
+    _same(reference, train(strategy, *flags, processes=2), relative=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [
+        pytest.param((), 1, marks=full, id="ddp"),
+        pytest.param(DISTRIBUTED, 2, marks=full, id="ddp-distributed-optimizer"),
+        pytest.param((*DISTRIBUTED, *DROPOUT), 2, id="ddp-distributed-optimizer-dropout"),
+        pytest.param(FSDP, 2, marks=full, id="fsdp"),
+        pytest.param((*FSDP, *DROPOUT), 2, id="fsdp-dropout"),
+    ],
+)
+def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
+    train: Train, tmp_path: Path, flags: tuple[str, ...], processes: int
+) -> None:
+    name = f"{tmp_path.name}-"
+    save, load = f"--save={tmp_path / 'saved'}", f"--load={tmp_path / 'saved'}"
+    whole = train(name + "whole", *flags, processes=processes)
+    first = train(name + "parts", *flags, save, "--exit-interval=7", processes=processes)
+    assert first.keys() == set(range(1, 8))
+    parts = train(name + "parts", *flags, save, load, processes=processes)
+    _same(whole, parts, relative=0)

@@ -1,0 +1,231 @@
+"""The shape of the source: which way imports go, what may name what, and how long things are."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = "megatron_fsdp_adapter"
+BUNDLED = "megatron.core.distributed.fsdp.src"
+
+LEVELS = {
+    "layout": 0,
+    "runtime": 1,
+    "topology": 1,
+    "config": 1,
+    "engine": 2,
+    "checkpoint": 3,
+}
+"""A part of the package imports itself and parts of lower levels. What is not listed is the
+adapter layer, level 4, whose files may import each other."""
+ADAPTER_LEVEL = 4
+
+MEGATRON_IMPORTERS = {"adapter", "arguments", "cpu_mode", "inner", "install", "optimizer"}
+"""Files that may import Megatron."""
+
+BUNDLED_IMPORTERS = {f"{PACKAGE}/install.py", "scripts/lib/bench_bundled.py"}
+"""Files that may name the engine that is bundled with Megatron: one rebinds it, one measures it."""
+
+MAX_FILE, MAX_FUNCTION, MAX_CORE = 500, 60, 3500
+CORE = ("engine", "layout", "runtime", "topology", "config")
+
+
+def part_of(path: str) -> str:
+    """The part of the package that a file (relative to the package's folder) belongs to."""
+    first = Path(path).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported(path: str, source: str) -> Iterator[str]:
+    """Dotted names that a file imports, anywhere in it, by statement or `import_module`; relative
+    ones made absolute. `path` is relative to the repository."""
+    package = list(Path(path).parent.parts)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join(base + ([node.module] if node.module else []))
+            yield from (f"{stem}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield first.value
+
+
+def import_problems(path: str, source: str) -> list[str]:
+    """What is wrong with the imports of a file of the package. `path` relative to its folder."""
+    part = part_of(path)
+    level = LEVELS.get(part, ADAPTER_LEVEL)
+    found = []
+    for name in imported(f"{PACKAGE}/{path}", source):
+        words = name.split(".")
+        if words[0] == PACKAGE and len(words) > 1:
+            other = words[1]
+            above = LEVELS.get(other, ADAPTER_LEVEL)
+            if other != part and (above > level or above == level < ADAPTER_LEVEL):
+                found.append(f"{path}: {part} imports {other}, which is not below it")
+        elif words[0] == "megatron" and part not in MEGATRON_IMPORTERS:
+            found.append(f"{path}: imports Megatron ({name})")
+        elif part == "layout" and not _is_plain(words):
+            found.append(f"{path}: layout imports {name}")
+    return found
+
+
+def _is_plain(words: list[str]) -> bool:
+    """Whether layout may import this: the standard library, and torch for its dtypes."""
+    return words[0] in sys.stdlib_module_names or words == ["torch"]
+
+
+def size_problems(path: str, source: str) -> list[str]:
+    """Files and functions that are too long."""
+    lines = source.count("\n")
+    found = [f"{path}: {lines} lines"] if lines > MAX_FILE else []
+    if path.endswith(".py"):
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > MAX_FUNCTION:
+                    found.append(f"{path}: {node.name} has {length} lines")
+    return found
+
+
+def sources(folder: str, *suffixes: str) -> dict[str, str]:
+    """Text of the files below a folder of the repository, by path relative to it."""
+    root = REPOSITORY / folder
+    paths = [p for p in sorted(root.rglob("*")) if p.suffix in (suffixes or (".py",))]
+    return {str(path.relative_to(root)): path.read_text() for path in paths}
+
+
+PACKAGE_SOURCES = sources(PACKAGE)
+
+
+def test_there_is_something_to_check():
+    assert {part_of(path) for path in PACKAGE_SOURCES} >= {*LEVELS, "adapter", "install", "cli"}
+
+
+def test_imports_go_one_way():
+    found = [p for path, text in PACKAGE_SOURCES.items() for p in import_problems(path, text)]
+    assert found == []
+
+
+REVERSED = [
+    ("layout/planner.py", "from ..engine import engine"),
+    ("layout/planner.py", f"import {PACKAGE}.runtime.device"),
+    ("layout/planner.py", "from .. import config"),
+    ("layout/planner.py", "import torch.distributed"),
+    ("layout/planner.py", "from torch.distributed import get_rank"),
+    ("layout/planner.py", "import numpy"),
+    ("layout/planner.py", "from megatron.core import parallel_state"),
+    ("runtime/comm.py", f"from {PACKAGE}.topology import ShardDomain"),
+    ("runtime/comm.py", f"from {PACKAGE}.engine.unit import Unit"),
+    ("topology.py", "from .config import EngineConfig"),
+    ("config.py", "from .adapter import FullyShardedDataParallel"),
+    ("engine/unit.py", "from ..checkpoint.chunks import attach_chunks"),
+    ("engine/unit.py", f"def f():\n    from {PACKAGE}.adapter import kind_of"),
+    ("engine/unit.py", f"import importlib\nimportlib.import_module('{PACKAGE}.optimizer')"),
+    ("engine/unit.py", "if TYPE_CHECKING:\n    from megatron.core import ModelParallelConfig"),
+    ("engine/unit.py", "import importlib\nimportlib.import_module('megatron.core')"),
+    ("checkpoint/dcp.py", "from ..adapter import FullyShardedDataParallel"),
+    ("checkpoint/dcp.py", "from megatron.training import checkpointing"),
+    ("cli/estimate.py", "import megatron.core"),
+]
+ALLOWED = [
+    ("layout/planner.py", "import math\nimport torch\nfrom .ranges import FlatRange"),
+    ("layout/planner.py", f"from {PACKAGE}.layout.ranges import FlatRange"),
+    ("runtime/comm.py", "import torch.distributed\nfrom ..layout.ranges import FlatRange"),
+    ("engine/unit.py", "from ..topology import ShardDomain\nfrom . import hooks"),
+    ("checkpoint/dcp.py", "from ..engine.engine import FsdpEngine"),
+    ("adapter.py", "from megatron.core import parallel_state\nfrom . import install, engine"),
+]
+
+
+@pytest.mark.parametrize(("path", "source"), REVERSED)
+def test_an_arrow_that_is_reversed_is_found(path, source):
+    """Put into the real file, which is clean without it."""
+    text = PACKAGE_SOURCES[path]
+    assert import_problems(path, text) == []
+    assert len(import_problems(path, text + "\n" + source + "\n")) == 1
+
+
+@pytest.mark.parametrize(("path", "source"), ALLOWED)
+def test_an_arrow_that_points_down_is_not(path, source):
+    assert import_problems(path, source) == []
+
+
+def names_bundled_engine(source: str) -> bool:
+    """In an import or in any string but a docstring."""
+    tree = ast.parse(source)
+    documents = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    strings = [
+        node.value for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        and id(node) not in documents
+    ]  # fmt: skip
+    return any(BUNDLED in name for name in [*imported("x.py", source), *strings])
+
+
+def test_nothing_uses_the_bundled_engine():
+    files = {f"{PACKAGE}/{path}": text for path, text in PACKAGE_SOURCES.items()}
+    files |= {f"scripts/{path}": text for path, text in sources("scripts").items()}
+    users = {path for path, text in files.items() if names_bundled_engine(text)}
+    assert users <= BUNDLED_IMPORTERS
+    assert names_bundled_engine(f"from {BUNDLED}.megatron_fsdp import MegatronFSDP")
+    assert names_bundled_engine(f"NAME = '{BUNDLED}.megatron_fsdp'")
+    assert not names_bundled_engine(f"'''Unlike {BUNDLED}.'''")
+
+
+def test_engine_and_layout_do_not_say_that_word():
+    """Parameters of every kind go through one path: what differs is in their `ShardDomain`."""
+    for path, text in PACKAGE_SOURCES.items():
+        if part_of(path) in ("engine", "layout"):
+            assert "expert" not in text.lower(), path
+
+
+def test_no_file_and_no_function_is_too_long():
+    found = []
+    for folder in (PACKAGE, "scripts"):
+        for path, text in sources(folder, ".py", ".sh").items():
+            found += size_problems(f"{folder}/{path}", text)
+    assert found == []
+
+
+def test_what_is_too_long_is_found():
+    body = "    x = 1\n"
+    assert size_problems("a.py", "def f():\n" + body * (MAX_FUNCTION - 1)) == []
+    assert size_problems("a.py", "def f():\n" + body * MAX_FUNCTION) == ["a.py: f has 61 lines"]
+    inside = "class C:\n    async def f(self):\n" + "        x = 1\n" * MAX_FUNCTION
+    assert size_problems("a.py", inside) == ["a.py: f has 61 lines"]
+    assert size_problems("a.sh", "\n" * MAX_FILE) == []
+    assert size_problems("a.sh", "\n" * (MAX_FILE + 1)) == ["a.sh: 501 lines"]
+
+
+def test_the_core_is_small(capsys):
+    counts = {
+        part: sum(t.count("\n") for path, t in PACKAGE_SOURCES.items() if part_of(path) == part)
+        for part in CORE
+    }
+    with capsys.disabled():
+        listed = ", ".join(f"{part} {count}" for part, count in counts.items())
+        print(f"\nlines: {listed}; together {sum(counts.values())} of {MAX_CORE}")
+    assert all(counts.values())
+    assert sum(counts.values()) < MAX_CORE
+
+
+def test_importing_the_engine_does_not_import_megatron():
+    """Not by way of the package's own `__init__` either."""
+    program = (
+        f"import sys, {PACKAGE}.engine.engine, {PACKAGE}.layout, {PACKAGE}.checkpoint.chunks\n"
+        "print([name for name in sys.modules if name.split('.')[0] == 'megatron'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
