@@ -21,6 +21,7 @@ import torch
 from megatron_fsdp_adapter.config import STRATEGIES, Strategy
 from megatron_fsdp_adapter.layout import GroupLayout, ParamSpec, plan_group, row_granularity
 from megatron_fsdp_adapter.layout.memory import (
+    GATHERED_WEIGHTS,
     LIFE,
     Precision,
     bytes_between_steps,
@@ -42,6 +43,13 @@ from .gpt import (
 
 GIB = 1 << 30
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+TOTALS = {
+    "held between steps": "between_steps",
+    "and gathered ahead": "gathered_ahead",
+    "held at most": "peak",
+}
+"""Rows of the report below the kinds of buffers, and their names in `estimate`'s values."""
 
 _INTEGERS = (
     "num_layers",
@@ -86,10 +94,12 @@ class UnitKind:
 
 @dataclass(frozen=True)
 class Model:
-    """A planned model: its kinds of units, on `num_shards` shards."""
+    """A planned model: its kinds of units, on `num_shards` shards. `first_unit` is the first that
+    computes, the root unit aside."""
 
     kinds: tuple[UnitKind, ...]
     num_shards: int
+    first_unit: str
 
     @property
     def num_parameters(self) -> int:
@@ -121,6 +131,16 @@ class Model:
             units += [held] * repeat
         return model_bytes(root, units)
 
+    def gathered_ahead(self, strategy: Strategy, precision: Precision) -> int:
+        """Bytes of gathered weights that the next forward needs first: the root unit's and the
+        first unit's. They are gathered from the optimizer step on, while the host is still busy
+        between two steps."""
+        return sum(
+            unit_bytes([kind.layout], strategy, precision, 0).get(GATHERED_WEIGHTS, 0)
+            for kind in self.kinds
+            if kind.names == (ROOT,) or self.first_unit in kind.names
+        )
+
 
 def plan_model(config: GptConfig, num_shards: int, dtype: torch.dtype, **planner: Any) -> Model:
     """Plans every unit once per set of shapes. `planner`: options of `plan_group`."""
@@ -137,7 +157,7 @@ def plan_model(config: GptConfig, num_shards: int, dtype: torch.dtype, **planner
             for i, (fqn, shape) in enumerate(units[names[0]])
         ]
         kinds.append(UnitKind(tuple(names), plan_group(specs, num_shards, **planner)))
-    return Model(tuple(kinds), num_shards)
+    return Model(tuple(kinds), num_shards, next((unit for unit in units if unit != ROOT), ROOT))
 
 
 def most_layers(
@@ -175,6 +195,7 @@ def estimate(
         found: dict[str, Any] = {
             "bytes": held,
             "between_steps": bytes_between_steps(held),
+            "gathered_ahead": model.gathered_ahead(strategy, precision),
             "peak": sum(held.values()),
         }
         if memory_gib is not None:
@@ -233,7 +254,7 @@ def _strategy_rows(
     for kind, life in LIFE.items():
         if any(kind in entry["bytes"] for entry in found):
             rows.append((kind, life, *(f"{entry['bytes'].get(kind, 0):,}" for entry in found)))
-    for title, key in (("held between steps", "between_steps"), ("held at most", "peak")):
+    for title, key in TOTALS.items():
         rows.append((title, "", *(f"{entry[key]:,}" for entry in found)))
         rows.append((title, "in GiB", *(f"{entry[key] / GIB:.3f}" for entry in found)))
     if memory_gib is not None:

@@ -200,8 +200,8 @@ def test_the_fullest_rank_counts_every_unit() -> None:
         return UnitKind(names, GroupLayout((spec,), (segment,), (placement,), 2, 16))
 
     one, three = kind(("a",), 2, 32), kind(("b", "c", "d"), 1, 0)
-    assert Model((one,), 2).fullest_rank == 1
-    assert Model((one, three), 2).fullest_rank == 0
+    assert Model((one,), 2, "a").fullest_rank == 1
+    assert Model((one, three), 2, "a").fullest_rank == 0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 
 from megatron_fsdp_adapter.cli import estimate
-from megatron_fsdp_adapter.cli.gpt import ROOT
 from megatron_fsdp_adapter.config import STRATEGIES
 from megatron_fsdp_adapter.layout.memory import (
     BACKWARD_TO_STEP,
-    GATHERED_WEIGHTS,
     LIFE,
     OPTIMIZER_STATE,
     PERSISTENT,
-    Precision,
-    unit_bytes,
 )
 from tests.distributed.gpt import Case
 from tests.distributed.launch import run_ranks
@@ -53,24 +49,6 @@ def estimated(case: Case, world: int, rank: int, capsys: Any) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-def gathered_ahead(case: Case, strategy: str, world: int) -> int:
-    """Compute weights of the root unit and of the first that computes: after an optimizer step
-    Megatron has the wrapper start gathering, and these come first. From the layouts alone."""
-    row = STRATEGIES[strategy]
-    if not row.shard_weights:
-        return 0
-    options = estimate._parser().parse_args(flags(case, world, 0))
-    model = estimate.plan_model(
-        estimate.config_from(vars(options)), world, estimate.DTYPES[options.params_dtype]
-    )
-    first = "decoder.layers.0" if case.tied else "embedding"
-    return sum(
-        unit_bytes([kind.layout], row, Precision(), 0)[GATHERED_WEIGHTS]
-        for kind in model.kinds
-        if first in kind.names or kind.names == (ROOT,)
-    )
-
-
 def expected_points(
     case: Case, strategy: str, world: int, report: dict[str, Any]
 ) -> dict[str, int]:
@@ -81,7 +59,9 @@ def expected_points(
     }
     at_rest, grads = lives[PERSISTENT], lives[BACKWARD_TO_STEP]
     assert at_rest == report["strategies"][strategy]["between_steps"]
-    ahead, without_state = gathered_ahead(case, strategy, world), at_rest - held[OPTIMIZER_STATE]
+    ahead = report["strategies"][strategy]["gathered_ahead"]
+    assert (ahead > 0) == STRATEGIES[strategy].shard_weights
+    without_state = at_rest - held[OPTIMIZER_STATE]
     return {
         "wrapped": without_state,
         "first: reduced": without_state + grads,

@@ -160,4 +160,4 @@ def _direct_call_after(rank: int, world: int, case: Case) -> None:
 
 def test_inner_model_can_be_called_after_the_wrapper_raised() -> None:
     """The failed pass began at the wrapper, the next one begins further inside."""
-    run_ranks(_direct_call_after, 2, random_case(fresh_seed()).but(batch=1))
+    run_ranks(_direct_call_after, 2, random_case(fresh_seed()).but(num_layers=2, batch=1))

@@ -56,7 +56,7 @@ def test_fsdp_trains_like_stock_ddp(train: Train, reference: Log, strategy: str)
     [
         pytest.param((), 1, marks=full, id="ddp"),
         pytest.param(DISTRIBUTED, 2, marks=full, id="ddp-distributed-optimizer"),
-        pytest.param((*DISTRIBUTED, *DROPOUT), 2, id="ddp-distributed-optimizer-dropout"),
+        pytest.param((*DISTRIBUTED, *DROPOUT), 2, marks=full, id="ddp-dropout"),
         pytest.param(FSDP, 2, marks=full, id="fsdp"),
         pytest.param((*FSDP, *DROPOUT), 2, id="fsdp-dropout"),
     ],
