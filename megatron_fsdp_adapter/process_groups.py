@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -122,19 +122,18 @@ def build_index(
     parallel ranks to the gradient factor; `instances` is the number of optimizer instances, and
     `shard_outer` whether they split the shards again. ValueError names the first group that is
     missing or has other ranks than it should."""
-    if groups["fsdp_group"] is None:
+    if groups["fsdp_group"] is None or groups["dp_group"] is None:
         raise ValueError(
             "pg_collection.dp_cp is missing: the wrapper shards over the data x context parallel "
             "group; pass a ProcessGroupCollection that has it, or none to use parallel_state"
         )
     _check_instances(groups, instances)
-    everyone = groups["dp_group"] or groups["fsdp_group"]
     given = {role: group for role, group in groups.items() if role != "fsdp_group"}
     return FSDPDistributedIndex(
         groups["fsdp_group"],
         **{**given, "outer_fsdp_group": _outer_group(groups, instances)},  # type: ignore[arg-type]
         device_type=device.type,
-        grad_scale=grad_scale_of(dist.get_world_size(everyone)),
+        grad_scale=grad_scale_of(dist.get_world_size(groups["dp_group"])),
         hsdp_outer_dp_shard=shard_outer,
     )
 
@@ -143,21 +142,37 @@ def create_all_gather_groups(pg_collection: Any, timeout: timedelta | None = Non
     """Gives `pg_collection` communicators of their own for all-gathers: `dp_cp_ag` and, where it
     has expert groups, `expt_dp_ag`; returns it.
 
-    Collective over the ranks of each shard group, and over no other, so that it works in a world
-    of which the model takes a part. The new groups have the ranks of the groups that they mirror,
-    in the same order; one that is there already is kept.
+    The new groups have the ranks of the groups that they mirror, in the same order. One that is
+    there already is kept. Collective over the default process group, as every making of a group
+    is: a rank that has no part in the model calls it with an empty collection. (torch can make a
+    group among its members alone, but names it after how many groups each of them is in.)
+
+    Raises:
+        ValueError: on every rank, when ranks disagree on who is in a group.
     """
     groups = groups_of(pg_collection)
     for role, attribute in GATHER_SOURCES.items():
-        mirrored = groups[role]
-        if mirrored is None or getattr(pg_collection, attribute, None) is not None:
-            continue
-        created = dist.new_group(
-            dist.get_process_group_ranks(mirrored),
-            timeout=timeout,
-            backend=dist.get_backend(mirrored),
-            use_local_synchronization=True,
-            group_desc=attribute.upper(),
-        )
-        setattr(pg_collection, attribute, created)
+        mirrored = groups[role] if getattr(pg_collection, attribute, None) is None else None
+        mine = () if mirrored is None else tuple(dist.get_process_group_ranks(mirrored))
+        everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        _check_members(attribute, everyone)
+        for ranks in sorted(set(everyone) - {()}):
+            created = dist.new_group(list(ranks), timeout=timeout, group_desc=attribute.upper())
+            if ranks == mine:
+                setattr(pg_collection, attribute, created)
     return pg_collection
+
+
+def _check_members(attribute: str, everyone: Sequence[tuple[int, ...]]) -> None:
+    """`everyone[r]` are the ranks of rank r's group, () without one."""
+    for rank, ranks in enumerate(everyone):
+        if ranks and rank not in ranks:
+            raise ValueError(f"{attribute}: rank {rank} says its group has ranks {list(ranks)}")
+        for member in ranks:
+            if everyone[member] != ranks:
+                raise ValueError(
+                    f"{attribute}: rank {rank} says its group has ranks {list(ranks)}, but rank "
+                    f"{member} says {list(everyone[member])}: groups must not overlap, and all of "
+                    "their members must pass them"
+                )

@@ -7,6 +7,7 @@ four ranks, which was compared with plain DDP elsewhere.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
-from megatron_fsdp_adapter.runtime.comm import Communicator
+from megatron_fsdp_adapter.engine.group import GradState
 from tests.distributed.checks import (
     Step,
     check_run,
@@ -27,6 +28,7 @@ from tests.distributed.checks import (
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
+    Trainer,
     batches,
     build_trainer,
     forward_backward,
@@ -49,7 +51,18 @@ def _init() -> torch.device:
     return init_megatron(num_distributed_optimizer_instances=INSTANCES)
 
 
-def _compare(rank: int, world: int, cases: Sequence[Case]) -> list[list[Step]]:
+def _packed(runs: list[list[Step]]) -> bytes:
+    """A tensor in a pipe is a file that goes with the process that sent it."""
+    packed = io.BytesIO()
+    torch.save(runs, packed)
+    return packed.getvalue()
+
+
+def _unpacked(packed: bytes) -> list[list[Step]]:
+    return torch.load(io.BytesIO(packed), weights_only=False)
+
+
+def _compare(rank: int, world: int, cases: Sequence[Case]) -> bytes:
     """Each step from the reference's weights, then steps that run free; the latter's results
     with ZeRO-3, for each case and outer strategy."""
     device, runs = _init(), []
@@ -61,16 +74,17 @@ def _compare(rank: int, world: int, cases: Sequence[Case]) -> list[list[Step]]:
                 check_step(mine, theirs, f"{strategy}, outer {outer}, {case}")
             free = build_trainer(case, "optim_grads_params", device, ddp=_options(outer))
             runs.append(free_run(free, rank, 5, device))
-    return runs
+    return _packed(runs)
 
 
-def _plain(rank: int, world: int, cases: Sequence[Case]) -> list[list[Step]]:
+def _plain(rank: int, world: int, cases: Sequence[Case]) -> bytes:
     device = init_megatron()
-    return [
-        free_run(build_trainer(case, "optim_grads_params", device), rank, 5, device)
-        for case in cases
-        for _ in OUTER
-    ]
+    return _packed(
+        [
+            free_run(build_trainer(case, "optim_grads_params", device), rank, 5, device)
+            for case in cases
+        ]
+    )
 
 
 def _cases() -> list[Case]:
@@ -83,34 +97,32 @@ def _cases() -> list[Case]:
 def test_instances_train_like_stock_ddp_and_like_plain_zero_3() -> None:
     """Issue: 2 x 2, 1 and 3 microbatches. Trap G9: the outer reduction came too late."""
     cases = _cases()
-    plain = run_ranks(_plain, WORLD, cases)[0]
-    for number, run in enumerate(run_ranks(_compare, WORLD, cases, timeout=240.0)[0]):
-        check_run(run, plain[number], f"outer {OUTER[number % 2]}, {cases[number // 2]}")
+    plain = _unpacked(run_ranks(_plain, WORLD, cases)[0])
+    runs = _unpacked(run_ranks(_compare, WORLD, cases, timeout=240.0)[0])
+    for number, run in enumerate(runs):
+        label = f"outer {OUTER[number % 2]}, {cases[number // 2]}"
+        check_run(run, plain[number // 2], label)
 
 
-def _launches(trainer: Any, rank: int, device: torch.device, told: bool) -> list[int]:
-    """Sizes of the groups of the reductions that one step of 3 microbatches launches, in order;
-    those that follow the last backward are marked by a 0 before them. Without `told`, nobody
-    tells which microbatch is the last."""
-    log: list[int] = []
-    outer = trainer.wrapper.engine.reduce.outer["dense"]
-    original = Communicator._launch
-
-    def launch(self: Communicator, pairs: Any, one: Any) -> Any:
-        if self is outer and "gather" not in one.__name__:
-            log.append(self.size)
-        return original(self, pairs, one)
-
-    finish = trainer.wrapper.engine.reduce_grads
-    trainer.wrapper.engine.reduce_grads = lambda: (log.append(0), finish())
+def _launches(trainer: Trainer, rank: int, device: torch.device, told: bool) -> list[int]:
+    """Groups that a step of 3 microbatches reduces over the outer axis: asked for by the backwards,
+    and launched in all. Without `told`, nobody tells which microbatch is the last."""
+    reduce = trainer.wrapper.engine.reduce
     trainer.wrapper.config.no_sync_func = trainer.wrapper.no_sync if told else None
-    Communicator._launch = launch  # type: ignore[method-assign]
-    try:
-        forward_backward(trainer, batches(trainer.case, 0, rank, device))
-    finally:
-        Communicator._launch = original  # type: ignore[method-assign]
-        del trainer.wrapper.engine.reduce_grads
-    return log
+    asked, finish = [0, 0], trainer.wrapper.engine.reduce_grads
+    communicate = reduce._communicate_outer
+
+    def at_end() -> None:
+        asked[0] = sum(g.grad_state is GradState.FINISHED for g in trainer.wrapper.engine.groups)
+        finish()
+
+    def count(groups: Any) -> Any:
+        asked[1] += len(groups)
+        return communicate(groups)
+
+    trainer.wrapper.engine.reduce_grads, reduce._communicate_outer = at_end, count
+    forward_backward(trainer, batches(trainer.case, 0, rank, device))
+    return asked
 
 
 def _outer_reductions(rank: int, world: int) -> dict[tuple[str, str, bool], list[int]]:
@@ -126,10 +138,10 @@ def _outer_reductions(rank: int, world: int) -> dict[tuple[str, str, bool], list
 def test_outer_axis_is_reduced_once_a_step() -> None:
     """For each unit on the last microbatch, when its backward ends. Where nobody tells which one
     is the last (Megatron-LM with ZeRO-3 and no --overlap-grad-reduce) it waits for the end."""
-    for key, log in run_ranks(_outer_reductions, WORLD)[0].items():
-        before, after = log[: log.index(0)], log[log.index(0) + 1 :]
-        assert len(log) - 1 == len(before) + len(after) == 5, (key, log)  # units
-        assert (before if key[2] else after) == [INSTANCES] * 5, (key, log)
+    for key, (in_backward, launched) in run_ranks(_outer_reductions, WORLD)[0].items():
+        units = 5  # embedding, two layers, output layer, final norm
+        assert launched == units, key
+        assert in_backward == (units if key[2] else 0), key
 
 
 def _shapes(rank: int, world: int) -> None:
@@ -147,7 +159,7 @@ def _shapes(rank: int, world: int) -> None:
         for param in trainer.wrapper.parameters():
             mesh = param.device_mesh
             assert mesh.mesh_dim_names[:2] == ("outer_fsdp_dp", "dp_cp")
-            assert mesh.get_coordinate()[:2] == [rank // 2, rank % 2]
+            assert tuple(mesh.get_coordinate()[:2]) == (rank // 2, rank % 2)
             assert mesh.mesh.view(-1).tolist() == [0, 1, 2, 3]
             assert param.placements[:2] == (placement, Shard(0))
             held += param._local_tensor.numel()
