@@ -197,7 +197,8 @@ def model_config(topology: Topology, case: Case) -> TransformerConfig:
         batch_p2p_comm=topology.vpp is None,
         expert_model_parallel_size=topology.ep,
         expert_tensor_parallel_size=topology.etp,
-        deallocate_pipeline_outputs=True,
+        # gloo reads an output after the send was launched; the overlapped schedule frees it then.
+        deallocate_pipeline_outputs=topology.vpp is None,
         calculate_per_token_loss=case.per_token_loss,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
