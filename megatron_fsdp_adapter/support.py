@@ -25,8 +25,6 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         "virtual_pipeline_model_parallel_size", "pipeline parallelism is coming; leave it unset"
     ),
     _above_one("context_parallel_size", "context parallelism is coming; set it to 1"),
-    _above_one("expert_model_parallel_size", "expert parallelism is coming; set it to 1"),
-    _is_on("num_moe_experts", "mixture-of-experts layers are coming; leave it unset"),
     _is_on("mtp_num_layers", "multi-token prediction is coming; leave it unset"),
     _is_on("init_model_with_meta_device", "meta-device initialisation is coming; set it to False"),
     _is_on(

@@ -265,7 +265,7 @@ class Bench:
         """What is read after the timed steps."""
         if self.place.device.type == "cuda" and self.plan.host_steps:
             result.host = self.host_times(runner)
-        if self.plan.profile is not None and result.subject.kind == "ours":
+        if self.plan.profile is not None and result.subject.is_ours:
             self._profile(runner, self.plan.profile)
         result.steps = runner.history()
 
