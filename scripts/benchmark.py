@@ -134,9 +134,15 @@ def _report(settings: Settings, options: Options, place, table) -> None:
     plan = settings.plan
     unit = bench_report.unit_of(place)
     dtype = "bf16" if options.bf16 else "fp16" if options.fp16 else "fp32"
+    mlp = f"ffn {options.ffn_hidden_size}"
+    if options.num_experts is not None:
+        mlp = (
+            f"{options.num_experts} experts of {options.moe_ffn_hidden_size}, "
+            f"top {options.moe_router_topk}, EP {options.expert_model_parallel_size}"
+        )
     title = (
         f"{options.num_layers} layers, hidden {options.hidden_size}, "
-        f"ffn {options.ffn_hidden_size}, seq {options.seq_length}, "
+        f"{mlp}, seq {options.seq_length}, "
         f"{plan.num_microbatches} x {options.micro_batch_size} sequences, "
         f"{dtype}, {options.transformer_impl}, {place.world_size} x {place.device.type}"
     )
