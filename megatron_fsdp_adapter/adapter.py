@@ -36,6 +36,7 @@ from .layout.planner import plan_group
 from .param_attrs import copy_attributes
 from .runtime.comm import Communicator
 from .runtime.device import make_runtime
+from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 from .topology import DENSE, EXPERT, FSDPDistributedIndex, build_index, groups_of
 
 DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer,)
@@ -49,16 +50,34 @@ def kind_of(param: nn.Parameter, fqn: str) -> str:
     return EXPERT if is_expert else DENSE
 
 
-def _shares_embedding(module: nn.Module) -> bool:
+SHARED_EMBEDDING = "dense, shared across stages"
+"""The dense domain under a second name, and so a flat buffer of its own. Embedding weights that
+the first and the last pipeline stage both hold are reduced between the stages shard by shard, and
+their shards are equal only in a buffer that holds nothing else."""
+
+
+def domain_name(param: nn.Parameter, fqn: str) -> str:
+    """Of the domain that shards `param`: its kind, but for embeddings shared across stages."""
+    if getattr(param, "shared_embedding", False):
+        return SHARED_EMBEDDING
+    return kind_of(param, fqn)
+
+
+def _has_tied_weight(module: nn.Module) -> bool:
+    """Whether embedding and output layer use one parameter. With pipeline parallelism each stage
+    has a copy of its own, used once."""
     return any(
-        getattr(child, "share_embeddings_and_output_weights", False) for child in module.modules()
+        getattr(child, "share_embeddings_and_output_weights", False)
+        and getattr(child, "pre_process", True)
+        and getattr(child, "post_process", True)
+        for child in module.modules()
     )
 
 
 def _default_units(module: nn.Module) -> dict[str, nn.Module]:
     """Transformer layers, and embedding and output layer unless their weights are tied: a tied
     weight is used by two modules and belongs to the root unit, which stays gathered between."""
-    tied = _shares_embedding(module)
+    tied = _has_tied_weight(module)
 
     def is_unit(child: nn.Module) -> bool:
         return isinstance(child, DEFAULT_UNIT_MODULES) or (
@@ -193,7 +212,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
                 *support.problems(config, support.MODEL_CONFIG_RULES),
                 *arguments.module_problems(module, fsdp_unit_modules, device),
                 *arguments.group_problems(config, arguments.parallel_sizes(pg_collection)),
-                *self._set_index(pg_collection),
+                *self._set_index(module, pg_collection),
             ],
         )
         optimizer_seam.install()
@@ -220,8 +239,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self._refuse_conversions()
         self._announce(forced)
 
-    def _set_index(self, pg_collection: Any) -> list[str]:
-        """Reads the process groups; returns what is wrong with them."""
+    def _set_index(self, module: nn.Module, pg_collection: Any) -> list[str]:
+        """Reads the process groups; returns what is wrong with them, or with `module` for them."""
         try:
             groups = (
                 _groups_from_parallel_state() if pg_collection is None else groups_of(pg_collection)
@@ -231,6 +250,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
                 device=self.device,
                 grad_scale_of=functools.partial(_grad_scale, self.config),
             )
+            for kind in {kind_of(param, name) for name, param in module.named_parameters()}:
+                self.megatron_fsdp_dist_index.domain(kind)
         except ValueError as error:
             return [str(error)]
         return []
@@ -244,15 +265,16 @@ class FullyShardedDataParallel(_BaseDataParallel):
         plans = partition(
             module,
             units,
-            domain_of=kind_of,
+            domain_of=domain_name,
             backward_reads_weights=lambda unit: not isinstance(unit, LanguageModelEmbedding),
         )
-        for kind in {key.domain for plan in plans for key in plan.groups}:
-            index.domain(kind)
+        for managed in (m for plan in plans for group in plan.groups.values() for m in group):
+            owner, name = managed.slots[0]
+            mark_tensor_parallel(managed.param, tensor_parallel_mode(managed.param, owner, name))
         return FsdpEngine(
             module,
             plans,
-            index.domains,
+            {**index.domains, SHARED_EMBEDDING: index.domain(DENSE)},
             engine_options.engine_config(self.ddp_config),
             make_runtime(self.device),
             Communicator,
@@ -278,10 +300,12 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
     def _register_state_dict_hooks(self) -> None:
         """A state dict of any module below shows main weights, and a load into any refreshes the
-        compute weights."""
+        compute weights. Where keys or shards would not be right in a checkpoint, both raise."""
         engine = weakref.ref(self.engine)
+        refused = support.problems(self.config, support.CHECKPOINT_RULES)
 
         def before_save(*_: Any) -> None:
+            support.raise_problems("state_dict", refused)
             alive = engine()
             if alive is not None:
                 alive.show_optimizer_params()
@@ -350,6 +374,10 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Completes all reductions and attaches `.grad`; parameters show their optimizer identity.
 
+        Core adds up a shared embedding's gradients over the stages in place, and puts the plain
+        local tensor where it found the DTensor: that may be `main_grad`, which takes anything,
+        but not `grad`.
+
         Raises:
             ValueError: `force_all_reduce`, unless gradients are replicated anyway.
         """
@@ -360,6 +388,15 @@ class FullyShardedDataParallel(_BaseDataParallel):
                 "'no_shard', or gather the gradients of the parameters you need"
             )
         self.engine.finish_grads()
+        for param in self._shared_embeddings():
+            param.main_grad = param.grad  # type: ignore[attr-defined]
+
+    def _shared_embeddings(self) -> list[nn.Parameter]:
+        return [
+            pair.optimizer
+            for pair in self.engine.pairs
+            if pair.group.key.domain == SHARED_EMBEDDING
+        ]
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiplies the gradients that the optimizer will read; a number or 1-element tensor."""
@@ -370,6 +407,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self.engine.zero_grads()
         for pair in self.engine.pairs:
             pair.raw.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        for param in self._shared_embeddings():
+            param.main_grad = None  # type: ignore[attr-defined]
 
     def broadcast_params(self) -> None:
         """Nothing to do: weights were broadcast from rank 0 of their data-parallel group before

@@ -176,14 +176,15 @@ FACTORIES = (
 
 
 def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The factory, with every CUDA device read as the CPU and page locking left out."""
+    """The factory, with every CUDA device read as the CPU and page locking left out: there is no
+    allocator of locked pages without a GPU."""
 
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
         if device is not None and str(device).startswith("cuda"):
             kwargs["device"] = _HOST
-            kwargs.pop("pin_memory", None)
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return create
@@ -227,6 +228,7 @@ _VIEW_ROWS = (
     ("tensor_parallel.data", "'cuda': :37; current_device: :86"),
     ("tensor_parallel.random", "RNG: :235-238, :422"),
     # Layers
+    ("models.common.embeddings.rope_utils", "pin_memory: :63"),
     ("models.common.embeddings.rotary_pos_embedding", "current_device: :78, :162, :297"),
     ("models.common.embeddings.yarn_rotary_pos_embedding", "current_device: :76, :122, :126"),
     ("models.gpt.gpt_model", "current_device: :415"),

@@ -19,13 +19,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
-from megatron.core import parallel_state
 from megatron.core.optimizer.clip_grads import (
     clip_grad_by_total_norm_fp32,
     get_grad_norm_fp32,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from torch.distributed.tensor import DTensor
 
 from . import support
@@ -264,17 +266,6 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
         adopt(optimizer)
 
 
-def _grad_stats_group(original: Callable[..., Any], self: Any) -> Any:
-    """The ranks that together hold each gradient element once. Replicated gradients are counted
-    once already on every data-parallel rank: 0.16.1 adds them up and is off by sqrt(dp)."""
-    ours = _our_chunks(self)
-    if not ours or ours[0].engine.config.strategy.shard_main:
-        return original(self)
-    groups = ours[0].process_groups
-    mp_group = getattr(groups, "mp", None)
-    return parallel_state.get_model_parallel_group() if mp_group is None else mp_group
-
-
 def _init_states(original: Callable[..., None], self: Any) -> None:
     """0.16.1 takes a step with zero gradients, which decays weights and advances Adam's count."""
     if not _our_chunks(self):
@@ -295,11 +286,52 @@ def _unscaling_data(original: Callable[..., Any], self: Any) -> Any:
     ]
 
 
+def _replicas(chunks: Sequence[Any]) -> set[int]:
+    """Ids of the optimizer parameters whose gradient another rank counts: without sharding every
+    rank of a domain holds the whole gradient, and the domain's first rank counts it."""
+    return {
+        id(pair.optimizer)
+        for chunk in chunks
+        if not chunk.engine.config.strategy.shard_main
+        for pair in chunk.engine.pairs
+        if pair.group.domain.axis.rank != 0
+    }
+
+
 def _norm_grads(original: Callable[..., Any], self: Any) -> Any:
-    """Without empty shards: TE's multi-tensor kernels drop a whole list that ends in an empty
+    """Each gradient element on one rank of the group that core adds up over, as stock DDP's shards
+    are. 0.16.1 adds up replicated gradients as well and is off by sqrt(dp); the model-parallel
+    group was rejected, as expert and dense parameters have different ones.
+
+    Without empty shards: TE's multi-tensor kernels drop a whole list that ends in an empty
     tensor, so the norm came out too small and nothing was clipped."""
-    grads = original(self)
-    return [grad for grad in grads if grad.numel() > 0] if _our_chunks(self) else grads
+    ours = _our_chunks(self)
+    if not ours:
+        return original(self)
+    elsewhere = _replicas(ours)
+    tp_group = getattr(self, "tp_group", None)
+    grads = [
+        param.grad._local_tensor
+        for param in self.get_parameters()
+        if param.grad is not None
+        and id(param) not in elsewhere
+        and param_is_not_shared(param)
+        and param_is_not_tensor_parallel_duplicate(param, tp_group)
+    ]
+    return [grad for grad in grads if grad.numel() > 0]
+
+
+def _count_zeros(original: Callable[..., Any], self: Any) -> Any:
+    """Zeros among the elements that the norm counts; 0.16.1 counts replicas too."""
+    if not _our_chunks(self):
+        return original(self)
+    grads = self.get_main_grads_for_grad_norm()
+    device = self.get_parameters()[0]._local_tensor.device
+    zeros = torch.zeros(1, dtype=torch.float32, device=device)
+    for grad in grads:
+        zeros += grad.numel() - torch.count_nonzero(grad)
+    dist.all_reduce(zeros, group=self.get_grad_stats_parallel_group())
+    return zeros.item()
 
 
 def _clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
@@ -322,6 +354,10 @@ def _clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
 def _save_state(original: Callable[..., Any], self: Any, is_loading: bool = False) -> Any:
     """Every rank emits the same keys: state exists for every parameter, steps or no steps."""
     if _our_chunks(self):
+        config = self.model_chunks[0].config
+        support.raise_problems(
+            "The optimizer's state dict", support.problems(config, support.CHECKPOINT_RULES)
+        )
         initialize_state(self.optimizer)
         for chunk in self.model_chunks:
             chunk.engine.show_optimizer_params()
@@ -332,9 +368,9 @@ REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     # owner, name, replacement: called with the original first
     (core_optimizer, "_get_param_groups_and_buffers", _param_groups),
     (DistributedOptimizer, "__init__", _init),
-    (DistributedOptimizer, "get_grad_stats_parallel_group", _grad_stats_group),
     (DistributedOptimizer, "get_main_grads_for_grad_norm", _norm_grads),
     (DistributedOptimizer, "clip_grad_norm", _clip),
+    (DistributedOptimizer, "count_zeros", _count_zeros),
     (DistributedOptimizer, "_init_optimizer_states_with_dummy_values", _init_states),
     (DistributedOptimizer, "_collect_main_grad_data_for_unscaling", _unscaling_data),
     (DistributedOptimizer, "sharded_param_state_fsdp_dtensor", _save_state),

@@ -11,6 +11,10 @@ from __future__ import annotations
 from torch import nn
 
 COPIED_TO_OPTIMIZER = (
+    "_mcore_tp",
+    "_tensor_parallel_mode",
+    "_tp_duplicated",
+    "_tp_partition_dim",
     "allreduce",
     "average_gradients_across_tp_domain",
     "expert_tp",

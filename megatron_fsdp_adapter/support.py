@@ -19,12 +19,6 @@ def _is_on(option: str, message: str) -> Rule:
 
 
 MODEL_CONFIG_RULES: tuple[Rule, ...] = (
-    _above_one("tensor_model_parallel_size", "tensor parallelism is coming; set it to 1"),
-    _above_one("pipeline_model_parallel_size", "pipeline parallelism is coming; set it to 1"),
-    _above_one(
-        "virtual_pipeline_model_parallel_size", "pipeline parallelism is coming; leave it unset"
-    ),
-    _above_one("context_parallel_size", "context parallelism is coming; set it to 1"),
     _is_on("mtp_num_layers", "multi-token prediction is coming; leave it unset"),
     _is_on("init_model_with_meta_device", "meta-device initialisation is coming; set it to False"),
     _is_on(
@@ -58,6 +52,37 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         "hybrid_context_parallel", "its schedule changes groups between batches; set it to False"
     ),
 )
+
+_LATER = "set it to 1 to save or load; resharding checkpoints are coming"
+
+CHECKPOINT_RULES: tuple[Rule, ...] = (
+    _above_one(
+        "pipeline_model_parallel_size",
+        "layer numbers in state dict keys are local to a pipeline stage, so that a checkpoint would "
+        f"mix up layers; {_LATER}",
+    ),
+    _above_one(
+        "virtual_pipeline_model_parallel_size",
+        "layer numbers in state dict keys are local to a model chunk, so that a checkpoint would "
+        "mix up layers; leave it unset to save or load; resharding checkpoints are coming",
+    ),
+    _above_one(
+        "tensor_model_parallel_size",
+        "every tensor-parallel rank would write its slice as if it were the whole weight; "
+        f"{_LATER}",
+    ),
+    Rule(
+        "expert_tensor_parallel_size",
+        lambda config: bool(config.num_moe_experts) and config.expert_tensor_parallel_size > 1,
+        "every tensor-parallel rank would write its slice as if it were the whole weight; "
+        f"{_LATER}",
+    ),
+    _above_one(
+        "expert_model_parallel_size",
+        f"expert numbers in state dict keys are local to a rank; {_LATER}",
+    ),
+)
+"""What keeps a model that trains from being saved or loaded."""
 
 OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(

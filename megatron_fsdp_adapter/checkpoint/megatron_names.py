@@ -35,6 +35,7 @@ _TP_ATTRIBUTES = (
     "_mcore_tp",
     "_tp_partition_dim",
     "_tp_duplicated",
+    "_tensor_parallel_mode",
 )
 
 
@@ -155,7 +156,12 @@ def gather_uneven_dtensor_to_full_tensor(
 
 
 def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
-    """True if the parameter is one slice of a tensor that is split over tensor-parallel ranks."""
+    """True if the parameter is one slice of a tensor that is split over tensor-parallel ranks.
+
+    Transformer Engine marks whole weights as slices too; `_tp_duplicated` knows better.
+    """
+    if getattr(param, "_tp_duplicated", False):
+        return False
     return any(bool(getattr(param, name, False)) for name in ("_mcore_tp", "tensor_model_parallel"))
 
 

@@ -44,10 +44,15 @@ def on_inputs_done(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Calls `callback` in backward when the gradients of all inputs are known.
 
-    Returns the inputs to use instead. Without an input that needs a gradient nothing is caught.
+    Returns the inputs to use instead. Without an input that needs a gradient nothing is caught. A
+    parameter among them is left: its gradient is accumulated only after a hook on it has run.
     """
     flat, tree = tree_flatten((args, kwargs))
-    watched = [index for index, value in enumerate(flat) if needs_grad(value)]
+    watched = [
+        index
+        for index, value in enumerate(flat)
+        if needs_grad(value) and not isinstance(value, nn.Parameter)
+    ]
     if not watched:
         return args, kwargs
     for index in watched:

@@ -210,7 +210,7 @@ def test_all_problems_are_listed_at_once() -> None:
     bad = Bad(
         (),
         ddp={"data_parallel_sharding_strategy": "zero3", "nccl_ub": True},
-        config={"num_moe_experts": 4},
+        config={"mtp_num_layers": 1},
         module=Frozen,
         groups=lambda: groups(dp_cp_ag=[0, 1], ep=[0, 1]),
         options={"fsdp_unit_modules": [nn.Conv2d, nn.LSTM], "device": "meta"},
@@ -218,7 +218,7 @@ def test_all_problems_are_listed_at_once() -> None:
     with pytest.raises(ValueError) as caught:
         wrap(bad)
     for fragment in (
-        "zero3", "nccl_ub", "num_moe_experts=4", "no trainable", "is a Conv2d", "is a LSTM",
+        "zero3", "nccl_ub", "mtp_num_layers=1", "no trainable", "is a Conv2d", "is a LSTM",
         "device=meta", "ep process group has 2", "gather group",
     ):  # fmt: skip
         assert fragment in str(caught.value), (fragment, str(caught.value))

@@ -45,12 +45,6 @@ TRIGGERS: dict[str, Values] = {
     "megatron_fsdp_main_grads_dtype": (torch.bfloat16,),
     "megatron_fsdp_grad_comm_dtype": (torch.float16, torch.bfloat16),
     # Model config
-    "tensor_model_parallel_size": (2,),
-    "pipeline_model_parallel_size": (2,),
-    "virtual_pipeline_model_parallel_size": (2,),
-    "context_parallel_size": (2,),
-    "expert_model_parallel_size": (2,),
-    "num_moe_experts": (4,),
     "mtp_num_layers": (1,),
     "fp8": ("e4m3",),
     "fp4": ("e2m1",),

@@ -37,12 +37,15 @@ NOT_SERVED = {
 
 
 def _asks_cuda(node: ast.AST) -> int | None:
-    """The line, if a node reads torch.cuda.X that a view answers, or is device="cuda"."""
+    """The line, if a node reads torch.cuda.X that a view answers, or is device="cuda" or
+    pin_memory=True."""
     if isinstance(node, ast.Attribute) and node.attr in cpu_mode.CUDA_ANSWERS:
         return node.lineno if ast.unparse(node.value) == "torch.cuda" else None
     if isinstance(node, ast.keyword) and node.arg == "device":
         literal = isinstance(node.value, ast.Constant) and str(node.value.value).startswith("cuda")
         return node.value.lineno if literal else None
+    if isinstance(node, ast.keyword) and node.arg == "pin_memory":
+        return node.value.lineno if ast.unparse(node.value) == "True" else None
     return None
 
 

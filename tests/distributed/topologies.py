@@ -1,0 +1,437 @@
+"""Models under tensor, sequence, context, expert and pipeline parallelism, with stock DDP and ours.
+
+Every rank compares what it holds: the parameters of its pipeline stage, in the shape that tensor
+parallelism leaves of them, whole over the data-parallel ranks. The reference is stock DDP without
+a distributed optimizer, so that each rank has all of a gradient and nothing has to be put together.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from megatron_fsdp_adapter import FullyShardedDataParallel, cpu_mode
+
+from .checks import Step
+from .gpt import Case, _strip, batches, ddp_config, optimizer_config
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes of the parallel axes, and what depends on them. `etp` None is `tp`.
+
+    `aligned`: the schedule starts reductions and gathers itself (`grad_sync_func`,
+    `param_sync_func`).
+    """
+
+    name: str
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    etp: int | None = None
+    sp: bool = False
+    experts: int | None = None
+    dispatcher: str = "alltoall"
+    aligned: bool = False
+
+    @property
+    def num_chunks(self) -> int:
+        return self.vpp or 1
+
+
+TOPOLOGIES: Mapping[str, Topology] = {
+    row.name: row
+    for row in (
+        Topology("tp2", tp=2),
+        Topology("tp2-sp", tp=2, sp=True),
+        Topology("cp2", cp=2),
+        Topology("ep2", ep=2, experts=4),
+        Topology("ep4", ep=4, experts=4, dispatcher="allgather"),
+        # alltoall gathers pieces of unequal sizes over the expert-tensor group: gloo cannot.
+        Topology("ep2-etp2", tp=2, ep=2, etp=2, sp=True, experts=4, dispatcher="allgather"),
+        Topology("pp2", pp=2),
+        Topology("pp2-vpp2", pp=2, vpp=2, aligned=True),
+        Topology("tp2-pp2", tp=2, pp=2, aligned=True),
+        Topology("ep2-pp2", ep=2, pp=2, experts=4),
+    )
+}
+
+CASE = Case(num_layers=2, hidden=24, heads=4, ffn=44, vocab=54, seq=8, batch=2)
+"""Of each size tensor parallelism leaves something that the data-parallel ranks split unevenly."""
+
+
+def case_for(topology: Topology, **changes: Any) -> Case:
+    """`CASE` with a layer for each model chunk and, with pipelines, tied embeddings."""
+    options = {
+        "num_layers": max(2, topology.pp * topology.num_chunks),
+        "tied": topology.pp > 1,
+        "bias": topology.experts is None,
+        **changes,
+    }
+    return CASE.but(**options)
+
+
+def init_topology(topology: Topology) -> torch.device:
+    """Makes the groups, in place of those that were there; collective."""
+    cpu_mode.enable_cpu_mode()
+    if ps.model_parallel_is_initialized():
+        ps.destroy_model_parallel()
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        virtual_pipeline_model_parallel_size=topology.vpp,
+        context_parallel_size=topology.cp,
+        expert_model_parallel_size=topology.ep,
+        expert_tensor_parallel_size=topology.etp,
+        create_gloo_process_groups=False,
+    )
+    return torch.device("cpu")
+
+
+# The model.
+
+
+class PlainNorm:
+    """torch's LayerNorm with the mark by which core adds up its gradients over sequence-parallel
+    ranks. Core's own wrapper of it refuses sequence parallelism."""
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+    ) -> torch.nn.Module:
+        norm = torch.nn.LayerNorm(hidden_size, eps=eps, dtype=config.params_dtype)
+        for param in norm.parameters():
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+class GatheringAttention(torch.nn.Module):
+    """Causal attention of a rank's queries over every context-parallel rank's keys and values."""
+
+    def __init__(self, config: TransformerConfig, *unused: Any, **unused_too: Any) -> None:
+        super().__init__()
+        self.group = ps.get_context_parallel_group()
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *unused: Any,
+        **unused_too: Any,
+    ) -> torch.Tensor:
+        """(seq / cp, batch, heads, d) three times -> (seq / cp, batch, heads * d)."""
+        length, size = query.size(0), self.group.size()
+        places = [_zigzag_positions(length * size, size, rank) for rank in range(size)]
+        key, value = (
+            gather_from_sequence_parallel_region(x, group=self.group) for x in (key, value)
+        )
+        scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * query.size(-1) ** -0.5
+        hidden = torch.cat(places)[None, :] > places[self.group.rank()][:, None]
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
+
+
+def _zigzag_positions(length: int, size: int, rank: int) -> torch.Tensor:
+    """Where in the sequence the tokens of a context-parallel rank are: one chunk from the front
+    and its mirror from the back."""
+    chunks = torch.arange(length).chunk(2 * size)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+
+
+def model_config(topology: Topology, case: Case) -> TransformerConfig:
+    moe: dict[str, Any] = {}
+    if topology.experts:
+        moe = {
+            "num_moe_experts": topology.experts,
+            "moe_ffn_hidden_size": case.ffn,
+            "moe_router_topk": 2,
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": topology.dispatcher,
+        }
+    return TransformerConfig(
+        num_layers=case.num_layers,
+        hidden_size=case.hidden,
+        num_attention_heads=case.heads,
+        ffn_hidden_size=case.ffn,
+        gated_linear_unit=case.swiglu,
+        add_bias_linear=case.bias,
+        activation_func=torch.nn.functional.silu if case.swiglu else torch.nn.functional.gelu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=case.dtype,
+        pipeline_dtype=case.dtype,
+        tensor_model_parallel_size=topology.tp,
+        sequence_parallel=topology.sp,
+        context_parallel_size=topology.cp,
+        pipeline_model_parallel_size=topology.pp,
+        virtual_pipeline_model_parallel_size=topology.vpp,
+        microbatch_group_size_per_vp_stage=case.microbatches if topology.vpp else None,
+        # Both neighbours of a rank are the same one with two stages: sends that are batched would be
+        # received in the wrong order, activations as gradients. Megatron-LM refuses that.
+        overlap_p2p_comm=topology.vpp is not None,
+        batch_p2p_comm=topology.vpp is None,
+        expert_model_parallel_size=topology.ep,
+        expert_tensor_parallel_size=topology.etp,
+        deallocate_pipeline_outputs=True,
+        calculate_per_token_loss=case.per_token_loss,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        use_cpu_initialization=True,
+        **moe,
+    )
+
+
+def _layer_spec(topology: Topology, with_experts: bool) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=topology.experts if with_experts else None, moe_grouped_gemm=False
+    )
+    spec.submodules.input_layernorm = PlainNorm
+    spec.submodules.pre_mlp_layernorm = PlainNorm
+    if topology.cp > 1:
+        spec.submodules.self_attention.submodules.core_attention = GatheringAttention
+    return spec
+
+
+def _block(topology: Topology, config: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
+    """The layers of a model chunk. With experts every second layer has them, counted over all
+    stages: with pipelines there is a stage without any."""
+    vp_stage = chunk if topology.vpp else None
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    specs = [_layer_spec(topology, bool(topology.experts) and i % 2 == 1) for i in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=PlainNorm)
+
+
+def _coordinates(param: torch.nn.Parameter, name: str, chunk: int) -> tuple[Any, ...]:
+    """What makes this rank's parameter another one than that of the same name elsewhere."""
+    if getattr(param, "shared_embedding", False):
+        return ("embedding", ps.get_tensor_model_parallel_rank())
+    stage = (ps.get_pipeline_model_parallel_rank(), chunk)
+    if not getattr(param, "allreduce", True):
+        expert = (ps.get_expert_model_parallel_rank(), ps.get_expert_tensor_parallel_rank())
+        return (name, *stage, *expert)
+    if getattr(param, "tensor_model_parallel", False):
+        return (name, *stage, ps.get_tensor_model_parallel_rank())
+    return (name, *stage)
+
+
+def build_chunk(
+    topology: Topology, case: Case, config: TransformerConfig, chunk: int
+) -> torch.nn.Module:
+    """A model chunk whose weights are the same on all ranks that hold the same parameters and
+    different on all others. Biases start at zero otherwise, and experts alike: both hide mistakes.
+    """
+    torch.manual_seed(case.seed)
+    model_parallel_cuda_manual_seed(case.seed)
+    vp_stage = chunk if topology.vpp else None
+    model = GPTModel(
+        config,
+        _block(topology, config, chunk),
+        vocab_size=case.vocab,
+        max_sequence_length=case.seq,
+        pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type=case.positions,
+        vp_stage=vp_stage,
+    )
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            place = repr((case.seed, *_coordinates(param, name, chunk))).encode()
+            generator = torch.Generator().manual_seed(zlib.crc32(place))
+            param.add_(torch.randn(param.shape, generator=generator) * 0.02)
+    return model
+
+
+# Training.
+
+
+@dataclass
+class TopologyTrainer:
+    """Model chunks with one optimizer. `strategy` None is stock DDP."""
+
+    topology: Topology
+    case: Case
+    chunks: list[Any]
+    optimizer: Any
+    strategy: str | None
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What this rank has of each weight, whole over data-parallel ranks; collective."""
+        if self.strategy is None:
+            return {n: p.detach().clone() for n, p in self._named(lambda chunk: chunk)}
+        return self._whole(lambda param: param)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The same of reduced gradients, between the backwards and the optimizer's step."""
+        if self.strategy is None:
+            return {n: p.main_grad.detach().clone() for n, p in self._named(lambda chunk: chunk)}
+        return self._whole(lambda param: param.grad)
+
+    def _named(self, of: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
+        for number, chunk in enumerate(self.chunks):
+            for name, param in of(chunk).named_parameters():
+                yield f"{number}.{_strip(name)}", param
+
+    def _pairs(self) -> Iterator[tuple[str, Any]]:
+        for number, chunk in enumerate(self.chunks):
+            for pair in chunk.engine.pairs:
+                yield f"{number}.{_strip(pair.managed.fqns[0])}", pair
+
+    def _whole(self, value_of: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        by_group: dict[Any, dict[str, Any]] = {}
+        for name, pair in self._pairs():
+            local = value_of(pair.optimizer)._local_tensor.detach().clone()
+            found[name] = local
+            if pair.group.config.strategy.shard_main:
+                by_group.setdefault(pair.group.domain.axis.group, {})[name] = local.reshape(-1)
+        # A stage may lack a domain, but all ranks of the domain's group are of one stage.
+        for group, mine in by_group.items():
+            pieces: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(pieces, mine, group=group)
+            found |= {name: torch.cat([piece[name] for piece in pieces]) for name in mine}
+        return {name: found[name].view(pair.raw.shape) for name, pair in self._pairs()}
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Sets the main weights of ours; no collective."""
+        for chunk in self.chunks:
+            chunk.stop_communication()
+        for name, pair in self._pairs():
+            local = pair.optimizer._local_tensor
+            held = pair.optimizer.megatron_fsdp_slice
+            with torch.no_grad():
+                local.copy_(weights[name].reshape(-1)[held].view(local.shape))
+        for chunk in self.chunks:
+            chunk.engine.main_weights_changed()
+
+
+def _reference_ddp_config() -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+
+
+def build_topology_trainer(
+    topology: Topology,
+    case: Case,
+    strategy: str | None,
+    change: Callable[[torch.nn.Module], None] = lambda model: None,
+) -> TopologyTrainer:
+    """`change` edits each bare model chunk before it is wrapped."""
+    config = model_config(topology, case)
+    models = [build_chunk(topology, case, config, i) for i in range(topology.num_chunks)]
+    for model in models:
+        change(model)
+    chunks: list[Any] = [
+        DistributedDataParallel(config, _reference_ddp_config(), model, disable_bucketing=number > 0)
+        if strategy is None
+        else FullyShardedDataParallel(
+            config, ddp_config(case, strategy), model, disable_bucketing=number > 0
+        )
+        for number, model in enumerate(models)
+    ]
+    optimizer = get_megatron_optimizer(
+        optimizer_config(case, use_distributed_optimizer=strategy is not None),
+        chunks,
+        use_gloo_process_groups=False,
+    )
+    for group in optimizer.param_groups:  # what OptimizerParamScheduler does at every step
+        group["lr"] = case.lr * group["lr_mult"]
+        group["weight_decay"] = case.weight_decay * group["wd_mult"]
+    _wire_schedule(config, topology, chunks, optimizer)
+    return TopologyTrainer(topology, case, chunks, optimizer, strategy)
+
+
+def _wire_schedule(
+    config: TransformerConfig, topology: Topology, chunks: list[Any], optimizer: Any
+) -> None:
+    """As Megatron-LM's training loop does."""
+
+    def each(name: str) -> Any:
+        functions = [getattr(chunk, name) for chunk in chunks]
+        return functions if len(functions) > 1 else functions[0]
+
+    if chunks[0].ddp_config.overlap_grad_reduce:
+        config.no_sync_func = each("no_sync")
+        if topology.aligned:
+            config.grad_sync_func = each("start_grad_sync")
+    if chunks[0].ddp_config.overlap_param_gather and topology.aligned:
+        config.param_sync_func = each("start_param_sync")
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+
+
+def _forward_step(case: Case, iterator: Iterator[torch.Tensor], model: Any) -> Any:
+    tokens = next(iterator)
+    batch = get_batch_on_this_cp_rank(
+        {
+            "tokens": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "position_ids": torch.arange(case.seq).expand(case.batch, -1),
+        }
+    )
+    mask = torch.ones(case.seq, case.seq, dtype=torch.bool).triu(1)[None, None]
+    losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+    counted = batch["labels"] % 3 != 0
+
+    def loss_func(output: torch.Tensor) -> Any:
+        report = {"loss": output.detach().mean()}
+        if case.per_token_loss:
+            return (output * counted).sum(), counted.sum().int(), report
+        # The schedule multiplies by the number of context-parallel ranks.
+        return output.mean() / ps.get_context_parallel_world_size(), report
+
+    return losses, loss_func
+
+
+def run_schedule(trainer: TopologyTrainer, step: int) -> float:
+    """Forwards and backwards of a step; this rank's mean loss, 0 but on the last stage."""
+    case = trainer.case
+    data = batches(case, step, ps.get_data_parallel_rank(), torch.device("cpu"))
+    iterators = [iter(data) for _ in trainer.chunks]
+    for chunk in trainer.chunks:
+        chunk.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+    reports = get_forward_backward_func()(
+        forward_step_func=functools.partial(_forward_step, case),
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=trainer.chunks if len(iterators) > 1 else trainer.chunks[0],
+        num_microbatches=len(data),
+        seq_length=case.seq,
+        micro_batch_size=case.batch,
+        forward_only=False,
+    )
+    return float(torch.stack([r["loss"] for r in reports]).mean()) if reports else 0.0
+
+
+def topology_step(trainer: TopologyTrainer, step: int) -> Step:
+    """A training step; collective."""
+    loss = run_schedule(trainer, step)
+    gradients = trainer.gradients()
+    success, norm, _ = trainer.optimizer.step()
+    assert success, "the optimizer skipped the step"
+    return Step(loss, float(norm), gradients, trainer.weights())
