@@ -17,6 +17,8 @@ RANKS=${RANKS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')}
 PRESET_8B=${PRESET_8B:-configs/llama3-8b-8layers.yaml}
 PRESET_1B=${PRESET_1B:-configs/llama-1.5b.yaml}
 PRESET_MOE=${PRESET_MOE:-configs/mixtral-8x7b-8layers.yaml}
+MOE_EP=${MOE_EP:-4}
+MOE_OVERLAP_EP=${MOE_OVERLAP_EP:-2}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
@@ -96,8 +98,8 @@ do_moe_tests() {
 
 do_moe() {
   # shellcheck disable=SC2086
-  bench moe 100 --preset "$PRESET_MOE" --expert-model-parallel-size "${MOE_EP:-4}" --isolated \
-    --steps 3 --warmup 3 --repeats 4 \
+  bench "moe_ep$MOE_EP" 100 --preset "$PRESET_MOE" --expert-model-parallel-size "$MOE_EP" \
+    --isolated --steps 3 --warmup 3 --repeats 4 \
     --wrappers ours:optim_grads_params,bundled:optim_grads_params,ddp,floor ${ARGS_MOE:-}
 }
 
@@ -105,7 +107,7 @@ do_moe_overlap() { # experts on several data-parallel ranks, so that there is so
   # Deterministic attention, so that equal losses mean equal bits.
   # shellcheck disable=SC2086
   NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 bench moe_overlap 60 --preset "$PRESET_MOE" \
-    --expert-model-parallel-size "${MOE_OVERLAP_EP:-2}" --isolated --steps 3 --warmup 3 \
+    --expert-model-parallel-size "$MOE_OVERLAP_EP" --isolated --steps 3 --warmup 3 \
     --repeats 2 --wrappers ours:optim_grads_params,ours-ag:optim_grads_params \
     --profile "$OUT/moe_trace" ${ARGS_MOE:-}
 }
@@ -121,14 +123,14 @@ for log in "$OUT"/test_gpu_*.log; do
   grep -hE " \([0-9.]+ s\)$" "$log" | cut -c1-200 | sort -u | tail -25
   grep -E "^(FAILED|ERROR)|[0-9]+ (passed|failed|skipped|error)" "$log" | cut -c1-180 | tail -12
 done
-for name in bench8b bench1b trace moe moe_overlap; do
-  [ -f "$OUT/$name.log" ] || continue
-  echo "-- $OUT/$name.log"
-  if grep -q "rounds of" "$OUT/$name.log"; then
-    sed -n '/rounds of/,$p' "$OUT/$name.log" | cut -c1-420
+for log in "$OUT"/{bench8b,bench1b,trace,moe_ep*,moe_overlap}.log; do
+  [ -f "$log" ] || continue
+  echo "-- $log"
+  if grep -q "rounds of" "$log"; then
+    sed -n '/rounds of/,$p' "$log" | cut -c1-420
   else # cut short: the wrappers that were finished
-    grep -A3 "^wrapper " "$OUT/$name.log" | cut -c1-420
-    tail -5 "$OUT/$name.log" | cut -c1-300
+    grep -A3 "^wrapper " "$log" | cut -c1-420
+    tail -5 "$log" | cut -c1-300
   fi
 done
 cat "$OUT/status.txt"

@@ -67,7 +67,11 @@ class Outcomes:
     """Runs the checks once, on `world` ranks, when the first outcome is asked for."""
 
     def __init__(
-        self, checks: Mapping[str, Check], timeout_s: float, world: int = WORLD, backend: str = "nccl"
+        self,
+        checks: Mapping[str, Check],
+        timeout_s: float,
+        world: int = WORLD,
+        backend: str = "nccl",
     ) -> None:
         self.checks, self.timeout_s = checks, timeout_s
         self.world, self.backend = world, backend

@@ -2,7 +2,7 @@
 
 With 4 GPUs or more each expert has 2 data-parallel ranks, else one. Every rank compares what it
 holds: all dense weights and its own experts', whole over their data-parallel ranks. The reference
-has no distributed optimizer, so that each rank has whole weights and nothing has to be put together.
+has no distributed optimizer, so that each rank has whole weights and nothing is put together.
 """
 
 from __future__ import annotations
@@ -229,8 +229,8 @@ def trains_like_ddp(rank: int, world: int, name: str, dispatcher: str) -> str:
         for strategy in STRATEGIES
     }
     told = ", ".join(f"{key} {a:.1e}/{b:.1e}" for key, (a, b) in found.items())
-    wrong = [
-        key for key, (scalar, moved) in found.items() if not (scalar <= kind.scalar and moved <= kind.moved)
+    wrong = [  # not-a-number is wrong too
+        key for key, (a, b) in found.items() if not (a <= kind.scalar and b <= kind.moved)
     ]
     assert not wrong, f"{wrong} beyond {kind.scalar:.0e}/{kind.moved:.0e}: {told}"
     return f"loss {reference.scalars[-1][0]:.5f}, off (loss or norm/weights): {told}"

@@ -3,6 +3,7 @@ that trains differently."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -17,7 +18,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import benchmark  # noqa: E402
 from lib import bench_report  # noqa: E402
-from lib.bench_measure import Memory, Result  # noqa: E402
+from lib.bench_measure import Memory, Result, as_plain  # noqa: E402
 from lib.bench_subjects import FLOOR, Plan, Subject, parse_subjects  # noqa: E402
 from lib.bench_trace import (  # noqa: E402
     GATHER,
@@ -27,6 +28,7 @@ from lib.bench_trace import (  # noqa: E402
     collective_kernels,
     overlap,
     overlap_text,
+    read_trace,
 )
 
 TINY = [
@@ -265,6 +267,19 @@ def test_clipping() -> None:
     assert clipped([(0, 2), (3, 5), (6, 9)], (1, 6)) == [(1, 2), (3, 5)]
 
 
+def test_what_a_trace_tells_is_in_table_and_json(tmp_path: Path) -> None:
+    events = [on_stream(GATHER_NAME, 0, 2, 20), on_stream(REDUCE_NAME, 1, 3, 24)]
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    traced = result(OURS, [1.0], [1.0], trace=read_trace(path))
+    table = bench_report.rows([result(DDP, [1.0], [1.0]), traced], Plan(), options())
+    text = bench_report.table_text(table, 2**20)
+    assert "ours:optim: 3.00 ms = compute 0.00" in text
+    assert "ours:optim: gather and reduce at once 1.00 ms = 100% of the shorter one" in text
+    plain = json.loads(json.dumps(as_plain(traced)))
+    assert plain["trace"]["overlap"]["together"] == pytest.approx(1.0)
+
+
 def test_separate_groups_are_for_ours() -> None:
     given = [*TINY, "--wrappers=ddp,ours:optim,ours-ag:optim", "--separate-all-gather-groups"]
     settings, _ = benchmark.parse_arguments(given)
@@ -355,7 +370,7 @@ def test_two_ranks_isolated_and_a_faulty_wrapper(
 @pytest.mark.timeout(300)
 def test_two_ranks_with_experts_of_their_own(tmp_path: Path) -> None:
     """A mixture of experts with EP 2: all that run train alike, fsdp2 tells why it does not.
-    Without bundled, whose gradient norm is another one where experts have one data-parallel rank."""
+    Without bundled, whose norm is another one where experts have one data-parallel rank."""
     wrappers = "ddp,ours:optim_grads_params,ours-ag:optim_grads_params,fsdp2,floor"
     done, rows = run(
         tmp_path, f"--wrappers={wrappers}", "--calculate-per-token-loss", "--num-experts=4",
