@@ -211,7 +211,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
                 *support.problems(ddp_config, engine_options.DDP_CONFIG_RULES),
                 *support.problems(config, support.MODEL_CONFIG_RULES),
                 *arguments.module_problems(module, fsdp_unit_modules, device),
-                *arguments.group_problems(config, arguments.parallel_sizes(pg_collection)),
+                *arguments.group_problems(config, arguments.group_ranks(pg_collection)),
                 *self._set_index(module, pg_collection),
             ],
         )

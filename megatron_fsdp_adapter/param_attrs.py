@@ -10,11 +10,7 @@ from __future__ import annotations
 
 from torch import nn
 
-COPIED_TO_OPTIMIZER = (
-    "_mcore_tp",
-    "_tensor_parallel_mode",
-    "_tp_duplicated",
-    "_tp_partition_dim",
+MARKED_BY_MEGATRON = (
     "allreduce",
     "average_gradients_across_tp_domain",
     "expert_tp",
@@ -29,10 +25,12 @@ COPIED_TO_OPTIMIZER = (
     "shared_embedding",
     "tensor_model_parallel",
 )
+SET_BY_WRAPPER = ("_mcore_tp", "_tensor_parallel_mode", "_tp_duplicated", "_tp_partition_dim")
+"""See `tensor_parallel.py`; Megatron's checkpoint code reads them."""
 
 
 def copy_attributes(raw: nn.Parameter, optimizer: nn.Parameter) -> None:
     """Copies what is set on `raw` to `optimizer`."""
-    for name in COPIED_TO_OPTIMIZER:
+    for name in (*MARKED_BY_MEGATRON, *SET_BY_WRAPPER):
         if hasattr(raw, name):
             setattr(optimizer, name, getattr(raw, name))

@@ -58,13 +58,13 @@ _LATER = "set it to 1 to save or load; resharding checkpoints are coming"
 CHECKPOINT_RULES: tuple[Rule, ...] = (
     _above_one(
         "pipeline_model_parallel_size",
-        "layer numbers in state dict keys are local to a pipeline stage, so that a checkpoint would "
-        f"mix up layers; {_LATER}",
+        "layer numbers in state dict keys are local to a pipeline stage: a checkpoint would mix up "
+        f"layers; {_LATER}",
     ),
     _above_one(
         "virtual_pipeline_model_parallel_size",
-        "layer numbers in state dict keys are local to a model chunk, so that a checkpoint would "
-        "mix up layers; leave it unset to save or load; resharding checkpoints are coming",
+        "layer numbers in state dict keys are local to a model chunk: a checkpoint would mix up "
+        "layers; leave it unset to save or load; resharding checkpoints are coming",
     ),
     _above_one(
         "tensor_model_parallel_size",

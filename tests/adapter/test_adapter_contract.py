@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.inner import ShardedModule
-from megatron_fsdp_adapter.param_attrs import COPIED_TO_OPTIMIZER
+from megatron_fsdp_adapter.param_attrs import MARKED_BY_MEGATRON
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -229,14 +229,14 @@ def test_what_megatron_marked_on_a_parameter_is_on_both_identities() -> None:
     """Without `average_gradients_across_tp_domain` a reduction is skipped in silence (trap T7)."""
     model = build_model(CASE, DEVICE)
     marked, unmarked = model.decoder.final_layernorm.weight, model.output_layer.weight
-    for name in COPIED_TO_OPTIMIZER:
+    for name in MARKED_BY_MEGATRON:
         setattr(marked, name, True if name == "allreduce" else f"value of {name}")
         if hasattr(unmarked, name):
             delattr(unmarked, name)
     FullyShardedDataParallel(model.config, ddp_config(CASE, "optim_grads_params"), model)
     copied = model.decoder.final_layernorm.weight
     assert copied.orig_param is marked
-    for name in COPIED_TO_OPTIMIZER:
+    for name in MARKED_BY_MEGATRON:
         assert getattr(copied, name) == getattr(marked, name)
         assert not hasattr(model.output_layer.weight, name), name
 

@@ -191,13 +191,14 @@ def model_config(topology: Topology, case: Case) -> TransformerConfig:
         pipeline_model_parallel_size=topology.pp,
         virtual_pipeline_model_parallel_size=topology.vpp,
         microbatch_group_size_per_vp_stage=case.microbatches if topology.vpp else None,
-        # Both neighbours of a rank are the same one with two stages: sends that are batched would be
+        # With two stages both neighbours of a rank are the same one: batched sends would be
         # received in the wrong order, activations as gradients. Megatron-LM refuses that.
         overlap_p2p_comm=topology.vpp is not None,
         batch_p2p_comm=topology.vpp is None,
         expert_model_parallel_size=topology.ep,
         expert_tensor_parallel_size=topology.etp,
-        deallocate_pipeline_outputs=True,
+        # gloo reads an output after the send was launched; the overlapped schedule frees it then.
+        deallocate_pipeline_outputs=topology.vpp is None,
         calculate_per_token_loss=case.per_token_loss,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
@@ -331,7 +332,9 @@ class TopologyTrainer:
             chunk.engine.main_weights_changed()
 
 
-def _reference_ddp_config() -> DistributedDataParallelConfig:
+def _ddp_config(case: Case, strategy: str | None) -> DistributedDataParallelConfig:
+    if strategy is not None:
+        return ddp_config(case, strategy)
     return DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
 
 
@@ -346,12 +349,9 @@ def build_topology_trainer(
     models = [build_chunk(topology, case, config, i) for i in range(topology.num_chunks)]
     for model in models:
         change(model)
+    wrap: Any = DistributedDataParallel if strategy is None else FullyShardedDataParallel
     chunks: list[Any] = [
-        DistributedDataParallel(config, _reference_ddp_config(), model, disable_bucketing=number > 0)
-        if strategy is None
-        else FullyShardedDataParallel(
-            config, ddp_config(case, strategy), model, disable_bucketing=number > 0
-        )
+        wrap(config, _ddp_config(case, strategy), model, disable_bucketing=number > 0)
         for number, model in enumerate(models)
     ]
     optimizer = get_megatron_optimizer(

@@ -1,0 +1,164 @@
+"""What the wrapper says of groups that are not one grid of ranks, and of checkpoints that would not
+be right; and what it leaves alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from torch import nn
+
+from megatron_fsdp_adapter import FullyShardedDataParallel, arguments
+from megatron_fsdp_adapter.adapter import SHARED_EMBEDDING, domain_name
+from megatron_fsdp_adapter.support import CHECKPOINT_RULES
+from tests.distributed.gpt import Case, Trainer, build_model, build_trainer, ddp_config
+
+CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
+GRID = {  # of rank 0 in eight ranks
+    "tp": (0, 1), "cp": (0, 2), "pp": (0, 4), "dp_cp": (0, 2),
+    "expt_tp": (0,), "ep": (0, 1), "expt_dp": (0, 2),
+}  # fmt: skip
+
+
+class Sizes:
+    """The sizes of `GRID`."""
+
+    tensor_model_parallel_size = 2
+    pipeline_model_parallel_size = 2
+    context_parallel_size = 2
+    expert_model_parallel_size = 2
+    expert_tensor_parallel_size = 1
+
+    def __init__(self, num_moe_experts: int | None) -> None:
+        self.num_moe_experts = num_moe_experts
+
+
+def problems(num_moe_experts: int | None = 4, **ranks: tuple[int, ...]) -> str:
+    return "\n".join(arguments.group_problems(Sizes(num_moe_experts), {**GRID, **ranks}))
+
+
+def test_a_grid_has_no_problem(one_rank: torch.device) -> None:
+    assert problems() == "" == problems(None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    (
+        (
+            {"tp": (0, 1, 2, 3)},
+            "tensor_model_parallel_size=2, but the tp process group has 4 ranks [0, 1, 2, 3]",
+        ),
+        (
+            {"expt_tp": (0, 1)},
+            "expert_tensor_parallel_size=1, but the expt_tp process group has 2 ranks [0, 1]",
+        ),
+        ({"tp": (0, 2)}, "tp=[0, 2] and dp_cp=[0, 2] share ranks [0, 2], expected [0]"),
+        ({"pp": (0, 1)}, "tp=[0, 1] and pp=[0, 1] share ranks [0, 1], expected [0]"),
+        ({"ep": (0, 2)}, "ep=[0, 2] and expt_dp=[0, 2] share ranks [0, 2], expected [0]"),
+        ({"cp": (0, 3)}, "dp_cp=[0, 2] lacks the ranks [3] of cp=[0, 3]"),
+        ({"expt_dp": (0, 2, 6)}, "tp x dp_cp makes 4 ranks, expected as many"),
+    ),
+)
+def test_groups_of_no_grid(
+    one_rank: torch.device, changes: dict[str, tuple[int, ...]], says: str
+) -> None:
+    assert says in problems(**changes)
+
+
+def test_expert_groups_do_not_matter_without_experts(one_rank: torch.device) -> None:
+    assert problems(None, expt_dp=(0, 2, 6), expt_tp=(0, 1)) == ""
+
+
+def test_groups_of_parallel_state_are_read(one_rank: torch.device) -> None:
+    ranks = arguments.group_ranks(None)
+    assert ranks == {row.name: (0,) for row in arguments.GROUP_ROWS}
+
+
+def test_missing_expert_group_is_listed_with_the_other_problems(one_rank: torch.device) -> None:
+    model = build_model(CASE, one_rank)
+    model.config.mtp_num_layers = 1
+    model.output_layer.weight.allreduce = False
+    groups = parallel_state._EXPERT_DATA_PARALLEL_GROUP
+    try:
+        parallel_state._EXPERT_DATA_PARALLEL_GROUP = None
+        with pytest.raises(ValueError, match="(?s)mtp_num_layers=1.*expt_dp"):
+            FullyShardedDataParallel(model.config, ddp_config(CASE, "optim"), model)
+    finally:
+        parallel_state._EXPERT_DATA_PARALLEL_GROUP = groups
+
+
+# Checkpoints.
+
+
+def _taken(trainer: Trainer) -> dict[str, Any]:
+    wrapper, optimizer = trainer.wrapper, trainer.optimizer
+    entries = wrapper.state_dict()
+    metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
+    return {
+        "wrapper's": wrapper.state_dict,
+        "inner module's": wrapper.module.state_dict,
+        "a layer's": wrapper.module.module.decoder.state_dict,
+        "for a checkpoint": wrapper.state_dict_for_save_checkpoint,
+        "inner for a checkpoint": wrapper.module.state_dict_for_save_checkpoint,
+        "loading": lambda: wrapper.load_state_dict(entries),
+        "optimizer's": lambda: optimizer.sharded_state_dict({}, metadata=metadata),
+        "optimizer loading": lambda: optimizer.sharded_state_dict(
+            {}, is_loading=True, metadata=metadata
+        ),
+    }
+
+
+@pytest.mark.parametrize("rule", CHECKPOINT_RULES, ids=lambda rule: rule.option)
+def test_checkpoint_that_would_not_be_right_is_an_early_error(
+    one_rank: torch.device, rule: Any
+) -> None:
+    """Taking or loading any state dict raises, so that none gets into a file or out of one."""
+    trainer = build_trainer(CASE, "optim_grads_params", one_rank)
+    actions = _taken(trainer)
+    config = trainer.wrapper.config
+    config.num_moe_experts = 4
+    setattr(config, rule.option, 2)
+    trainer.wrapper._register_state_dict_hooks()
+    for name, action in actions.items():
+        with pytest.raises(ValueError, match=f"{rule.option}=2: ") as caught:
+            action()
+        assert rule.message in str(caught.value), name
+
+
+# What is left alone.
+
+
+def test_wrapping_draws_no_random_numbers(one_rank: torch.device) -> None:
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    model = build_model(CASE, one_rank)
+    before = torch.get_rng_state()
+    tracked = {k: v.clone() for k, v in tensor_parallel.get_cuda_rng_tracker().states_.items()}
+    FullyShardedDataParallel(model.config, ddp_config(CASE, "optim_grads_params"), model)
+    assert torch.equal(before, torch.get_rng_state())
+    after = tensor_parallel.get_cuda_rng_tracker().states_
+    assert set(tracked) == set(after)
+    assert all(torch.equal(state, after[name]) for name, state in tracked.items())
+
+
+def test_embedding_shared_across_stages_has_a_buffer_of_its_own(one_rank: torch.device) -> None:
+    """Its shards must be those of the other stage, whatever else is in the unit."""
+    model = build_model(CASE.but(positions="learned_absolute"), one_rank)
+    weight = model.embedding.word_embeddings.weight
+    weight.shared_embedding = True
+    assert domain_name(weight, "embedding.word_embeddings.weight") == SHARED_EMBEDDING
+    wrapper = FullyShardedDataParallel(model.config, ddp_config(CASE, "optim_grads_params"), model)
+    alone = [g for g in wrapper.engine.groups if g.key.domain == SHARED_EMBEDDING]
+    assert [group.params for group in alone] == [[weight]]
+    unit = next(unit for unit in wrapper.engine.units if alone[0] in unit.groups)
+    assert unit.name == "embedding" and len(unit.groups) == 2
+
+
+def test_kind_goes_by_the_mark_and_by_the_name_only_without_it() -> None:
+    param = nn.Parameter(torch.zeros(1))
+    assert domain_name(param, "mlp.experts.linear_fc1.weight") == "expert"
+    param.allreduce = True
+    assert domain_name(param, "mlp.experts.linear_fc1.weight") == "dense"
+    param.allreduce = False
+    assert domain_name(param, "mlp.linear_fc1.weight") == "expert"
