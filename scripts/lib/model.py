@@ -29,11 +29,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from lib.all_gather_groups import create_all_gather_groups
 from lib.data import padded_vocab_size
 from lib.distributed import Place
 from lib.options import Options
 from lib.specs import layer_spec
+from megatron_fsdp_adapter.process_groups import create_all_gather_groups
 
 # Options that a core config takes under the same name.
 _TRANSFORMER_FIELDS = (
