@@ -221,6 +221,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self.param_and_grad_buffer = ParamAndGradBuffer(self.engine)
         for pair in self.engine.pairs:
             self._mark(pair)
+        # RNG states are left alone: nothing here draws numbers, so they are as the caller seeded
+        # them. Copying the first tensor-parallel rank's to the others, as is done elsewhere after
+        # materialising weights, would give all of them the same dropout in what they split.
         self._register_state_dict_hooks()
         self._refuse_conversions()
         self._announce(forced)

@@ -148,7 +148,7 @@ def group_problems(config: Any, ranks: Ranks) -> list[str]:
         *_sizes_unlike_config(config, used),
         *_overlapping(used),
         *_outside_data_parallel(used),
-        *(_unlike_dense_ranks(used) if with_experts else ()),
+        *((*_unlike_dense_ranks(used), *_experts_marked_as_dense(config)) if with_experts else ()),
     ]
 
 
@@ -197,4 +197,18 @@ def _unlike_dense_ranks(ranks: Ranks) -> list[str]:
         f"process groups {sizes}: tp x dp_cp makes {totals[0]} ranks, expected as many from "
         f"expt_tp x ep x expt_dp, found {totals[1]}; choose expert_model_parallel_size and "
         "expert_tensor_parallel_size whose product divides them"
+    ]
+
+
+def _experts_marked_as_dense(config: Any) -> list[str]:
+    """Core marks the weights of experts (`allreduce=False`) by the expert-parallel size alone."""
+    size = config.expert_tensor_parallel_size
+    if config.expert_model_parallel_size > 1 or size == config.tensor_model_parallel_size:
+        return []
+    return [
+        f"expert_tensor_parallel_size={size} with expert_model_parallel_size=1 and "
+        f"tensor_model_parallel_size={config.tensor_model_parallel_size}: core marks the experts' "
+        "weights as dense ones, whose gradients are reduced over ranks that hold other parts of "
+        "them or miss some that hold the same; make both tensor-parallel sizes equal, or "
+        "expert_model_parallel_size larger than 1"
     ]

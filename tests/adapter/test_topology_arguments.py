@@ -71,6 +71,16 @@ def test_expert_groups_do_not_matter_without_experts(one_rank: torch.device) -> 
     assert problems(None, expt_dp=(0, 2, 6), expt_tp=(0, 1)) == ""
 
 
+def test_experts_that_core_marks_as_dense(one_rank: torch.device) -> None:
+    """Under stock DDP too: tensor-parallel ranks get other gradients for the same weights."""
+    sizes = Sizes(4)
+    sizes.expert_model_parallel_size = 1
+    found = arguments.group_problems(sizes, {})
+    assert len(found) == 1 and "expert_tensor_parallel_size=1 with expert_model" in found[0]
+    sizes.expert_tensor_parallel_size = 2
+    assert arguments.group_problems(sizes, {}) == []
+
+
 def test_groups_of_parallel_state_are_read(one_rank: torch.device) -> None:
     ranks = arguments.group_ranks(None)
     assert ranks == {row.name: (0,) for row in arguments.GROUP_ROWS}

@@ -135,13 +135,11 @@ def check_layouts(trainer: TopologyTrainer) -> None:
         for _, pair in trainer._pairs()
         if pair.group.key.domain == SHARED_EMBEDDING
     ]
-    assert len(embedding) == int(trainer.topology.pp > 1 and trainer.case.tied and _has_copy())
+    group = ps.get_embedding_group(False)  # None on the stages between
+    has_copy = trainer.case.tied and group is not None and dist.get_world_size(group) > 1
+    assert len(embedding) == int(has_copy), embedding
     if embedding:
-        assert _everywhere_same(embedding, ps.get_embedding_group()), embedding
-
-
-def _has_copy() -> bool:
-    return dist.get_rank() in dist.get_process_group_ranks(ps.get_embedding_group(False))
+        assert _everywhere_same(embedding, group), embedding
 
 
 def _everywhere_same(value: Any, group: Any) -> bool:
