@@ -20,14 +20,18 @@ from megatron_fsdp_adapter.topology import Axis, ShardDomain, mesh_over
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
-    batches,
-    build_trainer,
     ddp_config,
-    init_megatron,
     model_config,
-    train_step,
 )
 from tests.distributed.launch import run_ranks
+from tests.distributed.topologies import (
+    TOPOLOGIES,
+    TopologyTrainer,
+    build_topology_trainer,
+    case_for,
+    init_topology,
+    topology_step,
+)
 from tests.engine.engine_cases import pretended_world
 
 WORLD = 4
@@ -37,11 +41,8 @@ LAYOUTS: tuple[tuple[str, dict[str, int]], ...] = (
     ("tp-cp-ep-dp-pp", {"tensor": 2}),
     ("tp-pp-dp-cp-ep", {"pipeline": 2}),
     ("dp-tp-pp-cp-ep", {"tensor": 2}),
-    ("cp-dp-tp-pp-ep", {"tensor": 2, "context": 2}),
-    ("dp-cp-tp-ep-pp", {"pipeline": 2}),
     ("ep-dp-tp-cp-pp", {"expert": 2}),
     ("dp-ep-tp-cp-pp", {"expert": 2}),
-    ("tp-cp-ep-dp-pp", {"expert": 4}),
 )
 
 
@@ -140,34 +141,37 @@ def test_ranks_that_disagree_are_told_so_on_every_rank() -> None:
         assert f"dp_cp_ag: rank 0 says its group has ranks {other}, but rank" in message
 
 
-def _recorded(trainer: Any, rank: int, device: torch.device) -> tuple[list[str], list[float]]:
+def _recorded(trainer: TopologyTrainer) -> tuple[list[str], list[tuple[float, float]]]:
     """The group that each collective of two steps went to, and losses and norms."""
-    index, log, original = trainer.wrapper.megatron_fsdp_dist_index, [], Communicator._launch
+    index, log = trainer.chunks[0].megatron_fsdp_dist_index, []
+    shard_groups = {index.get_fsdp_group(): "dense", index.get_fsdp_group(True): "expert"}
+    original = Communicator._launch
 
     def launch(self: Communicator, pairs: Any, one: Any) -> Any:
-        own = self.group is not index.get_fsdp_group()
-        log.append(f"{one.__name__} on {'its own group' if own else 'the shard group'}")
+        where = f"the {shard_groups[self.group]} shard group" if self.group in shard_groups else ""
+        log.append(f"{one.__name__} on {where or 'its own group'}")
         return original(self, pairs, one)
 
     Communicator._launch = launch  # type: ignore[method-assign]
     try:
-        numbers = [
-            value
-            for step in range(2)
-            for value in train_step(trainer, batches(trainer.case, step, rank, device))
-        ]
+        steps = [topology_step(trainer, step) for step in range(2)]
     finally:
         Communicator._launch = original  # type: ignore[method-assign]
-    return log, numbers
+    return log, [(step.loss, step.norm) for step in steps]
 
 
 def _with_and_without(rank: int, world: int) -> None:
-    device = init_megatron()
+    topology = TOPOLOGIES["ep2"]
+    init_topology(topology)
     collection = ProcessGroupCollection.use_mpu_process_groups()
     separate = create_all_gather_groups(ProcessGroupCollection.use_mpu_process_groups())
     for strategy in STRATEGIES:
         runs = [
-            _recorded(build_trainer(Case(), strategy, device, pg_collection=groups), rank, device)
+            _recorded(
+                build_topology_trainer(
+                    topology, case_for(topology), strategy, pg_collection=groups
+                )
+            )
             for groups in (collection, separate)
         ]
         (shared_log, shared), (own_log, own) = runs
@@ -178,13 +182,14 @@ def _with_and_without(rank: int, world: int) -> None:
             assert not gathers
         else:
             assert gathers == {"_all_gather_one on its own group"}, gathers
-        assert reductions and all(line.endswith("the shard group") for line in reductions)
-        assert all(line.endswith("the shard group") for line in shared_log)
+        assert reductions and all(line.endswith(" shard group") for line in reductions)
+        assert all(line.endswith(" shard group") for line in shared_log)
         assert [line.split()[0] for line in own_log] == [line.split()[0] for line in shared_log]
 
 
 def test_gathers_go_to_their_own_group_and_change_no_number() -> None:
-    run_ranks(_with_and_without, 2)
+    """Dense and expert parameters."""
+    run_ranks(_with_and_without, WORLD)
 
 
 def test_a_gather_group_with_other_ranks_is_refused() -> None:

@@ -36,6 +36,14 @@ from tests.distributed.gpt import (
 )
 from tests.distributed.launch import run_ranks
 from tests.distributed.random_cases import fresh_seed, random_case
+from tests.distributed.topologies import (
+    TOPOLOGIES,
+    TopologyTrainer,
+    build_topology_trainer,
+    case_for,
+    init_topology,
+    topology_step,
+)
 
 WORLD, INSTANCES = 4, 2
 OUTER = ("no_shard", "optim")
@@ -102,6 +110,34 @@ def test_instances_train_like_stock_ddp_and_like_plain_zero_3() -> None:
     for number, run in enumerate(runs):
         label = f"outer {OUTER[number % 2]}, {cases[number // 2]}"
         check_run(run, plain[number // 2], label)
+
+
+def _mixture(rank: int, world: int) -> None:
+    """Experts on two expert-parallel ranks, so that each is shared by two data-parallel ranks, one
+    of each instance."""
+    topology = TOPOLOGIES["ep2"]
+    for microbatches, strategies in ((1, STRATEGIES[-1:]), (3, STRATEGIES)):
+        case = case_for(topology, microbatches=microbatches)
+        for strategy in strategies:
+            init_topology(topology)
+            plain = _steps(build_topology_trainer(topology, case, strategy))
+            for outer in OUTER:
+                init_topology(topology, INSTANCES)
+                ours = build_topology_trainer(topology, case, strategy, ddp=_options(outer))
+                domains = {g.key.domain: g.domain for g in ours.chunks[0].engine.groups}
+                assert domains["expert"].axis.size == 1 and domains["expert"].outer_size == 2
+                assert domains["dense"].axis.size == domains["dense"].outer_size == 2
+                label = f"{strategy}, outer {outer}, {microbatches} microbatches"
+                for mine, theirs in zip(_steps(ours), plain, strict=True):
+                    check_step(mine, theirs, label)
+
+
+def _steps(trainer: TopologyTrainer) -> list[Step]:
+    return [topology_step(trainer, step) for step in range(2)]
+
+
+def test_mixture_of_experts_trains_like_one_instance() -> None:
+    run_ranks(_mixture, WORLD, timeout=240.0)
 
 
 def _launches(trainer: Trainer, rank: int, device: torch.device, told: bool) -> list[int]:
