@@ -29,7 +29,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from lib.all_gather_groups import create_all_gather_groups
 from lib.data import padded_vocab_size
 from lib.distributed import Place
 from lib.options import Options
@@ -187,6 +186,8 @@ def ddp_config(options: Options) -> DistributedDataParallelConfig:
 
 def _groups_with_gathers_apart() -> ProcessGroupCollection:
     """The groups of `parallel_state`, and others of the same ranks for gathers. Collective."""
+    from megatron_fsdp_adapter.process_groups import create_all_gather_groups
+
     return create_all_gather_groups(ProcessGroupCollection.use_mpu_process_groups())
 
 
