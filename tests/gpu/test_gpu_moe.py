@@ -58,8 +58,8 @@ class Kind:
 
     first: relative, of loss and norm of the first step, which starts from equal weights: only the
     order of sums differs. later: of the others. moved: of a weight tensor, as a part of how far
-    Adam can have moved it (lr an element and step). These are wide, since one flipped rounding (TE
-    multiplies in the router in TF32 or bf16) can send a token to another expert.
+    Adam can have moved it (lr an element and step). These are wide, since one flipped rounding can
+    send a token to another expert.
     """
 
     grouped: bool
