@@ -100,7 +100,8 @@ do_moe() {
   # shellcheck disable=SC2086
   bench "moe_ep$MOE_EP" 100 --preset "$PRESET_MOE" --expert-model-parallel-size "$MOE_EP" \
     --isolated --steps 3 --warmup 3 --repeats 3 \
-    --wrappers ours:optim_grads_params,bundled:optim_grads_params,ddp,floor ${ARGS_MOE:-}
+    --wrappers ddp,ours:optim_grads_params,ours-ag:optim_grads_params,floor,bundled:optim_grads_params \
+    ${ARGS_MOE:-}
 }
 
 # Experts on several data-parallel ranks, so that there is something to gather, and deterministic

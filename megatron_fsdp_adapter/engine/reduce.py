@@ -44,6 +44,21 @@ class InFlight:
     event: Any
 
 
+def largest_domain_first(
+    groups: Sequence[ParamGroup],
+) -> list[tuple[str, list[ParamGroup]]]:
+    """The groups of each domain, the domain with most elements first; equal on all ranks.
+
+    Only a kernel that is launched between two units finds room beside compute at once: the next
+    one waits for a large matrix product to end. On 4 GPUs that was 2 ms of a reduction's 7.
+    """
+    by_domain: dict[str, list[ParamGroup]] = {}
+    for group in groups:
+        by_domain.setdefault(group.key.domain, []).append(group)
+    sizes = {d: sum(group.layout.total_numel for group in own) for d, own in by_domain.items()}
+    return sorted(by_domain.items(), key=lambda entry: -sizes[entry[0]])
+
+
 class ReducePipeline:
     """Args:
     communicators, outer: by domain name, the ones that reductions run on, over each axis.
@@ -139,8 +154,7 @@ class ReducePipeline:
 
     def _communicate_outer(self, groups: Sequence[ParamGroup]) -> list[Any]:
         works = []
-        for domain in dict.fromkeys(group.key.domain for group in groups):
-            mine = [group for group in groups if group.key.domain == domain]
+        for domain, mine in largest_domain_first(groups):
             parts = [part for group in mine for part in group.grad_segments]
             if self.config.shard_outer:
                 own = [part for group in mine for part in group.held_grads]
@@ -151,9 +165,8 @@ class ReducePipeline:
 
     def _communicate(self, groups: Sequence[ParamGroup]) -> list[Any]:
         works = []
-        for domain in dict.fromkeys(group.key.domain for group in groups):
+        for domain, mine in largest_domain_first(groups):
             communicator = self.communicators[domain]
-            mine = [group for group in groups if group.key.domain == domain]
             if self.config.strategy.shard_main:
                 works += communicator.reduce_scatter(
                     [
