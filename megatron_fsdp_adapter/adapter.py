@@ -9,7 +9,6 @@ marks them as Megatron expects and forwards its calls.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -28,16 +26,17 @@ from . import arguments, support
 from . import config as engine_options
 from . import optimizer as optimizer_seam
 from .checkpoint.chunks import LayoutRef, attach_chunks
+from .description import describe
 from .engine.engine import FsdpEngine
 from .engine.identity import ParamPair
-from .engine.partition import partition, unit_modules
+from .engine.partition import managed_params, partition, unit_modules
 from .inner import ShardedModule, refuse_compilation
-from .layout.planner import plan_group
 from .param_attrs import copy_attributes
+from .process_groups import build_index, groups_from_parallel_state, groups_of
 from .runtime.comm import Communicator
 from .runtime.device import make_runtime
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
-from .topology import DENSE, EXPERT, FSDPDistributedIndex, build_index, groups_of
+from .topology import DENSE, EXPERT, TP_DIM, FSDPDistributedIndex
 
 DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer,)
 
@@ -103,32 +102,20 @@ def _chosen_units(
     return unit_modules(module, lambda child: isinstance(child, tuple(unit_classes)))
 
 
-def _groups_from_parallel_state() -> dict[str, Any]:
-    """The groups of a process that set up `parallel_state` and passes no collection."""
-    if not parallel_state.model_parallel_is_initialized():
-        raise ValueError(
-            "pg_collection=None, and parallel_state has no groups: pass a ProcessGroupCollection, "
-            "or call parallel_state.initialize_model_parallel() first"
-        )
-    has_expert = parallel_state._EXPERT_DATA_PARALLEL_GROUP is not None
-    return {
-        "fsdp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        "fsdp_group_ag": None,
-        "instance_group": parallel_state.get_data_parallel_group(
-            with_context_parallel=True, partial_data_parallel=True
-        ),
-        "expt_fsdp_group": (
-            parallel_state.get_expert_data_parallel_group() if has_expert else None
-        ),
-        "expt_fsdp_group_ag": None,
-        "tp_group": parallel_state.get_tensor_model_parallel_group(),
-    }
-
-
 def _grad_scale(config: Any, num_ranks: int) -> float:
     """Factor on the sum of the ranks' gradients. With per-token loss Megatron divides by the
     number of tokens itself (`scale_gradients`)."""
     return 1.0 if config.calculate_per_token_loss else 1.0 / num_ranks
+
+
+def _split_offset(pair: ParamPair) -> tuple[int, ...] | None:
+    """Where this rank's tensor-parallel part begins in the whole tensor; None at the origin."""
+    split, mesh = pair.managed.split, pair.group.domain.mesh
+    if split is None or mesh.mesh_dim_names[-1] != TP_DIM:  # type: ignore[index]
+        return None
+    shape = pair.group.layout.specs[pair.index].layout_shape
+    part = mesh.get_local_rank(TP_DIM) * shape[split]
+    return tuple(part if dim == split else 0 for dim in range(len(shape)))
 
 
 class ParamAndGradBuffer:
@@ -204,7 +191,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         pg_collection: Any | None = None,
     ) -> None:
         super().__init__(config=config, module=module)
-        self.device = arguments.device_of(module)
+        self.device, self.ddp_config = arguments.device_of(module), ddp_config
         support.raise_problems(
             "FullyShardedDataParallel",
             [
@@ -216,7 +203,6 @@ class FullyShardedDataParallel(_BaseDataParallel):
             ],
         )
         optimizer_seam.install()
-        self.ddp_config = ddp_config
         self.disable_bucketing = disable_bucketing
         self.bucket_size = None
         # Not `pg_collection`: Megatron takes an attribute of that name for the model's.
@@ -244,14 +230,19 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
     def _set_index(self, module: nn.Module, pg_collection: Any) -> list[str]:
         """Reads the process groups; returns what is wrong with them, or with `module` for them."""
+        instances = self.ddp_config.num_distributed_optimizer_instances
         try:
             groups = (
-                _groups_from_parallel_state() if pg_collection is None else groups_of(pg_collection)
+                groups_from_parallel_state(instances)
+                if pg_collection is None
+                else groups_of(pg_collection)
             )
             self.megatron_fsdp_dist_index: FSDPDistributedIndex = build_index(
                 groups,
                 device=self.device,
                 grad_scale_of=functools.partial(_grad_scale, self.config),
+                instances=instances,
+                shard_outer=engine_options.shards_outer(self.ddp_config),
             )
             for kind in {kind_of(param, name) for name, param in module.named_parameters()}:
                 self.megatron_fsdp_dist_index.domain(kind)
@@ -265,15 +256,16 @@ class FullyShardedDataParallel(_BaseDataParallel):
         index = self.megatron_fsdp_dist_index
         units = _chosen_units(module, unit_classes)
         self.fsdp_unit_modules = sorted({type(unit).__name__ for unit in units.values()})
+        for managed in managed_params(module):
+            owner, name = managed.slots[0]
+            mark_tensor_parallel(managed.param, tensor_parallel_mode(managed.param, owner, name))
         plans = partition(
             module,
             units,
             domain_of=domain_name,
             backward_reads_weights=lambda unit: not isinstance(unit, LanguageModelEmbedding),
+            split_of=lambda param, fqn: getattr(param, "_tp_partition_dim", None),
         )
-        for managed in (m for plan in plans for group in plan.groups.values() for m in group):
-            owner, name = managed.slots[0]
-            mark_tensor_parallel(managed.param, tensor_parallel_mode(managed.param, owner, name))
         return FsdpEngine(
             module,
             plans,
@@ -288,12 +280,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
         raw, param = pair.raw, pair.optimizer
         copy_attributes(raw, param)
         raw.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        held = pair.group.layout.shard_range(pair.index, pair.group.rank)
-        ref = LayoutRef(pair.group.layout, pair.index, pair.group.rank)
-        if not self.engine.config.strategy.shard_main:
-            spec = dataclasses.replace(pair.group.layout.specs[pair.index], index=0)
-            ref = LayoutRef(plan_group([spec], 1), 0, 0)
-            held = ref.layout.shard_range(0, 0)
+        layout, rank = pair.group.held.layout, pair.group.held.rank
+        held = layout.shard_range(pair.index, rank)
+        ref = LayoutRef(layout, pair.index, rank, _split_offset(pair))
         param.__fsdp_param__ = True  # type: ignore[attr-defined]
         param.megatron_fsdp_slice = slice(held.start, held.stop)  # type: ignore[attr-defined]
         param.megatron_fsdp_dist_index = self.megatron_fsdp_dist_index  # type: ignore[attr-defined]
@@ -345,6 +334,10 @@ class FullyShardedDataParallel(_BaseDataParallel):
             f"{engine.config.policy.comm_dtype}; set for you: {', '.join(kept) or 'nothing'}",
             flush=True,
         )
+
+    def describe(self) -> str:
+        """A table of the domains and of every parameter with the domain that it belongs to."""
+        return describe(self.engine)
 
     # What Megatron's schedules and training loop call.
 

@@ -41,6 +41,11 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 
 
+OUTER_STRATEGIES: Mapping[str, bool] = {"no_shard": False, "optim": True}
+"""Names of `outer_dp_sharding_strategy`: whether the outer axis splits main weights and optimizer
+state again, under every row of `STRATEGIES`."""
+
+
 def strategy_named(name: str) -> Strategy:
     """The row called `name`; ValueError lists the rows."""
     if name not in STRATEGIES:
@@ -86,6 +91,8 @@ class EngineConfig:
             the next unit is gathered ahead whatever its size.
         padding_bound: largest share of padding in a flat buffer before it is cut in segments.
         max_segments: most segments of a flat buffer; 1 packs by least common multiple.
+        shard_outer: main weights and optimizer state are split again over the outer axis of a
+            domain that has one; otherwise its instances hold the same (HSDP).
     """
 
     strategy: Strategy
@@ -95,6 +102,7 @@ class EngineConfig:
     prefetch_bytes: int = 0
     padding_bound: float = 0.01
     max_segments: int = 4
+    shard_outer: bool = False
 
     def __post_init__(self) -> None:
         if self.strategy.shard_grads and not self.overlap_grad_reduce:
@@ -172,13 +180,22 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "num_distributed_optimizer_instances",
-        lambda config: config.num_distributed_optimizer_instances != 1,
-        "an outer data-parallel axis (HSDP) is not supported yet; set it to 1",
+        lambda config: config.num_distributed_optimizer_instances < 1,
+        "it is a number of replicas of the shards; set it to 1 or more",
     ),
     Rule(
         "outer_dp_sharding_strategy",
-        lambda config: config.outer_dp_sharding_strategy != "no_shard",
-        "an outer data-parallel axis is not supported yet; set it to 'no_shard'",
+        lambda config: config.outer_dp_sharding_strategy not in OUTER_STRATEGIES,
+        f"use one of {list(OUTER_STRATEGIES)}",
+    ),
+    Rule(
+        "outer_dp_sharding_strategy",
+        lambda config: (
+            OUTER_STRATEGIES.get(config.outer_dp_sharding_strategy, False)
+            and config.num_distributed_optimizer_instances == 1
+        ),
+        "there is no outer axis to shard over with num_distributed_optimizer_instances=1; set that "
+        "to 2 or more, or this to 'no_shard'",
     ),
     Rule(
         "preserve_fp32_weights",
@@ -251,6 +268,12 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
 )
 
 
+def shards_outer(ddp_config: Any) -> bool:
+    """Whether `ddp_config` splits main weights again over the outer axis; False for a name that is
+    unknown, which the rules report."""
+    return OUTER_STRATEGIES.get(ddp_config.outer_dp_sharding_strategy, False)
+
+
 def engine_config(ddp_config: Any) -> EngineConfig:
     """Reads a `DistributedDataParallelConfig` that has no problems. Overlap that the strategy
     needs is taken as on, whatever the field says (`forced_overlaps`)."""
@@ -262,4 +285,5 @@ def engine_config(ddp_config: Any) -> EngineConfig:
         overlap_grad_reduce=forced.get("overlap_grad_reduce", ddp_config.overlap_grad_reduce),
         overlap_param_gather=forced.get("overlap_param_gather", ddp_config.overlap_param_gather),
         prefetch_bytes=4 * int(getattr(ddp_config, "suggested_communication_unit_size", None) or 0),
+        shard_outer=shards_outer(ddp_config),
     )

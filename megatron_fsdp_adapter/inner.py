@@ -66,9 +66,9 @@ class ShardedModule(MegatronModule):
         """Copies values into the main weights and refreshes the compute weights.
 
         Keys are those of `state_dict()`, or the same one "module." shorter or longer. A value is a
-        DTensor sharded like ours, or a plain tensor of the full shape, of which this rank takes
-        its rows. ValueError lists missing, unexpected (if `strict`) and mis-shaped entries before
-        anything is written.
+        DTensor sharded like ours, or a plain tensor of the module's own shape, of which this rank
+        takes its rows. ValueError lists missing, unexpected (if `strict`) and mis-shaped entries
+        before anything is written.
         """
         if assign:
             raise ValueError(
@@ -121,9 +121,17 @@ def _load_problems(
                   if not key.endswith("_extra_state")]
     for name, param in params.items():
         value = values.get(name)
-        if value is not None and tuple(value.shape) != tuple(param.shape):
-            found.append(f"{name}: shape {tuple(value.shape)}, expected {tuple(param.shape)}")
+        if value is not None and tuple(value.shape) != _shape_for(param, value):
+            found.append(f"{name}: shape {tuple(value.shape)}, expected {_shape_for(param, value)}")
     return found
+
+
+def _shape_for(param: nn.Parameter, value: torch.Tensor) -> tuple[int, ...]:
+    """The shape that `value` must have: for a DTensor the whole tensor's, for a plain one that of
+    the module's parameter, which tensor parallelism may have split."""
+    if hasattr(value, "_local_tensor"):
+        return tuple(param.shape)
+    return param.fsdp_layout_ref.shape  # type: ignore[attr-defined]
 
 
 def _copy_into(param: nn.Parameter, value: torch.Tensor) -> None:

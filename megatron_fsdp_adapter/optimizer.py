@@ -13,6 +13,7 @@ to checkpoints as DTensors over the same storage.
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -205,8 +206,8 @@ def _load_value(optimizer: Any, param: Any, name: str, value: Any) -> None:
 
 
 def _global_numel(param: Any) -> int:
-    """Elements of the whole (not the local) parameter."""
-    return int(param.shape.numel())
+    """Elements of the module's own parameter, of which this rank holds rows."""
+    return math.prod(param.fsdp_layout_ref.shape)
 
 
 @functools.cache
@@ -264,6 +265,23 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
     original(self, optimizer, config, *args, **kwargs)
     if ours and optimizer is not None:
         adopt(optimizer)
+
+
+def _grad_stats_group(original: Callable[..., Any], self: Any) -> Any:
+    """The ranks over which each gradient element is counted once: an optimizer instance, or all of
+    them where they split the shards again, which 0.16.1 does not know."""
+    ours = _our_chunks(self)
+    if not ours or not ours[0].megatron_fsdp_dist_index.hsdp_outer_dp_shard:
+        return original(self)
+    instances = ours[0].ddp_config.num_distributed_optimizer_instances
+    counted = dist.get_world_size(original(self)) * instances
+    if counted != dist.get_world_size():
+        raise ValueError(
+            f"outer_dp_sharding_strategy='optim': {instances} optimizer instances have {counted} "
+            f"ranks of a world of {dist.get_world_size()}; there is no group for the gradient norm "
+            "of a part of the world, use outer_dp_sharding_strategy='no_shard' there"
+        )
+    return dist.group.WORLD
 
 
 def _init_states(original: Callable[..., None], self: Any) -> None:
@@ -368,6 +386,7 @@ REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     # owner, name, replacement: called with the original first
     (core_optimizer, "_get_param_groups_and_buffers", _param_groups),
     (DistributedOptimizer, "__init__", _init),
+    (DistributedOptimizer, "get_grad_stats_parallel_group", _grad_stats_group),
     (DistributedOptimizer, "get_main_grads_for_grad_norm", _norm_grads),
     (DistributedOptimizer, "clip_grad_norm", _clip),
     (DistributedOptimizer, "count_zeros", _count_zeros),

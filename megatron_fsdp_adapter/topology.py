@@ -3,29 +3,24 @@
 `FSDPDistributedIndex` maps a *kind* of parameter to the `ShardDomain` over which parameters of
 that kind are gathered and reduced. The engine gets a domain with each parameter group and knows
 nothing else about groups.
+
+Everything is derived from the groups that exist. Computing ranks anew from sizes was rejected: it
+has to repeat the order in which the groups were made, and is wrong for another `order` string, a
+rank offset, or groups that somebody made by hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 DENSE, EXPERT = "dense", "expert"
-
-GROUP_SOURCES: Mapping[str, tuple[str, ...]] = {
-    # role in the index -> attributes of ProcessGroupCollection, first present one wins
-    "fsdp_group": ("dp_cp",),
-    "fsdp_group_ag": ("dp_cp_ag",),
-    "instance_group": ("intra_dp_cp",),
-    "expt_fsdp_group": ("expt_dp",),
-    "expt_fsdp_group_ag": ("expt_dp_ag",),
-    "tp_group": ("tp",),
-}
+SHARD_DIM, OUTER_DIM, TP_DIM = "dp_cp", "outer_fsdp_dp", "tp"
 
 
 @dataclass(frozen=True)
@@ -55,8 +50,10 @@ class ShardDomain:
     """Where parameters of one kind are sharded, gathered and reduced.
 
     `axis` holds the shards; `gather_group` and `reduce_group` have its ranks in its order and may
-    be separate communicators, so that a gather never queues behind a reduction. `grad_scale`
-    multiplies the sum of the ranks' gradients, once. `mesh` is the 1-D device mesh of `axis`.
+    be separate communicators, so that a gather never queues behind a reduction. `outer` is a
+    second data-parallel axis, across which shards are replicated or split again; None without
+    one. `grad_scale` multiplies the sum of the ranks' gradients, once. `mesh` is the device mesh
+    of optimizer parameters: (outer,) shard axis(, tensor-parallel axis).
     """
 
     name: str
@@ -65,6 +62,7 @@ class ShardDomain:
     reduce_group: dist.ProcessGroup
     mesh: DeviceMesh
     grad_scale: float
+    outer: Axis | None = None
 
     def __post_init__(self) -> None:
         for label, group in (("gather", self.gather_group), ("reduce", self.reduce_group)):
@@ -75,41 +73,87 @@ class ShardDomain:
                     f"their shards lie on ranks {list(self.axis.ranks)}: both groups must have "
                     "the same ranks in the same order"
                 )
+        shared = set(self.axis.ranks) & set(self.outer.ranks if self.outer else ())
+        if self.outer is not None and len(shared) != 1:
+            raise ValueError(
+                f"outer group of the {self.name} parameters has ranks {list(self.outer.ranks)}, "
+                f"but their shards lie on ranks {list(self.axis.ranks)}: the two groups must have "
+                "this rank in common and no other"
+            )
         if not self.grad_scale > 0:
             raise ValueError(f"grad_scale={self.grad_scale} of {self.name}: must be positive")
 
+    @property
+    def outer_size(self) -> int:
+        return 1 if self.outer is None else self.outer.size
 
-def _mesh(axes: Sequence[Axis], device_type: str) -> DeviceMesh:
-    """A device mesh over existing groups, outermost axis first. No group is created."""
+
+@dataclass(frozen=True)
+class KindGroups:
+    """The process groups of one kind of parameter.
+
+    shard: holds the shards; gather: the same ranks, for all-gathers (default: shard); everyone:
+    all ranks with the same parameters (default: shard); outer: across the shard groups of
+    everyone; tensor: over which tensors are split before they are sharded.
+    """
+
+    shard: dist.ProcessGroup
+    gather: dist.ProcessGroup | None = None
+    everyone: dist.ProcessGroup | None = None
+    outer: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
+
+
+def mesh_over(axes: Sequence[Axis], device_type: str) -> DeviceMesh:
+    """A device mesh over existing groups, outermost axis first. No group is created and nothing
+    is communicated: ranks of a mesh are a sum of one term an axis, as in every order that
+    megatron-core can make, so the rows through this rank tell the rest.
+
+    Raises ValueError when that does not give every rank a place of its own.
+    """
     if len(axes) == 1:
-        axis = axes[0]
-        return DeviceMesh.from_group(
-            axis.group, device_type, mesh_dim_names=(axis.name,)
+        return DeviceMesh.from_group(axes[0].group, device_type, mesh_dim_names=(axes[0].name,))
+    here = axes[0].ranks[axes[0].rank]
+    ranks = [
+        here + sum(rank - here for rank in place) for place in product(*(a.ranks for a in axes))
+    ]
+    if len(set(ranks)) != len(ranks) or not 0 <= min(ranks) <= max(ranks) < dist.get_world_size():
+        raise ValueError(
+            f"the groups {({axis.name: list(axis.ranks) for axis in axes})} of rank {here} do not "
+            f"make a mesh: its ranks would be {ranks}"
         )
-    raise ValueError(f"mesh over {[axis.name for axis in axes]}: only 1-D meshes are built here")
+    return DeviceMesh.from_group(
+        [axis.group for axis in axes],
+        device_type,
+        mesh=torch.tensor(ranks).view([axis.size for axis in axes]),
+        mesh_dim_names=tuple(axis.name for axis in axes),
+    )
 
 
 class FSDPDistributedIndex:
     """The groups and meshes of one wrapper, and the getters that Megatron's helpers call.
 
     Args:
-        fsdp_group: shards dense parameters (data x context parallel ranks).
+        fsdp_group: shards dense parameters (data x context parallel ranks, of one optimizer
+            instance when there are several).
         fsdp_group_ag: optional second communicator with the same ranks, for all-gathers.
         expt_fsdp_group, expt_fsdp_group_ag: the same for expert parameters; None without them.
-        tp_group: tensor-parallel group, or None for a world without tensor parallelism.
+        outer_fsdp_group: the same shard in every optimizer instance; None with one instance.
+        dp_group, expt_dp_group: all ranks with the same parameters; default the shard groups.
+        tp_group, expt_tp_group: tensor-parallel groups, or None without tensor parallelism.
         device_type: "cuda" or "cpu".
         grad_scale: factor on the sum of gradients, for every kind (an expert gradient already
             sums the tokens of its expert-parallel ranks, so its factor is the dense one).
+        hsdp_outer_dp_shard: whether the outer axis splits the shards again.
 
     Raises:
-        ValueError: a gather group whose ranks or order differ from its shard group's.
+        ValueError: a gather group whose ranks or order differ from its shard group's; an outer
+            group that shares more than this rank with it; groups that make no mesh.
     """
 
-    dp_shard_dim = "dp_cp"
-    tp_dim = "tp"
-    dp_outer_dim = None
-    use_hybrid_fsdp = False
-    hsdp_outer_dp_shard = False
+    dp_shard_dim = SHARD_DIM
+    tp_dim = TP_DIM
+    mesh_library = None
 
     def __init__(
         self,
@@ -120,37 +164,52 @@ class FSDPDistributedIndex:
         fsdp_group_ag: dist.ProcessGroup | None = None,
         expt_fsdp_group: dist.ProcessGroup | None = None,
         expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+        outer_fsdp_group: dist.ProcessGroup | None = None,
+        dp_group: dist.ProcessGroup | None = None,
+        expt_dp_group: dist.ProcessGroup | None = None,
         tp_group: dist.ProcessGroup | None = None,
+        expt_tp_group: dist.ProcessGroup | None = None,
+        hsdp_outer_dp_shard: bool = False,
     ) -> None:
         self.fsdp_group, self.fsdp_group_ag = fsdp_group, fsdp_group_ag
         self.expt_fsdp_group, self.expt_fsdp_group_ag = expt_fsdp_group, expt_fsdp_group_ag
-        self.tp_group = tp_group
-        domains = {DENSE: self._domain(DENSE, fsdp_group, fsdp_group_ag, device_type, grad_scale)}
+        self.tp_group, self.hybrid_fsdp_group = tp_group, outer_fsdp_group
+        self.use_hybrid_fsdp = outer_fsdp_group is not None
+        self.dp_outer_dim = OUTER_DIM if self.use_hybrid_fsdp else None
+        self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
+        kinds = {DENSE: KindGroups(fsdp_group, fsdp_group_ag, dp_group, outer_fsdp_group, tp_group)}
         if expt_fsdp_group is not None:
-            domains[EXPERT] = self._domain(
-                EXPERT, expt_fsdp_group, expt_fsdp_group_ag, device_type, grad_scale
+            kinds[EXPERT] = KindGroups(
+                expt_fsdp_group, expt_fsdp_group_ag, expt_dp_group, outer_fsdp_group, expt_tp_group
             )
-        self.domains: Mapping[str, ShardDomain] = domains
-        self._tp_mesh = (
-            _mesh([Axis.of(self.tp_dim, tp_group)], device_type) if tp_group is not None else None
-        )
+        self.kinds: Mapping[str, KindGroups] = kinds
+        self._meshes: dict[tuple[str, tuple[str, ...]], DeviceMesh] = {}
+        self.domains: Mapping[str, ShardDomain] = {
+            kind: self._domain(kind, groups, device_type, grad_scale)
+            for kind, groups in kinds.items()
+        }
 
     def _domain(
-        self,
-        kind: str,
-        group: dist.ProcessGroup,
-        gather_group: dist.ProcessGroup | None,
-        device_type: str,
-        grad_scale: float,
+        self, kind: str, groups: KindGroups, device_type: str, grad_scale: float
     ) -> ShardDomain:
-        axis = Axis.of(self.dp_shard_dim, group)
+        shard = Axis.of(SHARD_DIM, groups.shard)
+        outer = None if groups.outer is None else Axis.of(OUTER_DIM, groups.outer)
+        tensor = None if groups.tensor is None else Axis.of(TP_DIM, groups.tensor)
+        present = [axis for axis in (outer, shard, tensor) if axis is not None]
+        for axes in [[axis] for axis in present] + [present[:-1], present[1:], present]:
+            names = tuple(axis.name for axis in axes)
+            if axes and (kind, names) not in self._meshes:
+                self._meshes[kind, names] = mesh_over(axes, device_type)
+        split = [] if tensor is None or tensor.size == 1 else [tensor.name]
+        dims = [axis.name for axis in present if axis is not tensor] + split
         return ShardDomain(
             name=kind,
-            axis=axis,
-            gather_group=group if gather_group is None else gather_group,
-            reduce_group=group,
-            mesh=_mesh([axis], device_type),
+            axis=shard,
+            gather_group=groups.shard if groups.gather is None else groups.gather,
+            reduce_group=groups.shard,
+            mesh=self._meshes[kind, tuple(dims)],
             grad_scale=grad_scale,
+            outer=outer,
         )
 
     @staticmethod
@@ -175,11 +234,29 @@ class FSDPDistributedIndex:
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
         """All ranks that hold the same parameters: without an outer axis, the shard group."""
-        return self.get_fsdp_group(is_expert_parallel)
+        everyone = self.kinds[self.domain(self._kind(is_expert_parallel)).name].everyone
+        return self.get_fsdp_group(is_expert_parallel) if everyone is None else everyone
 
-    def get_outer_fsdp_group(self) -> None:
-        """None: there is no outer data-parallel axis."""
-        return None
+    def get_outer_fsdp_group(self) -> dist.ProcessGroup | None:
+        """The outer data-parallel group; None without one."""
+        return self.hybrid_fsdp_group
+
+    def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
+        """This rank's number among the shards when the outer axis splits them again: the shard
+        axis is the slow one."""
+        domain = self.domain(self._kind(is_expert_parallel))
+        outer = 0 if domain.outer is None else domain.outer.rank
+        return domain.axis.rank * domain.outer_size + outer
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of dense parameters."""
+        return self.get_root_mesh()
+
+    @property
+    def expt_device_mesh(self) -> DeviceMesh | None:
+        """The mesh of expert parameters; None without any."""
+        return self.get_root_mesh(True) if EXPERT in self.domains else None
 
     def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
         """The mesh that optimizer parameters of this kind live on."""
@@ -188,72 +265,11 @@ class FSDPDistributedIndex:
     def get_submesh(
         self, mesh_dim_names: str | Sequence[str], is_expert_parallel: bool = False
     ) -> DeviceMesh:
-        """The mesh over the named dims ("dp_cp" or "tp"); ValueError for any other."""
+        """The mesh over the named dims ("outer_fsdp_dp", "dp_cp", "tp", or neighbours among
+        them); ValueError for any other."""
+        kind = self.domain(self._kind(is_expert_parallel)).name
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
-        meshes = {(self.dp_shard_dim,): self.get_root_mesh(is_expert_parallel)}
-        if self._tp_mesh is not None:
-            meshes[(self.tp_dim,)] = self._tp_mesh
-        if names not in meshes:
-            raise ValueError(f"mesh dims {names} are not registered; there are {sorted(meshes)}")
-        return meshes[names]
-
-
-def groups_of(pg_collection: Any) -> dict[str, dist.ProcessGroup | None]:
-    """The groups in `pg_collection` by role, None where absent.
-
-    Attributes are read with `getattr`: megatron-core 0.16.1's class has no `dp_cp_ag` field but
-    takes one by assignment, and fields that were never set do not exist.
-    """
-    return {
-        role: next(
-            (
-                group
-                for group in (getattr(pg_collection, name, None) for name in names)
-                if group is not None
-            ),
-            None,
-        )
-        for role, names in GROUP_SOURCES.items()
-    }
-
-
-def _check_one_instance(
-    shard_group: dist.ProcessGroup, instance_group: dist.ProcessGroup | None
-) -> None:
-    """Without an outer axis one optimizer instance spans all data-parallel ranks."""
-    if instance_group is None:
-        return
-    everyone = dist.get_process_group_ranks(shard_group)
-    instance = dist.get_process_group_ranks(instance_group)
-    if instance != everyone:
-        raise ValueError(
-            f"ddp_config.num_distributed_optimizer_instances=1, but the groups were made for "
-            f"several: intra_dp_cp has ranks {instance} and dp_cp ranks {everyone}; initialise "
-            "them with num_distributed_optimizer_instances=1"
-        )
-
-
-def build_index(
-    groups: Mapping[str, dist.ProcessGroup | None],
-    *,
-    device: torch.device,
-    grad_scale_of: Callable[[int], float],
-) -> FSDPDistributedIndex:
-    """The index over `groups` (roles of `GROUP_SOURCES`). `grad_scale_of` maps the number of data
-    parallel ranks to the gradient factor. ValueError names the first missing group."""
-    shard_group = groups["fsdp_group"]
-    if shard_group is None:
-        raise ValueError(
-            "pg_collection.dp_cp is missing: the wrapper shards over the data x context parallel "
-            "group; pass a ProcessGroupCollection that has it, or none to use parallel_state"
-        )
-    _check_one_instance(shard_group, groups.get("instance_group"))
-    return FSDPDistributedIndex(
-        shard_group,
-        device_type=device.type,
-        grad_scale=grad_scale_of(dist.get_world_size(shard_group)),
-        fsdp_group_ag=groups["fsdp_group_ag"],
-        expt_fsdp_group=groups["expt_fsdp_group"],
-        expt_fsdp_group_ag=groups["expt_fsdp_group_ag"],
-        tp_group=groups["tp_group"],
-    )
+        if (kind, names) not in self._meshes:
+            known = sorted(dims for owner, dims in self._meshes if owner == kind)
+            raise ValueError(f"mesh dims {names} are not registered; there are {known}")
+        return self._meshes[kind, names]

@@ -23,7 +23,7 @@ from pathlib import Path
 if int(os.environ.get("RANK", "0")) != 0:
     warnings.simplefilter("ignore")  # once is enough
 
-from lib.bench_subjects import KINDS, Plan, Subject, parse_subjects
+from lib.bench_subjects import DEFAULT, KINDS, Plan, Subject, parse_subjects
 from lib.check import this_machine, validated
 from lib.options import Options, parse, read_preset
 
@@ -50,13 +50,15 @@ def make_parser() -> argparse.ArgumentParser:
     meanings = "; ".join(f"{name}: {row.meaning}" for name, row in KINDS.items())
     add = parser.add_argument
     add("--preset", metavar="FILE", help="model preset (YAML, as for pretrain_gpt.py --config)")
-    add("--wrappers", default=",".join(KINDS), help=f"comma-separated ({meanings})")
+    add("--wrappers", default=",".join(DEFAULT), help=f"comma-separated ({meanings})")
     add("--steps", type=int, default=5, help="steps of a block; one block is one sample")
     add("--warmup", type=int, default=3, help="steps of each wrapper before the first block")
     add("--repeats", type=int, default=7, help="rounds; each has one block of every wrapper")
     add("--num-microbatches", type=int, default=1, help="microbatches of a step on each rank")
     add("--isolated", action="store_true", help="one wrapper (and the floor) at a time, for models "
         "that do not fit beside each other")  # fmt: skip
+    add("--separate-all-gather-groups", action="store_true", help="every wrapper of ours is "
+        "ours-ag")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write all samples")
     add("--plot", type=Path, metavar="FILE", help="write a bar chart (PNG)")
     add("--profile", type=Path, metavar="DIR", help="write a trace of one step of each of ours")
@@ -72,7 +74,10 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Settings, Options]:
         known.steps, known.warmup, known.repeats, known.num_microbatches, known.isolated,
         known.profile,
     )  # fmt: skip
-    return Settings(parse_subjects(known.wrappers), plan, known.json, known.plot), options
+    subjects = parse_subjects(known.wrappers)
+    if known.separate_all_gather_groups:
+        subjects = list(dict.fromkeys(one.with_separate_gathers() for one in subjects))
+    return Settings(subjects, plan, known.json, known.plot), options
 
 
 def common_options(options: Options, num_microbatches: int) -> Options:
@@ -86,7 +91,7 @@ def common_options(options: Options, num_microbatches: int) -> Options:
         eval_iters=0, save=None, load=None, save_interval=None, exit_interval=None,
         tensorboard_dir=None, loss_log_file=None, ckpt_format=None,
         hidden_dropout=0.0, attention_dropout=0.0, check_for_nan_in_loss_and_grad=False,
-        use_megatron_fsdp=False,
+        use_megatron_fsdp=False, separate_all_gather_groups=False,
         tokenizer_type="ByteLevelTokenizer" if options.vocab_size is None else "NullTokenizer",
         global_batch_size=options.micro_batch_size * num_microbatches * ranks,
     )  # fmt: skip
@@ -129,9 +134,15 @@ def _report(settings: Settings, options: Options, place, table) -> None:
     plan = settings.plan
     unit = bench_report.unit_of(place)
     dtype = "bf16" if options.bf16 else "fp16" if options.fp16 else "fp32"
+    mlp = f"ffn {options.ffn_hidden_size}"
+    if options.num_experts is not None:
+        mlp = (
+            f"{options.num_experts} experts of {options.moe_ffn_hidden_size}, "
+            f"top {options.moe_router_topk}, EP {options.expert_model_parallel_size}"
+        )
     title = (
         f"{options.num_layers} layers, hidden {options.hidden_size}, "
-        f"ffn {options.ffn_hidden_size}, seq {options.seq_length}, "
+        f"{mlp}, seq {options.seq_length}, "
         f"{plan.num_microbatches} x {options.micro_batch_size} sequences, "
         f"{dtype}, {options.transformer_impl}, {place.world_size} x {place.device.type}"
     )

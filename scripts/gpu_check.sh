@@ -3,10 +3,12 @@
 # benchmark.py on the 8-layer Llama preset. Each part has its own time limit, so that one that hangs
 # does not take the others with it; logs, tables and charts go to $OUT, short tables are printed last.
 #
-#   OUT=folder bash scripts/gpu_check.sh [part ...]       parts: tests bench8b bench1b trace
+#   OUT=folder bash scripts/gpu_check.sh [part ...]
+#   parts: tests bench8b bench1b trace moe_tests moe moe_overlap (the last two on 4 GPUs or more)
 #
 # Environment: OUT (default runs/gpu), PYTHON (python3), RANKS (all GPUs), PRESET_8B, PRESET_1B,
-# and *_ARGS_8B / *_ARGS_1B to change or add options of benchmark.py.
+# PRESET_MOE, MOE_EP and MOE_OVERLAP_EP (ranks that share out the experts; 4 and 2), and ARGS_8B,
+# ARGS_1B, ARGS_MOE to change or add options of benchmark.py.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-runs/gpu}
@@ -14,6 +16,9 @@ PYTHON=${PYTHON:-python3}
 RANKS=${RANKS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')}
 PRESET_8B=${PRESET_8B:-configs/llama3-8b-8layers.yaml}
 PRESET_1B=${PRESET_1B:-configs/llama-1.5b.yaml}
+PRESET_MOE=${PRESET_MOE:-configs/mixtral-8x7b-8layers.yaml}
+MOE_EP=${MOE_EP:-4}
+MOE_OVERLAP_EP=${MOE_OVERLAP_EP:-2}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
@@ -86,6 +91,28 @@ do_trace() {
     --wrappers ours:optim_grads_params --profile "$OUT/trace" ${ARGS_8B:-}
 }
 
+do_moe_tests() {
+  part test_gpu_moe 75 "$PYTHON" -m pytest -q -rA --tb=short -p no:cacheprovider \
+    tests/gpu/test_gpu_moe.py
+}
+
+do_moe() {
+  # shellcheck disable=SC2086
+  bench "moe_ep$MOE_EP" 100 --preset "$PRESET_MOE" --expert-model-parallel-size "$MOE_EP" \
+    --isolated --steps 3 --warmup 3 --repeats 3 \
+    --wrappers ours:optim_grads_params,bundled:optim_grads_params,ddp,floor ${ARGS_MOE:-}
+}
+
+# Experts on several data-parallel ranks, so that there is something to gather, and deterministic
+# attention, so that equal training means equal bits. 4 layers show it as well as 8, in less time.
+do_moe_overlap() {
+  # shellcheck disable=SC2086
+  NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 bench moe_overlap 60 --preset "$PRESET_MOE" \
+    --expert-model-parallel-size "$MOE_OVERLAP_EP" --num-layers 4 --isolated --steps 3 \
+    --warmup 2 --repeats 2 --wrappers ours:optim_grads_params,ours-ag:optim_grads_params \
+    --profile "$OUT/moe_trace" ${ARGS_MOE:-}
+}
+
 for chosen in "${@:-tests bench8b bench1b}"; do
   for name in $chosen; do "do_$name"; done
 done
@@ -97,15 +124,14 @@ for log in "$OUT"/test_gpu_*.log; do
   grep -hE " \([0-9.]+ s\)$" "$log" | cut -c1-200 | sort -u | tail -25
   grep -E "^(FAILED|ERROR)|[0-9]+ (passed|failed|skipped|error)" "$log" | cut -c1-180 | tail -12
 done
-for name in bench8b bench1b trace; do
-  [ -f "$OUT/$name.log" ] || continue
-  echo "-- $OUT/$name.log"
-  grep "exposed communication" "$OUT/$name.log" | cut -c1-300
-  if grep -q "rounds of" "$OUT/$name.log"; then
-    sed -n '/rounds of/,$p' "$OUT/$name.log" | cut -c1-220
+for log in "$OUT"/{bench8b,bench1b,trace,moe_ep*,moe_overlap}.log; do
+  [ -f "$log" ] || continue
+  echo "-- $log"
+  if grep -q "rounds of" "$log"; then
+    sed -n '/rounds of/,$p' "$log" | cut -c1-420
   else # cut short: the wrappers that were finished
-    grep -A1 "^wrapper " "$OUT/$name.log" | cut -c1-220
-    tail -5 "$OUT/$name.log" | cut -c1-300
+    grep -A3 "^wrapper " "$log" | cut -c1-420
+    tail -5 "$log" | cut -c1-300
   fi
 done
 cat "$OUT/status.txt"

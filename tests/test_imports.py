@@ -26,7 +26,9 @@ LEVELS = {
 adapter layer, level 4, whose files may import each other."""
 ADAPTER_LEVEL = 4
 
-MEGATRON_IMPORTERS = {"adapter", "arguments", "cpu_mode", "inner", "install", "optimizer"}
+MEGATRON_IMPORTERS = {
+    "adapter", "arguments", "cpu_mode", "inner", "install", "optimizer", "process_groups",
+}  # fmt: skip
 """Files that may import Megatron."""
 
 BUNDLED_IMPORTERS = {f"{PACKAGE}/install.py", "scripts/lib/bench_bundled.py"}

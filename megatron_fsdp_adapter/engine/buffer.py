@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -49,38 +50,34 @@ class FlatBuffer:
         return [self.tensor[extent.start : extent.stop] for extent in ranges]
 
 
-def full_items(buffer: FlatBuffer, layout: GroupLayout) -> list[torch.Tensor]:
-    """The whole of each item, in its own shape, in a buffer of `layout.total_numel` elements."""
-    ranges = [layout.item_range(index) for index in range(len(layout.specs))]
-    return [
-        view.view(spec.shape)
-        for view, spec in zip(buffer.views(ranges), layout.specs, strict=True)
-    ]
+@dataclass(frozen=True)
+class Held:
+    """A part of a group's full buffer: shard number `rank` of `layout`, in every segment."""
+
+    layout: GroupLayout
+    rank: int
 
 
-def own_ranges(layout: GroupLayout, rank: int) -> list[FlatRange]:
-    """The rank's shard of each segment, in the full buffer."""
-    return [full for full, _ in layout.segment_shards(rank)]
+def segments_in(buffer: FlatBuffer, stored: Held, held: Held) -> list[torch.Tensor]:
+    """The part `held` of each segment, 1-D, in a buffer that has the part `stored` of the group.
+    `held` must lie inside `stored`."""
+    places = zip(
+        stored.layout.segment_shards(stored.rank),
+        held.layout.segment_shards(held.rank),
+        strict=True,
+    )
+    return buffer.views([part.shift(own.start - full.start) for (full, own), (part, _) in places])
 
 
-def shard_ranges(layout: GroupLayout, rank: int) -> list[FlatRange]:
-    """The rank's shard of each segment, in its flat shard buffer."""
-    return [shard for _, shard in layout.segment_shards(rank)]
-
-
-def local_items_in_full(buffer: FlatBuffer, layout: GroupLayout, rank: int) -> list[torch.Tensor]:
-    """The rank's rows of each item, in a full buffer."""
+def items_in(buffer: FlatBuffer, stored: Held, held: Held) -> list[torch.Tensor]:
+    """The rows of each item that belong to `held`, in a buffer that has the part `stored` of the
+    group; of zero rows where `held` has none."""
+    layout = held.layout
+    shifts = [own.start - full.start for full, own in stored.layout.segment_shards(stored.rank)]
     pieces = []
-    for index in range(len(layout.specs)):
-        held = layout.shard_range(index, rank).shift(layout.item_range(index).start)
-        pieces.append(buffer.tensor[held.start : held.stop].view(layout.local_shape(index, rank)))
-    return pieces
-
-
-def local_items_in_shard(buffer: FlatBuffer, layout: GroupLayout, rank: int) -> list[torch.Tensor]:
-    """The rank's rows of each item, in its flat shard buffer."""
-    pieces = []
-    for index in range(len(layout.specs)):
-        held = layout.shard_item_range(index, rank)
-        pieces.append(buffer.tensor[held.start : held.stop].view(layout.local_shape(index, rank)))
+    for index, placement in enumerate(layout.placements):
+        rows = layout.shard_range(index, held.rank)
+        start = 0 if rows.empty else placement.offset + rows.start + shifts[placement.segment]
+        piece = buffer.tensor[start : start + rows.numel]
+        pieces.append(piece.view(layout.local_shape(index, held.rank)))
     return pieces

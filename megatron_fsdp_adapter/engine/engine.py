@@ -17,25 +17,28 @@ from megatron_fsdp_adapter.topology import ShardDomain
 
 from . import hooks
 from .gather import GatherPipeline
-from .group import GradState, ParamGroup
+from .group import ParamGroup
 from .identity import Identity, IdentitySwitch, ParamPair, make_pairs
 from .partition import ROOT, UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
-from .reduce import ReducePipeline
+from .reduce import REDUCED_STATES, ReducePipeline
 from .unit import Phase, Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
 
 
 def _broadcast_weights(
-    plans: list[UnitPlan], communicators: Mapping[str, Communicator]
+    plans: list[UnitPlan], *axes: Mapping[str, Communicator]
 ) -> None:
-    """Gives all ranks of a domain the first rank's weights. Every rank keeps other rows, so ranks
-    that were initialised differently would otherwise shard a model that none of them had."""
+    """Gives all ranks of a domain the first rank's weights, along one axis after the other. Every
+    rank keeps other rows, so ranks that were initialised differently would otherwise shard a model
+    that none of them had."""
     for plan in plans:
         for key, managed in plan.groups.items():
             for entry in managed:
-                communicators[key.domain].broadcast(entry.param.data)
+                for communicators in axes:
+                    if key.domain in communicators:
+                        communicators[key.domain].broadcast(entry.param.data)
 
 
 def _abandon(runtime: Callable[[], Runtime | None]) -> None:
@@ -72,18 +75,21 @@ class FsdpEngine:
         used = {d: domains[d] for d in dict.fromkeys(k.domain for p in plans for k in p.groups)}
         gathers = {d: make_communicator(v.gather_group, runtime.device) for d, v in used.items()}
         reduces = {d: make_communicator(v.reduce_group, runtime.device) for d, v in used.items()}
-        _broadcast_weights(plans, reduces)
+        outer = {
+            d: make_communicator(v.outer.group, runtime.device) for d, v in used.items() if v.outer
+        }
+        _broadcast_weights(plans, outer, reduces)
         self.units = self._build_units(plans, used)
         self.root = self.units[-1]
         self.order = PrefetchOrder(
             len(self.units), [u.ordinal for u in self.units if not u.backward_reads_weights]
         )
-        self.gather = GatherPipeline(self.units, config, runtime, gathers, self.order)
+        self.gather = GatherPipeline(self.units, config, runtime, gathers, outer, self.order)
         self.gather.follow_compute()
-        self.reduce = ReducePipeline(config, runtime, reduces)
+        self.reduce = ReducePipeline(config, runtime, reduces, outer)
         self.pairs = make_pairs(self.groups)
         self.switch = IdentitySwitch(self.pairs)
-        self.is_last_microbatch = True
+        self._is_last_microbatch, self._knows_microbatches = True, False
         self._active_root: str | None = None
         self._backward_running = False
         self._fired: Counter[int] = Counter()
@@ -130,6 +136,16 @@ class FsdpEngine:
     def groups(self) -> list[ParamGroup]:
         """All groups in unit order."""
         return [group for unit in self.units for group in unit.groups]
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether no backward is known to follow in this step. True until somebody says so: a
+        caller that never does may still run several."""
+        return self._is_last_microbatch
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self._is_last_microbatch, self._knows_microbatches = value, True
 
     # Identities. Main weights may be read and written while optimizer parameters are shown.
 
@@ -221,7 +237,8 @@ class FsdpEngine:
         self._completed.add(unit.ordinal)
         self.gather.release(unit)
         with torch.no_grad():
-            self.reduce.backward_done(unit, self.is_last_microbatch)
+            is_last = self.is_last_microbatch
+            self.reduce.backward_done(unit, is_last, is_last and self._knows_microbatches)
 
     def end_backward(self) -> None:
         """The backward has finished: completes the units whose inputs needed no gradient, that
@@ -262,8 +279,8 @@ class FsdpEngine:
         """Multiplies the main gradients that the optimizer will read."""
         for unit in self.units:
             for group in unit.trainable_groups:
-                if group.grad_state is GradState.REDUCED:
-                    for segment in group.grad_segments:
+                if group.grad_state in REDUCED_STATES:
+                    for segment in group.held_grads:
                         segment.mul_(factor)
 
     def zero_grads(self) -> None:

@@ -10,13 +10,14 @@ gather is launched after the wait for the present one, so that it is never in fr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_fsdp_adapter.config import EngineConfig
-from megatron_fsdp_adapter.runtime.comm import Communicator
+from megatron_fsdp_adapter.runtime.comm import Communicator, Pair
 from megatron_fsdp_adapter.runtime.device import COMPUTE, GATHER, Runtime
 
+from .group import ParamGroup
 from .prefetch import PrefetchOrder
 from .unit import Phase, Unit
 
@@ -24,7 +25,7 @@ from .unit import Phase, Unit
 class GatherPipeline:
     """Args:
     units: in module order, root last.
-    communicators: by domain name, the ones that gathers run on.
+    communicators, outer: by domain name, the ones that gathers run on, over each axis.
     """
 
     def __init__(
@@ -33,10 +34,11 @@ class GatherPipeline:
         config: EngineConfig,
         runtime: Runtime,
         communicators: Mapping[str, Communicator],
+        outer: Mapping[str, Communicator],
         order: PrefetchOrder,
     ) -> None:
         self.units, self.config, self.runtime = units, config, runtime
-        self.communicators = communicators
+        self.communicators, self.outer = communicators, outer
         self.order = order
         self._ahead: list[Unit] = []
 
@@ -75,22 +77,39 @@ class GatherPipeline:
     def launch(self, unit: Unit) -> None:
         """Starts gathering `unit`, which must be SHARDED."""
         unit.advance(Phase.GATHERING)
-        self.runtime.submit(GATHER, lambda: self._fill_own(unit))
+        outdated, unit.outdated = unit.outdated, False
+        self.runtime.submit(GATHER, lambda: self._fill_own(unit, outdated))
+        if self.config.shard_outer and outdated:
+            self.runtime.submit(GATHER, lambda: self._gather_outer(unit))
         if self.config.strategy.shard_main:
             self.runtime.submit(GATHER, lambda: self._all_gather(unit))
         unit.gathered = self.runtime.record(GATHER)
 
-    def _fill_own(self, unit: Unit) -> None:
+    def _fill_own(self, unit: Unit, outdated: bool) -> None:
         for group in unit.groups:
             group.weight.allocate()
-            group.write_own_weights()
+            if outdated or group.inner_weight is group.weight:
+                group.write_own_weights()
+
+    def _gather_outer(self, unit: Unit) -> list[Any]:
+        return self._launch(self.outer, unit, lambda group: group.outer_pairs)
 
     def _all_gather(self, unit: Unit) -> list[Any]:
+        return self._launch(self.communicators, unit, lambda group: group.gather_pairs)
+
+    def _launch(
+        self,
+        communicators: Mapping[str, Communicator],
+        unit: Unit,
+        pairs_of: Callable[[ParamGroup], list[Pair]],
+    ) -> list[Any]:
+        """One launch a domain; nothing in a domain without this axis."""
         works = []
         for domain in dict.fromkeys(group.key.domain for group in unit.groups):
             groups = [group for group in unit.groups if group.key.domain == domain]
-            pairs = [pair for group in groups for pair in group.gather_pairs]
-            works += self.communicators[domain].all_gather(pairs)
+            if domain in communicators:
+                pairs = [pair for group in groups for pair in pairs_of(group)]
+                works += communicators[domain].all_gather(pairs)
         return works
 
     def _finish(self, unit: Unit) -> None:
@@ -125,6 +144,7 @@ class GatherPipeline:
         """The main weights have changed: whatever is gathered is outdated, and later gathers read
         the new ones."""
         for unit in self.units:
+            unit.outdated = True
             if unit.phase is not Phase.SHARDED:
                 self._drop(unit)
         self.follow_compute()

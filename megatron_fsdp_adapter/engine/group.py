@@ -10,6 +10,9 @@
 updates; where its dtype is the weights' and the weights are kept, it *is* this rank's slice of
 them. Backward writes gradients into `bucket`, the reduction moves them to `grad`, and the
 optimizer reads this rank's rows of `grad`.
+
+With an outer axis that splits shards again, "shard" of `main` is a part of the shard elsewhere, and
+optim_grads_params keeps its shard of the compute weights (`inner_weight`) between steps.
 """
 
 from __future__ import annotations
@@ -20,28 +23,22 @@ import torch
 
 from megatron_fsdp_adapter.config import EngineConfig
 from megatron_fsdp_adapter.layout.planner import plan_group
-from megatron_fsdp_adapter.layout.ranges import FlatRange
 from megatron_fsdp_adapter.runtime.device import Runtime
 from megatron_fsdp_adapter.topology import ShardDomain
 
-from .buffer import (
-    FlatBuffer,
-    full_items,
-    local_items_in_full,
-    local_items_in_shard,
-    own_ranges,
-    shard_ranges,
-)
+from .buffer import FlatBuffer, Held, items_in, segments_in
 from .guard import unchecked
 from .partition import GroupKey, ManagedParam
 
 
 class GradState(enum.Enum):
-    """Where the step's gradients are: nowhere yet, summed on this rank, or reduced."""
+    """Where the step's gradients are: nowhere yet, summed on this rank, reduced over the shard
+    axis, or over the outer axis as well (only where there is one)."""
 
     EMPTY = "empty"
     ACCUMULATED = "accumulated"
     REDUCED = "reduced"
+    FINISHED = "finished"
 
 
 class ParamGroup:
@@ -53,9 +50,13 @@ class ParamGroup:
 
     Attributes:
         params: raw parameters, in layout order; `managed[i]` tells their names and places.
-        own_weights, main_segments: this rank's slice of each segment, of equal shapes.
+        full, inner, held: of the group's buffer everything, what this rank has of it after a
+            reduction over the shard axis, and what its optimizer updates.
+        held_weights, main_segments: `held` of each segment, in both dtypes.
+        gather_pairs, outer_pairs: output and input of the gather over each axis.
         main_items: this rank's rows of each parameter, in the main dtype.
-        grad_segments, grad_items: the same for gradients; valid between reduction and zeroing.
+        grad_segments: `inner` of each segment in `grad`; held_grads, grad_items: `held` of each
+            segment and parameter; valid between reduction and zeroing.
         bucket_items: full-size views that backward's gradients are written to.
     """
 
@@ -71,19 +72,31 @@ class ParamGroup:
         self.name, self.key, self.domain, self.config = name, key, domain, config
         self.managed = managed
         self.params = [entry.param for entry in managed]
-        self.rank = domain.axis.rank
+        self.splits_outer = config.shard_outer and domain.outer is not None
         self.layout = plan_group(
             [entry.spec(index) for index, entry in enumerate(managed)],
-            domain.axis.size,
+            domain.axis.size * (domain.outer_size if self.splits_outer else 1),
             padding_bound=config.padding_bound,
             max_segments=config.max_segments,
         )
+        self._set_parts()
         self.grad_state = GradState.EMPTY
         with torch.no_grad():
             self._build_weights(runtime)
             self._build_main(runtime)
             if key.requires_grad:
                 self._build_grads(runtime)
+
+    def _set_parts(self) -> None:
+        """The shard axis is the slow one: what an outer rank holds lies inside its inner shard,
+        so that the two axes are gathered and reduced one after the other, in place."""
+        axis, outer = self.domain.axis, self.domain.outer
+        number, rank = (axis.size, axis.rank) if self.config.strategy.shard_main else (1, 0)
+        self.full = Held(self.layout.with_shards(1), 0)
+        self.inner = self.held = Held(self.layout.with_shards(number), rank)
+        if self.splits_outer and outer is not None:
+            number, rank = number * outer.size, rank * outer.size + outer.rank
+            self.held = Held(self.layout.with_shards(number), rank)
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -97,69 +110,64 @@ class ParamGroup:
 
     def _build_weights(self, runtime: Runtime) -> None:
         self.weight = FlatBuffer(self.layout.total_numel, self.key.dtype, runtime)
-        self.weight_items = full_items(self.weight, self.layout)
-        self.own_weights = self.weight.views(self._held_ranges())
-        self.gather_pairs = list(
-            zip(
-                self.weight.views([segment.range for segment in self.layout.segments]),
-                self.weight.views(own_ranges(self.layout, self.rank)),
-                strict=True,
-            )
-        )
+        self.weight_items = self._full_items(self.weight)
         for param, view in zip(self.params, self.weight_items, strict=True):
             view.copy_(param.data)
             param.data = view
+        inner = segments_in(self.weight, self.full, self.inner)
+        self.inner_weight, stored = self.weight, self.full
+        if self.splits_outer and self.config.strategy.shard_weights:
+            # Kept, so that the outer axis is gathered once a step and not at every use: it is the
+            # slow network. Costs one shard in the compute dtype.
+            stored = self.inner
+            self.inner_weight = FlatBuffer(stored.layout.shard_numel, self.key.dtype, runtime)
+            kept = segments_in(self.inner_weight, stored, self.inner)
+            torch._foreach_copy_(kept, inner)
+            inner = kept
+        self.held_weights = segments_in(self.inner_weight, stored, self.held)
+        full = segments_in(self.weight, self.full, self.full)
+        self.gather_pairs = list(zip(full, inner, strict=True))
+        self.outer_pairs = list(zip(inner, self.held_weights, strict=True))
 
-    def _held_ranges(self) -> list[FlatRange]:
-        """What of the full buffer this rank's main weights cover."""
-        if self.config.strategy.shard_main:
-            return own_ranges(self.layout, self.rank)
-        return [segment.range for segment in self.layout.segments]
+    def _full_items(self, buffer: FlatBuffer) -> list[torch.Tensor]:
+        items = items_in(buffer, self.full, self.full)
+        shapes = [spec.shape for spec in self.layout.specs]
+        return [item.view(shape) for item, shape in zip(items, shapes, strict=True)]
 
     def _build_main(self, runtime: Runtime) -> None:
         if self.main_is_weight:
-            self.main = self.weight
-            self.main_segments = self.own_weights
-        elif self.config.strategy.shard_main:
-            self.main = FlatBuffer(self.layout.shard_numel, self.main_dtype, runtime)
-            self.main_segments = self.main.views(shard_ranges(self.layout, self.rank))
+            self.main, stored = self.weight, self.full
         else:
-            self.main = FlatBuffer(self.layout.total_numel, self.main_dtype, runtime)
-            self.main_segments = self.main.views(self._held_ranges())
-        self.main_items = self._optimizer_items(self.main, self.main_is_weight)
+            stored = self.held
+            self.main = FlatBuffer(stored.layout.shard_numel, self.main_dtype, runtime)
+        self.main_segments = segments_in(self.main, stored, self.held)
+        self.main_items = items_in(self.main, stored, self.held)
         if not self.main_is_weight:
-            torch._foreach_copy_(self.main_segments, self.own_weights)
-
-    def _optimizer_items(self, buffer: FlatBuffer, full_buffer: bool) -> list[torch.Tensor]:
-        if not self.config.strategy.shard_main:
-            return full_items(buffer, self.layout)
-        if full_buffer:
-            return local_items_in_full(buffer, self.layout, self.rank)
-        return local_items_in_shard(buffer, self.layout, self.rank)
+            torch._foreach_copy_(self.main_segments, self.held_weights)
 
     def _build_grads(self, runtime: Runtime) -> None:
         strategy, policy = self.config.strategy, self.config.policy
+        dtype = policy.comm_dtype if strategy.shard_grads else policy.grads_dtype
+        self.bucket = FlatBuffer(self.layout.total_numel, dtype, runtime)
+        self.grad, stored = self.bucket, self.full
         if strategy.shard_grads:
-            self.bucket = FlatBuffer(self.layout.total_numel, policy.comm_dtype, runtime)
-            self.grad = FlatBuffer(self.layout.shard_numel, policy.grads_dtype, runtime)
-            self.grad_segments = self.grad.views(shard_ranges(self.layout, self.rank))
-        else:
-            self.bucket = FlatBuffer(self.layout.total_numel, policy.grads_dtype, runtime)
-            self.grad = self.bucket
-            self.grad_segments = self.grad.views(self._held_ranges())
-        self.grad_items = self._optimizer_items(self.grad, not strategy.shard_grads)
-        self.bucket_items = full_items(self.bucket, self.layout)
+            stored = self.inner
+            self.grad = FlatBuffer(stored.layout.shard_numel, policy.grads_dtype, runtime)
+        self.grad_segments = segments_in(self.grad, stored, self.inner)
+        self.held_grads = segments_in(self.grad, stored, self.held)
+        self.grad_items = items_in(self.grad, stored, self.held)
+        self.bucket_items = self._full_items(self.bucket)
         self.bucket_gaps = self.bucket.views(self.layout.gaps())
-        self.bucket_segments = self.bucket.views([s.range for s in self.layout.segments])
-        self.bucket_own = self.bucket.views(own_ranges(self.layout, self.rank))
+        self.bucket_segments = segments_in(self.bucket, self.full, self.full)
+        self.bucket_own = segments_in(self.bucket, self.full, self.inner)
         if strategy.shard_grads:
             self.bucket.release()
             self.grad.release()
 
     def write_own_weights(self) -> None:
-        """Casts the main weights into this rank's slice of the compute weights."""
+        """Casts the main weights into what this rank holds of the compute weights."""
         if not self.main_is_weight:
-            torch._foreach_copy_(self.own_weights, self.main_segments)
+            torch._foreach_copy_(self.held_weights, self.main_segments)
 
     def take_grads(self, accumulate: bool) -> None:
         """Moves the raw parameters' `.grad` into the bucket and drops them.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from .group import ParamGroup
 from .partition import ManagedParam
@@ -37,15 +38,26 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> DTensor:
     """A DTensor of item `index`'s global shape over this rank's rows `local`.
 
-    Rows are split unevenly and without communication: shape and stride are stated, so torch
-    neither checks nor infers them. `local` is aliased.
+    The mesh may end in an axis over which the model itself splits tensors: the global shape is
+    then that of the whole tensor, of which the group's layout has one part. Rows are split
+    unevenly and without communication: shape and stride are stated, so torch neither checks nor
+    infers them. `local` is aliased.
     """
     shape = group.layout.specs[index].layout_shape
-    placement = Shard(0) if group.config.strategy.shard_main else Replicate()
+    placements: list[Placement] = []
+    if group.domain.outer is not None:
+        placements.append(Shard(0) if group.splits_outer else Replicate())
+    placements.append(Shard(0) if group.config.strategy.shard_main else Replicate())
+    if group.domain.mesh.ndim > len(placements):
+        split = group.managed[index].split
+        placements.append(Replicate() if split is None else Shard(split))
+        if split is not None:
+            parts = group.domain.mesh.size(-1)
+            shape = (*shape[:split], shape[split] * parts, *shape[split + 1 :])
     return DTensor.from_local(
         local,
         group.domain.mesh,
-        [placement],
+        placements,
         run_check=False,
         shape=torch.Size(shape),
         stride=contiguous_stride(shape),

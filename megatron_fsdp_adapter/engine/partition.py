@@ -12,7 +12,7 @@ buffer, one launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -36,11 +36,14 @@ class GroupKey:
 
 @dataclass(frozen=True)
 class ManagedParam:
-    """One parameter, deduplicated: where it is held, and under which names."""
+    """One parameter, deduplicated: where it is held, and under which names. `split` is the dim
+    along which the model itself split the whole tensor over the last axis of its mesh; None if it
+    is whole, or if there is no such axis."""
 
     param: nn.Parameter
     fqns: tuple[str, ...]
     slots: tuple[Slot, ...]
+    split: int | None = None
 
     def spec(self, index: int) -> ParamSpec:
         """What the layout planner needs to know. Shards are cut between rows of dim 0."""
@@ -104,6 +107,7 @@ def partition(
     *,
     domain_of: Callable[[nn.Parameter, str], str],
     backward_reads_weights: Callable[[nn.Module], bool] = lambda _: True,
+    split_of: Callable[[nn.Parameter, str], int | None] = lambda param, fqn: None,
 ) -> list[UnitPlan]:
     """Plans for all units that hold parameters, in module order, then the root unit.
 
@@ -112,6 +116,7 @@ def partition(
         units: name and module of each unit, as from `unit_modules`.
         domain_of: the domain of a parameter, from the parameter and its first name.
         backward_reads_weights: whether a unit module's backward reads its weights.
+        split_of: `ManagedParam.split` of a parameter, likewise.
 
     Raises:
         ValueError: no parameter below `module` requires a gradient.
@@ -135,5 +140,6 @@ def partition(
             managed.param.requires_grad,
         )
         plan = plans[_common_owner(managed.fqns, names)]
-        plan.groups.setdefault(key, []).append(managed)
+        split = split_of(managed.param, managed.fqns[0])
+        plan.groups.setdefault(key, []).append(replace(managed, split=split))
     return [plan for plan in plans.values() if plan.groups or plan.name == ROOT]

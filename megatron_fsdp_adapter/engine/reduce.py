@@ -33,6 +33,9 @@ MAX_BUCKETS = 2
 """Units whose buckets may exist at once: one that backward fills, one that is being reduced."""
 
 
+REDUCED_STATES = (GradState.REDUCED, GradState.FINISHED)
+
+
 @dataclass(frozen=True)
 class InFlight:
     """A reduction that was launched: the groups keep its buckets alive until `event`."""
@@ -43,7 +46,7 @@ class InFlight:
 
 class ReducePipeline:
     """Args:
-    communicators: by domain name, the ones that reductions run on.
+    communicators, outer: by domain name, the ones that reductions run on, over each axis.
     """
 
     def __init__(
@@ -51,42 +54,54 @@ class ReducePipeline:
         config: EngineConfig,
         runtime: Runtime,
         communicators: Mapping[str, Communicator],
+        outer: Mapping[str, Communicator],
     ) -> None:
-        self.config, self.runtime, self.communicators = config, runtime, communicators
+        self.config, self.runtime = config, runtime
+        self.communicators, self.outer = communicators, outer
         self._in_flight: deque[InFlight] = deque()
 
-    def backward_done(self, unit: Unit, is_last_microbatch: bool) -> None:
-        """Takes the gradients of `unit`'s backward and reduces them if it is time to."""
+    def backward_done(self, unit: Unit, is_last: bool, is_known_last: bool) -> None:
+        """Takes the gradients of `unit`'s backward and reduces them if it is time to.
+
+        is_last: no backward is known to follow in this step. is_known_last: none will, so that
+        even what cannot be repeated, the reduction over an outer axis, may start.
+        """
         groups = unit.trainable_groups
         if not groups:
             return
+        self._refuse_late(unit)
         if self.config.strategy.shard_grads:
             self._make_room(groups)
             for group in groups:
                 group.bucket.allocate()
                 group.take_grads(accumulate=False)
             self._launch(groups)
-            return
-        for group in groups:
-            self._accumulate(unit, group)
-        if is_last_microbatch and self.config.overlap_grad_reduce:
-            self._launch(groups)
+        else:
+            for group in groups:
+                group.take_grads(accumulate=group.grad_state is GradState.ACCUMULATED)
+                group.grad_state = GradState.ACCUMULATED
+            if is_last and self.config.overlap_grad_reduce:
+                self._launch(groups)
+        if is_known_last:
+            self._finish_outer(groups)
 
-    def _accumulate(self, unit: Unit, group: ParamGroup) -> None:
-        if group.grad_state is GradState.REDUCED:
+    def _refuse_late(self, unit: Unit) -> None:
+        over = {GradState.FINISHED}
+        if not self.config.strategy.shard_grads:
+            over.add(GradState.REDUCED)
+        if any(group.grad_state in over for group in unit.trainable_groups):
             raise RuntimeError(
                 f"unit {unit.name}: a backward ran after this step's gradients had been reduced. "
                 "Run all backwards of a step but the last under no_sync(), and call "
                 "zero_grad_buffer() before the next step"
             )
-        group.take_grads(accumulate=group.grad_state is GradState.ACCUMULATED)
-        group.grad_state = GradState.ACCUMULATED
 
     def reduce_rest(self, units: Sequence[Unit]) -> None:
         """Reduces whatever the backwards of this step have not: kept gradient buffers that were
-        not overlapped, and groups that no backward reached (their gradients are zero)."""
+        not overlapped, groups that no backward reached (their gradients are zero), and what is
+        missing over the outer axis."""
         for unit in reversed(units):
-            groups = [g for g in unit.trainable_groups if g.grad_state is not GradState.REDUCED]
+            groups = [g for g in unit.trainable_groups if g.grad_state not in REDUCED_STATES]
             self._make_room(groups)
             for group in groups:
                 if group.grad_state is GradState.EMPTY:
@@ -94,11 +109,12 @@ class ReducePipeline:
                     group.take_grads(accumulate=False)
             if groups:
                 self._launch(groups)
+            self._finish_outer(unit.trainable_groups)
 
     def _launch(self, groups: Sequence[ParamGroup]) -> None:
         """Starts reducing filled buckets; coalesced per domain."""
         sharded = self.config.strategy.shard_grads
-        first = [group.grad_state is not GradState.REDUCED for group in groups]
+        first = [group.grad_state not in REDUCED_STATES for group in groups]
         for group in groups:
             group.grad.allocate()
             group.grad_state = GradState.REDUCED
@@ -107,6 +123,31 @@ class ReducePipeline:
         self.runtime.submit(REDUCE, lambda: self._land(groups, first))
         if sharded:
             self._in_flight.append(InFlight(groups, self.runtime.record(REDUCE)))
+
+    def _finish_outer(self, groups: Sequence[ParamGroup]) -> None:
+        """Starts the reduction over the outer axis of what has been reduced over the shard axis:
+        once a step, since it is the slow network, and a sum cannot be taken back."""
+        ready = [
+            group
+            for group in groups
+            if group.grad_state is GradState.REDUCED and group.key.domain in self.outer
+        ]
+        for group in ready:
+            group.grad_state = GradState.FINISHED
+        if ready:
+            self.runtime.submit(REDUCE, lambda: self._communicate_outer(ready))
+
+    def _communicate_outer(self, groups: Sequence[ParamGroup]) -> list[Any]:
+        works = []
+        for domain in dict.fromkeys(group.key.domain for group in groups):
+            mine = [group for group in groups if group.key.domain == domain]
+            parts = [part for group in mine for part in group.grad_segments]
+            if self.config.shard_outer:
+                own = [part for group in mine for part in group.held_grads]
+                works += self.outer[domain].reduce_scatter(list(zip(own, parts, strict=True)))
+            else:
+                works += self.outer[domain].all_reduce(parts)
+        return works
 
     def _communicate(self, groups: Sequence[ParamGroup]) -> list[Any]:
         works = []

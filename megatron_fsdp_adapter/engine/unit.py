@@ -35,6 +35,7 @@ class Unit:
     backward_reads_weights: False for an embedding, whose backward is not given weights.
     forward_calls: calls of the unit's module in the current forward pass.
     gathered: event after which the weights are there, while GATHERING.
+    outdated: whether main weights have changed since they were last gathered.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Unit:
         self.weight_bytes = sum(group.weight.nbytes for group in groups)
         self.forward_calls = 0
         self.gathered: Any = None
+        self.outdated = False
         self.phase = Phase.READY
         self._params = [
             (param, type(param)) for group in groups for param in group.params

@@ -11,7 +11,7 @@ A segment is split evenly, so that it is gathered and reduced in place by one co
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .ranges import EMPTY, FlatRange, split_evenly
@@ -195,6 +195,16 @@ class GroupLayout:
             )
             for number, segment in enumerate(self.segments)
         )
+
+    def with_shards(self, num_shards: int) -> GroupLayout:
+        """The same items in larger shards, each a run of consecutive shards of this layout.
+
+        Raises ValueError unless `num_shards` divides the number of shards.
+        """
+        if num_shards < 1 or self.num_shards % num_shards:
+            raise ValueError(f"{self.num_shards} shards do not make {num_shards} larger ones")
+        segments = tuple(replace(segment, num_shards=num_shards) for segment in self.segments)
+        return replace(self, segments=segments, num_shards=num_shards)
 
     def gaps(self) -> tuple[FlatRange, ...]:
         """The padding: ranges of the full buffer that no item covers, merged and sorted."""

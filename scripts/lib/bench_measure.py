@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lib.bench_subjects import FLOOR, Plan, Subject
-from lib.bench_trace import budget, budget_text, read_events
+from lib.bench_trace import Trace, read_trace
 from lib.bench_wrappers import Batch, Runner, build
 from lib.data import vocabulary
 from lib.distributed import Place
@@ -63,7 +63,8 @@ class Result:
     rounds; `error` tells why there are none. `steps` holds (loss of this rank, norm) of each step.
     `host` is seconds of the host in forward and backward, and in the optimizer, of one step;
     `cpu_seconds` is processor time of one step, all threads of the busiest rank: on a machine that
-    others use it is steadier than time on the clock."""
+    others use it is steadier than time on the clock. `trace` is known on the first rank of a GPU
+    run that was asked for a profile."""
 
     subject: Subject
     seconds: list[float] = field(default_factory=list)
@@ -73,6 +74,7 @@ class Result:
     host: tuple[float, float] | None = None
     steps: list[tuple[float, float | None]] = field(default_factory=list)
     left_behind: int = 0
+    trace: Trace | None = None
     error: str | None = None
 
 
@@ -190,11 +192,13 @@ class Bench:
         return results
 
     def _warm_libraries(self) -> None:
-        """A step of the bare model: compiled kernels and the libraries' workspaces, which stay,
+        """Steps of the bare model: compiled kernels and the libraries' workspaces, which stay,
         would otherwise be counted as the first wrapper's."""
         if self.place.device.type == "cuda":
             self.say("warming up libraries")
-            self.step(build(FLOOR, self.options, self.place))
+            floor = build(FLOOR, self.options, self.place)
+            for _ in self.pool:  # a second size of the experts' inputs compiles once more
+                self.step(floor)
             self.synchronize()
 
     def _alone(self, result: Result, with_floor: bool) -> None:
@@ -265,16 +269,17 @@ class Bench:
         """What is read after the timed steps."""
         if self.place.device.type == "cuda" and self.plan.host_steps:
             result.host = self.host_times(runner)
-        if self.plan.profile is not None and result.subject.kind == "ours":
-            self._profile(runner, self.plan.profile)
+        if self.plan.profile is not None and result.subject.is_ours:
+            result.trace = self._profile(runner, self.plan.profile)
         result.steps = runner.history()
 
-    def _profile(self, runner: Runner, folder: Path) -> None:
-        """A trace of one step on the first rank; the others take the same steps."""
+    def _profile(self, runner: Runner, folder: Path) -> Trace | None:
+        """A trace of one step on the first rank, and what it tells about a GPU; the others take
+        the same steps."""
         name = runner.subject.name.replace(":", "-")
         if not self.place.first:
             self.step(runner)
-            return
+            return None
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.place.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -284,8 +289,7 @@ class Bench:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.json.gz"
         profiler.export_chrome_trace(str(path))
-        if self.place.device.type == "cuda":
-            self.say(budget_text(runner.subject.name, budget(read_events(path))))
+        return read_trace(path) if self.place.device.type == "cuda" else None
 
 
 def _take(result: Result, samples: Sequence[Sample]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from lib.bench_measure import Result, as_plain
 from lib.bench_subjects import FLOOR, Plan, Subject
+from lib.bench_trace import budget_text, overlap_text
 from lib.data import padded_vocab_size
 from lib.distributed import Place
 from lib.options import Options
@@ -101,14 +102,19 @@ def reference_of(results: Sequence[Result]) -> Result | None:
 
 def flops_per_token(options: Options) -> int:
     """Floating-point operations of forward and backward for one token: 6 for each weight of a
-    matrix product, and causal attention, half of the score matrix. Recomputation is not counted."""
+    matrix product, and causal attention, half of the score matrix. Of experts, those that a token
+    is sent to, and the router. Recomputation is not counted."""
     width = options.hidden_size
     heads = options.num_attention_heads
     groups = options.num_query_groups if options.group_query_attention else heads
     head_width = options.kv_channels or width // heads
     ffn = options.ffn_hidden_size or 4 * width
     attention = width * head_width * (2 * heads + 2 * groups)
-    mlp = width * ffn * (3 if options.swiglu else 2)
+    matrices = 3 if options.swiglu else 2
+    mlp = width * ffn * matrices
+    if options.num_experts is not None:
+        expert = width * (options.moe_ffn_hidden_size or ffn) * matrices
+        mlp = options.moe_router_topk * expert + width * options.num_experts
     scores = 2 * heads * head_width * options.seq_length // 2
     layers = options.num_layers * (attention + mlp + scores)
     return 6 * (layers + width * padded_vocab_size(options))
@@ -211,6 +217,13 @@ def _host(result: Result) -> str:
     return f"{spread(result.cpu_seconds).median * 1e3:.1f}"
 
 
+def _trace_lines(result: Result) -> list[str]:
+    if result.trace is None:
+        return []
+    name = result.subject.name
+    return [budget_text(name, result.trace.budget), overlap_text(name, result.trace.overlap)]
+
+
 def table_text(table: Sequence[Row | Result], unit: int) -> str:
     """The table, columns aligned. `unit` is GIB or MIB."""
     name = "GiB" if unit == GIB else "MiB"
@@ -226,6 +239,7 @@ def table_text(table: Sequence[Row | Result], unit: int) -> str:
         return "  ".join([line[0].ljust(widths[0]), *cells[1:]])
 
     out = [text(line) for line in lines]
+    out += [line for row in table if isinstance(row, Row) for line in _trace_lines(row.result)]
     out += [
         f"{row.subject.name}: not measured: {row.error}" for row in table if isinstance(row, Result)
     ]

@@ -21,9 +21,13 @@ KINDS: dict[str, Kind] = {
     "floor": Kind("forward and backward of one process alone: no sharding, communication, step"),
     "ddp": Kind("megatron-core's DDP with its distributed optimizer and overlap"),
     "ours": Kind("this package", STRATEGIES, STRATEGIES),
+    "ours-ag": Kind("this package, gathers on process groups of their own", STRATEGIES, STRATEGIES),
     "fsdp2": Kind("torch fully_shard with AdamW"),
     "bundled": Kind("megatron-core's own FSDP", STRATEGIES, ("optim_grads_params",)),
 }
+
+OURS = ("ours", "ours-ag")
+DEFAULT = tuple(kind for kind in KINDS if kind != "ours-ag")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,14 @@ class Subject:
     @property
     def name(self) -> str:
         return self.kind if self.strategy is None else f"{self.kind}:{self.strategy}"
+
+    @property
+    def is_ours(self) -> bool:
+        return self.kind in OURS
+
+    def with_separate_gathers(self) -> Subject:
+        """Ours on all-gather groups of its own; any other as it is."""
+        return Subject("ours-ag", self.strategy) if self.is_ours else self
 
 
 FLOOR = Subject("floor")

@@ -1,4 +1,5 @@
-"""What a GPU did in a trace: compute, collectives beside it, collectives alone, nothing."""
+"""What a GPU did in a trace: compute, collectives beside it, collectives alone, nothing; and how
+long gathers and reductions ran at once."""
 
 from __future__ import annotations
 
@@ -13,6 +14,12 @@ Span = tuple[float, float]
 
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 COLLECTIVES = ("AllGather", "ReduceScatter", "AllReduce", "Broadcast", "SendRecv")
+GATHER, REDUCE = "AllGather", "ReduceScatter"
+
+SIZE_KEYS = ("In msg nelems", "Out msg nelems")
+SMALL = 2**16
+"""Elements below which a collective moves no unit of weights: a token dispatcher gathers a few
+counts, and such a kernel's time is that of waiting for the other ranks."""
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
@@ -99,6 +106,110 @@ def budget(events: Iterable[Mapping[str, Any]]) -> Budget:
     )
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A collective's kernel: its kind, the stream it ran on, milliseconds."""
+
+    kind: str
+    stream: str
+    span: Span
+
+
+def collective_kernels(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
+    """The gathers and reductions among the events of a trace, in order of time. Left out: kernels
+    that the trace itself says are `SMALL`."""
+    found = []
+    for event in events:
+        kind = kind_of(event["name"]) if event.get("cat") == "kernel" else None
+        details = event.get("args", {})
+        if kind not in (GATHER, REDUCE) or _is_small(details):
+            continue
+        span = (event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
+        found.append(Kernel(kind, str(details.get("stream", "?")), span))
+    return sorted(found, key=lambda kernel: kernel.span)
+
+
+def _is_small(details: Mapping[str, Any]) -> bool:
+    sizes = [str(details[key]) for key in SIZE_KEYS if key in details]
+    known = [int(size) for size in sizes if size.isdigit()]
+    return bool(known) and max(known) < SMALL
+
+
+def clipped(spans: Iterable[Span], window: Span) -> list[Span]:
+    """The parts of disjoint spans that lie inside `window`."""
+    cut = ((max(start, window[0]), min(end, window[1])) for start, end in spans)
+    return [(start, end) for start, end in cut if start < end]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Milliseconds in which gathers ran, reductions ran, and one of each at once.
+
+    gather, reduce: of the whole step. gather_beside: of gathers between the start of the first
+    reduction and the end of the last, the only ones that could run beside one (the rest belong to
+    the forward). streams: milliseconds by stream and kind.
+    """
+
+    gather: float
+    reduce: float
+    gather_beside: float
+    together: float
+    streams: Mapping[str, Mapping[str, float]]
+
+    @property
+    def share(self) -> float | None:
+        """Of the shorter one's time, where both could run; None without either."""
+        return _share(self.together, self.gather_beside, self.reduce)
+
+    @property
+    def share_of_step(self) -> float | None:
+        """The same with all gathers of the step."""
+        return _share(self.together, self.gather, self.reduce)
+
+
+def _share(part: float, *wholes: float) -> float | None:
+    shorter = min(wholes)
+    return part / shorter if shorter > 0 else None
+
+
+def overlap(kernels: Sequence[Kernel]) -> Overlap:
+    """How gathers and reductions shared the time. A stream's kernels of one kind are added up as a
+    union, so that what overlaps within a kind is not counted twice."""
+    by_kind = {
+        kind: merged(kernel.span for kernel in kernels if kernel.kind == kind)
+        for kind in (GATHER, REDUCE)
+    }
+    gathers, reductions = by_kind[GATHER], by_kind[REDUCE]
+    window = (reductions[0][0], reductions[-1][1]) if reductions else (0.0, 0.0)
+    by_stream: dict[str, dict[str, list[Span]]] = {}
+    for kernel in kernels:
+        by_stream.setdefault(kernel.stream, {}).setdefault(kernel.kind, []).append(kernel.span)
+    return Overlap(
+        gather=length(gathers),
+        reduce=length(reductions),
+        gather_beside=length(clipped(gathers, window)),
+        together=shared(gathers, reductions),
+        streams={
+            stream: {kind: length(merged(spans)) for kind, spans in sorted(kinds.items())}
+            for stream, kinds in sorted(by_stream.items())
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What is read from the trace of one step."""
+
+    budget: Budget
+    overlap: Overlap
+
+
+def read_trace(path: Path) -> Trace:
+    """Of a trace file, compressed or not. ValueError without GPU events."""
+    events = read_events(path)
+    return Trace(budget(events), overlap(collective_kernels(events)))
+
+
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of a trace file, compressed or not."""
     content = path.read_bytes()
@@ -112,4 +223,22 @@ def budget_text(name: str, found: Budget) -> str:
         f"{name}: {found.span:.2f} ms = compute {found.compute:.2f} + exposed communication "
         f"{found.exposed:.2f} ({kinds}) + idle {found.idle:.2f}; "
         f"{found.overlapped:.2f} ms of communication beside compute"
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f}%"
+
+
+def overlap_text(name: str, found: Overlap) -> str:
+    """One line."""
+    streams = "; ".join(
+        f"stream {stream}: " + ", ".join(f"{kind} {value:.2f}" for kind, value in kinds.items())
+        for stream, kinds in found.streams.items()
+    )
+    return (
+        f"{name}: gather and reduce at once {found.together:.2f} ms = {_percent(found.share)} of "
+        f"the shorter one (gathers beside reductions {found.gather_beside:.2f} ms, reductions "
+        f"{found.reduce:.2f} ms), {_percent(found.share_of_step)} with all gathers of the step "
+        f"({found.gather:.2f} ms); {streams or 'no such kernel'}"
     )

@@ -99,14 +99,15 @@ def row_options(subject: Subject, options: Options) -> Options:
 
     Raises ValueError for a wrapper that cannot take the options.
     """
-    on_shards = subject.kind in ("ours", "bundled")
-    reduces_tokens = subject.kind in ("ddp", "ours", "bundled")
+    on_shards = subject.is_ours or subject.kind == "bundled"
+    reduces_tokens = on_shards or subject.kind == "ddp"
     changed = dataclasses.replace(
         options,
         use_distributed_optimizer=reduces_tokens,
         overlap_grad_reduce=reduces_tokens,
         overlap_param_gather=reduces_tokens,
         use_megatron_fsdp=on_shards,
+        separate_all_gather_groups=subject.kind == "ours-ag",
         # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,
         # and wrappers that know nothing of tokens reach the same gradients with the latter.
         calculate_per_token_loss=options.calculate_per_token_loss and reduces_tokens,
@@ -167,6 +168,12 @@ def _fsdp2(subject: Subject, options: Options, place: Place) -> Runner:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    if options.expert_model_parallel_size > 1:
+        raise ValueError(
+            f"--expert-model-parallel-size {options.expert_model_parallel_size}: here fully_shard "
+            "has one mesh for all parameters, over which it would mix ranks that hold different "
+            "experts"
+        )
     config = training.transformer_config(options)
     model = training.build_model(options, config, place).float()
     compute = training.params_dtype(options)
@@ -225,6 +232,7 @@ _BUILDERS: dict[str, Callable[[Subject, Options, Place], Runner]] = {
     "floor": _floor,
     "ddp": _with_core_optimizer,
     "ours": _with_core_optimizer,
+    "ours-ag": _with_core_optimizer,
     "bundled": _with_core_optimizer,
     "fsdp2": _fsdp2,
 }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lib import moe_rules
 from lib.options import Options, flag
 
 BYTE_VOCABULARY = 256
@@ -51,6 +52,7 @@ def _ffn_hidden_size(o: Options) -> int:
 # Options that are None until they are known, in the order in which they depend on each other.
 DERIVED: tuple[tuple[str, Callable[[Options, Machine], Any]], ...] = (
     ("ffn_hidden_size", lambda o, m: _ffn_hidden_size(o)),
+    *moe_rules.DERIVED,
     ("kv_channels", lambda o, m: o.hidden_size // max(o.num_attention_heads, 1)),
     ("max_position_embeddings", lambda o, m: o.seq_length),
     (
@@ -89,6 +91,7 @@ FORCED: tuple[tuple[str, Any, Callable[[Options, Machine], bool], str], ...] = (
 )
 
 CHOICES = {
+    **moe_rules.CHOICES,
     "position_embedding_type": ("learned_absolute", "rope", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
     "transformer_impl": ("local", "transformer_engine"),
@@ -104,6 +107,7 @@ CHOICES = {
 }
 
 AT_LEAST: dict[str, float] = {
+    **moe_rules.AT_LEAST,
     **dict.fromkeys(
         (
             "num_layers",
@@ -302,6 +306,7 @@ RULES = (
         "--num-distributed-optimizer-instances {o.num_distributed_optimizer_instances} needs "
         "--use-distributed-optimizer",
     ),
+    *(Rule(*row) for row in moe_rules.ROWS),
     *(_idle_with_fsdp(name, why) for name, why in IDLE_WITH_FSDP.items()),
     Rule(
         lambda o, m: o.use_megatron_fsdp and m.max_connections == "1" and m.cuda,

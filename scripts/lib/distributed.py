@@ -50,6 +50,8 @@ def start(options: Options) -> Place:
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
+        expert_model_parallel_size=options.expert_model_parallel_size,
+        expert_tensor_parallel_size=options.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=options.num_distributed_optimizer_instances,
         distributed_timeout_minutes=options.distributed_timeout_minutes,
     )

@@ -25,6 +25,7 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -32,6 +33,7 @@ from lib.data import padded_vocab_size
 from lib.distributed import Place
 from lib.options import Options
 from lib.specs import layer_spec
+from megatron_fsdp_adapter.process_groups import create_all_gather_groups
 
 # Options that a core config takes under the same name.
 _TRANSFORMER_FIELDS = (
@@ -55,9 +57,21 @@ _TRANSFORMER_FIELDS = (
     "recompute_num_layers",
     "tensor_model_parallel_size",
     "sequence_parallel",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
     "calculate_per_token_loss",
     "bf16",
     "fp16",
+)
+_MOE_FIELDS = (
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_router_dtype",
+    "moe_token_dispatcher_type",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
 )
 _OPTIMIZER_FIELDS = (
     "optimizer",
@@ -109,6 +123,8 @@ def transformer_config(options: Options) -> TransformerConfig:
     """Core's model configuration."""
     dtype = params_dtype(options)
     fields = _chosen(options, _TRANSFORMER_FIELDS)
+    if options.num_experts is not None:  # core warns about, or refuses, some of them without it
+        fields |= {"num_moe_experts": options.num_experts, **_chosen(options, _MOE_FIELDS)}
     fused = options.bias_swiglu_fusion if options.swiglu else options.bias_gelu_fusion
     has_bias = not options.disable_bias_linear
     return TransformerConfig(
@@ -169,6 +185,12 @@ def ddp_config(options: Options) -> DistributedDataParallelConfig:
     )
 
 
+def _groups_with_gathers_apart() -> ProcessGroupCollection:
+    """The groups of `parallel_state`, and others of the same ranks for gathers. Collective."""
+
+    return create_all_gather_groups(ProcessGroupCollection.use_mpu_process_groups())
+
+
 def wrap(
     options: Options, config: TransformerConfig, module: torch.nn.Module, place: Place
 ) -> torch.nn.Module:
@@ -179,7 +201,9 @@ def wrap(
         from megatron_fsdp_adapter import FullyShardedDataParallel
 
         wrapper = FullyShardedDataParallel
-        arguments["pg_collection"] = None
+        arguments["pg_collection"] = (
+            _groups_with_gathers_apart() if options.separate_all_gather_groups else None
+        )
 
     def construct() -> Any:
         return wrapper(

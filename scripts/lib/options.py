@@ -57,6 +57,18 @@ class Options:
     transformer_impl: str | None = option(
         None, "local or transformer_engine; default the latter where it is installed and CUDA is"
     )
+    # Mixture of experts
+    num_experts: int | None = option(None, "experts of each layer; default: none, dense layers")
+    moe_ffn_hidden_size: int | None = option(None, "width of an expert; default ffn-hidden-size")
+    moe_router_topk: int = option(2, "experts of a token")
+    moe_router_load_balancing_type: str = option(
+        "aux_loss", "aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none"
+    )
+    moe_aux_loss_coeff: float = option(0.0, "weight of the load-balancing loss")
+    moe_router_dtype: str | None = option(None, "fp32 or fp64 routing; default the compute dtype")
+    moe_token_dispatcher_type: str = option("allgather", "allgather or alltoall")
+    moe_grouped_gemm: bool = option(False, "one kernel for a rank's experts (TE's grouped linear)")
+    moe_permute_fusion: bool = option(False, "TE's kernels that sort tokens by expert")
     # Kernels
     bias_gelu_fusion: bool = option(True, "fused bias and GELU (compiled; off on the CPU)")
     bias_swiglu_fusion: bool = option(True, "fused bias and SwiGLU (compiled; off on the CPU)")
@@ -106,6 +118,10 @@ class Options:
     # Parallelism
     tensor_model_parallel_size: int = option(1, "ranks that split each layer")
     sequence_parallel: bool = option(False, "split the sequence between tensor-parallel regions")
+    expert_model_parallel_size: int = option(1, "ranks that share out the experts")
+    expert_tensor_parallel_size: int | None = option(
+        None, "ranks that split each expert; default tensor-model-parallel-size"
+    )
     use_distributed_optimizer: bool = option(False, "optimizer state split over data parallel")
     overlap_grad_reduce: bool = option(False, "reduce gradients during the backward")
     overlap_param_gather: bool = option(False, "gather parameters during the forward")
@@ -117,6 +133,9 @@ class Options:
     use_megatron_fsdp: bool = option(False, "this package's FullyShardedDataParallel")
     data_parallel_sharding_strategy: str = option(
         "optim_grads_params", "no_shard, optim, optim_grads or optim_grads_params (ZeRO 0 to 3)"
+    )
+    separate_all_gather_groups: bool = option(
+        False, "with --use-megatron-fsdp: gather on process groups of its own"
     )
     distributed_backend: str | None = option(None, "nccl or gloo; default nccl where CUDA is")
     distributed_timeout_minutes: int = option(10, "time after which a collective fails")

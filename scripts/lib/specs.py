@@ -113,9 +113,13 @@ class TorchNorm:
 
 
 def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """A dense layer out of core's linear layers, `TorchAttention` and `TorchNorm`."""
+    """A layer out of core's linear layers (with experts, one MLP for each), `TorchAttention` and
+    `TorchNorm`."""
     spec = get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
     )
     layer = spec.submodules
     layer.input_layernorm = TorchNorm
@@ -133,7 +137,11 @@ def layer_spec(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The spec that GPTModel takes, for ``transformer_impl`` "local" or "transformer_engine"."""
     if transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
     layers = get_num_layers_to_build(config)
     return TransformerBlockSubmodules(
         layer_specs=[local_layer_spec(config)] * layers, layer_norm=TorchNorm

@@ -105,9 +105,29 @@ BAD: dict[str, Bad] = {
     "not switched on": Bad(
         ("use_megatron_fsdp=False", "set it to True"), ddp={"use_megatron_fsdp": False}
     ),
-    "several optimizer instances": Bad(
-        ("num_distributed_optimizer_instances=2", "set it to 1"),
+    "several optimizer instances in groups of one": Bad(
+        ("num_distributed_optimizer_instances=2", "4 ranks [0, 1, 2, 3]", "shard group"),
         ddp={"num_distributed_optimizer_instances": 2},
+    ),
+    "several optimizer instances without a group across them": Bad(
+        ("num_distributed_optimizer_instances=2", "inter_dist_opt", "has ranks []", "initialise"),
+        ddp={"num_distributed_optimizer_instances": 2},
+        groups=lambda: groups(intra_dp_cp=[0, 1], intra_expt_dp=[0, 1]),
+    ),
+    "an outer group that is no outer group": Bad(
+        ("outer_fsdp_dp", "[0, 1]", "do not make a mesh"),
+        ddp={"num_distributed_optimizer_instances": 2},
+        groups=lambda: groups(
+            intra_dp_cp=[0, 1], intra_expt_dp=[0, 1], inter_dist_opt=[0, 1]
+        ),
+    ),
+    "a sharded outer axis without one": Bad(
+        ("outer_dp_sharding_strategy='optim'", "num_distributed_optimizer_instances=1"),
+        ddp={"outer_dp_sharding_strategy": "optim"},
+    ),
+    "an outer strategy that does not exist": Bad(
+        ("outer_dp_sharding_strategy='optim_grads'", "['no_shard', 'optim']"),
+        ddp={"outer_dp_sharding_strategy": "optim_grads"},
     ),
     "groups made for several optimizer instances": Bad(
         ("num_distributed_optimizer_instances=1", "[0, 1]", "[0, 1, 2, 3]", "initialise"),

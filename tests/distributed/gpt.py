@@ -68,15 +68,16 @@ class Case:
         return torch.bfloat16 if self.bf16 else torch.float32
 
 
-def init_megatron() -> torch.device:
-    """Model-parallel state of a purely data-parallel world; CPU mode where there is no GPU."""
+def init_megatron(**sizes: int) -> torch.device:
+    """Model-parallel state, by default of a purely data-parallel world; `sizes` are arguments of
+    `initialize_model_parallel`. CPU mode where there is no GPU."""
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     else:
         cpu_mode.enable_cpu_mode()
         device = torch.device("cpu")
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(**sizes)
     return device
 
 
@@ -286,16 +287,23 @@ def full(value: Any) -> torch.Tensor:
 
 
 def full_all(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The same for several, in one collective: every rank's rows along dim 0, in rank order."""
+    """The same for several, in one collective: every rank's rows along dim 0, in order of the
+    shard axis, and of the outer axis where that splits shards again."""
     pieces: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        pieces, {name: value._local_tensor.detach().cpu() for name, value in values.items()}
-    )
+    mine = {
+        name: (value.device_mesh.get_coordinate(), value._local_tensor.detach().cpu())
+        for name, value in values.items()
+    }
+    dist.all_gather_object(pieces, mine)
     out = {}
     for name, value in values.items():
-        rows = [piece[name] for piece in pieces if piece[name].numel()]
-        replicated = value.placements[0].is_replicate()
-        out[name] = (rows[0] if replicated else torch.cat(rows)).clone().view(value.shape)
+        whole = [placement.is_replicate() for placement in value.placements]
+        held = {
+            tuple(reversed(place)): rows
+            for place, rows in (piece[name] for piece in pieces)
+            if rows.numel() and not any(at and same for at, same in zip(place, whole, strict=True))
+        }
+        out[name] = torch.cat([held[place] for place in sorted(held)]).clone().view(value.shape)
     return out
 
 

@@ -22,6 +22,7 @@ from tests.distributed.checks import (
     check_step,
     check_within,
     free_run,
+    passes,
     recorded_step,
     steps_from_reference,
 )
@@ -209,15 +210,6 @@ def _fault(name: str, case: Case) -> AbstractContextManager[None]:
     return faults[name]()
 
 
-def _outcome(check: Any, *args: Any) -> bool:
-    """Whether `check` passes."""
-    try:
-        check(*args)
-    except AssertionError:
-        return False
-    return True
-
-
 def _checks_under(rank: int, world: int, case: Case, fault: str) -> dict[str, dict[str, bool]]:
     """For each strategy, which of the suite's checks pass with `fault` in the engine."""
     device = init_megatron()
@@ -231,10 +223,10 @@ def _checks_under(rank: int, world: int, case: Case, fault: str) -> dict[str, di
             steps = free_run(ours, rank, 20, device)
             own_bits = free_run(build_trainer(unclipped, strategy, device), rank, 2, device)
             passed[strategy] = {
-                "step": _outcome(check_step, steps[0], reference[0], strategy),
-                "run": _outcome(check_run, steps, reference, strategy),
-                "bits": _outcome(check_run_bits, own_bits, bits, strategy),
-                "bounds": _outcome(
+                "step": passes(check_step, steps[0], reference[0], strategy),
+                "run": passes(check_run, steps, reference, strategy),
+                "bits": passes(check_run_bits, own_bits, bits, strategy),
+                "bounds": passes(
                     _check_within_bounds, {strategy: ours}, steps[-1].weights, rank, 20, False
                 ),
             }

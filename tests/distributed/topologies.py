@@ -11,6 +11,7 @@ import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -96,8 +97,9 @@ def case_for(topology: Topology, **changes: Any) -> Case:
     return CASE.but(**options)
 
 
-def init_topology(topology: Topology) -> torch.device:
-    """Makes the groups, in place of those that were there; collective."""
+def init_topology(topology: Topology, instances: int = 1) -> torch.device:
+    """Makes the groups, for so many optimizer instances, in place of those that were there;
+    collective."""
     cpu_mode.enable_cpu_mode()
     if ps.model_parallel_is_initialized():
         ps.destroy_model_parallel()
@@ -108,6 +110,7 @@ def init_topology(topology: Topology) -> torch.device:
         context_parallel_size=topology.cp,
         expert_model_parallel_size=topology.ep,
         expert_tensor_parallel_size=topology.etp,
+        num_distributed_optimizer_instances=instances,
         create_gloo_process_groups=False,
     )
     return torch.device("cpu")
@@ -272,6 +275,14 @@ def build_chunk(
 # Training.
 
 
+def _shard_groups(group: Any) -> tuple[Any, ...]:
+    """The process groups that share a parameter group out, from the finest split on."""
+    groups = [group.domain.outer.group] if group.splits_outer else []
+    if group.config.strategy.shard_main:
+        groups.append(group.domain.axis.group)
+    return tuple(groups)
+
+
 @dataclass
 class TopologyTrainer:
     """Model chunks with one optimizer. `strategy` None is stock DDP."""
@@ -306,17 +317,18 @@ class TopologyTrainer:
 
     def _whole(self, value_of: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        by_group: dict[Any, dict[str, Any]] = {}
+        by_groups: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
         for name, pair in self._pairs():
             local = value_of(pair.optimizer)._local_tensor.detach().clone()
             found[name] = local
-            if pair.group.config.strategy.shard_main:
-                by_group.setdefault(pair.group.domain.axis.group, {})[name] = local.reshape(-1)
-        # A stage may lack a domain, but all ranks of the domain's group are of one stage.
-        for group, mine in by_group.items():
-            pieces: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(pieces, mine, group=group)
-            found |= {name: torch.cat([piece[name] for piece in pieces]) for name in mine}
+            by_groups.setdefault(_shard_groups(pair.group), {})[name] = local.reshape(-1)
+        # A stage may lack a domain, but all ranks of the domain's groups are of one stage.
+        for groups, mine in by_groups.items():
+            for group in groups:
+                pieces: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(pieces, mine, group=group)
+                mine = {name: torch.cat([piece[name] for piece in pieces]) for name in mine}
+            found |= mine
         return {name: found[name].view(pair.raw.shape) for name, pair in self._pairs()}
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -332,9 +344,11 @@ class TopologyTrainer:
             chunk.engine.main_weights_changed()
 
 
-def _ddp_config(case: Case, strategy: str | None) -> DistributedDataParallelConfig:
+def _ddp_config(
+    case: Case, strategy: str | None, options: Mapping[str, Any]
+) -> DistributedDataParallelConfig:
     if strategy is not None:
-        return ddp_config(case, strategy)
+        return ddp_config(case, strategy, options)
     return DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
 
 
@@ -343,15 +357,24 @@ def build_topology_trainer(
     case: Case,
     strategy: str | None,
     change: Callable[[torch.nn.Module], None] = lambda model: None,
+    ddp: Mapping[str, Any] = MappingProxyType({}),
+    **wrapper_options: Any,
 ) -> TopologyTrainer:
-    """`change` edits each bare model chunk before it is wrapped."""
+    """`change` edits each bare model chunk before it is wrapped. `ddp` sets fields of our DDP
+    config, `wrapper_options` are arguments of the wrapper."""
     config = model_config(topology, case)
     models = [build_chunk(topology, case, config, i) for i in range(topology.num_chunks)]
     for model in models:
         change(model)
     wrap: Any = DistributedDataParallel if strategy is None else FullyShardedDataParallel
     chunks: list[Any] = [
-        wrap(config, _ddp_config(case, strategy), model, disable_bucketing=number > 0)
+        wrap(
+            config,
+            _ddp_config(case, strategy, ddp),
+            model,
+            disable_bucketing=number > 0,
+            **wrapper_options,
+        )
         for number, model in enumerate(models)
     ]
     optimizer = get_megatron_optimizer(

@@ -117,7 +117,8 @@ class LateCommunicator(PretendCommunicator):
 class Setup:
     """A model, a world and a strategy. `recompute` is None, "reentrant", "non_reentrant" or
     "selective"; `width` is the number of extra parameters of each layer. `split` shards the
-    `down` maps over a domain of their own, of every second rank."""
+    `down` maps over a domain of their own, of every second rank. `outer` instances of the model
+    share `world` ranks out among them, and hold the same shards or, with `shard_outer`, parts."""
 
     strategy: str = "optim_grads_params"
     world: int = 2
@@ -133,6 +134,8 @@ class Setup:
     comm_dtype: torch.dtype | None = None
     root_norm: bool = True
     split: bool = False
+    outer: int = 1
+    shard_outer: bool = False
 
     def but(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -146,6 +149,7 @@ class Setup:
             overlap_grad_reduce=self.overlap or row.shard_grads,
             overlap_param_gather=self.overlap or row.shard_weights,
             prefetch_bytes=self.prefetch_bytes,
+            shard_outer=self.shard_outer,
         )
 
 
@@ -320,7 +324,7 @@ class Rig:
         for layer in self.model.layers:
             layer.mark = print
         for pipeline in (self.engine.gather, self.engine.reduce):
-            for communicator in pipeline.communicators.values():
+            for communicator in (*pipeline.communicators.values(), *pipeline.outer.values()):
                 communicator.report = communicator.initial = print  # type: ignore[attr-defined]
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -338,6 +342,8 @@ def buffers_of(engine: FsdpEngine) -> Iterator[tuple[str, torch.Tensor]]:
         for number, group in enumerate(unit.groups):
             name = unit.name + (f"#{number}" if number else "")
             yield f"{name}.weight", group.weight.tensor
+            if group.inner_weight is not group.weight:
+                yield f"{name}.inner", group.inner_weight.tensor
             if not group.main_is_weight:
                 yield f"{name}.main", group.main.tensor
             if group.key.requires_grad:
@@ -356,6 +362,9 @@ def initial_buffers(
             extent = group.layout.item_range(index)
             full[extent.start : extent.stop] = began[managed.fqns[0]].reshape(-1)
         yield group.weight.tensor.untyped_storage()._cdata, full
+        if group.inner_weight is not group.weight:
+            inner = group.inner_weight.tensor
+            yield inner.untyped_storage()._cdata, inner.clone()
 
 
 def units_of(model: Net) -> dict[str, nn.Module]:
@@ -364,14 +373,24 @@ def units_of(model: Net) -> dict[str, nn.Module]:
     return units if model.setup.tied else units | {"head": model.head}
 
 
+def _mine(setup: Setup, lists: Sequence[Sequence[int]]) -> Any:
+    """Makes a group of each list of ranks; returns the one that this rank is in."""
+    groups = [dist.new_group(list(ranks)) for ranks in lists]
+    return next(group for group, ranks in zip(groups, lists, strict=True) if setup.rank in ranks)
+
+
 def domains_of(setup: Setup) -> dict[str, Any]:
-    halves = [list(range(start, setup.world, 2)) for start in range(2)] if setup.split else []
-    groups = [dist.new_group(ranks) for ranks in halves]
+    inner = setup.world // setup.outer
+    instances = [range(start, start + inner) for start in range(0, setup.world, inner)]
+    halves = [ranks[start::2] for ranks in instances for start in range(2)]
+    across = [range(start, setup.world, inner) for start in range(inner)]
     index = FSDPDistributedIndex(
-        dist.group.WORLD,
+        _mine(setup, instances) if setup.outer > 1 else dist.group.WORLD,
         device_type="cpu",
         grad_scale=1.0 / setup.world,
-        expt_fsdp_group=groups[setup.rank % 2] if setup.split else None,
+        expt_fsdp_group=_mine(setup, halves) if setup.split else None,
+        outer_fsdp_group=_mine(setup, across) if setup.outer > 1 else None,
+        hsdp_outer_dp_shard=setup.shard_outer,
     )
     return dict(index.domains)
 

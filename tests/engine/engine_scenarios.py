@@ -242,4 +242,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no_overlap": {"overlap": False},
     "bf16_comm": {"comm_dtype": torch.bfloat16},
     "two_domains": {"split": True, "world": 4, "rank": 1},
+    "two_instances": {"outer": 2, "world": 4, "rank": 1},
+    "shared_instances": {"split": True, "outer": 2, "shard_outer": True, "world": 8, "rank": 6},
 }

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.engine.buffer import FlatBuffer, full_items
+from megatron_fsdp_adapter.engine.buffer import FlatBuffer, Held, items_in
 from megatron_fsdp_adapter.engine.partition import (
     ROOT,
     managed_params,
@@ -171,7 +171,8 @@ def test_items_lie_where_the_layout_says():
     managed = managed_params(module)
     layout = plan_group([entry.spec(i) for i, entry in enumerate(managed)], 2)
     buffer = FlatBuffer(layout.total_numel, torch.float32, HostRuntime())
-    for index, item in enumerate(full_items(buffer, layout)):
+    whole = Held(layout.with_shards(1), 0)
+    for index, item in enumerate(items_in(buffer, whole, whole)):
         item.fill_(index + 1.0)
         extent = layout.item_range(index)
         assert item.shape == managed[index].param.shape

@@ -236,7 +236,7 @@ def _released_at_once(self: Any) -> None:
         entry.bucket.release()
 
 
-def _bucket_on_the_reduce_stream(self: Any, unit: Any, is_last: bool) -> None:
+def _bucket_on_the_reduce_stream(self: Any, unit: Any, is_last: bool, known: bool) -> None:
     for entry in unit.trainable_groups:
         self.runtime.submit(REDUCE, entry.bucket.allocate)
         entry.take_grads(accumulate=False)

@@ -19,6 +19,7 @@ from megatron_fsdp_adapter.config import (
     forced_overlaps,
     strategy_named,
 )
+from megatron_fsdp_adapter.process_groups import build_index, groups_of
 from megatron_fsdp_adapter.support import problems
 from megatron_fsdp_adapter.topology import (
     DENSE,
@@ -26,8 +27,6 @@ from megatron_fsdp_adapter.topology import (
     Axis,
     FSDPDistributedIndex,
     ShardDomain,
-    build_index,
-    groups_of,
 )
 from tests.engine.engine_cases import pretended_world
 
@@ -124,7 +123,8 @@ def test_the_gradient_scale_is_positive(world, scale):
 def test_groups_are_read_where_they_are_set(world):
     groups = groups_of(SimpleNamespace(dp_cp=world, dp_cp_ag=None))
     assert groups["fsdp_group"] is world
-    assert [name for name, group in groups.items() if group is not None] == ["fsdp_group"]
+    given = [name for name, group in groups.items() if group is not None]
+    assert given == ["dp_group", "fsdp_group"]
     index = build_index(groups, device=CPU, grad_scale_of=lambda ranks: 1.0 / ranks)
     assert index.domain(DENSE).grad_scale == 0.25
 
@@ -151,8 +151,8 @@ REFUSED = {
     "use_megatron_fsdp": False,
     "data_parallel_sharding_strategy": "zero3",
     "use_distributed_optimizer": False,
-    "num_distributed_optimizer_instances": 2,
-    "outer_dp_sharding_strategy": "optim",
+    "num_distributed_optimizer_instances": 0,
+    "outer_dp_sharding_strategy": "optim_grads",
     "preserve_fp32_weights": False,
     "megatron_fsdp_main_params_dtype": torch.bfloat16,
     "megatron_fsdp_main_grads_dtype": torch.bfloat16,

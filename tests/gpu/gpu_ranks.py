@@ -44,7 +44,8 @@ def _run_all(rank: int, world: int, checks: Mapping[str, Check], path: str) -> N
         error, value = None, None
         try:
             value = check.function(rank, world, *check.arguments)
-            torch.cuda.synchronize()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
         except Exception:
             error = f"rank {rank}: {traceback.format_exc()}"
         errors: list[Any] = [None] * world
@@ -63,10 +64,17 @@ def _run_all(rank: int, world: int, checks: Mapping[str, Check], path: str) -> N
 
 
 class Outcomes:
-    """Runs the checks once, when the first outcome is asked for."""
+    """Runs the checks once, on `world` ranks, when the first outcome is asked for."""
 
-    def __init__(self, checks: Mapping[str, Check], timeout_s: float) -> None:
+    def __init__(
+        self,
+        checks: Mapping[str, Check],
+        timeout_s: float,
+        world: int = WORLD,
+        backend: str = "nccl",
+    ) -> None:
         self.checks, self.timeout_s = checks, timeout_s
+        self.world, self.backend = world, backend
         self._lines: dict[str, Any] | None = None
         self._fault: str | None = None
 
@@ -76,8 +84,9 @@ class Outcomes:
             path.touch()
             try:
                 run_ranks(
-                    _run_all, WORLD, self.checks, str(path), timeout=self.timeout_s, backend="nccl"
-                )
+                    _run_all, self.world, self.checks, str(path),
+                    timeout=self.timeout_s, backend=self.backend,
+                )  # fmt: skip
             except AssertionError as error:
                 self._fault = str(error)
             lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -6,6 +6,8 @@ import pytest
 import torch
 from lib.specs import TorchAttention, TorchNorm, layer_spec
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 SEQUENCE, BATCH, HEADS, GROUPS, WIDTH = 7, 3, 4, 2, 8
@@ -89,3 +91,13 @@ def test_local_layer_is_made_of_them(
     assert layer.input_layernorm is layer.pre_mlp_layernorm is TorchNorm
     assert attention.core_attention is TorchAttention
     assert (attention.q_layernorm is attention.k_layernorm is TorchNorm) is qk_layernorm
+
+
+def test_local_layer_with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One MLP for each expert, and the norm in front of the router is ours."""
+    monkeypatch.setattr("lib.specs.get_num_layers_to_build", lambda config: config.num_layers)
+    config = _config(num_moe_experts=4, add_bias_linear=False, moe_ffn_hidden_size=16)
+    layer = layer_spec(config, "local").layer_specs[0].submodules  # type: ignore[union-attr]
+    assert layer.mlp.module is MoELayer
+    assert layer.mlp.submodules.experts.module is SequentialMLP
+    assert layer.pre_mlp_layernorm is TorchNorm

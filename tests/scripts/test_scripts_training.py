@@ -33,6 +33,7 @@ def test_stock_ddp_learns(reference: Log) -> None:
     assert "validation_loss" not in reference[5]
 
 
+@full
 def test_number_of_ranks_does_not_matter(train: Train, reference: Log) -> None:
     _same(reference, train("two", *DISTRIBUTED, processes=2), relative=1e-5)
 

@@ -1,0 +1,266 @@
+"""Mixtures of experts, shared out over 2 ranks, under our wrapper and under stock DDP.
+
+With 4 GPUs or more each expert has 2 data-parallel ranks, else one. Every rank compares what it
+holds: all dense weights and its own experts', whole over their data-parallel ranks. The reference
+has no distributed optimizer, so that each rank has whole weights and nothing is put together.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_fsdp_adapter import FullyShardedDataParallel, cpu_mode
+from tests.distributed.checks import relative
+from tests.distributed.gpt import (
+    STRATEGIES,
+    Case,
+    Trainer,
+    _strip,
+    batches,
+    ddp_config,
+    optimizer_config,
+    train_step,
+)
+from tests.gpu.gpu_ranks import Check, Outcomes
+
+EXPERTS, EP, STEPS = 4, 2, 3
+DISPATCHERS = ("allgather", "alltoall")
+CASE = Case(
+    num_layers=2, hidden=128, heads=4, ffn=192, vocab=256, seq=64, batch=2, swiglu=True, bias=False
+)
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How experts are computed, and how far a run may be from the reference's.
+
+    first: relative, of loss and norm of the first step, which starts from equal weights: only the
+    order of sums differs. later: of the others. moved: of a weight tensor, as a part of how far
+    Adam can have moved it (lr an element and step). These are wide, since one flipped rounding can
+    send a token to another expert.
+    """
+
+    grouped: bool
+    bf16: bool
+    first: float
+    later: float
+    moved: float
+
+
+KINDS: Mapping[str, Kind] = {
+    "SequentialMLP, fp32": Kind(grouped=False, bf16=False, first=2e-6, later=1e-4, moved=5e-3),
+    "TEGroupedMLP, bf16": Kind(grouped=True, bf16=True, first=2e-5, later=2e-3, moved=0.1),
+}
+
+
+def init_experts() -> torch.device:
+    """Groups with experts shared out over `EP` ranks, once in a process; CPU mode without a GPU."""
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        cpu_mode.enable_cpu_mode()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=EP)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _config(case: Case, kind: Kind, dispatcher: str) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=case.num_layers,
+        hidden_size=case.hidden,
+        num_attention_heads=case.heads,
+        ffn_hidden_size=case.ffn,
+        gated_linear_unit=case.swiglu,
+        add_bias_linear=case.bias,
+        activation_func=torch.nn.functional.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bf16=case.bf16,
+        params_dtype=case.dtype,
+        pipeline_dtype=case.dtype,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        num_moe_experts=EXPERTS,
+        moe_ffn_hidden_size=case.ffn,
+        moe_aux_loss_coeff=0.01,
+        moe_grouped_gemm=kind.grouped,
+        moe_token_dispatcher_type=dispatcher,
+        expert_model_parallel_size=EP,
+    )
+
+
+def _model(case: Case, kind: Kind, dispatcher: str, device: torch.device) -> torch.nn.Module:
+    """The same weights each time, from `case.seed` and the place among the expert ranks."""
+    torch.manual_seed(case.seed)
+    model_parallel_cuda_manual_seed(case.seed)
+    spec_of = (
+        get_gpt_layer_with_transformer_engine_spec if kind.grouped else get_gpt_layer_local_spec
+    )
+    config = _config(case, kind, dispatcher)
+    model = GPTModel(
+        config,
+        spec_of(num_experts=EXPERTS, moe_grouped_gemm=kind.grouped),
+        vocab_size=case.vocab,
+        max_sequence_length=case.seq,
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type=case.positions,
+    ).to(device)
+    return Float16Module(config, model) if case.bf16 else model
+
+
+def _trainer(
+    kind: Kind, dispatcher: str, strategy: str | None, device: torch.device
+) -> Trainer:
+    case = CASE.but(bf16=kind.bf16)
+    model = _model(case, kind, dispatcher, device)
+    ours = strategy is not None
+    wrapper: Any = (
+        FullyShardedDataParallel(model.config, ddp_config(case, strategy), model)
+        if ours
+        else DistributedDataParallel(
+            model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+        )
+    )
+    config = optimizer_config(
+        case, use_distributed_optimizer=ours, overlap_param_gather=ours and case.overlap
+    )
+    optimizer = get_megatron_optimizer(config, [wrapper], use_gloo_process_groups=False)
+    for group in optimizer.param_groups:  # what OptimizerParamScheduler does at every step
+        group["lr"] = case.lr * group["lr_mult"]
+        group["weight_decay"] = case.weight_decay * group["wd_mult"]
+    wrapper.config.no_sync_func = wrapper.no_sync if ours and case.overlap else None
+    wrapper.config.finalize_model_grads_func = finalize_model_grads
+    wrapper.config.grad_scale_func = optimizer.scale_loss
+    return Trainer(case, wrapper, optimizer, strategy)
+
+
+def _main_weights(trainer: Trainer) -> Weights:
+    """The float32 weights that this rank has, whole over their data-parallel ranks; collective."""
+    if trainer.strategy is not None:
+        trainer.wrapper.stop_communication()
+    named = [(_strip(name), param) for name, param in trainer.wrapper.named_parameters()]
+    if trainer.strategy is None:
+        return {n: getattr(p, "main_param", p).detach().float().cpu().clone() for n, p in named}
+    pieces: dict[Any, dict[str, torch.Tensor]] = {}
+    for name, param in named:
+        piece = pieces.setdefault(param.device_mesh.get_group(), {})
+        piece[name] = param._local_tensor.detach().cpu()
+    return {
+        name: (parts[0] if param.placements[0].is_replicate() else torch.cat(parts))
+        .clone()
+        .view(param.shape)
+        for (name, param), parts in zip(named, _parts(named, pieces), strict=True)
+    }
+
+
+def _parts(
+    named: list[tuple[str, Any]], pieces: Mapping[Any, dict[str, torch.Tensor]]
+) -> Iterator[list[torch.Tensor]]:
+    """Of each parameter, the pieces of all ranks of its group that are not empty, in rank order."""
+    gathered: dict[str, list[torch.Tensor]] = {}
+    for group, mine in pieces.items():
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, mine, group=group)
+        gathered |= {name: [one[name] for one in everyone if one[name].numel()] for name in mine}
+    return (gathered[name] for name, _ in named)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Loss and norm of each step, and the weights after the last."""
+
+    scalars: tuple[tuple[float, float], ...]
+    weights: Weights
+
+
+def _run(
+    kind: Kind, dispatcher: str, strategy: str | None, rank: int, device: torch.device
+) -> Outcome:
+    trainer = _trainer(kind, dispatcher, strategy, device)
+    scalars = tuple(
+        train_step(trainer, batches(trainer.case, step, rank, device)) for step in range(STEPS)
+    )
+    return Outcome(scalars, _main_weights(trainer))
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The largest ones, in the measures of `Kind`."""
+
+    first: float
+    later: float
+    moved: float
+
+    def within(self, kind: Kind) -> bool:
+        """False for not-a-number as well."""
+        return self.first <= kind.first and self.later <= kind.later and self.moved <= kind.moved
+
+    def __str__(self) -> str:
+        return f"{self.first:.1e}/{self.later:.1e}/{self.moved:.1e}"
+
+
+def _errors(ours: Outcome, reference: Outcome) -> Errors:
+    assert ours.weights.keys() == reference.weights.keys()
+    scalars = [
+        max(relative(mine, other) for mine, other in zip(*step, strict=True))
+        for step in zip(ours.scalars, reference.scalars, strict=True)
+    ]
+    moved = [
+        (ours.weights[name].double() - expected.double()).norm().item()
+        / (CASE.lr * STEPS * expected.numel() ** 0.5)
+        for name, expected in reference.weights.items()
+    ]
+    return Errors(scalars[0], max(scalars[1:]), max(moved))
+
+
+def trains_like_ddp(rank: int, world: int, name: str, dispatcher: str) -> str:
+    """Three steps give the losses, norms and weights of stock DDP, under every strategy. Failures
+    are raised at the end: a rank that left early would leave the others in a collective."""
+    kind, device = KINDS[name], init_experts()
+    reference = _run(kind, dispatcher, None, rank, device)
+    found = {
+        strategy: _errors(_run(kind, dispatcher, strategy, rank, device), reference)
+        for strategy in STRATEGIES
+    }
+    told = ", ".join(f"{strategy} {errors}" for strategy, errors in found.items())
+    wrong = [strategy for strategy, errors in found.items() if not errors.within(kind)]
+    assert not wrong, f"{wrong} beyond {Errors(kind.first, kind.later, kind.moved)}: {told}"
+    return f"off (first step/later/weights): {told}"
+
+
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+CHECKS = {
+    f"{name}, {dispatcher}": Check(trains_like_ddp, (name, dispatcher))
+    for name, kind in KINDS.items()
+    for dispatcher in DISPATCHERS
+    if HAS_TE or not kind.grouped
+}
+OUTCOMES = Outcomes(CHECKS, timeout_s=55.0, world=4 if torch.cuda.device_count() >= 4 else 2)
+os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_experts_on_gpus(name: str) -> None:
+    OUTCOMES.expect(name)
