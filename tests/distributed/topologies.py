@@ -431,14 +431,15 @@ def _forward_step(case: Case, iterator: Iterator[torch.Tensor], model: Any) -> A
     return losses, loss_func
 
 
-def run_schedule(trainer: TopologyTrainer, step: int) -> float:
+def run_schedule(trainer: TopologyTrainer, step: int, forward_only: bool = False) -> float:
     """Forwards and backwards of a step; this rank's mean loss, 0 but on the last stage."""
     case = trainer.case
     data = batches(case, step, ps.get_data_parallel_rank(), torch.device("cpu"))
     iterators = [iter(data) for _ in trainer.chunks]
-    for chunk in trainer.chunks:
-        chunk.zero_grad_buffer()
-    trainer.optimizer.zero_grad()
+    if not forward_only:
+        for chunk in trainer.chunks:
+            chunk.zero_grad_buffer()
+        trainer.optimizer.zero_grad()
     reports = get_forward_backward_func()(
         forward_step_func=functools.partial(_forward_step, case),
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -446,7 +447,7 @@ def run_schedule(trainer: TopologyTrainer, step: int) -> float:
         num_microbatches=len(data),
         seq_length=case.seq,
         micro_batch_size=case.batch,
-        forward_only=False,
+        forward_only=forward_only,
     )
     return float(torch.stack([r["loss"] for r in reports]).mean()) if reports else 0.0
 
