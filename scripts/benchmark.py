@@ -28,7 +28,7 @@ from lib.check import this_machine, validated
 from lib.options import Options, parse, read_preset
 
 # What a benchmark does not need to be told. The preset and the command line come after them.
-DEFAULTS = ("--train-iters=1", "--lr=1e-4", "--micro-batch-size=1")
+DEFAULTS = ("--train-iters=1", "--lr=1e-5", "--micro-batch-size=1")
 
 
 @dataclass(frozen=True)

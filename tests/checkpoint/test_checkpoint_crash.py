@@ -118,7 +118,11 @@ def _all_kills(work: str, before: int, keep: int, results: Any) -> None:
     results.put((operation, old, new))
 
 
-@pytest.mark.parametrize(("before", "keep"), [(5, 2), (5, 1), (10, 1)])
+@pytest.mark.parametrize(("before", "keep"), [
+    (5, 2),
+    pytest.param(5, 1, marks=pytest.mark.full),
+    pytest.param(10, 1, marks=pytest.mark.full),
+])
 def test_kill_at_every_operation_of_a_save(tmp_path: Path, before: int, keep: int) -> None:
     """before=10: the checkpoint being replaced is the only one there is."""
     context = multiprocessing.get_context("spawn")

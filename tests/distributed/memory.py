@@ -105,7 +105,6 @@ def measure_all(
     rank: int, world: int, cases: list[Case], strategies: list[str]
 ) -> dict[tuple[int, str], dict[str, int]]:
     """`measure` of every case (by its number) under every strategy."""
-    gc.freeze()  # what imported modules hold need not be looked through each time: 5 times faster
     return {
         (number, strategy): measure(rank, world, case, strategy)
         for number, case in enumerate(cases)
@@ -115,5 +114,4 @@ def measure_all(
 
 def measure_leaking(rank: int, world: int, case: Case, strategy: str) -> dict[str, int]:
     """With 1000 bytes more than there should be."""
-    gc.freeze()
     return measure(rank, world, case, strategy, lambda trainer: torch.zeros(250))

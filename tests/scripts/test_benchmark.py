@@ -331,6 +331,7 @@ def test_two_ranks_interleaved(tmp_path: Path) -> None:
     assert chart.stat().st_size > 1000
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_two_ranks_isolated_and_a_faulty_wrapper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

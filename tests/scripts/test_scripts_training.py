@@ -59,7 +59,7 @@ def test_fsdp_trains_like_stock_ddp(train: Train, reference: Log, strategy: str)
         pytest.param(DISTRIBUTED, 2, marks=full, id="ddp-distributed-optimizer"),
         pytest.param((*DISTRIBUTED, *DROPOUT), 2, marks=full, id="ddp-dropout"),
         pytest.param(FSDP, 2, marks=full, id="fsdp"),
-        pytest.param((*FSDP, *DROPOUT), 2, id="fsdp-dropout"),
+        pytest.param((*FSDP, *DROPOUT), 2, marks=full, id="fsdp-dropout"),
     ],
 )
 def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
