@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .adapter import FullyShardedDataParallel
     from .cpu_mode import enable_cpu_mode
     from .install import install, uninstall
+    from .process_groups import create_all_gather_groups
     from .topology import FSDPDistributedIndex
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "FullyShardedDataParallel": "adapter",
     "FSDPDistributedIndex": "topology",
+    "create_all_gather_groups": "process_groups",
     "enable_cpu_mode": "cpu_mode",
     "install": "install",
     "uninstall": "install",
@@ -28,6 +30,7 @@ _HOMES = {
 __all__ = [
     "FSDPDistributedIndex",
     "FullyShardedDataParallel",
+    "create_all_gather_groups",
     "enable_cpu_mode",
     "install",
     "uninstall",

@@ -72,8 +72,13 @@ class Runner:
         self.norms.append(self.optimize())
 
     def close(self) -> None:
-        """Lets the wrapper be collected. Core's DDP hooks autograd nodes with functions that hold
-        it: cycles that run outside of Python's collector and would keep its buffers for good."""
+        """Lets the wrapper be collected. Core keeps the configs of mixtures of experts, and so the
+        functions in them; its DDP hooks autograd nodes with functions that hold it: cycles that run
+        outside of Python's collector and would keep its buffers for good."""
+        config = getattr(self.model, "config", None)
+        for wired in ("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"):
+            if hasattr(config, wired):
+                setattr(config, wired, None)
         if self.subject.kind == "ddp":
             for node in self.model.grad_accs:
                 handle = node.register_hook(lambda *unused: None)
