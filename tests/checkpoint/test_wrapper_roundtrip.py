@@ -83,12 +83,16 @@ def _poison(trainer: Any) -> None:
     trainer.wrapper.module.install_optimized_model_weights()
 
 
-def _resume(rank: int, size: int, root: str, options: dict[str, Any]) -> None:
+def _resume(
+    rank: int, size: int, root: str, options: dict[str, Any], instances: int = 1,
+    outer: str = "no_shard",
+) -> None:
     import gpt
 
     from megatron_fsdp_adapter import install
 
-    device = gpt.init_megatron()
+    device = gpt.init_megatron(num_distributed_optimizer_instances=instances)
+    ddp = {"num_distributed_optimizer_instances": instances, "outer_dp_sharding_strategy": outer}
     install()
     case = gpt.Case(microbatches=2, **options)
 
@@ -100,14 +104,14 @@ def _resume(rank: int, size: int, root: str, options: dict[str, Any]) -> None:
 
     for strategy in STRATEGIES:
         folder = f"{root}/{strategy}"
-        first = gpt.build_trainer(case, strategy, device)
+        first = gpt.build_trainer(case, strategy, device, ddp=ddp)
         steps(first, 0)
         keys = _save(first, folder)
         saved = _bits(first)
         losses = steps(first, 2)
         final = _bits(first)
 
-        second = gpt.build_trainer(case.but(seed=4321), strategy, device)
+        second = gpt.build_trainer(case.but(seed=4321), strategy, device, ddp=ddp)
         _poison(second)
         _load(second, folder)
         _assert_same(_bits(second), saved, f"{strategy}, just loaded")
@@ -128,6 +132,13 @@ def _assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], where: 
 @pytest.mark.parametrize("options", [{}, {"swiglu": True, "bf16": True, "tied": True}])
 def test_resume_is_bit_equal(tmp_path: Path, size: int, options: dict[str, Any]) -> None:
     run_ranks(_resume, size, str(tmp_path), options, timeout=400)
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def test_resume_with_two_optimizer_instances(tmp_path: Path, outer: str) -> None:
+    """Replicas of a shard are saved once, parts of a shard each in its place."""
+    options = {"swiglu": True, "bf16": True}
+    run_ranks(_resume, 4, str(tmp_path), options, 2, outer, timeout=400)
 
 
 def _same_keys(rank: int, size: int, root: str) -> dict[str, Any]:
