@@ -5,6 +5,7 @@
 #   --full  every matrix and the 8-process cases; without it at most 15 minutes on 2 cores
 set -euo pipefail
 cd "$(dirname "$0")/.."
+unset PYTHONDONTWRITEBYTECODE # or each of the many processes compiles torch and Megatron anew
 python=$(bash scripts/setup_env.sh train test | tail -n 1)
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}

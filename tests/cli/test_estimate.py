@@ -264,9 +264,16 @@ def test_the_dtype_is_the_presets_unless_given(
 
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+DENSE = [file for file in CONFIGS if "num-experts" not in file.read_text()]
 
 
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_a_preset_with_experts_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    [file] = set(CONFIGS) - set(DENSE)
+    assert main(["--config", str(file), "--data-parallel-size", "8"]) == 2
+    assert "--num-experts 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", DENSE, ids=lambda file: file.stem)
 def test_training_presets_can_be_estimated(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megatron_fsdp_adapter
 from megatron_fsdp_adapter.config import STRATEGIES
 from megatron_fsdp_adapter.engine import prefetch
-from megatron_fsdp_adapter.engine.reduce import MAX_BUCKETS, largest_domain_first
+from megatron_fsdp_adapter.engine.reduce import MAX_BUCKETS
 from megatron_fsdp_adapter.runtime.device import COMPUTE, HostRuntime
 from tests.engine.engine_cases import Rig, Setup, build, pretended_world
 from tests.engine.engine_scenarios import SCENARIOS
@@ -393,21 +392,6 @@ def test_domains_of_one_unit_make_one_schedule(strategy):
     counted, plain = collectives(two), collectives(one)
     names = [name for name in plain if "layers" in name]
     assert names and all(counted[f"{name}#1"] == counted[name] == plain[name] for name in names)
-
-
-def test_the_largest_domain_of_a_unit_is_reduced_first():
-    """Equal sizes in the order of the parameters; the same on every rank."""
-
-    def group(domain, numel):
-        return SimpleNamespace(
-            key=SimpleNamespace(domain=domain), layout=SimpleNamespace(total_numel=numel)
-        )
-
-    small, large, rest = group("one", 8), group("two", 9), group("one", 2)
-    found = largest_domain_first([small, large, rest])
-    assert found == [("one", [small, rest]), ("two", [large])]
-    assert [name for name, _ in largest_domain_first([small, large])] == ["two", "one"]
-    assert [name for name, _ in largest_domain_first([small, group("two", 8)])] == ["one", "two"]
 
 
 # Host cost.
