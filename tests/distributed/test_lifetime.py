@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,8 +69,15 @@ def engine_storages(wrapper: Any) -> dict[str, StorageWeakRef]:
 
 
 def still_there(storages: dict[str, StorageWeakRef]) -> list[str]:
-    dist.barrier()  # collectives that were running keep their tensors until they are done
-    return [name for name, storage in storages.items() if not storage.expired()]
+    """What is not freed. Collectives that were running keep their tensors until they are done, and
+    a little longer: a thread of gloo's lets go of them after it has told that it is done."""
+    dist.barrier()
+    for _ in range(100):
+        left = [name for name, storage in storages.items() if not storage.expired()]
+        if not left:
+            break
+        time.sleep(0.05)
+    return left
 
 
 class Blocks(nn.Module):
