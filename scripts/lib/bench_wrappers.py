@@ -113,6 +113,7 @@ def row_options(subject: Subject, options: Options) -> Options:
         overlap_param_gather=reduces_tokens,
         use_megatron_fsdp=on_shards,
         separate_all_gather_groups=subject.kind == "ours-ag",
+        ddp_bucket_size=options.ddp_bucket_size if subject.kind == "ddp" else None,
         # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,
         # and wrappers that know nothing of tokens reach the same gradients with the latter.
         calculate_per_token_loss=options.calculate_per_token_loss and reduces_tokens,

@@ -3,6 +3,7 @@ that trains differently."""
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import math
@@ -30,6 +31,7 @@ from lib.bench_trace import (  # noqa: E402
     overlap_text,
     read_trace,
 )
+from lib.bench_wrappers import row_options  # noqa: E402
 
 TINY = [
     "--num-layers=2", "--hidden-size=32", "--num-attention-heads=2", "--seq-length=16",
@@ -304,6 +306,13 @@ def run(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess, l
     )
     assert path.is_file(), done.stdout + done.stderr
     return done, json.loads(path.read_text())["rows"]
+
+
+def test_a_bucket_size_is_for_ddp_alone() -> None:
+    """Ours and its peers have units in place of buckets, and refuse the option."""
+    given = dataclasses.replace(options(), ddp_bucket_size=1000)
+    sizes = [row_options(row, given).ddp_bucket_size for row in (DDP, OURS, Subject("bundled"))]
+    assert sizes == [1000, None, None]
 
 
 @pytest.mark.timeout(300)
