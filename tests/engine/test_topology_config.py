@@ -92,6 +92,48 @@ def test_the_tensor_parallel_mesh(world):
     assert index.get_submesh(("tp",)).mesh_dim_names == ("tp",)
 
 
+def test_an_outer_axis_and_every_mesh_over_it():
+    """8 ranks: outer 2 x shards 2 x tensor 2, tensor-parallel ranks being neighbours."""
+    with pretended_world(8, rank=5):
+        shard, outer, tensor = (dist.new_group(ranks) for ranks in ([5, 7], [1, 5], [4, 5]))
+        index = index_of(
+            shard, outer_fsdp_group=outer, tp_group=tensor, dp_group=dist.new_group([1, 3, 5, 7]),
+            hsdp_outer_dp_shard=True,
+        )  # fmt: skip
+        domain = index.domain(DENSE)
+        assert domain.outer == Axis("outer_fsdp_dp", outer, (1, 5), 1) and domain.outer_size == 2
+        assert index.use_hybrid_fsdp and index.dp_outer_dim == "outer_fsdp_dp"
+        assert index.get_outer_fsdp_group() is index.hybrid_fsdp_group is outer
+        assert dist.get_process_group_ranks(index.get_dp_group()) == [1, 3, 5, 7]
+        assert index.get_logical_hybrid_fsdp_rank() == 0 * 2 + 1
+        meshes = {
+            ("outer_fsdp_dp", "dp_cp", "tp"): [[[0, 1], [2, 3]], [[4, 5], [6, 7]]],
+            ("outer_fsdp_dp", "dp_cp"): [[1, 3], [5, 7]],
+            ("dp_cp", "tp"): [[4, 5], [6, 7]],
+            ("dp_cp",): [5, 7],
+            ("tp",): [4, 5],
+            ("outer_fsdp_dp",): [1, 5],
+        }
+        for names, ranks in meshes.items():
+            mesh = index.get_submesh(names)
+            assert mesh.mesh.tolist() == ranks and mesh.mesh_dim_names == names
+        assert domain.mesh is index.device_mesh is index.get_submesh(next(iter(meshes)))
+        assert index.expt_device_mesh is None
+
+
+def test_an_outer_group_has_one_rank_in_common_with_the_shards(world):
+    shard, mesh = Axis.of("dp_cp", world), index_of(world).get_root_mesh()
+    outer = Axis("outer_fsdp_dp", world, (2, 3), 0)
+    with pytest.raises(ValueError, match=r"outer group .*\[2, 3\].*\[0, 1, 2, 3\].*no other"):
+        ShardDomain(DENSE, shard, world, world, mesh, 1.0, outer)
+
+
+def test_groups_that_make_no_mesh_are_refused(world):
+    message = r"'dp_cp': \[0, 1, 2, 3\], 'tp': \[2, 3\].* do not make a mesh"
+    with pytest.raises(ValueError, match=message):
+        index_of(world, tp_group=dist.new_group([2, 3]))
+
+
 @pytest.mark.parametrize("ranks", [[0, 2], [0, 1, 2]])
 def test_gather_and_shard_groups_must_agree(world, ranks):
     other = dist.new_group(ranks)
