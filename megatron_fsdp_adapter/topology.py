@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .layout.ranges import nested_shard_rank
+
 DENSE, EXPERT = "dense", "expert"
 SHARD_DIM, OUTER_DIM, TP_DIM = "dp_cp", "outer_fsdp_dp", "tp"
 
@@ -246,7 +248,7 @@ class FSDPDistributedIndex:
         axis is the slow one."""
         domain = self.domain(self._kind(is_expert_parallel))
         outer = 0 if domain.outer is None else domain.outer.rank
-        return domain.axis.rank * domain.outer_size + outer
+        return nested_shard_rank(domain.axis.rank, outer, domain.outer_size)
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -17,7 +17,7 @@ from megatron_fsdp_adapter.config import EngineConfig
 from megatron_fsdp_adapter.runtime.comm import Communicator, Pair
 from megatron_fsdp_adapter.runtime.device import COMPUTE, GATHER, Runtime
 
-from .group import ParamGroup
+from .group import ParamGroup, by_domain
 from .prefetch import PrefetchOrder
 from .unit import Phase, Unit
 
@@ -105,8 +105,7 @@ class GatherPipeline:
     ) -> list[Any]:
         """One launch a domain; nothing in a domain without this axis."""
         works = []
-        for domain in dict.fromkeys(group.key.domain for group in unit.groups):
-            groups = [group for group in unit.groups if group.key.domain == domain]
+        for domain, groups in by_domain(unit.groups).items():
             if domain in communicators:
                 pairs = [pair for group in groups for pair in pairs_of(group)]
                 works += communicators[domain].all_gather(pairs)

@@ -18,11 +18,13 @@ optim_grads_params keeps its shard of the compute weights (`inner_weight`) betwe
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import torch
 
 from megatron_fsdp_adapter.config import EngineConfig
 from megatron_fsdp_adapter.layout.planner import plan_group
+from megatron_fsdp_adapter.layout.ranges import nested_shard_rank
 from megatron_fsdp_adapter.runtime.device import Runtime
 from megatron_fsdp_adapter.topology import ShardDomain
 
@@ -95,7 +97,7 @@ class ParamGroup:
         self.full = Held(self.layout.with_shards(1), 0)
         self.inner = self.held = Held(self.layout.with_shards(number), rank)
         if self.splits_outer and outer is not None:
-            number, rank = number * outer.size, rank * outer.size + outer.rank
+            number, rank = number * outer.size, nested_shard_rank(rank, outer.rank, outer.size)
             self.held = Held(self.layout.with_shards(number), rank)
 
     @property
@@ -200,3 +202,11 @@ class ParamGroup:
         if self.key.requires_grad and self.config.strategy.shard_grads:
             self.bucket.release()
             self.grad.release()
+
+
+def by_domain(groups: Sequence[ParamGroup]) -> dict[str, list[ParamGroup]]:
+    """The groups of each domain, in their order."""
+    found: dict[str, list[ParamGroup]] = {}
+    for group in groups:
+        found.setdefault(group.key.domain, []).append(group)
+    return found

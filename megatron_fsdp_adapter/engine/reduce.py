@@ -26,7 +26,7 @@ from megatron_fsdp_adapter.config import EngineConfig
 from megatron_fsdp_adapter.runtime.comm import Communicator
 from megatron_fsdp_adapter.runtime.device import COMPUTE, REDUCE, Runtime
 
-from .group import GradState, ParamGroup
+from .group import GradState, ParamGroup, by_domain
 from .unit import Unit
 
 MAX_BUCKETS = 2
@@ -52,11 +52,10 @@ def largest_domain_first(
     Only a kernel that is launched between two units finds room beside compute at once: the next
     one waits for a large matrix product to end. On 4 GPUs that was 2 ms of a reduction's 7.
     """
-    by_domain: dict[str, list[ParamGroup]] = {}
-    for group in groups:
-        by_domain.setdefault(group.key.domain, []).append(group)
-    sizes = {d: sum(group.layout.total_numel for group in own) for d, own in by_domain.items()}
-    return sorted(by_domain.items(), key=lambda entry: -sizes[entry[0]])
+    return sorted(
+        by_domain(groups).items(),
+        key=lambda entry: -sum(group.layout.total_numel for group in entry[1]),
+    )
 
 
 class ReducePipeline:

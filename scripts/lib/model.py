@@ -187,7 +187,6 @@ def ddp_config(options: Options) -> DistributedDataParallelConfig:
 
 def _groups_with_gathers_apart() -> ProcessGroupCollection:
     """The groups of `parallel_state`, and others of the same ranks for gathers. Collective."""
-
     return create_all_gather_groups(ProcessGroupCollection.use_mpu_process_groups())
 
 

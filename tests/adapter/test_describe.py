@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import torch
-import torch.distributed as dist
-
 from megatron_fsdp_adapter.description import param_rows, ranks_text
 from tests.distributed.launch import run_ranks
 from tests.distributed.topologies import (
@@ -28,8 +25,6 @@ def _described(rank: int, world: int) -> str:
     assert {row.domain for row in rows} == {"dense", "expert"}
     for row in rows:
         assert (row.domain == "expert") == (".experts." in row.name), row
-    held = torch.tensor([float(sum(torch.Size(row.local_shape).numel() for row in rows))])
-    dist.all_reduce(held)
     split = {row.tensor_parallel for row in rows}
     assert split == {"column", "row", "replicated"}
     return wrapper.describe()
