@@ -22,10 +22,10 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from . import arguments, support
-from . import config as engine_options
+from . import arguments, ddp_options, support
 from . import optimizer as optimizer_seam
 from .checkpoint.chunks import LayoutRef, attach_chunks
+from .config import forced_overlaps
 from .description import describe
 from .engine.engine import FsdpEngine
 from .engine.identity import ParamPair
@@ -195,7 +195,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         support.raise_problems(
             "FullyShardedDataParallel",
             [
-                *support.problems(ddp_config, engine_options.DDP_CONFIG_RULES),
+                *support.problems(ddp_config, ddp_options.DDP_CONFIG_RULES),
                 *support.problems(config, support.MODEL_CONFIG_RULES),
                 *arguments.module_problems(module, fsdp_unit_modules, device),
                 *arguments.group_problems(config, arguments.group_ranks(pg_collection)),
@@ -212,7 +212,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self.engine = self._build_engine(module, fsdp_unit_modules)
         forced = {
             option: value
-            for option, value in engine_options.forced_overlaps(self.engine.config.strategy).items()
+            for option, value in forced_overlaps(self.engine.config.strategy).items()
             if getattr(ddp_config, option) != value
         }
         for option, value in forced.items():
@@ -242,7 +242,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
                 device=self.device,
                 grad_scale_of=functools.partial(_grad_scale, self.config),
                 instances=instances,
-                shard_outer=engine_options.shards_outer(self.ddp_config),
+                shard_outer=ddp_options.shards_outer(self.ddp_config),
             )
             for kind in {kind_of(param, name) for name, param in module.named_parameters()}:
                 self.megatron_fsdp_dist_index.domain(kind)
@@ -270,7 +270,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             module,
             plans,
             {**index.domains, SHARED_EMBEDDING: index.domain(DENSE)},
-            engine_options.engine_config(self.ddp_config),
+            ddp_options.engine_config(self.ddp_config),
             make_runtime(self.device),
             Communicator,
         )

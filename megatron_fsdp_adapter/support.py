@@ -1,13 +1,22 @@
 """What of a Megatron model configuration is refused, and why. `docs/support.md` lists the same.
 
-`Rule`s for the DDP config are in `config.py`; these are for the model and optimizer configs.
+`Rule`s for the DDP config are in `ddp_options.py`; these are for the model and optimizer configs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from .config import Rule
+
+@dataclass(frozen=True)
+class Rule:
+    """An option that is refused: `broken(ddp_config)` tells when, `message` why and the remedy."""
+
+    option: str
+    broken: Callable[[Any], bool]
+    message: str
 
 
 def _above_one(option: str, message: str) -> Rule:

@@ -11,14 +11,13 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from megatron_fsdp_adapter.config import (
-    DDP_CONFIG_RULES,
     STRATEGIES,
     EngineConfig,
     MixedPrecisionPolicy,
-    engine_config,
     forced_overlaps,
     strategy_named,
 )
+from megatron_fsdp_adapter.ddp_options import DDP_CONFIG_RULES, engine_config
 from megatron_fsdp_adapter.process_groups import build_index, groups_of
 from megatron_fsdp_adapter.support import problems
 from megatron_fsdp_adapter.topology import (
