@@ -130,11 +130,6 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         "delayed weight gradients are not supported yet; set it to False",
     ),
     Rule(
-        "check_for_nan_in_grad",
-        _is_set("check_for_nan_in_grad"),
-        "per-bucket NaN checks are not supported yet; set it to False",
-    ),
-    Rule(
         "check_for_large_grads",
         _is_set("check_for_large_grads"),
         "per-bucket checks are not supported yet; set it to False",
@@ -165,4 +160,6 @@ def engine_config(ddp_config: Any) -> EngineConfig:
         overlap_param_gather=forced.get("overlap_param_gather", ddp_config.overlap_param_gather),
         prefetch_bytes=4 * int(getattr(ddp_config, "suggested_communication_unit_size", None) or 0),
         shard_outer=shards_outer(ddp_config),
+        check_for_nan_in_grad=ddp_config.check_for_nan_in_grad,
+        report_nan_in_param_grad=bool(getattr(ddp_config, "report_nan_in_param_grad", False)),
     )

@@ -267,12 +267,18 @@ class FsdpEngine:
     @torch.no_grad()
     def finish_grads(self) -> None:
         """All gradients reduced on the current stream, attached to the optimizer parameters,
-        which are shown from now on."""
+        which are shown from now on.
+
+        Raises:
+            RuntimeError: gradients of this rank were not finite, and the config asks to check.
+        """
         self.reduce_grads()
         self.reduce.finish()
         self.show_optimizer_params()
         for pair in self.pairs:
             pair.optimizer.grad = pair.grad
+        if self.reduce.check is not None:
+            self.reduce.check.raise_found()
 
     @torch.no_grad()
     def scale_grads(self, factor: float | torch.Tensor) -> None:
@@ -288,6 +294,8 @@ class FsdpEngine:
         if self._backward_running or self._active_root is not None:
             self.recover()
         self.reduce.finish()
+        if self.reduce.check is not None:
+            self.reduce.check.clear()
         for pair in self.pairs:
             pair.optimizer.grad = None
         for group in self.groups:

@@ -26,6 +26,7 @@ from megatron_fsdp_adapter.config import EngineConfig
 from megatron_fsdp_adapter.runtime.comm import Communicator
 from megatron_fsdp_adapter.runtime.device import COMPUTE, REDUCE, Runtime
 
+from .checks import GradCheck
 from .group import GradState, ParamGroup, by_domain
 from .unit import Unit
 
@@ -73,6 +74,8 @@ class ReducePipeline:
         self.config, self.runtime = config, runtime
         self.communicators, self.outer = communicators, outer
         self._in_flight: deque[InFlight] = deque()
+        checked = config.check_for_nan_in_grad or config.report_nan_in_param_grad
+        self.check = GradCheck(config.report_nan_in_param_grad) if checked else None
 
     def backward_done(self, unit: Unit, is_last: bool, is_known_last: bool) -> None:
         """Takes the gradients of `unit`'s backward and reduces them if it is time to.
@@ -89,15 +92,21 @@ class ReducePipeline:
             for group in groups:
                 group.bucket.allocate()
                 group.take_grads(accumulate=False)
+            self._note(unit)
             self._launch(groups)
         else:
             for group in groups:
                 group.take_grads(accumulate=group.grad_state is GradState.ACCUMULATED)
                 group.grad_state = GradState.ACCUMULATED
+            self._note(unit)
             if is_last and self.config.overlap_grad_reduce:
                 self._launch(groups)
         if is_known_last:
             self._finish_outer(groups)
+
+    def _note(self, unit: Unit) -> None:
+        if self.check is not None:
+            self.check.note(unit)
 
     def _refuse_late(self, unit: Unit) -> None:
         over = {GradState.FINISHED}

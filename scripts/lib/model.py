@@ -178,10 +178,7 @@ def ddp_config(options: Options) -> DistributedDataParallelConfig:
         bucket_size=bucket if options.overlap_grad_reduce else None,
         grad_reduce_in_fp32=not options.grad_reduce_in_bf16,
         average_in_collective=options.ddp_average_in_collective,
-        # FSDP has no check of its own per bucket; the training loop checks loss and norm anyway.
-        check_for_nan_in_grad=(
-            options.check_for_nan_in_loss_and_grad and not options.use_megatron_fsdp
-        ),
+        check_for_nan_in_grad=options.check_for_nan_in_loss_and_grad,
     )
 
 

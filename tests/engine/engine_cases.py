@@ -136,6 +136,8 @@ class Setup:
     split: bool = False
     outer: int = 1
     shard_outer: bool = False
+    check_for_nan_in_grad: bool = False
+    report_nan_in_param_grad: bool = False
 
     def but(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -150,6 +152,8 @@ class Setup:
             overlap_param_gather=self.overlap or row.shard_weights,
             prefetch_bytes=self.prefetch_bytes,
             shard_outer=self.shard_outer,
+            check_for_nan_in_grad=self.check_for_nan_in_grad,
+            report_nan_in_param_grad=self.report_nan_in_param_grad,
         )
 
 

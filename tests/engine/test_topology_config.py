@@ -206,7 +206,6 @@ REFUSED = {
     "fsdp_double_buffer": True,
     "fsdp_manual_registration": True,
     "delay_wgrad_compute": True,
-    "check_for_nan_in_grad": True,
     "check_for_large_grads": True,
     "reduce_scatter_with_fp32_accumulation": True,
 }

@@ -1,0 +1,105 @@
+"""A gradient that is not finite is one error, with the place where it was made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed.gpt import (
+    STRATEGIES,
+    Case,
+    Trainer,
+    batches,
+    build_trainer,
+    forward_step,
+    init_megatron,
+    train_step,
+)
+from tests.distributed.launch import run_ranks
+
+CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=3)
+RANK, MICROBATCH = 1, 1
+UNIT = "decoder.layers.1"
+BAD = "mlp.linear_fc2.weight"
+
+
+class Spoiler:
+    """While `value` is set, multiplies by it the gradient that the second microbatch gives one
+    parameter on one rank."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self.calls = 0
+
+    def attach(self, model: nn.Module) -> None:
+        [param] = [p for name, p in model.named_parameters() if name.endswith(f"layers.1.{BAD}")]
+        param.register_hook(self._grad)
+
+    def _grad(self, grad: torch.Tensor) -> torch.Tensor | None:
+        self.calls += 1
+        if self.value is None or dist.get_rank() != RANK or self.calls - 1 != MICROBATCH:
+            return None
+        spoiled = grad.clone()
+        spoiled.view(-1)[3] = self.value
+        return spoiled
+
+
+def _backwards(trainer: Trainer, data: list[torch.Tensor]) -> None:
+    """The step up to the end of the reductions, without any other collective."""
+    trainer.wrapper.zero_grad_buffer()
+    for number, tokens in enumerate(data):
+        last = number == len(data) - 1
+        context: AbstractContextManager[Any] = nullcontext() if last else trainer.wrapper.no_sync()
+        with context:
+            output, loss_func = forward_step(CASE, iter([tokens]), trainer.wrapper)
+            loss_func(output)[0].backward()
+    trainer.wrapper.finish_grad_sync()
+
+
+def _error_of(function: Callable[..., None], *args: Any) -> str:
+    try:
+        function(*args)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _check_one(strategy: str, option: str, value: float, device: torch.device, rank: int) -> None:
+    spoiler = Spoiler()
+    trainer = build_trainer(CASE, strategy, device, spoiler.attach, ddp={option: True})
+    data = batches(CASE, 0, rank, device)
+    label = (strategy, option, value)
+    assert _error_of(_backwards, trainer, data) == "", label
+    spoiler.value, spoiler.calls = value, 0
+    error = _error_of(_backwards, trainer, data)
+    if rank != RANK:
+        assert error == "", (label, error)
+    else:
+        assert f"rank {RANK}, microbatch {MICROBATCH}, unit {UNIT}" in error, (label, error)
+        named = f"parameter {UNIT}.{BAD}: {abs(value)}"
+        by_name = option == "report_nan_in_param_grad"
+        assert (named in error) is by_name, (label, error)
+        assert error.count("microbatch ") == 1, (label, error)
+    spoiler.value = None
+    loss, norm = train_step(trainer, data)  # the next step is as if nothing had been
+    assert math.isfinite(loss) and math.isfinite(norm), label
+
+
+def _every_strategy(rank: int, world: int) -> None:
+    device = init_megatron()
+    for strategy in STRATEGIES:
+        _check_one(strategy, "check_for_nan_in_grad", math.nan, device, rank)
+        _check_one(strategy, "report_nan_in_param_grad", -math.inf, device, rank)
+
+
+def test_it_is_named_by_rank_microbatch_unit_and_parameter() -> None:
+    """The value is in one gradient of one microbatch on one rank. Only that rank raises."""
+    run_ranks(_every_strategy, 2)
+
+
