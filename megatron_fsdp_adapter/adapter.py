@@ -273,6 +273,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             ddp_options.engine_config(self.ddp_config),
             make_runtime(self.device),
             Communicator,
+            ddp_options.grad_check(self.ddp_config),
         )
 
     def _mark(self, pair: ParamPair) -> None:

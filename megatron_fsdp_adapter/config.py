@@ -88,9 +88,6 @@ class EngineConfig:
         max_segments: most segments of a flat buffer; 1 packs by least common multiple.
         shard_outer: main weights and optimizer state are split again over the outer axis of a
             domain that has one; otherwise its instances hold the same (HSDP).
-        check_for_nan_in_grad: an error once a step if gradients were not finite before they were
-            communicated; it names unit, rank and microbatch.
-        report_nan_in_param_grad: the same, naming the parameters too.
     """
 
     strategy: Strategy
@@ -101,8 +98,6 @@ class EngineConfig:
     padding_bound: float = 0.01
     max_segments: int = 4
     shard_outer: bool = False
-    check_for_nan_in_grad: bool = False
-    report_nan_in_param_grad: bool = False
 
     def __post_init__(self) -> None:
         if self.strategy.shard_grads and not self.overlap_grad_reduce:

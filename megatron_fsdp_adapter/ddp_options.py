@@ -20,6 +20,7 @@ from .config import (
     forced_overlaps,
     strategy_named,
 )
+from .grad_check import GradCheck
 from .support import Rule
 
 
@@ -160,6 +161,10 @@ def engine_config(ddp_config: Any) -> EngineConfig:
         overlap_param_gather=forced.get("overlap_param_gather", ddp_config.overlap_param_gather),
         prefetch_bytes=4 * int(getattr(ddp_config, "suggested_communication_unit_size", None) or 0),
         shard_outer=shards_outer(ddp_config),
-        check_for_nan_in_grad=ddp_config.check_for_nan_in_grad,
-        report_nan_in_param_grad=bool(getattr(ddp_config, "report_nan_in_param_grad", False)),
     )
+
+
+def grad_check(ddp_config: Any) -> GradCheck | None:
+    """What looks for gradients that are not finite; None if no option asks for it."""
+    by_param = bool(getattr(ddp_config, "report_nan_in_param_grad", False))
+    return GradCheck(by_param) if ddp_config.check_for_nan_in_grad or by_param else None

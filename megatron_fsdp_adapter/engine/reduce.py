@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,7 +26,6 @@ from megatron_fsdp_adapter.config import EngineConfig
 from megatron_fsdp_adapter.runtime.comm import Communicator
 from megatron_fsdp_adapter.runtime.device import COMPUTE, REDUCE, Runtime
 
-from .checks import GradCheck
 from .group import GradState, ParamGroup, by_domain
 from .unit import Unit
 
@@ -59,9 +58,21 @@ def largest_domain_first(
     )
 
 
+class GradCheck(Protocol):
+    """Looks at a step's gradients before they are communicated: `note` on the device, after each
+    backward of a unit; `raise_found` on the host, at the end of the step."""
+
+    def note(self, unit: Unit) -> None: ...
+
+    def raise_found(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+
 class ReducePipeline:
     """Args:
     communicators, outer: by domain name, the ones that reductions run on, over each axis.
+    check: looks at gradients before they are communicated.
     """
 
     def __init__(
@@ -70,12 +81,12 @@ class ReducePipeline:
         runtime: Runtime,
         communicators: Mapping[str, Communicator],
         outer: Mapping[str, Communicator],
+        check: GradCheck | None = None,
     ) -> None:
         self.config, self.runtime = config, runtime
         self.communicators, self.outer = communicators, outer
         self._in_flight: deque[InFlight] = deque()
-        checked = config.check_for_nan_in_grad or config.report_nan_in_param_grad
-        self.check = GradCheck(config.report_nan_in_param_grad) if checked else None
+        self.check = check
 
     def backward_done(self, unit: Unit, is_last: bool, is_known_last: bool) -> None:
         """Takes the gradients of `unit`'s backward and reduces them if it is time to.

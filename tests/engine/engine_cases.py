@@ -24,6 +24,7 @@ from megatron_fsdp_adapter.config import (
 )
 from megatron_fsdp_adapter.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.engine.partition import partition
+from megatron_fsdp_adapter.grad_check import GradCheck
 from megatron_fsdp_adapter.topology import DENSE, EXPERT, FSDPDistributedIndex
 from tests.engine.recording import RecordingRuntime
 
@@ -118,7 +119,8 @@ class Setup:
     """A model, a world and a strategy. `recompute` is None, "reentrant", "non_reentrant" or
     "selective"; `width` is the number of extra parameters of each layer. `split` shards the
     `down` maps over a domain of their own, of every second rank. `outer` instances of the model
-    share `world` ranks out among them, and hold the same shards or, with `shard_outer`, parts."""
+    share `world` ranks out among them, and hold the same shards or, with `shard_outer`, parts.
+    `check_by` looks for gradients that are not finite by "unit" or "parameter"."""
 
     strategy: str = "optim_grads_params"
     world: int = 2
@@ -136,8 +138,7 @@ class Setup:
     split: bool = False
     outer: int = 1
     shard_outer: bool = False
-    check_for_nan_in_grad: bool = False
-    report_nan_in_param_grad: bool = False
+    check_by: str | None = None
 
     def but(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -152,8 +153,6 @@ class Setup:
             overlap_param_gather=self.overlap or row.shard_weights,
             prefetch_bytes=self.prefetch_bytes,
             shard_outer=self.shard_outer,
-            check_for_nan_in_grad=self.check_for_nan_in_grad,
-            report_nan_in_param_grad=self.report_nan_in_param_grad,
         )
 
 
@@ -425,6 +424,7 @@ def build(
         rig.engine = FsdpEngine(
             model, plans, domains_of(setup), setup.config, runtime,
             lambda group, device: communicator(group, rig.initial_part, rig.report),
+            None if setup.check_by is None else GradCheck(setup.check_by == "parameter"),
         )
     rig.initial = dict(initial_buffers(rig.engine, began))
     for label, flat in buffers_of(rig.engine):

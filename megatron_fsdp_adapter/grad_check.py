@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .unit import Unit
+from .engine.unit import Unit
 
 MOST_LINES = 20
 """Of an error: after a bad microbatch nearly every parameter is bad."""
