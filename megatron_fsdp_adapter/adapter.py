@@ -30,6 +30,7 @@ from .description import describe
 from .engine.engine import FsdpEngine
 from .engine.identity import ParamPair
 from .engine.partition import managed_params, partition, unit_modules
+from .fused_wgrad import grad_writer
 from .inner import ShardedModule, refuse_compilation
 from .param_attrs import copy_attributes
 from .process_groups import build_index, groups_from_parallel_state, groups_of
@@ -265,6 +266,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
             domain_of=domain_name,
             backward_reads_weights=lambda unit: not isinstance(unit, LanguageModelEmbedding),
             split_of=lambda param, fqn: getattr(param, "_tp_partition_dim", None),
+            writer_of=functools.partial(
+                grad_writer, fused=bool(getattr(self.config, "gradient_accumulation_fusion", False))
+            ),
         )
         return FsdpEngine(
             module,
@@ -280,7 +284,6 @@ class FullyShardedDataParallel(_BaseDataParallel):
         """Everything Megatron reads on parameters (contract: attributes of both identities)."""
         raw, param = pair.raw, pair.optimizer
         copy_attributes(raw, param)
-        raw.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         layout, rank = pair.group.held.layout, pair.group.held.rank
         held = layout.shard_range(pair.index, rank)
         ref = LayoutRef(layout, pair.index, rank, _split_offset(pair))
@@ -402,8 +405,6 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def zero_grad_buffer(self) -> None:
         """Forgets all gradients. Idempotent. Also recovers from a pass that raised."""
         self.engine.zero_grads()
-        for pair in self.engine.pairs:
-            pair.raw.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         for param in self._shared_embeddings():
             param.main_grad = None  # type: ignore[attr-defined]
 

@@ -30,10 +30,6 @@ def _is_on(option: str, message: str) -> Rule:
 MODEL_CONFIG_RULES: tuple[Rule, ...] = (
     _is_on("mtp_num_layers", "multi-token prediction is coming; leave it unset"),
     _is_on("init_model_with_meta_device", "meta-device initialisation is coming; set it to False"),
-    _is_on(
-        "gradient_accumulation_fusion",
-        "fused weight-gradient accumulation is coming; set it to False",
-    ),
     _is_on("fp8", "FP8 compute is coming; leave it unset"),
     _is_on("fp4", "FP4 compute is coming; leave it unset"),
     Rule(

@@ -220,12 +220,17 @@ class FsdpEngine:
             hooks.at_end_of_backward(self.end_backward)
             if self.root.groups:
                 self.gather.need(self.root)
+            with torch.no_grad():
+                self.reduce.backward_begins(self.root)
 
     def pre_backward(self, unit: Unit) -> None:
         """The first gradient of a unit's output arrives."""
         self._begin_backward()
         if unit.backward_reads_weights:
             self.gather.need(unit)
+        if unit.direct_groups:
+            with torch.no_grad():
+                self.reduce.backward_begins(unit)
 
     def inputs_done(self, unit: Unit) -> None:
         """All gradients of one call of a unit are known. A unit that was called several times in
@@ -246,7 +251,9 @@ class FsdpEngine:
         """The backward has finished: completes the units whose inputs needed no gradient, that
         were not reached, or that ran more often than in forward, in the same order on all ranks."""
         for unit in reversed(self.units):
-            late = self._fired[unit.ordinal] > max(unit.forward_calls, 1)
+            late = self._fired[unit.ordinal] > max(unit.forward_calls, 1) or any(
+                group.direct.is_open for group in unit.direct_groups
+            )
             if late or unit.ordinal not in self._completed:
                 self._complete(unit)
         self.gather.release_all()
@@ -256,7 +263,7 @@ class FsdpEngine:
         """Forgets a forward or backward that raised: nothing is in flight or gathered after."""
         self._backward_running = False
         self._active_root = None
-        self.reduce.finish()
+        self.reduce.abandon(self.units)
         self.gather.release_all()
 
     # The step around forward and backward.

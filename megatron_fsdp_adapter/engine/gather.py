@@ -78,11 +78,12 @@ class GatherPipeline:
         """Starts gathering `unit`, which must be SHARDED."""
         unit.advance(Phase.GATHERING)
         outdated, unit.outdated = unit.outdated, False
-        self.runtime.submit(GATHER, lambda: self._fill_own(unit, outdated))
+        tasks: list[Callable[[], Any]] = [lambda: self._fill_own(unit, outdated)]
         if self.config.shard_outer and outdated:
-            self.runtime.submit(GATHER, lambda: self._gather_outer(unit))
+            tasks.append(lambda: self._gather_outer(unit))
         if self.config.strategy.shard_main:
-            self.runtime.submit(GATHER, lambda: self._all_gather(unit))
+            tasks.append(lambda: self._all_gather(unit))
+        self.runtime.submit(GATHER, *tasks)
         unit.gathered = self.runtime.record(GATHER)
 
     def _fill_own(self, unit: Unit, outdated: bool) -> None:

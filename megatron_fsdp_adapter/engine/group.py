@@ -29,6 +29,7 @@ from megatron_fsdp_adapter.runtime.device import Runtime
 from megatron_fsdp_adapter.topology import ShardDomain
 
 from .buffer import FlatBuffer, Held, items_in, segments_in
+from .direct import DirectGrads
 from .guard import unchecked
 from .partition import GroupKey, ManagedParam
 
@@ -59,7 +60,8 @@ class ParamGroup:
         main_items: this rank's rows of each parameter, in the main dtype.
         grad_segments: `inner` of each segment in `grad`; held_grads, grad_items: `held` of each
             segment and parameter; valid between reduction and zeroing.
-        bucket_items: full-size views that backward's gradients are written to.
+        bucket_items: full-size views that backward's gradients are written to; direct: those
+            that modules write by themselves.
     """
 
     def __init__(
@@ -159,6 +161,9 @@ class ParamGroup:
         self.held_grads = segments_in(self.grad, stored, self.held)
         self.grad_items = items_in(self.grad, stored, self.held)
         self.bucket_items = self._full_items(self.bucket)
+        self.direct = DirectGrads(
+            self.params, [entry.writer for entry in self.managed], self.bucket_items, self.name
+        )
         self.bucket_gaps = self.bucket.views(self.layout.gaps())
         self.bucket_segments = segments_in(self.bucket, self.full, self.full)
         self.bucket_own = segments_in(self.bucket, self.full, self.inner)
@@ -172,7 +177,8 @@ class ParamGroup:
             torch._foreach_copy_(self.held_weights, self.main_segments)
 
     def take_grads(self, accumulate: bool) -> None:
-        """Moves the raw parameters' `.grad` into the bucket and drops them.
+        """Moves the raw parameters' `.grad` into the bucket and drops them; what modules have
+        written there by themselves stays, and `.grad` adds to it.
 
         A parameter without a gradient contributes zero. `accumulate` adds to what the bucket
         holds, else its contents are replaced.
@@ -181,17 +187,24 @@ class ParamGroup:
             every = [param.grad for param in self.params]
             for param in self.params:
                 param.grad = None
-        targets = [v for v, grad in zip(self.bucket_items, every, strict=True) if grad is not None]
-        grads = [grad for grad in every if grad is not None]
-        if accumulate:
-            if targets:
-                torch._foreach_add_(targets, grads)
-        else:
-            missing = [v for v, grad in zip(self.bucket_items, every, strict=True) if grad is None]
-            if targets:
-                torch._foreach_copy_(targets, grads)
-            if missing or self.bucket_gaps:
-                torch._foreach_zero_(missing + self.bucket_gaps)
+        written = self.direct.close()
+        added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        zeroed = [] if accumulate else list(self.bucket_gaps)
+        for index, (view, grad) in enumerate(zip(self.bucket_items, every, strict=True)):
+            kept = accumulate or index in written
+            if grad is not None:
+                views, grads = added if kept else copied
+                views.append(view)
+                grads.append(grad)
+            elif not kept:
+                zeroed.append(view)
+        if added[0]:
+            torch._foreach_add_(*added)
+        if copied[0]:
+            torch._foreach_copy_(*copied)
+        if zeroed:
+            torch._foreach_zero_(zeroed)
 
     def drop_grads(self) -> None:
         """Forgets the step's gradients, whatever state they are in."""
@@ -199,7 +212,10 @@ class ParamGroup:
             for param in self.params:
                 param.grad = None
         self.grad_state = GradState.EMPTY
-        if self.key.requires_grad and self.config.strategy.shard_grads:
+        if not self.key.requires_grad:
+            return
+        self.direct.close()
+        if self.config.strategy.shard_grads:
             self.bucket.release()
             self.grad.release()
 

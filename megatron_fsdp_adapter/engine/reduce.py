@@ -88,6 +88,27 @@ class ReducePipeline:
         self._in_flight: deque[InFlight] = deque()
         self.check = check
 
+    def backward_begins(self, unit: Unit) -> None:
+        """Gives storage to the buckets that `unit`'s modules will write into by themselves."""
+        groups = unit.direct_groups
+        if not groups or all(group.direct.is_open for group in groups):
+            return
+        self._refuse_late(unit)
+        if self.config.strategy.shard_grads:
+            self._make_room(unit.trainable_groups)
+        for group in groups:
+            group.bucket.allocate()
+            group.direct.open(fresh=group.grad_state is not GradState.ACCUMULATED)
+
+    def abandon(self, units: Sequence[Unit]) -> None:
+        """Forgets backwards that did not come to their end, and what they have written."""
+        self.finish()
+        for unit in units:
+            for group in unit.direct_groups:
+                group.direct.close()
+                if self.config.strategy.shard_grads:
+                    group.bucket.release()
+
     def backward_done(self, unit: Unit, is_last: bool, is_known_last: bool) -> None:
         """Takes the gradients of `unit`'s backward and reduces them if it is time to.
 
@@ -153,8 +174,11 @@ class ReducePipeline:
             group.grad.allocate()
             group.grad_state = GradState.REDUCED
         self.runtime.wait(REDUCE, self.runtime.record(COMPUTE))
-        self.runtime.launch(REDUCE, lambda: self._communicate(groups))
-        self.runtime.submit(REDUCE, lambda: self._land(groups, first))
+        self.runtime.launch(
+            REDUCE,
+            lambda: self._communicate(groups, first),
+            lambda: self._land(groups, first),
+        )
         if sharded:
             self._in_flight.append(InFlight(groups, self.runtime.record(REDUCE)))
 
@@ -182,31 +206,43 @@ class ReducePipeline:
                 works += self.outer[domain].all_reduce(parts)
         return works
 
-    def _communicate(self, groups: Sequence[ParamGroup]) -> list[Any]:
+    def _communicate(self, groups: Sequence[ParamGroup], first: Sequence[bool]) -> list[Any]:
+        """Launches the reductions; `first` tells whose gradient shards hold nothing yet."""
+        landing = {id(g): self._lands(g, is_first) for g, is_first in zip(groups, first, strict=True)}
         works = []
         for domain, mine in largest_domain_first(groups):
-            communicator = self.communicators[domain]
+            communicator, scale = self.communicators[domain], mine[0].domain.grad_scale
             if self.config.strategy.shard_main:
-                works += communicator.reduce_scatter(
-                    [
-                        pair
-                        for group in mine
-                        for pair in zip(group.bucket_own, group.bucket_segments, strict=True)
-                    ]
-                )
+                pairs = [
+                    pair
+                    for group in mine
+                    for pair in zip(
+                        group.grad_segments if landing[id(group)] else group.bucket_own,
+                        group.bucket_segments,
+                        strict=True,
+                    )
+                ]
+                works += communicator.reduce_scatter(pairs, scale)
             else:
-                works += communicator.all_reduce([t for g in mine for t in g.bucket_segments])
+                works += communicator.all_reduce(
+                    [segment for group in mine for segment in group.bucket_segments], scale
+                )
         return works
 
+    def _lands(self, group: ParamGroup, is_first: bool) -> bool:
+        """Whether a reduction writes into the gradient shard by itself."""
+        same_dtype = group.bucket.tensor.dtype == group.grad.tensor.dtype
+        return self.config.strategy.shard_grads and is_first and same_dtype
+
     def _land(self, groups: Sequence[ParamGroup], first: Sequence[bool]) -> None:
-        """Scales what was reduced and puts or adds it to the main gradients."""
+        """Puts or adds what was reduced to the main gradients, and scales it, except for what the
+        reduction has done by itself."""
         for group, is_first in zip(groups, first, strict=True):
-            scale = group.domain.grad_scale
-            if not self.config.strategy.shard_grads:
-                if scale != 1.0:
-                    torch._foreach_mul_(group.grad_segments, scale)
-            elif is_first:
-                torch._foreach_copy_(group.grad_segments, group.bucket_own)
+            premultiplied = self.communicators[group.key.domain].premultiplies
+            scale = 1.0 if premultiplied else group.domain.grad_scale
+            if is_first or not self.config.strategy.shard_grads:
+                if self.config.strategy.shard_grads and not self._lands(group, is_first):
+                    torch._foreach_copy_(group.grad_segments, group.bucket_own)
                 if scale != 1.0:
                     torch._foreach_mul_(group.grad_segments, scale)
             elif group.bucket.tensor.dtype == group.grad.tensor.dtype:

@@ -112,6 +112,10 @@ def row_options(subject: Subject, options: Options) -> Options:
         overlap_grad_reduce=reduces_tokens,
         overlap_param_gather=reduces_tokens,
         use_megatron_fsdp=on_shards,
+        # The floor and fully_shard have no main gradients to write into; the bundled engine writes
+        # float32 ones with an operation that takes the compute dtype only.
+        gradient_accumulation_fusion=options.gradient_accumulation_fusion
+        and (subject.is_ours or subject.kind == "ddp"),
         separate_all_gather_groups=subject.kind == "ours-ag",
         ddp_bucket_size=options.ddp_bucket_size if subject.kind == "ddp" else None,
         # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,

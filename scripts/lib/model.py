@@ -33,6 +33,7 @@ from lib.data import padded_vocab_size
 from lib.distributed import Place
 from lib.options import Options
 from lib.specs import layer_spec
+from megatron_fsdp_adapter import fused_wgrad
 from megatron_fsdp_adapter.process_groups import create_all_gather_groups
 
 # Options that a core config takes under the same name.
@@ -146,6 +147,8 @@ def transformer_config(options: Options) -> TransformerConfig:
 
 def build_model(options: Options, config: TransformerConfig, place: Place) -> torch.nn.Module:
     """A GPTModel on the device; in bf16 or fp16 inside core's Float16Module."""
+    if options.gradient_accumulation_fusion:
+        fused_wgrad.install()
     model: torch.nn.Module = GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(config, str(options.transformer_impl)),

@@ -22,8 +22,9 @@ from megatron_fsdp_adapter.config import (
     EngineConfig,
     MixedPrecisionPolicy,
 )
+from megatron_fsdp_adapter.engine.direct import GradWriter
 from megatron_fsdp_adapter.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.engine.partition import partition
+from megatron_fsdp_adapter.engine.partition import ManagedParam, partition
 from megatron_fsdp_adapter.grad_check import GradCheck
 from megatron_fsdp_adapter.topology import DENSE, EXPERT, FSDPDistributedIndex
 from tests.engine.recording import RecordingRuntime
@@ -54,6 +55,8 @@ class PretendCommunicator:
     of each collective and its tensors before it runs.
     """
 
+    premultiplies = False
+
     def __init__(
         self,
         group: Any,
@@ -73,16 +76,17 @@ class PretendCommunicator:
                     shard.copy_(piece)
         return []
 
-    def reduce_scatter(self, pairs: Any) -> list[Any]:
+    def reduce_scatter(self, pairs: Any, scale: float = 1.0) -> list[Any]:
         self.report("reduce_scatter", [pair[1] for pair in pairs])
+        factor = self.size * (scale if self.premultiplies else 1.0)
         for output, full in pairs:
-            output.copy_(full.chunk(self.size)[self.rank] * self.size)
+            output.copy_(full.chunk(self.size)[self.rank] * factor)
         return []
 
-    def all_reduce(self, tensors: Any) -> list[Any]:
+    def all_reduce(self, tensors: Any, scale: float = 1.0) -> list[Any]:
         self.report("all_reduce", tensors)
         for tensor in tensors:
-            tensor.mul_(self.size)
+            tensor.mul_(self.size * (scale if self.premultiplies else 1.0))
         return []
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -107,11 +111,17 @@ class LateCommunicator(PretendCommunicator):
     def all_gather(self, pairs: Any) -> list[Any]:
         return [Work(lambda: super(LateCommunicator, self).all_gather(pairs))]
 
-    def reduce_scatter(self, pairs: Any) -> list[Any]:
-        return [Work(lambda: super(LateCommunicator, self).reduce_scatter(pairs))]
+    def reduce_scatter(self, pairs: Any, scale: float = 1.0) -> list[Any]:
+        return [Work(lambda: super(LateCommunicator, self).reduce_scatter(pairs, scale))]
 
-    def all_reduce(self, tensors: Any) -> list[Any]:
-        return [Work(lambda: super(LateCommunicator, self).all_reduce(tensors))]
+    def all_reduce(self, tensors: Any, scale: float = 1.0) -> list[Any]:
+        return [Work(lambda: super(LateCommunicator, self).all_reduce(tensors, scale))]
+
+
+class ScalingCommunicator(PretendCommunicator):
+    """Scales what it adds up, as NCCL does."""
+
+    premultiplies = True
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,8 @@ class Setup:
     "selective"; `width` is the number of extra parameters of each layer. `split` shards the
     `down` maps over a domain of their own, of every second rank. `outer` instances of the model
     share `world` ranks out among them, and hold the same shards or, with `shard_outer`, parts.
-    `check_by` looks for gradients that are not finite by "unit" or "parameter"."""
+    `check_by` looks for gradients that are not finite by "unit" or "parameter". `fused` lets the
+    layers' maps write their weight gradients by themselves: a `GradWriter` that does."""
 
     strategy: str = "optim_grads_params"
     world: int = 2
@@ -139,6 +150,7 @@ class Setup:
     outer: int = 1
     shard_outer: bool = False
     check_by: str | None = None
+    fused: GradWriter | None = None
 
     def but(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -171,14 +183,49 @@ class Marked(torch.autograd.Function):
         return grad, None, None
 
 
+class FusedProduct(torch.autograd.Function):
+    """`x @ weight.T` whose backward speaks the protocols of `engine.direct`, where there is a
+    bucket to write into; the gradient then is none of autograd's business."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        by_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        if hasattr(weight, "get_main_grad"):
+            main = weight.get_main_grad()
+            write = main.copy_ if weight.overwrite_main_grad else main.add_
+        elif hasattr(weight, "main_grad"):
+            write = weight.main_grad.add_
+        else:
+            return grad @ weight, by_weight
+        write(by_weight)
+        return grad @ weight, None
+
+
+class FusedLinear(nn.Linear):
+    """`nn.Linear` by way of `FusedProduct`, except where its weight is frozen."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.weight.requires_grad:
+            return super().forward(x)
+        return FusedProduct.apply(x, self.weight) + self.bias
+
+
 class Layer(nn.Module):
     """Two linear maps around a GELU, a norm, and `width` scales. `marker` wraps what happens."""
 
     def __init__(self, name: str, setup: Setup) -> None:
         super().__init__()
         self.label, self.setup = name, setup
-        self.up = nn.Linear(HIDDEN, 7)
-        self.down = nn.Linear(7, HIDDEN)
+        linear = nn.Linear if setup.fused is None else FusedLinear
+        self.up = linear(HIDDEN, 7)
+        self.down = linear(7, HIDDEN)
         self.norm = nn.LayerNorm(HIDDEN)
         self.scales = nn.ParameterList(nn.Parameter(torch.ones(HIDDEN)) for _ in range(setup.width))
         self.mark: Callable[[str], None] = lambda text: None
@@ -402,6 +449,11 @@ def domain_of(setup: Setup, fqn: str) -> str:
     return EXPERT if setup.split and ".down." in fqn else DENSE
 
 
+def writer_of(setup: Setup, managed: ManagedParam) -> GradWriter:
+    fused = isinstance(managed.slots[0][0], FusedLinear) and managed.param.ndim == 2
+    return setup.fused if fused and setup.fused else GradWriter.AUTOGRAD
+
+
 def build(
     setup: Setup,
     runtime: Any = None,
@@ -419,6 +471,7 @@ def build(
         units_of(model),
         domain_of=lambda param, fqn: domain_of(setup, fqn),
         backward_reads_weights=lambda unit: not isinstance(unit, nn.Embedding),
+        writer_of=lambda managed: writer_of(setup, managed),
     )
     with rig.watch():
         rig.engine = FsdpEngine(
