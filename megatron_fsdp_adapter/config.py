@@ -86,6 +86,8 @@ class EngineConfig:
             the next unit is gathered ahead whatever its size.
         padding_bound: largest share of padding in a flat buffer before it is cut in segments.
         max_segments: most segments of a flat buffer; 1 packs by least common multiple.
+        weight_slots, bucket_slots: gathered weights and reduce buckets are in fixed memory that
+            units use in turn, where the strategy makes them transient at all.
         shard_outer: main weights and optimizer state are split again over the outer axis of a
             domain that has one; otherwise its instances hold the same (HSDP).
     """
@@ -98,6 +100,14 @@ class EngineConfig:
     padding_bound: float = 0.01
     max_segments: int = 4
     shard_outer: bool = False
+    weight_slots: bool = False
+    bucket_slots: bool = False
+
+    @property
+    def bucket_dtype(self) -> torch.dtype:
+        """Of what a reduction is given: fresh buckets are in the dtype on the wire."""
+        policy = self.policy
+        return policy.comm_dtype if self.strategy.shard_grads else policy.grads_dtype
 
     def __post_init__(self) -> None:
         if self.strategy.shard_grads and not self.overlap_grad_reduce:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_fsdp_adapter.config import EngineConfig
+from megatron_fsdp_adapter.layout.group import GroupLayout
 from megatron_fsdp_adapter.layout.planner import plan_group
 from megatron_fsdp_adapter.layout.ranges import nested_shard_rank
 from megatron_fsdp_adapter.runtime.device import Runtime
@@ -32,6 +33,7 @@ from .buffer import FlatBuffer, Held, items_in, segments_in
 from .direct import DirectGrads
 from .guard import unchecked
 from .partition import GroupKey, ManagedParam
+from .staging import UnitStaging
 
 
 class GradState(enum.Enum):
@@ -71,18 +73,14 @@ class ParamGroup:
         managed: list[ManagedParam],
         domain: ShardDomain,
         config: EngineConfig,
-        runtime: Runtime,
+        staging: UnitStaging,
     ) -> None:
         self.name, self.key, self.domain, self.config = name, key, domain, config
+        self.staging, runtime = staging, staging.runtime
         self.managed = managed
         self.params = [entry.param for entry in managed]
         self.splits_outer = config.shard_outer and domain.outer is not None
-        self.layout = plan_group(
-            [entry.spec(index) for index, entry in enumerate(managed)],
-            domain.axis.size * (domain.outer_size if self.splits_outer else 1),
-            padding_bound=config.padding_bound,
-            max_segments=config.max_segments,
-        )
+        self.layout = plan_layout(managed, domain, config)
         self._set_parts()
         self.grad_state = GradState.EMPTY
         with torch.no_grad():
@@ -113,7 +111,7 @@ class ParamGroup:
         return self.main_dtype == self.key.dtype and not self.config.strategy.shard_weights
 
     def _build_weights(self, runtime: Runtime) -> None:
-        self.weight = FlatBuffer(self.layout.total_numel, self.key.dtype, runtime)
+        self.weight = self.staging.weight(self.layout.total_numel, self.key.dtype)
         self.weight_items = self._full_items(self.weight)
         for param, view in zip(self.params, self.weight_items, strict=True):
             view.copy_(param.data)
@@ -151,8 +149,7 @@ class ParamGroup:
 
     def _build_grads(self, runtime: Runtime) -> None:
         strategy, policy = self.config.strategy, self.config.policy
-        dtype = policy.comm_dtype if strategy.shard_grads else policy.grads_dtype
-        self.bucket = FlatBuffer(self.layout.total_numel, dtype, runtime)
+        self.bucket = self.staging.bucket(self.layout.total_numel, self.config.bucket_dtype)
         self.grad, stored = self.bucket, self.full
         if strategy.shard_grads:
             stored = self.inner
@@ -218,6 +215,19 @@ class ParamGroup:
         if self.config.strategy.shard_grads:
             self.bucket.release()
             self.grad.release()
+
+
+def plan_layout(
+    managed: Sequence[ManagedParam], domain: ShardDomain, config: EngineConfig
+) -> GroupLayout:
+    """The layout of the parameters of one group, over all shards of their main weights."""
+    splits_outer = config.shard_outer and domain.outer is not None
+    return plan_group(
+        [entry.spec(index) for index, entry in enumerate(managed)],
+        domain.axis.size * (domain.outer_size if splits_outer else 1),
+        padding_bound=config.padding_bound,
+        max_segments=config.max_segments,
+    )
 
 
 def by_domain(groups: Sequence[ParamGroup]) -> dict[str, list[ParamGroup]]:

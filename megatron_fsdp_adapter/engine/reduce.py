@@ -44,6 +44,11 @@ class InFlight:
     event: Any
 
 
+def _same_memory(one: ParamGroup, other: ParamGroup) -> bool:
+    slot = one.staging.bucket_slot
+    return one is other or (slot is not None and slot == other.staging.bucket_slot)
+
+
 def largest_domain_first(
     groups: Sequence[ParamGroup],
 ) -> list[tuple[str, list[ParamGroup]]]:
@@ -208,10 +213,10 @@ class ReducePipeline:
 
     def _communicate(self, groups: Sequence[ParamGroup], first: Sequence[bool]) -> list[Any]:
         """Launches the reductions; `first` tells whose gradient shards hold nothing yet."""
-        landing = {id(g): self._lands(g, is_first) for g, is_first in zip(groups, first, strict=True)}
+        landing = {id(g): self._lands(g, new) for g, new in zip(groups, first, strict=True)}
         works = []
         for domain, mine in largest_domain_first(groups):
-            communicator, scale = self.communicators[domain], mine[0].domain.grad_scale
+            communicator = self.communicators[domain]
             if self.config.strategy.shard_main:
                 pairs = [
                     pair
@@ -222,11 +227,9 @@ class ReducePipeline:
                         strict=True,
                     )
                 ]
-                works += communicator.reduce_scatter(pairs, scale)
+                works += communicator.reduce_scatter(pairs)
             else:
-                works += communicator.all_reduce(
-                    [segment for group in mine for segment in group.bucket_segments], scale
-                )
+                works += communicator.all_reduce([t for g in mine for t in g.bucket_segments])
         return works
 
     def _lands(self, group: ParamGroup, is_first: bool) -> bool:
@@ -235,11 +238,10 @@ class ReducePipeline:
         return self.config.strategy.shard_grads and is_first and same_dtype
 
     def _land(self, groups: Sequence[ParamGroup], first: Sequence[bool]) -> None:
-        """Puts or adds what was reduced to the main gradients, and scales it, except for what the
-        reduction has done by itself."""
+        """Scales what was reduced, and puts or adds it to the main gradients where the reduction
+        has not done that by itself."""
         for group, is_first in zip(groups, first, strict=True):
-            premultiplied = self.communicators[group.key.domain].premultiplies
-            scale = 1.0 if premultiplied else group.domain.grad_scale
+            scale = group.domain.grad_scale
             if is_first or not self.config.strategy.shard_grads:
                 if self.config.strategy.shard_grads and not self._lands(group, is_first):
                     torch._foreach_copy_(group.grad_segments, group.bucket_own)
@@ -253,9 +255,13 @@ class ReducePipeline:
 
     def _make_room(self, groups: Sequence[ParamGroup]) -> None:
         """Frees the oldest buckets until one more may exist and none of `groups` is in flight: a
-        model of one unit fills the very bucket that its last microbatch is still reducing."""
+        model of one unit fills the very bucket that its last microbatch is still reducing. A unit
+        in the same slot counts as the same."""
         while len(self._in_flight) >= MAX_BUCKETS or any(
-            group in flight.groups for flight in self._in_flight for group in groups
+            _same_memory(one, group)
+            for flight in self._in_flight
+            for one in flight.groups
+            for group in groups
         ):
             self._retire()
 

@@ -36,6 +36,7 @@ class Unit:
     direct_groups: those with gradients that modules write into the bucket by themselves.
     forward_calls: calls of the unit's module in the current forward pass.
     gathered: event after which the weights are there, while GATHERING.
+    busy: whether its module is between the hooks of a forward or of a backward.
     outdated: whether main weights have changed since they were last gathered.
     """
 
@@ -49,7 +50,8 @@ class Unit:
         self.weight_bytes = sum(group.weight.nbytes for group in groups)
         self.forward_calls = 0
         self.gathered: Any = None
-        self.outdated = False
+        self.outdated = self.busy = False
+        self.weight_slot = groups[0].staging.weight_slot if groups else None
         self.phase = Phase.READY
         self._params = [
             (param, type(param)) for group in groups for param in group.params

@@ -9,7 +9,6 @@ The lists that the methods take are the segments of a unit: one launch covers th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,18 +23,16 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 @dataclass(frozen=True)
 class Capabilities:
     """What a backend offers. `stream_ordered`: collectives are ordered by the current stream and
-    need no host wait. `coalesces`: several collectives can share one launch. `premultiplies`: a
-    reduction can scale what it adds up, which costs nothing there."""
+    need no host wait. `coalesces`: several collectives can share one launch."""
 
     stream_ordered: bool
     coalesces: bool
-    premultiplies: bool
 
 
 CAPABILITIES = {
-    "nccl": Capabilities(stream_ordered=True, coalesces=True, premultiplies=True),
+    "nccl": Capabilities(stream_ordered=True, coalesces=True),
     # gloo's startCoalescing raises when a device is given, and buys nothing without one.
-    "gloo": Capabilities(stream_ordered=False, coalesces=False, premultiplies=False),
+    "gloo": Capabilities(stream_ordered=False, coalesces=False),
 }
 
 # torch 2.13 renames the flat collectives and warns on the old names; 2.11 has only the old ones.
@@ -70,28 +67,23 @@ class Communicator:
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
         self.capabilities = capabilities_of(group, device)
-        self.premultiplies = self.capabilities.premultiplies and self.size > 1
-        """Whether reductions apply the scale that they are given; else the caller does."""
 
     def all_gather(self, pairs: Sequence[Pair]) -> list[Any]:
         """Each pair is (output of n * size elements, input of n elements); the input may be this
         rank's slice of the output."""
         return self._launch(pairs, self._all_gather_one)
 
-    def reduce_scatter(self, pairs: Sequence[Pair], scale: float = 1.0) -> list[Any]:
+    def reduce_scatter(self, pairs: Sequence[Pair]) -> list[Any]:
         """Sums. Each pair is (output of n elements, input of n * size elements); the output may be
-        this rank's slice of the input. `scale` multiplies inputs, if this one `premultiplies`."""
-        return self._launch(pairs, functools.partial(self._reduce_scatter_one, self._op(scale)))
+        this rank's slice of the input.
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], scale: float = 1.0) -> list[Any]:
-        """Sums each flat tensor in place; `scale` as for `reduce_scatter`."""
-        pairs = [(tensor, tensor) for tensor in tensors]
-        return self._launch(pairs, functools.partial(self._all_reduce_one, self._op(scale)))
+        NCCL could scale what it adds up (PREMUL_SUM). Torch 2.11 multiplies bf16 by zero then.
+        """
+        return self._launch(pairs, self._reduce_scatter_one)
 
-    def _op(self, scale: float) -> Any:
-        if scale == 1.0 or not self.premultiplies:
-            return dist.ReduceOp.SUM
-        return dist._make_nccl_premul_sum(scale)
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Sums each flat tensor in place."""
+        return self._launch([(tensor, tensor) for tensor in tensors], self._all_reduce_one)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrites `tensor` with that of the group's first rank; returns when enqueued (NCCL)
@@ -102,11 +94,11 @@ class Communicator:
     def _all_gather_one(self, pair: Pair, async_op: bool) -> Any:
         return _all_gather(pair[0], pair[1], group=self.group, async_op=async_op)
 
-    def _reduce_scatter_one(self, op: Any, pair: Pair, async_op: bool) -> Any:
-        return _reduce_scatter(pair[0], pair[1], op=op, group=self.group, async_op=async_op)
+    def _reduce_scatter_one(self, pair: Pair, async_op: bool) -> Any:
+        return _reduce_scatter(pair[0], pair[1], group=self.group, async_op=async_op)
 
-    def _all_reduce_one(self, op: Any, pair: Pair, async_op: bool) -> Any:
-        return dist.all_reduce(pair[0], op=op, group=self.group, async_op=async_op)
+    def _all_reduce_one(self, pair: Pair, async_op: bool) -> Any:
+        return dist.all_reduce(pair[0], group=self.group, async_op=async_op)
 
     def _launch(self, pairs: Sequence[Pair], one: Callable[[Pair, bool], Any]) -> list[Any]:
         if self.size == 1:

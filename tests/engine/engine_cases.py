@@ -55,8 +55,6 @@ class PretendCommunicator:
     of each collective and its tensors before it runs.
     """
 
-    premultiplies = False
-
     def __init__(
         self,
         group: Any,
@@ -76,17 +74,16 @@ class PretendCommunicator:
                     shard.copy_(piece)
         return []
 
-    def reduce_scatter(self, pairs: Any, scale: float = 1.0) -> list[Any]:
+    def reduce_scatter(self, pairs: Any) -> list[Any]:
         self.report("reduce_scatter", [pair[1] for pair in pairs])
-        factor = self.size * (scale if self.premultiplies else 1.0)
         for output, full in pairs:
-            output.copy_(full.chunk(self.size)[self.rank] * factor)
+            output.copy_(full.chunk(self.size)[self.rank] * self.size)
         return []
 
-    def all_reduce(self, tensors: Any, scale: float = 1.0) -> list[Any]:
+    def all_reduce(self, tensors: Any) -> list[Any]:
         self.report("all_reduce", tensors)
         for tensor in tensors:
-            tensor.mul_(self.size * (scale if self.premultiplies else 1.0))
+            tensor.mul_(self.size)
         return []
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -111,17 +108,11 @@ class LateCommunicator(PretendCommunicator):
     def all_gather(self, pairs: Any) -> list[Any]:
         return [Work(lambda: super(LateCommunicator, self).all_gather(pairs))]
 
-    def reduce_scatter(self, pairs: Any, scale: float = 1.0) -> list[Any]:
-        return [Work(lambda: super(LateCommunicator, self).reduce_scatter(pairs, scale))]
+    def reduce_scatter(self, pairs: Any) -> list[Any]:
+        return [Work(lambda: super(LateCommunicator, self).reduce_scatter(pairs))]
 
-    def all_reduce(self, tensors: Any, scale: float = 1.0) -> list[Any]:
-        return [Work(lambda: super(LateCommunicator, self).all_reduce(tensors, scale))]
-
-
-class ScalingCommunicator(PretendCommunicator):
-    """Scales what it adds up, as NCCL does."""
-
-    premultiplies = True
+    def all_reduce(self, tensors: Any) -> list[Any]:
+        return [Work(lambda: super(LateCommunicator, self).all_reduce(tensors))]
 
 
 @dataclass(frozen=True)
@@ -131,7 +122,8 @@ class Setup:
     `down` maps over a domain of their own, of every second rank. `outer` instances of the model
     share `world` ranks out among them, and hold the same shards or, with `shard_outer`, parts.
     `check_by` looks for gradients that are not finite by "unit" or "parameter". `fused` lets the
-    layers' maps write their weight gradients by themselves: a `GradWriter` that does."""
+    layers' maps write their weight gradients by themselves: a `GradWriter` that does. `slots`:
+    transient buffers are in fixed memory."""
 
     strategy: str = "optim_grads_params"
     world: int = 2
@@ -151,6 +143,7 @@ class Setup:
     shard_outer: bool = False
     check_by: str | None = None
     fused: GradWriter | None = None
+    slots: bool = False
 
     def but(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -165,6 +158,8 @@ class Setup:
             overlap_param_gather=self.overlap or row.shard_weights,
             prefetch_bytes=self.prefetch_bytes,
             shard_outer=self.shard_outer,
+            weight_slots=self.slots,
+            bucket_slots=self.slots,
         )
 
 
@@ -309,9 +304,8 @@ class Rig:
             self.runtime.mark(text)
 
     def initial_part(self, view: torch.Tensor) -> torch.Tensor:
-        """What `view` of a flat weight buffer held at the beginning."""
-        start = int(view.storage_offset())
-        return self.initial[view.untyped_storage()._cdata][start : start + view.numel()]
+        """What `view`, the output of a gather, held at the beginning."""
+        return self.initial[id(view)]
 
     def report(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         units = dict.fromkeys(self._unit_of(tensor) for tensor in tensors)
@@ -402,19 +396,27 @@ def buffers_of(engine: FsdpEngine) -> Iterator[tuple[str, torch.Tensor]]:
                     yield f"{name}.grad", group.grad.tensor
 
 
-def initial_buffers(
+def initial_outputs(
     engine: FsdpEngine, began: dict[str, torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Full flat weights by storage, from full parameters by name."""
+    """What the output of each gather held at the beginning, from full parameters by name. By the
+    view itself: in slots, units share storage."""
     for group in engine.groups:
         full = torch.zeros(group.layout.total_numel, dtype=group.key.dtype)
         for index, managed in enumerate(group.managed):
             extent = group.layout.item_range(index)
             full[extent.start : extent.stop] = began[managed.fqns[0]].reshape(-1)
-        yield group.weight.tensor.untyped_storage()._cdata, full
-        if group.inner_weight is not group.weight:
-            inner = group.inner_weight.tensor
-            yield inner.untyped_storage()._cdata, inner.clone()
+        kept = group.inner_weight is not group.weight
+        inner = group.inner_weight.tensor.clone() if kept else full
+        for output, _ in group.outer_pairs:
+            yield id(output), _part(inner, output, group.inner_weight.tensor)
+        for output, _ in group.gather_pairs:
+            yield id(output), _part(full, output, group.weight.tensor)
+
+
+def _part(content: torch.Tensor, view: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    start = int(view.storage_offset() - buffer.storage_offset())
+    return content[start : start + view.numel()]
 
 
 def units_of(model: Net) -> dict[str, nn.Module]:
@@ -479,7 +481,7 @@ def build(
             lambda group, device: communicator(group, rig.initial_part, rig.report),
             None if setup.check_by is None else GradCheck(setup.check_by == "parameter"),
         )
-    rig.initial = dict(initial_buffers(rig.engine, began))
+    rig.initial = dict(initial_outputs(rig.engine, began))
     for label, flat in buffers_of(rig.engine):
         rig.labels[flat.untyped_storage()._cdata] = label
         if isinstance(runtime, RecordingRuntime):

@@ -248,5 +248,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "accumulates": {"fused": GradWriter.ACCUMULATES},
     "fused_recompute": {"fused": GradWriter.OVERWRITES, "recompute": "non_reentrant"},
     "fused_two_domains": {"fused": GradWriter.OVERWRITES, "split": True, "world": 4, "rank": 1},
+    "slots": {"slots": True},
+    "slots_far_prefetch": {"slots": True, "prefetch_bytes": 1 << 20},
+    "slots_fused": {"slots": True, "fused": GradWriter.OVERWRITES},
+    "slots_recompute": {"slots": True, "recompute": "non_reentrant"},
+    "slots_two_domains": {"slots": True, "split": True, "world": 4, "rank": 1},
     "shared_instances": {"split": True, "outer": 2, "shard_outer": True, "world": 8, "rank": 6},
 }

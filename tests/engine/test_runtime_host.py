@@ -217,8 +217,7 @@ class Launches:
         monkeypatch.setattr(comm, "_coalescing_manager", self.coalesced)
 
     def collective(self, name: str):
-        def call(*tensors, group, async_op, op=dist.ReduceOp.SUM):
-            assert op == dist.ReduceOp.SUM
+        def call(*tensors, group, async_op):
             self.calls.append(f"{name} {'async' if async_op else 'enqueued'}")
             return name
 
@@ -259,22 +258,3 @@ def test_nccl_coalesces_and_leaves_order_to_the_stream(monkeypatch):
     assert launches.calls == [
         "begin", "_all_gather enqueued", "_all_gather enqueued", "end", "_all_gather enqueued",
     ]  # fmt: skip
-
-
-def test_a_scale_is_applied_by_nccl_and_left_to_the_caller_elsewhere(monkeypatch):
-    ops = []
-
-    def reduce_scatter(*tensors, op, group, async_op):
-        ops.append(op)
-
-    monkeypatch.setattr(comm, "_reduce_scatter", reduce_scatter)
-    monkeypatch.setattr(comm.dist, "_make_nccl_premul_sum", lambda scale: f"times {scale}")
-    pair = (torch.zeros(2), torch.zeros(4))
-    for backend, size in (("nccl", 2), ("gloo", 2), ("nccl", 1)):
-        Launches(monkeypatch, backend)
-        monkeypatch.setattr(comm, "_reduce_scatter", reduce_scatter)
-        with pretended_world(size):
-            one = Communicator(dist.group.WORLD, torch.device("cpu"))
-            one.reduce_scatter([pair] if size == 2 else [(pair[0], pair[0])], 0.25)
-            assert one.premultiplies == (backend == "nccl" and size == 2)
-    assert ops == ["times 0.25", dist.ReduceOp.SUM]
