@@ -108,6 +108,10 @@ def _grad_scale(config: Any, num_ranks: int) -> float:
     return 1.0 if config.calculate_per_token_loss else 1.0 / num_ranks
 
 
+def _told(dtype: torch.dtype | None) -> str:
+    return "in each parameter's dtype" if dtype is None else str(dtype)
+
+
 def _split_offset(pair: ParamPair) -> tuple[int, ...] | None:
     """Where this rank's tensor-parallel part begins in the whole tensor; None at the origin."""
     split, mesh = pair.managed.split, pair.group.domain.mesh
@@ -331,7 +335,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             f"FullyShardedDataParallel: strategy {engine.config.strategy.name} over {axis.size} "
             f"ranks, {len(engine.units)} units ({', '.join(self.fsdp_unit_modules)}, root), "
             f"{numel} parameters, {100 * padding / numel:.2f}% padding; main weights "
-            f"{engine.config.policy.main_params_dtype}, gradients reduced in "
+            f"{_told(engine.config.policy.main_params_dtype)}, gradients reduced in "
             f"{engine.config.policy.comm_dtype}; set for you: {', '.join(kept) or 'nothing'}",
             flush=True,
         )

@@ -189,13 +189,6 @@ BAD: dict[str, Bad] = {
     "expert parameters without a group for them": Bad(
         ("kind 'expert'", "pass expt_dp"), module=WithExperts, groups=lambda: without("expt_dp")
     ),
-    "bf16 communication of unsharded gradients": Bad(
-        ("megatron_fsdp_grad_comm_dtype=torch.bfloat16", "reduce the float32", "optim_grads"),
-        ddp={
-            "data_parallel_sharding_strategy": "optim",
-            "megatron_fsdp_grad_comm_dtype": torch.bfloat16,
-        },
-    ),
 }
 
 
