@@ -10,9 +10,7 @@ marks them as Megatron expects and forwards its calls.
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,17 +22,24 @@ from torch import nn
 
 from . import arguments, ddp_options, support
 from . import optimizer as optimizer_seam
-from .checkpoint.chunks import LayoutRef, attach_chunks
 from .config import forced_overlaps
 from .description import describe
 from .engine.engine import FsdpEngine
 from .engine.identity import ParamPair
 from .engine.partition import managed_params, partition, unit_modules
-from .inner import ShardedModule, refuse_compilation
+from .inner import ShardedModule
+from .module_problems import device_of, module_problems
 from .param_attrs import copy_attributes
 from .process_groups import build_index, groups_from_parallel_state, groups_of
 from .runtime.comm import Communicator
 from .runtime.device import make_runtime
+from .sharded_module import (
+    GradSync,
+    mark_shard,
+    refuse_compilation,
+    refuse_conversions,
+    register_state_dict_hooks,
+)
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 from .topology import DENSE, EXPERT, TP_DIM, FSDPDistributedIndex
 
@@ -140,32 +145,7 @@ class ParamAndGradBuffer:
         """Nothing is registered with NCCL, so there is nothing to do."""
 
 
-def _apply_guard(
-    module: nn.Module, dtypes: frozenset[torch.dtype], device: torch.device, where: str
-) -> Any:
-    """Stands in for `nn.Module._apply` of a wrapped module: a conversion would detach parameters
-    from the flat buffers. One that changes no parameter passes and reaches the buffers."""
-    ref = weakref.ref(module)
-
-    def apply(fn: Any, *_: Any, **__: Any) -> nn.Module | None:
-        for dtype in dtypes:
-            probe = fn(torch.empty(0, dtype=dtype, device=device))
-            if probe.dtype != dtype or probe.device != device:
-                raise RuntimeError(
-                    f"{where}: converting a wrapped module from {dtype} on {device} to "
-                    f"{probe.dtype} on {probe.device} would detach its parameters from their "
-                    "flat buffers; convert the module before wrapping it"
-                )
-        alive = ref()
-        for child in alive.modules() if alive is not None else ():
-            for name, value in child._buffers.items():
-                child._buffers[name] = None if value is None else fn(value)
-        return alive
-
-    return apply
-
-
-class FullyShardedDataParallel(_BaseDataParallel):
+class FullyShardedDataParallel(GradSync, _BaseDataParallel):
     """Shards a model's weights, gradients and optimizer state over its data-parallel ranks.
 
     Args:
@@ -195,13 +175,15 @@ class FullyShardedDataParallel(_BaseDataParallel):
         pg_collection: Any | None = None,
     ) -> None:
         super().__init__(config=config, module=module)
-        self.device, self.ddp_config = arguments.device_of(module), ddp_config
+        self.device, self.ddp_config = device_of(module), ddp_config
         support.raise_problems(
             "FullyShardedDataParallel",
             [
                 *support.problems(ddp_config, ddp_options.DDP_CONFIG_RULES),
                 *support.problems(config, support.MODEL_CONFIG_RULES),
-                *arguments.module_problems(module, fsdp_unit_modules, device),
+                *module_problems(
+                    module, fsdp_unit_modules, device, ddp_options.main_params_dtype(ddp_config)
+                ),
                 *arguments.group_problems(config, arguments.group_ranks(pg_collection)),
                 *self._set_index(module, pg_collection),
             ],
@@ -228,8 +210,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
         # RNG states are left alone: nothing here draws numbers, so they are as the caller seeded
         # them. Copying the first tensor-parallel rank's to the others, as is done elsewhere after
         # materialising weights, would give all of them the same dropout in what they split.
-        self._register_state_dict_hooks()
-        self._refuse_conversions()
+        refused = support.problems(self.config, support.CHECKPOINT_RULES)
+        register_state_dict_hooks(self.module, self.engine, refused)
+        refuse_conversions(self, self.engine)
         self._announce(forced)
 
     def _set_index(self, module: nn.Module, pg_collection: Any) -> list[str]:
@@ -285,42 +268,10 @@ class FullyShardedDataParallel(_BaseDataParallel):
         raw, param = pair.raw, pair.optimizer
         copy_attributes(raw, param)
         raw.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        layout, rank = pair.group.held.layout, pair.group.held.rank
-        held = layout.shard_range(pair.index, rank)
-        ref = LayoutRef(layout, pair.index, rank, _split_offset(pair))
         param.__fsdp_param__ = True  # type: ignore[attr-defined]
-        param.megatron_fsdp_slice = slice(held.start, held.stop)  # type: ignore[attr-defined]
         param.megatron_fsdp_dist_index = self.megatron_fsdp_dist_index  # type: ignore[attr-defined]
-        param.fsdp_layout_ref = ref  # type: ignore[attr-defined]
         param.orig_param = raw  # type: ignore[attr-defined]
-        attach_chunks(param, ref.chunks())  # type: ignore[arg-type]
-
-    def _register_state_dict_hooks(self) -> None:
-        """A state dict of any module below shows main weights, and a load into any refreshes the
-        compute weights. Where keys or shards would not be right in a checkpoint, both raise."""
-        engine = weakref.ref(self.engine)
-        refused = support.problems(self.config, support.CHECKPOINT_RULES)
-
-        def before_save(*_: Any) -> None:
-            support.raise_problems("state_dict", refused)
-            alive = engine()
-            if alive is not None:
-                alive.show_optimizer_params()
-
-        def after_load(*_: Any) -> None:
-            alive = engine()
-            if alive is not None:
-                alive.main_weights_changed()
-
-        for child in self.module.modules():
-            child.register_state_dict_pre_hook(before_save)
-            child.register_load_state_dict_post_hook(after_load)
-
-    def _refuse_conversions(self) -> None:
-        dtypes = frozenset(pair.raw.dtype for pair in self.engine.pairs)
-        for name, child in self.named_modules():
-            where = f"{type(child).__name__} {name}".strip()
-            child.__dict__["_apply"] = _apply_guard(child, dtypes, self.device, where)
+        mark_shard(pair, _split_offset(pair))
 
     def _announce(self, forced: Mapping[str, bool]) -> None:
         """Prints, on one rank, what the wrapper does and what it switched on by itself."""
@@ -350,16 +301,6 @@ class FullyShardedDataParallel(_BaseDataParallel):
         """Runs the module on gathered weights. RuntimeError under torch.compile."""
         refuse_compilation()
         return self.module(*inputs, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Microbatches but the last run inside. ZeRO-0/1 only accumulate there; ZeRO-2/3 reduce
-        every microbatch, since they hold no full gradients."""
-        self.engine.is_last_microbatch = False
-        try:
-            yield
-        finally:
-            self.engine.is_last_microbatch = True
 
     def start_param_sync(
         self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False

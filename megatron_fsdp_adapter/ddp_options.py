@@ -215,14 +215,20 @@ def shards_outer(ddp_config: Any) -> bool:
     return OUTER_STRATEGIES.get(ddp_config.outer_dp_sharding_strategy, False)
 
 
+def main_params_dtype(ddp_config: Any) -> torch.dtype | None:
+    """Of the main weights; None for each parameter's own."""
+    chosen = getattr(ddp_config, MAIN_PARAMS, torch.float32)
+    own = getattr(ddp_config, "preserve_fp32_weights", None) is False
+    return None if own and chosen == torch.float32 else chosen
+
+
 def precision_policy(ddp_config: Any) -> MixedPrecisionPolicy:
     """The dtypes of a config that has no problems. The two older names are mapped onto those of
     Megatron-LM main, with a warning."""
-    main_params = getattr(ddp_config, MAIN_PARAMS, torch.float32)
+    main_params = main_params_dtype(ddp_config)
     main_grads = getattr(ddp_config, MAIN_GRADS, None)
     comm = getattr(ddp_config, GRAD_COMM, None)
     if getattr(ddp_config, "preserve_fp32_weights", None) is False:
-        main_params = main_params if main_params == torch.bfloat16 else None
         _warn_of_older_name("preserve_fp32_weights=False", f"{MAIN_PARAMS}={main_params}")
     if ddp_config.grad_reduce_in_fp32:
         main_grads = comm = torch.float32

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -93,16 +95,23 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
 )
 """What keeps a model that trains from being saved or loaded."""
 
+def _moment_dtype(option: str) -> Rule:
+    return Rule(
+        option,
+        lambda config: getattr(config, option) not in (torch.float32, torch.bfloat16),
+        "the scales of fp16 and fp8 moments would not be in a checkpoint; use torch.float32 or "
+        "torch.bfloat16",
+    )
+
+
 OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer",
         lambda config: config.optimizer != "adam",
         "megatron-core's DistributedOptimizer takes only Adam; use 'adam'",
     ),
-    _is_on(
-        "use_precision_aware_optimizer",
-        "the precision-aware optimizer is coming; set it to False",
-    ),
+    _moment_dtype("exp_avg_dtype"),
+    _moment_dtype("exp_avg_sq_dtype"),
     _is_on("optimizer_cpu_offload", "optimizer offload to the CPU is coming; set it to False"),
     _is_on(
         "overlap_param_gather_with_optimizer_step",

@@ -92,6 +92,7 @@ class FsdpEngine:
         self.pairs = make_pairs(self.groups)
         self.switch = IdentitySwitch(self.pairs)
         self._is_last_microbatch, self._knows_microbatches = True, False
+        self.auto_sync = False
         self._active_root: str | None = None
         self._backward_running = False
         self._fired: Counter[int] = Counter()
@@ -251,6 +252,8 @@ class FsdpEngine:
                 self._complete(unit)
         self.gather.release_all()
         self._backward_running = False
+        if self.auto_sync and self.is_last_microbatch:
+            self.finish_grads()
 
     def recover(self) -> None:
         """Forgets a forward or backward that raised: nothing is in flight or gathered after."""
@@ -278,7 +281,7 @@ class FsdpEngine:
         self.reduce.finish()
         self.show_optimizer_params()
         for pair in self.pairs:
-            pair.optimizer.grad = pair.grad
+            pair.attach_grad()
         if self.reduce.check is not None:
             self.reduce.check.raise_found()
 
@@ -299,7 +302,7 @@ class FsdpEngine:
         if self.reduce.check is not None:
             self.reduce.check.clear()
         for pair in self.pairs:
-            pair.optimizer.grad = None
+            pair.drop_grad()
         for group in self.groups:
             group.drop_grads()
 
