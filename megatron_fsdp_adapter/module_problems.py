@@ -54,7 +54,8 @@ def _sharded_already(module: nn.Module) -> list[str]:
 def _main_weights_that_lose_bits(module: nn.Module, main: torch.dtype | None) -> list[str]:
     return [
         f"main_params_dtype={main} (megatron_fsdp_main_params_dtype): parameter {name} is "
-        f"{param.dtype}, which has more bits; use torch.float32, or None for main weights in each parameter's own dtype"
+        f"{param.dtype}, which has more bits; use torch.float32, or None for main weights in each "
+        "parameter's own dtype"
         for name, param in module.named_parameters()
         if main is not None and param.requires_grad
         and torch.promote_types(main, param.dtype) != main

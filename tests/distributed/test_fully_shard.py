@@ -22,8 +22,9 @@ from megatron_fsdp_adapter import (
 from megatron_fsdp_adapter.config import STRATEGIES
 from tests.distributed.gpt import full_all
 from tests.distributed.launch import run_ranks
+from tests.distributed.plain import Block, net, tokens
 
-VOCAB, WIDTH, ROWS, STEPS = 19, 10, 4, 6
+STEPS = 6
 LR = 1e-2
 
 Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]
@@ -37,40 +38,6 @@ OPTIMIZERS: Optimizers = {
     "NAdam": lambda params: torch.optim.NAdam(params, lr=LR),
     "Rprop": lambda params: torch.optim.Rprop(params, lr=LR),
 }
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 23), nn.Linear(23, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self, blocks: int = 3) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.temperature = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.blocks(self.embedding(tokens[:, :-1]))) * self.temperature
-        targets = tokens[:, 1:].flatten()
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets)
-
-
-def net(dtype: torch.dtype = torch.float32) -> Net:
-    torch.manual_seed(5)
-    return Net().to(dtype)
-
-
-def tokens(step: int, microbatch: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + 100 * microbatch + rank)
-    return torch.randint(0, VOCAB, (ROWS, 7), generator=generator)
 
 
 def single_process(
@@ -125,7 +92,7 @@ def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _same(found: Any, expected: Any, label: Any, rtol: float = 2e-5) -> None:
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0, msg=lambda m: f"{label} {m}")
+    assert found[0] == pytest.approx(expected[0], rel=1e-5), label
     assert found[1].keys() == expected[1].keys(), label
     for name, value in expected[1].items():
         error = (found[1][name] - value).norm() / value.norm()
