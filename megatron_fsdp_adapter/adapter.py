@@ -27,6 +27,7 @@ from .description import describe
 from .engine.engine import FsdpEngine
 from .engine.identity import ParamPair
 from .engine.partition import managed_params, partition, unit_modules
+from .fp8 import CACHE_OPTION, switch_off_weight_cache
 from .inner import ShardedModule
 from .module_problems import device_of, module_problems
 from .param_attrs import copy_attributes
@@ -203,6 +204,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         }
         for option, value in forced.items():
             setattr(ddp_config, option, value)
+        if config.fp8 and self.engine.config.strategy.shard_weights:
+            forced |= {CACHE_OPTION: True} if switch_off_weight_cache(module) else {}
         self.module = ShardedModule(config, module, self.engine)
         self.param_and_grad_buffer = ParamAndGradBuffer(self.engine)
         for pair in self.engine.pairs:

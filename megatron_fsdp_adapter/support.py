@@ -29,6 +29,9 @@ def _is_on(option: str, message: str) -> Rule:
     return Rule(option, lambda config: bool(getattr(config, option, False)), message)
 
 
+FP8_RECIPES = ("delayed", "tensorwise")
+
+
 MODEL_CONFIG_RULES: tuple[Rule, ...] = (
     _is_on("mtp_num_layers", "multi-token prediction is coming; leave it unset"),
     _is_on("init_model_with_meta_device", "meta-device initialisation is coming; set it to False"),
@@ -36,7 +39,13 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         "gradient_accumulation_fusion",
         "fused weight-gradient accumulation is coming; set it to False",
     ),
-    _is_on("fp8", "FP8 compute is coming; leave it unset"),
+    _is_on("fp8_param", "FP8 parameters are coming; set it to False (FP8 compute is not refused)"),
+    Rule(
+        "fp8_recipe",
+        lambda config: bool(getattr(config, "fp8", None))
+        and getattr(config, "fp8_recipe", "delayed") not in FP8_RECIPES,
+        f"FP8 compute is supported with the recipes {list(FP8_RECIPES)}; use one of them",
+    ),
     _is_on("fp4", "FP4 compute is coming; leave it unset"),
     Rule(
         "cuda_graph_impl",

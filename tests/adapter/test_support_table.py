@@ -49,10 +49,12 @@ TRIGGERS: dict[str, Values] = {
     "fsdp_all_gather_in_start_param_sync": (False,),
     # Model config
     "mtp_num_layers": (1,),
-    "fp8": ("e4m3",),
+    "fp8_recipe": ("mxfp8",),
     "fp4": ("e2m1",),
     "cuda_graph_impl": ("transformer_engine",),
     # Optimizer config
+    "exp_avg_dtype": (torch.uint8,),
+    "exp_avg_sq_dtype": (torch.float16,),
     "optimizer": ("sgd",),
 }
 """What breaks a rule; True for the options that are not listed."""
@@ -60,6 +62,7 @@ TRIGGERS: dict[str, Values] = {
 BESIDE: dict[str, dict[str, Any]] = {
     "preserve_fp32_weights": {"megatron_fsdp_main_params_dtype": torch.float32},
     "grad_reduce_in_fp32": {"megatron_fsdp_main_grads_dtype": torch.bfloat16},
+    "fp8_recipe": {"fp8": "hybrid"},
 }
 """What else has to be set: these are refused where they contradict another option."""
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 VOCAB, WIDTH, ROWS = 19, 10, 4
+
+
+def device() -> torch.device:
+    """Of this rank: its GPU if ranks talk by NCCL, else the CPU."""
+    on_gpu = dist.is_initialized() and "nccl" in dist.get_backend()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 class Block(nn.Module):
@@ -34,9 +41,9 @@ class Net(nn.Module):
 
 def net(dtype: torch.dtype = torch.float32) -> Net:
     torch.manual_seed(5)
-    return Net().to(dtype)
+    return Net().to(device(), dtype)
 
 
 def tokens(step: int, microbatch: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + 100 * microbatch + rank)
-    return torch.randint(0, VOCAB, (ROWS, 7), generator=generator)
+    return torch.randint(0, VOCAB, (ROWS, 7), generator=generator).to(device())

@@ -26,7 +26,7 @@ from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard_model, fully
 from megatron_fsdp_adapter.config import STRATEGIES
 from tests.distributed.exact import gamma
 from tests.distributed.gpt import full_all
-from tests.distributed.plain import Block, net, tokens
+from tests.distributed.plain import Block, device, net, tokens
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 UNIT = {FP32: 2.0**-24, BF16: 2.0**-8, FP16: 2.0**-11}
@@ -134,7 +134,7 @@ def exact_gradients(
     for values in (sums, sizes):
         for name in values:
             dist.all_reduce(values[name])
-            values[name] /= cell.world
+            values[name] = values[name].cpu() / cell.world
     return sums, sizes
 
 
@@ -181,13 +181,13 @@ def check_update(model: Any, optimizer: Any, cell: Cell) -> None:
     """The step on shards is the step on whole tensors, bit for bit."""
     named = {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
     grads, whole = full_all(named), full_params(model)
-    plain = {name: nn.Parameter(value.clone()) for name, value in whole.items()}
+    plain = {name: nn.Parameter(value.clone().to(device())) for name, value in whole.items()}
     for name, param in plain.items():
-        param.grad = grads[name].to(param.dtype)
+        param.grad = grads[name].to(device(), param.dtype)
     adamw(plain.values()).step()
     optimizer.step()
     for name, value in full_params(model).items():
-        assert torch.equal(value, plain[name]), f"{cell}: weight {name}"
+        assert torch.equal(value, plain[name].cpu()), f"{cell}: weight {name}"
 
 
 def check_cell(cell: Cell, rank: int, steps: int = 2) -> float:
