@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .adapter import FullyShardedDataParallel
+    from .config import MixedPrecisionPolicy
     from .cpu_mode import enable_cpu_mode
+    from .ddp_config import DistributedDataParallelConfig
+    from .fully_shard import fully_shard_model, fully_shard_optimizer
     from .install import install, uninstall
     from .process_groups import create_all_gather_groups
     from .topology import FSDPDistributedIndex
@@ -19,19 +22,27 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DistributedDataParallelConfig": "ddp_config",
     "FullyShardedDataParallel": "adapter",
     "FSDPDistributedIndex": "topology",
+    "MixedPrecisionPolicy": "config",
     "create_all_gather_groups": "process_groups",
     "enable_cpu_mode": "cpu_mode",
+    "fully_shard_model": "fully_shard",
+    "fully_shard_optimizer": "fully_shard",
     "install": "install",
     "uninstall": "install",
 }
 
 __all__ = [
+    "DistributedDataParallelConfig",
     "FSDPDistributedIndex",
     "FullyShardedDataParallel",
+    "MixedPrecisionPolicy",
     "create_all_gather_groups",
     "enable_cpu_mode",
+    "fully_shard_model",
+    "fully_shard_optimizer",
     "install",
     "uninstall",
 ]

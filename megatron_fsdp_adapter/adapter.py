@@ -10,9 +10,7 @@ marks them as Megatron expects and forwards its calls.
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,20 +20,35 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from . import arguments, ddp_options, support
+from . import arguments, ddp_options, staging_options, support
 from . import optimizer as optimizer_seam
-from .checkpoint.chunks import LayoutRef, attach_chunks
 from .config import forced_overlaps
 from .description import describe
 from .engine.engine import FsdpEngine
 from .engine.identity import ParamPair
 from .engine.partition import managed_params, partition, unit_modules
+from .fp8 import CACHE_OPTION, switch_off_weight_cache
 from .fused_wgrad import grad_writer
-from .inner import ShardedModule, refuse_compilation
+from .inner import ShardedModule
+from .module_problems import device_of, module_problems
 from .param_attrs import copy_attributes
-from .process_groups import build_index, groups_from_parallel_state, groups_of
+from .process_groups import (
+    GATHER_SOURCES,
+    build_index,
+    groups_from_parallel_state,
+    groups_of,
+    mirror_group,
+)
 from .runtime.comm import Communicator
 from .runtime.device import make_runtime
+from .runtime.registered import RegisteredMemory, zero_cta_options
+from .sharded_module import (
+    GradSync,
+    mark_shard,
+    refuse_compilation,
+    refuse_conversions,
+    register_state_dict_hooks,
+)
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 from .topology import DENSE, EXPERT, TP_DIM, FSDPDistributedIndex
 
@@ -109,6 +122,10 @@ def _grad_scale(config: Any, num_ranks: int) -> float:
     return 1.0 if config.calculate_per_token_loss else 1.0 / num_ranks
 
 
+def _told(dtype: torch.dtype | None) -> str:
+    return "in each parameter's dtype" if dtype is None else str(dtype)
+
+
 def _split_offset(pair: ParamPair) -> tuple[int, ...] | None:
     """Where this rank's tensor-parallel part begins in the whole tensor; None at the origin."""
     split, mesh = pair.managed.split, pair.group.domain.mesh
@@ -125,8 +142,8 @@ class ParamAndGradBuffer:
     parameter_groups: tuple[()] = ()
     """Read only to find FP8 parameters, of which there are none."""
 
-    def __init__(self, engine: FsdpEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: FsdpEngine, slots: RegisteredMemory | None) -> None:
+        self._engine, self._slots = engine, slots
 
     def copy_main_weights_to_model_weights(self) -> None:
         """The optimizer has stepped: gathered weights are outdated. The cast itself happens in
@@ -134,35 +151,13 @@ class ParamAndGradBuffer:
         self._engine.main_weights_changed()
 
     def manual_buffer_registration(self) -> None:
-        """Nothing is registered with NCCL, so there is nothing to do."""
+        """Registers fixed buffers with NCCL, all at once, where that was left for after the first
+        step (`fsdp_manual_registration`)."""
+        if self._slots is not None:
+            self._slots.register()
 
 
-def _apply_guard(
-    module: nn.Module, dtypes: frozenset[torch.dtype], device: torch.device, where: str
-) -> Any:
-    """Stands in for `nn.Module._apply` of a wrapped module: a conversion would detach parameters
-    from the flat buffers. One that changes no parameter passes and reaches the buffers."""
-    ref = weakref.ref(module)
-
-    def apply(fn: Any, *_: Any, **__: Any) -> nn.Module | None:
-        for dtype in dtypes:
-            probe = fn(torch.empty(0, dtype=dtype, device=device))
-            if probe.dtype != dtype or probe.device != device:
-                raise RuntimeError(
-                    f"{where}: converting a wrapped module from {dtype} on {device} to "
-                    f"{probe.dtype} on {probe.device} would detach its parameters from their "
-                    "flat buffers; convert the module before wrapping it"
-                )
-        alive = ref()
-        for child in alive.modules() if alive is not None else ():
-            for name, value in child._buffers.items():
-                child._buffers[name] = None if value is None else fn(value)
-        return alive
-
-    return apply
-
-
-class FullyShardedDataParallel(_BaseDataParallel):
+class FullyShardedDataParallel(GradSync, _BaseDataParallel):
     """Shards a model's weights, gradients and optimizer state over its data-parallel ranks.
 
     Args:
@@ -192,13 +187,15 @@ class FullyShardedDataParallel(_BaseDataParallel):
         pg_collection: Any | None = None,
     ) -> None:
         super().__init__(config=config, module=module)
-        self.device, self.ddp_config = arguments.device_of(module), ddp_config
+        self.device, self.ddp_config = device_of(module), ddp_config
         support.raise_problems(
             "FullyShardedDataParallel",
             [
                 *support.problems(ddp_config, ddp_options.DDP_CONFIG_RULES),
                 *support.problems(config, support.MODEL_CONFIG_RULES),
-                *arguments.module_problems(module, fsdp_unit_modules, device),
+                *module_problems(
+                    module, fsdp_unit_modules, device, ddp_options.main_params_dtype(ddp_config)
+                ),
                 *arguments.group_problems(config, arguments.group_ranks(pg_collection)),
                 *self._set_index(module, pg_collection),
             ],
@@ -218,15 +215,18 @@ class FullyShardedDataParallel(_BaseDataParallel):
         }
         for option, value in forced.items():
             setattr(ddp_config, option, value)
+        if config.fp8 and self.engine.config.strategy.shard_weights:
+            forced |= {CACHE_OPTION: True} if switch_off_weight_cache(module) else {}
         self.module = ShardedModule(config, module, self.engine)
-        self.param_and_grad_buffer = ParamAndGradBuffer(self.engine)
+        self.param_and_grad_buffer = ParamAndGradBuffer(self.engine, self._slot_memory)
         for pair in self.engine.pairs:
             self._mark(pair)
         # RNG states are left alone: nothing here draws numbers, so they are as the caller seeded
         # them. Copying the first tensor-parallel rank's to the others, as is done elsewhere after
         # materialising weights, would give all of them the same dropout in what they split.
-        self._register_state_dict_hooks()
-        self._refuse_conversions()
+        refused = support.problems(self.config, support.CHECKPOINT_RULES)
+        register_state_dict_hooks(self.module, self.engine, refused)
+        refuse_conversions(self, self.engine)
         self._announce(forced)
 
     def _set_index(self, module: nn.Module, pg_collection: Any) -> list[str]:
@@ -238,6 +238,12 @@ class FullyShardedDataParallel(_BaseDataParallel):
                 if pg_collection is None
                 else groups_of(pg_collection)
             )
+            found = staging_options.problems(self.ddp_config, self.device, groups)
+            if staging_options.uses_copy_engines(self.ddp_config) and not found:
+                options = zero_cta_options()
+                for role, name in GATHER_SOURCES.items():
+                    made = mirror_group(groups[role], name, options=options)
+                    groups[f"{role}_ag"] = made
             self.megatron_fsdp_dist_index: FSDPDistributedIndex = build_index(
                 groups,
                 device=self.device,
@@ -249,7 +255,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
                 self.megatron_fsdp_dist_index.domain(kind)
         except ValueError as error:
             return [str(error)]
-        return []
+        return found
 
     def _build_engine(
         self, module: nn.Module, unit_classes: list[type[nn.Module]] | None
@@ -270,6 +276,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
                 grad_writer, fused=bool(getattr(self.config, "gradient_accumulation_fusion", False))
             ),
         )
+        self._slot_memory = staging_options.slot_memory(self.ddp_config, index, self.device)
         return FsdpEngine(
             module,
             plans,
@@ -278,48 +285,17 @@ class FullyShardedDataParallel(_BaseDataParallel):
             make_runtime(self.device),
             Communicator,
             ddp_options.grad_check(self.ddp_config),
+            None if self._slot_memory is None else self._slot_memory.allocate,
         )
 
     def _mark(self, pair: ParamPair) -> None:
         """Everything Megatron reads on parameters (contract: attributes of both identities)."""
         raw, param = pair.raw, pair.optimizer
         copy_attributes(raw, param)
-        layout, rank = pair.group.held.layout, pair.group.held.rank
-        held = layout.shard_range(pair.index, rank)
-        ref = LayoutRef(layout, pair.index, rank, _split_offset(pair))
         param.__fsdp_param__ = True  # type: ignore[attr-defined]
-        param.megatron_fsdp_slice = slice(held.start, held.stop)  # type: ignore[attr-defined]
         param.megatron_fsdp_dist_index = self.megatron_fsdp_dist_index  # type: ignore[attr-defined]
-        param.fsdp_layout_ref = ref  # type: ignore[attr-defined]
         param.orig_param = raw  # type: ignore[attr-defined]
-        attach_chunks(param, ref.chunks())  # type: ignore[arg-type]
-
-    def _register_state_dict_hooks(self) -> None:
-        """A state dict of any module below shows main weights, and a load into any refreshes the
-        compute weights. Where keys or shards would not be right in a checkpoint, both raise."""
-        engine = weakref.ref(self.engine)
-        refused = support.problems(self.config, support.CHECKPOINT_RULES)
-
-        def before_save(*_: Any) -> None:
-            support.raise_problems("state_dict", refused)
-            alive = engine()
-            if alive is not None:
-                alive.show_optimizer_params()
-
-        def after_load(*_: Any) -> None:
-            alive = engine()
-            if alive is not None:
-                alive.main_weights_changed()
-
-        for child in self.module.modules():
-            child.register_state_dict_pre_hook(before_save)
-            child.register_load_state_dict_post_hook(after_load)
-
-    def _refuse_conversions(self) -> None:
-        dtypes = frozenset(pair.raw.dtype for pair in self.engine.pairs)
-        for name, child in self.named_modules():
-            where = f"{type(child).__name__} {name}".strip()
-            child.__dict__["_apply"] = _apply_guard(child, dtypes, self.device, where)
+        mark_shard(pair, _split_offset(pair))
 
     def _announce(self, forced: Mapping[str, bool]) -> None:
         """Prints, on one rank, what the wrapper does and what it switched on by itself."""
@@ -334,7 +310,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             f"FullyShardedDataParallel: strategy {engine.config.strategy.name} over {axis.size} "
             f"ranks, {len(engine.units)} units ({', '.join(self.fsdp_unit_modules)}, root), "
             f"{numel} parameters, {100 * padding / numel:.2f}% padding; main weights "
-            f"{engine.config.policy.main_params_dtype}, gradients reduced in "
+            f"{_told(engine.config.policy.main_params_dtype)}, gradients reduced in "
             f"{engine.config.policy.comm_dtype}; set for you: {', '.join(kept) or 'nothing'}",
             flush=True,
         )
@@ -349,16 +325,6 @@ class FullyShardedDataParallel(_BaseDataParallel):
         """Runs the module on gathered weights. RuntimeError under torch.compile."""
         refuse_compilation()
         return self.module(*inputs, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Microbatches but the last run inside. ZeRO-0/1 only accumulate there; ZeRO-2/3 reduce
-        every microbatch, since they hold no full gradients."""
-        self.engine.is_last_microbatch = False
-        try:
-            yield
-        finally:
-            self.engine.is_last_microbatch = True
 
     def start_param_sync(
         self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False

@@ -48,8 +48,8 @@ class GradCheck:
                 names += [f"unit {unit.name}, parameter {m.fqns[0]}" for m in group.managed]
                 tensors += group.bucket_items
             else:
-                names += [f"unit {unit.name}"] * len(group.bucket_segments)
-                tensors += group.bucket_segments
+                names += [f"unit {unit.name}"] * len(group.collected_segments)
+                tensors += group.collected_segments
         filled = [i for i, tensor in enumerate(tensors) if tensor.numel() > 0]
         if filled:
             largest = torch._foreach_norm([tensors[i] for i in filled], float("inf"))

@@ -97,6 +97,7 @@ class FsdpEngine:
         self.pairs = make_pairs(self.groups)
         self.switch = IdentitySwitch(self.pairs)
         self._is_last_microbatch, self._knows_microbatches = True, False
+        self.auto_sync = False
         self._active_root: str | None = None
         self._backward_running = False
         self._fired: Counter[int] = Counter()
@@ -151,9 +152,9 @@ class FsdpEngine:
                 for key, managed in plan.groups.items()
             ]
             sizes[0].append(sum(aligned(numel * key.dtype.itemsize) for key, numel in groups))
-            sizes[1].append(
-                sum(aligned(n * config.bucket_dtype.itemsize) for k, n in groups if k.requires_grad)
-            )
+            trained = [numel for key, numel in groups if key.requires_grad]
+            itemsize = config.policy.comm_dtype.itemsize
+            sizes[1].append(sum(aligned(numel * itemsize) for numel in trained))
         weights, buckets = (
             Slots(plan_slots(kinds, nbytes), self._allocate_slots) if want else None
             for want, nbytes in zip(wanted, sizes, strict=True)
@@ -296,6 +297,8 @@ class FsdpEngine:
                 self._complete(unit)
         self.gather.release_all()
         self._backward_running = False
+        if self.auto_sync and self.is_last_microbatch:
+            self.finish_grads()
 
     def recover(self) -> None:
         """Forgets a forward or backward that raised: nothing is in flight or gathered after."""
@@ -323,7 +326,7 @@ class FsdpEngine:
         self.reduce.finish()
         self.show_optimizer_params()
         for pair in self.pairs:
-            pair.optimizer.grad = pair.grad
+            pair.attach_grad()
         if self.reduce.check is not None:
             self.reduce.check.raise_found()
 
@@ -344,7 +347,7 @@ class FsdpEngine:
         if self.reduce.check is not None:
             self.reduce.check.clear()
         for pair in self.pairs:
-            pair.optimizer.grad = None
+            pair.drop_grad()
         for group in self.groups:
             group.drop_grads()
 

@@ -4,9 +4,10 @@
     reduce stream          reduce(2), add to shard   |   reduce(1), add to shard | ...
 
 With sharded gradients every backward reduces each unit's fresh bucket and adds the result to the
-gradient shard. Otherwise the bucket is the gradient buffer: it sums the microbatches on this rank
-and is reduced once, in place. Either way the domain's scale is applied to what came out of a
-reduction and to nothing else, so it can neither be lost nor be applied twice.
+gradient shard. Otherwise the kept gradients sum the microbatches on this rank and are reduced
+once: in place, or through a transient bucket of the communication dtype. Either way the domain's
+scale is applied to what goes into a reduction or to what came out of it, once, and never to a
+running sum; docs/precision.md has the table.
 
 Buckets are written by compute, so they are allocated and freed on the compute stream. One is
 freed when its own reduction has passed, at the moment the bucket after next is needed; waiting
@@ -102,7 +103,7 @@ class ReducePipeline:
         if self.config.strategy.shard_grads:
             self._make_room(unit.trainable_groups)
         for group in groups:
-            group.bucket.allocate()
+            group.collected.allocate()
             group.direct.open(fresh=group.grad_state is not GradState.ACCUMULATED)
 
     def abandon(self, units: Sequence[Unit]) -> None:
@@ -127,7 +128,7 @@ class ReducePipeline:
         if self.config.strategy.shard_grads:
             self._make_room(groups)
             for group in groups:
-                group.bucket.allocate()
+                group.collected.allocate()
                 group.take_grads(accumulate=False)
             self._note(unit)
             self._launch(groups)
@@ -165,17 +166,22 @@ class ReducePipeline:
             self._make_room(groups)
             for group in groups:
                 if group.grad_state is GradState.EMPTY:
-                    group.bucket.allocate()
+                    group.collected.allocate()
                     group.take_grads(accumulate=False)
             if groups:
                 self._launch(groups)
             self._finish_outer(unit.trainable_groups)
 
     def _launch(self, groups: Sequence[ParamGroup]) -> None:
-        """Starts reducing filled buckets; coalesced per domain."""
-        sharded = self.config.strategy.shard_grads
+        """Starts reducing what was collected; coalesced per domain."""
         first = [group.grad_state not in REDUCED_STATES for group in groups]
+        transient = any(group.has_transient_bucket for group in groups)
+        if transient and not self.config.strategy.shard_grads:
+            self._make_room(groups)
         for group in groups:
+            group.fill_bucket()
+            if self.config.scale_before_sum and group.domain.grad_scale != 1.0:
+                torch._foreach_mul_(group.bucket_segments, group.domain.grad_scale)
             group.grad.allocate()
             group.grad_state = GradState.REDUCED
         self.runtime.wait(REDUCE, self.runtime.record(COMPUTE))
@@ -184,7 +190,7 @@ class ReducePipeline:
             lambda: self._communicate(groups, first),
             lambda: self._land(groups, first),
         )
-        if sharded:
+        if transient:
             self._in_flight.append(InFlight(groups, self.runtime.record(REDUCE)))
 
     def _finish_outer(self, groups: Sequence[ParamGroup]) -> None:
@@ -217,41 +223,47 @@ class ReducePipeline:
         works = []
         for domain, mine in largest_domain_first(groups):
             communicator = self.communicators[domain]
-            if self.config.strategy.shard_main:
-                pairs = [
-                    pair
-                    for group in mine
-                    for pair in zip(
-                        group.grad_segments if landing[id(group)] else group.bucket_own,
-                        group.bucket_segments,
-                        strict=True,
-                    )
-                ]
-                works += communicator.reduce_scatter(pairs)
+            segments = [segment for group in mine for segment in group.bucket_segments]
+            if not self.config.strategy.shard_main:
+                works += communicator.all_reduce(segments)
+                continue
+            results = [
+                result
+                for group in mine
+                for result in (group.grad_segments if landing[id(group)] else group.results)
+            ]
+            pairs = list(zip(results, segments, strict=True))
+            if self.config.fp32_accumulation:
+                works += communicator.reduce_scatter_in_fp32(pairs)
             else:
-                works += communicator.all_reduce([t for g in mine for t in g.bucket_segments])
+                works += communicator.reduce_scatter(pairs)
         return works
 
     def _lands(self, group: ParamGroup, is_first: bool) -> bool:
         """Whether a reduction writes into the gradient shard by itself."""
-        same_dtype = group.bucket.tensor.dtype == group.grad.tensor.dtype
-        return self.config.strategy.shard_grads and is_first and same_dtype
+        same_dtype = group.results[0].dtype == group.grad_segments[0].dtype
+        sharded = self.config.strategy.shard_main and group.has_transient_bucket
+        return sharded and is_first and same_dtype
 
     def _land(self, groups: Sequence[ParamGroup], first: Sequence[bool]) -> None:
         """Scales what was reduced, and puts or adds it to the main gradients where the reduction
         has not done that by itself."""
         for group, is_first in zip(groups, first, strict=True):
-            scale = group.domain.grad_scale
-            if is_first or not self.config.strategy.shard_grads:
-                if self.config.strategy.shard_grads and not self._lands(group, is_first):
-                    torch._foreach_copy_(group.grad_segments, group.bucket_own)
-                if scale != 1.0:
-                    torch._foreach_mul_(group.grad_segments, scale)
-            elif group.bucket.tensor.dtype == group.grad.tensor.dtype:
-                torch._foreach_add_(group.grad_segments, group.bucket_own, alpha=scale)
-            else:
-                for shard, own in zip(group.grad_segments, group.bucket_own, strict=True):
-                    shard.add_(own, alpha=scale)
+            scale = 1.0 if self.config.scale_before_sum else group.domain.grad_scale
+            shards, lands = group.grad_segments, self._lands(group, is_first)
+            results = shards if lands else group.results
+            wider = results[0].element_size() > shards[0].element_size()
+            if group.has_transient_bucket and not is_first:
+                for shard, result in zip(shards, results, strict=True):
+                    shard.add_(result, alpha=scale)
+                continue
+            # Multiplied in the dtype with more bits, so that scaling adds no rounding there.
+            if scale != 1.0 and wider:
+                torch._foreach_mul_(results, scale)
+            if group.has_transient_bucket and not lands:
+                torch._foreach_copy_(shards, results)
+            if scale != 1.0 and not wider:
+                torch._foreach_mul_(shards, scale)
 
     def _make_room(self, groups: Sequence[ParamGroup]) -> None:
         """Frees the oldest buckets until one more may exist and none of `groups` is in flight: a
@@ -270,7 +282,7 @@ class ReducePipeline:
         oldest = self._in_flight.popleft()
         self.runtime.wait(COMPUTE, oldest.event)
         for group in oldest.groups:
-            group.bucket.release()
+            group.release_bucket()
 
     def finish(self) -> None:
         """Orders the compute stream behind every reduction and frees all buckets."""

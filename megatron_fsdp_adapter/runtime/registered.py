@@ -24,7 +24,7 @@ def zero_cta_options(timeout: Any = None) -> Any:
     if policy is None:
         raise RuntimeError("this torch has no zero-CTA policy of NCCL: torch 2.11 has one")
     options = dist.ProcessGroupNCCL.Options()
-    options.config.cta_policy = policy
+    options.config.cta_policy = policy  # type: ignore[attr-defined]
     options.is_high_priority_stream = True
     if timeout is not None:
         options._timeout = timeout

@@ -16,7 +16,11 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter import (
+    FullyShardedDataParallel,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from megatron_fsdp_adapter.inner import ShardedModule
 from megatron_fsdp_adapter.param_attrs import MARKED_BY_MEGATRON
 from tests.distributed.gpt import (
@@ -348,6 +352,40 @@ def test_no_sync_is_a_fresh_context_each_time(trainer: Trainer) -> None:
     with pytest.raises(KeyError), trainer.wrapper.no_sync():
         raise KeyError
     assert engine.is_last_microbatch is True
+
+
+def test_a_wrapped_model_is_not_wrapped_again(trainer: Trainer) -> None:
+    """By neither front door, whichever parameters it shows."""
+    model = trainer.wrapper.module.module
+    for show in (trainer.wrapper.stop_communication, trainer.wrapper.start_param_sync):
+        show()
+        for wrap in (
+            lambda: FullyShardedDataParallel(model.config, trainer.wrapper.ddp_config, model),
+            lambda: fully_shard_model(model),
+        ):
+            with pytest.raises(ValueError, match="sharded already; wrap a module once"):
+                wrap()
+    with pytest.raises(ValueError, match="use get_megatron_optimizer"):
+        trainer.wrapper.stop_communication()
+        fully_shard_optimizer(torch.optim.AdamW(trainer.wrapper.parameters()))
+
+
+def test_a_backward_inside_sync_ends_with_gradients(trainer: Trainer) -> None:
+    """As in a plain loop; outside it `finish_grad_sync` is what attaches them."""
+    trainer.wrapper.zero_grad_buffer()
+    output, loss_func = forward_step(CASE, iter(data()), trainer.wrapper)
+    with trainer.wrapper.sync():
+        loss_func(output)[0].backward()
+    params = list(trainer.wrapper.parameters())
+    assert shown(trainer) == "optimizer"
+    assert all(param.grad is param.decoupled_grad is not None for param in params)
+    trainer.wrapper.zero_grad_buffer()
+    assert all(param.grad is param.decoupled_grad is None for param in params)
+    output, loss_func = forward_step(CASE, iter(data()), trainer.wrapper)
+    loss_func(output)[0].backward()
+    assert all(param.grad is None for param in params)
+    trainer.wrapper.finish_grad_sync()
+    assert all(param.grad is not None for param in params)
 
 
 @pytest.mark.parametrize("strategy", ("no_shard", "optim"))

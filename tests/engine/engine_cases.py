@@ -80,6 +80,12 @@ class PretendCommunicator:
             output.copy_(full.chunk(self.size)[self.rank] * self.size)
         return []
 
+    def reduce_scatter_in_fp32(self, pairs: Any) -> list[Any]:
+        self.report("reduce_scatter_in_fp32", [pair[1] for pair in pairs])
+        for output, full in pairs:
+            output.copy_(full.chunk(self.size)[self.rank].float() * self.size)
+        return []
+
     def all_reduce(self, tensors: Any) -> list[Any]:
         self.report("all_reduce", tensors)
         for tensor in tensors:
@@ -110,6 +116,9 @@ class LateCommunicator(PretendCommunicator):
 
     def reduce_scatter(self, pairs: Any) -> list[Any]:
         return [Work(lambda: super(LateCommunicator, self).reduce_scatter(pairs))]
+
+    def reduce_scatter_in_fp32(self, pairs: Any) -> list[Any]:
+        return [Work(lambda: super(LateCommunicator, self).reduce_scatter_in_fp32(pairs))]
 
     def all_reduce(self, tensors: Any) -> list[Any]:
         return [Work(lambda: super(LateCommunicator, self).all_reduce(tensors))]
@@ -144,6 +153,10 @@ class Setup:
     check_by: str | None = None
     fused: GradWriter | None = None
     slots: bool = False
+    main_params: torch.dtype | None = torch.float32
+    main_grads: torch.dtype | None = None
+    fp32_accumulation: bool = False
+    scale_before_sum: bool = False
 
     def but(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -153,13 +166,15 @@ class Setup:
         row = STRATEGIES[self.strategy]
         return EngineConfig(
             row,
-            MixedPrecisionPolicy(grad_comm_dtype=self.comm_dtype),
+            MixedPrecisionPolicy(self.main_params, self.main_grads, self.comm_dtype),
             overlap_grad_reduce=self.overlap or row.shard_grads,
             overlap_param_gather=self.overlap or row.shard_weights,
             prefetch_bytes=self.prefetch_bytes,
             shard_outer=self.shard_outer,
             weight_slots=self.slots,
             bucket_slots=self.slots,
+            fp32_accumulation=self.fp32_accumulation,
+            scale_before_sum=self.scale_before_sum,
         )
 
 
@@ -394,6 +409,8 @@ def buffers_of(engine: FsdpEngine) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{name}.bucket", group.bucket.tensor
                 if group.grad is not group.bucket:
                     yield f"{name}.grad", group.grad.tensor
+                if group.sums is not None:
+                    yield f"{name}.sums", group.sums.tensor
 
 
 def initial_outputs(
