@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.layout.memory import (
+from megatron_fsdp_adapter.memory import (
     GRADIENT_SHARD,
     LIFE,
     OPTIMIZER_STATE,
