@@ -77,17 +77,19 @@ REBINDINGS: tuple[Rebinding, ...] = (
 
 
 def install() -> None:
-    """Makes Megatron use this package's FSDP wrapper, optimizer seam and checkpoint helpers.
+    """Makes Megatron use this package's FSDP wrapper, optimizer seam and checkpoint helpers, and
+    fuse weight gradients where apex is missing.
 
     May be called before or after Megatron's modules are imported, and any number of times: a
     later call also reaches names that were bound to the originals in between. Raises
     RuntimeError if Megatron-Core cannot be imported or has no FSDP adapter.
     """
-    from megatron_fsdp_adapter import optimizer
+    from megatron_fsdp_adapter import fused_wgrad, optimizer
 
     for rebinding in REBINDINGS:
         _require(rebinding)
     optimizer.install()
+    fused_wgrad.install()
     for rebinding in REBINDINGS:
         module = _module_of(rebinding)
         if module is None:
@@ -102,7 +104,7 @@ def uninstall() -> None:
 
     Wrappers that were already constructed stay what they are.
     """
-    from megatron_fsdp_adapter import optimizer
+    from megatron_fsdp_adapter import fused_wgrad, optimizer
 
     for rebinding in reversed(REBINDINGS):
         module = sys.modules.get(rebinding.module)
@@ -113,6 +115,7 @@ def uninstall() -> None:
         if not originals:
             delattr(module, _ORIGINALS)
     optimizer.uninstall()
+    fused_wgrad.uninstall()
 
 
 def installed() -> bool:

@@ -33,6 +33,7 @@ from lib.data import padded_vocab_size
 from lib.distributed import Place
 from lib.options import Options
 from lib.specs import layer_spec
+from megatron_fsdp_adapter import fused_wgrad
 from megatron_fsdp_adapter.ddp_config import DistributedDataParallelConfig as FsdpConfig
 from megatron_fsdp_adapter.process_groups import create_all_gather_groups
 
@@ -148,6 +149,8 @@ def transformer_config(options: Options) -> TransformerConfig:
 
 def build_model(options: Options, config: TransformerConfig, place: Place) -> torch.nn.Module:
     """A GPTModel on the device; in bf16 or fp16 inside core's Float16Module."""
+    if options.gradient_accumulation_fusion:
+        fused_wgrad.install()
     model: torch.nn.Module = GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(config, str(options.transformer_impl)),
@@ -185,6 +188,7 @@ def ddp_config(options: Options) -> DistributedDataParallelConfig:
         **common,
         data_parallel_sharding_strategy=options.data_parallel_sharding_strategy,
         megatron_fsdp_grad_comm_dtype=torch.bfloat16 if options.grad_reduce_in_bf16 else None,
+        **_chosen(options, ("nccl_ub", "fsdp_double_buffer", "fsdp_copy_engine_all_gather")),
     )
 
 

@@ -137,6 +137,9 @@ class Options:
     data_parallel_sharding_strategy: str = option(
         "optim_grads_params", "no_shard, optim, optim_grads or optim_grads_params (ZeRO 0 to 3)"
     )
+    nccl_ub: bool = option(False, "communication buffers in fixed memory, registered with NCCL")
+    fsdp_double_buffer: bool = option(False, "communication buffers in fixed memory")
+    fsdp_copy_engine_all_gather: bool = option(False, "weights gathered by the copy engines")
     separate_all_gather_groups: bool = option(
         False, "with --use-megatron-fsdp: gather on process groups of its own"
     )
