@@ -22,7 +22,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from . import arguments, ddp_options, support
+from . import arguments, ddp_options, support, validation
 from . import optimizer as optimizer_seam
 from .checkpoint.chunks import LayoutRef, attach_chunks
 from .config import forced_overlaps
@@ -195,8 +195,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         support.raise_problems(
             "FullyShardedDataParallel",
             [
-                *support.problems(ddp_config, ddp_options.DDP_CONFIG_RULES),
-                *support.problems(config, support.MODEL_CONFIG_RULES),
+                *validation.wrapper_problems(config, ddp_config),
                 *arguments.module_problems(module, fsdp_unit_modules, device),
                 *arguments.group_problems(config, arguments.group_ranks(pg_collection)),
                 *self._set_index(module, pg_collection),

@@ -125,6 +125,27 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         "it needs nccl_ub, which is not supported yet; set it to False",
     ),
     Rule(
+        "megatron_fsdp_version",
+        lambda config: getattr(config, "megatron_fsdp_version", 1) != 1,
+        "this wrapper has the interface of version 1; use 1",
+    ),
+    Rule(
+        "megatron_fsdp_enable_fine_grained_param_gather",
+        _is_set("megatron_fsdp_enable_fine_grained_param_gather"),
+        "weights are gathered by units; set it to False, and name smaller modules with "
+        "fsdp_unit_modules where units are too large",
+    ),
+    Rule(
+        "megatron_fsdp_max_pool_double_buffer",
+        _is_set("megatron_fsdp_max_pool_double_buffer"),
+        "fixed communication buffers are not supported yet; set it to False",
+    ),
+    Rule(
+        "fsdp_db_use_persist_buf_on_alloc_fail",
+        _is_set("fsdp_db_use_persist_buf_on_alloc_fail"),
+        "it needs fsdp_double_buffer, which is not supported yet; set it to False",
+    ),
+    Rule(
         "delay_wgrad_compute",
         _is_set("delay_wgrad_compute"),
         "delayed weight gradients are not supported yet; set it to False",

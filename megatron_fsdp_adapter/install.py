@@ -49,6 +49,12 @@ def _wrapper_class() -> object:
     return FullyShardedDataParallel
 
 
+def _ddp_config_class() -> object:
+    from megatron_fsdp_adapter.ddp_fields import DistributedDataParallelConfig
+
+    return DistributedDataParallelConfig
+
+
 def _ours(name: str) -> Callable[[], object]:
     return lambda: getattr(megatron_names, name)
 
@@ -60,6 +66,11 @@ def _helper(module: str, name: str) -> Rebinding:
 REBINDINGS: tuple[Rebinding, ...] = (
     Rebinding(
         f"{_FSDP}.mcore_fsdp_adapter", "FullyShardedDataParallel", _wrapper_class, required=True
+    ),
+    Rebinding(
+        "megatron.core.distributed.distributed_data_parallel_config",
+        "DistributedDataParallelConfig",
+        _ddp_config_class,
     ),
     _helper("uneven_dtensor", "preprocess_state_dict_for_uneven_dtensor"),
     _helper("uneven_dtensor", "gather_uneven_dtensor_to_full_tensor"),
@@ -154,7 +165,13 @@ def _module_of(rebinding: Rebinding) -> ModuleType | None:
 
 def _rebind(rebinding: Rebinding, module: ModuleType, old: object, new: object) -> None:
     setattr(module, rebinding.name, new)
-    for holder in _loaded_megatron_modules() if rebinding.everywhere else ():
+    if rebinding.everywhere:
+        rebind_everywhere(old, new)
+
+
+def rebind_everywhere(old: object, new: object) -> None:
+    """Puts `new` wherever a loaded megatron module holds `old`, inside tuples too."""
+    for holder in _loaded_megatron_modules():
         for name, value in list(vars(holder).items()):
             replaced = _replace(value, old, new)
             if replaced is not value:

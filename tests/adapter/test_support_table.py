@@ -44,6 +44,7 @@ TRIGGERS: dict[str, Values] = {
     "megatron_fsdp_main_params_dtype": (torch.bfloat16,),
     "megatron_fsdp_main_grads_dtype": (torch.bfloat16,),
     "megatron_fsdp_grad_comm_dtype": (torch.float16, torch.bfloat16),
+    "megatron_fsdp_version": (2,),
     # Model config
     "mtp_num_layers": (1,),
     "fp8": ("e4m3",),

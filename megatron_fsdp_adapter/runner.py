@@ -1,0 +1,74 @@
+"""Runs a training script, unmodified, with this package's wrapper in the place of Megatron's.
+
+    torchrun ... -m megatron_fsdp_adapter path/to/pretrain_gpt.py --use-megatron-fsdp ...
+
+What `python path/to/pretrain_gpt.py ...` would do, except that the wrapper is installed when the
+arguments ask for FSDP. Without `--use-megatron-fsdp` the script runs as if started by itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from . import megatron_lm
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs the script `argv[0]` with the arguments after it; returns 0, or 2 if there is no such
+    file. What the script raises, or exits with, goes through."""
+    script = Path(argv[0]).resolve()
+    if not script.is_file():
+        print(f"megatron_fsdp_adapter: no such script: {argv[0]}", file=sys.stderr)
+        return 2
+    # First on the path, as Python does for a script, and before anything of megatron is imported:
+    # `megatron` has no __init__, so a checkout's and an installed megatron.core would mix.
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [argv[0], *argv[1:]]
+    prepare(script.parent, argv[1:])
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
+
+
+def prepare(folder: Path, argv: Sequence[str]) -> None:
+    """Hooks Megatron-LM's arguments; where there is no Megatron-LM (a script on megatron-core or
+    Megatron-Bridge, which parses nothing), installs at once."""
+    asks = megatron_lm.was_given(megatron_lm.FSDP_FLAG, argv)
+    # Before CUDA starts, so before arguments are parsed.
+    changes = megatron_lm.complete_environment(os.environ) if asks else []
+    arguments = _megatron_arguments()
+    from .install import install, rebind_everywhere
+
+    _refuse_mixture(folder)
+    if arguments is None:
+        install()
+        return
+    megatron_lm.hook_arguments(arguments, argv, changes, install, rebind_everywhere)
+
+
+def _megatron_arguments() -> ModuleType | None:
+    try:
+        return importlib.import_module("megatron.training.arguments")
+    except ModuleNotFoundError as error:
+        # Another package that is missing is the user's trouble, and theirs to see.
+        if error.name not in ("megatron", "megatron.training"):
+            raise
+        return None
+
+
+def _refuse_mixture(folder: Path) -> None:
+    """RuntimeError if the script's folder has a megatron-core, and another one was imported."""
+    import megatron.core
+
+    imported = Path(list(megatron.core.__path__)[0]).resolve()
+    beside = folder / "megatron" / "core"
+    if beside.is_dir() and imported != beside.resolve():
+        raise RuntimeError(
+            f"{folder} has a megatron-core of its own, but {imported} was imported: take the "
+            "other one off PYTHONPATH, or run the script in a process of its own"
+        )
