@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .adapter import FullyShardedDataParallel
+    from .bridge import apply_fsdp_overrides
     from .cpu_mode import enable_cpu_mode
     from .install import install, uninstall
     from .process_groups import create_all_gather_groups
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "FullyShardedDataParallel": "adapter",
     "FSDPDistributedIndex": "topology",
+    "apply_fsdp_overrides": "bridge",
     "create_all_gather_groups": "process_groups",
     "enable_cpu_mode": "cpu_mode",
     "install": "install",
@@ -30,6 +32,7 @@ _HOMES = {
 __all__ = [
     "FSDPDistributedIndex",
     "FullyShardedDataParallel",
+    "apply_fsdp_overrides",
     "create_all_gather_groups",
     "enable_cpu_mode",
     "install",

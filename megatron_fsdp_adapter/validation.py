@@ -9,6 +9,7 @@ imports Megatron, so that a configuration can be checked before anything is load
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,6 +158,34 @@ def _saves_or_loads(cfg: Any) -> bool:
     return cfg.checkpoint.save is not None or cfg.checkpoint.load is not None
 
 
+OVERLAP_RULES: tuple[Rule, ...] = tuple(
+    rule
+    for rule in (*MODEL_CONFIG_RULES, *OPTIMIZER_CONFIG_RULES)
+    if rule.option
+    in (
+        "defer_embedding_wgrad_compute",
+        "delay_wgrad_compute",
+        "overlap_moe_expert_parallel_comm",
+        "overlap_param_gather_with_optimizer_step",
+    )
+)
+"""Options that Megatron-Bridge copies from `comm_overlap` to other configs when training starts."""
+
+
+def folder_problems(option: str, folder: str | None) -> list[str]:
+    """A checkpoint to load that is in another format. Megatron would find out on all ranks, after
+    minutes of starting up. No folder, or one without a checkpoint, is no problem."""
+    if not folder:
+        return []
+    found = sorted(Path(folder).glob("iter_*/metadata.json"))  # only torch_dist and zarr have it
+    if not found:
+        return []
+    return [
+        f"{option}={folder!r}: {found[-1].parent.name} is a checkpoint of Megatron's own formats, "
+        f"with a metadata.json, and not {CKPT_FORMAT!r}; convert it, or start without it"
+    ]
+
+
 def connections_problems(environment: Mapping[str, str]) -> list[str]:
     """Megatron's usual launch scripts export 1, which stock tensor parallelism wants."""
     if environment.get(CONNECTIONS) != "1":
@@ -193,19 +222,28 @@ def launch_problems(args: Any, environment: Mapping[str, str]) -> list[str]:
         problems(options, MODEL_CONFIG_RULES),
         problems(options, OPTIMIZER_CONFIG_RULES),
         problems(options, CHECKPOINT_RULES) if checkpoints else [],
+        folder_problems("load", getattr(args, "load", None)),
+        folder_problems("pretrained_checkpoint", getattr(args, "pretrained_checkpoint", None)),
     )
 
 
 def bridge_problems(cfg: Any, environment: Mapping[str, str]) -> list[str]:
     """Everything wrong with a `ConfigContainer` that has `use_megatron_fsdp`, and the environment.
     One line each, with the path of the option in the container."""
+    overlap = getattr(cfg, "comm_overlap", None)
     return _unique(
         connections_problems(environment),
         problems(cfg, BRIDGE_RULES),
         _below("ddp", cfg.ddp, DDP_CONFIG_RULES),
         _below("model", cfg.model, MODEL_CONFIG_RULES),
         _below("optimizer", cfg.optimizer, OPTIMIZER_CONFIG_RULES),
+        _below("comm_overlap", overlap, OVERLAP_RULES) if overlap is not None else [],
         _below("model", cfg.model, CHECKPOINT_RULES) if _saves_or_loads(cfg) else [],
+        folder_problems("checkpoint.load", cfg.checkpoint.load),
+        folder_problems(
+            "checkpoint.pretrained_checkpoint",
+            getattr(cfg.checkpoint, "pretrained_checkpoint", None),
+        ),
     )
 
 

@@ -9,10 +9,9 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
-
-MEGATRON_LM = os.environ.get("MEGATRON_LM_PATH")
 
 PRELUDE = """
 import sys, types
@@ -199,28 +198,8 @@ def test_a_megatron_without_the_engine_keeps_its_names() -> None:
     """)
 
 
-@pytest.fixture(scope="module")
-def megatron_lm() -> str:
-    """The checkout, if there is one and what its training modules import is installed."""
-    if not MEGATRON_LM:
-        pytest.skip("MEGATRON_LM_PATH names no Megatron-LM checkout")
-    missing = run(
-        """
-        try:
-            import megatron.training.training
-        except ModuleNotFoundError as error:
-            assert not error.name.startswith("megatron"), error
-            print("missing:", error.name)
-        """,
-        MEGATRON_LM,
-    )
-    if "missing:" in missing:
-        pytest.skip(f"Megatron-LM's training modules need a package, {missing.strip()}")
-    return MEGATRON_LM
-
-
 @pytest.mark.parametrize("order", ["install first", "install last"])
-def test_megatron_lm_training_modules(megatron_lm: str, order: str) -> None:
+def test_megatron_lm_training_modules(megatron_lm: Path, order: str) -> None:
     body = f"""
         order = {order!r}
         from megatron_fsdp_adapter import install, uninstall
@@ -242,4 +221,4 @@ def test_megatron_lm_training_modules(megatron_lm: str, order: str) -> None:
         assert training.megatron_FSDP.__module__ == FSDP + ".mcore_fsdp_adapter"
         assert getattr(checkpointing, name).__module__ == ENGINE + ".uneven_dtensor"
     """
-    run(body, megatron_lm)
+    run(body, str(megatron_lm))
