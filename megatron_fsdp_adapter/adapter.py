@@ -31,12 +31,14 @@ from .engine.engine import FsdpEngine
 from .engine.identity import ParamPair
 from .engine.partition import managed_params, partition, unit_modules
 from .inner import ShardedModule, refuse_compilation
+from .install import installed
 from .param_attrs import copy_attributes
 from .process_groups import build_index, groups_from_parallel_state, groups_of
 from .runtime.comm import Communicator
 from .runtime.device import make_runtime
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 from .topology import DENSE, EXPERT, TP_DIM, FSDPDistributedIndex
+from .wiring import WiringCheck
 
 DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer,)
 
@@ -209,6 +211,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self.tp_group = self.megatron_fsdp_dist_index.tp_group
         self.force_all_reduce = False
         self.engine = self._build_engine(module, fsdp_unit_modules)
+        # As the training loop set it: what the strategy forces below, the loop does not see.
+        self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed())
         forced = {
             option: value
             for option, value in forced_overlaps(self.engine.config.strategy).items()
@@ -343,12 +347,14 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module on gathered weights. RuntimeError under torch.compile."""
         refuse_compilation()
+        self._wiring.on_forward(self.config, self.training)
         return self.module(*inputs, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Microbatches but the last run inside. ZeRO-0/1 only accumulate there; ZeRO-2/3 reduce
         every microbatch, since they hold no full gradients."""
+        self._wiring.on_no_sync()
         self.engine.is_last_microbatch = False
         try:
             yield
@@ -400,6 +406,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def zero_grad_buffer(self) -> None:
         """Forgets all gradients. Idempotent. Also recovers from a pass that raised."""
         self.engine.zero_grads()
+        self._wiring.on_zero_grads()
         for pair in self.engine.pairs:
             pair.raw.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         for param in self._shared_embeddings():

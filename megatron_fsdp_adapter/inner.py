@@ -53,6 +53,20 @@ class ShardedModule(MegatronModule):
                 copy_chunks(param, value)  # type: ignore[arg-type]
         return result
 
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The parameter of that name, or of the same one without a leading "module.".
+
+        Core's SwiGLU split counts on a Float16Module between this wrapper and the model, and asks
+        for a name that is a level too long where an fp32 model has none. AttributeError if there
+        is neither.
+        """
+        try:
+            return super().get_parameter(target)
+        except AttributeError:
+            if not target.startswith("module.module."):
+                raise
+            return super().get_parameter(target.removeprefix("module."))
+
     def _params_by_key(self) -> dict[str, nn.Parameter]:
         """State-dict keys and their optimizer parameters. Keys are not parameter names: a
         Float16Module is a level in names and none in keys."""

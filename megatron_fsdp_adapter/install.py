@@ -7,7 +7,8 @@ loaded megatron module holds the same object, tuples of classes included. A fixe
 would miss some: Bridge and Megatron-LM bind them in different places in every release.
 
 While installed, Megatron's bundled engine cannot be used in this process: its own code calls
-helpers that now are ours. `uninstall()` puts everything back.
+helpers that now are ours, so constructing its wrapper is an error. That error shows a name that was
+out of reach, or else the first step does (`wiring.py`). `uninstall()` puts everything back.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron_fsdp_adapter.checkpoint import megatron_names
 _FSDP = "megatron.core.distributed.fsdp"
 _ENGINE = f"{_FSDP}.src.megatron_fsdp"
 _ORIGINALS = "__megatron_fsdp_adapter_originals__"
+_CONSTRUCTOR = "__megatron_fsdp_adapter_constructor__"
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Rebinding:
 
     module, name: where Megatron defines it; replacement: returns ours; everywhere: also rebind it
     in every loaded megatron module that holds the same object; required: its absence means a
-    Megatron that we do not support (else it is skipped: that version has no such helper).
+    Megatron that we do not support (else it is skipped: that version has no such helper); refused:
+    a class that cannot be constructed meanwhile.
     """
 
     module: str
@@ -40,6 +43,7 @@ class Rebinding:
     replacement: Callable[[], object]
     everywhere: bool = True
     required: bool = False
+    refused: bool = False
 
 
 def _wrapper_class() -> object:
@@ -65,7 +69,15 @@ def _helper(module: str, name: str) -> Rebinding:
 
 REBINDINGS: tuple[Rebinding, ...] = (
     Rebinding(
-        f"{_FSDP}.mcore_fsdp_adapter", "FullyShardedDataParallel", _wrapper_class, required=True
+        f"{_FSDP}.mcore_fsdp_adapter",
+        "FullyShardedDataParallel",
+        _wrapper_class,
+        required=True,
+        refused=True,
+    ),
+    # Megatron-LM main has two wrappers, and FullyShardedDataParallel is a function that picks one.
+    Rebinding(
+        f"{_FSDP}.mcore_fsdp_adapter", "FullyShardedDataParallelV1", _wrapper_class, refused=True
     ),
     Rebinding(
         "megatron.core.distributed.distributed_data_parallel_config",
@@ -106,6 +118,8 @@ def install() -> None:
         originals = vars(module).setdefault(_ORIGINALS, {})
         original = originals.setdefault(rebinding.name, getattr(module, rebinding.name))
         _rebind(rebinding, module, original, rebinding.replacement())
+        if rebinding.refused:
+            _refuse_construction(original)
 
 
 def uninstall() -> None:
@@ -120,7 +134,10 @@ def uninstall() -> None:
         originals = vars(module).get(_ORIGINALS, {}) if module is not None else {}
         if module is None or rebinding.name not in originals:
             continue
-        _rebind(rebinding, module, rebinding.replacement(), originals.pop(rebinding.name))
+        original = originals.pop(rebinding.name)
+        _rebind(rebinding, module, rebinding.replacement(), original)
+        if rebinding.refused:
+            _allow_construction(original)
         if not originals:
             delattr(module, _ORIGINALS)
     optimizer.uninstall()
@@ -176,6 +193,30 @@ def rebind_everywhere(old: object, new: object) -> None:
             replaced = _replace(value, old, new)
             if replaced is not value:
                 setattr(holder, name, replaced)
+
+
+def _refuse_construction(original: Any) -> None:
+    """Makes the constructor of Megatron's class an error. A module outside megatron may have
+    imported it: training would go on with an engine whose helpers are no longer its own."""
+    if not isinstance(original, type) or _CONSTRUCTOR in vars(original):
+        return
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"{original.__module__}.{original.__name__} was constructed while "
+            "megatron_fsdp_adapter is installed: the module that did so had imported the class "
+            "before install(), and is not one of megatron's; call install() before it is "
+            "imported, or uninstall() to use Megatron's own wrapper"
+        )
+
+    setattr(original, _CONSTRUCTOR, vars(original)["__init__"])
+    setattr(original, "__init__", __init__)  # noqa: B010 (mypy refuses the assignment)
+
+
+def _allow_construction(original: Any) -> None:
+    if isinstance(original, type) and _CONSTRUCTOR in vars(original):
+        setattr(original, "__init__", vars(original)[_CONSTRUCTOR])  # noqa: B010
+        delattr(original, _CONSTRUCTOR)
 
 
 def _replace(value: Any, old: object, new: object) -> Any:

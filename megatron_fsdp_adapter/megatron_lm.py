@@ -14,7 +14,7 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -37,7 +37,7 @@ class Flag:
     name: str
     default: Any
     help: str
-    type: Callable[[str], Any] | None = None
+    type: Callable[[str], Any] = str
     is_switch: bool = False
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
@@ -75,7 +75,6 @@ MAIN_FLAGS: tuple[Flag, ...] = (
     Flag(
         "--outer-dp-sharding-strategy", "no_shard",
         "no_shard or optim: how optimizer instances share main weights and optimizer state",
-        type=str,
     ),
     Flag(
         "--create-all-gather-group", False, "communicators of their own for gathers",
@@ -185,7 +184,7 @@ def complete(args: Any, argv: Sequence[str]) -> list[Change]:
     return changes
 
 
-def complete_environment(environment: dict[str, str] | os._Environ[str]) -> list[Change]:
+def complete_environment(environment: MutableMapping[str, str]) -> list[Change]:
     """Sets environment variables that CUDA reads when it starts, if they are not set."""
     if CONNECTIONS in environment:
         return []

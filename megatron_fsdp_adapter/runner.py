@@ -65,7 +65,7 @@ def _refuse_mixture(folder: Path) -> None:
     """RuntimeError if the script's folder has a megatron-core, and another one was imported."""
     import megatron.core
 
-    imported = Path(list(megatron.core.__path__)[0]).resolve()
+    imported = Path(next(iter(megatron.core.__path__))).resolve()
     beside = folder / "megatron" / "core"
     if beside.is_dir() and imported != beside.resolve():
         raise RuntimeError(

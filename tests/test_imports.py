@@ -27,7 +27,8 @@ adapter layer, level 4, whose files may import each other."""
 ADAPTER_LEVEL = 4
 
 MEGATRON_IMPORTERS = {
-    "adapter", "arguments", "cpu_mode", "inner", "install", "optimizer", "process_groups",
+    "adapter", "arguments", "cpu_mode", "ddp_fields", "inner", "install", "optimizer",
+    "process_groups", "runner",
 }  # fmt: skip
 """Files that may import Megatron."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -16,22 +17,22 @@ from tests.integration import lm_log
 ROOT = Path(__file__).parents[2]
 HARNESS = ROOT / "tests" / "integration" / "on_cpu.py"
 
-NO_KERNELS = (
+NO_KERNELS = shlex.split(
     "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
     "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
     "--distributed-backend gloo"
-).split()
+)
 """What a machine without a GPU lacks; nothing of it concerns the wrapper."""
 
 STEPS = 6
-SMALL = (
+SMALL = shlex.split(
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --hidden-dropout 0 --attention-dropout 0 "
     "--untie-embeddings-and-output-weights --micro-batch-size 2 --global-batch-size 8 "
     f"--lr 1e-3 --min-lr 1e-4 --lr-decay-iters 10 --train-iters {STEPS} --eval-interval 2 "
     "--eval-iters 1 --log-interval 1 --log-params-norm --tokenizer-type NullTokenizer "
     "--vocab-size 256 --num-workers 0 --distributed-timeout-minutes 2"
-).split()
+)
 """Two microbatches a rank on 2 ranks."""
 
 

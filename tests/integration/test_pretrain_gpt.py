@@ -9,6 +9,7 @@ Opt-in: needs a checkout of Megatron-LM at core_v0.16.1 and what its training mo
 from __future__ import annotations
 
 import functools
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ from tests.integration.lm_runs import ROOT, STEPS, Run, train
 pytestmark = pytest.mark.full
 
 MOCK = ("--mock-data",)
-MOE = (
+MOE = shlex.split(
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
     "--moe-ffn-hidden-size 48"
-).split()
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+)
+RECOMPUTE = shlex.split(
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+)
 TABLE = "--use-megatron-fsdp sets"
 
 
@@ -42,7 +45,7 @@ class Setup:
 
 DENSE = Setup("dense", MOCK)
 TIED = Setup("tied", (*MOCK, "--swiglu", "--position-embedding-type", "rope"))
-RECOMPUTED = Setup("recompute", (*MOCK, *RECOMPUTE.split()))
+RECOMPUTED = Setup("recompute", (*MOCK, *RECOMPUTE))
 EXPERTS = Setup("experts", (*MOCK, *MOE))
 EXPERTS_EP2 = Setup(
     "experts-ep2",
