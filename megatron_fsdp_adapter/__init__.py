@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .adapter import FullyShardedDataParallel
     from .bridge import apply_fsdp_overrides
     from .cpu_mode import enable_cpu_mode
-    from .install import install, uninstall
+    from .installation import install, uninstall
     from .process_groups import create_all_gather_groups
     from .topology import FSDPDistributedIndex
 
@@ -25,8 +25,8 @@ _HOMES = {
     "apply_fsdp_overrides": "bridge",
     "create_all_gather_groups": "process_groups",
     "enable_cpu_mode": "cpu_mode",
-    "install": "install",
-    "uninstall": "install",
+    "install": "installation",
+    "uninstall": "installation",
 }
 
 __all__ = [
@@ -44,6 +44,5 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    # `install` is also the name of a submodule, which importing just bound here.
     globals()[name] = value
     return value

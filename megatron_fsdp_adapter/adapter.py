@@ -31,7 +31,7 @@ from .engine.engine import FsdpEngine
 from .engine.identity import ParamPair
 from .engine.partition import managed_params, partition, unit_modules
 from .inner import ShardedModule, refuse_compilation
-from .install import installed
+from .installation import installed
 from .param_attrs import copy_attributes
 from .process_groups import build_index, groups_from_parallel_state, groups_of
 from .runtime.comm import Communicator

@@ -82,7 +82,7 @@ def apply_fsdp_overrides(
         print(format_changes("apply_fsdp_overrides sets", changes), flush=True)
     raise_problems("The recipe with FullyShardedDataParallel", bridge_problems(cfg, environment))
 
-    from .install import install  # imports Megatron, which checking a recipe does not need
+    from .installation import install  # imports Megatron, which checking a recipe does not need
 
     install()
     return changes

@@ -14,7 +14,7 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -271,10 +271,3 @@ def error_message(found: Sequence[str]) -> str:
     """All problems of the command line as one message."""
     lines = "\n".join(f"  - {line}" for line in found)
     return f"{FSDP_FLAG} cannot be used with this configuration:\n{lines}"
-
-
-def doctor_rows(args: Any, argv: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """What a run with these arguments would set, and its problems; for `doctor`."""
-    changes = complete(args, argv)
-    return {"sets": [vars(change) for change in changes],
-            "refuses": launch_problems(args, environment)}

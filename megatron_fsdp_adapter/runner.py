@@ -42,7 +42,7 @@ def prepare(folder: Path, argv: Sequence[str]) -> None:
     # Before CUDA starts, so before arguments are parsed.
     changes = megatron_lm.complete_environment(os.environ) if asks else []
     arguments = _megatron_arguments()
-    from .install import install, rebind_everywhere
+    from .installation import install, rebind_everywhere
 
     _refuse_mixture(folder)
     if arguments is None:

@@ -39,7 +39,10 @@ training=(--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --min-lr 1e-4
   --lr-decay-iters 20 --train-iters 10 --eval-interval 5 --eval-iters 2 --log-interval 1
   --mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --num-workers 0
   --distributed-timeout-minutes 2 --log-params-norm --no-gradient-accumulation-fusion)
-exact=(--deterministic-mode)
+# One microbatch a rank and no clipping: then both wrappers add the same numbers in the same order,
+# and fp32 training is to agree in every digit. With several, sums of microbatches and of ranks are
+# taken in another order.
+exact=(--deterministic-mode --global-batch-size 4 --clip-grad 1000)
 moe=(--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 512
   --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none)
 
@@ -87,6 +90,8 @@ CUDA_DEVICE_MAX_CONNECTIONS=1 stock tp_ddp "${exact[@]}" "${tp[@]}" &
 ours tp_zero3 "${exact[@]}" "${tp[@]}" &
 echo 5 > "$work/ck/latest_checkpointed_iteration.txt"
 ours zero3_resumed "${exact[@]}" --bf16 --load "$work/ck" &
+stock ddp_accumulate --deterministic-mode &
+ours zero3_accumulate --deterministic-mode &
 ours zero3_recompute "${exact[@]}" --bf16 --recompute-granularity full --recompute-method uniform \
   --recompute-num-layers 1 &
 wait
@@ -97,6 +102,7 @@ failed=0
   compare ddp_fp32 zero3_fp32 || failed=1
   compare ddp_fp32 zero1_fp32 || failed=1
   compare tp_ddp tp_zero3 || failed=1
+  compare ddp_accumulate zero3_accumulate --tolerance 0.002 || failed=1
   compare zero3_bf16 zero3_resumed --from-iteration 8 || failed=1
   compare zero3_bf16 zero3_recompute || failed=1
   compare ddp_bf16 zero3_bf16 --tolerance 0.005 || failed=1

@@ -39,22 +39,30 @@ def read(text: str) -> Values:
 
 
 def differences(
-    first: Values, second: Values, tolerance: float | None = None, start: int = 1
+    first: Values,
+    second: Values,
+    tolerance: float | None = None,
+    start: int = 1,
+    last_digit: int = 0,
 ) -> list[str]:
-    """A line for each value from iteration `start` on that only one log has, or that differs: in
-    any printed digit, or relatively by more than `tolerance`."""
+    """A line for each value from iteration `start` on that only one log has, or that differs:
+    relatively by more than `tolerance`, or, without one, by more than `last_digit` units of the
+    last printed digit."""
     wanted = {key for key in first if key[0] >= start}
     found = {key for key in second if key[0] >= start}
     lines = [f"iteration {n}: {what} only in one log" for n, what in sorted(wanted ^ found)]
     for key in sorted(wanted & found):
         one, other = first[key], second[key]
-        if one != other and (tolerance is None or not _close(one, other, tolerance)):
+        allowed = _unit(one) * last_digit if tolerance is None else abs(float(one)) * tolerance
+        if one != other and not abs(float(one) - float(other)) <= 1.001 * allowed:
             lines.append(f"iteration {key[0]}: {key[1]} {one} and {other}")
     return lines
 
 
-def _close(one: str, other: str, tolerance: float) -> bool:
-    return abs(float(one) - float(other)) <= tolerance * abs(float(one))
+def _unit(number: str) -> float:
+    """What the last printed digit of "5.790631E+00" stands for."""
+    mantissa, _, exponent = number.partition("E")
+    return 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
 
 
 def main(argv: list[str]) -> int:

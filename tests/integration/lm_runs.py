@@ -28,12 +28,18 @@ STEPS = 6
 SMALL = shlex.split(
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --hidden-dropout 0 --attention-dropout 0 "
-    "--untie-embeddings-and-output-weights --micro-batch-size 2 --global-batch-size 8 "
+    "--untie-embeddings-and-output-weights --micro-batch-size 2 --global-batch-size 4 "
+    "--clip-grad 100 "
     f"--lr 1e-3 --min-lr 1e-4 --lr-decay-iters 10 --train-iters {STEPS} --eval-interval 2 "
     "--eval-iters 1 --log-interval 1 --log-params-norm --tokenizer-type NullTokenizer "
     "--vocab-size 256 --num-workers 0 --distributed-timeout-minutes 2"
 )
-"""Two microbatches a rank on 2 ranks."""
+"""One microbatch a rank on 2 ranks, and no clipping: both wrappers then add the same numbers in the
+same order, and every digit must agree."""
+
+ACCUMULATED = ("--global-batch-size", "8", "--clip-grad", "0.5")
+"""Two microbatches a rank, and clipping in every step. ZeRO-2/3 add up ranks first and microbatches
+then, DDP the other way round, and both add up squares for the norm in the order of their shards."""
 
 
 @dataclass(frozen=True)

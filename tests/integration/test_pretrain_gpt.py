@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration import lm_log
-from tests.integration.lm_runs import ROOT, STEPS, Run, train
+from tests.integration.lm_runs import ACCUMULATED, ROOT, STEPS, Run, train
 
 pytestmark = pytest.mark.full
 
@@ -35,16 +35,22 @@ TABLE = "--use-megatron-fsdp sets"
 
 @dataclass(frozen=True)
 class Setup:
-    """A model and its parallelism: arguments that stock DDP and the wrapper are both given."""
+    """A model and its parallelism: arguments that stock DDP and the wrapper are both given.
+
+    last_digit: by how many units of the last printed digit they may differ. A unit is 1e-6 at
+    losses near 5, two roundings of fp32.
+    """
 
     name: str
     arguments: tuple[str, ...]
     world: int = 2
     data: bool = False
+    last_digit: int = 0
 
 
 DENSE = Setup("dense", MOCK)
-TIED = Setup("tied", (*MOCK, "--swiglu", "--position-embedding-type", "rope"))
+ACCUMULATING = Setup("dense, accumulating and clipping", (*MOCK, *ACCUMULATED), last_digit=1)
+SWIGLU = Setup("swiglu", (*MOCK, "--swiglu", "--position-embedding-type", "rope"))
 RECOMPUTED = Setup("recompute", (*MOCK, *RECOMPUTE))
 EXPERTS = Setup("experts", (*MOCK, *MOE))
 EXPERTS_EP2 = Setup(
@@ -70,7 +76,9 @@ CASES = [
     (DENSE, (*ZERO1, *OVERLAP)),
     (DENSE, ZERO0),
     (DENSE, (*ZERO0, *OVERLAP)),
-    (TIED, ZERO3),
+    (ACCUMULATING, ZERO3),
+    (ACCUMULATING, (*ZERO1, *OVERLAP)),
+    (SWIGLU, ZERO3),
     (RECOMPUTED, ZERO3),
     (EXPERTS, ZERO3),
     (EXPERTS_EP2, ZERO3),
@@ -144,10 +152,12 @@ def test_losses_and_norms_are_those_of_ddp(
     arguments = [*setup.arguments, *_data(setup, text), "--use-megatron-fsdp", *flags]
     run = train(megatron_lm, arguments, setup.world)
     _check(run, setup)
-    assert lm_log.differences(stock(setup), run.values) == []
+    assert lm_log.differences(
+        stock(setup), run.values, last_digit=setup.last_digit
+    ) == []
 
 
-@pytest.mark.parametrize("setup", [DENSE, TIED, EXPERTS], ids=lambda setup: setup.name)
+@pytest.mark.parametrize("setup", [DENSE, SWIGLU, EXPERTS], ids=lambda setup: setup.name)
 def test_saves_and_resumes(megatron_lm: Path, stock, tmp_path: Path, setup: Setup) -> None:
     """What follows a resume is what an uninterrupted DDP run printed. Megatron-LM averages the
     first two losses that it logs after a resume, so the comparison begins at the third."""
@@ -155,7 +165,9 @@ def test_saves_and_resumes(megatron_lm: Path, stock, tmp_path: Path, setup: Setu
     first = train(megatron_lm, [*common, "--save-interval", "2", "--exit-interval", "2"])
     assert first.status == 0, first.log[-3000:]
     assert (tmp_path / "saved" / "iter_0000002" / ".metadata").is_file()
-    resumed = train(megatron_lm, [*common, "--load", str(tmp_path / "saved")])
+    resumed = train(
+        megatron_lm, [*common, "--save-interval", "2", "--load", str(tmp_path / "saved")]
+    )
     assert resumed.status == 0, resumed.log[-3000:]
     assert (2, "lm loss") not in resumed.values, "it started again from the beginning"
     assert (3, "grad norm") in resumed.values
@@ -180,8 +192,8 @@ def test_contradictions_are_one_error(megatron_lm: Path) -> None:
     run = train(
         megatron_lm,
         [*MOCK, "--use-megatron-fsdp", "--ckpt-format", "torch_dist", "--use-torch-fsdp2",
-         "--optimizer", "sgd", "--tensor-model-parallel-size", "2", "--save", "somewhere",
-         "--megatron-fsdp-version", "2"],
+         "--optimizer", "sgd", "--tensor-model-parallel-size", "2", "--save", "somewhere", "--save-interval",
+         "1", "--megatron-fsdp-version", "2"],
     )  # fmt: skip
     assert run.status == 2
     assert run.log.count("cannot be used with this configuration") == 1

@@ -152,6 +152,32 @@ def installed() -> bool:
     )
 
 
+def places() -> dict[str, list[str]]:
+    """Where each rebound name is ours now: dotted paths by name. Empty when not installed."""
+    found: dict[str, list[str]] = {}
+    for rebinding in REBINDINGS:
+        module = sys.modules.get(rebinding.module)
+        if module is None or rebinding.name not in vars(module).get(_ORIGINALS, {}):
+            continue
+        ours = rebinding.replacement()
+        found[rebinding.name] = sorted(
+            f"{holder.__name__}.{name}"
+            for holder in _loaded_megatron_modules()
+            for name, value in vars(holder).items()
+            if _replace(value, ours, None) is not value
+        )
+    return found
+
+
+def absent() -> list[str]:
+    """Names of `REBINDINGS` that this Megatron does not have, as dotted paths."""
+    return [
+        f"{rebinding.module}.{rebinding.name}"
+        for rebinding in REBINDINGS
+        if _module_of(rebinding) is None
+    ]
+
+
 def original(name: str) -> Any:
     """Megatron's own object under a name that is rebound now. Raises KeyError if none is."""
     for rebinding in REBINDINGS:
