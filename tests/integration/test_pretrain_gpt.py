@@ -25,7 +25,7 @@ pytestmark = pytest.mark.full
 MOCK = ("--mock-data",)
 MOE = shlex.split(
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
-    "--moe-ffn-hidden-size 48"
+    "--moe-ffn-hidden-size 48 --disable-bias-linear"
 )
 RECOMPUTE = shlex.split(
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
