@@ -1,4 +1,4 @@
-"""Runs Megatron-LM's pretrain_gpt.py, unmodified, on several gloo processes of this machine."""
+"""Runs training scripts, unmodified, on several gloo processes of this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.integration import lm_log
 
 ROOT = Path(__file__).parents[2]
-HARNESS = ROOT / "tests" / "integration" / "on_cpu.py"
+HARNESSES = ROOT / "tests" / "integration"
 
 NO_KERNELS = shlex.split(
     "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
@@ -60,8 +60,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(script: Path, arguments: list[str], world: int, log: Path) -> list[subprocess.Popen]:
-    """One process a rank, all writing to `log`."""
+def start(
+    harness: str, script: Path, arguments: list[str], world: int, log: Path
+) -> list[subprocess.Popen]:
+    """One process a rank, all writing to `log`. harness: the file that makes it run on a CPU."""
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -77,7 +79,7 @@ def start(script: Path, arguments: list[str], world: int, log: Path) -> list[sub
     with log.open("w") as output:
         return [
             subprocess.Popen(
-                [sys.executable, "-W", "ignore", str(HARNESS), str(script), *arguments],
+                [sys.executable, "-W", "ignore", str(HARNESSES / harness), str(script), *arguments],
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=output, stderr=subprocess.STDOUT, cwd=log.parent,
             )
@@ -112,5 +114,17 @@ def train(
         log = Path(folder) / "log"
         cache = ["--data-cache-path", f"{folder}/cache"]
         script = checkout / "pretrain_gpt.py"
-        processes = start(script, [*SMALL, *NO_KERNELS, *cache, *arguments], world, log)
-        return finish(processes, log, timeout)
+        everything = [*SMALL, *NO_KERNELS, *cache, *arguments]
+        return finish(start("on_cpu.py", script, everything, world, log), log, timeout)
+
+
+def train_recipe(
+    script: Path, arguments: list[str], world: int = 2, timeout: float = 240.0
+) -> Run:
+    """Trains a recipe of Megatron-Bridge with `script`, tiny and on the CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        recipe = ["--recipe", "llama32_1b_pretrain_config", "--config-file",
+                  str(HARNESSES / "bridge_cpu.yaml")]  # fmt: skip
+        everything = [*recipe, *arguments, f"dataset.path_to_cache={folder}/cache"]
+        return finish(start("bridge_on_cpu.py", script, everything, world, log), log, timeout)

@@ -192,8 +192,8 @@ def test_contradictions_are_one_error(megatron_lm: Path) -> None:
     run = train(
         megatron_lm,
         [*MOCK, "--use-megatron-fsdp", "--ckpt-format", "torch_dist", "--use-torch-fsdp2",
-         "--optimizer", "sgd", "--tensor-model-parallel-size", "2", "--save", "somewhere", "--save-interval",
-         "1", "--megatron-fsdp-version", "2"],
+         "--optimizer", "sgd", "--tensor-model-parallel-size", "2", "--save", "somewhere",
+         "--save-interval", "1", "--megatron-fsdp-version", "2"],
     )  # fmt: skip
     assert run.status == 2
     assert run.log.count("cannot be used with this configuration") == 1
