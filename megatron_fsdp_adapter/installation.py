@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -104,12 +104,16 @@ def install() -> None:
 
     May be called before or after Megatron's modules are imported, and any number of times: a
     later call also reaches names that were bound to the originals in between. Raises
-    RuntimeError if Megatron-Core cannot be imported or has no FSDP adapter.
+    RuntimeError, before anything is changed, with every name that this Megatron-Core lacks.
     """
     from megatron_fsdp_adapter import optimizer
 
-    for rebinding in REBINDINGS:
-        _require(rebinding)
+    missing = [*missing_names(), *optimizer.missing()]
+    if missing:
+        raise RuntimeError(
+            f"this megatron-core ({core_version()}) has no {', '.join(missing)}; install "
+            "megatron-core 0.16.1"
+        )
     optimizer.install()
     for rebinding in REBINDINGS:
         module = _module_of(rebinding)
@@ -187,11 +191,20 @@ def original(name: str) -> Any:
     raise KeyError(f"{name} is not rebound")
 
 
-def _require(rebinding: Rebinding) -> None:
-    if rebinding.required and _module_of(rebinding) is None:
-        raise RuntimeError(
-            f"{rebinding.module} has no {rebinding.name}; install megatron-core 0.16.1"
-        )
+def missing_names(rebindings: Iterable[Rebinding] = REBINDINGS) -> list[str]:
+    """Names without which there is nothing to rebind, as dotted paths."""
+    return [
+        f"{rebinding.module}.{rebinding.name}"
+        for rebinding in rebindings
+        if rebinding.required and _module_of(rebinding) is None
+    ]
+
+
+def core_version() -> str:
+    """Of the megatron-core that is imported."""
+    import megatron.core
+
+    return str(getattr(megatron.core, "__version__", "of no known version"))
 
 
 def _module_of(rebinding: Rebinding) -> ModuleType | None:

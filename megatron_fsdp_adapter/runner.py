@@ -8,6 +8,7 @@ arguments ask for FSDP. Without `--use-megatron-fsdp` the script runs as if star
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import runpy
@@ -49,6 +50,23 @@ def prepare(folder: Path, argv: Sequence[str]) -> None:
         install()
         return
     megatron_lm.hook_arguments(arguments, argv, changes, install, rebind_everywhere)
+
+
+def parse_arguments(script: Path, argv: Sequence[str]) -> argparse.Namespace:
+    """What the Megatron-LM that `script` uses makes of a command line, with main's flags added and
+    before anything is completed. Puts the script's folder on the path.
+
+    ValueError if there is no such script, or no Megatron-LM beside it or on the path.
+    """
+    if not script.is_file():
+        raise ValueError(f"no such script: {script}")
+    sys.path.insert(0, str(script.resolve().parent))
+    module = _megatron_arguments()
+    if module is None:
+        raise ValueError(f"{script}: there is no megatron.training to read its arguments with")
+    parser = argparse.ArgumentParser(prog=script.name, allow_abbrev=False)
+    parser = megatron_lm.add_missing_flags(module.add_megatron_arguments(parser))
+    return parser.parse_args(list(argv))
 
 
 def _megatron_arguments() -> ModuleType | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib
 import importlib.metadata
 import json
 import os
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter import megatron_lm, validation
+from megatron_fsdp_adapter import megatron_lm, runner, validation
 from megatron_fsdp_adapter.cli import machine
 from megatron_fsdp_adapter.settings import Change, format_changes
 
@@ -115,7 +114,7 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
     if given.script is None:
         args, changes = SimpleNamespace(**{**DEFAULTS, **dict(map(_assignment, given.set))}), []
     else:
-        args = parse_script_arguments(Path(given.script), given.arguments)
+        args = runner.parse_arguments(Path(given.script), given.arguments)
         if not args.use_megatron_fsdp:
             return {"note": f"without {megatron_lm.FSDP_FLAG} the script runs as it is"}
         changes = megatron_lm.complete(args, given.arguments)
@@ -125,23 +124,6 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
         "groups": group_sizes(options, given.world_size),
         "refuses": validation.launch_problems(args, os.environ),
     }
-
-
-def parse_script_arguments(script: Path, arguments: Sequence[str]) -> argparse.Namespace:
-    """What Megatron-LM's parser, with main's flags added, makes of a command line.
-
-    ValueError if there is no such script, or no Megatron-LM beside it or on the path.
-    """
-    if not script.is_file():
-        raise ValueError(f"no such script: {script}")
-    sys.path.insert(0, str(script.resolve().parent))
-    try:
-        module = importlib.import_module("megatron.training.arguments")
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{script}: its arguments cannot be read, {error}") from error
-    parser = argparse.ArgumentParser(prog=script.name, allow_abbrev=False)
-    parser = megatron_lm.add_missing_flags(module.add_megatron_arguments(parser))
-    return parser.parse_args(list(arguments))
 
 
 def _assignment(text: str) -> tuple[str, Any]:

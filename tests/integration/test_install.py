@@ -189,12 +189,58 @@ def test_a_megatron_without_the_engine_keeps_its_names() -> None:
         missing = [r for r in module.REBINDINGS if module._module_of(r) is None]
         assert {r.name for r in missing} >= {"preprocess_state_dict_for_uneven_dtensor"}
         required = Rebinding(ENGINE + ".uneven_dtensor", "x", lambda: None, required=True)
+        assert module.missing_names([required]) == [ENGINE + ".uneven_dtensor.x"]
+        assert module.missing_names() == []
+    """)
+
+
+def test_another_megatron_core_is_told_what_it_lacks() -> None:
+    """Megatron-LM main renamed methods of its optimizer; nothing is changed then."""
+    run("""
+        from megatron.core.distributed import FullyShardedDataParallel as original
+        from megatron.core.optimizer.optimizer import MegatronOptimizer
+        del MegatronOptimizer.get_main_grads_for_grad_norm, MegatronOptimizer.count_zeros
+        from megatron_fsdp_adapter import install
+        from megatron_fsdp_adapter.installation import installed
         try:
-            module._require(required)
+            install()
         except RuntimeError as error:
-            assert "megatron-core 0.16.1" in str(error)
+            for name in ("0.16.1", "DistributedOptimizer.get_main_grads_for_grad_norm",
+                         "DistributedOptimizer.count_zeros"):
+                assert name in str(error), error
         else:
-            raise AssertionError("a required name may not be absent")
+            raise AssertionError("names that are replaced may not be absent")
+        assert not installed() and len(holders(original)) >= 3
+    """)
+
+
+def test_megatrons_own_wrapper_cannot_be_constructed_meanwhile() -> None:
+    """A module that is not Megatron's holds the class under a name that is out of reach."""
+    run("""
+        import torch
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.distributed import FullyShardedDataParallel as original
+        constructor = original.__init__
+        from megatron_fsdp_adapter import install, uninstall
+        for _ in range(2):
+            install()
+        try:
+            original(None, DistributedDataParallelConfig(), torch.nn.Linear(1, 1))
+        except RuntimeError as error:
+            assert "while megatron_fsdp_adapter is installed" in str(error)
+        else:
+            raise AssertionError("it was constructed")
+        uninstall()
+        assert original.__init__ is constructor
+    """)
+
+
+def test_importing_submodules_does_not_hide_the_functions() -> None:
+    run("""
+        import megatron_fsdp_adapter.installation, megatron_fsdp_adapter.adapter
+        from megatron_fsdp_adapter import install, uninstall, FullyShardedDataParallel
+        install()
+        uninstall()
     """)
 
 
