@@ -10,7 +10,6 @@ marks them as Megatron expects and forwards its calls.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,18 +23,26 @@ from torch import nn
 
 from . import arguments, ddp_options, support, validation
 from . import optimizer as optimizer_seam
-from .checkpoint.chunks import LayoutRef, attach_chunks
 from .config import forced_overlaps
 from .description import describe
 from .engine.engine import FsdpEngine
 from .engine.identity import ParamPair
 from .engine.partition import managed_params, partition, unit_modules
-from .inner import ShardedModule, refuse_compilation
+from .fp8 import CACHE_OPTION, switch_off_weight_cache
+from .inner import ShardedModule
 from .installation import installed
+from .module_problems import device_of, module_problems
 from .param_attrs import copy_attributes
 from .process_groups import build_index, groups_from_parallel_state, groups_of
 from .runtime.comm import Communicator
 from .runtime.device import make_runtime
+from .sharded_module import (
+    GradSync,
+    mark_shard,
+    refuse_compilation,
+    refuse_conversions,
+    register_state_dict_hooks,
+)
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 from .topology import DENSE, EXPERT, TP_DIM, FSDPDistributedIndex
 from .wiring import WiringCheck
@@ -110,6 +117,10 @@ def _grad_scale(config: Any, num_ranks: int) -> float:
     return 1.0 if config.calculate_per_token_loss else 1.0 / num_ranks
 
 
+def _told(dtype: torch.dtype | None) -> str:
+    return "in each parameter's dtype" if dtype is None else str(dtype)
+
+
 def _split_offset(pair: ParamPair) -> tuple[int, ...] | None:
     """Where this rank's tensor-parallel part begins in the whole tensor; None at the origin."""
     split, mesh = pair.managed.split, pair.group.domain.mesh
@@ -138,32 +149,7 @@ class ParamAndGradBuffer:
         """Nothing is registered with NCCL, so there is nothing to do."""
 
 
-def _apply_guard(
-    module: nn.Module, dtypes: frozenset[torch.dtype], device: torch.device, where: str
-) -> Any:
-    """Stands in for `nn.Module._apply` of a wrapped module: a conversion would detach parameters
-    from the flat buffers. One that changes no parameter passes and reaches the buffers."""
-    ref = weakref.ref(module)
-
-    def apply(fn: Any, *_: Any, **__: Any) -> nn.Module | None:
-        for dtype in dtypes:
-            probe = fn(torch.empty(0, dtype=dtype, device=device))
-            if probe.dtype != dtype or probe.device != device:
-                raise RuntimeError(
-                    f"{where}: converting a wrapped module from {dtype} on {device} to "
-                    f"{probe.dtype} on {probe.device} would detach its parameters from their "
-                    "flat buffers; convert the module before wrapping it"
-                )
-        alive = ref()
-        for child in alive.modules() if alive is not None else ():
-            for name, value in child._buffers.items():
-                child._buffers[name] = None if value is None else fn(value)
-        return alive
-
-    return apply
-
-
-class FullyShardedDataParallel(_BaseDataParallel):
+class FullyShardedDataParallel(GradSync, _BaseDataParallel):
     """Shards a model's weights, gradients and optimizer state over its data-parallel ranks.
 
     Args:
@@ -193,12 +179,14 @@ class FullyShardedDataParallel(_BaseDataParallel):
         pg_collection: Any | None = None,
     ) -> None:
         super().__init__(config=config, module=module)
-        self.device, self.ddp_config = arguments.device_of(module), ddp_config
+        self.device, self.ddp_config = device_of(module), ddp_config
         support.raise_problems(
             "FullyShardedDataParallel",
             [
                 *validation.wrapper_problems(config, ddp_config),
-                *arguments.module_problems(module, fsdp_unit_modules, device),
+                *module_problems(
+                    module, fsdp_unit_modules, device, ddp_options.main_params_dtype(ddp_config)
+                ),
                 *arguments.group_problems(config, arguments.group_ranks(pg_collection)),
                 *self._set_index(module, pg_collection),
             ],
@@ -220,6 +208,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
         }
         for option, value in forced.items():
             setattr(ddp_config, option, value)
+        if config.fp8 and self.engine.config.strategy.shard_weights:
+            forced |= {CACHE_OPTION: True} if switch_off_weight_cache(module) else {}
         self.module = ShardedModule(config, module, self.engine)
         self.param_and_grad_buffer = ParamAndGradBuffer(self.engine)
         for pair in self.engine.pairs:
@@ -227,8 +217,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
         # RNG states are left alone: nothing here draws numbers, so they are as the caller seeded
         # them. Copying the first tensor-parallel rank's to the others, as is done elsewhere after
         # materialising weights, would give all of them the same dropout in what they split.
-        self._register_state_dict_hooks()
-        self._refuse_conversions()
+        refused = support.problems(self.config, support.CHECKPOINT_RULES)
+        register_state_dict_hooks(self.module, self.engine, refused)
+        refuse_conversions(self, self.engine)
         self._announce(forced)
 
     def _set_index(self, module: nn.Module, pg_collection: Any) -> list[str]:
@@ -276,6 +267,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             ddp_options.engine_config(self.ddp_config),
             make_runtime(self.device),
             Communicator,
+            ddp_options.grad_check(self.ddp_config),
         )
 
     def _mark(self, pair: ParamPair) -> None:
@@ -283,42 +275,10 @@ class FullyShardedDataParallel(_BaseDataParallel):
         raw, param = pair.raw, pair.optimizer
         copy_attributes(raw, param)
         raw.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        layout, rank = pair.group.held.layout, pair.group.held.rank
-        held = layout.shard_range(pair.index, rank)
-        ref = LayoutRef(layout, pair.index, rank, _split_offset(pair))
         param.__fsdp_param__ = True  # type: ignore[attr-defined]
-        param.megatron_fsdp_slice = slice(held.start, held.stop)  # type: ignore[attr-defined]
         param.megatron_fsdp_dist_index = self.megatron_fsdp_dist_index  # type: ignore[attr-defined]
-        param.fsdp_layout_ref = ref  # type: ignore[attr-defined]
         param.orig_param = raw  # type: ignore[attr-defined]
-        attach_chunks(param, ref.chunks())  # type: ignore[arg-type]
-
-    def _register_state_dict_hooks(self) -> None:
-        """A state dict of any module below shows main weights, and a load into any refreshes the
-        compute weights. Where keys or shards would not be right in a checkpoint, both raise."""
-        engine = weakref.ref(self.engine)
-        refused = support.problems(self.config, support.CHECKPOINT_RULES)
-
-        def before_save(*_: Any) -> None:
-            support.raise_problems("state_dict", refused)
-            alive = engine()
-            if alive is not None:
-                alive.show_optimizer_params()
-
-        def after_load(*_: Any) -> None:
-            alive = engine()
-            if alive is not None:
-                alive.main_weights_changed()
-
-        for child in self.module.modules():
-            child.register_state_dict_pre_hook(before_save)
-            child.register_load_state_dict_post_hook(after_load)
-
-    def _refuse_conversions(self) -> None:
-        dtypes = frozenset(pair.raw.dtype for pair in self.engine.pairs)
-        for name, child in self.named_modules():
-            where = f"{type(child).__name__} {name}".strip()
-            child.__dict__["_apply"] = _apply_guard(child, dtypes, self.device, where)
+        mark_shard(pair, _split_offset(pair))
 
     def _announce(self, forced: Mapping[str, bool]) -> None:
         """Prints, on one rank, what the wrapper does and what it switched on by itself."""
@@ -333,7 +293,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             f"FullyShardedDataParallel: strategy {engine.config.strategy.name} over {axis.size} "
             f"ranks, {len(engine.units)} units ({', '.join(self.fsdp_unit_modules)}, root), "
             f"{numel} parameters, {100 * padding / numel:.2f}% padding; main weights "
-            f"{engine.config.policy.main_params_dtype}, gradients reduced in "
+            f"{_told(engine.config.policy.main_params_dtype)}, gradients reduced in "
             f"{engine.config.policy.comm_dtype}; set for you: {', '.join(kept) or 'nothing'}",
             flush=True,
         )
@@ -347,19 +307,15 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module on gathered weights. RuntimeError under torch.compile."""
         refuse_compilation()
-        self._wiring.on_forward(self.config, self.training)
+        self._wiring.on_forward(self.config, self.training and not self.engine.auto_sync)
         return self.module(*inputs, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Microbatches but the last run inside. ZeRO-0/1 only accumulate there; ZeRO-2/3 reduce
-        every microbatch, since they hold no full gradients."""
+        """Microbatches but the last run inside; see `GradSync.no_sync`."""
         self._wiring.on_no_sync()
-        self.engine.is_last_microbatch = False
-        try:
+        with super().no_sync():
             yield
-        finally:
-            self.engine.is_last_microbatch = True
 
     def start_param_sync(
         self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False

@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of the wrapper, beside options: module, units, groups.
+"""What is wrong with the process groups that the wrapper is given.
 
 Each function returns one line for each problem, so that the wrapper can raise all at once.
 """
@@ -6,15 +6,13 @@ Each function returns one line for each problem, so that the wrapper can raise a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from torch import nn
 
 Ranks = Mapping[str, tuple[int, ...]]
 """Global ranks of this rank's groups, by their names in ProcessGroupCollection."""
@@ -53,70 +51,6 @@ CROSSING: tuple[tuple[str, str], ...] = (
     ("ep", "expt_dp"), ("expt_tp", "expt_dp"), ("pp", "expt_dp"), ("ep", "expt_tp"),
 )  # fmt: skip
 """Groups along different axes of the same ranks: a rank's two have only itself in common."""
-
-
-def module_problems(
-    module: nn.Module,
-    unit_classes: Sequence[type[nn.Module]] | None,
-    device: torch.device | str | None,
-) -> list[str]:
-    """Problems of the model, of the unit classes named for it, and of the device asked for."""
-    return [
-        *_compiled(module),
-        *_untrainable(module),
-        *_units_that_match_nothing(module, unit_classes or ()),
-        *_devices(module, device),
-    ]
-
-
-def _compiled(module: nn.Module) -> list[str]:
-    return [
-        f"module {name or type(child).__name__}: it was compiled with torch.compile, and a "
-        "compiled graph does not see that gathering changes storage; wrap the original module"
-        for name, child in module.named_modules()
-        if isinstance(child, torch._dynamo.OptimizedModule)
-    ]
-
-
-def _untrainable(module: nn.Module) -> list[str]:
-    if any(param.requires_grad for param in module.parameters()):
-        return []
-    return [
-        f"module={type(module).__name__} has no trainable parameter: nothing can be sharded or "
-        "trained; set requires_grad on at least one parameter, or do not wrap the module"
-    ]
-
-
-def _units_that_match_nothing(
-    module: nn.Module, unit_classes: Sequence[type[nn.Module]]
-) -> list[str]:
-    return [
-        f"fsdp_unit_modules={[named.__name__ for named in unit_classes]}: no module of "
-        f"{type(module).__name__} is a {unit_class.__name__}; name a class that the model "
-        "contains, or leave the argument out for the transformer layers"
-        for unit_class in unit_classes
-        if not any(isinstance(child, unit_class) for child in module.modules())
-    ]
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """The device of the first parameter; the CPU if there is none."""
-    return next((param.device for param in module.parameters()), torch.device("cpu"))
-
-
-def _devices(module: nn.Module, device: torch.device | str | None) -> list[str]:
-    devices = sorted({str(param.device) for param in module.parameters()})
-    if len(devices) > 1:
-        return [
-            f"module: its parameters are on several devices {devices}; move it to one before "
-            "wrapping it"
-        ]
-    if device is not None and devices and torch.device(device) != device_of(module):
-        return [
-            f"device={device}: the module's parameters are on {devices[0]}; move the module there "
-            "before wrapping it, or leave the argument out"
-        ]
-    return []
 
 
 def group_ranks(pg_collection: Any | None) -> Ranks:

@@ -1,10 +1,11 @@
 """A recipe of Megatron-Bridge, turned into one that trains with this package's wrapper.
 
-Megatron-Bridge is not imported here: a `ConfigContainer` is read and written by attribute.
+A `ConfigContainer` is read and written by attribute: checking a recipe imports nothing of Megatron.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -26,6 +27,8 @@ _REASONS: Mapping[str, str] = {
     "ddp.outer_dp_sharding_strategy": "as asked for",
     "ddp.num_distributed_optimizer_instances": "as asked for",
     "ddp.megatron_fsdp_grad_comm_dtype": "as asked for",
+    "ddp.grad_reduce_in_fp32": "it asks for float32, and grad_comm_dtype for another",
+    "mixed_precision.grad_reduce_in_fp32": "from there it would be set again",
     "ddp.overlap_grad_reduce": "sharded gradients are reduced as each unit's backward ends",
     "ddp.overlap_param_gather": "sharded weights are gathered under the unit in front",
     "ddp.average_in_collective": "Megatron-Bridge refuses it; sums are scaled after the reduction",
@@ -71,6 +74,7 @@ def apply_fsdp_overrides(
         "ddp.outer_dp_sharding_strategy": outer_strategy,
         "ddp.num_distributed_optimizer_instances": num_optimizer_instances,
         "ddp.megatron_fsdp_grad_comm_dtype": grad_comm_dtype,
+        **_low_precision_gradients(cfg, grad_comm_dtype),
     }
     changes = [
         change
@@ -107,6 +111,20 @@ def _always(strategy: str) -> dict[str, Any]:
         wanted["ddp.overlap_grad_reduce"] = True
     if row is not None and row.shard_weights:
         wanted["ddp.overlap_param_gather"] = True
+    return wanted
+
+
+def _low_precision_gradients(cfg: Any, dtype: torch.dtype | None) -> dict[str, Any]:
+    """What else must change for gradients that are not communicated in float32. A recipe may name
+    its mixed precision; only the config behind that name can be changed."""
+    if dtype in (None, torch.float32):
+        return {}
+    wanted = {"ddp.grad_reduce_in_fp32": False}
+    if isinstance(getattr(cfg, "mixed_precision", None), str):
+        module = importlib.import_module("megatron.bridge.training.mixed_precision")
+        cfg.mixed_precision = module.get_mixed_precision_config(cfg.mixed_precision)
+    if getattr(cfg, "mixed_precision", None) is not None:
+        wanted["mixed_precision.grad_reduce_in_fp32"] = False
     return wanted
 
 

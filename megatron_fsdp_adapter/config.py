@@ -50,19 +50,28 @@ def strategy_named(name: str) -> Strategy:
     return STRATEGIES[name]
 
 
+POLICY_DTYPES = (None, torch.float32, torch.bfloat16)
+
+
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """Dtypes beside the compute dtype, which is the parameters' own.
 
     Attributes:
-        main_params_dtype: dtype of the weights that the optimizer updates.
+        main_params_dtype: dtype of the weights that the optimizer updates; None means that of
+            each parameter.
         main_grads_dtype: dtype in which gradients accumulate; None means float32.
         grad_comm_dtype: dtype on the wire; None means the main-gradient dtype.
     """
 
-    main_params_dtype: torch.dtype = torch.float32
+    main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name, dtype in vars(self).items():
+            if dtype not in POLICY_DTYPES:
+                raise ValueError(f"{name}={dtype}: use one of {list(POLICY_DTYPES)}")
 
     @property
     def grads_dtype(self) -> torch.dtype:
@@ -84,13 +93,13 @@ class EngineConfig:
         overlap_param_gather: gather a unit's weights while the unit before it computes.
         prefetch_bytes: weights, in bytes, that may be gathered ahead of the unit that computes;
             the next unit is gathered ahead whatever its size.
+        fp32_accumulation: a reduce-scatter sends the communication dtype and sums in float32.
+        scale_before_sum: the domain's scale is applied to what is communicated; otherwise to what
+            came out of the reduction, which is smaller and rounds once.
         padding_bound: largest share of padding in a flat buffer before it is cut in segments.
         max_segments: most segments of a flat buffer; 1 packs by least common multiple.
         shard_outer: main weights and optimizer state are split again over the outer axis of a
             domain that has one; otherwise its instances hold the same (HSDP).
-        check_for_nan_in_grad: an error once a step if gradients were not finite before they were
-            communicated; it names unit, rank and microbatch.
-        report_nan_in_param_grad: the same, naming the parameters too.
     """
 
     strategy: Strategy
@@ -98,11 +107,11 @@ class EngineConfig:
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     prefetch_bytes: int = 0
+    fp32_accumulation: bool = False
+    scale_before_sum: bool = False
     padding_bound: float = 0.01
     max_segments: int = 4
     shard_outer: bool = False
-    check_for_nan_in_grad: bool = False
-    report_nan_in_param_grad: bool = False
 
     def __post_init__(self) -> None:
         if self.strategy.shard_grads and not self.overlap_grad_reduce:
@@ -115,14 +124,23 @@ class EngineConfig:
                 f"overlap_param_gather=False with {self.strategy.name}: sharded weights are "
                 "gathered unit by unit; set overlap_param_gather=True"
             )
-        if not self.strategy.shard_grads and self.policy.comm_dtype != self.policy.grads_dtype:
+        if self.fp32_accumulation and not self.sums_in_fp32_help:
             raise ValueError(
-                f"grad_comm_dtype={self.policy.comm_dtype} with {self.strategy.name}: unsharded "
-                f"gradients are reduced in place, in {self.policy.grads_dtype}; leave it unset, or "
-                "shard gradients"
+                f"fp32_accumulation=True with {self.strategy.name}, communication in "
+                f"{self.policy.comm_dtype} and main gradients in {self.policy.grads_dtype}: it is "
+                "for a reduce-scatter of bfloat16 into float32"
             )
         if self.prefetch_bytes < 0:
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: must be 0 or more")
+
+
+    @property
+    def sums_in_fp32_help(self) -> bool:
+        """Whether there is a reduce-scatter whose sums would otherwise round to fewer bits than
+        the main gradients have."""
+        policy = self.policy
+        precise = policy.grads_dtype == torch.float32 != policy.comm_dtype
+        return self.strategy.shard_main and precise
 
 
 def forced_overlaps(strategy: Strategy) -> dict[str, bool]:

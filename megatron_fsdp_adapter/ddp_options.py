@@ -7,6 +7,7 @@ Megatron-LM main's; a field that megatron-core 0.16.1 lacks is read with main's 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from .config import (
     forced_overlaps,
     strategy_named,
 )
+from .grad_check import GradCheck
 from .support import Rule
 
 
@@ -31,13 +33,45 @@ def _dtype_is_not(option: str, *allowed: torch.dtype | None) -> Callable[[Any], 
     return lambda config: getattr(config, option, allowed[0]) not in allowed
 
 
-def _keeps_grads(config: Any) -> bool:
+def _is_said(config: Any, option: str) -> bool:
+    """Whether somebody set `option`, as far as can be seen: it is not the class's default, or the
+    class has no such field."""
+    if not hasattr(config, option):
+        return False
+    field = getattr(type(config), "__dataclass_fields__", {}).get(option)
+    return field is None or getattr(config, option) != field.default
+
+
+MAIN_PARAMS, MAIN_GRADS, GRAD_COMM = (
+    "megatron_fsdp_main_params_dtype",
+    "megatron_fsdp_main_grads_dtype",
+    "megatron_fsdp_grad_comm_dtype",
+)
+
+
+def _contradicts_main_params(config: Any) -> bool:
+    """`preserve_fp32_weights` is True and other main weights are asked for, or the reverse."""
+    preserve = getattr(config, "preserve_fp32_weights", None)
+    chosen = getattr(config, MAIN_PARAMS, torch.float32)
+    if preserve is None or not _is_said(config, "preserve_fp32_weights"):
+        return False
+    if preserve:
+        return chosen != torch.float32
+    return chosen == torch.float32 and _is_said(config, MAIN_PARAMS)
+
+
+def _contradicts_grad_dtypes(config: Any) -> bool:
+    chosen = [getattr(config, option, None) for option in (MAIN_GRADS, GRAD_COMM)]
+    return config.grad_reduce_in_fp32 and any(d not in (None, torch.float32) for d in chosen)
+
+
+def _sums_in_vain(config: Any) -> bool:
+    """`reduce_scatter_with_fp32_accumulation` where no sum would be rounded, or it is anyway."""
     row = STRATEGIES.get(config.data_parallel_sharding_strategy)
-    return row is not None and not row.shard_grads
-
-
-def _comm_dtype_of(config: Any) -> torch.dtype | None:
-    return getattr(config, "megatron_fsdp_grad_comm_dtype", None)
+    comm = getattr(config, GRAD_COMM, None)
+    grads = getattr(config, MAIN_GRADS, None) or torch.float32
+    useful = comm == torch.bfloat16 and grads == torch.float32 and row is not None
+    return config.reduce_scatter_with_fp32_accumulation and not (useful and row.shard_main)  # type: ignore[union-attr]
 
 
 DDP_CONFIG_RULES: tuple[Rule, ...] = (
@@ -78,30 +112,68 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "preserve_fp32_weights",
-        lambda config: not getattr(config, "preserve_fp32_weights", True),
-        "main weights other than float32 are not supported yet; set it to True",
+        _contradicts_main_params,
+        f"{MAIN_PARAMS} says otherwise; leave this unset, it is the older name",
     ),
     Rule(
-        "megatron_fsdp_main_params_dtype",
-        _dtype_is_not("megatron_fsdp_main_params_dtype", torch.float32),
-        "main weights other than float32 are not supported yet; set it to torch.float32",
+        "grad_reduce_in_fp32",
+        _contradicts_grad_dtypes,
+        f"it asks for float32 main gradients and communication, but {MAIN_GRADS} or {GRAD_COMM} "
+        "is another dtype; set it to False (--grad-reduce-in-bf16 in Megatron-LM's script), or "
+        "leave those unset",
     ),
     Rule(
-        "megatron_fsdp_main_grads_dtype",
-        _dtype_is_not("megatron_fsdp_main_grads_dtype", None, torch.float32),
-        "main gradients other than float32 need the precision-aware optimizer, which is not "
-        "supported yet; leave it unset",
+        MAIN_PARAMS,
+        _dtype_is_not(MAIN_PARAMS, torch.float32, torch.bfloat16, None),
+        "main weights are float32, bfloat16, or (None) in each parameter's own dtype",
     ),
     Rule(
-        "megatron_fsdp_grad_comm_dtype",
-        _dtype_is_not("megatron_fsdp_grad_comm_dtype", None, torch.float32, torch.bfloat16),
+        MAIN_GRADS,
+        _dtype_is_not(MAIN_GRADS, None, torch.float32, torch.bfloat16),
+        "gradients accumulate in float32 or bfloat16; leave it unset or use one of them",
+    ),
+    Rule(
+        GRAD_COMM,
+        _dtype_is_not(GRAD_COMM, None, torch.float32, torch.bfloat16),
         "gradients are communicated in float32 or bfloat16; leave it unset or use one of them",
     ),
     Rule(
-        "megatron_fsdp_grad_comm_dtype",
-        lambda config: _keeps_grads(config) and _comm_dtype_of(config) not in (None, torch.float32),
-        "'no_shard' and 'optim' reduce the float32 gradient buffer in place; leave it unset, or "
-        "use 'optim_grads' or 'optim_grads_params'",
+        "reduce_scatter_with_fp32_accumulation",
+        _sums_in_vain,
+        "it is for bfloat16 on the wire and float32 main gradients, with a strategy that "
+        f"reduce-scatters; set {GRAD_COMM}=torch.bfloat16 and 'optim', 'optim_grads' or "
+        "'optim_grads_params', or set it to False",
+    ),
+    Rule(
+        "param_name_patterns_for_fp32_local_accumulation",
+        _is_set("param_name_patterns_for_fp32_local_accumulation"),
+        f"{MAIN_GRADS} is one for all parameters, float32 unless set; leave it empty",
+    ),
+    Rule(
+        "megatron_fsdp_cuda_graph_mode",
+        _is_set("megatron_fsdp_cuda_graph_mode"),
+        "captured layers do not run the hooks that gather weights; set it to False",
+    ),
+    Rule(
+        "megatron_fsdp_enable_fine_grained_param_gather",
+        _is_set("megatron_fsdp_enable_fine_grained_param_gather"),
+        "weights are gathered unit by unit; set it to False and choose units with the wrapper's "
+        "argument fsdp_unit_modules",
+    ),
+    Rule(
+        "megatron_fsdp_max_pool_double_buffer",
+        _is_set("megatron_fsdp_max_pool_double_buffer"),
+        "fixed communication buffers are not supported yet; set it to False",
+    ),
+    Rule(
+        "fsdp_db_use_persist_buf_on_alloc_fail",
+        _is_set("fsdp_db_use_persist_buf_on_alloc_fail"),
+        "fixed communication buffers are not supported yet; set it to False",
+    ),
+    Rule(
+        "fsdp_all_gather_in_start_param_sync",
+        lambda config: not getattr(config, "fsdp_all_gather_in_start_param_sync", True),
+        "it is for CUDA graphs of whole iterations, which are not supported; set it to True",
     ),
     Rule("fp8_param_gather", _is_set("fp8_param_gather"), "FP8 parameters are not supported"),
     Rule("fp4_param_gather", _is_set("fp4_param_gather"), "FP4 parameters are not supported"),
@@ -125,27 +197,6 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         "it needs nccl_ub, which is not supported yet; set it to False",
     ),
     Rule(
-        "megatron_fsdp_version",
-        lambda config: getattr(config, "megatron_fsdp_version", 1) != 1,
-        "this wrapper has the interface of version 1; use 1",
-    ),
-    Rule(
-        "megatron_fsdp_enable_fine_grained_param_gather",
-        _is_set("megatron_fsdp_enable_fine_grained_param_gather"),
-        "weights are gathered by units; set it to False, and name smaller modules with "
-        "fsdp_unit_modules where units are too large",
-    ),
-    Rule(
-        "megatron_fsdp_max_pool_double_buffer",
-        _is_set("megatron_fsdp_max_pool_double_buffer"),
-        "fixed communication buffers are not supported yet; set it to False",
-    ),
-    Rule(
-        "fsdp_db_use_persist_buf_on_alloc_fail",
-        _is_set("fsdp_db_use_persist_buf_on_alloc_fail"),
-        "it needs fsdp_double_buffer, which is not supported yet; set it to False",
-    ),
-    Rule(
         "delay_wgrad_compute",
         _is_set("delay_wgrad_compute"),
         "delayed weight gradients are not supported yet; set it to False",
@@ -154,11 +205,6 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         "check_for_large_grads",
         _is_set("check_for_large_grads"),
         "per-bucket checks are not supported yet; set it to False",
-    ),
-    Rule(
-        "reduce_scatter_with_fp32_accumulation",
-        _is_set("reduce_scatter_with_fp32_accumulation"),
-        "it is not supported yet; set it to False (gradients travel in float32 by default)",
     ),
 )
 
@@ -169,6 +215,34 @@ def shards_outer(ddp_config: Any) -> bool:
     return OUTER_STRATEGIES.get(ddp_config.outer_dp_sharding_strategy, False)
 
 
+def main_params_dtype(ddp_config: Any) -> torch.dtype | None:
+    """Of the main weights; None for each parameter's own."""
+    chosen = getattr(ddp_config, MAIN_PARAMS, torch.float32)
+    own = getattr(ddp_config, "preserve_fp32_weights", None) is False
+    return None if own and chosen == torch.float32 else chosen
+
+
+def precision_policy(ddp_config: Any) -> MixedPrecisionPolicy:
+    """The dtypes of a config that has no problems. The two older names are mapped onto those of
+    Megatron-LM main, with a warning."""
+    main_params = main_params_dtype(ddp_config)
+    main_grads = getattr(ddp_config, MAIN_GRADS, None)
+    comm = getattr(ddp_config, GRAD_COMM, None)
+    if getattr(ddp_config, "preserve_fp32_weights", None) is False:
+        _warn_of_older_name("preserve_fp32_weights=False", f"{MAIN_PARAMS}={main_params}")
+    if ddp_config.grad_reduce_in_fp32:
+        main_grads = comm = torch.float32
+        _warn_of_older_name(
+            "grad_reduce_in_fp32=True", f"{MAIN_GRADS}={main_grads} and {GRAD_COMM}={comm}"
+        )
+    return MixedPrecisionPolicy(main_params, main_grads, comm)
+
+
+def _warn_of_older_name(given: str, meaning: str) -> None:
+    """Python shows one warning of each text from one place, so this is said once a process."""
+    warnings.warn(f"{given} is read as {meaning}", FutureWarning, stacklevel=1)
+
+
 def engine_config(ddp_config: Any) -> EngineConfig:
     """Reads a `DistributedDataParallelConfig` that has no problems. Overlap that the strategy
     needs is taken as on, whatever the field says (`forced_overlaps`)."""
@@ -176,11 +250,19 @@ def engine_config(ddp_config: Any) -> EngineConfig:
     forced = forced_overlaps(strategy)
     return EngineConfig(
         strategy=strategy,
-        policy=MixedPrecisionPolicy(grad_comm_dtype=_comm_dtype_of(ddp_config)),
+        policy=precision_policy(ddp_config),
         overlap_grad_reduce=forced.get("overlap_grad_reduce", ddp_config.overlap_grad_reduce),
         overlap_param_gather=forced.get("overlap_param_gather", ddp_config.overlap_param_gather),
         prefetch_bytes=4 * int(getattr(ddp_config, "suggested_communication_unit_size", None) or 0),
         shard_outer=shards_outer(ddp_config),
-        check_for_nan_in_grad=ddp_config.check_for_nan_in_grad,
-        report_nan_in_param_grad=bool(getattr(ddp_config, "report_nan_in_param_grad", False)),
+        fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
+        scale_before_sum=not (
+            ddp_config.gradient_reduce_div_fusion or ddp_config.average_in_collective
+        ),
     )
+
+
+def grad_check(ddp_config: Any) -> GradCheck | None:
+    """What looks for gradients that are not finite; None if no option asks for it."""
+    by_param = bool(getattr(ddp_config, "report_nan_in_param_grad", False))
+    return GradCheck(by_param) if ddp_config.check_for_nan_in_grad or by_param else None

@@ -54,7 +54,7 @@ def _wrapper_class() -> object:
 
 
 def _ddp_config_class() -> object:
-    from megatron_fsdp_adapter.ddp_fields import DistributedDataParallelConfig
+    from megatron_fsdp_adapter.ddp_config import DistributedDataParallelConfig
 
     return DistributedDataParallelConfig
 

@@ -82,7 +82,7 @@ MAIN_FLAGS: tuple[Flag, ...] = (
     ),
 )  # fmt: skip
 """Flags that some release of Megatron-LM lacks: added where they are missing. Their fields of the
-DDP config are in `ddp_fields.py`."""
+DDP config are in `ddp_config.py`."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,15 @@ def _fusion_is_missing(args: Any) -> bool:
 
 
 def _reduces_in_bf16(args: Any) -> bool:
-    return bool(getattr(args, "grad_reduce_in_bf16", False)) and _strategy_has("shard_grads")(args)
+    return bool(getattr(args, "grad_reduce_in_bf16", False))
+
+
+def _has_bf16_gradients(args: Any) -> bool:
+    """Megatron-LM asks for float32 gradients with --bf16 unless it is told otherwise."""
+    chosen = [
+        getattr(args, f"megatron_fsdp_{name}_dtype", None) for name in ("main_grads", "grad_comm")
+    ]
+    return bool(getattr(args, "bf16", False)) and torch.bfloat16 in chosen
 
 
 SETTINGS: tuple[Setting, ...] = (
@@ -157,6 +165,11 @@ SETTINGS: tuple[Setting, ...] = (
         "megatron_fsdp_grad_comm_dtype", "--megatron-fsdp-grad-comm-dtype",
         _constant(torch.bfloat16), _reduces_in_bf16,
         "what --grad-reduce-in-bf16 asks for; gradients still accumulate in float32",
+    ),
+    Setting(
+        "grad_reduce_in_bf16", "--accumulate-allreduce-grads-in-fp32", _constant(True),
+        _has_bf16_gradients,
+        "else --bf16 asks for float32 gradients, which other flags contradict",
     ),
     Setting(
         "gradient_accumulation_fusion", "--no-gradient-accumulation-fusion", _constant(False),

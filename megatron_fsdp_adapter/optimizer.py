@@ -2,21 +2,13 @@
 
 `install()` replaces a few methods of core's `DistributedOptimizer` by versions that act only when
 the model chunks are ours, and hand over to the original otherwise. The inner optimizer (torch
-AdamW, TE or apex FusedAdam) gets a subclass of its own class that steps on *local* tensors.
-
-Why local: the parameters are DTensors. TE's FusedAdam allocates state of their global shape
-(60 GiB on an 8B model), and torch's goes through DTensor dispatch for every operation of every
-parameter. The local tensors are made once, and what the inner optimizer keeps for them is shown
-to checkpoints as DTensors over the same storage.
+AdamW, TE or apex FusedAdam) is made to step on local tensors (`local_optimizer.py`).
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,207 +21,9 @@ from megatron.core.optimizer.clip_grads import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
-from torch.distributed.tensor import DTensor
 
 from . import support
-from .checkpoint.chunks import copy_chunks, dtensor_like, has_chunks
-
-
-class LocalShards:
-    """The local tensors behind an inner optimizer's DTensor parameters, and their state.
-
-    `state` is keyed by local tensor and is what the inner optimizer reads and writes while it
-    steps; `optimizer.state`, keyed by parameter, shows the same storages as DTensors.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, skip_empty: bool) -> None:
-        self.skip_empty = skip_empty
-        self.pairs = [
-            [(param, param._local_tensor) for param in group["params"]]
-            for group in optimizer.param_groups
-        ]
-        self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-
-    def locals_of(self, index: int) -> list[torch.Tensor]:
-        """What the inner optimizer is given in place of group `index`'s parameters."""
-        return [
-            local for _, local in self.pairs[index] if local.numel() > 0 or not self.skip_empty
-        ]
-
-    def hand_out_grads(self) -> None:
-        """Each local tensor's `.grad` is the local tensor of its parameter's gradient."""
-        for pairs in self.pairs:
-            for param, local in pairs:
-                grad = param.grad
-                local.grad = None if grad is None else grad._local_tensor
-
-    def take_back_grads(self) -> None:
-        for pairs in self.pairs:
-            for _, local in pairs:
-                local.grad = None
-
-    def show_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts state that is new since the last call under the parameters, as DTensors."""
-        for pairs in self.pairs:
-            for param, local in pairs:
-                if param not in optimizer.state and local in self.state:
-                    optimizer.state[param] = {
-                        name: _shown(param, local, value)
-                        for name, value in self.state[local].items()
-                    }
-
-
-def _shown(param: Any, local: torch.Tensor, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.shape == local.shape and value.dim() > 0:
-        return dtensor_like(param, value)
-    return value
-
-
-@contextmanager
-def _on_locals(optimizer: Any) -> Iterator[LocalShards]:
-    """Inside, the inner optimizer's parameters and state are the local ones."""
-    shards: LocalShards = optimizer._fsdp_shards
-    shown_state = optimizer.state
-    shown_params = [group["params"] for group in optimizer.param_groups]
-    for index, group in enumerate(optimizer.param_groups):
-        group["params"] = shards.locals_of(index)
-    optimizer.state = shards.state
-    try:
-        yield shards
-    finally:
-        optimizer.state = shown_state
-        for group, params in zip(optimizer.param_groups, shown_params, strict=True):
-            group["params"] = params
-        shards.show_state(optimizer)
-
-
-def _step(optimizer: Any, base: type, closure: Any = None) -> Any:
-    with _on_locals(optimizer) as shards:
-        shards.hand_out_grads()
-        try:
-            return base.step(optimizer, closure)  # type: ignore[attr-defined]
-        finally:
-            shards.take_back_grads()
-
-
-def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
-    """torch's own initialisation of a group's state, which it runs at the start of a step. It
-    skips parameters without a gradient, so each one stands in as its own for the moment."""
-    for local in group["params"]:
-        local.grad = local.detach()
-    try:
-        optimizer._init_group(group, [], [], [], [], [], [])
-    finally:
-        for local in group["params"]:
-            local.grad = None
-
-
-def _init_fused_state(optimizer: Any, group: dict[str, Any]) -> None:
-    """TE's and apex's FusedAdam keep two moments a parameter and the step in the group."""
-    for local in group["params"]:
-        if optimizer.state[local]:
-            continue
-        if hasattr(optimizer, "initialize_state"):
-            optimizer.initialize_state(local, getattr(optimizer, "store_param_remainders", False))
-        else:
-            for name in ("exp_avg", "exp_avg_sq"):
-                optimizer.state[local][name] = torch.zeros_like(local, dtype=torch.float32)
-
-
-def _is_torch_optimizer(optimizer: Any) -> bool:
-    return isinstance(optimizer, torch.optim.Adam)
-
-
-@torch.no_grad()
-def initialize_state(optimizer: Any) -> None:
-    """State for every parameter, empty shards included, without taking a step: neither weights
-    nor the step count change."""
-    with _on_locals(optimizer) as shards:
-        for group in optimizer.param_groups:
-            if _is_torch_optimizer(optimizer):
-                _init_torch_state(optimizer, group)
-            else:
-                _init_fused_state(optimizer, group)
-        _complete_empty_state(shards)
-
-
-def _complete_empty_state(shards: LocalShards) -> None:
-    """Moments of zero size for empty shards that the inner optimizer is not given, so that every
-    rank has the same keys."""
-    for pairs in shards.pairs:
-        for _, local in pairs:
-            if local.numel() == 0 and not shards.state[local]:
-                shards.state[local] = {
-                    name: torch.zeros_like(local, dtype=torch.float32)
-                    for name in ("exp_avg", "exp_avg_sq")
-                }
-
-
-@torch.no_grad()
-def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Copies a state dict into existing state, in place and in local shape.
-
-    Raises:
-        ValueError: its groups do not have this optimizer's numbers of parameters.
-    """
-    current, saved = optimizer.param_groups, state_dict["param_groups"]
-    sizes = [len(group["params"]) for group in current]
-    if sizes != [len(group["params"]) for group in saved]:
-        raise ValueError(
-            f"optimizer state has groups of {[len(g['params']) for g in saved]} parameters, this "
-            f"optimizer has groups of {sizes}: it belongs to another model or another weight "
-            "decay or learning rate rule"
-        )
-    initialize_state(optimizer)
-    for group, saved_group in zip(current, saved, strict=True):
-        for param, key in zip(group["params"], saved_group["params"], strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                _load_value(optimizer, param, name, value)
-        group.update({k: v for k, v in saved_group.items() if k != "params"})
-
-
-def _load_value(optimizer: Any, param: Any, name: str, value: Any) -> None:
-    target: Any = optimizer.state[param].get(name)
-    if not isinstance(target, torch.Tensor):
-        optimizer.state[param][name] = value
-        optimizer._fsdp_shards.state[param._local_tensor][name] = value
-        return
-    source = getattr(value, "_local_tensor", value)
-    local = getattr(target, "_local_tensor", target)
-    source = torch.as_tensor(source, dtype=local.dtype)
-    if source.numel() == _global_numel(param) != local.numel():
-        source = source.reshape(-1)[param.megatron_fsdp_slice]
-    if source.data_ptr() != local.data_ptr():
-        local.copy_(source.view(local.shape))
-    if isinstance(target, DTensor) and not has_chunks(target):
-        copy_chunks(param, target)
-
-
-def _global_numel(param: Any) -> int:
-    """Elements of the module's own parameter, of which this rank holds rows."""
-    return math.prod(param.fsdp_layout_ref.shape)
-
-
-@functools.cache
-def local_step_class(base: type) -> type:
-    """A subclass of the inner optimizer's class that steps, and loads, on local shards."""
-
-    def step(self: Any, closure: Any = None) -> Any:
-        return _step(self, base, closure)
-
-    return type(
-        base.__name__, (base,), {"step": step, "load_state_dict": _load_state_dict, "__doc__": (
-            f"{base.__name__} on the local shards of DTensor parameters."
-        )},
-    )
-
-
-def adopt(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the inner `optimizer` step on local shards. Its parameters must be DTensors."""
-    skip_empty = not _is_torch_optimizer(optimizer)  # TE's kernel skips a group with one
-    optimizer._fsdp_shards = LocalShards(optimizer, skip_empty)  # type: ignore[attr-defined]
-    optimizer.__class__ = local_step_class(type(optimizer))  # type: ignore[arg-type]
-
+from .local_optimizer import LocalShards, adopt, initialize_state
 
 # The methods of DistributedOptimizer.
 
@@ -253,9 +47,43 @@ def _param_groups(
         config = kwargs["config"] if "config" in kwargs else args[1]
         support.raise_problems(
             "Megatron's optimizer with FullyShardedDataParallel",
-            support.problems(config, support.OPTIMIZER_CONFIG_RULES),
+            [
+                *support.problems(config, support.OPTIMIZER_CONFIG_RULES),
+                *_precision_problems(config, _ours(model_chunks)),
+            ],
         )
     return original(model_chunks, *args, **kwargs)
+
+
+def _precision_problems(config: Any, chunks: Sequence[Any]) -> list[str]:
+    """What the wrapper's dtypes and the optimizer's options have against each other."""
+    policy = chunks[0].engine.config.policy
+    trained = [g for chunk in chunks for g in chunk.engine.groups if g.key.requires_grad]
+    dtypes = {policy.grads_dtype, *(group.main_dtype for group in trained)}
+    if not config.use_precision_aware_optimizer:
+        return [] if dtypes == {torch.float32} else [
+            f"use_precision_aware_optimizer=False: main weights and gradients are in "
+            f"{sorted(map(str, dtypes))}, and Adam without it takes float32 alone; set it to True "
+            "(needs Transformer Engine), or leave megatron_fsdp_main_params_dtype and "
+            "megatron_fsdp_main_grads_dtype unset"
+        ]
+    found = [
+        f"{option}={chosen}: {other} of the DDP config says {said}; set them alike, or leave "
+        f"{option} at torch.float32"
+        for option, other, chosen, said in (
+            ("main_grads_dtype", "megatron_fsdp_main_grads_dtype", config.main_grads_dtype,
+             policy.grads_dtype),
+            ("main_params_dtype", "megatron_fsdp_main_params_dtype", config.main_params_dtype,
+             policy.main_params_dtype),
+        )
+        if chosen not in (torch.float32, said)
+    ]  # fmt: skip
+    if core_optimizer.USING_PYTORCH_OPTIMIZER:
+        found.append(
+            "use_precision_aware_optimizer=True: it is Transformer Engine's FusedAdam, which "
+            "cannot be imported here; install Transformer Engine, or set it to False"
+        )
+    return found
 
 
 def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any, *args: Any,
@@ -364,7 +192,7 @@ def _clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
     shards: LocalShards = self.optimizer._fsdp_shards
     shards.hand_out_grads()
     held = [local for pairs in shards.pairs for _, local in pairs if local.numel() > 0]
-    clip_grad_by_total_norm_fp32(held, clip_grad, norm)
+    clip_grad_by_total_norm_fp32(held, clip_grad, norm, use_decoupled_grad=shards.decoupled)
     shards.take_back_grads()
     return norm
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -28,6 +30,9 @@ def _is_on(option: str, message: str) -> Rule:
     return Rule(option, lambda config: bool(getattr(config, option, False)), message)
 
 
+FP8_RECIPES = ("delayed", "tensorwise")
+
+
 MODEL_CONFIG_RULES: tuple[Rule, ...] = (
     _is_on("mtp_num_layers", "multi-token prediction is coming; leave it unset"),
     _is_on("init_model_with_meta_device", "meta-device initialisation is coming; set it to False"),
@@ -35,7 +40,13 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         "gradient_accumulation_fusion",
         "fused weight-gradient accumulation is coming; set it to False",
     ),
-    _is_on("fp8", "FP8 compute is coming; leave it unset"),
+    _is_on("fp8_param", "FP8 parameters are coming; set it to False (FP8 compute is not refused)"),
+    Rule(
+        "fp8_recipe",
+        lambda config: bool(getattr(config, "fp8", None))
+        and getattr(config, "fp8_recipe", "delayed") not in FP8_RECIPES,
+        f"FP8 compute is supported with the recipes {list(FP8_RECIPES)}; use one of them",
+    ),
     _is_on("fp4", "FP4 compute is coming; leave it unset"),
     Rule(
         "cuda_graph_impl",
@@ -96,16 +107,26 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
 )
 """What keeps a model that trains from being saved or loaded."""
 
+
+def _moment_dtype(option: str) -> Rule:
+    return Rule(
+        option,
+        lambda config: (
+            getattr(config, option, torch.float32) not in (torch.float32, torch.bfloat16)
+        ),
+        "the scales of fp16 and fp8 moments would not be in a checkpoint; use torch.float32 or "
+        "torch.bfloat16",
+    )
+
+
 OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer",
         lambda config: config.optimizer != "adam",
         "megatron-core's DistributedOptimizer takes only Adam; use 'adam'",
     ),
-    _is_on(
-        "use_precision_aware_optimizer",
-        "the precision-aware optimizer is coming; set it to False",
-    ),
+    _moment_dtype("exp_avg_dtype"),
+    _moment_dtype("exp_avg_sq_dtype"),
     _is_on("optimizer_cpu_offload", "optimizer offload to the CPU is coming; set it to False"),
     _is_on(
         "overlap_param_gather_with_optimizer_step",

@@ -30,11 +30,18 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 ARGUMENT_OF: Mapping[str, str] = {
     "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
     "average_in_collective": "ddp_average_in_collective",
     "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",
     "num_moe_experts": "num_experts",
 }
 """Fields of Megatron's configs that have another name among Megatron-LM's arguments."""
+
+UNSAID: Mapping[str, Any] = {
+    "grad_reduce_in_fp32": False,
+    "reduce_scatter_with_fp32_accumulation": False,
+}
+"""What rules read of a config, and a parser may have no argument for."""
 
 DTYPES: Mapping[str, torch.dtype | None] = {
     "fp32": torch.float32,
@@ -48,17 +55,14 @@ DTYPE_OPTIONS = (
     "megatron_fsdp_main_params_dtype",
     "megatron_fsdp_main_grads_dtype",
     "megatron_fsdp_grad_comm_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
 )
 
 
 def _shards_weights(config: Any) -> bool:
     row = STRATEGIES.get(config.data_parallel_sharding_strategy)
     return row is not None and row.shard_weights
-
-
-def _keeps_grads(config: Any) -> bool:
-    row = STRATEGIES.get(config.data_parallel_sharding_strategy)
-    return row is not None and not row.shard_grads
 
 
 LAUNCH_RULES: tuple[Rule, ...] = (
@@ -84,12 +88,6 @@ LAUNCH_RULES: tuple[Rule, ...] = (
             and getattr(args, "check_weight_hash_across_dp_replicas_interval", None) is not None
         ),
         "with 'optim_grads_params' no rank has whole weights to hash; leave it out",
-    ),
-    Rule(
-        "grad_reduce_in_bf16",
-        lambda args: bool(getattr(args, "grad_reduce_in_bf16", False)) and _keeps_grads(args),
-        "'no_shard' and 'optim' reduce the float32 gradient buffer in place; leave it out, or use "
-        "'optim_grads' or 'optim_grads_params'",
     ),
     Rule(
         "enable_full_sharding_in_hsdp",
@@ -198,15 +196,15 @@ def connections_problems(environment: Mapping[str, str]) -> list[str]:
 
 def launch_options(args: Any) -> SimpleNamespace:
     """Megatron-LM's parsed arguments under the names that its configs have."""
-    values = dict(vars(args))
+    values = {**UNSAID, **vars(args)}
     for field, argument in ARGUMENT_OF.items():
         if argument in values:
             values[field] = values[argument]
     if values.get("expert_tensor_parallel_size") is None:
         values["expert_tensor_parallel_size"] = values.get("tensor_model_parallel_size", 1)
     for name in DTYPE_OPTIONS:
-        if isinstance(values.get(name), str):  # main's parser leaves the names
-            values[name] = DTYPES[values[name]]
+        if isinstance(values.get(name), str):  # Megatron's own parsers leave the names
+            values[name] = DTYPES.get(values[name], values[name])
     return SimpleNamespace(**values)
 
 

@@ -21,7 +21,7 @@ from .group import ParamGroup
 from .identity import Identity, IdentitySwitch, ParamPair, make_pairs
 from .partition import ROOT, UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
-from .reduce import REDUCED_STATES, ReducePipeline
+from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
 from .unit import Phase, Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
@@ -58,6 +58,7 @@ class FsdpEngine:
         config: strategy, dtypes, overlap.
         runtime: streams and storage of the device the parameters are on.
         make_communicator: of a process group and device; tests pass a recording one.
+        grad_check: looks at gradients before they are communicated; None costs nothing.
 
     After construction the module tree shows optimizer parameters.
     """
@@ -70,6 +71,7 @@ class FsdpEngine:
         config: EngineConfig,
         runtime: Runtime,
         make_communicator: MakeCommunicator = Communicator,
+        grad_check: GradCheck | None = None,
     ) -> None:
         self.config, self.runtime = config, runtime
         used = {d: domains[d] for d in dict.fromkeys(k.domain for p in plans for k in p.groups)}
@@ -86,10 +88,11 @@ class FsdpEngine:
         )
         self.gather = GatherPipeline(self.units, config, runtime, gathers, outer, self.order)
         self.gather.follow_compute()
-        self.reduce = ReducePipeline(config, runtime, reduces, outer)
+        self.reduce = ReducePipeline(config, runtime, reduces, outer, grad_check)
         self.pairs = make_pairs(self.groups)
         self.switch = IdentitySwitch(self.pairs)
         self._is_last_microbatch, self._knows_microbatches = True, False
+        self.auto_sync = False
         self._active_root: str | None = None
         self._backward_running = False
         self._fired: Counter[int] = Counter()
@@ -249,6 +252,8 @@ class FsdpEngine:
                 self._complete(unit)
         self.gather.release_all()
         self._backward_running = False
+        if self.auto_sync and self.is_last_microbatch:
+            self.finish_grads()
 
     def recover(self) -> None:
         """Forgets a forward or backward that raised: nothing is in flight or gathered after."""
@@ -270,13 +275,13 @@ class FsdpEngine:
         which are shown from now on.
 
         Raises:
-            RuntimeError: gradients of this rank were not finite, and the config asks to check.
+            RuntimeError: gradients of this rank were not finite, with a `grad_check`.
         """
         self.reduce_grads()
         self.reduce.finish()
         self.show_optimizer_params()
         for pair in self.pairs:
-            pair.optimizer.grad = pair.grad
+            pair.attach_grad()
         if self.reduce.check is not None:
             self.reduce.check.raise_found()
 
@@ -297,7 +302,7 @@ class FsdpEngine:
         if self.reduce.check is not None:
             self.reduce.check.clear()
         for pair in self.pairs:
-            pair.optimizer.grad = None
+            pair.drop_grad()
         for group in self.groups:
             group.drop_grads()
 

@@ -4,12 +4,15 @@
     weight       full, kept     full, kept       full, kept       full, while gathered
     main         full           shard            shard            shard
     grad         full, kept     full, kept       shard, released  shard, released
-    bucket       is grad        is grad          full, transient  full, transient
+    bucket       is grad *      is grad *        full, transient  full, transient
 
 `weight` is in the compute dtype and holds the raw parameters. `main` is what the optimizer
 updates; where its dtype is the weights' and the weights are kept, it *is* this rank's slice of
-them. Backward writes gradients into `bucket`, the reduction moves them to `grad`, and the
-optimizer reads this rank's rows of `grad`.
+them. Backward writes gradients into `collected`: the bucket where gradients are sharded, else the
+kept gradients. The reduction moves the bucket to `grad`, and the optimizer reads this rank's rows
+of that. `bucket` is in the communication dtype, `grad` in the main-gradient dtype.
+
+* A full, transient copy where the two dtypes differ: made for the reduction, freed after it.
 
 With an outer axis that splits shards again, "shard" of `main` is a part of the shard elsewhere, and
 optim_grads_params keeps its shard of the compute weights (`inner_weight`) between steps.
@@ -59,7 +62,10 @@ class ParamGroup:
         main_items: this rank's rows of each parameter, in the main dtype.
         grad_segments: `inner` of each segment in `grad`; held_grads, grad_items: `held` of each
             segment and parameter; valid between reduction and zeroing.
-        bucket_items: full-size views that backward's gradients are written to.
+        bucket_items, bucket_gaps, collected_segments: full-size views that backward's gradients
+            are written to, what lies between them, and all of `collected`.
+        bucket_segments, results: what is communicated, and where `inner` of it is left: in the
+            bucket, or in `sums` if those are float32 and the bucket is not.
     """
 
     def __init__(
@@ -103,7 +109,8 @@ class ParamGroup:
     @property
     def main_dtype(self) -> torch.dtype:
         """Frozen parameters have no optimizer, so their main weights stay in compute dtype."""
-        return self.config.policy.main_params_dtype if self.key.requires_grad else self.key.dtype
+        chosen = self.config.policy.main_params_dtype
+        return self.key.dtype if chosen is None or not self.key.requires_grad else chosen
 
     @property
     def main_is_weight(self) -> bool:
@@ -148,22 +155,49 @@ class ParamGroup:
             torch._foreach_copy_(self.main_segments, self.held_weights)
 
     def _build_grads(self, runtime: Runtime) -> None:
-        strategy, policy = self.config.strategy, self.config.policy
-        dtype = policy.comm_dtype if strategy.shard_grads else policy.grads_dtype
-        self.bucket = FlatBuffer(self.layout.total_numel, dtype, runtime)
-        self.grad, stored = self.bucket, self.full
-        if strategy.shard_grads:
-            stored = self.inner
-            self.grad = FlatBuffer(stored.layout.shard_numel, policy.grads_dtype, runtime)
+        sharded, policy = self.config.strategy.shard_grads, self.config.policy
+        stored = self.inner if sharded else self.full
+        self.grad = self.bucket = FlatBuffer(stored.layout.shard_numel, policy.grads_dtype, runtime)
+        if sharded or policy.comm_dtype != policy.grads_dtype:
+            self.bucket = FlatBuffer(self.layout.total_numel, policy.comm_dtype, runtime)
+        self.collected = self.bucket if sharded else self.grad
         self.grad_segments = segments_in(self.grad, stored, self.inner)
         self.held_grads = segments_in(self.grad, stored, self.held)
         self.grad_items = items_in(self.grad, stored, self.held)
-        self.bucket_items = self._full_items(self.bucket)
-        self.bucket_gaps = self.bucket.views(self.layout.gaps())
+        self.bucket_items = self._full_items(self.collected)
+        self.bucket_gaps = self.collected.views(self.layout.gaps())
+        self.collected_segments = segments_in(self.collected, self.full, self.full)
         self.bucket_segments = segments_in(self.bucket, self.full, self.full)
-        self.bucket_own = segments_in(self.bucket, self.full, self.inner)
-        if strategy.shard_grads:
+        self.results = segments_in(self.bucket, self.full, self.inner)
+        self.sums = None
+        if self.config.fp32_accumulation:
+            self.sums = FlatBuffer(self.inner.layout.shard_numel, torch.float32, runtime)
+            self.results = segments_in(self.sums, self.inner, self.inner)
+        self._release_grads()
+
+    @property
+    def has_transient_bucket(self) -> bool:
+        return self.bucket is not self.grad
+
+    def fill_bucket(self) -> None:
+        """Makes ready what is communicated, and room for what comes out of it. The bucket is
+        filled already, unless gradients are kept in another dtype."""
+        self.bucket.allocate()
+        if self.bucket is not self.collected:
+            torch._foreach_copy_(self.bucket_segments, self.collected_segments)
+        if self.sums is not None:
+            self.sums.allocate()
+
+    def release_bucket(self) -> None:
+        """Gives back what only a reduction needs."""
+        if self.has_transient_bucket:
             self.bucket.release()
+        if self.sums is not None:
+            self.sums.release()
+
+    def _release_grads(self) -> None:
+        self.release_bucket()
+        if self.config.strategy.shard_grads:
             self.grad.release()
 
     def write_own_weights(self) -> None:
@@ -172,10 +206,10 @@ class ParamGroup:
             torch._foreach_copy_(self.held_weights, self.main_segments)
 
     def take_grads(self, accumulate: bool) -> None:
-        """Moves the raw parameters' `.grad` into the bucket and drops them.
+        """Moves the raw parameters' `.grad` into `collected` and drops them.
 
-        A parameter without a gradient contributes zero. `accumulate` adds to what the bucket
-        holds, else its contents are replaced.
+        A parameter without a gradient contributes zero. `accumulate` adds to what is there, else
+        that is replaced.
         """
         with unchecked():
             every = [param.grad for param in self.params]
@@ -199,9 +233,8 @@ class ParamGroup:
             for param in self.params:
                 param.grad = None
         self.grad_state = GradState.EMPTY
-        if self.key.requires_grad and self.config.strategy.shard_grads:
-            self.bucket.release()
-            self.grad.release()
+        if self.key.requires_grad:
+            self._release_grads()
 
 
 def by_domain(groups: Sequence[ParamGroup]) -> dict[str, list[ParamGroup]]:

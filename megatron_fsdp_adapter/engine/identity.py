@@ -81,6 +81,13 @@ class ParamPair:
     def raw(self) -> nn.Parameter:
         return self.managed.param
 
+    def attach_grad(self) -> None:
+        """One DTensor under both names that optimizers look at."""
+        self.optimizer.grad = self.optimizer.decoupled_grad = self.grad  # type: ignore[assignment,attr-defined]
+
+    def drop_grad(self) -> None:
+        self.optimizer.grad = self.optimizer.decoupled_grad = None  # type: ignore[attr-defined]
+
 
 def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
     """Optimizer parameters and gradients for every parameter of `groups`. The gradient buffers
@@ -93,6 +100,8 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
                 as_dtensor(group.main_items[index], group, index), requires_grad=trainable
             )
             grad = as_dtensor(group.grad_items[index], group, index) if trainable else None
+            if grad is not None and grad.dtype != optimizer.dtype:
+                optimizer.grad_dtype = grad.dtype  # type: ignore[attr-defined]
             pairs.append(ParamPair(managed, group, index, optimizer, grad))
     return pairs
 

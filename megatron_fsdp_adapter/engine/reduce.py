@@ -4,9 +4,10 @@
     reduce stream          reduce(2), add to shard   |   reduce(1), add to shard | ...
 
 With sharded gradients every backward reduces each unit's fresh bucket and adds the result to the
-gradient shard. Otherwise the bucket is the gradient buffer: it sums the microbatches on this rank
-and is reduced once, in place. Either way the domain's scale is applied to what came out of a
-reduction and to nothing else, so it can neither be lost nor be applied twice.
+gradient shard. Otherwise the kept gradients sum the microbatches on this rank and are reduced
+once: in place, or through a transient bucket of the communication dtype. Either way the domain's
+scale is applied to what goes into a reduction or to what came out of it, once, and never to a
+running sum; docs/precision.md has the table.
 
 Buckets are written by compute, so they are allocated and freed on the compute stream. One is
 freed when its own reduction has passed, at the moment the bucket after next is needed; waiting
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,7 +27,6 @@ from megatron_fsdp_adapter.config import EngineConfig
 from megatron_fsdp_adapter.runtime.comm import Communicator
 from megatron_fsdp_adapter.runtime.device import COMPUTE, REDUCE, Runtime
 
-from .checks import GradCheck
 from .group import GradState, ParamGroup, by_domain
 from .unit import Unit
 
@@ -59,9 +59,21 @@ def largest_domain_first(
     )
 
 
+class GradCheck(Protocol):
+    """Looks at a step's gradients before they are communicated: `note` on the device, after each
+    backward of a unit; `raise_found` on the host, at the end of the step."""
+
+    def note(self, unit: Unit) -> None: ...
+
+    def raise_found(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+
 class ReducePipeline:
     """Args:
     communicators, outer: by domain name, the ones that reductions run on, over each axis.
+    check: looks at gradients before they are communicated.
     """
 
     def __init__(
@@ -70,12 +82,12 @@ class ReducePipeline:
         runtime: Runtime,
         communicators: Mapping[str, Communicator],
         outer: Mapping[str, Communicator],
+        check: GradCheck | None = None,
     ) -> None:
         self.config, self.runtime = config, runtime
         self.communicators, self.outer = communicators, outer
         self._in_flight: deque[InFlight] = deque()
-        checked = config.check_for_nan_in_grad or config.report_nan_in_param_grad
-        self.check = GradCheck(config.report_nan_in_param_grad) if checked else None
+        self.check = check
 
     def backward_done(self, unit: Unit, is_last: bool, is_known_last: bool) -> None:
         """Takes the gradients of `unit`'s backward and reduces them if it is time to.
@@ -90,7 +102,7 @@ class ReducePipeline:
         if self.config.strategy.shard_grads:
             self._make_room(groups)
             for group in groups:
-                group.bucket.allocate()
+                group.collected.allocate()
                 group.take_grads(accumulate=False)
             self._note(unit)
             self._launch(groups)
@@ -128,23 +140,28 @@ class ReducePipeline:
             self._make_room(groups)
             for group in groups:
                 if group.grad_state is GradState.EMPTY:
-                    group.bucket.allocate()
+                    group.collected.allocate()
                     group.take_grads(accumulate=False)
             if groups:
                 self._launch(groups)
             self._finish_outer(unit.trainable_groups)
 
     def _launch(self, groups: Sequence[ParamGroup]) -> None:
-        """Starts reducing filled buckets; coalesced per domain."""
-        sharded = self.config.strategy.shard_grads
+        """Starts reducing what was collected; coalesced per domain."""
         first = [group.grad_state not in REDUCED_STATES for group in groups]
+        transient = any(group.has_transient_bucket for group in groups)
+        if transient and not self.config.strategy.shard_grads:
+            self._make_room(groups)
         for group in groups:
+            group.fill_bucket()
+            if self.config.scale_before_sum and group.domain.grad_scale != 1.0:
+                torch._foreach_mul_(group.bucket_segments, group.domain.grad_scale)
             group.grad.allocate()
             group.grad_state = GradState.REDUCED
         self.runtime.wait(REDUCE, self.runtime.record(COMPUTE))
         self.runtime.launch(REDUCE, lambda: self._communicate(groups))
         self.runtime.submit(REDUCE, lambda: self._land(groups, first))
-        if sharded:
+        if transient:
             self._in_flight.append(InFlight(groups, self.runtime.record(REDUCE)))
 
     def _finish_outer(self, groups: Sequence[ParamGroup]) -> None:
@@ -175,34 +192,35 @@ class ReducePipeline:
         works = []
         for domain, mine in largest_domain_first(groups):
             communicator = self.communicators[domain]
-            if self.config.strategy.shard_main:
-                works += communicator.reduce_scatter(
-                    [
-                        pair
-                        for group in mine
-                        for pair in zip(group.bucket_own, group.bucket_segments, strict=True)
-                    ]
-                )
+            segments = [segment for group in mine for segment in group.bucket_segments]
+            if not self.config.strategy.shard_main:
+                works += communicator.all_reduce(segments)
+                continue
+            results = [result for group in mine for result in group.results]
+            pairs = list(zip(results, segments, strict=True))
+            if self.config.fp32_accumulation:
+                works += communicator.reduce_scatter_in_fp32(pairs)
             else:
-                works += communicator.all_reduce([t for g in mine for t in g.bucket_segments])
+                works += communicator.reduce_scatter(pairs)
         return works
 
     def _land(self, groups: Sequence[ParamGroup], first: Sequence[bool]) -> None:
         """Scales what was reduced and puts or adds it to the main gradients."""
         for group, is_first in zip(groups, first, strict=True):
-            scale = group.domain.grad_scale
-            if not self.config.strategy.shard_grads:
-                if scale != 1.0:
-                    torch._foreach_mul_(group.grad_segments, scale)
-            elif is_first:
-                torch._foreach_copy_(group.grad_segments, group.bucket_own)
-                if scale != 1.0:
-                    torch._foreach_mul_(group.grad_segments, scale)
-            elif group.bucket.tensor.dtype == group.grad.tensor.dtype:
-                torch._foreach_add_(group.grad_segments, group.bucket_own, alpha=scale)
-            else:
-                for shard, own in zip(group.grad_segments, group.bucket_own, strict=True):
-                    shard.add_(own, alpha=scale)
+            scale = 1.0 if self.config.scale_before_sum else group.domain.grad_scale
+            shards, results = group.grad_segments, group.results
+            wider = results[0].element_size() > shards[0].element_size()
+            if group.has_transient_bucket and not is_first:
+                for shard, result in zip(shards, results, strict=True):
+                    shard.add_(result, alpha=scale)
+                continue
+            # Multiplied in the dtype with more bits, so that scaling adds no rounding there.
+            if scale != 1.0 and wider:
+                torch._foreach_mul_(results, scale)
+            if group.has_transient_bucket:
+                torch._foreach_copy_(shards, results)
+            if scale != 1.0 and not wider:
+                torch._foreach_mul_(shards, scale)
 
     def _make_room(self, groups: Sequence[ParamGroup]) -> None:
         """Frees the oldest buckets until one more may exist and none of `groups` is in flight: a
@@ -217,7 +235,7 @@ class ReducePipeline:
         oldest = self._in_flight.popleft()
         self.runtime.wait(COMPUTE, oldest.event)
         for group in oldest.groups:
-            group.bucket.release()
+            group.release_bucket()
 
     def finish(self) -> None:
         """Orders the compute stream behind every reduction and frees all buckets."""

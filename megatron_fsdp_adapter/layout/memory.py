@@ -57,14 +57,16 @@ class StrategyRow(Protocol):
 class Precision:
     """What is kept beside the compute weights, whose dtype is the group's.
 
-    main: dtype of the weights that the optimizer updates; grad: dtype in which gradients
-    accumulate; comm: dtype in which sharded gradients are reduced; state_bytes: optimizer state
-    per element (Adam: two fp32 moments).
+    main: dtype of the weights that the optimizer updates, None for the compute dtype; grad: dtype
+    in which gradients accumulate; comm: dtype in which they are reduced; fp32_accumulation: sums
+    are made in fp32 of what was received; state_bytes: optimizer state per element (Adam: two
+    fp32 moments).
     """
 
-    main: torch.dtype = torch.float32
+    main: torch.dtype | None = torch.float32
     grad: torch.dtype = torch.float32
     comm: torch.dtype = torch.float32
+    fp32_accumulation: bool = False
     state_bytes: int = 8
 
     def __post_init__(self) -> None:
@@ -98,18 +100,20 @@ def group_bytes(
     """
     total, shard = layout.total_numel, layout.shard_numel
     compute, trained = layout.specs[0].dtype, layout.specs[0].requires_grad
-    main = precision.main if trained else compute
+    main = precision.main if trained and precision.main is not None else compute
     weights = GATHERED_WEIGHTS if row.shard_weights else COMPUTE_WEIGHTS
     held = {weights: total * compute.itemsize}
     if row.shard_weights or main != compute:
         held[MAIN_WEIGHTS] = (shard if row.shard_main else total) * main.itemsize
     if not trained:
         return held
-    if row.shard_grads:
-        held[GRADIENT_SHARD] = shard * precision.grad.itemsize
+    held[GRADIENT_SHARD if row.shard_grads else MAIN_GRADS] = precision.grad.itemsize * (
+        shard if row.shard_grads else total
+    )
+    if row.shard_grads or precision.comm != precision.grad:
         held[REDUCE_BUCKET] = total * precision.comm.itemsize
-    else:
-        held[MAIN_GRADS] = total * precision.grad.itemsize
+    if precision.fp32_accumulation:
+        held[REDUCE_BUCKET] += shard * torch.float32.itemsize
     elements = held_numel(layout, rank) if row.shard_main else layout.item_numel
     held[OPTIMIZER_STATE] = elements * precision.state_bytes
     return held

@@ -55,6 +55,21 @@ def capabilities_of(group: dist.ProcessGroup, device: torch.device) -> Capabilit
     )
 
 
+@dataclass(frozen=True)
+class SumsOfReceived:
+    """A handle that adds up what the ranks sent, one row each, when it is waited for. `work` is
+    the exchange, None where the current stream orders it."""
+
+    work: Any
+    received: torch.Tensor
+    output: torch.Tensor
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        torch.sum(self.received, dim=0, dtype=self.output.dtype, out=self.output)
+
+
 class Communicator:
     """Flat collectives of one group.
 
@@ -77,6 +92,28 @@ class Communicator:
         """Sums. Each pair is (output of n elements, input of n * size elements); the output may be
         this rank's slice of the input."""
         return self._launch(pairs, self._reduce_scatter_one)
+
+    def reduce_scatter_in_fp32(self, pairs: Sequence[Pair]) -> list[Any]:
+        """Sums in float32 what travels in the inputs' dtype. Each pair is (float32 output of n
+        elements, input of n * size elements).
+
+        Every rank gets its slice of all inputs by an all-to-all, which puts as many bytes on the
+        wire as a ring reduce-scatter of the inputs, and adds them up itself, in an order that
+        depends on the number of ranks alone. One launch each: all-to-alls do not coalesce.
+        """
+        if self.size == 1:
+            return self._launch(pairs, self._reduce_scatter_one)
+        works = []
+        for output, source in pairs:
+            received = torch.empty_like(source)
+            ordered = self.capabilities.stream_ordered
+            work = dist.all_to_all_single(received, source, group=self.group, async_op=not ordered)
+            sums = SumsOfReceived(work, received.view(self.size, -1), output)
+            if ordered:
+                sums.wait()
+            else:
+                works.append(sums)
+        return works
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Sums each flat tensor in place."""

@@ -172,6 +172,10 @@ BAD: dict[str, Bad] = {
         ("fsdp_unit_modules=['Conv2d']", "no module of Sequential is a Conv2d", "leave"),
         options={"fsdp_unit_modules": [nn.Conv2d]},
     ),
+    "main weights of fewer bits than the parameters": Bad(
+        ("main_params_dtype=torch.bfloat16", "0.weight is torch.float32", "or None"),
+        ddp={"megatron_fsdp_main_params_dtype": torch.bfloat16},
+    ),
     "no trainable parameter": Bad(
         ("module=Frozen has no trainable parameter", "set requires_grad"), module=Frozen
     ),
@@ -188,13 +192,6 @@ BAD: dict[str, Bad] = {
     ),
     "expert parameters without a group for them": Bad(
         ("kind 'expert'", "pass expt_dp"), module=WithExperts, groups=lambda: without("expt_dp")
-    ),
-    "bf16 communication of unsharded gradients": Bad(
-        ("megatron_fsdp_grad_comm_dtype=torch.bfloat16", "reduce the float32", "optim_grads"),
-        ddp={
-            "data_parallel_sharding_strategy": "optim",
-            "megatron_fsdp_grad_comm_dtype": torch.bfloat16,
-        },
     ),
 }
 

@@ -357,6 +357,24 @@ def test_no_sync_is_a_fresh_context_each_time(trainer: Trainer) -> None:
     assert engine.is_last_microbatch is True
 
 
+def test_a_backward_inside_sync_ends_with_gradients(trainer: Trainer) -> None:
+    """As in a plain loop; outside it `finish_grad_sync` is what attaches them."""
+    trainer.wrapper.zero_grad_buffer()
+    output, loss_func = forward_step(CASE, iter(data()), trainer.wrapper)
+    with trainer.wrapper.sync():
+        loss_func(output)[0].backward()
+    params = list(trainer.wrapper.parameters())
+    assert shown(trainer) == "optimizer"
+    assert all(param.grad is param.decoupled_grad is not None for param in params)
+    trainer.wrapper.zero_grad_buffer()
+    assert all(param.grad is param.decoupled_grad is None for param in params)
+    output, loss_func = forward_step(CASE, iter(data()), trainer.wrapper)
+    loss_func(output)[0].backward()
+    assert all(param.grad is None for param in params)
+    trainer.wrapper.finish_grad_sync()
+    assert all(param.grad is not None for param in params)
+
+
 @pytest.mark.parametrize("strategy", ("no_shard", "optim"))
 def test_a_backward_after_the_reduction_is_an_error(strategy: str) -> None:
     """It would add to gradients that have been averaged already."""

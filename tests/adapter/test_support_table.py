@@ -41,19 +41,30 @@ TRIGGERS: dict[str, Values] = {
     "num_distributed_optimizer_instances": (0,),
     "outer_dp_sharding_strategy": ("optim_grads", "optim"),
     "preserve_fp32_weights": (False,),
-    "megatron_fsdp_main_params_dtype": (torch.bfloat16,),
-    "megatron_fsdp_main_grads_dtype": (torch.bfloat16,),
-    "megatron_fsdp_grad_comm_dtype": (torch.float16, torch.bfloat16),
-    "megatron_fsdp_version": (2,),
+    "grad_reduce_in_fp32": (True,),
+    "megatron_fsdp_main_params_dtype": (torch.float16,),
+    "megatron_fsdp_main_grads_dtype": (torch.float16,),
+    "megatron_fsdp_grad_comm_dtype": (torch.float16,),
+    "param_name_patterns_for_fp32_local_accumulation": (("router",),),
+    "fsdp_all_gather_in_start_param_sync": (False,),
     # Model config
     "mtp_num_layers": (1,),
-    "fp8": ("e4m3",),
+    "fp8_recipe": ("mxfp8",),
     "fp4": ("e2m1",),
     "cuda_graph_impl": ("transformer_engine",),
     # Optimizer config
+    "exp_avg_dtype": (torch.uint8,),
+    "exp_avg_sq_dtype": (torch.float16,),
     "optimizer": ("sgd",),
 }
 """What breaks a rule; True for the options that are not listed."""
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "preserve_fp32_weights": {"megatron_fsdp_main_params_dtype": torch.float32},
+    "grad_reduce_in_fp32": {"megatron_fsdp_main_grads_dtype": torch.bfloat16},
+    "fp8_recipe": {"fp8": "hybrid"},
+}
+"""What else has to be set: these are refused where they contradict another option."""
 
 
 def rule_ids() -> list[tuple[Rule, Any]]:
@@ -83,7 +94,8 @@ def test_refused_option_is_an_early_error(one_rank: torch.device, pair: tuple[Ru
     configs = _configs("no_shard")
     config = configs["ddp"] if rule in DDP_CONFIG_RULES else configs["model config"]
     assert not rule.broken(config), "the default is refused"
-    setattr(config, rule.option, value)
+    for option, chosen in {**BESIDE.get(rule.option, {}), rule.option: value}.items():
+        setattr(config, option, chosen)
     assert rule.broken(config)
     with pytest.raises(ValueError) as caught:
         FullyShardedDataParallel(configs["model config"], configs["ddp"], configs["model"])

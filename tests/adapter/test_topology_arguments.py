@@ -10,8 +10,9 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch import nn
 
-from megatron_fsdp_adapter import FullyShardedDataParallel, arguments
+from megatron_fsdp_adapter import FullyShardedDataParallel, arguments, support
 from megatron_fsdp_adapter.adapter import SHARED_EMBEDDING, domain_name
+from megatron_fsdp_adapter.sharded_module import register_state_dict_hooks
 from megatron_fsdp_adapter.support import CHECKPOINT_RULES
 from tests.distributed.gpt import Case, Trainer, build_model, build_trainer, ddp_config
 
@@ -130,7 +131,8 @@ def test_checkpoint_that_would_not_be_right_is_an_early_error(
     config = trainer.wrapper.config
     config.num_moe_experts = 4
     setattr(config, rule.option, 2)
-    trainer.wrapper._register_state_dict_hooks()
+    refused = support.problems(config, CHECKPOINT_RULES)
+    register_state_dict_hooks(trainer.wrapper.module, trainer.wrapper.engine, refused)
     for name, action in actions.items():
         with pytest.raises(ValueError, match=f"{rule.option}=2: ") as caught:
             action()

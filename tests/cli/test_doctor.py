@@ -34,14 +34,14 @@ def test_a_configuration_is_judged(capsys: Any) -> None:
     found = report(
         capsys, "--world-size", "16", "--set", "tensor_model_parallel_size=2",
         "--set", "num_experts=8", "--set", "expert_model_parallel_size=4",
-        "--set", "num_distributed_optimizer_instances=2", "--set", "fp8=hybrid",
+        "--set", "num_distributed_optimizer_instances=2", "--set", "fp4=e2m1",
         "--set", "save='somewhere'", status=1,
     )["configuration"]  # fmt: skip
     assert found["groups"] == {
         "world size": 16, "dense": 4, "experts": 1, "optimizer instances": 2
     }  # fmt: skip
     named = {line.split("=")[0] for line in found["refuses"]}
-    assert named == {"fp8", "tensor_model_parallel_size", "expert_tensor_parallel_size",
+    assert named == {"fp4", "tensor_model_parallel_size", "expert_tensor_parallel_size",
                      "expert_model_parallel_size"}  # fmt: skip
 
 

@@ -149,6 +149,8 @@ def ddp_config(
         use_megatron_fsdp=strategy is not None,
         data_parallel_sharding_strategy=strategy or "no_shard",
     )
+    if any(name.endswith("_dtype") for name in options):
+        config.grad_reduce_in_fp32 = False  # it would contradict them
     for name, value in options.items():
         setattr(config, name, value)
     return config

@@ -24,6 +24,7 @@ from megatron_fsdp_adapter.config import (
 )
 from megatron_fsdp_adapter.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.engine.partition import partition
+from megatron_fsdp_adapter.grad_check import GradCheck
 from megatron_fsdp_adapter.topology import DENSE, EXPERT, FSDPDistributedIndex
 from tests.engine.recording import RecordingRuntime
 
@@ -78,6 +79,12 @@ class PretendCommunicator:
             output.copy_(full.chunk(self.size)[self.rank] * self.size)
         return []
 
+    def reduce_scatter_in_fp32(self, pairs: Any) -> list[Any]:
+        self.report("reduce_scatter_in_fp32", [pair[1] for pair in pairs])
+        for output, full in pairs:
+            output.copy_(full.chunk(self.size)[self.rank].float() * self.size)
+        return []
+
     def all_reduce(self, tensors: Any) -> list[Any]:
         self.report("all_reduce", tensors)
         for tensor in tensors:
@@ -109,6 +116,9 @@ class LateCommunicator(PretendCommunicator):
     def reduce_scatter(self, pairs: Any) -> list[Any]:
         return [Work(lambda: super(LateCommunicator, self).reduce_scatter(pairs))]
 
+    def reduce_scatter_in_fp32(self, pairs: Any) -> list[Any]:
+        return [Work(lambda: super(LateCommunicator, self).reduce_scatter_in_fp32(pairs))]
+
     def all_reduce(self, tensors: Any) -> list[Any]:
         return [Work(lambda: super(LateCommunicator, self).all_reduce(tensors))]
 
@@ -118,7 +128,8 @@ class Setup:
     """A model, a world and a strategy. `recompute` is None, "reentrant", "non_reentrant" or
     "selective"; `width` is the number of extra parameters of each layer. `split` shards the
     `down` maps over a domain of their own, of every second rank. `outer` instances of the model
-    share `world` ranks out among them, and hold the same shards or, with `shard_outer`, parts."""
+    share `world` ranks out among them, and hold the same shards or, with `shard_outer`, parts.
+    `check_by` looks for gradients that are not finite by "unit" or "parameter"."""
 
     strategy: str = "optim_grads_params"
     world: int = 2
@@ -136,8 +147,11 @@ class Setup:
     split: bool = False
     outer: int = 1
     shard_outer: bool = False
-    check_for_nan_in_grad: bool = False
-    report_nan_in_param_grad: bool = False
+    check_by: str | None = None
+    main_params: torch.dtype | None = torch.float32
+    main_grads: torch.dtype | None = None
+    fp32_accumulation: bool = False
+    scale_before_sum: bool = False
 
     def but(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -147,13 +161,13 @@ class Setup:
         row = STRATEGIES[self.strategy]
         return EngineConfig(
             row,
-            MixedPrecisionPolicy(grad_comm_dtype=self.comm_dtype),
+            MixedPrecisionPolicy(self.main_params, self.main_grads, self.comm_dtype),
             overlap_grad_reduce=self.overlap or row.shard_grads,
             overlap_param_gather=self.overlap or row.shard_weights,
             prefetch_bytes=self.prefetch_bytes,
             shard_outer=self.shard_outer,
-            check_for_nan_in_grad=self.check_for_nan_in_grad,
-            report_nan_in_param_grad=self.report_nan_in_param_grad,
+            fp32_accumulation=self.fp32_accumulation,
+            scale_before_sum=self.scale_before_sum,
         )
 
 
@@ -354,6 +368,8 @@ def buffers_of(engine: FsdpEngine) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{name}.bucket", group.bucket.tensor
                 if group.grad is not group.bucket:
                     yield f"{name}.grad", group.grad.tensor
+                if group.sums is not None:
+                    yield f"{name}.sums", group.sums.tensor
 
 
 def initial_buffers(
@@ -425,6 +441,7 @@ def build(
         rig.engine = FsdpEngine(
             model, plans, domains_of(setup), setup.config, runtime,
             lambda group, device: communicator(group, rig.initial_part, rig.report),
+            None if setup.check_by is None else GradCheck(setup.check_by == "parameter"),
         )
     rig.initial = dict(initial_buffers(rig.engine, began))
     for label, flat in buffers_of(rig.engine):

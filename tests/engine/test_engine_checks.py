@@ -12,10 +12,10 @@ from tests.engine.engine_cases import Setup, build, pretended_world
 from tests.engine.recording import RecordingRuntime
 
 
-def _looked_at(strategy: str, **flags: bool) -> tuple[int, int]:
+def _looked_at(strategy: str, **options: str) -> tuple[int, int]:
     """Tensors that two microbatches look at, and the segments of all buffers."""
     with pretended_world(2):
-        rig = build(Setup(strategy, dtype=torch.float32, **flags), RecordingRuntime())
+        rig = build(Setup(strategy, dtype=torch.float32, **options), RecordingRuntime())
         counting = mock.patch.object(torch, "_foreach_norm", wraps=torch._foreach_norm)
         with counting as norms, rig.runtime.watch():
             rig.forward_backward(2)
@@ -27,7 +27,7 @@ def _looked_at(strategy: str, **flags: bool) -> tuple[int, int]:
 def test_off_it_costs_nothing_and_on_one_reading_of_each_buffer(strategy):
     """And no race: it reads on the stream that writes the gradients."""
     assert _looked_at(strategy)[0] == 0
-    looked_at, segments = _looked_at(strategy, check_for_nan_in_grad=True)
+    looked_at, segments = _looked_at(strategy, check_by="unit")
     assert looked_at == 2 * segments
-    by_param, segments = _looked_at(strategy, report_nan_in_param_grad=True)
+    by_param, segments = _looked_at(strategy, check_by="parameter")
     assert by_param > 2 * segments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,8 @@ from megatron_fsdp_adapter.config import (
     forced_overlaps,
     strategy_named,
 )
-from megatron_fsdp_adapter.ddp_options import DDP_CONFIG_RULES, engine_config
+from megatron_fsdp_adapter.ddp_config import DistributedDataParallelConfig as OurConfig
+from megatron_fsdp_adapter.ddp_options import DDP_CONFIG_RULES, engine_config, precision_policy
 from megatron_fsdp_adapter.process_groups import build_index, groups_of
 from megatron_fsdp_adapter.support import problems
 from megatron_fsdp_adapter.topology import (
@@ -195,8 +197,9 @@ REFUSED = {
     "num_distributed_optimizer_instances": 0,
     "outer_dp_sharding_strategy": "optim_grads",
     "preserve_fp32_weights": False,
-    "megatron_fsdp_main_params_dtype": torch.bfloat16,
-    "megatron_fsdp_main_grads_dtype": torch.bfloat16,
+    "grad_reduce_in_fp32": True,
+    "megatron_fsdp_main_params_dtype": torch.float16,
+    "megatron_fsdp_main_grads_dtype": torch.float16,
     "megatron_fsdp_grad_comm_dtype": torch.float16,
     "fp8_param_gather": True,
     "fp4_param_gather": True,
@@ -208,7 +211,18 @@ REFUSED = {
     "delay_wgrad_compute": True,
     "check_for_large_grads": True,
     "reduce_scatter_with_fp32_accumulation": True,
+    "param_name_patterns_for_fp32_local_accumulation": ("router",),
+    "megatron_fsdp_cuda_graph_mode": True,
+    "megatron_fsdp_enable_fine_grained_param_gather": True,
+    "megatron_fsdp_max_pool_double_buffer": True,
+    "fsdp_db_use_persist_buf_on_alloc_fail": True,
+    "fsdp_all_gather_in_start_param_sync": False,
 }
+BESIDE = {
+    "preserve_fp32_weights": {"megatron_fsdp_main_params_dtype": torch.float32},
+    "grad_reduce_in_fp32": {"megatron_fsdp_main_grads_dtype": torch.bfloat16},
+}
+"""What else has to be set for an option to be refused: it contradicts the older name."""
 
 
 def test_every_rule_is_tried_below():
@@ -222,21 +236,127 @@ def test_a_good_config_has_no_problems(strategy):
 
 @pytest.mark.parametrize("option", REFUSED)
 def test_refused_options_are_named_with_their_value(option):
-    [problem] = problems(good(**{option: REFUSED[option]}), DDP_CONFIG_RULES)
+    changes = {option: REFUSED[option], **BESIDE.get(option, {})}
+    [problem] = problems(good(**changes), DDP_CONFIG_RULES)
     assert problem.startswith(f"{option}={REFUSED[option]!r}: ")
     assert len(problem.split(": ", 1)[1]) > 10
 
 
 def test_all_problems_are_found_at_once():
-    assert len(problems(good(**REFUSED), DDP_CONFIG_RULES)) == len(REFUSED)
+    found = problems(good(**REFUSED), DDP_CONFIG_RULES)
+    others = set(REFUSED) - {"preserve_fp32_weights"}  # its contradiction is of another value
+    assert {line.split("=")[0] for line in found} == others
 
 
-def test_communication_in_bf16_needs_sharded_gradients():
-    for strategy, row in STRATEGIES.items():
-        config = good(
-            data_parallel_sharding_strategy=strategy, megatron_fsdp_grad_comm_dtype=torch.bfloat16
-        )
-        assert len(problems(config, DDP_CONFIG_RULES)) == (0 if row.shard_grads else 1)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_any_dtypes_go_with_any_strategy(strategy):
+    for main in (torch.float32, torch.bfloat16, None):
+        for grads in (None, torch.float32, torch.bfloat16):
+            for comm in (None, torch.float32, torch.bfloat16):
+                config = good(
+                    data_parallel_sharding_strategy=strategy,
+                    megatron_fsdp_main_params_dtype=main,
+                    megatron_fsdp_main_grads_dtype=grads,
+                    megatron_fsdp_grad_comm_dtype=comm,
+                )
+                assert problems(config, DDP_CONFIG_RULES) == []
+                assert engine_config(config).policy == MixedPrecisionPolicy(main, grads, comm)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "comm", "grads", "allowed"),
+    [
+        ("optim", torch.bfloat16, None, True),
+        ("optim_grads", torch.bfloat16, torch.float32, True),
+        ("optim_grads_params", torch.bfloat16, None, True),
+        ("no_shard", torch.bfloat16, None, False),
+        ("optim", None, None, False),
+        ("optim", torch.bfloat16, torch.bfloat16, False),
+    ],
+)
+def test_sums_in_float32_are_for_a_reduce_scatter_of_bf16(strategy, comm, grads, allowed):
+    config = good(
+        data_parallel_sharding_strategy=strategy,
+        reduce_scatter_with_fp32_accumulation=True,
+        megatron_fsdp_grad_comm_dtype=comm,
+        megatron_fsdp_main_grads_dtype=grads,
+    )
+    found = problems(config, DDP_CONFIG_RULES)
+    assert (found == []) is allowed
+    policy = MixedPrecisionPolicy(main_grads_dtype=grads, grad_comm_dtype=comm)
+    if allowed:
+        assert engine_config(config).fp32_accumulation
+    else:
+        with pytest.raises(ValueError, match="fp32_accumulation=True"):
+            EngineConfig(STRATEGIES[strategy], policy, fp32_accumulation=True)
+
+
+def read(config):
+    """The policy and the warnings of reading it."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        policies = [precision_policy(config) for _ in range(3)]
+    assert policies[0] == policies[1] == policies[2]
+    return policies[0], [str(warning.message) for warning in shown]
+
+
+def test_the_older_names_map_onto_the_policy_and_warn_once():
+    """Of the plain 0.16.1 config, and of ours."""
+    for make in (DistributedDataParallelConfig, OurConfig):
+        fp32 = torch.float32
+        assert read(make()) == (MixedPrecisionPolicy(), [])
+        policy, shown = read(make(preserve_fp32_weights=False))
+        assert policy == MixedPrecisionPolicy(main_params_dtype=None)
+        assert [text.split(" is read as ")[0] for text in shown] == ["preserve_fp32_weights=False"]
+        policy, shown = read(make(grad_reduce_in_fp32=True))
+        assert policy == MixedPrecisionPolicy(fp32, fp32, fp32)
+        assert [text.split(" is read as ")[0] for text in shown] == ["grad_reduce_in_fp32=True"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"preserve_fp32_weights": True}, None),
+        ({"preserve_fp32_weights": True, "megatron_fsdp_main_params_dtype": torch.bfloat16},
+         "preserve_fp32_weights"),
+        ({"preserve_fp32_weights": True, "megatron_fsdp_main_params_dtype": None},
+         "preserve_fp32_weights"),
+        ({"preserve_fp32_weights": False, "megatron_fsdp_main_params_dtype": None}, None),
+        ({"preserve_fp32_weights": False, "megatron_fsdp_main_params_dtype": torch.bfloat16}, None),
+        ({"grad_reduce_in_fp32": True, "megatron_fsdp_grad_comm_dtype": torch.bfloat16},
+         "grad_reduce_in_fp32"),
+        ({"grad_reduce_in_fp32": True, "megatron_fsdp_main_grads_dtype": torch.float32}, None),
+        ({"grad_reduce_in_fp32": False, "megatron_fsdp_grad_comm_dtype": torch.bfloat16}, None),
+    ],
+)  # fmt: skip
+def test_contradictions_of_old_and_new_names_are_refused(changes, refused):
+    config = OurConfig(
+        use_megatron_fsdp=True, use_distributed_optimizer=True,
+        data_parallel_sharding_strategy="optim_grads_params", **changes,
+    )  # fmt: skip
+    found = [line.split("=")[0] for line in problems(config, DDP_CONFIG_RULES)]
+    assert found == ([] if refused is None else [refused])
+
+
+def test_our_config_has_main_s_fields_with_main_s_defaults():
+    config = OurConfig(use_megatron_fsdp=True, use_distributed_optimizer=True)
+    assert isinstance(config, DistributedDataParallelConfig)
+    assert problems(config, DDP_CONFIG_RULES) == []
+    ours = {field.name for field in dataclasses.fields(OurConfig)}
+    assert ours >= {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    plain = good(data_parallel_sharding_strategy="no_shard")
+    assert engine_config(config) == engine_config(plain)
+    with pytest.raises(ValueError, match="bucket_size=5 and num_buckets=2 exclude"):
+        OurConfig(bucket_size=5, num_buckets=2)
+
+
+@pytest.mark.parametrize(
+    ("fusion", "average", "before"),
+    [(True, False, False), (True, True, False), (False, True, False), (False, False, True)],
+)
+def test_where_the_gradient_scale_is_applied(fusion, average, before):
+    config = good(gradient_reduce_div_fusion=fusion, average_in_collective=average)
+    assert engine_config(config).scale_before_sum is before
 
 
 def test_strategies_are_rows_in_order_of_what_they_shard():
@@ -290,9 +410,11 @@ def test_dtypes_default_to_float32():
     ("options", "message"),
     [
         ({"prefetch_bytes": -1}, "prefetch_bytes=-1"),
-        ({"policy": MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)}, "grad_comm_dtype"),
+        ({"fp32_accumulation": True}, "fp32_accumulation=True with optim, communication in"),
     ],
 )
 def test_engine_configs_check_themselves(options, message):
     with pytest.raises(ValueError, match=message):
         EngineConfig(STRATEGIES["optim"], **options)
+    with pytest.raises(ValueError, match=r"grad_comm_dtype=torch.float16: use one of"):
+        MixedPrecisionPolicy(grad_comm_dtype=torch.float16)

@@ -20,6 +20,8 @@ def parsed_arguments(**changed: Any) -> SimpleNamespace:
             "overlap_grad_reduce": False,
             "overlap_param_gather": False,
             "grad_reduce_in_bf16": False,
+            "accumulate_allreduce_grads_in_fp32": False,
+            "bf16": False,
             "gradient_accumulation_fusion": True,
             "check_for_nan_in_loss_and_grad": True,
             "ddp_average_in_collective": False,
@@ -29,6 +31,8 @@ def parsed_arguments(**changed: Any) -> SimpleNamespace:
             "use_legacy_models": False,
             "async_save": None,
             "optimizer": "adam",
+            "exp_avg_dtype": "fp32",
+            "exp_avg_sq_dtype": "bf16",
             "num_experts": None,
             "expert_tensor_parallel_size": None,
             "tensor_model_parallel_size": 1,
@@ -50,6 +54,7 @@ def recipe(**changed: Any) -> SimpleNamespace:
         ddp=SimpleNamespace(
             use_megatron_fsdp=False, use_distributed_optimizer=True, overlap_grad_reduce=True,
             overlap_param_gather=True, average_in_collective=True,
+            grad_reduce_in_fp32=True, reduce_scatter_with_fp32_accumulation=False,
             data_parallel_sharding_strategy="no_shard", outer_dp_sharding_strategy="no_shard",
             num_distributed_optimizer_instances=1, reuse_grad_buf_for_mxfp8_param_ag=False,
         ),
@@ -67,6 +72,7 @@ def recipe(**changed: Any) -> SimpleNamespace:
             pretrained_checkpoint=None,
         ),
         comm_overlap=None,
+        mixed_precision=SimpleNamespace(grad_reduce_in_fp32=True),
     )  # fmt: skip
     for path, value in changed.items():
         section, _, name = path.partition("__")

@@ -60,6 +60,13 @@ def test_bf16_reduction_becomes_the_dtype_on_the_wire() -> None:
     assert validation.launch_problems(args, {}) == []
 
 
+def test_gradients_in_bf16_are_told_to_megatron_too() -> None:
+    """With --bf16 it otherwise asks the DDP config for gradients in float32."""
+    args = parsed_arguments(bf16=True, megatron_fsdp_grad_comm_dtype=torch.bfloat16)
+    megatron_lm.complete(args, [*FSDP, "--megatron-fsdp-grad-comm-dtype", "bf16"])
+    assert args.grad_reduce_in_bf16 and validation.launch_problems(args, {}) == []
+
+
 def _complete(**changed: Any) -> argparse.Namespace:
     args = parsed_arguments(**changed)
     written = [f"--{name.replace('_', '-')}" for name in changed]
@@ -73,9 +80,6 @@ BREAKING: dict[str, dict[str, Any]] = {
     "async_save": {"async_save": True},
     "check_weight_hash_across_dp_replicas_interval": {
         "check_weight_hash_across_dp_replicas_interval": 10
-    },
-    "grad_reduce_in_bf16": {
-        "grad_reduce_in_bf16": True, "data_parallel_sharding_strategy": "optim"
     },
     "enable_full_sharding_in_hsdp": {"enable_full_sharding_in_hsdp": True},
     "use_legacy_models": {"use_legacy_models": True},
@@ -92,12 +96,15 @@ def test_every_rule_of_the_launch_is_broken_by_its_value(rule: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"fp8": "hybrid"}, "fp8='hybrid'"),
+        ({"fp4": "e2m1"}, "fp4='e2m1'"),
+        ({"exp_avg_dtype": "fp8"}, "exp_avg_dtype='fp8'"),
         ({"optimizer": "sgd"}, "optimizer='sgd'"),
         ({"ddp_reduce_scatter_with_fp32_accumulation": True},
          "reduce_scatter_with_fp32_accumulation=True"),
-        ({"megatron_fsdp_main_params_dtype": "bf16"},
-         "megatron_fsdp_main_params_dtype=torch.bfloat16"),
+        ({"megatron_fsdp_grad_comm_dtype": "fp16"},
+         "megatron_fsdp_grad_comm_dtype=torch.float16"),
+        ({"megatron_fsdp_grad_comm_dtype": "bf16", "accumulate_allreduce_grads_in_fp32": True},
+         "grad_reduce_in_fp32=True"),
         ({"num_experts": 4, "tensor_model_parallel_size": 2, "load": "x"},
          "expert_tensor_parallel_size=2"),
     ],
@@ -152,7 +159,7 @@ def test_fields_of_main_are_those_of_the_flags() -> None:
     """A flag whose field is missing would be dropped without a word."""
     from dataclasses import fields
 
-    from megatron_fsdp_adapter.ddp_fields import DistributedDataParallelConfig
+    from megatron_fsdp_adapter.ddp_config import DistributedDataParallelConfig
 
     known = {field.name for field in fields(DistributedDataParallelConfig)}
     elsewhere = {"create_all_gather_group"}  # an argument of initialize_model_parallel

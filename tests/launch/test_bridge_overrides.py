@@ -61,6 +61,8 @@ def test_options_are_set_as_asked_for() -> None:
     assert cfg.ddp.outer_dp_sharding_strategy == "optim"
     assert cfg.ddp.num_distributed_optimizer_instances == 2
     assert cfg.ddp.megatron_fsdp_grad_comm_dtype is torch.bfloat16
+    # Mixed precision would set it again when training starts.
+    assert not cfg.ddp.grad_reduce_in_fp32 and not cfg.mixed_precision.grad_reduce_in_fp32
 
 
 BREAKING: dict[str, dict[str, Any]] = {
@@ -72,7 +74,7 @@ BREAKING: dict[str, dict[str, Any]] = {
         "model__cpu_offloading": True, "model__recompute_granularity": "full"
     },
     "ddp.nccl_ub": {"ddp__nccl_ub": True},
-    "model.fp8": {"model__fp8": "hybrid"},
+    "model.fp4": {"model__fp4": "e2m1"},
     "optimizer.optimizer": {"optimizer__optimizer": "muon"},
     "comm_overlap.delay_wgrad_compute": {
         "comm_overlap": SimpleNamespace(delay_wgrad_compute=True)

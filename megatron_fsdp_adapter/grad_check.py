@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .unit import Unit
+from .engine.unit import Unit
 
 MOST_LINES = 20
 """Of an error: after a bad microbatch nearly every parameter is bad."""
@@ -48,8 +48,8 @@ class GradCheck:
                 names += [f"unit {unit.name}, parameter {m.fqns[0]}" for m in group.managed]
                 tensors += group.bucket_items
             else:
-                names += [f"unit {unit.name}"] * len(group.bucket_segments)
-                tensors += group.bucket_segments
+                names += [f"unit {unit.name}"] * len(group.collected_segments)
+                tensors += group.collected_segments
         filled = [i for i, tensor in enumerate(tensors) if tensor.numel() > 0]
         if filled:
             largest = torch._foreach_norm([tensors[i] for i in filled], float("inf"))

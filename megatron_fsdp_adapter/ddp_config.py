@@ -1,0 +1,75 @@
+"""The DDP config with the fields that Megatron-LM main has for this wrapper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig as CoreConfig
+
+
+@dataclass
+class DistributedDataParallelConfig(CoreConfig):
+    """megatron-core 0.16.1's config and what Megatron-LM main has beside it, with main's defaults.
+
+    A plain 0.16.1 config works too: a field that it lacks is read with the default below.
+    `docs/precision.md` says what the dtypes do, `docs/support.md` which fields are refused.
+
+    Raises:
+        ValueError: both `bucket_size` and `num_buckets`, as in main.
+    """
+
+    preserve_fp32_weights: bool | None = None  # type: ignore[assignment]
+    """Deprecated, gone in main. True: float32 main weights. False: the parameters' own dtype. None:
+    as `megatron_fsdp_main_params_dtype` says; True is 0.16.1's default and says the same there."""
+
+    megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
+    """Dtype of the weights that the optimizer updates; None: of each parameter."""
+
+    megatron_fsdp_main_grads_dtype: torch.dtype | None = None
+    """Dtype in which gradients accumulate and are given to the optimizer; None: float32 (in main:
+    that of each parameter)."""
+
+    megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
+    """Dtype of gradients on the wire; None: the main-gradient dtype."""
+
+    megatron_fsdp_use_decoupled_grad: bool = False
+    """Accepted: the optimizer finds its gradients under both names, `grad` and `decoupled_grad`."""
+
+    report_nan_in_param_grad: bool = False
+    """Like `check_for_nan_in_grad`, and names the parameter."""
+
+    fp4_param_gather: bool = False
+    """Refused."""
+
+    num_buckets: int | None = None
+    """Accepted, as `bucket_size` is: units take the place of buckets."""
+
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+    """Refused: `megatron_fsdp_main_grads_dtype` is one for all parameters."""
+
+    megatron_fsdp_version: int = 1
+    """Accepted: there is one engine here."""
+
+    megatron_fsdp_cuda_graph_mode: bool = False
+    """Refused."""
+
+    megatron_fsdp_enable_fine_grained_param_gather: bool = False
+    """Refused: weights are gathered unit by unit; `fsdp_unit_modules` chooses the units."""
+
+    megatron_fsdp_max_pool_double_buffer: bool = False
+    """Refused."""
+
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    """Refused."""
+
+    fsdp_all_gather_in_start_param_sync: bool = True
+    """False is refused: it is for whole-iteration CUDA graphs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bucket_size is not None and self.num_buckets is not None:
+            raise ValueError(
+                f"bucket_size={self.bucket_size} and num_buckets={self.num_buckets} exclude each "
+                "other; set one of them"
+            )

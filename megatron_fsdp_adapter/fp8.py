@@ -1,0 +1,26 @@
+"""FP8 compute of Transformer Engine with parameters in bf16.
+
+TE quantises a weight when a layer is called and, told which microbatch is the first of a step,
+keeps the result for the others. With sharded weights that would keep an FP8 copy of the whole
+model on every rank, so the keeping is switched off: each call quantises what was gathered for it.
+Core has an option for that, `disable_parameter_transpose_cache`, which its TE layers copy from the
+config when they are made.
+
+What autograd saves of one call stays: the quantised weights of layers between their forward and
+their backward. Recomputing activations frees those too.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+CACHE_OPTION = "disable_parameter_transpose_cache"
+
+
+def switch_off_weight_cache(module: nn.Module) -> bool:
+    """Makes every TE layer below `module` quantise its weights at each call. Whether there was one
+    that did not."""
+    layers = [child for child in module.modules() if getattr(child, CACHE_OPTION, None) is False]
+    for layer in layers:
+        setattr(layer, CACHE_OPTION, True)
+    return bool(layers)

@@ -1,0 +1,257 @@
+"""An optimizer that steps on local tensors while its parameters are DTensors.
+
+Why local: TE's FusedAdam allocates state of a DTensor's global shape (60 GiB on an 8B model), and
+torch's goes through DTensor dispatch for every operation of every parameter. The local tensors
+are made once, and what the inner optimizer keeps for them is shown to checkpoints as DTensors over
+the same storage.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .checkpoint.chunks import copy_chunks, dtensor_like, has_chunks
+
+
+class LocalShards:
+    """The local tensors behind an inner optimizer's DTensor parameters, and their state.
+
+    `state` is keyed by local tensor and is what the inner optimizer reads and writes while it
+    steps; `optimizer.state`, keyed by parameter, shows the same storages as DTensors.
+
+    Args:
+        skip_empty: the inner optimizer is not given shards without elements.
+        decoupled: it reads `decoupled_grad`, of any dtype, in place of `grad`.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, skip_empty: bool, decoupled: bool
+    ) -> None:
+        self.skip_empty, self.decoupled = skip_empty, decoupled
+        self.pairs = [
+            [(param, param._local_tensor) for param in group["params"]]
+            for group in optimizer.param_groups
+        ]
+        self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        for pairs in self.pairs:  # some optimizers make their state with themselves
+            for param, local in pairs:
+                if param in optimizer.state:
+                    made = optimizer.state[param].items()
+                    self.state[local] = {n: getattr(v, "_local_tensor", v) for n, v in made}
+
+    def locals_of(self, index: int) -> list[torch.Tensor]:
+        """What the inner optimizer is given in place of group `index`'s parameters."""
+        return [
+            local for _, local in self.pairs[index] if local.numel() > 0 or not self.skip_empty
+        ]
+
+    def hand_out_grads(self) -> None:
+        """Each local tensor's gradient is the local tensor of its parameter's. Where the inner
+        optimizer cannot take its dtype, a copy in the main weights' dtype, until it is taken back.
+        """
+        for pairs in self.pairs:
+            for param, local in pairs:
+                grad = None if param.grad is None else param.grad._local_tensor
+                if self.decoupled:
+                    local.decoupled_grad = grad
+                else:
+                    local.grad = None if grad is None else grad.to(local.dtype)
+
+    def take_back_grads(self) -> None:
+        for pairs in self.pairs:
+            for _, local in pairs:
+                local.grad = None
+                if self.decoupled:
+                    local.decoupled_grad = None
+
+    def show_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Puts state that is new since the last call under the parameters, as DTensors."""
+        for pairs in self.pairs:
+            for param, local in pairs:
+                if param not in optimizer.state and local in self.state:
+                    optimizer.state[param] = {
+                        name: _shown(param, local, value)
+                        for name, value in self.state[local].items()
+                    }
+
+
+def _shown(param: Any, local: torch.Tensor, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.shape == local.shape and value.dim() > 0:
+        return dtensor_like(param, value)
+    return value
+
+
+@contextmanager
+def _on_locals(optimizer: Any) -> Iterator[LocalShards]:
+    """Inside, the inner optimizer's parameters and state are the local ones."""
+    shards: LocalShards = optimizer._fsdp_shards
+    shown_state = optimizer.state
+    shown_params = [group["params"] for group in optimizer.param_groups]
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"] = shards.locals_of(index)
+    optimizer.state = shards.state
+    try:
+        yield shards
+    finally:
+        optimizer.state = shown_state
+        for group, params in zip(optimizer.param_groups, shown_params, strict=True):
+            group["params"] = params
+        shards.show_state(optimizer)
+
+
+def _step(optimizer: Any, base: type, closure: Any = None) -> Any:
+    with _on_locals(optimizer) as shards:
+        shards.hand_out_grads()
+        try:
+            return base.step(optimizer, closure)  # type: ignore[attr-defined]
+        finally:
+            shards.take_back_grads()
+
+
+def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
+    """torch's own initialisation of a group's state, which it runs at the start of a step. It
+    skips parameters without a gradient, so each one stands in as its own for the moment."""
+    for local in group["params"]:
+        local.grad = local.detach()
+    try:
+        optimizer._init_group(group, [], [], [], [], [], [])
+    finally:
+        for local in group["params"]:
+            local.grad = None
+
+
+def _init_fused_state(optimizer: Any, group: dict[str, Any]) -> None:
+    """TE's and apex's FusedAdam keep two moments a parameter and the step in the group."""
+    for local in group["params"]:
+        if optimizer.state[local]:
+            continue
+        if hasattr(optimizer, "initialize_state"):
+            optimizer.initialize_state(local, getattr(optimizer, "store_param_remainders", False))
+        else:
+            for name in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[local][name] = torch.zeros_like(local, dtype=torch.float32)
+
+
+def _is_torch_optimizer(optimizer: Any) -> bool:
+    """Whether it is one of torch's own classes, or derived from one."""
+    bases = (base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer)
+    return any(base.__module__.startswith("torch.optim.") for base in bases)
+
+
+@torch.no_grad()
+def initialize_state(optimizer: Any) -> None:
+    """State for every parameter, empty shards included, without taking a step: neither weights
+    nor the step count change. For Adam, of torch, Transformer Engine or apex."""
+    init = _init_torch_state if _is_torch_optimizer(optimizer) else _init_fused_state
+    with _on_locals(optimizer) as shards:
+        for group in optimizer.param_groups:
+            init(optimizer, group)
+        _complete_empty_state(shards)
+
+
+def _complete_empty_state(shards: LocalShards) -> None:
+    """Moments of zero size for empty shards that the inner optimizer is not given, so that every
+    rank has the same keys."""
+    for pairs in shards.pairs:
+        for _, local in pairs:
+            if local.numel() == 0 and not shards.state[local]:
+                shards.state[local] = {
+                    name: torch.zeros_like(local, dtype=torch.float32)
+                    for name in ("exp_avg", "exp_avg_sq")
+                }
+
+
+@torch.no_grad()
+def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Copies a state dict into existing state, in place and in local shape.
+
+    Raises:
+        ValueError: its groups do not have this optimizer's numbers of parameters.
+    """
+    current, saved = optimizer.param_groups, state_dict["param_groups"]
+    sizes = [len(group["params"]) for group in current]
+    if sizes != [len(group["params"]) for group in saved]:
+        raise ValueError(
+            f"optimizer state has groups of {[len(g['params']) for g in saved]} parameters, this "
+            f"optimizer has groups of {sizes}: it belongs to another model or another weight "
+            "decay or learning rate rule"
+        )
+    if not _is_torch_optimizer(optimizer) or isinstance(optimizer, torch.optim.Adam):
+        initialize_state(optimizer)
+    for group, saved_group in zip(current, saved, strict=True):
+        for param, key in zip(group["params"], saved_group["params"], strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                _load_value(optimizer, param, name, value)
+        group.update({k: v for k, v in saved_group.items() if k != "params"})
+
+
+def _load_value(optimizer: Any, param: Any, name: str, value: Any) -> None:
+    shown, local = optimizer.state[param], param._local_tensor
+    state = optimizer._fsdp_shards.state[local]
+    target: Any = shown.get(name)
+    if isinstance(value, torch.Tensor) and value.dim() > 0 and target is None:
+        state[name] = torch.empty_like(local, dtype=value.dtype)
+        target = shown[name] = _shown(param, local, state[name])
+    if not isinstance(target, torch.Tensor):
+        shown[name] = state[name] = value
+        return
+    source = getattr(value, "_local_tensor", value)
+    local = getattr(target, "_local_tensor", target)
+    source = torch.as_tensor(source, dtype=local.dtype)
+    if source.numel() == _global_numel(param) != local.numel():
+        source = source.reshape(-1)[param.megatron_fsdp_slice]
+    if source.data_ptr() != local.data_ptr():
+        local.copy_(source.view(local.shape))
+    if isinstance(target, DTensor) and not has_chunks(target):
+        copy_chunks(param, target)
+
+
+def _global_numel(param: Any) -> int:
+    """Elements of the module's own parameter, of which this rank holds rows."""
+    return math.prod(param.fsdp_layout_ref.shape)
+
+
+@functools.cache
+def local_step_class(base: type) -> type:
+    """A subclass of the inner optimizer's class that steps, and loads, on local shards."""
+
+    def step(self: Any, closure: Any = None) -> Any:
+        return _step(self, base, closure)
+
+    return type(
+        base.__name__,
+        (base,),
+        {
+            "step": step,
+            "load_state_dict": _load_state_dict,
+            # Not the class's own: TE's gives float32 copies, which know no place in a checkpoint
+            # and which a load in place would not reach.
+            "state_dict": torch.optim.Optimizer.state_dict,
+            "__doc__": f"{base.__name__} on the local shards of DTensor parameters.",
+        },
+    )
+
+
+def adopt(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the inner `optimizer` step on local shards. Its parameters must be DTensors.
+
+    TE's FusedAdam keeps no main weights of its own here, which would be a second copy of the
+    shards it is given, and reads `decoupled_grad`, since it alone takes gradients of any dtype.
+    """
+    skip_empty = not _is_torch_optimizer(optimizer)  # TE's kernel skips a group with one
+    decoupled = hasattr(optimizer, "use_decoupled_grad")
+    for option, value in (
+        ("use_decoupled_grad", True), ("master_weights", False), ("store_param_remainders", False)
+    ):  # fmt: skip
+        if hasattr(optimizer, option):
+            setattr(optimizer, option, value)
+    optimizer._fsdp_shards = LocalShards(optimizer, skip_empty, decoupled)  # type: ignore[attr-defined]
+    optimizer.__class__ = local_step_class(type(optimizer))  # type: ignore[arg-type]

@@ -1,0 +1,103 @@
+"""What is wrong with a module that is to be sharded, or with what is asked for it.
+
+Each function returns one line for each problem, so that a caller can raise all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+def module_problems(
+    module: nn.Module,
+    unit_classes: Sequence[type[nn.Module]] | None,
+    device: torch.device | str | None,
+    main_params_dtype: torch.dtype | None,
+) -> list[str]:
+    """Problems of the model, of the unit classes named for it, of the device asked for, and of the
+    main weights' dtype (None: of each parameter)."""
+    return [
+        *_compiled(module),
+        *_sharded_already(module),
+        *_untrainable(module),
+        *_main_weights_that_lose_bits(module, main_params_dtype),
+        *_units_that_match_nothing(module, unit_classes or ()),
+        *_devices(module, device),
+    ]
+
+
+def _compiled(module: nn.Module) -> list[str]:
+    return [
+        f"module {name or type(child).__name__}: it was compiled with torch.compile, and a "
+        "compiled graph does not see that gathering changes storage; wrap the original module"
+        for name, child in module.named_modules()
+        if isinstance(child, torch._dynamo.OptimizedModule)
+    ]
+
+
+SHARDED_ALREADY = "fsdp_layout_ref"
+"""Set on every optimizer parameter, which is what a wrapped module shows."""
+
+
+def _sharded_already(module: nn.Module) -> list[str]:
+    if not any(hasattr(param, SHARDED_ALREADY) for param in module.parameters()):
+        return []
+    return [
+        f"module={type(module).__name__}: its parameters are sharded already; wrap a module once, "
+        "with FullyShardedDataParallel or with fully_shard_model"
+    ]
+
+
+def _main_weights_that_lose_bits(module: nn.Module, main: torch.dtype | None) -> list[str]:
+    return [
+        f"main_params_dtype={main} (megatron_fsdp_main_params_dtype): parameter {name} is "
+        f"{param.dtype}, which has more bits; use torch.float32, or None for main weights in each "
+        "parameter's own dtype"
+        for name, param in module.named_parameters()
+        if main is not None and param.requires_grad
+        and torch.promote_types(main, param.dtype) != main
+    ][:1]
+
+
+def _untrainable(module: nn.Module) -> list[str]:
+    if any(param.requires_grad for param in module.parameters()):
+        return []
+    return [
+        f"module={type(module).__name__} has no trainable parameter: nothing can be sharded or "
+        "trained; set requires_grad on at least one parameter, or do not wrap the module"
+    ]
+
+
+def _units_that_match_nothing(
+    module: nn.Module, unit_classes: Sequence[type[nn.Module]]
+) -> list[str]:
+    return [
+        f"fsdp_unit_modules={[named.__name__ for named in unit_classes]}: no module of "
+        f"{type(module).__name__} is a {unit_class.__name__}; name a class that the model "
+        "contains, or leave the argument out for the transformer layers"
+        for unit_class in unit_classes
+        if not any(isinstance(child, unit_class) for child in module.modules())
+    ]
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of the first parameter; the CPU if there is none."""
+    return next((param.device for param in module.parameters()), torch.device("cpu"))
+
+
+def _devices(module: nn.Module, device: torch.device | str | None) -> list[str]:
+    devices = sorted({str(param.device) for param in module.parameters()})
+    if len(devices) > 1:
+        return [
+            f"module: its parameters are on several devices {devices}; move it to one before "
+            "wrapping it"
+        ]
+    if device is not None and devices and torch.device(device) != device_of(module):
+        return [
+            f"device={device}: the module's parameters are on {devices[0]}; move the module there "
+            "before wrapping it, or leave the argument out"
+        ]
+    return []

@@ -1,0 +1,46 @@
+"""TE's cache of quantised weights under FP8 compute. TE itself: tests/gpu/test_gpu_fp8.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.fp8 import switch_off_weight_cache
+from tests.distributed.gpt import STRATEGIES, Case, build_model, ddp_config
+
+CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
+DEVICE = torch.device("cpu")
+
+
+class QuantisingLinear(nn.Linear):
+    """What core's TE layers have: the option, copied from the config when they are made."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.disable_parameter_transpose_cache = False
+
+
+def test_every_layer_that_caches_is_told_not_to() -> None:
+    layers = nn.Sequential(QuantisingLinear(), nn.Sequential(QuantisingLinear()), nn.Linear(3, 3))
+    assert switch_off_weight_cache(layers)
+    told = [getattr(m, "disable_parameter_transpose_cache", None) for m in layers.modules()]
+    assert told == [None, True, None, True, None]
+    assert not switch_off_weight_cache(layers)
+
+
+@pytest.mark.parametrize("fp8", ("hybrid", None))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_is_switched_off_and_said_where_weights_are_sharded(
+    one_rank: torch.device, strategy: str, fp8: str | None, capsys: Any
+) -> None:
+    model = build_model(CASE, DEVICE)
+    layer = model.decoder.layers[0].mlp.extra = QuantisingLinear()  # type: ignore[union-attr]
+    model.config.fp8 = fp8  # type: ignore[assignment,union-attr]
+    FullyShardedDataParallel(model.config, ddp_config(CASE, strategy), model)
+    off = strategy == "optim_grads_params" and fp8 is not None
+    assert layer.disable_parameter_transpose_cache is off
+    assert ("disable_parameter_transpose_cache=True" in capsys.readouterr().out) is off

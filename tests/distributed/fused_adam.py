@@ -1,0 +1,99 @@
+"""An Adam with the surface of Transformer Engine's FusedAdam, for machines without it.
+
+It takes what TE's does and refuses what TE's kernels cannot do: empty tensors, a missing gradient,
+a gradient under the wrong name. It is elementwise, so a step on rows is the rows of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import optimizer as core_optimizer
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
+
+
+class FusedAdam(torch.optim.Optimizer):
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        master_weights: bool = False,
+        use_decoupled_grad: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+        assert adam_w_mode
+        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        self.master_weights, self.master_weight_dtype = master_weights, master_weight_dtype
+        self.use_decoupled_grad = use_decoupled_grad
+        self.store_param_remainders = store_param_remainders
+
+    def initialize_state(self, param: Any, store_param_remainders: bool) -> None:
+        for name, dtype in self.dtypes.items():
+            self.state[param][name] = torch.zeros_like(param, dtype=dtype)
+        if self.master_weights:
+            self.state[param]["master_param"] = param.detach().clone().float()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As TE's does: float32 copies, in place of the state."""
+        result = super().state_dict()
+        for state in result["state"].values():
+            for name, value in state.items():
+                state[name] = value.float().clone()
+        return result
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                assert type(param) in (torch.Tensor, torch.nn.Parameter), type(param)
+                assert param.numel() > 0, "an empty tensor ends the list for the kernel"
+                grad = param.decoupled_grad if self.use_decoupled_grad else param.grad
+                assert grad is not None, "nothing would be trained, in silence"
+                if not self.state[param]:
+                    self.initialize_state(param, self.store_param_remainders)
+                self._update(group, param, grad.float())
+
+    def _update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
+        (beta1, beta2), step, state = group["betas"], group["step"], self.state[param]
+        first = state["exp_avg"].float().mul(beta1).add(grad, alpha=1 - beta1)
+        second = state["exp_avg_sq"].float().mul(beta2).addcmul(grad, grad, value=1 - beta2)
+        state["exp_avg"].copy_(first)
+        state["exp_avg_sq"].copy_(second)
+        denominator = (second / (1 - beta2**step)).sqrt().add(group["eps"])
+        update = (first / (1 - beta1**step)) / denominator + group["weight_decay"] * param.float()
+        param.copy_(param.float() - group["lr"] * update)
+
+
+@contextmanager
+def transformer_engine_optimizer() -> Iterator[None]:
+    """Inside, core makes this Adam where it would make TE's."""
+    with (
+        mock.patch.object(core_optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        mock.patch.object(core_optimizer, "Adam", FusedAdam),
+        mock.patch.object(distrib_optimizer, "Adam", FusedAdam),
+        mock.patch.object(core_optimizer, "is_te_min_version", lambda version: True),
+    ):
+        yield
+
+
+def precision_aware(config: OptimizerConfig, **options: Any) -> OptimizerConfig:
+    """`config` with the precision-aware optimizer. Making one so needs TE."""
+    config.use_precision_aware_optimizer = True
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    for name, value in options.items():
+        setattr(config, name, value)
+    return config

@@ -1,0 +1,204 @@
+"""Training steps in every mixture of dtypes, against sums in float64.
+
+The bound of a gradient element follows from the roundings on its way (`exact.gamma`): it is put
+into the main-gradient or the communication dtype, summed over microbatches in the former and over
+ranks in the latter, and scaled. In every strategy that is at most
+
+    world              roundings in the communication dtype (one cast, world - 1 additions)
+    microbatches + 2   in the main-gradient dtype (microbatches - 1 additions, casts, the scale)
+
+With sums in float32 of what was sent in bf16, the additions over ranks round in float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp_adapter.config import STRATEGIES
+from tests.distributed.exact import gamma
+from tests.distributed.gpt import full_all
+from tests.distributed.plain import Block, device, net, tokens
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+UNIT = {FP32: 2.0**-24, BF16: 2.0**-8, FP16: 2.0**-11}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One mixture. None of a dtype is what it means in the policy."""
+
+    strategy: str = "optim_grads_params"
+    params: torch.dtype = BF16
+    main_params: torch.dtype | None = FP32
+    main_grads: torch.dtype | None = None
+    comm: torch.dtype | None = None
+    microbatches: int = 1
+    world: int = 2
+    fp32_accumulation: bool = False
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(self.main_params, self.main_grads, self.comm)
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        return self.params if self.main_params is None else self.main_params
+
+    @property
+    def loses_bits(self) -> bool:
+        """Whether main weights cannot hold what the parameters do, which is refused."""
+        return torch.promote_types(self.main_dtype, self.params) != self.main_dtype
+
+    def __str__(self) -> str:
+        return " ".join(str(value).removeprefix("torch.") for value in astuple(self))
+
+
+FACTORS: tuple[tuple[Any, ...], ...] = (
+    tuple(STRATEGIES),
+    (FP32, BF16, FP16),
+    (FP32, BF16, None),
+    (None, FP32, BF16),
+    (None, FP32, BF16),
+    (1, 4),
+    (1, 2, 4),
+)
+"""Values of the first fields of `Cell`."""
+
+
+def pairs_of(values: tuple[Any, ...]) -> set[tuple[int, Any, int, Any]]:
+    return {(a, values[a], b, values[b]) for a, b in itertools.combinations(range(len(values)), 2)}
+
+
+def pairwise() -> list[Cell]:
+    """Cells in which every two values of two factors occur together; the same each time."""
+    draw = random.Random(11)
+    missing = set().union(*(pairs_of(row) for row in itertools.product(*FACTORS)))
+    rows: list[tuple[Any, ...]] = []
+    while missing:
+        tried = [tuple(draw.choice(values) for values in FACTORS) for _ in range(300)]
+        best = max(tried, key=lambda row: len(pairs_of(row) & missing))
+        missing -= pairs_of(best)
+        rows.append(best)
+    return [Cell(*row) for row in rows]
+
+
+def with_fp32_accumulation() -> Iterator[Cell]:
+    for strategy in list(STRATEGIES)[1:]:
+        for microbatches, world in ((4, 1), (1, 2), (4, 4)):
+            yield Cell(strategy, BF16, FP32, None, BF16, microbatches, world, True)
+
+
+def build(cell: Cell) -> Any:
+    return fully_shard_model(
+        net(cell.params),
+        None,
+        [Block, nn.Embedding],
+        data_parallel_sharding_strategy=cell.strategy,
+        mixed_precision_policy=cell.policy,
+        reduce_scatter_with_fp32_accumulation=cell.fp32_accumulation,
+    )
+
+
+def full_params(model: Any) -> dict[str, torch.Tensor]:
+    """Main weights by the module's own names; collective."""
+    return full_all({n.removeprefix("module."): v for n, v in model.state_dict().items()})
+
+
+def exact_gradients(
+    cell: Cell, weights: dict[str, torch.Tensor], step: int, rank: int
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(mean over ranks of the sum over microbatches, the same of absolute values) in float64, from
+    a model that nothing wraps and that computes in the cell's dtype; collective."""
+    model = net(cell.params)
+    for name, param in model.named_parameters():
+        param.data.copy_(weights[name].view(param.shape))
+    sums: dict[str, torch.Tensor] = {}
+    sizes: dict[str, torch.Tensor] = {}
+    for microbatch in range(cell.microbatches):
+        model.zero_grad()
+        model(tokens(step, microbatch, rank)).backward()
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            grad = param.grad.double()
+            sums[name] = sums.get(name, 0) + grad
+            sizes[name] = sizes.get(name, 0) + grad.abs()
+    for values in (sums, sizes):
+        for name in values:
+            dist.all_reduce(values[name])
+            values[name] = values[name].cpu() / cell.world
+    return sums, sizes
+
+
+def allowed_relative(cell: Cell) -> float:
+    """Of an element's mean absolute gradient; see the module's text."""
+    grads, comm = UNIT[cell.policy.grads_dtype], UNIT[cell.policy.comm_dtype]
+    over_ranks = gamma(cell.world, comm)
+    if cell.fp32_accumulation:
+        over_ranks = (1 + gamma(1, comm)) * (1 + gamma(cell.world, UNIT[FP32])) - 1
+    return (1 + over_ranks) * (1 + gamma(cell.microbatches + 2, grads)) - 1
+
+
+def backwards(model: Any, cell: Cell, step: int, rank: int) -> None:
+    for microbatch in range(cell.microbatches):
+        model.engine.is_last_microbatch = microbatch == cell.microbatches - 1
+        model(tokens(step, microbatch, rank)).backward()
+
+
+def check_gradients(model: Any, cell: Cell, exact: Any, absolute: Any) -> float:
+    """All within their bounds; returns the largest error as a part of the mean of absolutes."""
+    for name, param in model.named_parameters():
+        assert param.grad is not None, f"{cell}: {name} has no gradient"
+        assert param.grad.dtype == cell.policy.grads_dtype, f"{cell}: {name} {param.grad.dtype}"
+        assert param.dtype == cell.main_dtype, f"{cell}: {name} {param.dtype}"
+    named = {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
+    worst = 0.0
+    for name, grad in full_all(named).items():
+        expected, size = exact[name].view(grad.shape), absolute[name].view(grad.shape) + 1e-37
+        error = ((grad.double() - expected).abs() / size).max().item()
+        assert error <= allowed_relative(cell), (
+            f"{cell}: gradient of {name} is off by {error:.3e} of its mean absolute value; "
+            f"allowed {allowed_relative(cell):.3e}"
+        )
+        worst = max(worst, error)
+    return worst
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """With an epsilon that float16 main weights do not lose."""
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-3)
+
+
+def check_update(model: Any, optimizer: Any, cell: Cell) -> None:
+    """The step on shards is the step on whole tensors, bit for bit."""
+    named = {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
+    grads, whole = full_all(named), full_params(model)
+    plain = {name: nn.Parameter(value.clone().to(device())) for name, value in whole.items()}
+    for name, param in plain.items():
+        param.grad = grads[name].to(device(), param.dtype)
+    adamw(plain.values()).step()
+    optimizer.step()
+    for name, value in full_params(model).items():
+        assert torch.equal(value, plain[name].cpu()), f"{cell}: weight {name}"
+
+
+def check_cell(cell: Cell, rank: int, steps: int = 2) -> float:
+    """The largest error of a gradient in any step; collective."""
+    model = build(cell)
+    worst = 0.0
+    for step in range(steps):
+        optimizer = fully_shard_optimizer(adamw(model.parameters()))
+        exact, absolute = exact_gradients(cell, full_params(model), step, rank)
+        backwards(model, cell, step, rank)
+        worst = max(worst, check_gradients(model, cell, exact, absolute))
+        check_update(model, optimizer, cell)
+        optimizer.zero_grad()
+    return worst

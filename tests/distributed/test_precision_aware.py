@@ -1,0 +1,174 @@
+"""Megatron's precision-aware optimizer: gradients and moments in bf16, on this rank's shards.
+
+On GPUs with Transformer Engine itself: tests/gpu/test_gpu_precision.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+from torch import nn
+
+from megatron_fsdp_adapter import FullyShardedDataParallel
+from tests.distributed.fused_adam import FusedAdam, precision_aware, transformer_engine_optimizer
+from tests.distributed.gpt import (
+    STRATEGIES,
+    Case,
+    Trainer,
+    _strip,
+    batches,
+    build_model,
+    ddp_config,
+    forward_backward,
+    full_all,
+    init_megatron,
+    optimizer_config,
+)
+from tests.distributed.launch import run_ranks
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CASE = Case(
+    num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, bf16=True, clip=0.05
+)
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "bf16 gradients": {"megatron_fsdp_main_grads_dtype": BF16},
+    "bf16 main weights, fp32 gradients": {"megatron_fsdp_main_params_dtype": None},
+    "all bf16": {"megatron_fsdp_main_params_dtype": BF16, "megatron_fsdp_main_grads_dtype": BF16},
+    "bf16 moments": {},
+}
+MOMENTS = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
+
+
+def _trainer(strategy: str, policy: dict[str, Any], device: torch.device, **options: Any) -> Any:
+    trainer = _wrapped(strategy, policy, device)
+    config = precision_aware(optimizer_config(CASE), **options)
+    with transformer_engine_optimizer():
+        optimizer = get_megatron_optimizer(config, [trainer.wrapper], use_gloo_process_groups=False)
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = 1e-2, 0.1 * group["wd_mult"]
+    trainer.optimizer = optimizer
+    return trainer
+
+
+def _wrapped(strategy: str, policy: dict[str, Any], device: torch.device) -> Trainer:
+    """A trainer without an optimizer: torch's is refused with these dtypes."""
+    model = build_model(CASE, device)
+    wrapper = FullyShardedDataParallel(model.config, ddp_config(CASE, strategy, policy), model)
+    wrapper.config.no_sync_func = wrapper.no_sync
+    wrapper.config.finalize_model_grads_func = finalize_model_grads
+    wrapper.config.grad_scale_func = None
+    return Trainer(CASE, wrapper, _NoOptimizer(), strategy)
+
+
+class _NoOptimizer:
+    def zero_grad(self) -> None:
+        """Nothing."""
+
+
+def _named(trainer: Trainer, attribute: str) -> dict[str, Any]:
+    named = trainer.wrapper.named_parameters()
+    return {_strip(name): getattr(param, attribute) for name, param in named}
+
+
+def _check_step(trainer: Trainer, whole: FusedAdam, plain: dict[str, Any], data: Any) -> None:
+    """Clipping and the step are those on whole tensors, bit for bit."""
+    forward_backward(trainer, data)
+    params = dict(trainer.wrapper.named_parameters())
+    for param in params.values():
+        assert param.grad is param.decoupled_grad  # type: ignore[attr-defined]
+    grads = full_all(_named(trainer, "decoupled_grad"))
+    exact = torch.stack([grad.double().norm() for grad in grads.values()]).norm().item()
+    success, norm, _ = trainer.optimizer.step()
+    # Core's kernel for machines without TE takes the norm of a tensor in the tensor's dtype.
+    in_bf16 = any(grad.dtype == BF16 for grad in grads.values())
+    assert success and norm == pytest.approx(exact, rel=2.0**-7 if in_bf16 else 1e-5)
+    assert norm > CASE.clip, "the step was to be clipped"
+    for name, param in plain.items():
+        param.decoupled_grad = (grads[name] * (CASE.clip / (norm + 1e-6))).to(grads[name].dtype)
+    whole.step()
+    for name, value in trainer.params().items():
+        assert torch.equal(value, plain[name]), name
+
+
+def _trains(rank: int, world: int) -> None:
+    device = init_megatron()
+    for strategy in STRATEGIES:
+        for name, policy in POLICIES.items():
+            moments = MOMENTS if name in ("bf16 moments", "all bf16") else {}
+            trainer = _trainer(strategy, policy, device, **moments)
+            _check_policy(trainer, policy, moments, rank, device)
+
+
+def _check_policy(
+    trainer: Trainer, policy: dict[str, Any], moments: dict[str, Any], rank: int, device: Any
+) -> None:
+    plain = {name: nn.Parameter(value.clone()) for name, value in trainer.params().items()}
+    groups = [[name for name, p in plain.items() if (p.dim() == 1) == flat] for flat in (0, 1)]
+    whole = FusedAdam(
+        [
+            {"params": [plain[name] for name in names], "weight_decay": 0.1 * (1 - flat)}
+            for flat, names in enumerate(groups)
+        ],
+        lr=1e-2, eps=CASE.adam_eps, use_decoupled_grad=True, **moments,
+    )  # fmt: skip
+    for step in range(3):
+        _check_step(trainer, whole, plain, batches(CASE, step, rank, device))
+    state = trainer.optimizer.optimizer.state
+    for param in trainer.wrapper.parameters():
+        own = param._local_tensor
+        if own.numel() == 0:
+            continue
+        assert set(state[param]) == {"exp_avg", "exp_avg_sq"}, "no second copy of main weights"
+        for key, value in state[param].items():
+            assert value._local_tensor.shape == own.shape and value.shape == param.shape
+            assert value.dtype == moments.get(f"{key}_dtype", FP32)
+    saved = trainer.optimizer.optimizer.state_dict()["state"]
+    stored = {v.untyped_storage()._cdata for s in _locals(state.values()) for v in s}
+    assert {v.untyped_storage()._cdata for s in _locals(saved.values()) for v in s} == stored
+
+
+def _locals(states: Any) -> list[list[torch.Tensor]]:
+    return [[value._local_tensor for value in state.values()] for state in states]
+
+
+def test_gradients_moments_and_main_weights_in_bf16() -> None:
+    """Every strategy: norm, clipping and three steps; state of local shape, and what a checkpoint
+    is given is the state itself, not a copy."""
+    run_ranks(_trains, 2)
+
+
+@pytest.mark.parametrize(
+    ("ddp", "optimizer", "says"),
+    [
+        ({"megatron_fsdp_main_grads_dtype": BF16}, {},
+         ("use_precision_aware_optimizer=False", "set it to True (needs Transformer Engine)")),
+        ({"megatron_fsdp_main_params_dtype": None}, {}, ("use_precision_aware_optimizer=False",)),
+        ({}, {"use_precision_aware_optimizer": True},
+         ("use_precision_aware_optimizer=True", "cannot be imported here")),
+        ({}, {"use_precision_aware_optimizer": True, "main_grads_dtype": BF16},
+         ("main_grads_dtype=torch.bfloat16", "DDP config says torch.float32")),
+        ({}, {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
+         ("main_params_dtype=torch.float16", "DDP config says torch.float32")),
+        ({}, {"exp_avg_dtype": torch.uint8}, ("exp_avg_dtype=torch.uint8", "use torch.float32")),
+    ],
+)  # fmt: skip
+def test_what_the_optimizer_cannot_do_is_an_early_error(
+    ddp: dict[str, Any], optimizer: dict[str, Any], says: tuple[str, ...]
+) -> None:
+    run_ranks(_refused, 1, ddp, optimizer, says)
+
+
+def _refused(rank: int, world: int, ddp: Any, options: Any, says: Any) -> None:
+    device = init_megatron()
+    trainer = _wrapped("optim_grads_params", ddp, device)
+    config = optimizer_config(CASE)
+    for name, value in options.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError) as caught:
+        get_megatron_optimizer(config, [trainer.wrapper], use_gloo_process_groups=False)
+    assert all(text in str(caught.value) for text in says), caught.value

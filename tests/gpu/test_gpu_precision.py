@@ -1,0 +1,193 @@
+"""Dtypes of gradients, communication and moments with Transformer Engine's FusedAdam on NCCL.
+
+    python -m pytest -q -rA tests/gpu/test_gpu_precision.py      (two GPUs)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+
+from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.runtime.comm import Communicator
+from tests.distributed.exact import gamma
+from tests.distributed.gpt import (
+    STRATEGIES,
+    Case,
+    Trainer,
+    batches,
+    build_model,
+    ddp_config,
+    init_megatron,
+    optimizer_config,
+    train_step,
+)
+from tests.distributed.precision import check_cell, pairwise
+from tests.gpu.gpu_ranks import Check, Outcomes
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CASE = Case(
+    num_layers=2, hidden=256, heads=4, ffn=640, vocab=512, seq=64, batch=2, bf16=True, swiglu=True,
+    microbatches=2,
+)  # fmt: skip
+STEPS = 20
+ITEMSIZE = {"Float": 4, "BFloat16": 2}
+"""Bytes of an element, by the profiler's names of dtypes."""
+
+POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # fields of the DDP config, fields of the optimizer config
+    "defaults": ({}, {}),
+    "bf16 communication": ({"megatron_fsdp_grad_comm_dtype": BF16}, {}),
+    "bf16 communication, fp32 sums": (
+        {"megatron_fsdp_grad_comm_dtype": BF16, "reduce_scatter_with_fp32_accumulation": True}, {}
+    ),
+    "bf16 gradients": (
+        {"megatron_fsdp_main_grads_dtype": BF16}, {"use_precision_aware_optimizer": True}
+    ),
+    "bf16 gradients and moments": (
+        {"megatron_fsdp_main_grads_dtype": BF16},
+        {"use_precision_aware_optimizer": True, "main_grads_dtype": BF16, "exp_avg_dtype": BF16,
+         "exp_avg_sq_dtype": BF16},
+    ),
+    "all bf16": (
+        {"megatron_fsdp_main_params_dtype": None, "megatron_fsdp_main_grads_dtype": BF16},
+        {"use_precision_aware_optimizer": True},
+    ),
+}  # fmt: skip
+
+
+def _trainer(strategy: str, name: str, device: torch.device) -> Trainer:
+    ddp, options = POLICIES[name]
+    model = build_model(CASE, device)
+    wrapper = FullyShardedDataParallel(model.config, ddp_config(CASE, strategy, ddp), model)
+    config = optimizer_config(CASE, lr=1e-3, **options)
+    optimizer = get_megatron_optimizer(config, [wrapper], use_gloo_process_groups=False)
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = 1e-3, 0.1 * group["wd_mult"]
+    wrapper.config.no_sync_func = wrapper.no_sync
+    wrapper.config.finalize_model_grads_func = finalize_model_grads
+    wrapper.config.grad_scale_func = optimizer.scale_loss
+    return Trainer(CASE, wrapper, optimizer, strategy)
+
+
+def _state_bytes(trainer: Trainer) -> int:
+    """Of every tensor of the inner optimizer's state, each storage once; empty shards have none."""
+    storages = {}
+    for state in trainer.optimizer.optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                local = getattr(value, "_local_tensor", value)
+                storages[local.untyped_storage()._cdata] = local.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def trains(rank: int, world: int, strategy: str, name: str) -> str:
+    """The loss of one batch falls as with the defaults, and optimizer state is two moments of this
+    rank's elements in their dtypes, and nothing else."""
+    device = init_megatron()
+    data = batches(CASE, 0, rank, device)
+    losses = {}
+    for policy in ("defaults", name):
+        trainer = _trainer(strategy, policy, device)
+        losses[policy] = [train_step(trainer, data)[0] for _ in range(STEPS)]
+    first, last = losses[name][0], losses[name][-1]
+    fallen = first - last
+    expected = losses["defaults"][0] - losses["defaults"][-1]
+    assert abs(first - losses["defaults"][0]) <= 2e-3 * first, losses
+    assert fallen > 0.8 * expected > 0, losses
+    trainer.wrapper.stop_communication()
+    held = sum(param._local_tensor.numel() for param in trainer.wrapper.parameters())
+    moment = POLICIES[name][1].get("exp_avg_dtype", FP32)
+    assert _state_bytes(trainer) == 2 * held * moment.itemsize
+    return f"{first:.4f} -> {last:.4f}, defaults -> {losses['defaults'][-1]:.4f}"
+
+
+def matrix(rank: int, world: int) -> str:
+    """The cells of the CPU matrix of this world, on NCCL."""
+    cells = [cell for cell in pairwise() if cell.world == world and not cell.loses_bits]
+    init_megatron()
+    for cell in cells:
+        check_cell(cell, rank)
+    return f"{len(cells)} cells"
+
+
+def one_reduction(rank: int, world: int) -> str:
+    """bf16 on the wire: sums in float32 are within float32's bound of the exact sum."""
+    device = init_megatron()
+    communicator = Communicator(dist.group.WORLD, device)
+    torch.manual_seed(rank)
+    grads = torch.randn(1 << 20, device=device).bfloat16()
+    exact = grads.double()
+    size = grads.double().abs()
+    dist.all_reduce(exact)
+    dist.all_reduce(size)
+    own, scale = exact.view(world, -1)[rank], size.view(world, -1)[rank]
+    output = torch.empty(grads.numel() // world, device=device)
+    assert communicator.reduce_scatter_in_fp32([(output, grads)]) == []
+    torch.cuda.synchronize()
+    assert ((output.double() - own).abs() <= gamma(world, 2.0**-24) * scale).all()
+    return f"largest error {(output.double() - own).abs().max().item():.2e}"
+
+
+def _traffic(trainer: Trainer, data: list[torch.Tensor]) -> int:
+    """Bytes that one step hands to reduce-scatters, from the profiler's record of collectives."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    ) as profiler:
+        train_step(trainer, data)
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    records = [e["args"] for e in events if e.get("name") == "record_param_comms"]
+    return sum(
+        int(record["In msg nelems"]) * ITEMSIZE[record["dtype"]]
+        for record in records
+        if "reduce_scatter" in record.get("Collective name", "")
+    )
+
+
+def traffic_halves(rank: int, world: int) -> str:
+    """Communication in bf16 moves half the bytes: as many elements, in a dtype half as wide."""
+    device = init_megatron()
+    data = batches(CASE, 0, rank, device)
+    found = {}
+    for name, itemsize in (("defaults", 4), ("bf16 communication", 2)):
+        trainer = _trainer("optim_grads_params", name, device)
+        train_step(trainer, data)
+        buckets = {group.bucket.tensor.element_size() for group in trainer.wrapper.engine.groups}
+        assert buckets == {itemsize}
+        found[name] = _traffic(trainer, data)
+    assert found["defaults"] == 2 * found["bf16 communication"] > 0, found
+    return str(found)
+
+
+CHECKS = {
+    **{
+        f"{strategy}, {name}": Check(trains, (strategy, name))
+        for strategy in STRATEGIES
+        for name in POLICIES
+        if name != "defaults" and (strategy != "no_shard" or "sums" not in name)
+    },
+    "matrix": Check(matrix),
+    "one reduction": Check(one_reduction),
+    "traffic": Check(traffic_halves),
+}
+OUTCOMES = Outcomes(CHECKS, timeout_s=170.0)
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+
+
+@pytest.mark.skipif(not HAS_TE, reason="Transformer Engine is not installed")
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_two_gpus(name: str) -> None:
+    OUTCOMES.expect(name)
