@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
@@ -27,7 +26,6 @@ from .support import MODEL_CONFIG_RULES
 from .validation import CKPT_FORMAT, CONNECTIONS, DTYPES, launch_problems
 
 FSDP_FLAG = "--use-megatron-fsdp"
-_FUSED_KERNEL = "fused_weight_gradient_mlp_cuda"
 
 
 @dataclass(frozen=True)
@@ -119,10 +117,9 @@ def _strategy_has(what: str) -> Callable[[Any], bool]:
     )
 
 
-def _fusion_is_missing(args: Any) -> bool:
-    """Core raises when a layer is built with the fusion and without the kernel."""
-    refused = any(rule.option == "gradient_accumulation_fusion" for rule in MODEL_CONFIG_RULES)
-    return refused or importlib.util.find_spec(_FUSED_KERNEL) is None
+def _fusion_is_refused(args: Any) -> bool:
+    """It is on by default in Megatron-LM: whoever did not switch it off did not ask for it."""
+    return any(rule.option == "gradient_accumulation_fusion" for rule in MODEL_CONFIG_RULES)
 
 
 def _reduces_in_bf16(args: Any) -> bool:
@@ -173,8 +170,8 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "gradient_accumulation_fusion", "--no-gradient-accumulation-fusion", _constant(False),
-        _fusion_is_missing,
-        f"{_FUSED_KERNEL} is not installed, or the wrapper does not support the fusion",
+        _fusion_is_refused,
+        "the wrapper does not support the fusion, which Megatron-LM has on by default",
     ),
 )  # fmt: skip
 """In this order: later ones read what earlier ones set."""

@@ -12,6 +12,7 @@ from launch_cases import parsed_arguments
 
 from megatron_fsdp_adapter import megatron_lm, validation
 from megatron_fsdp_adapter.settings import Change, format_changes
+from megatron_fsdp_adapter.support import Rule
 
 FSDP = ["--use-megatron-fsdp"]
 
@@ -19,9 +20,9 @@ FSDP = ["--use-megatron-fsdp"]
 def test_one_flag_gives_sharded_weights_and_nothing_is_refused() -> None:
     args = parsed_arguments()
     changes = megatron_lm.complete(args, FSDP)
-    assert {change.option for change in changes} == {
+    assert {change.option for change in changes} >= {
         "--use-distributed-optimizer", "--ckpt-format", "--data-parallel-sharding-strategy",
-        "--overlap-grad-reduce", "--overlap-param-gather", "--no-gradient-accumulation-fusion",
+        "--overlap-grad-reduce", "--overlap-param-gather",
     }  # fmt: skip
     assert args.data_parallel_sharding_strategy == "optim_grads_params"
     assert args.ckpt_format == "fsdp_dtensor" and args.use_distributed_optimizer
@@ -51,6 +52,16 @@ def test_what_the_user_wrote_is_refused_and_not_overwritten(written: list[str]) 
     assert "--ckpt-format" not in {change.option for change in changes}
     [problem] = validation.launch_problems(args, {})
     assert problem.startswith("ckpt_format='torch_dist': ")
+
+
+def test_what_is_on_by_default_and_refused_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as there is a rule against it, and not afterwards."""
+    rule = Rule("gradient_accumulation_fusion", lambda config: True, "no")
+    for rules, expected in ((), True), ((rule,), False):
+        monkeypatch.setattr(megatron_lm, "MODEL_CONFIG_RULES", rules)
+        args = parsed_arguments()
+        megatron_lm.complete(args, FSDP)
+        assert args.gradient_accumulation_fusion is expected
 
 
 def test_bf16_reduction_becomes_the_dtype_on_the_wire() -> None:
