@@ -97,6 +97,10 @@ BREAKING: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def test_the_rules_of_the_launch_are_these() -> None:
+    assert {rule.option for rule in validation.LAUNCH_RULES} == set(BREAKING)
+
+
 @pytest.mark.parametrize("rule", validation.LAUNCH_RULES, ids=lambda rule: rule.option)
 def test_every_rule_of_the_launch_is_broken_by_its_value(rule: Any) -> None:
     changed = BREAKING[rule.option]
