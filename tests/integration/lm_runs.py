@@ -53,6 +53,12 @@ class Run:
     def values(self) -> lm_log.Values:
         return lm_log.read(self.log)
 
+    @property
+    def end(self) -> str:
+        """The last lines, without the list of modules that Python adds when it is aborted."""
+        lines = [line for line in self.log.splitlines() if not line.startswith("Extension modules")]
+        return "\n".join(lines)[-4000:]
+
 
 def free_port() -> int:
     with socket.socket() as probe:

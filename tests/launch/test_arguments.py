@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -168,6 +169,13 @@ def test_flags_of_main_are_added_only_where_they_are_missing() -> None:
     assert args.megatron_fsdp_version == 1
     with pytest.raises(SystemExit):
         parser.parse_args(["--megatron-fsdp-grad-comm-dtype", "int8"])
+
+
+def test_a_megatron_lm_that_cannot_be_hooked_is_told_what_it_lacks() -> None:
+    module = ModuleType("megatron.training.arguments")
+    module.parse_args = lambda: None  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match=r"no megatron\.training\.arguments\.add_megatron_arg"):
+        megatron_lm.hook_arguments(module, [], [], lambda: None, lambda old, new: None)
 
 
 def test_fields_of_main_are_those_of_the_flags() -> None:
