@@ -21,7 +21,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from . import arguments, ddp_options, support, validation
+from . import arguments, ddp_options, staging_options, support, validation
 from . import optimizer as optimizer_seam
 from .config import forced_overlaps
 from .description import describe
@@ -29,13 +29,21 @@ from .engine.engine import FsdpEngine
 from .engine.identity import ParamPair
 from .engine.partition import managed_params, partition, unit_modules
 from .fp8 import CACHE_OPTION, switch_off_weight_cache
+from .fused_wgrad import grad_writer
 from .inner import ShardedModule
 from .installation import installed
 from .module_problems import device_of, module_problems
 from .param_attrs import copy_attributes
-from .process_groups import build_index, groups_from_parallel_state, groups_of
+from .process_groups import (
+    GATHER_SOURCES,
+    build_index,
+    groups_from_parallel_state,
+    groups_of,
+    mirror_group,
+)
 from .runtime.comm import Communicator
 from .runtime.device import make_runtime
+from .runtime.registered import RegisteredMemory, zero_cta_options
 from .sharded_module import (
     GradSync,
     mark_shard,
@@ -137,8 +145,8 @@ class ParamAndGradBuffer:
     parameter_groups: tuple[()] = ()
     """Read only to find FP8 parameters, of which there are none."""
 
-    def __init__(self, engine: FsdpEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: FsdpEngine, slots: RegisteredMemory | None) -> None:
+        self._engine, self._slots = engine, slots
 
     def copy_main_weights_to_model_weights(self) -> None:
         """The optimizer has stepped: gathered weights are outdated. The cast itself happens in
@@ -146,7 +154,10 @@ class ParamAndGradBuffer:
         self._engine.main_weights_changed()
 
     def manual_buffer_registration(self) -> None:
-        """Nothing is registered with NCCL, so there is nothing to do."""
+        """Registers fixed buffers with NCCL, all at once, where that was left for after the first
+        step (`fsdp_manual_registration`)."""
+        if self._slots is not None:
+            self._slots.register()
 
 
 class FullyShardedDataParallel(GradSync, _BaseDataParallel):
@@ -211,7 +222,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         if config.fp8 and self.engine.config.strategy.shard_weights:
             forced |= {CACHE_OPTION: True} if switch_off_weight_cache(module) else {}
         self.module = ShardedModule(config, module, self.engine)
-        self.param_and_grad_buffer = ParamAndGradBuffer(self.engine)
+        self.param_and_grad_buffer = ParamAndGradBuffer(self.engine, self._slot_memory)
         for pair in self.engine.pairs:
             self._mark(pair)
         # RNG states are left alone: nothing here draws numbers, so they are as the caller seeded
@@ -231,6 +242,12 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
                 if pg_collection is None
                 else groups_of(pg_collection)
             )
+            found = staging_options.problems(self.ddp_config, self.device, groups)
+            if staging_options.uses_copy_engines(self.ddp_config) and not found:
+                options = zero_cta_options()
+                for role, name in GATHER_SOURCES.items():
+                    made = mirror_group(groups[role], name, options=options)
+                    groups[f"{role}_ag"] = made
             self.megatron_fsdp_dist_index: FSDPDistributedIndex = build_index(
                 groups,
                 device=self.device,
@@ -242,7 +259,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
                 self.megatron_fsdp_dist_index.domain(kind)
         except ValueError as error:
             return [str(error)]
-        return []
+        return found
 
     def _build_engine(
         self, module: nn.Module, unit_classes: list[type[nn.Module]] | None
@@ -259,7 +276,11 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             domain_of=domain_name,
             backward_reads_weights=lambda unit: not isinstance(unit, LanguageModelEmbedding),
             split_of=lambda param, fqn: getattr(param, "_tp_partition_dim", None),
+            writer_of=functools.partial(
+                grad_writer, fused=bool(getattr(self.config, "gradient_accumulation_fusion", False))
+            ),
         )
+        self._slot_memory = staging_options.slot_memory(self.ddp_config, index, self.device)
         return FsdpEngine(
             module,
             plans,
@@ -268,13 +289,13 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             make_runtime(self.device),
             Communicator,
             ddp_options.grad_check(self.ddp_config),
+            None if self._slot_memory is None else self._slot_memory.allocate,
         )
 
     def _mark(self, pair: ParamPair) -> None:
         """Everything Megatron reads on parameters (contract: attributes of both identities)."""
         raw, param = pair.raw, pair.optimizer
         copy_attributes(raw, param)
-        raw.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         param.__fsdp_param__ = True  # type: ignore[attr-defined]
         param.megatron_fsdp_dist_index = self.megatron_fsdp_dist_index  # type: ignore[attr-defined]
         param.orig_param = raw  # type: ignore[attr-defined]
@@ -363,8 +384,6 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         """Forgets all gradients. Idempotent. Also recovers from a pass that raised."""
         self.engine.zero_grads()
         self._wiring.on_zero_grads()
-        for pair in self.engine.pairs:
-            pair.raw.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         for param in self._shared_embeddings():
             param.main_grad = None  # type: ignore[attr-defined]
 

@@ -98,6 +98,8 @@ class EngineConfig:
             came out of the reduction, which is smaller and rounds once.
         padding_bound: largest share of padding in a flat buffer before it is cut in segments.
         max_segments: most segments of a flat buffer; 1 packs by least common multiple.
+        weight_slots, bucket_slots: gathered weights and reduce buckets are in fixed memory that
+            units use in turn, where the strategy makes them transient at all.
         shard_outer: main weights and optimizer state are split again over the outer axis of a
             domain that has one; otherwise its instances hold the same (HSDP).
     """
@@ -112,6 +114,8 @@ class EngineConfig:
     padding_bound: float = 0.01
     max_segments: int = 4
     shard_outer: bool = False
+    weight_slots: bool = False
+    bucket_slots: bool = False
 
     def __post_init__(self) -> None:
         if self.strategy.shard_grads and not self.overlap_grad_reduce:
@@ -132,7 +136,6 @@ class EngineConfig:
             )
         if self.prefetch_bytes < 0:
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: must be 0 or more")
-
 
     @property
     def sums_in_fp32_help(self) -> bool:

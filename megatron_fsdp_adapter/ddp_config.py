@@ -36,6 +36,10 @@ class DistributedDataParallelConfig(CoreConfig):
     megatron_fsdp_use_decoupled_grad: bool = False
     """Accepted: the optimizer finds its gradients under both names, `grad` and `decoupled_grad`."""
 
+    fsdp_copy_engine_all_gather: bool = False
+    """Ours: weights are gathered by the GPUs' copy engines, inside an NVLink domain. The wrapper makes
+    NCCL groups for that; gathered weights are in fixed buffers (docs/performance.md)."""
+
     report_nan_in_param_grad: bool = False
     """Like `check_for_nan_in_grad`, and names the parameter."""
 

@@ -22,6 +22,7 @@ from .config import (
     strategy_named,
 )
 from .grad_check import GradCheck
+from .staging_options import slots_wanted
 from .support import Rule
 
 
@@ -163,12 +164,12 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(
         "megatron_fsdp_max_pool_double_buffer",
         _is_set("megatron_fsdp_max_pool_double_buffer"),
-        "fixed communication buffers are not supported yet; set it to False",
+        "slots are sized by the largest layer anyway (fsdp_double_buffer); set it to False",
     ),
     Rule(
         "fsdp_db_use_persist_buf_on_alloc_fail",
         _is_set("fsdp_db_use_persist_buf_on_alloc_fail"),
-        "fixed communication buffers are not supported yet; set it to False",
+        "slots are sized by the largest layer anyway (fsdp_double_buffer); set it to False",
     ),
     Rule(
         "fsdp_all_gather_in_start_param_sync",
@@ -183,19 +184,6 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         "MXFP8 parameters are not supported; set it to False",
     ),
     Rule("keep_fp8_transpose_cache", _is_set("keep_fp8_transpose_cache"), "needs FP8 parameters"),
-    Rule(
-        "nccl_ub", _is_set("nccl_ub"), "NCCL user buffers are not supported yet; set it to False"
-    ),
-    Rule(
-        "fsdp_double_buffer",
-        _is_set("fsdp_double_buffer"),
-        "fixed communication buffers are not supported yet; set it to False",
-    ),
-    Rule(
-        "fsdp_manual_registration",
-        _is_set("fsdp_manual_registration"),
-        "it needs nccl_ub, which is not supported yet; set it to False",
-    ),
     Rule(
         "delay_wgrad_compute",
         _is_set("delay_wgrad_compute"),
@@ -255,6 +243,7 @@ def engine_config(ddp_config: Any) -> EngineConfig:
         overlap_param_gather=forced.get("overlap_param_gather", ddp_config.overlap_param_gather),
         prefetch_bytes=4 * int(getattr(ddp_config, "suggested_communication_unit_size", None) or 0),
         shard_outer=shards_outer(ddp_config),
+        **slots_wanted(ddp_config),
         fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
         scale_before_sum=not (
             ddp_config.gradient_reduce_div_fusion or ddp_config.average_in_collective

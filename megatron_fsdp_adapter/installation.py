@@ -100,13 +100,14 @@ REBINDINGS: tuple[Rebinding, ...] = (
 
 
 def install() -> None:
-    """Makes Megatron use this package's FSDP wrapper, optimizer seam and checkpoint helpers.
+    """Makes Megatron use this package's FSDP wrapper, optimizer seam and checkpoint helpers, and
+    fuse weight gradients where apex is missing.
 
     May be called before or after Megatron's modules are imported, and any number of times: a
     later call also reaches names that were bound to the originals in between. Raises
     RuntimeError, before anything is changed, with every name that this Megatron-Core lacks.
     """
-    from megatron_fsdp_adapter import optimizer
+    from megatron_fsdp_adapter import fused_wgrad, optimizer
 
     missing = [*missing_names(), *optimizer.missing()]
     if missing:
@@ -115,6 +116,7 @@ def install() -> None:
             "megatron-core 0.16.1"
         )
     optimizer.install()
+    fused_wgrad.install()
     for rebinding in REBINDINGS:
         module = _module_of(rebinding)
         if module is None:
@@ -131,7 +133,7 @@ def uninstall() -> None:
 
     Wrappers that were already constructed stay what they are.
     """
-    from megatron_fsdp_adapter import optimizer
+    from megatron_fsdp_adapter import fused_wgrad, optimizer
 
     for rebinding in reversed(REBINDINGS):
         module = sys.modules.get(rebinding.module)
@@ -145,6 +147,7 @@ def uninstall() -> None:
         if not originals:
             delattr(module, _ORIGINALS)
     optimizer.uninstall()
+    fused_wgrad.uninstall()
 
 
 def installed() -> bool:

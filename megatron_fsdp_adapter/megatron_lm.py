@@ -71,6 +71,10 @@ MAIN_FLAGS: tuple[Flag, ...] = (
     Flag("--megatron-fsdp-max-pool-double-buffer", False, "not supported", is_switch=True),
     Flag("--fsdp-db-use-persist-buf-on-alloc-fail", False, "not supported", is_switch=True),
     Flag(
+        "--fsdp-copy-engine-all-gather", False,
+        "weights are gathered by the GPUs' copy engines (docs/performance.md)", is_switch=True,
+    ),
+    Flag(
         "--outer-dp-sharding-strategy", "no_shard",
         "no_shard or optim: how optimizer instances share main weights and optimizer state",
     ),
@@ -79,8 +83,8 @@ MAIN_FLAGS: tuple[Flag, ...] = (
         is_switch=True,
     ),
 )  # fmt: skip
-"""Flags that some release of Megatron-LM lacks: added where they are missing. Their fields of the
-DDP config are in `ddp_config.py`."""
+"""Flags that some release of Megatron-LM lacks, and one of our own: added where they are missing.
+Their fields of the DDP config are in `ddp_config.py`."""
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,12 @@ def _compiled(module: nn.Module) -> list[str]:
     ]
 
 
-SHARDED_ALREADY = "fsdp_layout_ref"
-"""Set on every optimizer parameter, which is what a wrapped module shows."""
+SHARDED_ALREADY = ("fsdp_layout_ref", "_fsdp_label")
+"""Set on optimizer parameters, and on raw ones: a wrapped module shows either."""
 
 
 def _sharded_already(module: nn.Module) -> list[str]:
-    if not any(hasattr(param, SHARDED_ALREADY) for param in module.parameters()):
+    if not any(hasattr(p, mark) for p in module.parameters() for mark in SHARDED_ALREADY):
         return []
     return [
         f"module={type(module).__name__}: its parameters are sharded already; wrap a module once, "

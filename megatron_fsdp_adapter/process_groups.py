@@ -159,15 +159,31 @@ def create_all_gather_groups(pg_collection: Any, timeout: timedelta | None = Non
     groups = groups_of(pg_collection)
     for role, attribute in GATHER_SOURCES.items():
         mirrored = groups[role] if getattr(pg_collection, attribute, None) is None else None
-        mine = () if mirrored is None else tuple(dist.get_process_group_ranks(mirrored))
-        everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        _check_members(attribute, everyone)
-        for ranks in sorted(set(everyone) - {()}):
-            created = dist.new_group(list(ranks), timeout=timeout, group_desc=attribute.upper())
-            if ranks == mine:
-                setattr(pg_collection, attribute, created)
+        created = mirror_group(mirrored, attribute, timeout)
+        if created is not None:
+            setattr(pg_collection, attribute, created)
     return pg_collection
+
+
+def mirror_group(
+    group: dist.ProcessGroup | None,
+    name: str,
+    timeout: timedelta | None = None,
+    options: Any = None,
+) -> dist.ProcessGroup | None:
+    """A new group with the ranks of `group`, or None for None; collective over the default group.
+    `options` are those of the backend. ValueError as for `create_all_gather_groups`."""
+    mine = () if group is None else tuple(dist.get_process_group_ranks(group))
+    everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    _check_members(name, everyone)
+    made = {
+        ranks: dist.new_group(
+            list(ranks), timeout=timeout, pg_options=options, group_desc=name.upper()
+        )
+        for ranks in sorted(set(everyone) - {()})
+    }
+    return made.get(mine)
 
 
 def _check_members(attribute: str, everyone: Sequence[tuple[int, ...]]) -> None:

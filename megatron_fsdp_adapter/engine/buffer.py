@@ -22,11 +22,17 @@ class FlatBuffer:
 
     Args:
         numel: elements. dtype, device: of the elements. runtime: takes and gives the storage.
+        place: uint8 memory to be in for good, of as many bytes; storage then never goes.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.tensor = torch.zeros(numel, dtype=dtype, device=runtime.device)
+    def __init__(
+        self, numel: int, dtype: torch.dtype, runtime: Runtime, place: torch.Tensor | None = None
+    ) -> None:
+        self.runtime, self.fixed = runtime, place is not None
+        if place is None:
+            self.tensor = torch.zeros(numel, dtype=dtype, device=runtime.device)
+        else:
+            self.tensor = place.view(dtype).zero_()
 
     @property
     def allocated(self) -> bool:
@@ -39,11 +45,13 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         """Takes storage on the current stream; contents are undefined."""
-        self.runtime.allocate(self.tensor)
+        if not self.fixed:
+            self.runtime.allocate(self.tensor)
 
     def release(self) -> None:
         """Gives the storage back on the current stream."""
-        self.runtime.release(self.tensor)
+        if not self.fixed:
+            self.runtime.release(self.tensor)
 
     def views(self, ranges: Sequence[FlatRange]) -> list[torch.Tensor]:
         """A 1-D view of each range. The buffer must be allocated."""

@@ -17,11 +17,12 @@ from megatron_fsdp_adapter.topology import ShardDomain
 
 from . import hooks
 from .gather import GatherPipeline
-from .group import ParamGroup
+from .group import ParamGroup, plan_layout
 from .identity import Identity, IdentitySwitch, ParamPair, make_pairs
 from .partition import ROOT, UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
+from .staging import AllocateSlots, Slots, UnitStaging, aligned, ordinary_memory, plan_slots
 from .unit import Phase, Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
@@ -59,6 +60,8 @@ class FsdpEngine:
         runtime: streams and storage of the device the parameters are on.
         make_communicator: of a process group and device; tests pass a recording one.
         grad_check: looks at gradients before they are communicated; None costs nothing.
+        allocate_slots: makes the memory of fixed slots, for which the configuration asks; by
+            default ordinary memory.
 
     After construction the module tree shows optimizer parameters.
     """
@@ -72,6 +75,7 @@ class FsdpEngine:
         runtime: Runtime,
         make_communicator: MakeCommunicator = Communicator,
         grad_check: GradCheck | None = None,
+        allocate_slots: AllocateSlots | None = None,
     ) -> None:
         self.config, self.runtime = config, runtime
         used = {d: domains[d] for d in dict.fromkeys(k.domain for p in plans for k in p.groups)}
@@ -81,6 +85,7 @@ class FsdpEngine:
             d: make_communicator(v.outer.group, runtime.device) for d, v in used.items() if v.outer
         }
         _broadcast_weights(plans, outer, reduces)
+        self._allocate_slots = allocate_slots or ordinary_memory(runtime.device)
         self.units = self._build_units(plans, used)
         self.root = self.units[-1]
         self.order = PrefetchOrder(
@@ -109,12 +114,14 @@ class FsdpEngine:
     ) -> list[Unit]:
         """Builds one unit at a time and reshards it at once, so that initialisation needs no more
         than the shards and one unit beside the module's own weights."""
+        weights, buckets = self._make_slots(plans, domains)
         units = []
         for ordinal, plan in enumerate(plans):
+            staging = UnitStaging(self.runtime, ordinal, weights, buckets)
             groups = [
                 ParamGroup(
                     f"{plan.name}/{key.domain}", key, managed, domains[key.domain], self.config,
-                    self.runtime,
+                    staging,
                 )
                 for key, managed in plan.groups.items()
             ]
@@ -125,6 +132,34 @@ class FsdpEngine:
                     group.weight.release()
             units.append(unit)
         return units
+
+    def _make_slots(
+        self, plans: list[UnitPlan], domains: Mapping[str, ShardDomain]
+    ) -> tuple[Slots | None, Slots | None]:
+        """Of weights and of buckets, as far as both are transient and slots are asked for."""
+        config, strategy = self.config, self.config.strategy
+        wanted = (
+            config.weight_slots and strategy.shard_weights,
+            config.bucket_slots and strategy.shard_grads,
+        )
+        if not any(wanted):
+            return None, None
+        kinds = [type(plan.module).__name__ for plan in plans]
+        sizes: tuple[list[int], list[int]] = ([], [])
+        for plan in plans:
+            groups = [
+                (key, plan_layout(managed, domains[key.domain], config).total_numel)
+                for key, managed in plan.groups.items()
+            ]
+            sizes[0].append(sum(aligned(numel * key.dtype.itemsize) for key, numel in groups))
+            trained = [numel for key, numel in groups if key.requires_grad]
+            itemsize = config.policy.comm_dtype.itemsize
+            sizes[1].append(sum(aligned(numel * itemsize) for numel in trained))
+        weights, buckets = (
+            Slots(plan_slots(kinds, nbytes), self._allocate_slots) if want else None
+            for want, nbytes in zip(wanted, sizes, strict=True)
+        )
+        return weights, buckets
 
     def _register_hooks(self, module: nn.Module, plans: list[UnitPlan]) -> None:
         for unit, plan in zip(self.units, plans, strict=True):
@@ -194,6 +229,7 @@ class FsdpEngine:
             self.show_raw_params()
             unit.forward_calls += 1
         self.gather.need(unit)
+        unit.busy = True
         if torch.is_grad_enabled():
             callback = hooks.grad_callback(self.inputs_done, unit)
             return hooks.on_inputs_done(args, kwargs, callback)
@@ -221,12 +257,18 @@ class FsdpEngine:
             hooks.at_end_of_backward(self.end_backward)
             if self.root.groups:
                 self.gather.need(self.root)
+            with torch.no_grad():
+                self.reduce.backward_begins(self.root)
 
     def pre_backward(self, unit: Unit) -> None:
         """The first gradient of a unit's output arrives."""
         self._begin_backward()
         if unit.backward_reads_weights:
             self.gather.need(unit)
+            unit.busy = True
+        if unit.direct_groups:
+            with torch.no_grad():
+                self.reduce.backward_begins(unit)
 
     def inputs_done(self, unit: Unit) -> None:
         """All gradients of one call of a unit are known. A unit that was called several times in
@@ -238,6 +280,7 @@ class FsdpEngine:
 
     def _complete(self, unit: Unit) -> None:
         self._completed.add(unit.ordinal)
+        unit.busy = False
         self.gather.release(unit)
         with torch.no_grad():
             is_last = self.is_last_microbatch
@@ -247,7 +290,9 @@ class FsdpEngine:
         """The backward has finished: completes the units whose inputs needed no gradient, that
         were not reached, or that ran more often than in forward, in the same order on all ranks."""
         for unit in reversed(self.units):
-            late = self._fired[unit.ordinal] > max(unit.forward_calls, 1)
+            late = self._fired[unit.ordinal] > max(unit.forward_calls, 1) or any(
+                group.direct.is_open for group in unit.direct_groups
+            )
             if late or unit.ordinal not in self._completed:
                 self._complete(unit)
         self.gather.release_all()
@@ -259,7 +304,7 @@ class FsdpEngine:
         """Forgets a forward or backward that raised: nothing is in flight or gathered after."""
         self._backward_running = False
         self._active_root = None
-        self.reduce.finish()
+        self.reduce.abandon(self.units)
         self.gather.release_all()
 
     # The step around forward and backward.

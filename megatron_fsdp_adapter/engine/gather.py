@@ -41,6 +41,7 @@ class GatherPipeline:
         self.communicators, self.outer = communicators, outer
         self.order = order
         self._ahead: list[Unit] = []
+        self._holders: dict[int, Unit] = {}
 
     def need(self, unit: Unit) -> None:
         """Orders the compute stream behind `unit`'s weights and launches the next gathers."""
@@ -48,6 +49,7 @@ class GatherPipeline:
             return
         upcoming = self.order.request(unit.ordinal)
         if unit.phase is Phase.SHARDED:
+            self._make_way(unit)
             self.launch(unit)
         self._finish(unit)
         if self.config.overlap_param_gather:
@@ -69,20 +71,42 @@ class GatherPipeline:
         for unit in self._ahead:
             if unit.phase is Phase.GATHERING and unit not in chosen:
                 self.release(unit)
+        chosen = [unit for unit in chosen if self._holder(unit) is None]
         for unit in chosen:
-            if unit.phase is Phase.SHARDED:
+            if unit.phase is Phase.SHARDED and self._holder(unit) is None:
                 self.launch(unit)
         self._ahead = chosen
 
+    def _holder(self, unit: Unit) -> Unit | None:
+        """Another unit whose weights are in `unit`'s slot, if there is one."""
+        holder = None if unit.weight_slot is None else self._holders.get(unit.weight_slot)
+        return None if holder is None or holder is unit or holder.phase is Phase.SHARDED else holder
+
+    def _make_way(self, unit: Unit) -> None:
+        """Reshards the unit whose weights are in `unit`'s slot, if it does not compute."""
+        holder = self._holder(unit)
+        if holder is None:
+            return
+        if holder.busy:
+            raise RuntimeError(
+                f"unit {unit.name} is called inside unit {holder.name}, with which it shares a "
+                "fixed buffer (fsdp_double_buffer, nccl_ub): pass fsdp_unit_modules of which none "
+                "is inside another, or switch the option off"
+            )
+        self.release(holder)
+
     def launch(self, unit: Unit) -> None:
-        """Starts gathering `unit`, which must be SHARDED."""
+        """Starts gathering `unit`, which must be SHARDED, and its slot free."""
         unit.advance(Phase.GATHERING)
+        if unit.weight_slot is not None:
+            self._holders[unit.weight_slot] = unit
         outdated, unit.outdated = unit.outdated, False
-        self.runtime.submit(GATHER, lambda: self._fill_own(unit, outdated))
+        tasks: list[Callable[[], Any]] = [lambda: self._fill_own(unit, outdated)]
         if self.config.shard_outer and outdated:
-            self.runtime.submit(GATHER, lambda: self._gather_outer(unit))
+            tasks.append(lambda: self._gather_outer(unit))
         if self.config.strategy.shard_main:
-            self.runtime.submit(GATHER, lambda: self._all_gather(unit))
+            tasks.append(lambda: self._all_gather(unit))
+        self.runtime.submit(GATHER, *tasks)
         unit.gathered = self.runtime.record(GATHER)
 
     def _fill_own(self, unit: Unit, outdated: bool) -> None:
@@ -137,6 +161,7 @@ class GatherPipeline:
     def release_all(self) -> None:
         """Reshards every unit, a gather that nobody used included."""
         for unit in self.units:
+            unit.busy = False
             self.release(unit)
 
     def invalidate(self) -> None:
@@ -162,7 +187,11 @@ class GatherPipeline:
         self._prefetch([self.units[ordinal] for ordinal in self.order.first()])
 
     def gather_all(self) -> None:
-        """Gathers every unit and orders the compute stream behind it."""
+        """Gathers every unit and orders the compute stream behind it; with slots, which do not
+        hold them all, what the next forward pass asks for first."""
+        if any(unit.weight_slot is not None for unit in self.units):
+            self.gather_first()
+            return
         for unit in self.units:
             if unit.phase is Phase.SHARDED:
                 self.launch(unit)

@@ -26,14 +26,17 @@ from collections.abc import Sequence
 import torch
 
 from megatron_fsdp_adapter.config import EngineConfig
+from megatron_fsdp_adapter.layout.group import GroupLayout
 from megatron_fsdp_adapter.layout.planner import plan_group
 from megatron_fsdp_adapter.layout.ranges import nested_shard_rank
 from megatron_fsdp_adapter.runtime.device import Runtime
 from megatron_fsdp_adapter.topology import ShardDomain
 
 from .buffer import FlatBuffer, Held, items_in, segments_in
+from .direct import DirectGrads
 from .guard import unchecked
 from .partition import GroupKey, ManagedParam
+from .staging import UnitStaging
 
 
 class GradState(enum.Enum):
@@ -63,7 +66,8 @@ class ParamGroup:
         grad_segments: `inner` of each segment in `grad`; held_grads, grad_items: `held` of each
             segment and parameter; valid between reduction and zeroing.
         bucket_items, bucket_gaps, collected_segments: full-size views that backward's gradients
-            are written to, what lies between them, and all of `collected`.
+            are written to, what lies between them, and all of `collected`; direct: those items
+            that modules write by themselves.
         bucket_segments, results: what is communicated, and where `inner` of it is left: in the
             bucket, or in `sums` if those are float32 and the bucket is not.
     """
@@ -75,18 +79,14 @@ class ParamGroup:
         managed: list[ManagedParam],
         domain: ShardDomain,
         config: EngineConfig,
-        runtime: Runtime,
+        staging: UnitStaging,
     ) -> None:
         self.name, self.key, self.domain, self.config = name, key, domain, config
+        self.staging, runtime = staging, staging.runtime
         self.managed = managed
         self.params = [entry.param for entry in managed]
         self.splits_outer = config.shard_outer and domain.outer is not None
-        self.layout = plan_group(
-            [entry.spec(index) for index, entry in enumerate(managed)],
-            domain.axis.size * (domain.outer_size if self.splits_outer else 1),
-            padding_bound=config.padding_bound,
-            max_segments=config.max_segments,
-        )
+        self.layout = plan_layout(managed, domain, config)
         self._set_parts()
         self.grad_state = GradState.EMPTY
         with torch.no_grad():
@@ -118,7 +118,7 @@ class ParamGroup:
         return self.main_dtype == self.key.dtype and not self.config.strategy.shard_weights
 
     def _build_weights(self, runtime: Runtime) -> None:
-        self.weight = FlatBuffer(self.layout.total_numel, self.key.dtype, runtime)
+        self.weight = self.staging.weight(self.layout.total_numel, self.key.dtype)
         self.weight_items = self._full_items(self.weight)
         for param, view in zip(self.params, self.weight_items, strict=True):
             view.copy_(param.data)
@@ -159,12 +159,14 @@ class ParamGroup:
         stored = self.inner if sharded else self.full
         self.grad = self.bucket = FlatBuffer(stored.layout.shard_numel, policy.grads_dtype, runtime)
         if sharded or policy.comm_dtype != policy.grads_dtype:
-            self.bucket = FlatBuffer(self.layout.total_numel, policy.comm_dtype, runtime)
+            self.bucket = self.staging.bucket(self.layout.total_numel, policy.comm_dtype)
         self.collected = self.bucket if sharded else self.grad
         self.grad_segments = segments_in(self.grad, stored, self.inner)
         self.held_grads = segments_in(self.grad, stored, self.held)
         self.grad_items = items_in(self.grad, stored, self.held)
         self.bucket_items = self._full_items(self.collected)
+        writers = [entry.writer for entry in self.managed]
+        self.direct = DirectGrads(self.params, writers, self.bucket_items, self.name)
         self.bucket_gaps = self.collected.views(self.layout.gaps())
         self.collected_segments = segments_in(self.collected, self.full, self.full)
         self.bucket_segments = segments_in(self.bucket, self.full, self.full)
@@ -206,7 +208,8 @@ class ParamGroup:
             torch._foreach_copy_(self.held_weights, self.main_segments)
 
     def take_grads(self, accumulate: bool) -> None:
-        """Moves the raw parameters' `.grad` into `collected` and drops them.
+        """Moves the raw parameters' `.grad` into `collected` and drops them; what modules have
+        written there by themselves stays, and `.grad` adds to it.
 
         A parameter without a gradient contributes zero. `accumulate` adds to what is there, else
         that is replaced.
@@ -215,17 +218,24 @@ class ParamGroup:
             every = [param.grad for param in self.params]
             for param in self.params:
                 param.grad = None
-        targets = [v for v, grad in zip(self.bucket_items, every, strict=True) if grad is not None]
-        grads = [grad for grad in every if grad is not None]
-        if accumulate:
-            if targets:
-                torch._foreach_add_(targets, grads)
-        else:
-            missing = [v for v, grad in zip(self.bucket_items, every, strict=True) if grad is None]
-            if targets:
-                torch._foreach_copy_(targets, grads)
-            if missing or self.bucket_gaps:
-                torch._foreach_zero_(missing + self.bucket_gaps)
+        written = self.direct.close()
+        added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        zeroed = [] if accumulate else list(self.bucket_gaps)
+        for index, (view, grad) in enumerate(zip(self.bucket_items, every, strict=True)):
+            kept = accumulate or index in written
+            if grad is not None:
+                views, grads = added if kept else copied
+                views.append(view)
+                grads.append(grad)
+            elif not kept:
+                zeroed.append(view)
+        if added[0]:
+            torch._foreach_add_(*added)
+        if copied[0]:
+            torch._foreach_copy_(*copied)
+        if zeroed:
+            torch._foreach_zero_(zeroed)
 
     def drop_grads(self) -> None:
         """Forgets the step's gradients, whatever state they are in."""
@@ -234,7 +244,21 @@ class ParamGroup:
                 param.grad = None
         self.grad_state = GradState.EMPTY
         if self.key.requires_grad:
+            self.direct.close()
             self._release_grads()
+
+
+def plan_layout(
+    managed: Sequence[ManagedParam], domain: ShardDomain, config: EngineConfig
+) -> GroupLayout:
+    """The layout of the parameters of one group, over all shards of their main weights."""
+    splits_outer = config.shard_outer and domain.outer is not None
+    return plan_group(
+        [entry.spec(index) for index, entry in enumerate(managed)],
+        domain.axis.size * (domain.outer_size if splits_outer else 1),
+        padding_bound=config.padding_bound,
+        max_segments=config.max_segments,
+    )
 
 
 def by_domain(groups: Sequence[ParamGroup]) -> dict[str, list[ParamGroup]]:

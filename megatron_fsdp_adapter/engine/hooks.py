@@ -27,6 +27,9 @@ from .unit import Unit
 if TYPE_CHECKING:
     from .engine import FsdpEngine
 
+_LEAVES = (torch.Tensor, type(None), bool, int, float, str)
+"""What certainly holds no tensors besides itself."""
+
 EngineRef = Callable[[], "FsdpEngine | None"]
 
 
@@ -47,7 +50,13 @@ def on_inputs_done(
     Returns the inputs to use instead. Without an input that needs a gradient nothing is caught. A
     parameter among them is left: its gradient is accumulated only after a hook on it has run.
     """
-    flat, tree = tree_flatten((args, kwargs))
+    # Most layers are given tensors and plain values; a walk through a tree of them takes longer
+    # than all else here.
+    nested = not all(isinstance(value, _LEAVES) for value in (*args, *kwargs.values()))
+    if nested:
+        flat, tree = tree_flatten((args, kwargs))
+    else:
+        flat = [*args, *kwargs.values()]
     watched = [
         index
         for index, value in enumerate(flat)
@@ -61,13 +70,17 @@ def on_inputs_done(
         flat[watched[0]].register_hook(callback)
     else:
         register_multi_grad_hook([flat[index] for index in watched], callback, mode="all")
-    return tree_unflatten(flat, tree)
+    if nested:
+        return tree_unflatten(flat, tree)
+    return tuple(flat[: len(args)]), dict(zip(kwargs, flat[len(args) :], strict=True))
 
 
 def on_outputs_needed(output: Any, callback: Callable[..., None]) -> None:
     """Calls `callback` in backward when the first gradient of an output arrives."""
     tensors = [output] if needs_grad(output) else []
-    if not isinstance(output, torch.Tensor):
+    if type(output) is tuple and all(isinstance(value, _LEAVES) for value in output):
+        tensors = [value for value in output if needs_grad(value)]
+    elif not isinstance(output, torch.Tensor):
         tensors = [value for value in tree_flatten(output)[0] if needs_grad(value)]
     if len(tensors) == 1:
         tensors[0].register_hook(callback)

@@ -19,6 +19,8 @@ from torch import nn
 
 from megatron_fsdp_adapter.layout.spec import ParamSpec, row_granularity
 
+from .direct import GradWriter
+
 ROOT = "root"
 
 Slot = tuple[nn.Module, str]
@@ -38,12 +40,13 @@ class GroupKey:
 class ManagedParam:
     """One parameter, deduplicated: where it is held, and under which names. `split` is the dim
     along which the model itself split the whole tensor over the last axis of its mesh; None if it
-    is whole, or if there is no such axis."""
+    is whole, or if there is no such axis. `writer`: who writes its gradient."""
 
     param: nn.Parameter
     fqns: tuple[str, ...]
     slots: tuple[Slot, ...]
     split: int | None = None
+    writer: GradWriter = GradWriter.AUTOGRAD
 
     def spec(self, index: int) -> ParamSpec:
         """What the layout planner needs to know. Shards are cut between rows of dim 0."""
@@ -108,6 +111,7 @@ def partition(
     domain_of: Callable[[nn.Parameter, str], str],
     backward_reads_weights: Callable[[nn.Module], bool] = lambda _: True,
     split_of: Callable[[nn.Parameter, str], int | None] = lambda param, fqn: None,
+    writer_of: Callable[[ManagedParam], GradWriter] = lambda managed: GradWriter.AUTOGRAD,
 ) -> list[UnitPlan]:
     """Plans for all units that hold parameters, in module order, then the root unit.
 
@@ -117,6 +121,7 @@ def partition(
         domain_of: the domain of a parameter, from the parameter and its first name.
         backward_reads_weights: whether a unit module's backward reads its weights.
         split_of: `ManagedParam.split` of a parameter, likewise.
+        writer_of: `ManagedParam.writer` of a parameter.
 
     Raises:
         ValueError: no parameter below `module` requires a gradient.
@@ -141,5 +146,6 @@ def partition(
         )
         plan = plans[_common_owner(managed.fqns, names)]
         split = split_of(managed.param, managed.fqns[0])
-        plan.groups.setdefault(key, []).append(replace(managed, split=split))
+        entry = replace(managed, split=split, writer=writer_of(managed))
+        plan.groups.setdefault(key, []).append(entry)
     return [plan for plan in plans.values() if plan.groups or plan.name == ROOT]

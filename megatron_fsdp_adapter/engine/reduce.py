@@ -45,6 +45,11 @@ class InFlight:
     event: Any
 
 
+def _same_memory(one: ParamGroup, other: ParamGroup) -> bool:
+    slot = one.staging.bucket_slot
+    return one is other or (slot is not None and slot == other.staging.bucket_slot)
+
+
 def largest_domain_first(
     groups: Sequence[ParamGroup],
 ) -> list[tuple[str, list[ParamGroup]]]:
@@ -88,6 +93,27 @@ class ReducePipeline:
         self.communicators, self.outer = communicators, outer
         self._in_flight: deque[InFlight] = deque()
         self.check = check
+
+    def backward_begins(self, unit: Unit) -> None:
+        """Gives storage to the buckets that `unit`'s modules will write into by themselves."""
+        groups = unit.direct_groups
+        if not groups or all(group.direct.is_open for group in groups):
+            return
+        self._refuse_late(unit)
+        if self.config.strategy.shard_grads:
+            self._make_room(unit.trainable_groups)
+        for group in groups:
+            group.collected.allocate()
+            group.direct.open(fresh=group.grad_state is not GradState.ACCUMULATED)
+
+    def abandon(self, units: Sequence[Unit]) -> None:
+        """Forgets backwards that did not come to their end, and what they have written."""
+        self.finish()
+        for unit in units:
+            for group in unit.direct_groups:
+                group.direct.close()
+                if self.config.strategy.shard_grads:
+                    group.bucket.release()
 
     def backward_done(self, unit: Unit, is_last: bool, is_known_last: bool) -> None:
         """Takes the gradients of `unit`'s backward and reduces them if it is time to.
@@ -159,8 +185,11 @@ class ReducePipeline:
             group.grad.allocate()
             group.grad_state = GradState.REDUCED
         self.runtime.wait(REDUCE, self.runtime.record(COMPUTE))
-        self.runtime.launch(REDUCE, lambda: self._communicate(groups))
-        self.runtime.submit(REDUCE, lambda: self._land(groups, first))
+        self.runtime.launch(
+            REDUCE,
+            lambda: self._communicate(groups, first),
+            lambda: self._land(groups, first),
+        )
         if transient:
             self._in_flight.append(InFlight(groups, self.runtime.record(REDUCE)))
 
@@ -188,7 +217,9 @@ class ReducePipeline:
                 works += self.outer[domain].all_reduce(parts)
         return works
 
-    def _communicate(self, groups: Sequence[ParamGroup]) -> list[Any]:
+    def _communicate(self, groups: Sequence[ParamGroup], first: Sequence[bool]) -> list[Any]:
+        """Launches the reductions; `first` tells whose gradient shards hold nothing yet."""
+        landing = {id(g): self._lands(g, new) for g, new in zip(groups, first, strict=True)}
         works = []
         for domain, mine in largest_domain_first(groups):
             communicator = self.communicators[domain]
@@ -196,7 +227,11 @@ class ReducePipeline:
             if not self.config.strategy.shard_main:
                 works += communicator.all_reduce(segments)
                 continue
-            results = [result for group in mine for result in group.results]
+            results = [
+                result
+                for group in mine
+                for result in (group.grad_segments if landing[id(group)] else group.results)
+            ]
             pairs = list(zip(results, segments, strict=True))
             if self.config.fp32_accumulation:
                 works += communicator.reduce_scatter_in_fp32(pairs)
@@ -204,11 +239,19 @@ class ReducePipeline:
                 works += communicator.reduce_scatter(pairs)
         return works
 
+    def _lands(self, group: ParamGroup, is_first: bool) -> bool:
+        """Whether a reduction writes into the gradient shard by itself."""
+        same_dtype = group.results[0].dtype == group.grad_segments[0].dtype
+        sharded = self.config.strategy.shard_main and group.has_transient_bucket
+        return sharded and is_first and same_dtype
+
     def _land(self, groups: Sequence[ParamGroup], first: Sequence[bool]) -> None:
-        """Scales what was reduced and puts or adds it to the main gradients."""
+        """Scales what was reduced, and puts or adds it to the main gradients where the reduction
+        has not done that by itself."""
         for group, is_first in zip(groups, first, strict=True):
             scale = 1.0 if self.config.scale_before_sum else group.domain.grad_scale
-            shards, results = group.grad_segments, group.results
+            shards, lands = group.grad_segments, self._lands(group, is_first)
+            results = shards if lands else group.results
             wider = results[0].element_size() > shards[0].element_size()
             if group.has_transient_bucket and not is_first:
                 for shard, result in zip(shards, results, strict=True):
@@ -217,16 +260,20 @@ class ReducePipeline:
             # Multiplied in the dtype with more bits, so that scaling adds no rounding there.
             if scale != 1.0 and wider:
                 torch._foreach_mul_(results, scale)
-            if group.has_transient_bucket:
+            if group.has_transient_bucket and not lands:
                 torch._foreach_copy_(shards, results)
             if scale != 1.0 and not wider:
                 torch._foreach_mul_(shards, scale)
 
     def _make_room(self, groups: Sequence[ParamGroup]) -> None:
         """Frees the oldest buckets until one more may exist and none of `groups` is in flight: a
-        model of one unit fills the very bucket that its last microbatch is still reducing."""
+        model of one unit fills the very bucket that its last microbatch is still reducing. A unit
+        in the same slot counts as the same."""
         while len(self._in_flight) >= MAX_BUCKETS or any(
-            group in flight.groups for flight in self._in_flight for group in groups
+            _same_memory(one, group)
+            for flight in self._in_flight
+            for one in flight.groups
+            for group in groups
         ):
             self._retire()
 

@@ -33,8 +33,10 @@ class Unit:
     """Attributes:
     ordinal: position in module order; collectives are issued in an order made of ordinals.
     backward_reads_weights: False for an embedding, whose backward is not given weights.
+    direct_groups: those with gradients that modules write into the bucket by themselves.
     forward_calls: calls of the unit's module in the current forward pass.
     gathered: event after which the weights are there, while GATHERING.
+    busy: whether its module is between the hooks of a forward or of a backward.
     outdated: whether main weights have changed since they were last gathered.
     """
 
@@ -44,10 +46,12 @@ class Unit:
         self.name, self.ordinal, self.groups = name, ordinal, groups
         self.backward_reads_weights = backward_reads_weights
         self.trainable_groups = [group for group in groups if group.key.requires_grad]
+        self.direct_groups = [group for group in self.trainable_groups if group.direct.any]
         self.weight_bytes = sum(group.weight.nbytes for group in groups)
         self.forward_calls = 0
         self.gathered: Any = None
-        self.outdated = False
+        self.outdated = self.busy = False
+        self.weight_slot = groups[0].staging.weight_slot if groups else None
         self.phase = Phase.READY
         self._params = [
             (param, type(param)) for group in groups for param in group.params

@@ -90,7 +90,10 @@ class Communicator:
 
     def reduce_scatter(self, pairs: Sequence[Pair]) -> list[Any]:
         """Sums. Each pair is (output of n elements, input of n * size elements); the output may be
-        this rank's slice of the input."""
+        this rank's slice of the input.
+
+        NCCL could scale what it adds up (PREMUL_SUM). Torch 2.11 multiplies bf16 by zero then.
+        """
         return self._launch(pairs, self._reduce_scatter_one)
 
     def reduce_scatter_in_fp32(self, pairs: Sequence[Pair]) -> list[Any]:

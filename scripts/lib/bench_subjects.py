@@ -8,6 +8,9 @@ from pathlib import Path
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
+ZERO_3 = ("optim_grads_params",)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A row of `KINDS`: the strategies it comes in, those that its bare name stands for."""
@@ -22,12 +25,15 @@ KINDS: dict[str, Kind] = {
     "ddp": Kind("megatron-core's DDP with its distributed optimizer and overlap"),
     "ours": Kind("this package", STRATEGIES, STRATEGIES),
     "ours-ag": Kind("this package, gathers on process groups of their own", STRATEGIES, STRATEGIES),
+    "ours-db": Kind("this package, communication buffers in fixed slots", STRATEGIES, ZERO_3),
+    "ours-ub": Kind("this package, slots registered with NCCL", STRATEGIES, ZERO_3),
+    "ours-ce": Kind("this package, weights gathered by copy engines", ZERO_3, ZERO_3),
     "fsdp2": Kind("torch fully_shard with AdamW"),
     "bundled": Kind("megatron-core's own FSDP", STRATEGIES, ("optim_grads_params",)),
 }
 
-OURS = ("ours", "ours-ag")
-DEFAULT = tuple(kind for kind in KINDS if kind != "ours-ag")
+OURS = ("ours", "ours-ag", "ours-db", "ours-ub", "ours-ce")
+DEFAULT = tuple(kind for kind in KINDS if not kind.startswith("ours-"))
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Subject:
 
     def with_separate_gathers(self) -> Subject:
         """Ours on all-gather groups of its own; any other as it is."""
-        return Subject("ours-ag", self.strategy) if self.is_ours else self
+        return Subject("ours-ag", self.strategy) if self.kind == "ours" else self
 
 
 FLOOR = Subject("floor")

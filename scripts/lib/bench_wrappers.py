@@ -112,7 +112,14 @@ def row_options(subject: Subject, options: Options) -> Options:
         overlap_grad_reduce=reduces_tokens,
         overlap_param_gather=reduces_tokens,
         use_megatron_fsdp=on_shards,
+        # The floor and fully_shard have no main gradients to write into; the bundled engine writes
+        # float32 ones with an operation that takes the compute dtype only.
+        gradient_accumulation_fusion=options.gradient_accumulation_fusion
+        and (subject.is_ours or subject.kind == "ddp"),
         separate_all_gather_groups=subject.kind == "ours-ag",
+        fsdp_double_buffer=subject.kind in ("ours-db", "ours-ub"),
+        nccl_ub=subject.kind == "ours-ub",
+        fsdp_copy_engine_all_gather=subject.kind == "ours-ce",
         ddp_bucket_size=options.ddp_bucket_size if subject.kind == "ddp" else None,
         # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,
         # and wrappers that know nothing of tokens reach the same gradients with the latter.
@@ -140,7 +147,10 @@ def _floor(subject: Subject, options: Options, place: Place) -> Runner:
 def _bundled_wrapper(options: Options, config: Any, module: Any, place: Place) -> Any:
     from lib.bench_bundled import bundled_wrapper
 
-    return bundled_wrapper(config, training.ddp_config(options), module, place)
+    ddp = training.ddp_config(options)
+    ddp.preserve_fp32_weights = True  # our config leaves that to newer fields
+    ddp.grad_reduce_in_fp32 = not options.grad_reduce_in_bf16
+    return bundled_wrapper(config, ddp, module, place)
 
 
 def _with_core_optimizer(subject: Subject, options: Options, place: Place) -> Runner:
@@ -238,7 +248,7 @@ _BUILDERS: dict[str, Callable[[Subject, Options, Place], Runner]] = {
     "floor": _floor,
     "ddp": _with_core_optimizer,
     "ours": _with_core_optimizer,
-    "ours-ag": _with_core_optimizer,
+    **dict.fromkeys(("ours-ag", "ours-db", "ours-ub", "ours-ce"), _with_core_optimizer),
     "bundled": _with_core_optimizer,
     "fsdp2": _fsdp2,
 }

@@ -33,6 +33,8 @@ from lib.data import padded_vocab_size
 from lib.distributed import Place
 from lib.options import Options
 from lib.specs import layer_spec
+from megatron_fsdp_adapter import fused_wgrad
+from megatron_fsdp_adapter.ddp_config import DistributedDataParallelConfig as FsdpConfig
 from megatron_fsdp_adapter.process_groups import create_all_gather_groups
 
 # Options that a core config takes under the same name.
@@ -96,6 +98,7 @@ _DDP_FIELDS = (
     "use_distributed_optimizer",
     "num_distributed_optimizer_instances",
     "use_megatron_fsdp",
+    "reduce_scatter_with_fp32_accumulation",
 )
 
 
@@ -146,6 +149,8 @@ def transformer_config(options: Options) -> TransformerConfig:
 
 def build_model(options: Options, config: TransformerConfig, place: Place) -> torch.nn.Module:
     """A GPTModel on the device; in bf16 or fp16 inside core's Float16Module."""
+    if options.gradient_accumulation_fusion:
+        fused_wgrad.install()
     model: torch.nn.Module = GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(config, str(options.transformer_impl)),
@@ -169,16 +174,21 @@ def ddp_config(options: Options) -> DistributedDataParallelConfig:
     if bucket is None:
         # Chunks of a ring collective shrink with the number of ranks and must stay large.
         bucket = max(40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size())
-    extra = {}
-    if options.use_megatron_fsdp:
-        extra["data_parallel_sharding_strategy"] = options.data_parallel_sharding_strategy
-    return DistributedDataParallelConfig(
+    common: dict[str, Any] = dict(
         **_chosen(options, _DDP_FIELDS),
-        **extra,
         bucket_size=bucket if options.overlap_grad_reduce else None,
-        grad_reduce_in_fp32=not options.grad_reduce_in_bf16,
         average_in_collective=options.ddp_average_in_collective,
         check_for_nan_in_grad=options.check_for_nan_in_loss_and_grad,
+    )
+    if not options.use_megatron_fsdp:
+        return DistributedDataParallelConfig(
+            **common, grad_reduce_in_fp32=not options.grad_reduce_in_bf16
+        )
+    return FsdpConfig(
+        **common,
+        data_parallel_sharding_strategy=options.data_parallel_sharding_strategy,
+        megatron_fsdp_grad_comm_dtype=torch.bfloat16 if options.grad_reduce_in_bf16 else None,
+        **_chosen(options, ("nccl_ub", "fsdp_double_buffer", "fsdp_copy_engine_all_gather")),
     )
 
 

@@ -107,6 +107,9 @@ class Options:
     loss_scale: float | None = option(None, "fixed loss scale with --fp16; default dynamic")
     initial_loss_scale: float = option(2.0**32, "first dynamic loss scale")
     grad_reduce_in_bf16: bool = option(False, "with --bf16: reduce gradients in bf16, not fp32")
+    reduce_scatter_with_fp32_accumulation: bool = option(
+        False, "with --grad-reduce-in-bf16: sum in fp32 what travels in bf16"
+    )
     calculate_per_token_loss: bool = option(
         False, "average over the tokens of the global batch, not over microbatches"
     )
@@ -134,6 +137,9 @@ class Options:
     data_parallel_sharding_strategy: str = option(
         "optim_grads_params", "no_shard, optim, optim_grads or optim_grads_params (ZeRO 0 to 3)"
     )
+    nccl_ub: bool = option(False, "communication buffers in fixed memory, registered with NCCL")
+    fsdp_double_buffer: bool = option(False, "communication buffers in fixed memory")
+    fsdp_copy_engine_all_gather: bool = option(False, "weights gathered by the copy engines")
     separate_all_gather_groups: bool = option(
         False, "with --use-megatron-fsdp: gather on process groups of its own"
     )

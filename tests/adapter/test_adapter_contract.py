@@ -16,7 +16,11 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter import (
+    FullyShardedDataParallel,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from megatron_fsdp_adapter.inner import ShardedModule
 from megatron_fsdp_adapter.param_attrs import MARKED_BY_MEGATRON
 from tests.distributed.gpt import (
@@ -218,11 +222,12 @@ def test_attributes_of_optimizer_parameters(trainer: Trainer) -> None:
 
 
 def test_attributes_of_raw_parameters(trainer: Trainer) -> None:
-    """`__fsdp_param__`, even False, would send core's fused weight gradients another way."""
+    """`__fsdp_param__`, even False, would send core's fused weight gradients another way;
+    `grad_added_to_main_grad` would make fused kernels return a placeholder as gradient."""
     trainer.wrapper.start_param_sync()
     for name, raw in trainer.wrapper.named_parameters():
         assert not isinstance(raw, DTensor) and not hasattr(raw, "__fsdp_param__"), name
-        assert raw.grad_added_to_main_grad is False
+        assert not hasattr(raw, "grad_added_to_main_grad"), name
 
 
 def test_what_megatron_marked_on_a_parameter_is_on_both_identities() -> None:
@@ -297,14 +302,6 @@ def test_zero_grad_buffer_can_be_called_again(trainer: Trainer) -> None:
     assert train_step(trainer, data(1)) == train_step(first, data(1))
 
 
-def test_zero_grad_buffer_resets_the_fusion_flag(trainer: Trainer) -> None:
-    trainer.wrapper.start_param_sync()
-    raw = next(trainer.wrapper.parameters())
-    raw.grad_added_to_main_grad = True
-    trainer.wrapper.zero_grad_buffer()
-    assert raw.grad_added_to_main_grad is False
-
-
 def _gradients(trainer: Trainer, *before_finish: Callable[[], None]) -> dict[str, torch.Tensor]:
     trainer.wrapper.zero_grad_buffer()
     backward(trainer)
@@ -355,6 +352,22 @@ def test_no_sync_is_a_fresh_context_each_time(trainer: Trainer) -> None:
     with pytest.raises(KeyError), trainer.wrapper.no_sync():
         raise KeyError
     assert engine.is_last_microbatch is True
+
+
+def test_a_wrapped_model_is_not_wrapped_again(trainer: Trainer) -> None:
+    """By neither front door, whichever parameters it shows."""
+    model = trainer.wrapper.module.module
+    for show in (trainer.wrapper.stop_communication, trainer.wrapper.start_param_sync):
+        show()
+        for wrap in (
+            lambda: FullyShardedDataParallel(model.config, trainer.wrapper.ddp_config, model),
+            lambda: fully_shard_model(model),
+        ):
+            with pytest.raises(ValueError, match="sharded already; wrap a module once"):
+                wrap()
+    with pytest.raises(ValueError, match="use get_megatron_optimizer"):
+        trainer.wrapper.stop_communication()
+        fully_shard_optimizer(torch.optim.AdamW(trainer.wrapper.parameters()))
 
 
 def test_a_backward_inside_sync_ends_with_gradients(trainer: Trainer) -> None:

@@ -56,6 +56,7 @@ class Case:
     positions: str = "rope"
     fp16: bool = False
     loss_scale: float = 1024.0  # at the start, with fp16
+    fused: bool = False  # gradient_accumulation_fusion
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -110,6 +111,7 @@ def model_config(case: Case) -> TransformerConfig:
         params_dtype=case.dtype,
         pipeline_dtype=case.dtype,
         calculate_per_token_loss=case.per_token_loss,
+        gradient_accumulation_fusion=case.fused,
         **_recompute_options(case.recompute),
         bias_dropout_fusion=False,
         persist_layer_norm=False,

@@ -7,7 +7,9 @@ ranks in the latter, and scaled. In every strategy that is at most
     world              roundings in the communication dtype (one cast, world - 1 additions)
     microbatches + 2   in the main-gradient dtype (microbatches - 1 additions, casts, the scale)
 
-With sums in float32 of what was sent in bf16, the additions over ranks round in float32.
+With sums in float32 of what was sent in bf16, the additions over ranks round in float32. Over an
+outer axis, which is reduced in the main-gradient dtype, that dtype rounds once more for each rank
+there.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp_adapter.config import STRATEGIES
@@ -44,6 +47,8 @@ class Cell:
     microbatches: int = 1
     world: int = 2
     fp32_accumulation: bool = False
+    outer: int = 1
+    shard_outer: bool = False
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -97,11 +102,31 @@ def with_fp32_accumulation() -> Iterator[Cell]:
             yield Cell(strategy, BF16, FP32, None, BF16, microbatches, world, True)
 
 
+def over_two_axes() -> Iterator[Cell]:
+    """Four ranks in two instances, which hold the same or share main weights out."""
+    for strategy, main_grads, comm, microbatches, shard_outer in (
+        ("no_shard", BF16, FP32, 4, False),
+        ("optim", None, BF16, 4, True),
+        ("optim_grads", BF16, None, 1, True),
+        ("optim_grads_params", None, BF16, 4, False),
+        ("optim_grads_params", BF16, FP32, 1, True),
+    ):
+        yield Cell(
+            strategy, BF16, FP32, main_grads, comm, microbatches, 4, outer=2,
+            shard_outer=shard_outer,
+        )  # fmt: skip
+    yield Cell("optim", BF16, FP32, None, BF16, 4, 4, True, 2, True)
+
+
 def build(cell: Cell) -> Any:
+    sizes = (cell.outer, cell.world // cell.outer)
+    names = ("outer", "shard")
+    mesh = init_device_mesh(device().type, sizes, mesh_dim_names=names) if cell.outer > 1 else None
     return fully_shard_model(
         net(cell.params),
-        None,
+        mesh,
         [Block, nn.Embedding],
+        outer_dp_sharding_strategy="optim" if cell.shard_outer else "no_shard",
         data_parallel_sharding_strategy=cell.strategy,
         mixed_precision_policy=cell.policy,
         reduce_scatter_with_fp32_accumulation=cell.fp32_accumulation,
@@ -141,10 +166,11 @@ def exact_gradients(
 def allowed_relative(cell: Cell) -> float:
     """Of an element's mean absolute gradient; see the module's text."""
     grads, comm = UNIT[cell.policy.grads_dtype], UNIT[cell.policy.comm_dtype]
-    over_ranks = gamma(cell.world, comm)
+    inner = cell.world // cell.outer
+    over_ranks = gamma(inner, comm)
     if cell.fp32_accumulation:
-        over_ranks = (1 + gamma(1, comm)) * (1 + gamma(cell.world, UNIT[FP32])) - 1
-    return (1 + over_ranks) * (1 + gamma(cell.microbatches + 2, grads)) - 1
+        over_ranks = (1 + gamma(1, comm)) * (1 + gamma(inner, UNIT[FP32])) - 1
+    return (1 + over_ranks) * (1 + gamma(cell.microbatches + 1 + cell.outer, grads)) - 1
 
 
 def backwards(model: Any, cell: Cell, step: int, rank: int) -> None:

@@ -171,7 +171,7 @@ def test_gradients_within_derived_bounds(world: int, bf16: bool, comm_bf16: bool
 def _loss_scaler_run(trainer: Trainer, rank: int, device: torch.device) -> list[Any]:
     """Per step: loss, whether the optimizer stepped, the loss scale after it; and the weights."""
     results: list[Any] = []
-    for number in range(12):
+    for number in range(16):
         loss = forward_backward(trainer, batches(trainer.case, number, rank, device))
         stepped, _, _ = trainer.optimizer.step()
         results.append((loss, stepped, trainer.optimizer.get_loss_scale().item()))

@@ -22,8 +22,9 @@ from megatron_fsdp_adapter.config import (
     EngineConfig,
     MixedPrecisionPolicy,
 )
+from megatron_fsdp_adapter.engine.direct import GradWriter
 from megatron_fsdp_adapter.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.engine.partition import partition
+from megatron_fsdp_adapter.engine.partition import ManagedParam, partition
 from megatron_fsdp_adapter.grad_check import GradCheck
 from megatron_fsdp_adapter.topology import DENSE, EXPERT, FSDPDistributedIndex
 from tests.engine.recording import RecordingRuntime
@@ -129,7 +130,9 @@ class Setup:
     "selective"; `width` is the number of extra parameters of each layer. `split` shards the
     `down` maps over a domain of their own, of every second rank. `outer` instances of the model
     share `world` ranks out among them, and hold the same shards or, with `shard_outer`, parts.
-    `check_by` looks for gradients that are not finite by "unit" or "parameter"."""
+    `check_by` looks for gradients that are not finite by "unit" or "parameter". `fused` lets the
+    layers' maps write their weight gradients by themselves: a `GradWriter` that does. `slots`:
+    transient buffers are in fixed memory."""
 
     strategy: str = "optim_grads_params"
     world: int = 2
@@ -148,6 +151,8 @@ class Setup:
     outer: int = 1
     shard_outer: bool = False
     check_by: str | None = None
+    fused: GradWriter | None = None
+    slots: bool = False
     main_params: torch.dtype | None = torch.float32
     main_grads: torch.dtype | None = None
     fp32_accumulation: bool = False
@@ -166,6 +171,8 @@ class Setup:
             overlap_param_gather=self.overlap or row.shard_weights,
             prefetch_bytes=self.prefetch_bytes,
             shard_outer=self.shard_outer,
+            weight_slots=self.slots,
+            bucket_slots=self.slots,
             fp32_accumulation=self.fp32_accumulation,
             scale_before_sum=self.scale_before_sum,
         )
@@ -186,14 +193,49 @@ class Marked(torch.autograd.Function):
         return grad, None, None
 
 
+class FusedProduct(torch.autograd.Function):
+    """`x @ weight.T` whose backward speaks the protocols of `engine.direct`, where there is a
+    bucket to write into; the gradient then is none of autograd's business."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        by_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        if hasattr(weight, "get_main_grad"):
+            main = weight.get_main_grad()
+            write = main.copy_ if weight.overwrite_main_grad else main.add_
+        elif hasattr(weight, "main_grad"):
+            write = weight.main_grad.add_
+        else:
+            return grad @ weight, by_weight
+        write(by_weight)
+        return grad @ weight, None
+
+
+class FusedLinear(nn.Linear):
+    """`nn.Linear` by way of `FusedProduct`, except where its weight is frozen."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.weight.requires_grad:
+            return super().forward(x)
+        return FusedProduct.apply(x, self.weight) + self.bias
+
+
 class Layer(nn.Module):
     """Two linear maps around a GELU, a norm, and `width` scales. `marker` wraps what happens."""
 
     def __init__(self, name: str, setup: Setup) -> None:
         super().__init__()
         self.label, self.setup = name, setup
-        self.up = nn.Linear(HIDDEN, 7)
-        self.down = nn.Linear(7, HIDDEN)
+        linear = nn.Linear if setup.fused is None else FusedLinear
+        self.up = linear(HIDDEN, 7)
+        self.down = linear(7, HIDDEN)
         self.norm = nn.LayerNorm(HIDDEN)
         self.scales = nn.ParameterList(nn.Parameter(torch.ones(HIDDEN)) for _ in range(setup.width))
         self.mark: Callable[[str], None] = lambda text: None
@@ -277,9 +319,8 @@ class Rig:
             self.runtime.mark(text)
 
     def initial_part(self, view: torch.Tensor) -> torch.Tensor:
-        """What `view` of a flat weight buffer held at the beginning."""
-        start = int(view.storage_offset())
-        return self.initial[view.untyped_storage()._cdata][start : start + view.numel()]
+        """What `view`, the output of a gather, held at the beginning."""
+        return self.initial[id(view)]
 
     def report(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         units = dict.fromkeys(self._unit_of(tensor) for tensor in tensors)
@@ -372,19 +413,27 @@ def buffers_of(engine: FsdpEngine) -> Iterator[tuple[str, torch.Tensor]]:
                     yield f"{name}.sums", group.sums.tensor
 
 
-def initial_buffers(
+def initial_outputs(
     engine: FsdpEngine, began: dict[str, torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Full flat weights by storage, from full parameters by name."""
+    """What the output of each gather held at the beginning, from full parameters by name. By the
+    view itself: in slots, units share storage."""
     for group in engine.groups:
         full = torch.zeros(group.layout.total_numel, dtype=group.key.dtype)
         for index, managed in enumerate(group.managed):
             extent = group.layout.item_range(index)
             full[extent.start : extent.stop] = began[managed.fqns[0]].reshape(-1)
-        yield group.weight.tensor.untyped_storage()._cdata, full
-        if group.inner_weight is not group.weight:
-            inner = group.inner_weight.tensor
-            yield inner.untyped_storage()._cdata, inner.clone()
+        kept = group.inner_weight is not group.weight
+        inner = group.inner_weight.tensor.clone() if kept else full
+        for output, _ in group.outer_pairs:
+            yield id(output), _part(inner, output, group.inner_weight.tensor)
+        for output, _ in group.gather_pairs:
+            yield id(output), _part(full, output, group.weight.tensor)
+
+
+def _part(content: torch.Tensor, view: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    start = int(view.storage_offset() - buffer.storage_offset())
+    return content[start : start + view.numel()]
 
 
 def units_of(model: Net) -> dict[str, nn.Module]:
@@ -419,6 +468,11 @@ def domain_of(setup: Setup, fqn: str) -> str:
     return EXPERT if setup.split and ".down." in fqn else DENSE
 
 
+def writer_of(setup: Setup, managed: ManagedParam) -> GradWriter:
+    fused = isinstance(managed.slots[0][0], FusedLinear) and managed.param.ndim == 2
+    return setup.fused if fused and setup.fused else GradWriter.AUTOGRAD
+
+
 def build(
     setup: Setup,
     runtime: Any = None,
@@ -436,6 +490,7 @@ def build(
         units_of(model),
         domain_of=lambda param, fqn: domain_of(setup, fqn),
         backward_reads_weights=lambda unit: not isinstance(unit, nn.Embedding),
+        writer_of=lambda managed: writer_of(setup, managed),
     )
     with rig.watch():
         rig.engine = FsdpEngine(
@@ -443,7 +498,7 @@ def build(
             lambda group, device: communicator(group, rig.initial_part, rig.report),
             None if setup.check_by is None else GradCheck(setup.check_by == "parameter"),
         )
-    rig.initial = dict(initial_buffers(rig.engine, began))
+    rig.initial = dict(initial_outputs(rig.engine, began))
     for label, flat in buffers_of(rig.engine):
         rig.labels[flat.untyped_storage()._cdata] = label
         if isinstance(runtime, RecordingRuntime):

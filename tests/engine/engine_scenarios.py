@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fsdp_adapter.engine.direct import GradWriter
 from tests.engine.engine_cases import HIDDEN, Exploded, Net, Setup, microbatch
 
 Scenario = Callable[[Any], None]
@@ -243,5 +244,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16_comm": {"comm_dtype": torch.bfloat16},
     "two_domains": {"split": True, "world": 4, "rank": 1},
     "two_instances": {"outer": 2, "world": 4, "rank": 1},
+    "overwrites": {"fused": GradWriter.OVERWRITES},
+    "accumulates": {"fused": GradWriter.ACCUMULATES},
+    "fused_recompute": {"fused": GradWriter.OVERWRITES, "recompute": "non_reentrant"},
+    "fused_two_domains": {"fused": GradWriter.OVERWRITES, "split": True, "world": 4, "rank": 1},
+    "slots": {"slots": True},
+    "slots_far_prefetch": {"slots": True, "prefetch_bytes": 1 << 20},
+    "slots_fused": {"slots": True, "fused": GradWriter.OVERWRITES},
+    "slots_recompute": {"slots": True, "recompute": "non_reentrant"},
+    "slots_two_domains": {"slots": True, "split": True, "world": 4, "rank": 1},
     "shared_instances": {"split": True, "outer": 2, "shard_outer": True, "world": 8, "rank": 6},
 }

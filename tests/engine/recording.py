@@ -195,15 +195,18 @@ class RecordingRuntime:
 
     # Runtime.
 
-    def launch(self, role: str, collective: Callable[[], Works]) -> None:
+    def launch(
+        self, role: str, collective: Callable[[], Works], *tasks: Callable[[], Works]
+    ) -> None:
         """As on CUDA, the role's stream is the only order there is."""
-        self.submit(role, collective)
+        self.submit(role, collective, *tasks)
 
-    def submit(self, role: str, task: Callable[[], Works]) -> None:
+    def submit(self, role: str, *tasks: Callable[[], Works]) -> None:
         outer, self._role = self._role, role
         try:
-            for work in task() or ():
-                work.wait()
+            for task in tasks:
+                for work in task() or ():
+                    work.wait()
         finally:
             self._role = outer
 

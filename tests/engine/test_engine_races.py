@@ -112,9 +112,12 @@ class Early(RecordingRuntime):
         self.site, self.missed = site, 0
         self.before: dict[str, Any] = {}
 
-    def submit(self, role: str, task: Any) -> None:
-        self.before[role] = super().record(role)
-        super().submit(role, task)
+    def submit(self, role: str, *tasks: Any) -> None:
+        for task in tasks:
+            self.before[role] = super().record(role)
+            super().submit(role, task)
+
+    launch = submit
 
     def record(self, role: str) -> Any:
         if _called_from(self.site) and role in self.before:
@@ -130,11 +133,15 @@ class Elsewhere(RecordingRuntime):
         super().__init__()
         self.site, self.number, self.of, self.to, self.missed = site, number, of, to, 0
 
-    def submit(self, role: str, task: Any) -> None:
-        if _called_from(self.site):
-            role = self.to if self.missed % self.of == self.number else role
-            self.missed += 1
-        super().submit(role, task)
+    def submit(self, role: str, *tasks: Any) -> None:
+        for task in tasks:
+            place = role
+            if _called_from(self.site):
+                place = self.to if self.missed % self.of == self.number else role
+                self.missed += 1
+            super().submit(place, task)
+
+    launch = submit
 
 
 WAITS: dict[Site, tuple[str, str]] = {
@@ -160,7 +167,7 @@ RECORDS: dict[Site, tuple[str, str, torch.dtype]] = {
     ("launch",): (ZERO_1, "steps", torch.bfloat16),
     # main weights are this rank's slice of the weights here, and what is gathered
     ("quiesce",): (ZERO_1, "weights_loaded", torch.float32),
-    ("_launch",): (ZERO_2, "steps", torch.bfloat16),
+    ("_launch",): (ZERO_2, "microbatches", torch.bfloat16),
     ("finish",): (ZERO_1, "steps", torch.bfloat16),
 }
 
@@ -248,10 +255,11 @@ def _gaps_left(self: Any, accumulate: bool) -> None:
     torch._foreach_copy_(targets, [p.grad for p in self.params if p.grad is not None])
 
 
-def _cast_on_the_way(self: Any, groups: Any) -> list[Any]:
+def _cast_on_the_way(self: Any, groups: Any, first: Any) -> list[Any]:
     """A temporary is made on compute and dropped while the reduce stream may still read it."""
     for entry in groups:
-        for own, segment in zip(entry.results, entry.bucket_segments, strict=True):
+        outputs = entry.grad_segments if entry.has_transient_bucket else entry.results
+        for own, segment in zip(outputs, entry.bucket_segments, strict=True):
             role, self.runtime._role = self.runtime._role, COMPUTE
             copy = segment.clone()
             self.runtime._role = role

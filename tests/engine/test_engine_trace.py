@@ -414,16 +414,17 @@ class CountedRuntime(HostRuntime):
         super().__init__()
         self.operations: Counter[str] = Counter()
 
-    def submit(self, role: str, task: Any) -> None:
+    def submit(self, role: str, *tasks: Any) -> None:
         assert role != COMPUTE
         with _Counting() as mode:
-            super().submit(role, task)
+            super().submit(role, *tasks)
         self.operations.update(mode.calls)
 
-    def launch(self, role: str, collective: Any) -> None:
+    def launch(self, role: str, *tasks: Any) -> None:
         with _Counting() as mode:
-            super().launch(role, collective)
+            self._begin(role, tasks[0])
         self.operations.update(mode.calls)
+        self.submit(role, *tasks[1:])
 
 
 def step_cost(setup: Setup) -> tuple[Counter[str], Counter[str], Counter[str]]:

@@ -32,9 +32,13 @@ ONE_SHARD = [
     if name != "untied" and not options.keys() & {"comm_dtype", "main_grads", "world"}
 ]
 
-SEPARATE_SUMS = {("reentrant", "layer_twice")}
+SEPARATE_SUMS = {
+    (variant, "layer_twice")
+    for variant in ("reentrant", "overwrites", "accumulates", "fused_recompute")
+}
 """Where gradients are summed in another order: the nested backwards of a reentrant recomputation
-add to `.grad` one by one; the engine sums each microbatch by itself first."""
+add to `.grad` one by one; the engine sums each microbatch by itself first. A module that writes
+into the bucket adds each call by itself."""
 
 
 def weights_after(setup: Setup, scenario: str, communicator: Any) -> dict[str, torch.Tensor]:

@@ -218,12 +218,12 @@ def _allocator() -> Mapping[str, int]:
 
 
 def flat_memory(rank: int, world: int, strategy: str) -> str:
-    """50 steps allocate nothing new from the device, and hold the same after the last."""
+    """500 steps allocate nothing new from the device, and hold the same after the last."""
     device = init_megatron()
     trainer = build_trainer(WIDE, strategy, device)
     _steps(trainer, rank, 4, device)
     early = _allocator()
-    _steps(trainer, rank, 50, device)
+    _steps(trainer, rank, 500, device)
     late = _allocator()
     assert early == late, f"{strategy}: {early} became {late}"
     return str(late)

@@ -33,12 +33,14 @@ def _slow(trainer: Trainer, roles: Sequence[str]) -> None:
     runtime = trainer.wrapper.engine.runtime
     submit = runtime.submit
 
-    def slow_submit(role: str, task: Any) -> None:
-        def slow_task() -> Any:
-            torch.cuda._sleep(SLEEP_CYCLES)
-            return task()
+    def slow_submit(role: str, *tasks: Any) -> None:
+        for task in tasks:
 
-        submit(role, slow_task if role in roles else task)
+            def slow_task(task: Any = task) -> Any:
+                torch.cuda._sleep(SLEEP_CYCLES)
+                return task()
+
+            submit(role, slow_task if role in roles else task)
 
     runtime.submit = slow_submit
     if COMPUTE in roles:

@@ -1,0 +1,104 @@
+"""Weight gradients that a module's backward writes straight into the reduce bucket.
+
+Autograd would make each weight gradient in the compute dtype, to be copied into the bucket. A module
+with a fused weight gradient (Transformer Engine, Megatron's own linear layers) lets its matrix
+product write or add in the bucket's dtype instead: no temporary, no copy, no rounding between.
+`raw.main_grad` is a view of the bucket for life; the bucket has storage from the unit's first
+gradient on. Two protocols are spoken:
+
+    OVERWRITES   asks `raw.get_main_grad()` in each backward and writes instead of adding where
+                 `raw.overwrite_main_grad` is set: the first write of a bucket needs no zeroes.
+    ACCUMULATES  adds to `raw.main_grad`, which must hold zeroes first.
+
+Both return no gradient to autograd: `grad_added_to_main_grad`, which would make them return a
+placeholder the size of the weight, is left unset, since nothing here waits for autograd.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+
+class GradWriter(enum.Enum):
+    """Who writes a parameter's gradient into the bucket: the engine, from what autograd leaves in
+    `.grad`, or the module itself, in one of two ways."""
+
+    AUTOGRAD = "autograd"
+    OVERWRITES = "overwrites"
+    ACCUMULATES = "accumulates"
+
+
+class DirectGrads:
+    """The directly written gradients of one flat buffer.
+
+    Args:
+        params: raw parameters. writers: who writes each one's gradient. views: where, full-size
+        views of the bucket. label: names the buffer in errors.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        writers: Sequence[GradWriter],
+        views: Sequence[torch.Tensor],
+        label: str,
+    ) -> None:
+        self.label = label
+        self._params, self._views = list(params), list(views)
+        self._adding = [i for i, one in enumerate(writers) if one is GradWriter.ACCUMULATES]
+        self.any = any(one is not GradWriter.AUTOGRAD for one in writers)
+        self.is_open = False
+        self._written: set[int] = set()
+        me = weakref.ref(self)
+        for index, (param, writer) in enumerate(zip(params, writers, strict=True)):
+            if writer is not GradWriter.AUTOGRAD:
+                param.main_grad = views[index]  # type: ignore[attr-defined]
+            if writer is GradWriter.OVERWRITES:
+                param.__fsdp_param__ = True  # type: ignore[attr-defined]
+                param.get_main_grad = _getter(me, index)  # type: ignore[attr-defined]
+
+    def open(self, fresh: bool) -> None:
+        """The bucket has storage from now on. `fresh`: what it holds is not to be added to."""
+        if self.is_open:
+            return
+        self.is_open = True
+        self._written = set(self._adding) if fresh else set(range(len(self._params)))
+        zeroed = [self._views[index] for index in self._adding] if fresh else []
+        if zeroed:
+            torch._foreach_zero_(zeroed)
+
+    def close(self) -> set[int]:
+        """Backward is over: returns the parameters whose part of the bucket holds a gradient."""
+        written = self._written if self.is_open else set()
+        self.is_open, self._written = False, set()
+        return written
+
+    def write(self, index: int) -> torch.Tensor:
+        """Called by a module that is about to write the gradient of parameter `index`."""
+        if not self.is_open:
+            raise RuntimeError(
+                f"{self.label}: a module asked for main_grad outside of its unit's backward; call "
+                "the model through its wrapper, and run backward on what it returned"
+            )
+        self._params[index].overwrite_main_grad = index not in self._written  # type: ignore[attr-defined]
+        self._written.add(index)
+        return self._views[index]
+
+
+def _getter(
+    grads: Callable[[], DirectGrads | None], index: int
+) -> Callable[[], torch.Tensor]:
+    """`get_main_grad` of one parameter. It holds the buffer weakly, or the two would be a cycle."""
+
+    def get_main_grad() -> torch.Tensor:
+        alive = grads()
+        if alive is None:
+            raise RuntimeError("main_grad of a parameter whose wrapper has been deleted")
+        return alive.write(index)
+
+    return get_main_grad

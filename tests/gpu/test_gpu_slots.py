@@ -1,0 +1,90 @@
+"""Fixed and registered communication buffers train like buffers that come and go, bit for bit, do
+not overlap what is in use, and take no more memory than their plan."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.checks import check_run_bits, free_run
+from tests.distributed.gpt import Case, build_trainer, forward_backward, init_megatron
+from tests.distributed.gpt import batches as batches_of
+from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.test_gpu_memory import _allocator, _steps
+
+WIDE = Case(
+    num_layers=5, hidden=256, heads=4, ffn=640, vocab=1000, seq=128, batch=2, swiglu=True,
+    bf16=True, microbatches=2,
+)  # fmt: skip
+ZERO_3 = "optim_grads_params"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "double buffer": {"fsdp_double_buffer": True},
+    "registered": {"nccl_ub": True},
+    "registered for a rank alone": {"nccl_ub": True, "disable_symmetric_registration": True},
+    "registered later": {"nccl_ub": True, "fsdp_manual_registration": True},
+    "copy engines": {"fsdp_copy_engine_all_gather": True},
+    "copy engines, all registered": {"fsdp_copy_engine_all_gather": True, "nccl_ub": True},
+}
+
+
+def same_bits(rank: int, world: int, name: str) -> None:
+    """Three steps, two microbatches each, an evaluation between, on 5 layers in two slots."""
+    device = init_megatron()
+    runs = []
+    for options in ({}, OPTIONS[name]):
+        trainer = build_trainer(WIDE, ZERO_3, device, ddp=options)
+        first = free_run(trainer, rank, 1, device)
+        trainer.wrapper.param_and_grad_buffer.manual_buffer_registration()
+        with torch.no_grad():
+            forward_backward(trainer, batches_of(WIDE, 9, rank, device), forward_only=True)
+        runs.append(first + free_run(trainer, rank, 2, device))
+        del trainer
+        gc.collect()
+    check_run_bits(runs[0], runs[1], name)
+
+
+def two_wrappers(rank: int, world: int) -> None:
+    """Each has slots and registrations of its own; one goes away before the other."""
+    device = init_megatron()
+    options = OPTIONS["copy engines, all registered"]
+    one, two = (build_trainer(WIDE, ZERO_3, device, ddp=options) for _ in range(2))
+    _steps(one, rank, 2, device)
+    _steps(two, rank, 1, device)
+    del one
+    gc.collect()
+    _steps(two, rank, 2, device)
+
+
+def fixed_memory(rank: int, world: int, name: str) -> str:
+    """No buffer of a unit is allocated after construction, and memory stays flat over 100 steps."""
+    device = init_megatron()
+    trainer = build_trainer(WIDE, ZERO_3, device, ddp=OPTIONS[name])
+    units = trainer.wrapper.engine.units
+    places = {
+        (unit.weight_slot, group.weight.tensor.data_ptr())
+        for unit in units[1:-2]
+        for group in unit.groups
+    }
+    assert len(places) == 2, f"5 layers should lie in two slots, and lie in {places}"
+    _steps(trainer, rank, 4, device)
+    early = _allocator()
+    _steps(trainer, rank, 100, device)
+    late = _allocator()
+    assert early == late, f"{name}: {early} became {late}"
+    return str(late)
+
+
+CHECKS = {
+    **{name: Check(same_bits, (name,)) for name in OPTIONS},
+    "two wrappers": Check(two_wrappers),
+    **{f"fixed, {n}": Check(fixed_memory, (n,)) for n in ("double buffer", "copy engines")},
+}
+OUTCOMES = Outcomes(CHECKS, timeout_s=150.0)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_two_gpus(name: str) -> None:
+    OUTCOMES.expect(name)
