@@ -76,6 +76,7 @@ ours() {
 compare() { "$PYTHON" tests/integration/lm_log.py "$out/$1.log" "$out/$2.log" "${@:3}"; }
 
 : > "$out/status.txt"
+timeout 60 "$PYTHON" -m megatron_fsdp_adapter doctor > "$out/doctor.txt" 2>&1 &
 # Small models: the runs of a row are on the GPUs together. Stock tensor parallelism asks for one
 # hardware queue.
 stock ddp_fp32 "${exact[@]}" &
@@ -111,6 +112,7 @@ failed=0
   compare ddp_bf16 zero3_fused --tolerance 0.01 || failed=1
   compare moe_ddp moe_zero3 --tolerance 0.02 || failed=1
 } | tee "$out/verdict.txt"
+sed -n '1,/^bindings/p' "$out/doctor.txt"
 grep -A7 -m1 'fsdp sets' "$out/zero3_bf16.log"
 for log in "$out"/*.log; do
   echo "-- $(basename "$log")"

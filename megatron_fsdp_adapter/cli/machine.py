@@ -72,7 +72,16 @@ def capabilities() -> dict[str, Any]:
     reachable = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
     found["peer access"] = f"{reachable} of {len(pairs)} pairs of devices"
     found["symmetric memory"] = _symmetric_memory()
+    found["copy-engine gathers"] = _copy_engine_gathers()
     return found
+
+
+def _copy_engine_gathers() -> str:
+    """What `fsdp_copy_engine_all_gather` needs: NCCL's policy of zero CTAs, in torch and NCCL."""
+    known = hasattr(getattr(dist, "ProcessGroupNCCL", None), "NCCL_CTA_POLICY_ZERO")
+    if not known or torch.cuda.nccl.version() < (2, 28):
+        return "no: torch 2.11 and NCCL 2.28 have what it needs"
+    return "yes, inside one NVLink domain"
 
 
 def _symmetric_memory() -> str:
@@ -89,4 +98,4 @@ def _symmetric_memory() -> str:
     if support is not None:
         multicast = support(torch._C._autograd.DeviceType.CUDA, 0)
         parts.append(f"NVLink multicast {'yes' if multicast else 'no'}")
-    return ", ".join(parts) + "; this package does not use it"
+    return ", ".join(parts)
