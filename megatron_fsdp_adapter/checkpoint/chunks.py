@@ -30,9 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron_fsdp_adapter.layout import reshard
 from megatron_fsdp_adapter.layout.group import GroupLayout
 from megatron_fsdp_adapter.layout.ranges import Box
+
+from . import reshard
 
 _CHUNK_LIST, _WRITE_ITEMS = "__create_chunk_list__", "__create_write_items__"
 _TENSOR_SHARD = "__get_tensor_shard__"

@@ -1,7 +1,7 @@
 """`estimate`: bytes per rank by kind of buffer and strategy, from a model configuration alone.
 
 No GPU, no process group, no weights: the listing of parameters is planned like the engine plans
-it, and the closed formula of `layout/memory.py` is applied to the layouts. Activations, temporary
+it, and the closed formula of `memory.py` is applied to the layouts. Activations, temporary
 tensors of kernels and the CUDA context are not counted.
 """
 
@@ -20,7 +20,7 @@ import torch
 
 from megatron_fsdp_adapter.config import STRATEGIES, Strategy
 from megatron_fsdp_adapter.layout import GroupLayout, ParamSpec, plan_group, row_granularity
-from megatron_fsdp_adapter.layout.memory import (
+from megatron_fsdp_adapter.memory import (
     GATHERED_WEIGHTS,
     LIFE,
     Precision,

@@ -36,7 +36,7 @@ from megatron_fsdp_adapter.layout import (
     plan_group,
     row_granularity,
 )
-from megatron_fsdp_adapter.layout.memory import Precision, group_bytes
+from megatron_fsdp_adapter.memory import Precision, group_bytes
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
 GPT2 = {**SMALL, "max_position_embeddings": 64}

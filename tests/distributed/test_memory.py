@@ -11,7 +11,7 @@ import pytest
 
 from megatron_fsdp_adapter.cli import estimate
 from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.layout.memory import (
+from megatron_fsdp_adapter.memory import (
     BACKWARD_TO_STEP,
     LIFE,
     OPTIMIZER_STATE,

@@ -147,7 +147,7 @@ def _check_within_bounds(
 def _within_bounds(rank: int, world: int, case: Case, comm_bf16: bool) -> None:
     device = init_megatron()
     ddp = {"megatron_fsdp_grad_comm_dtype": torch.bfloat16} if comm_bf16 else {}
-    ours = trainers(case, device, SHARDED_GRADS if comm_bf16 else STRATEGIES, ddp=ddp)
+    ours = trainers(case, device, STRATEGIES, ddp=ddp)
     for number in range(2):
         weights = ours["optim_grads_params"].params()
         _check_within_bounds(ours, weights, rank, number, comm_bf16)

@@ -17,7 +17,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.layout.memory import (
+from megatron_fsdp_adapter.memory import (
     Precision,
     bytes_between_steps,
     model_bytes,

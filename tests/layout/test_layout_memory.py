@@ -12,7 +12,7 @@ from layout_cases import layouts, specs_of
 
 from megatron_fsdp_adapter.config import STRATEGIES
 from megatron_fsdp_adapter.layout import GroupLayout, plan_group
-from megatron_fsdp_adapter.layout.memory import (
+from megatron_fsdp_adapter.memory import (
     Precision,
     bytes_between_steps,
     group_bytes,

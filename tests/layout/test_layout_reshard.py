@@ -19,8 +19,8 @@ from layout_cases import (
     specs_of,
 )
 
+from megatron_fsdp_adapter.checkpoint.reshard import chunks, transfers
 from megatron_fsdp_adapter.layout import GroupLayout, plan_group
-from megatron_fsdp_adapter.layout.reshard import chunks, transfers
 
 
 @given(layouts())

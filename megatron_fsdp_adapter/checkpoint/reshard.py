@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .group import GroupLayout
-from .ranges import Box, FlatRange, flat_range_to_boxes
+from megatron_fsdp_adapter.layout.group import GroupLayout
+from megatron_fsdp_adapter.layout.ranges import Box, FlatRange, flat_range_to_boxes
 
 
 @dataclass(frozen=True, order=True)

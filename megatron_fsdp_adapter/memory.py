@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from .group import GroupLayout
+from .layout.group import GroupLayout
 
 COMPUTE_WEIGHTS = "compute weights"
 MAIN_WEIGHTS = "main weights"
