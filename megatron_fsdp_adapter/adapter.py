@@ -236,13 +236,14 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
     def _set_index(self, module: nn.Module, pg_collection: Any) -> list[str]:
         """Reads the process groups; returns what is wrong with them, or with `module` for them."""
         instances = self.ddp_config.num_distributed_optimizer_instances
+        found: list[str] = []
         try:
             groups = (
                 groups_from_parallel_state(instances)
                 if pg_collection is None
                 else groups_of(pg_collection)
             )
-            found = staging_options.problems(self.ddp_config, self.device, groups)
+            found += staging_options.problems(self.ddp_config, self.device, groups)
             if staging_options.uses_copy_engines(self.ddp_config) and not found:
                 options = zero_cta_options()
                 for role, name in GATHER_SOURCES.items():
@@ -258,7 +259,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             for kind in {kind_of(param, name) for name, param in module.named_parameters()}:
                 self.megatron_fsdp_dist_index.domain(kind)
         except ValueError as error:
-            return [str(error)]
+            found = [*found, str(error)]
         return found
 
     def _build_engine(
