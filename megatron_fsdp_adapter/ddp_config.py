@@ -37,7 +37,7 @@ class DistributedDataParallelConfig(CoreConfig):
     """Accepted: the optimizer finds its gradients under both names, `grad` and `decoupled_grad`."""
 
     fsdp_copy_engine_all_gather: bool = False
-    """Ours: weights are gathered by the GPUs' copy engines, inside an NVLink domain. The wrapper makes
+    """Ours: the copy engines gather weights, inside an NVLink domain. The wrapper makes
     NCCL groups for that; gathered weights are in fixed buffers (docs/performance.md)."""
 
     report_nan_in_param_grad: bool = False

@@ -169,7 +169,7 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(
         "fsdp_db_use_persist_buf_on_alloc_fail",
         _is_set("fsdp_db_use_persist_buf_on_alloc_fail"),
-        "slots are sized by the largest layer anyway (fsdp_double_buffer); set it to False",
+        "slots fit every unit by construction (fsdp_double_buffer); set it to False",
     ),
     Rule(
         "fsdp_all_gather_in_start_param_sync",

@@ -24,8 +24,8 @@ _EXTENSION = "fused_weight_gradient_mlp_cuda"
 def grad_writer(managed: ManagedParam, fused: bool) -> GradWriter:
     """Who writes the gradient of `managed`, from the modules that hold it.
 
-    `fused` is `gradient_accumulation_fusion`. Only matrices are written by modules. Where one holder
-    adds and another overwrites, both add; what autograd has beside them is added by the engine.
+    `fused` is `gradient_accumulation_fusion`. Only matrices are written by modules. Where one
+    holder adds and another overwrites, both add; the engine adds what autograd has beside them.
     """
     if not fused or managed.param.ndim != 2:
         return GradWriter.AUTOGRAD

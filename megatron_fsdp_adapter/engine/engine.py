@@ -238,6 +238,7 @@ class FsdpEngine:
     def post_forward(self, unit: Unit, output: Any) -> None:
         """A unit's module returns. While recomputing, the unit's own backward comes next; so it
         does for the last unit of a forward pass: neither is resharded."""
+        unit.busy = hooks.in_backward()
         if torch.is_grad_enabled():
             hooks.on_outputs_needed(output, hooks.grad_callback(self.pre_backward, unit))
             if hooks.in_backward() or self.order.is_last(unit.ordinal):

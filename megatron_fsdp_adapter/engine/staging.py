@@ -1,8 +1,8 @@
 """Where gathered weights and reduce buckets are: storage that comes and goes, or fixed slots.
 
 By default every buffer takes storage from the caching allocator and gives it back. A *slot* is
-memory for life that several units use in turn (`fsdp_double_buffer`), so that it can be registered with
-NCCL once (`nccl_ub`), and addresses do not change. The rules:
+memory for life that several units use in turn (`fsdp_double_buffer`), so that it can be registered
+with NCCL once (`nccl_ub`), and addresses do not change. The rules:
 
     which   a unit's slot is fixed. Units of a kind of which there are three or more (layers) take
             two slots in turn, sized by the largest of them all; every other unit has a slot of its

@@ -91,7 +91,7 @@ class CudaRuntime(_StorageMixin):
         self._streams = {
             role: torch.cuda.Stream(device=device, priority=-1) for role in (GATHER, REDUCE)
         }
-        # torch looks a number up several times faster than a `torch.device`, dozens of times a unit.
+        # torch looks a number up several times faster than a `torch.device`.
         self._index = torch.cuda.current_device() if device.index is None else device.index
 
     def _stream(self, role: str) -> torch.cuda.Stream:

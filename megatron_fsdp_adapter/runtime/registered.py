@@ -2,9 +2,10 @@
 
 Memory of NCCL's own allocator, registered with a communicator, lets NCCL move data in place without
 copies through its internal buffers. Registered *symmetrically* (a window with the same offset on
-every rank) and on a communicator with the policy of zero CTAs, an all-gather inside an NVLink domain
-is peer copies by the copy engines: no streaming multiprocessor is taken from the matrix products
-beside it. NCCL 2.28: https://docs.nvidia.com/deeplearning/nccl, "user buffer registration".
+every rank) and on a communicator with the policy of zero CTAs, an all-gather inside an NVLink
+domain is peer copies by the copy engines: no streaming multiprocessor is taken from the matrix
+products beside it. NCCL 2.28: https://docs.nvidia.com/deeplearning/nccl, "user buffer
+registration".
 """
 
 from __future__ import annotations

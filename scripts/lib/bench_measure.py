@@ -269,7 +269,7 @@ class Bench:
         """What is read after the timed steps."""
         if self.place.device.type == "cuda" and self.plan.host_steps:
             result.host = self.host_times(runner)
-        if self.plan.profile is not None and result.subject.is_ours:
+        if self.plan.profile is not None:
             result.trace = self._profile(runner, self.plan.profile)
         result.steps = runner.history()
 
@@ -277,6 +277,7 @@ class Bench:
         """A trace of one step on the first rank, and what it tells about a GPU; the others take
         the same steps."""
         name = runner.subject.name.replace(":", "-")
+        runner.marked = self.place.device.type == "cuda" and self.plan.num_microbatches == 1
         if not self.place.first:
             self.step(runner)
             return None

@@ -15,7 +15,7 @@ import torch
 
 from lib.bench_measure import Result, as_plain
 from lib.bench_subjects import FLOOR, Plan, Subject
-from lib.bench_trace import budget_text, overlap_text
+from lib.bench_trace import budget_text, overlap_text, time_budget_text
 from lib.data import padded_vocab_size
 from lib.distributed import Place
 from lib.options import Options
@@ -221,7 +221,9 @@ def _trace_lines(result: Result) -> list[str]:
     if result.trace is None:
         return []
     name = result.subject.name
-    return [budget_text(name, result.trace.budget), overlap_text(name, result.trace.overlap)]
+    trace = result.trace
+    lines = [budget_text(name, trace.budget), overlap_text(name, trace.overlap)]
+    return [*lines, time_budget_text(name, trace.parts)] if trace.parts else lines
 
 
 def table_text(table: Sequence[Row | Result], unit: int) -> str:

@@ -28,12 +28,14 @@ KINDS: dict[str, Kind] = {
     "ours-db": Kind("this package, communication buffers in fixed slots", STRATEGIES, ZERO_3),
     "ours-ub": Kind("this package, slots registered with NCCL", STRATEGIES, ZERO_3),
     "ours-ce": Kind("this package, weights gathered by copy engines", ZERO_3, ZERO_3),
+    "ours-ce-ub": Kind("this package, copy engines, and buckets registered", ZERO_3, ZERO_3),
     "fsdp2": Kind("torch fully_shard with AdamW"),
+    "fsdp2-symm": Kind("the same with symmetric memory and zero-CTA collectives of NCCL"),
     "bundled": Kind("megatron-core's own FSDP", STRATEGIES, ("optim_grads_params",)),
 }
 
-OURS = ("ours", "ours-ag", "ours-db", "ours-ub", "ours-ce")
-DEFAULT = tuple(kind for kind in KINDS if not kind.startswith("ours-"))
+OURS = ("ours", "ours-ag", "ours-db", "ours-ub", "ours-ce", "ours-ce-ub")
+DEFAULT = tuple(kind for kind in KINDS if "-" not in kind)
 
 
 @dataclass(frozen=True)

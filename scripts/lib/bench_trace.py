@@ -73,7 +73,10 @@ class Budget:
 
 
 def kind_of(name: str) -> str | None:
-    """The collective that a kernel belongs to, "other" if its name does not tell, None if none."""
+    """The collective that a kernel belongs to, "other" if its name does not tell, None if none.
+    Copies between GPUs are all-gathers that NCCL leaves to the copy engines."""
+    if "ptop" in name.lower():
+        return GATHER
     if "nccl" not in name.lower():
         return None
     return next((kind for kind in COLLECTIVES if kind.lower() in name.lower()), "other")
@@ -87,7 +90,7 @@ def budget(events: Iterable[Mapping[str, Any]]) -> Budget:
         if event.get("cat") not in DEVICE_EVENTS:
             continue
         span = (event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
-        kind = kind_of(event["name"]) if event["cat"] == "kernel" else None
+        kind = kind_of(event["name"])
         (compute if kind is None else collectives.setdefault(kind, [])).append(span)
     busy = merged(compute)
     talk = merged(span for spans in collectives.values() for span in spans)
@@ -106,6 +109,59 @@ def budget(events: Iterable[Mapping[str, Any]]) -> Budget:
     )
 
 
+MARKER = "spin_kernel"
+"""What `torch.cuda._sleep` launches: between forward and backward, and before the optimizer."""
+
+PARTS = ("forward", "backward", "optimizer", "norm and clip", "casts and copies")
+OPTIMIZER = ("adam",)
+
+
+def time_budget(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Milliseconds of a step by what the GPU did; they add up to the span of `budget`.
+
+    `PARTS` are kernels on the stream of the two markers (`MARKER`), before, between and after
+    them; after the second one by name. Kernels of other streams that are no collectives are "casts
+    and copies". Where several ran at once the one named first in `PARTS` counts. Then follow
+    communication that nothing covered, by kind, and "idle". ValueError without both markers.
+    """
+    found = [event for event in events if event.get("cat") in DEVICE_EVENTS]
+    marks = sorted((e["ts"], e["args"].get("stream")) for e in found if MARKER in e["name"])
+    if len(marks) != 2:
+        raise ValueError(f"the trace has {len(marks)} markers, not one after forward and backward")
+    spans: dict[str, list[Span]] = {part: [] for part in PARTS}
+    for event in found:
+        kind = kind_of(event["name"])
+        if MARKER not in event["name"]:
+            part = _part_of(event, marks) if kind is None else f"exposed {kind}"
+            span = (event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
+            spans.setdefault(part, []).append(span)
+    covered: list[Span] = []
+    out = {}
+    for part, mine in spans.items():
+        union = merged([*covered, *mine])
+        out[part] = length(union) - length(covered)
+        covered = union
+    out["idle"] = covered[-1][1] - covered[0][0] - length(covered)
+    return out
+
+
+def _part_of(event: Mapping[str, Any], marks: Sequence[tuple[float, Any]]) -> str:
+    name = event["name"].lower()
+    if event["args"].get("stream") != marks[0][1]:
+        return "casts and copies"
+    if event["ts"] < marks[0][0]:
+        return "forward"
+    if event["ts"] < marks[1][0]:
+        return "backward"
+    return "optimizer" if any(word in name for word in OPTIMIZER) else "norm and clip"
+
+
+def time_budget_text(name: str, parts: Mapping[str, float]) -> str:
+    """One line."""
+    listed = " + ".join(f"{part} {value:.1f}" for part, value in parts.items())
+    return f"{name}: {sum(parts.values()):.1f} ms = {listed}"
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A collective's kernel: its kind, the stream it ran on, milliseconds."""
@@ -120,7 +176,7 @@ def collective_kernels(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
     that the trace itself says are `SMALL`."""
     found = []
     for event in events:
-        kind = kind_of(event["name"]) if event.get("cat") == "kernel" else None
+        kind = kind_of(event["name"]) if event.get("cat") in DEVICE_EVENTS else None
         details = event.get("args", {})
         if kind not in (GATHER, REDUCE) or _is_small(details):
             continue
@@ -198,16 +254,19 @@ def overlap(kernels: Sequence[Kernel]) -> Overlap:
 
 @dataclass(frozen=True)
 class Trace:
-    """What is read from the trace of one step."""
+    """What is read from the trace of one step; no `parts` where it has no markers."""
 
     budget: Budget
     overlap: Overlap
+    parts: Mapping[str, float]
 
 
 def read_trace(path: Path) -> Trace:
     """Of a trace file, compressed or not. ValueError without GPU events."""
     events = read_events(path)
-    return Trace(budget(events), overlap(collective_kernels(events)))
+    marked = any(MARKER in str(event.get("name")) for event in events)
+    parts = time_budget(events) if marked else {}
+    return Trace(budget(events), overlap(collective_kernels(events)), parts)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

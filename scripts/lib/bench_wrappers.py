@@ -17,11 +17,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from lib import model as training
-from lib.bench_subjects import Subject
+from lib.bench_subjects import OURS, Subject
 from lib.check import this_machine, validated
 from lib.distributed import Place
 from lib.loop import forward_step
 from lib.options import Options
+from megatron_fsdp_adapter.runtime.registered import zero_cta_options
 
 Batch = dict[str, torch.Tensor]
 
@@ -39,6 +40,7 @@ class Runner:
         zero: forgets all gradients.
         optimize: clips, steps, and returns the gradient norm before clipping (a number, a tensor,
             or None).
+        marked: whether a marker is launched after forward and after backward, for a trace.
         losses, norms: one entry a step, as 0-dimensional tensors or numbers; `history` reads them.
     """
 
@@ -48,6 +50,7 @@ class Runner:
     zero: Callable[[], None]
     optimize: Callable[[], Any] = _no_norm
     optimizer: Any = None
+    marked: bool = False
     losses: list[Any] = dataclasses.field(default_factory=list)
     norms: list[Any] = dataclasses.field(default_factory=list)
 
@@ -55,7 +58,7 @@ class Runner:
         """Gradients of the microbatches; (2,): this rank's summed loss and number of tokens."""
         self.zero()
         sums = get_forward_backward_func()(
-            forward_step_func=forward_step,
+            forward_step_func=self._marked_forward if self.marked else forward_step,
             data_iterator=iter(batches),
             model=[self.model],
             num_microbatches=len(batches),
@@ -65,9 +68,21 @@ class Runner:
         )
         return torch.stack(sums).sum(dim=0)
 
+    def _marked_forward(self, batches: Any, model: Any) -> Any:
+        output, loss = forward_step(batches, model)
+
+        def marked_loss(*args: Any) -> Any:
+            value = loss(*args)
+            torch.cuda._sleep(1)
+            return value
+
+        return output, marked_loss
+
     def step(self, batches: Sequence[Batch]) -> None:
         """One training step. Nothing is read back from the device here."""
         total = self.forward_backward(batches)
+        if self.marked:
+            torch.cuda._sleep(1)
         self.losses.append(total[0] / total[1])
         self.norms.append(self.optimize())
 
@@ -118,8 +133,8 @@ def row_options(subject: Subject, options: Options) -> Options:
         and (subject.is_ours or subject.kind == "ddp"),
         separate_all_gather_groups=subject.kind == "ours-ag",
         fsdp_double_buffer=subject.kind in ("ours-db", "ours-ub"),
-        nccl_ub=subject.kind == "ours-ub",
-        fsdp_copy_engine_all_gather=subject.kind == "ours-ce",
+        nccl_ub=subject.kind in ("ours-ub", "ours-ce-ub"),
+        fsdp_copy_engine_all_gather=subject.kind in ("ours-ce", "ours-ce-ub"),
         ddp_bucket_size=options.ddp_bucket_size if subject.kind == "ddp" else None,
         # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,
         # and wrappers that know nothing of tokens reach the same gradients with the latter.
@@ -182,7 +197,7 @@ def _with_core_optimizer(subject: Subject, options: Options, place: Place) -> Ru
 def _fsdp2(subject: Subject, options: Options, place: Place) -> Runner:
     """PyTorch's `fully_shard` on the unit boundaries of ours, with fp32 weights and gradients."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     if options.expert_model_parallel_size > 1:
         raise ValueError(
@@ -200,6 +215,11 @@ def _fsdp2(subject: Subject, options: Options, place: Place) -> Runner:
         cast_forward_inputs=False,
     )
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    symmetric = subject.kind == "fsdp2-symm"
+    if symmetric:
+        ranks = torch.distributed.get_process_group_ranks(group)
+        group = torch.distributed.new_group(ranks, pg_options=zero_cta_options())
+        torch.distributed.all_reduce(torch.zeros(1, device=place.device), group=group)
     mesh = DeviceMesh.from_group(group, place.device.type)
     gpt = model.module if hasattr(model, "module") else model
     layers = [child for child in gpt.modules() if isinstance(child, TransformerLayer)]
@@ -210,6 +230,10 @@ def _fsdp2(subject: Subject, options: Options, place: Place) -> Runner:
     for unit, reshard in units:
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules() if symmetric else ():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_symm_mem_for_comm()
     model.train()
     return _with_torch_optimizer(subject, options, model, place)
 
@@ -247,8 +271,8 @@ def _with_torch_optimizer(
 _BUILDERS: dict[str, Callable[[Subject, Options, Place], Runner]] = {
     "floor": _floor,
     "ddp": _with_core_optimizer,
-    "ours": _with_core_optimizer,
-    **dict.fromkeys(("ours-ag", "ours-db", "ours-ub", "ours-ce"), _with_core_optimizer),
+    **dict.fromkeys(OURS, _with_core_optimizer),
     "bundled": _with_core_optimizer,
     "fsdp2": _fsdp2,
+    "fsdp2-symm": _fsdp2,
 }

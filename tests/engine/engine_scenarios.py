@@ -6,7 +6,7 @@ with the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -255,3 +255,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "slots_two_domains": {"slots": True, "split": True, "world": 4, "rank": 1},
     "shared_instances": {"split": True, "outer": 2, "shard_outer": True, "world": 8, "rank": 6},
 }
+
+RARE = ("fused_recompute", "fused_two_domains", "slots_far_prefetch", "slots_fused",
+        "slots_recompute", "slots_two_domains")  # fmt: skip
+
+
+def variants(names: Iterable[str] = tuple(VARIANTS)) -> list[Any]:
+    """Parameters of a test: each variant; combinations of two options only with --full."""
+    return [pytest.param(n, marks=pytest.mark.full) if n in RARE else n for n in names]

@@ -24,7 +24,7 @@ from tests.engine.engine_cases import (
     build,
     pretended_world,
 )
-from tests.engine.engine_scenarios import SCENARIOS, VARIANTS, PlainRig
+from tests.engine.engine_scenarios import SCENARIOS, VARIANTS, PlainRig, variants
 
 ONE_SHARD = [
     name
@@ -70,7 +70,7 @@ def test_weights_equal_those_of_a_plain_model(strategy, scenario):
     assert_same_weights(Setup(strategy, world=1, dtype=torch.float32), scenario)
 
 
-@pytest.mark.parametrize("variant", ONE_SHARD)
+@pytest.mark.parametrize("variant", variants(ONE_SHARD))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_weights_equal_those_of_a_plain_model_in_variants(strategy, variant):
     setup = Setup(strategy, world=1, dtype=torch.float32, **VARIANTS[variant])

@@ -30,6 +30,7 @@ from lib.bench_trace import (  # noqa: E402
     overlap,
     overlap_text,
     read_trace,
+    time_budget,
 )
 from lib.bench_wrappers import row_options  # noqa: E402
 
@@ -195,6 +196,32 @@ def test_time_budget_of_a_trace() -> None:
     assert found.communication == pytest.approx(5.0)
     assert found.overlapped == pytest.approx(2.0)
     assert found.exposed_by_kind == pytest.approx({"AllGather": 1.0, "ReduceScatter": 2.0})
+
+
+def test_time_budget_by_parts_of_the_step_adds_up() -> None:
+    """Parts of the step on the marked stream, casts on another, collectives and peer copies where
+    nothing covers them; each moment counts once."""
+    mark = "spin_kernel(long)"
+    events = [
+        {**event(name, start, end, cat), "args": {"stream": stream}}
+        for name, start, end, cat, stream in (
+            ("gemm", 0, 10, "kernel", 7),
+            (mark, 10, 11, "kernel", 7),
+            ("gemm", 11, 20, "kernel", 7),
+            ("cast", 15, 25, "kernel", 9),
+            ("Memcpy PtoP (Device -> Device)", 24, 28, "gpu_memcpy", 9),
+            ("ncclDevKernel_ReduceScatter_Sum", 26, 32, "kernel", 8),
+            (mark, 34, 35, "kernel", 7),
+            ("L2Norm", 35, 37, "kernel", 7),
+            ("AdamFunctor", 37, 40, "kernel", 7),
+        )
+    ]
+    parts = time_budget(events)
+    assert parts == pytest.approx({
+        "forward": 10, "backward": 9, "optimizer": 3, "norm and clip": 2, "casts and copies": 5,
+        "exposed AllGather": 3, "exposed ReduceScatter": 4, "idle": 4,
+    })  # fmt: skip
+    assert sum(parts.values()) == pytest.approx(40)
 
 
 def test_a_trace_without_gpu_events() -> None:

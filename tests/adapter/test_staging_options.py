@@ -1,0 +1,77 @@
+"""Options of fixed and registered buffers: what they ask of the engine, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter import staging_options
+from megatron_fsdp_adapter.ddp_options import engine_config
+from tests.distributed.gpt import Case, build_trainer, ddp_config, train_step
+from tests.distributed.gpt import batches as batches_of
+
+CASE = Case(num_layers=4, hidden=12, heads=2, ffn=20, vocab=23)
+ZERO_3, CPU, CUDA = "optim_grads_params", torch.device("cpu"), torch.device("cuda")
+CE = staging_options.COPY_ENGINES
+NO_GROUPS: dict[str, Any] = {}
+
+
+def config(strategy: str = ZERO_3, **options: Any) -> Any:
+    return ddp_config(CASE, strategy, options)
+
+
+@pytest.mark.parametrize(
+    ("options", "slots"),
+    [
+        ({}, (False, False)),
+        ({"fsdp_double_buffer": True}, (True, True)),
+        ({"nccl_ub": True}, (True, True)),
+        ({CE: True}, (True, False)),
+        ({CE: True, "nccl_ub": True}, (True, True)),
+    ],
+)
+def test_which_buffers_are_in_slots(options, slots):
+    found = engine_config(config(**options))
+    assert (found.weight_slots, found.bucket_slots) == slots
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "groups", "says"),
+    [
+        ({"nccl_ub": True}, CPU, NO_GROUPS, "nccl_ub=True: it needs NCCL, and the model is on cpu"),
+        ({CE: True}, CPU, NO_GROUPS, f"{CE}=True: it needs NCCL"),
+        ({CE: True}, CUDA, {"fsdp_group_ag": "a group"}, "leave them out: the wrapper makes"),
+        ({"fsdp_manual_registration": True}, CUDA, NO_GROUPS, "set nccl_ub=True"),
+        ({"disable_symmetric_registration": True}, CUDA, NO_GROUPS, "set nccl_ub=True"),
+    ],
+)
+def test_what_cannot_work_is_told_with_its_remedy(options, device, groups, says):
+    (line,) = staging_options.problems(config(**options), device, groups)
+    assert says in line
+
+
+def test_copy_engines_need_weights_that_are_gathered_unit_by_unit():
+    (line,) = staging_options.problems(config("optim", **{CE: True}), CUDA, NO_GROUPS)
+    assert "data_parallel_sharding_strategy='optim'" in line and "'optim_grads_params'" in line
+
+
+def test_memory_pools_exclude_expandable_segments(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    (line,) = staging_options.problems(config(**{CE: True}), CUDA, NO_GROUPS)
+    assert "expandable_segments:True excludes memory pools" in line
+
+
+def test_the_wrapper_refuses_registered_buffers_on_the_cpu(one_rank):
+    with pytest.raises(ValueError, match="nccl_ub=True: it needs NCCL"):
+        build_trainer(CASE, ZERO_3, one_rank, ddp={"nccl_ub": True})
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", ZERO_3])
+def test_a_double_buffer_changes_no_bit(one_rank, strategy):
+    runs = []
+    for options in ({}, {"fsdp_double_buffer": True}):
+        trainer = build_trainer(CASE, strategy, one_rank, ddp=options)
+        runs.append([train_step(trainer, batches_of(CASE, n, 0, one_rank)) for n in range(3)])
+    assert runs[0] == runs[1]
