@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .adapter import FullyShardedDataParallel
+    from .bridge import apply_fsdp_overrides
     from .config import MixedPrecisionPolicy
     from .cpu_mode import enable_cpu_mode
     from .ddp_config import DistributedDataParallelConfig
     from .fully_shard import fully_shard_model, fully_shard_optimizer
-    from .install import install, uninstall
+    from .installation import install, uninstall
     from .process_groups import create_all_gather_groups
     from .topology import FSDPDistributedIndex
 
@@ -26,12 +27,13 @@ _HOMES = {
     "FullyShardedDataParallel": "adapter",
     "FSDPDistributedIndex": "topology",
     "MixedPrecisionPolicy": "config",
+    "apply_fsdp_overrides": "bridge",
     "create_all_gather_groups": "process_groups",
     "enable_cpu_mode": "cpu_mode",
     "fully_shard_model": "fully_shard",
     "fully_shard_optimizer": "fully_shard",
-    "install": "install",
-    "uninstall": "install",
+    "install": "installation",
+    "uninstall": "installation",
 }
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "FSDPDistributedIndex",
     "FullyShardedDataParallel",
     "MixedPrecisionPolicy",
+    "apply_fsdp_overrides",
     "create_all_gather_groups",
     "enable_cpu_mode",
     "fully_shard_model",
@@ -52,6 +55,5 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    # `install` is also the name of a submodule, which importing just bound here.
     globals()[name] = value
     return value

@@ -1,20 +1,31 @@
-"""`python -m megatron_fsdp_adapter COMMAND ...`"""
+"""`python -m megatron_fsdp_adapter SCRIPT.py ...` or `COMMAND ...`"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-COMMANDS = {"estimate": "megatron_fsdp_adapter.cli.estimate"}
+COMMANDS = {
+    "doctor": "megatron_fsdp_adapter.cli.doctor",
+    "estimate": "megatron_fsdp_adapter.cli.estimate",
+}
+USAGE = f"""\
+usage: python -m megatron_fsdp_adapter path/to/pretrain_gpt.py --use-megatron-fsdp ...
+       python -m megatron_fsdp_adapter {{{",".join(COMMANDS)}}} ...
+       a command explains itself with --help; a script gets all arguments after it"""
 
 
 def main(argv: list[str]) -> int:
-    """Runs a command; prints the list of them and returns 2 when there is no such command."""
-    if not argv or argv[0] not in COMMANDS:
-        print(f"usage: python -m megatron_fsdp_adapter {{{','.join(COMMANDS)}}} ...\n"
-              "       each command explains itself with --help", file=sys.stderr)
-        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
-    return int(importlib.import_module(COMMANDS[argv[0]]).main(argv[1:]))
+    """Runs a command, or a script with the wrapper installed; prints the usage and returns 2 for
+    what is neither."""
+    if argv and argv[0] in COMMANDS:
+        return int(importlib.import_module(COMMANDS[argv[0]]).main(argv[1:]))
+    if argv and argv[0].endswith(".py"):
+        from .runner import run
+
+        return run(argv)
+    print(USAGE, file=sys.stderr)
+    return 0 if argv[:1] in (["-h"], ["--help"]) else 2
 
 
 if __name__ == "__main__":

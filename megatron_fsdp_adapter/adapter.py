@@ -10,7 +10,8 @@ marks them as Megatron expects and forwards its calls.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from . import arguments, ddp_options, staging_options, support
+from . import arguments, ddp_options, staging_options, support, validation
 from . import optimizer as optimizer_seam
 from .config import forced_overlaps
 from .description import describe
@@ -30,6 +31,7 @@ from .engine.partition import managed_params, partition, unit_modules
 from .fp8 import CACHE_OPTION, switch_off_weight_cache
 from .fused_wgrad import grad_writer
 from .inner import ShardedModule
+from .installation import installed
 from .module_problems import device_of, module_problems
 from .param_attrs import copy_attributes
 from .process_groups import (
@@ -51,6 +53,7 @@ from .sharded_module import (
 )
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 from .topology import DENSE, EXPERT, TP_DIM, FSDPDistributedIndex
+from .wiring import WiringCheck
 
 DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer,)
 
@@ -191,8 +194,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         support.raise_problems(
             "FullyShardedDataParallel",
             [
-                *support.problems(ddp_config, ddp_options.DDP_CONFIG_RULES),
-                *support.problems(config, support.MODEL_CONFIG_RULES),
+                *validation.wrapper_problems(config, ddp_config),
                 *module_problems(
                     module, fsdp_unit_modules, device, ddp_options.main_params_dtype(ddp_config)
                 ),
@@ -208,6 +210,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.tp_group = self.megatron_fsdp_dist_index.tp_group
         self.force_all_reduce = False
         self.engine = self._build_engine(module, fsdp_unit_modules)
+        # As the training loop set it: what the strategy forces below, the loop does not see.
+        self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed())
         forced = {
             option: value
             for option, value in forced_overlaps(self.engine.config.strategy).items()
@@ -324,7 +328,15 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module on gathered weights. RuntimeError under torch.compile."""
         refuse_compilation()
+        self._wiring.on_forward(self.config, self.training and not self.engine.auto_sync)
         return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Microbatches but the last run inside; see `GradSync.no_sync`."""
+        self._wiring.on_no_sync()
+        with super().no_sync():
+            yield
 
     def start_param_sync(
         self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
@@ -371,6 +383,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
     def zero_grad_buffer(self) -> None:
         """Forgets all gradients. Idempotent. Also recovers from a pass that raised."""
         self.engine.zero_grads()
+        self._wiring.on_zero_grads()
         for param in self._shared_embeddings():
             param.main_grad = None  # type: ignore[attr-defined]
 

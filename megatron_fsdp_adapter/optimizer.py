@@ -228,6 +228,15 @@ def _is_ours(function: Any) -> bool:
     return hasattr(function, "_fsdp_original")
 
 
+def missing() -> list[str]:
+    """What `install()` replaces and this megatron-core does not have, as dotted paths."""
+    return [
+        f"{getattr(owner, '__qualname__', owner.__name__)}.{name}"
+        for owner, name, _ in REPLACED
+        if not hasattr(owner, name)
+    ]
+
+
 def install() -> None:
     """Puts the functions of `REPLACED` in place of core's. Idempotent."""
     for owner, name, replacement in REPLACED:

@@ -62,10 +62,16 @@ def groups_from_parallel_state(instances: int = 1) -> dict[str, dist.ProcessGrou
     expert = parallel_state.get_expert_data_parallel_group
     has_expert = parallel_state._EXPERT_DATA_PARALLEL_GROUP is not None
     outer = parallel_state.get_inter_distributed_optimizer_instance_group
+    # Megatron-LM's --create-all-gather-group; the group spans all optimizer instances.
+    has_gather_group = instances == 1 and parallel_state.has_separate_all_gather_group()
     return {
         "dp_group": dense(with_context_parallel=True),
         "fsdp_group": dense(with_context_parallel=True, partial_data_parallel=True),
-        "fsdp_group_ag": None,
+        "fsdp_group_ag": (
+            dense(with_context_parallel=True, independent_all_gather=True)
+            if has_gather_group
+            else None
+        ),
         "expt_dp_group": expert() if has_expert else None,
         "expt_fsdp_group": expert(partial_expert_data_parallel=True) if has_expert else None,
         "expt_fsdp_group_ag": None,

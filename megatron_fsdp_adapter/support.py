@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,9 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "expert_tensor_parallel_size",
-        lambda config: bool(config.num_moe_experts) and config.expert_tensor_parallel_size > 1,
+        lambda config: (
+            bool(config.num_moe_experts) and (config.expert_tensor_parallel_size or 1) > 1
+        ),
         "every tensor-parallel rank would write its slice as if it were the whole weight; "
         f"{_LATER}",
     ),
@@ -100,10 +103,13 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
 )
 """What keeps a model that trains from being saved or loaded."""
 
+
 def _moment_dtype(option: str) -> Rule:
     return Rule(
         option,
-        lambda config: getattr(config, option) not in (torch.float32, torch.bfloat16),
+        lambda config: (
+            getattr(config, option, torch.float32) not in (torch.float32, torch.bfloat16)
+        ),
         "the scales of fp16 and fp8 moments would not be in a checkpoint; use torch.float32 or "
         "torch.bfloat16",
     )
@@ -129,10 +135,15 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
 def problems(config: Any, rules: tuple[Rule, ...]) -> list[str]:
     """One line for each broken rule: option, value, reason and remedy."""
     return [
-        f"{rule.option}={getattr(config, rule.option, None)!r}: {rule.message}"
+        f"{rule.option}={_value(config, rule.option)!r}: {rule.message}"
         for rule in rules
         if rule.broken(config)
     ]
+
+
+def _value(config: Any, option: str) -> Any:
+    """The value of an option, which may be a dotted path."""
+    return functools.reduce(lambda at, name: getattr(at, name, None), option.split("."), config)
 
 
 def raise_problems(subject: str, found: list[str]) -> None:

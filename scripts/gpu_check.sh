@@ -4,7 +4,8 @@
 # does not take the others with it; logs, tables and charts go to $OUT, short tables are printed last.
 #
 #   OUT=folder bash scripts/gpu_check.sh [part ...]
-#   parts: tests bench8b bench1b trace moe_tests moe moe_overlap (the last two on 4 GPUs or more)
+#   parts: tests bench8b bench1b trace moe_tests dropin moe moe_overlap (the last two on 4 GPUs or
+#   more; dropin needs MEGATRON_LM_PATH, see gpu_dropin.sh)
 #
 # Environment: OUT (default runs/gpu), PYTHON (python3), RANKS (all GPUs), PRESET_8B, PRESET_1B,
 # PRESET_MOE, MOE_EP and MOE_OVERLAP_EP (ranks that share out the experts; 4 and 2), and ARGS_8B,
@@ -96,6 +97,10 @@ do_moe_tests() {
     tests/gpu/test_gpu_moe.py
 }
 
+do_dropin() { # prints its own verdict
+  RANKS=2 part dropin 420 bash scripts/gpu_dropin.sh
+}
+
 do_moe() {
   # shellcheck disable=SC2086
   bench "moe_ep$MOE_EP" 100 --preset "$PRESET_MOE" --expert-model-parallel-size "$MOE_EP" \
@@ -125,6 +130,7 @@ for log in "$OUT"/test_gpu_*.log; do
   grep -hE " \([0-9.]+ s\)$" "$log" | cut -c1-200 | sort -u | tail -25
   grep -E "^(FAILED|ERROR)|[0-9]+ (passed|failed|skipped|error)" "$log" | cut -c1-180 | tail -12
 done
+[ -f "$OUT/dropin.log" ] && cut -c1-260 "$OUT/dropin.log"
 for log in "$OUT"/{bench8b,bench1b,trace,moe_ep*,moe_overlap}.log; do
   [ -f "$log" ] || continue
   echo "-- $log"

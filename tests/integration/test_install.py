@@ -9,10 +9,9 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
-
-MEGATRON_LM = os.environ.get("MEGATRON_LM_PATH")
 
 PRELUDE = """
 import sys, types
@@ -69,7 +68,7 @@ def run(body: str, *path: str) -> str:
 def test_importing_the_package_imports_no_megatron() -> None:
     run("""
         import megatron_fsdp_adapter
-        from megatron_fsdp_adapter.install import installed
+        from megatron_fsdp_adapter.installation import installed
         assert not megatron_modules() and not installed()
     """)
 
@@ -120,7 +119,7 @@ def test_install_after_megatron_and_back() -> None:
         assert len(places["class"]) >= 5 and len(places["make_fsdp_dtensor"]) >= 2
 
         from megatron_fsdp_adapter import install, uninstall
-        from megatron_fsdp_adapter.install import installed, original as original_of
+        from megatron_fsdp_adapter.installation import installed, original as original_of
         from megatron_fsdp_adapter.checkpoint import megatron_names
         for _ in range(2):
             install()
@@ -167,7 +166,7 @@ def test_install_after_megatron_and_back() -> None:
 def test_a_second_install_reaches_what_was_bound_in_between() -> None:
     run("""
         from megatron_fsdp_adapter import install
-        from megatron_fsdp_adapter.install import original
+        from megatron_fsdp_adapter.installation import original
         install()
         late = types.ModuleType("megatron.late")
         late.FSDP = original("FullyShardedDataParallel")
@@ -185,42 +184,68 @@ def test_a_megatron_without_the_engine_keeps_its_names() -> None:
                 if name.startswith(ENGINE + ".uneven_dtensor"):
                     raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         sys.meta_path.insert(0, Absent())
-        import megatron_fsdp_adapter.install as module
-        from megatron_fsdp_adapter.install import Rebinding
+        import megatron_fsdp_adapter.installation as module
+        from megatron_fsdp_adapter.installation import Rebinding
         missing = [r for r in module.REBINDINGS if module._module_of(r) is None]
         assert {r.name for r in missing} >= {"preprocess_state_dict_for_uneven_dtensor"}
         required = Rebinding(ENGINE + ".uneven_dtensor", "x", lambda: None, required=True)
-        try:
-            module._require(required)
-        except RuntimeError as error:
-            assert "megatron-core 0.16.1" in str(error)
-        else:
-            raise AssertionError("a required name may not be absent")
+        assert module.missing_names([required]) == [ENGINE + ".uneven_dtensor.x"]
+        assert module.missing_names() == []
     """)
 
 
-@pytest.fixture(scope="module")
-def megatron_lm() -> str:
-    """The checkout, if there is one and what its training modules import is installed."""
-    if not MEGATRON_LM:
-        pytest.skip("MEGATRON_LM_PATH names no Megatron-LM checkout")
-    missing = run(
-        """
+def test_another_megatron_core_is_told_what_it_lacks() -> None:
+    """Megatron-LM main renamed methods of its optimizer; nothing is changed then."""
+    run("""
+        from megatron.core.distributed import FullyShardedDataParallel as original
+        from megatron.core.optimizer.optimizer import MegatronOptimizer
+        del MegatronOptimizer.get_main_grads_for_grad_norm, MegatronOptimizer.count_zeros
+        from megatron_fsdp_adapter import install
+        from megatron_fsdp_adapter.installation import installed
         try:
-            import megatron.training.training
-        except ModuleNotFoundError as error:
-            assert not error.name.startswith("megatron"), error
-            print("missing:", error.name)
-        """,
-        MEGATRON_LM,
-    )
-    if "missing:" in missing:
-        pytest.skip(f"Megatron-LM's training modules need a package, {missing.strip()}")
-    return MEGATRON_LM
+            install()
+        except RuntimeError as error:
+            for name in ("0.16.1", "DistributedOptimizer.get_main_grads_for_grad_norm",
+                         "DistributedOptimizer.count_zeros"):
+                assert name in str(error), error
+        else:
+            raise AssertionError("names that are replaced may not be absent")
+        assert not installed() and len(holders(original)) >= 3
+    """)
+
+
+def test_megatrons_own_wrapper_cannot_be_constructed_meanwhile() -> None:
+    """A module that is not Megatron's holds the class under a name that is out of reach."""
+    run("""
+        import torch
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.distributed import FullyShardedDataParallel as original
+        constructor = original.__init__
+        from megatron_fsdp_adapter import install, uninstall
+        for _ in range(2):
+            install()
+        try:
+            original(None, DistributedDataParallelConfig(), torch.nn.Linear(1, 1))
+        except RuntimeError as error:
+            assert "while megatron_fsdp_adapter is installed" in str(error)
+        else:
+            raise AssertionError("it was constructed")
+        uninstall()
+        assert original.__init__ is constructor
+    """)
+
+
+def test_importing_submodules_does_not_hide_the_functions() -> None:
+    run("""
+        import megatron_fsdp_adapter.installation, megatron_fsdp_adapter.adapter
+        from megatron_fsdp_adapter import install, uninstall, FullyShardedDataParallel
+        install()
+        uninstall()
+    """)
 
 
 @pytest.mark.parametrize("order", ["install first", "install last"])
-def test_megatron_lm_training_modules(megatron_lm: str, order: str) -> None:
+def test_megatron_lm_training_modules(megatron_lm: Path, order: str) -> None:
     body = f"""
         order = {order!r}
         from megatron_fsdp_adapter import install, uninstall
@@ -242,4 +267,4 @@ def test_megatron_lm_training_modules(megatron_lm: str, order: str) -> None:
         assert training.megatron_FSDP.__module__ == FSDP + ".mcore_fsdp_adapter"
         assert getattr(checkpointing, name).__module__ == ENGINE + ".uneven_dtensor"
     """
-    run(body, megatron_lm)
+    run(body, str(megatron_lm))

@@ -7,14 +7,15 @@ loaded megatron module holds the same object, tuples of classes included. A fixe
 would miss some: Bridge and Megatron-LM bind them in different places in every release.
 
 While installed, Megatron's bundled engine cannot be used in this process: its own code calls
-helpers that now are ours. `uninstall()` puts everything back.
+helpers that now are ours, so constructing its wrapper is an error. That error shows a name that was
+out of reach, or else the first step does (`wiring.py`). `uninstall()` puts everything back.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ from megatron_fsdp_adapter.checkpoint import megatron_names
 _FSDP = "megatron.core.distributed.fsdp"
 _ENGINE = f"{_FSDP}.src.megatron_fsdp"
 _ORIGINALS = "__megatron_fsdp_adapter_originals__"
+_CONSTRUCTOR = "__megatron_fsdp_adapter_constructor__"
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Rebinding:
 
     module, name: where Megatron defines it; replacement: returns ours; everywhere: also rebind it
     in every loaded megatron module that holds the same object; required: its absence means a
-    Megatron that we do not support (else it is skipped: that version has no such helper).
+    Megatron that we do not support (else it is skipped: that version has no such helper); refused:
+    a class that cannot be constructed meanwhile.
     """
 
     module: str
@@ -40,6 +43,7 @@ class Rebinding:
     replacement: Callable[[], object]
     everywhere: bool = True
     required: bool = False
+    refused: bool = False
 
 
 def _wrapper_class() -> object:
@@ -47,6 +51,12 @@ def _wrapper_class() -> object:
     from megatron_fsdp_adapter.adapter import FullyShardedDataParallel
 
     return FullyShardedDataParallel
+
+
+def _ddp_config_class() -> object:
+    from megatron_fsdp_adapter.ddp_config import DistributedDataParallelConfig
+
+    return DistributedDataParallelConfig
 
 
 def _ours(name: str) -> Callable[[], object]:
@@ -59,7 +69,20 @@ def _helper(module: str, name: str) -> Rebinding:
 
 REBINDINGS: tuple[Rebinding, ...] = (
     Rebinding(
-        f"{_FSDP}.mcore_fsdp_adapter", "FullyShardedDataParallel", _wrapper_class, required=True
+        f"{_FSDP}.mcore_fsdp_adapter",
+        "FullyShardedDataParallel",
+        _wrapper_class,
+        required=True,
+        refused=True,
+    ),
+    # Megatron-LM main has two wrappers, and FullyShardedDataParallel is a function that picks one.
+    Rebinding(
+        f"{_FSDP}.mcore_fsdp_adapter", "FullyShardedDataParallelV1", _wrapper_class, refused=True
+    ),
+    Rebinding(
+        "megatron.core.distributed.distributed_data_parallel_config",
+        "DistributedDataParallelConfig",
+        _ddp_config_class,
     ),
     _helper("uneven_dtensor", "preprocess_state_dict_for_uneven_dtensor"),
     _helper("uneven_dtensor", "gather_uneven_dtensor_to_full_tensor"),
@@ -82,12 +105,16 @@ def install() -> None:
 
     May be called before or after Megatron's modules are imported, and any number of times: a
     later call also reaches names that were bound to the originals in between. Raises
-    RuntimeError if Megatron-Core cannot be imported or has no FSDP adapter.
+    RuntimeError, before anything is changed, with every name that this Megatron-Core lacks.
     """
     from megatron_fsdp_adapter import fused_wgrad, optimizer
 
-    for rebinding in REBINDINGS:
-        _require(rebinding)
+    missing = [*missing_names(), *optimizer.missing()]
+    if missing:
+        raise RuntimeError(
+            f"this megatron-core ({core_version()}) has no {', '.join(missing)}; install "
+            "megatron-core 0.16.1"
+        )
     optimizer.install()
     fused_wgrad.install()
     for rebinding in REBINDINGS:
@@ -97,6 +124,8 @@ def install() -> None:
         originals = vars(module).setdefault(_ORIGINALS, {})
         original = originals.setdefault(rebinding.name, getattr(module, rebinding.name))
         _rebind(rebinding, module, original, rebinding.replacement())
+        if rebinding.refused:
+            _refuse_construction(original)
 
 
 def uninstall() -> None:
@@ -111,7 +140,10 @@ def uninstall() -> None:
         originals = vars(module).get(_ORIGINALS, {}) if module is not None else {}
         if module is None or rebinding.name not in originals:
             continue
-        _rebind(rebinding, module, rebinding.replacement(), originals.pop(rebinding.name))
+        original = originals.pop(rebinding.name)
+        _rebind(rebinding, module, rebinding.replacement(), original)
+        if rebinding.refused:
+            _allow_construction(original)
         if not originals:
             delattr(module, _ORIGINALS)
     optimizer.uninstall()
@@ -127,6 +159,32 @@ def installed() -> bool:
     )
 
 
+def places() -> dict[str, list[str]]:
+    """Where each rebound name is ours now: dotted paths by name. Empty when not installed."""
+    found: dict[str, list[str]] = {}
+    for rebinding in REBINDINGS:
+        module = sys.modules.get(rebinding.module)
+        if module is None or rebinding.name not in vars(module).get(_ORIGINALS, {}):
+            continue
+        ours = rebinding.replacement()
+        found[rebinding.name] = sorted(
+            f"{holder.__name__}.{name}"
+            for holder in _loaded_megatron_modules()
+            for name, value in vars(holder).items()
+            if _replace(value, ours, None) is not value
+        )
+    return found
+
+
+def absent() -> list[str]:
+    """Names of `REBINDINGS` that this Megatron does not have, as dotted paths."""
+    return [
+        f"{rebinding.module}.{rebinding.name}"
+        for rebinding in REBINDINGS
+        if _module_of(rebinding) is None
+    ]
+
+
 def original(name: str) -> Any:
     """Megatron's own object under a name that is rebound now. Raises KeyError if none is."""
     for rebinding in REBINDINGS:
@@ -136,11 +194,20 @@ def original(name: str) -> Any:
     raise KeyError(f"{name} is not rebound")
 
 
-def _require(rebinding: Rebinding) -> None:
-    if rebinding.required and _module_of(rebinding) is None:
-        raise RuntimeError(
-            f"{rebinding.module} has no {rebinding.name}; install megatron-core 0.16.1"
-        )
+def missing_names(rebindings: Iterable[Rebinding] = REBINDINGS) -> list[str]:
+    """Names without which there is nothing to rebind, as dotted paths."""
+    return [
+        f"{rebinding.module}.{rebinding.name}"
+        for rebinding in rebindings
+        if rebinding.required and _module_of(rebinding) is None
+    ]
+
+
+def core_version() -> str:
+    """Of the megatron-core that is imported."""
+    import megatron.core
+
+    return str(getattr(megatron.core, "__version__", "of no known version"))
 
 
 def _module_of(rebinding: Rebinding) -> ModuleType | None:
@@ -157,11 +224,41 @@ def _module_of(rebinding: Rebinding) -> ModuleType | None:
 
 def _rebind(rebinding: Rebinding, module: ModuleType, old: object, new: object) -> None:
     setattr(module, rebinding.name, new)
-    for holder in _loaded_megatron_modules() if rebinding.everywhere else ():
+    if rebinding.everywhere:
+        rebind_everywhere(old, new)
+
+
+def rebind_everywhere(old: object, new: object) -> None:
+    """Puts `new` wherever a loaded megatron module holds `old`, inside tuples too."""
+    for holder in _loaded_megatron_modules():
         for name, value in list(vars(holder).items()):
             replaced = _replace(value, old, new)
             if replaced is not value:
                 setattr(holder, name, replaced)
+
+
+def _refuse_construction(original: Any) -> None:
+    """Makes the constructor of Megatron's class an error. A module outside megatron may have
+    imported it: training would go on with an engine whose helpers are no longer its own."""
+    if not isinstance(original, type) or _CONSTRUCTOR in vars(original):
+        return
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"{original.__module__}.{original.__name__} was constructed while "
+            "megatron_fsdp_adapter is installed: the module that did so had imported the class "
+            "before install(), and is not one of megatron's; call install() before it is "
+            "imported, or uninstall() to use Megatron's own wrapper"
+        )
+
+    setattr(original, _CONSTRUCTOR, vars(original)["__init__"])
+    setattr(original, "__init__", __init__)  # noqa: B010 (mypy refuses the assignment)
+
+
+def _allow_construction(original: Any) -> None:
+    if isinstance(original, type) and _CONSTRUCTOR in vars(original):
+        setattr(original, "__init__", vars(original)[_CONSTRUCTOR])  # noqa: B010
+        delattr(original, _CONSTRUCTOR)
 
 
 def _replace(value: Any, old: object, new: object) -> Any:

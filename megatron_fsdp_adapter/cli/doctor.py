@@ -1,0 +1,224 @@
+"""`python -m megatron_fsdp_adapter doctor`: what is installed, what this machine can do, and what a
+configuration will do or be refused for. Starts no training and no process group.
+
+    doctor                                              versions, machine, environment, bindings
+    doctor path/to/pretrain_gpt.py --use-megatron-fsdp ...       and what that command line does
+    doctor --set data_parallel_sharding_strategy=optim --set ...        and what these options do
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_fsdp_adapter import megatron_lm, runner, validation
+from megatron_fsdp_adapter.cli import machine
+from megatron_fsdp_adapter.settings import Change, format_changes
+
+PACKAGES = (
+    "megatron-fsdp-adapter", "megatron-core", "megatron-bridge", "transformer-engine", "torch",
+    "numpy", "triton",
+)  # fmt: skip
+TESTED: Mapping[str, tuple[str, ...]] = {
+    "megatron-core": ("0.16.1",),
+    "megatron-bridge": ("0.3.1",),
+    "transformer-engine": ("2.11.0",),
+    "torch": ("2.11", "2.13"),
+}
+"""Releases that the tests run with, by the beginning of the version."""
+
+DEFAULTS: Mapping[str, Any] = {
+    "use_megatron_fsdp": True,
+    "use_distributed_optimizer": True,
+    "ckpt_format": validation.CKPT_FORMAT,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "outer_dp_sharding_strategy": "no_shard",
+    "num_distributed_optimizer_instances": 1,
+    "optimizer": "adam",
+    "num_experts": None,
+}
+"""What `--set` starts from: a configuration with nothing wrong."""
+
+
+def versions() -> dict[str, dict[str, Any]]:
+    """Installed releases, and whether the tests run with them."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in PACKAGES:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        wanted = TESTED.get(name)
+        tested = None if wanted is None else version.startswith(wanted)
+        found[name] = {"version": version, "tested": tested}
+    return found
+
+
+def bindings() -> dict[str, Any]:
+    """Where Megatron's names are rebound when `install()` is called now, and what is missing."""
+    try:
+        from megatron_fsdp_adapter import installation
+    except ModuleNotFoundError as error:
+        return {"error": f"{error.name} is not installed"}
+    try:
+        installation.install()
+    except RuntimeError as error:
+        return {"error": str(error)}
+    try:
+        return {"rebound": installation.places(), "absent": installation.absent()}
+    finally:
+        installation.uninstall()
+
+
+def group_sizes(options: Any, world_size: int) -> dict[str, Any]:
+    """Ranks over which weights are sharded, and optimizer instances; an error if the sizes do not
+    divide the world."""
+    split = 1
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        split *= getattr(options, name, 1) or 1
+    expert_split = (
+        (getattr(options, "expert_tensor_parallel_size", None) or 1)
+        * (getattr(options, "expert_model_parallel_size", 1) or 1)
+        * (getattr(options, "pipeline_model_parallel_size", 1) or 1)
+    )
+    instances = options.num_distributed_optimizer_instances
+    found: dict[str, Any] = {"world size": world_size}
+    for kind, part in (("dense", split), ("experts", expert_split)):
+        if kind == "experts" and not getattr(options, "num_moe_experts", None):
+            continue
+        if world_size % (part * instances):
+            found[kind] = f"error: {world_size} ranks cannot be shared out by {part * instances}"
+        else:
+            found[kind] = world_size // (part * instances)
+    found["optimizer instances"] = instances
+    return found
+
+
+def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
+    """What the script's command line, or the options of `--set`, will set, do and be refused for;
+    None if neither is given."""
+    if given.script is None and not given.set:
+        return None
+    args: Any
+    changes: list[Change]
+    if given.script is None:
+        args, changes = SimpleNamespace(**{**DEFAULTS, **dict(map(_assignment, given.set))}), []
+    else:
+        args = runner.parse_arguments(Path(given.script), given.arguments)
+        if not args.use_megatron_fsdp:
+            return {"note": f"without {megatron_lm.FSDP_FLAG} the script runs as it is"}
+        changes = megatron_lm.complete(args, given.arguments)
+    options = validation.launch_options(args)
+    return {
+        "sets": [vars(change) for change in changes],
+        "groups": group_sizes(options, given.world_size),
+        "refuses": validation.launch_problems(args, os.environ),
+    }
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise ValueError(f"--set {text}: write option=value")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, validation.DTYPES.get(value, value)
+
+
+def examine(given: argparse.Namespace) -> dict[str, Any]:
+    """The whole report, of plain values."""
+    report = {
+        "versions": versions(),
+        "machine": machine.capabilities(),
+        "environment": machine.harmful_variables(os.environ),
+    }
+    # First: a script's folder must be on the path before anything of megatron is imported.
+    found = configuration(given)
+    report["bindings"] = bindings()
+    if found is not None:
+        report["configuration"] = found
+    return report
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The report as text."""
+    lines = ["versions"]
+    for name, row in report["versions"].items():
+        untested = f"not tested; tested are {', '.join(TESTED.get(name, ()))}"
+        remark = {True: "tested", False: untested}
+        lines.append(f"  {name:<22} {row['version']:<18} {remark.get(row['tested'], '')}".rstrip())
+    lines.append("machine")
+    lines += [f"  {name:<22} {value}" for name, value in report["machine"].items()]
+    lines.append("environment")
+    lines += [f"  {row['variable']}={row['value']}: {row['effect']}"
+              for row in report["environment"]] or ["  nothing that hurts"]
+    lines.append("bindings (with install(), of the modules that are imported here)")
+    lines += _bindings_lines(report["bindings"])
+    if "configuration" in report:
+        lines += _configuration_lines(report["configuration"])
+    return "\n".join(lines)
+
+
+def _bindings_lines(found: Mapping[str, Any]) -> list[str]:
+    if "error" in found:
+        return [f"  {found['error']}"]
+    lines = []
+    for name, places in found["rebound"].items():
+        lines.append(f"  {name}")
+        lines += [f"    {place}" for place in places]
+    return lines + [f"  not in this Megatron: {name}" for name in found["absent"]]
+
+
+def _configuration_lines(found: Mapping[str, Any]) -> list[str]:
+    if "note" in found:
+        return ["configuration", f"  {found['note']}"]
+    changes = [Change(**row) for row in found["sets"]]
+    lines = [format_changes("configuration: sets", changes), "configuration: shards over"]
+    lines += [f"  {name:<22} {value}" for name, value in found["groups"].items()]
+    lines.append("configuration: refuses")
+    return lines + ([f"  - {line}" for line in found["refuses"]] or ["  nothing"])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_fsdp_adapter doctor", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", "1")),
+        help="ranks of the run; default WORLD_SIZE, else 1",
+    )  # fmt: skip
+    parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE",
+                        help="an option by the name it has in Megatron's configs")  # fmt: skip
+    parser.add_argument("script", nargs="?", help="a training script of Megatron-LM")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its command line")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the report. Returns 0, 1 if the configuration is refused, 2 for bad input."""
+    given = _parser().parse_args(argv)
+    try:
+        report = examine(given)
+    except ValueError as error:
+        print(f"doctor: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(report, indent=2, default=_plain) if given.json else render(report))
+    return int(bool(report.get("configuration", {}).get("refuses")))
+
+
+def _plain(value: Any) -> str:
+    """For what JSON has no type for: dtypes."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)

@@ -1,0 +1,101 @@
+"""What this machine can do for communication, and environment variables that stand in its way."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp_adapter.validation import CONNECTIONS
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable, the values of it that hurt, and what they do."""
+
+    name: str
+    hurts: Callable[[str], bool]
+    effect: str
+
+
+def _is(*values: str) -> Callable[[str], bool]:
+    return lambda value: value.upper() in values
+
+
+def _is_on(value: str) -> bool:
+    return value.upper() not in ("", "0", "FALSE", "OFF", "N")
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable(CONNECTIONS, _is("1"), "one hardware queue: communication waits for compute; refused"),
+    Variable("CUDA_LAUNCH_BLOCKING", _is_on, "every kernel is waited for: nothing overlaps"),
+    Variable("NCCL_P2P_DISABLE", _is_on, "GPUs of one host talk through host memory"),
+    Variable("NCCL_SHM_DISABLE", _is_on, "ranks of one host without P2P talk through the network"),
+    Variable("NCCL_IB_DISABLE", _is_on, "hosts talk over sockets, not InfiniBand"),
+    Variable("NCCL_DEBUG", _is("TRACE"), "NCCL writes a line for every call"),
+    Variable("TORCH_DISTRIBUTED_DEBUG", _is("DETAIL"), "each collective is preceded by another"),
+    Variable("TORCH_NCCL_BLOCKING_WAIT", _is_on, "the host waits for each collective"),
+    Variable("PYTORCH_NO_CUDA_MEMORY_CACHING", _is_on, "each gather asks the driver for memory"),
+    Variable("TORCH_SHOW_CPP_STACKTRACES", _is_on, "errors take seconds to be raised"),
+)
+
+
+def harmful_variables(environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """Rows of `VARIABLES` that are set to a value that hurts."""
+    return [
+        {"variable": row.name, "value": environment[row.name], "effect": row.effect}
+        for row in VARIABLES
+        if row.name in environment and row.hurts(environment[row.name])
+    ]
+
+
+def capabilities() -> dict[str, Any]:
+    """Devices, NCCL, peer access and symmetric memory; only the backends where there is no GPU."""
+    found: dict[str, Any] = {
+        "backends": [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)]
+    }
+    if not torch.cuda.is_available():
+        return {**found, "devices": "no CUDA device: trains on the CPU with gloo (CPU mode)"}
+    count = torch.cuda.device_count()
+    found["devices"] = [torch.cuda.get_device_name(index) for index in range(count)]
+    found["memory GiB"] = [
+        round(torch.cuda.get_device_properties(index).total_memory / 2**30, 1)
+        for index in range(count)
+    ]
+    found["CUDA"] = torch.version.cuda
+    found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    reachable = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+    found["peer access"] = f"{reachable} of {len(pairs)} pairs of devices"
+    found["symmetric memory"] = _symmetric_memory()
+    found["copy-engine gathers"] = _copy_engine_gathers()
+    return found
+
+
+def _copy_engine_gathers() -> str:
+    """What `fsdp_copy_engine_all_gather` needs: NCCL's policy of zero CTAs, in torch and NCCL."""
+    known = hasattr(getattr(dist, "ProcessGroupNCCL", None), "NCCL_CTA_POLICY_ZERO")
+    if not known or torch.cuda.nccl.version() < (2, 28):
+        return "no: torch 2.11 and NCCL 2.28 have what it needs"
+    return "yes, inside one NVLink domain"
+
+
+def _symmetric_memory() -> str:
+    """What torch's private interface says; it moves between releases."""
+    try:
+        symmetric = importlib.import_module("torch.distributed._symmetric_memory")
+    except ImportError:
+        return "not in this torch"
+    nvshmem = getattr(symmetric, "is_nvshmem_available", None)
+    support = getattr(
+        getattr(torch._C._distributed_c10d, "_SymmetricMemory", None), "has_multicast_support", None
+    )
+    parts = ["available", f"NVSHMEM {'yes' if nvshmem and nvshmem() else 'no'}"]
+    if support is not None:
+        multicast = support(torch._C._autograd.DeviceType.CUDA, 0)
+        parts.append(f"NVLink multicast {'yes' if multicast else 'no'}")
+    return ", ".join(parts)

@@ -1,0 +1,50 @@
+"""Whether the training loop around the wrapper knows it: a check in the first step.
+
+Megatron-LM and Megatron-Bridge test the model with isinstance, against a class that they imported
+by name, and wire `config.no_sync_func` if it fits and `overlap_grad_reduce` is on. Where a name was
+not rebound the test fails without a word: every microbatch then counts as the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class WiringCheck:
+    """Looks at one wrapper's steps until one has shown that `no_sync` is used, or need not be.
+
+    expected: whether the loop must wire it: the wrapper was installed into Megatron, and the loop
+    was asked for `overlap_grad_reduce`.
+    """
+
+    def __init__(self, expected: bool) -> None:
+        self._pending = expected
+        self._forwards = 0
+
+    def on_no_sync(self) -> None:
+        """The loop, or the user's own, says which microbatches are not the last."""
+        self._pending = False
+
+    def on_zero_grads(self) -> None:
+        """A step begins."""
+        self._forwards = 0
+
+    def on_forward(self, config: Any, training: bool) -> None:
+        """Before a forward pass. RuntimeError at the second one of a step, if nobody wired it."""
+        if not self._pending or not training or not torch.is_grad_enabled():
+            return
+        if config.no_sync_func is not None:
+            self._pending = False
+            return
+        self._forwards += 1
+        if self._forwards > 1:
+            raise RuntimeError(
+                "config.no_sync_func=None in a step of several microbatches with "
+                "overlap_grad_reduce=True: the training loop tested the model against another "
+                "class than FullyShardedDataParallel, and does not tell microbatches apart. Some "
+                "module holds Megatron's class under a name that install() could not reach; call "
+                "megatron_fsdp_adapter.install() after the last import and before the model is "
+                "built, or wire config.no_sync_func = model.no_sync yourself"
+            )

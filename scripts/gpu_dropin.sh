@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# Megatron-LM's own pretrain_gpt.py, unmodified, with Transformer Engine on GPUs: stock DDP against
+# the runner of this package, losses and gradient norms compared. Part `dropin` of gpu_check.sh,
+# whose environment (OUT, PYTHON, RANKS) it uses.
+#
+#   MEGATRON_LM_PATH=checkout OUT=folder bash scripts/gpu_dropin.sh
+#
+# Of the checkout (core_v0.16.1) it needs pretrain_gpt.py, gpt_builders.py, model_provider.py and
+# megatron/, 8 MB. It works in a copy of those, so that the index builder of megatron/core/datasets
+# need not be compiled: the copy gets the one of the installed megatron-core.
+# Also needed: megatron-core 0.16.1, Transformer Engine, six, regex, pydantic.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+: "${MEGATRON_LM_PATH:?names a checkout of Megatron-LM at core_v0.16.1}"
+OUT=${OUT:-runs/gpu}
+PYTHON=${PYTHON:-python3}
+RANKS=${RANKS:-2}
+LIMIT=${LIMIT:-150} # seconds for each run
+out=$(mkdir -p "$OUT/dropin" && cd "$OUT/dropin" && pwd)
+root=$PWD
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
+# What --deterministic-mode asks for: equal training is to mean equal digits.
+export NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 NCCL_ALGO=^NVLS CUBLAS_WORKSPACE_CONFIG=:4096:8
+export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
+
+cp -r "$MEGATRON_LM_PATH"/{pretrain_gpt.py,gpt_builders.py,model_provider.py,megatron} "$work" || exit 2
+helpers=$(cd / && "$PYTHON" -c 'import megatron.core.datasets as d; print(d.__path__[0])') || exit 2
+cp "$helpers"/helpers_cpp*.so "$work/megatron/core/datasets/" || exit 2
+printf 'all:\n\t@true\n' > "$work/megatron/core/datasets/Makefile"
+
+model=(--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512
+  --max-position-embeddings 512 --position-embedding-type rope --normalization RMSNorm --swiglu
+  --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0
+  --attention-dropout 0 --transformer-impl transformer_engine)
+training=(--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --min-lr 1e-4
+  --lr-decay-iters 20 --train-iters 10 --eval-interval 5 --eval-iters 2 --log-interval 1
+  --mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --num-workers 0
+  --distributed-timeout-minutes 2 --log-params-norm)
+# One microbatch a rank and no clipping: then both wrappers add the same numbers in the same order,
+# and fp32 training is to agree in every digit. With several, sums of microbatches and of ranks are
+# taken in another order.
+exact=(--deterministic-mode --global-batch-size 4 --clip-grad 1000)
+moe=(--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 512
+  --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none)
+
+# on_ranks PREFIX... : one process a GPU, without torchrun, whose workers outlive a killed launcher
+on_ranks() {
+  local rank status=0 pids=()
+  export MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + RANDOM % 20000)) WORLD_SIZE=$RANKS
+  for ((rank = 0; rank < RANKS; rank++)); do
+    RANK=$rank LOCAL_RANK=$rank "$@" &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+  return "$status"
+}
+export -f on_ranks
+export RANKS PYTHON
+
+train() { # train NAME COMMAND... : both training scripts have the same arguments after COMMAND
+  local name=$1 started=$SECONDS status=0 fusion=(--no-gradient-accumulation-fusion)
+  shift
+  [[ $name == *_fused ]] && fusion=() # stock layers would need apex for it
+  (cd "$work" && timeout --kill-after=5 "$LIMIT" bash -c 'on_ranks "$@"' train "$@" \
+    "${model[@]}" "${training[@]}" "${fusion[@]}" --data-cache-path "$work/cache_$name") \
+    > "$out/$name.log" 2>&1 || status=$?
+  echo "$name status $status $((SECONDS - started)) s" | tee -a "$out/status.txt"
+}
+stock() { train "$1" "$PYTHON" pretrain_gpt.py --use-distributed-optimizer "${@:2}"; }
+ours() {
+  train "$1" "$PYTHON" -m megatron_fsdp_adapter "$work/pretrain_gpt.py" --use-megatron-fsdp "${@:2}"
+}
+compare() { "$PYTHON" tests/integration/lm_log.py "$out/$1.log" "$out/$2.log" "${@:3}"; }
+
+: > "$out/status.txt"
+timeout 60 "$PYTHON" -m megatron_fsdp_adapter doctor > "$out/doctor.txt" 2>&1 &
+# Small models: the runs of a row are on the GPUs together. Stock tensor parallelism asks for one
+# hardware queue.
+stock ddp_fp32 "${exact[@]}" &
+ours zero3_fp32 "${exact[@]}" &
+ours zero1_fp32 "${exact[@]}" --data-parallel-sharding-strategy optim --overlap-grad-reduce &
+stock ddp_bf16 "${exact[@]}" --bf16 &
+ours zero3_bf16 "${exact[@]}" --bf16 --save "$work/ck" --save-interval 5 &
+wait
+stock moe_ddp --bf16 "${moe[@]}" --expert-model-parallel-size 2 &
+ours moe_zero3 --bf16 "${moe[@]}" --expert-model-parallel-size 2 &
+tp=(--tensor-model-parallel-size 2 --sequence-parallel)
+CUDA_DEVICE_MAX_CONNECTIONS=1 stock tp_ddp "${exact[@]}" "${tp[@]}" &
+ours tp_zero3 "${exact[@]}" "${tp[@]}" &
+echo 5 > "$work/ck/latest_checkpointed_iteration.txt"
+ours zero3_resumed "${exact[@]}" --bf16 --load "$work/ck" &
+stock ddp_accumulate --deterministic-mode &
+ours zero3_accumulate --deterministic-mode &
+ours zero3_fused "${exact[@]}" --bf16 &
+ours zero3_recompute "${exact[@]}" --bf16 --recompute-granularity full --recompute-method uniform \
+  --recompute-num-layers 1 &
+wait
+
+# The second loss that Megatron-LM logs after a resume is averaged with the first: from the third on.
+failed=0
+{
+  compare ddp_fp32 zero3_fp32 || failed=1
+  compare ddp_fp32 zero1_fp32 || failed=1
+  compare tp_ddp tp_zero3 || failed=1
+  compare ddp_accumulate zero3_accumulate --tolerance 0.002 || failed=1
+  compare zero3_bf16 zero3_resumed --from-iteration 8 || failed=1
+  compare zero3_bf16 zero3_recompute || failed=1
+  compare ddp_bf16 zero3_bf16 --tolerance 0.005 || failed=1
+  compare ddp_bf16 zero3_fused --tolerance 0.01 || failed=1
+  compare moe_ddp moe_zero3 --tolerance 0.02 || failed=1
+} | tee "$out/verdict.txt"
+sed -n '1,/^bindings/p' "$out/doctor.txt"
+grep -A7 -m1 'fsdp sets' "$out/zero3_bf16.log"
+for log in "$out"/*.log; do
+  echo "-- $(basename "$log")"
+  grep -E 'iteration +10/|^FullySh|Error' "$log" | cut -c1-260 | tail -4
+done
+! grep -q FAILED "$out/verdict.txt"

@@ -1,0 +1,75 @@
+"""doctor reports the truth, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_fsdp_adapter import installation
+from megatron_fsdp_adapter.cli import doctor, machine
+
+
+def report(capsys: Any, *argv: str, status: int = 0) -> dict[str, Any]:
+    assert doctor.main(["--json", *argv]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_versions_and_bindings(capsys: Any) -> None:
+    found = report(capsys)
+    assert found["versions"]["megatron-core"] == {
+        "version": version("megatron-core"), "tested": True
+    }  # fmt: skip
+    places = found["bindings"]["rebound"]["FullyShardedDataParallel"]
+    assert "megatron.core.distributed.FullyShardedDataParallel" in places
+    assert not installation.installed(), "it puts everything back"
+    assert "configuration" not in found
+
+
+def test_a_configuration_is_judged(capsys: Any) -> None:
+    found = report(
+        capsys, "--world-size", "16", "--set", "tensor_model_parallel_size=2",
+        "--set", "num_experts=8", "--set", "expert_model_parallel_size=4",
+        "--set", "num_distributed_optimizer_instances=2", "--set", "fp4=e2m1",
+        "--set", "save='somewhere'", status=1,
+    )["configuration"]  # fmt: skip
+    assert found["groups"] == {
+        "world size": 16, "dense": 4, "experts": 1, "optimizer instances": 2
+    }  # fmt: skip
+    named = {line.split("=")[0] for line in found["refuses"]}
+    assert named == {"fp4", "tensor_model_parallel_size", "expert_tensor_parallel_size",
+                     "expert_model_parallel_size"}  # fmt: skip
+
+
+def test_ranks_that_cannot_be_shared_out(capsys: Any) -> None:
+    options = SimpleNamespace(num_distributed_optimizer_instances=1, tensor_model_parallel_size=3)
+    assert doctor.group_sizes(options, 8)["dense"].startswith("error")
+
+
+def test_variables_that_hurt() -> None:
+    harmless = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": "INFO"}
+    assert machine.harmful_variables(harmless) == []
+    harmful = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "trace"}
+    assert {row["variable"] for row in machine.harmful_variables(harmful)} == set(harmful)
+
+
+def test_text_has_every_section(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert doctor.main(["--set", "fp8_param_gather=True"]) == 1
+    text = capsys.readouterr().out
+    for line in ("versions", "machine", "environment", "  CUDA_LAUNCH_BLOCKING=1: ",
+                 "configuration: refuses", "  - fp8_param_gather=True: "):  # fmt: skip
+        assert f"\n{line}" in f"\n{text}"
+
+
+def test_bad_input_is_one_line(capsys: Any, tmp_path: Path) -> None:
+    assert doctor.main(["--set", "nothing"]) == 2
+    assert doctor.main([str(tmp_path / "absent.py")]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "doctor: --set nothing: write option=value",
+        f"doctor: no such script: {tmp_path / 'absent.py'}",
+    ]

@@ -1,0 +1,126 @@
+"""Runs a script for Megatron-Bridge, unmodified, on a CPU. For tests only, never for users.
+
+    python tests/integration/bridge_on_cpu.py scripts/pretrain_bridge.py --recipe ...
+
+Beside what `on_cpu.py` does for Megatron-LM: Megatron-Bridge imports Transformer Engine without
+asking whether it is there, and its recipes fetch a model's configuration from the network. Here
+two of its modules see an empty Transformer Engine while they are imported, and recipes get a
+configuration of a tiny Llama.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # as a script, its own folder is there
+
+from tests.integration import on_cpu
+
+NEEDS_TE = ("megatron.bridge.peft.lora", "megatron.bridge.peft.lora_layers")
+TE = "transformer_engine"
+
+BRIDGE_MODULES = (
+    "megatron.bridge",
+    "megatron.bridge.recipes",
+    "megatron.bridge.recipes.llama.llama3",
+    "megatron.bridge.models.model_provider",
+    "megatron.bridge.training.checkpointing",
+    "megatron.bridge.training.eval",
+    "megatron.bridge.training.gpt_step",
+    "megatron.bridge.training.initialize",
+    "megatron.bridge.training.pretrain",
+    "megatron.bridge.training.setup",
+    "megatron.bridge.training.train",
+)
+
+TINY_LLAMA = {
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16,
+    "max_position_embeddings": 64, "tie_word_embeddings": False,
+    "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+
+
+def _empty_transformer_engine() -> dict[str, ModuleType]:
+    """Modules with the names that are needed to define classes, and nothing that works."""
+    root, torch_part = ModuleType(TE), ModuleType(f"{TE}.pytorch")
+    ops = ModuleType(f"{TE}.pytorch.ops")
+    for name in ("Linear", "LayerNormLinear", "GroupedLinear"):
+        setattr(torch_part, name, type(name, (), {}))
+    ops.Sequential = type("Sequential", (), {})  # type: ignore[attr-defined]
+    torch_part.ops = ops  # type: ignore[attr-defined]
+    root.pytorch = torch_part  # type: ignore[attr-defined]
+    return {module.__name__: module for module in (root, torch_part, ops)}
+
+
+class _Loader(importlib.abc.Loader):
+    """Executes a module while Transformer Engine seems to be there. Not longer: megatron-core asks
+    for it in many places, and would believe it."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        seeming = _empty_transformer_engine()
+        sys.modules.update(seeming)
+        try:
+            self.loader.exec_module(module)
+        finally:
+            for name in seeming:
+                sys.modules.pop(name, None)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in NEEDS_TE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class OfflineBridge:
+    """In the place of AutoBridge: any name on the hub is a tiny Llama."""
+
+    @staticmethod
+    def from_hf_pretrained(name: str, *args: Any, **kwargs: Any) -> Any:
+        from megatron.bridge import AutoBridge
+        from transformers import LlamaConfig
+
+        return AutoBridge.from_hf_config(LlamaConfig(**TINY_LLAMA))
+
+
+def prepare_bridge() -> None:
+    """Makes the modules of Megatron-Bridge run on the CPU."""
+    if importlib.util.find_spec(TE) is None:
+        sys.meta_path.insert(0, _Finder())
+    on_cpu.prepare(BRIDGE_MODULES, ("megatron.bridge",))
+    from megatron.bridge.models import gpt_provider
+    from megatron.bridge.recipes.llama import llama3
+    from megatron.bridge.training import initialize
+
+    gpt_provider.transformer_engine_layer_spec = gpt_provider.local_layer_spec
+    llama3.AutoBridge = OfflineBridge
+    initialize.compile_helpers = lambda: None  # the wheel has them compiled
+
+
+def main(argv: list[str]) -> None:
+    """The script, after the lie."""
+    prepare_bridge()
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,136 @@
+"""Runs training scripts, unmodified, on several gloo processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.integration import lm_log
+
+ROOT = Path(__file__).parents[2]
+HARNESSES = ROOT / "tests" / "integration"
+
+NO_KERNELS = shlex.split(
+    "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
+    "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
+    "--distributed-backend gloo"
+)
+"""What a machine without a GPU lacks; nothing of it concerns the wrapper."""
+
+STEPS = 6
+SMALL = shlex.split(
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --hidden-dropout 0 --attention-dropout 0 "
+    "--untie-embeddings-and-output-weights --micro-batch-size 2 --global-batch-size 4 "
+    "--clip-grad 100 "
+    f"--lr 1e-3 --min-lr 1e-4 --lr-decay-iters 10 --train-iters {STEPS} --eval-interval 2 "
+    "--eval-iters 1 --log-interval 1 --log-params-norm --tokenizer-type NullTokenizer "
+    "--vocab-size 256 --num-workers 0 --distributed-timeout-minutes 2"
+)
+"""One microbatch a rank on 2 ranks, and no clipping: both wrappers then add the same numbers in the
+same order, and every digit must agree."""
+
+ACCUMULATED = ("--global-batch-size", "8", "--clip-grad", "0.5")
+"""Two microbatches a rank, and clipping in every step. ZeRO-2/3 add up ranks first and microbatches
+then, DDP the other way round, and both add up squares for the norm in the order of their shards."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run left: status of the first rank that failed (0 if none) and its log."""
+
+    status: int
+    log: str
+
+    @property
+    def values(self) -> lm_log.Values:
+        return lm_log.read(self.log)
+
+    @property
+    def end(self) -> str:
+        """The last lines, without the list of modules that Python adds when it is aborted."""
+        lines = [line for line in self.log.splitlines() if not line.startswith("Extension modules")]
+        return "\n".join(lines)[-4000:]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(
+    harness: str, script: Path, arguments: list[str], world: int, log: Path
+) -> list[subprocess.Popen]:
+    """One process a rank, all writing to `log`. harness: the file that makes it run on a CPU."""
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": str(ROOT),
+    }
+    environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    if "--use-megatron-fsdp" not in arguments and "--tensor-model-parallel-size" in arguments:
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks stock runs for it
+    with log.open("w") as output:
+        return [
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", str(HARNESSES / harness), str(script), *arguments],
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=output, stderr=subprocess.STDOUT, cwd=log.parent,
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+
+
+def finish(processes: list[subprocess.Popen], log: Path, timeout: float) -> Run:
+    """Waits for all ranks; when one fails, or the time (seconds) runs out, ends the others."""
+    deadline = time.monotonic() + timeout
+    while True:
+        states = [process.poll() for process in processes]
+        failed = [state for state in states if state]
+        if failed or None not in states or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    if failed:
+        time.sleep(1.0)  # what the others have to say
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+    timed_out = not failed and None in states
+    return Run(failed[0] if failed else -int(timed_out), log.read_text())
+
+
+def train(
+    checkout: Path, arguments: list[str], world: int = 2, timeout: float = 240.0
+) -> Run:
+    """Trains with `pretrain_gpt.py` of the checkout and `arguments` beside the common ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        cache = ["--data-cache-path", f"{folder}/cache"]
+        script = checkout / "pretrain_gpt.py"
+        everything = [*SMALL, *NO_KERNELS, *cache, *arguments]
+        return finish(start("on_cpu.py", script, everything, world, log), log, timeout)
+
+
+def train_recipe(
+    script: Path, arguments: list[str], world: int = 2, timeout: float = 240.0
+) -> Run:
+    """Trains a recipe of Megatron-Bridge with `script`, tiny and on the CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        recipe = ["--recipe", "llama32_1b_pretrain_config", "--config-file",
+                  str(HARNESSES / "bridge_cpu.yaml")]  # fmt: skip
+        everything = [*recipe, *arguments, f"dataset.path_to_cache={folder}/cache"]
+        return finish(start("bridge_on_cpu.py", script, everything, world, log), log, timeout)

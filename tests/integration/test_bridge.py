@@ -1,0 +1,160 @@
+"""Megatron-Bridge 0.3.1: a recipe trains with the wrapper through scripts/pretrain_bridge.py.
+
+Opt-in: needs megatron-bridge and what it imports, without its GPU packages (see docs/tested.md).
+
+    python -m pytest --full tests/integration/test_bridge.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.integration import lm_log
+from tests.integration.lm_runs import ROOT, train_recipe
+
+pytestmark = pytest.mark.full
+EXAMPLE = ROOT / "scripts" / "pretrain_bridge.py"
+STEPS = 4
+
+
+def _missing() -> str | None:
+    if importlib.util.find_spec("megatron.bridge") is None:
+        return "megatron-bridge is not installed"
+    probe = "import tests.integration.bridge_on_cpu as b; b.prepare_bridge()"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", probe], cwd=ROOT, capture_output=True, text=True
+    )
+    last = done.stderr.strip().splitlines()[-1:] or [""]
+    return None if done.returncode == 0 else f"megatron-bridge does not import: {last[0]}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bridge() -> None:
+    reason = _missing()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def in_process(body: str) -> str:
+    """Runs code after Megatron-Bridge was imported and a recipe made, in a process of its own."""
+    prelude = """
+        import tests.integration.bridge_on_cpu as harness
+        harness.prepare_bridge()
+        from megatron.bridge.recipes.llama import llama3
+        from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+        def recipe(*overrides):
+            return process_config_with_overrides(
+                llama3.llama32_1b_pretrain_config(), "tests/integration/bridge_cpu.yaml",
+                list(overrides))
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(prelude) + textwrap.dedent(body)],
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> lm_log.Values:
+    """The same recipe with Megatron's own DDP: the example script without its one line."""
+    script = tmp_path_factory.mktemp("stock") / "stock.py"
+    line = "    apply_fsdp_overrides(cfg, strategy=given.strategy)\n"
+    text = EXAMPLE.read_text()
+    assert line in text
+    script.write_text(text.replace(line, "    cfg.model.gradient_accumulation_fusion = False\n"))
+    run = train_recipe(script, [])
+    assert run.status == 0, run.end
+    assert "FullyShardedDataParallel: strategy" not in run.log
+    return run.values
+
+
+@pytest.mark.parametrize("strategy", ("optim_grads_params", "optim"))
+def test_recipe_trains_as_with_ddp(stock: lm_log.Values, strategy: str) -> None:
+    """Losses and norms agree to a unit of the last printed digit: norms add up in another order,
+    and gradients are clipped. The last loss is finite."""
+    run = train_recipe(EXAMPLE, ["--strategy", strategy])
+    assert run.status == 0, run.end
+    assert f"FullyShardedDataParallel: strategy {strategy} over 2 ranks" in run.log
+    assert run.log.count("apply_fsdp_overrides sets") == 1
+    assert math.isfinite(float(run.values[STEPS, "lm loss"]))
+    assert lm_log.differences(stock, run.values, last_digit=1) == []
+
+
+def test_saves_and_resumes(tmp_path: Path) -> None:
+    """In every printed digit, against the run that was not interrupted."""
+    saved = str(tmp_path / "saved")
+    common = [f"checkpoint.save={saved}", "checkpoint.save_interval=2"]
+    whole = train_recipe(EXAMPLE, [])
+    first = train_recipe(EXAMPLE, [*common, "train.exit_interval=2"])
+    assert first.status == 0, first.end
+    assert (tmp_path / "saved" / "iter_0000002" / ".metadata").is_file()
+    resumed = train_recipe(EXAMPLE, [*common, f"checkpoint.load={saved}"])
+    assert resumed.status == 0, resumed.end
+    assert (2, "grad norm") not in resumed.values
+    assert lm_log.differences(whole.values, resumed.values, start=3) == []
+
+
+def test_overrides_make_a_recipe_that_bridge_accepts() -> None:
+    """Forgotten: the checkpoint format, and one of the two switches. Both are set and printed."""
+    printed = in_process("""
+        from megatron_fsdp_adapter import apply_fsdp_overrides
+        cfg = recipe("checkpoint.save=somewhere", "ddp.use_megatron_fsdp=true")
+        apply_fsdp_overrides(cfg)
+        cfg.validate()
+        assert cfg.dist.use_megatron_fsdp and cfg.checkpoint.ckpt_format == "fsdp_dtensor"
+    """)
+    assert "checkpoint.ckpt_format" in printed and "torch_dist -> fsdp_dtensor" in printed
+    assert "dist.use_megatron_fsdp" in printed
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("dist.use_torch_fsdp2=true", "dist.use_torch_fsdp2=True"),
+        ("dist.use_tp_pp_dp_mapping=true", "dist.use_tp_pp_dp_mapping=True"),
+        ("checkpoint.async_save=true", "checkpoint.async_save=True"),
+    ],
+)
+def test_pitfalls_are_named(override: str, named: str) -> None:
+    printed = in_process(f"""
+        from megatron_fsdp_adapter import apply_fsdp_overrides
+        try:
+            apply_fsdp_overrides(recipe({override!r}))
+        except ValueError as error:
+            print(error)
+    """)
+    assert f"  - {named}: " in printed
+
+
+def test_install_last_and_back() -> None:
+    """Everything of Megatron-Bridge is imported first; afterwards every name is what it was."""
+    in_process("""
+        import sys
+        from megatron.core.distributed import FullyShardedDataParallel as original
+        import megatron.bridge.training.setup, megatron.bridge.training.train
+        import megatron.bridge.models.model_provider as provider
+        def names():
+            return {(n, a): v for n, m in list(sys.modules.items()) if n.startswith("megatron.")
+                    for a, v in vars(m).items() if not a.startswith("__")}
+        before = names()
+        held = sorted(k for k, v in before.items() if v is original)
+        expected = {("megatron.bridge.models.model_provider", "FullyShardedDataParallel"),
+                    ("megatron.bridge.training.setup", "megatron_FSDP"),
+                    ("megatron.bridge.training.train", "megatron_FSDP")}
+        assert expected <= set(held), held
+        from megatron_fsdp_adapter import FullyShardedDataParallel as ours, install, uninstall
+        install()
+        assert provider.FullyShardedDataParallel is ours
+        assert sorted(k for k, v in names().items() if v is ours) == held
+        uninstall()
+        after = names()
+        assert [k for k in before if after[k] is not before[k]] == []
+    """)

@@ -1,0 +1,208 @@
+"""Megatron-LM's own pretrain_gpt.py, unmodified, through the runner: it trains as with its own DDP.
+
+Opt-in: needs a checkout of Megatron-LM at core_v0.16.1 and what its training modules import.
+
+    pip install six regex pydantic triton
+    MEGATRON_LM_PATH=path/to/Megatron-LM python -m pytest --full tests/integration
+"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.integration import lm_log
+from tests.integration.lm_runs import ACCUMULATED, ROOT, STEPS, Run, train
+
+pytestmark = pytest.mark.full
+
+MOCK = ("--mock-data",)
+MOE = shlex.split(
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
+    "--moe-ffn-hidden-size 48 --disable-bias-linear"
+)
+RECOMPUTE = shlex.split(
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+)
+TABLE = "--use-megatron-fsdp sets"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model and its parallelism: arguments that stock DDP and the wrapper are both given.
+
+    last_digit: by how many units of the last printed digit they may differ. A unit is 1e-6 at
+    losses near 5, two roundings of fp32.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    world: int = 2
+    data: bool = False
+    last_digit: int = 0
+
+
+DENSE = Setup("dense", MOCK)
+ACCUMULATING = Setup("dense, accumulating and clipping", (*MOCK, *ACCUMULATED), last_digit=1)
+SWIGLU = Setup("swiglu", (*MOCK, "--swiglu", "--position-embedding-type", "rope"))
+RECOMPUTED = Setup("recompute", (*MOCK, *RECOMPUTE))
+EXPERTS = Setup("experts", (*MOCK, *MOE))
+EXPERTS_EP2 = Setup(
+    "experts-ep2",
+    (*MOCK, *MOE, "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"),
+)
+TP2 = Setup("tp2-dp2", (*MOCK, "--tensor-model-parallel-size", "2"), world=4)
+PP2 = Setup("pp2-dp2", (*MOCK, "--pipeline-model-parallel-size", "2"), world=4)
+REAL = Setup("real data", (), data=True)
+
+ZERO3: tuple[str, ...] = ()
+ZERO3_OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
+ZERO2 = ("--data-parallel-sharding-strategy", "optim_grads")
+ZERO1 = ("--data-parallel-sharding-strategy", "optim")
+ZERO0 = ("--data-parallel-sharding-strategy=no_shard",)
+OVERLAP = ("--overlap-grad-reduce",)
+
+CASES = [
+    (DENSE, ZERO3),
+    (DENSE, ZERO3_OVERLAP),
+    (DENSE, ZERO2),
+    (DENSE, ZERO1),
+    (DENSE, (*ZERO1, *OVERLAP)),
+    (DENSE, ZERO0),
+    (DENSE, (*ZERO0, *OVERLAP)),
+    (ACCUMULATING, ZERO3),
+    (ACCUMULATING, (*ZERO1, *OVERLAP)),
+    (SWIGLU, ZERO3),
+    (RECOMPUTED, ZERO3),
+    (EXPERTS, ZERO3),
+    (EXPERTS_EP2, ZERO3),
+    (EXPERTS_EP2, (*ZERO1, *OVERLAP)),
+    (TP2, ZERO3),
+    (TP2, (*ZERO1, *OVERLAP)),
+    (PP2, (*ZERO1, *OVERLAP)),
+    (REAL, ZERO3),
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token files of some text, made by the repository's script."""
+    folder = tmp_path_factory.mktemp("data")
+    source = folder / "text"
+    source.mkdir()
+    for number, path in enumerate(sorted(Path(functools.__file__).parent.glob("*.py"))[:40]):
+        (source / f"{number}.py").write_bytes(path.read_bytes()[:20000])
+    subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), "--input", str(source),
+         "--output-prefix", str(folder / "text")],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return folder / "text"
+
+
+def _data(setup: Setup, text: Path) -> list[str]:
+    if not setup.data:
+        return []
+    return ["--train-data-path", f"{text}_train", "--valid-data-path", f"{text}_valid",
+            "--test-data-path", f"{text}_valid"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stock(megatron_lm: Path, text: Path):
+    """Losses and gradient norms of Megatron-LM's own DDP, for a setup; run once for each."""
+
+    @functools.cache
+    def values(setup: Setup) -> lm_log.Values:
+        run = train(
+            megatron_lm,
+            [*setup.arguments, *_data(setup, text), "--use-distributed-optimizer",
+             "--no-gradient-accumulation-fusion"],
+            setup.world,
+        )  # fmt: skip
+        assert run.status == 0, run.end
+        assert "FullyShardedDataParallel" not in run.log
+        return run.values
+
+    return values
+
+
+def _check(run: Run, setup: Setup) -> None:
+    assert run.status == 0, run.end
+    assert "FullyShardedDataParallel: strategy" in run.log, "the wrapper was not constructed"
+    assert run.log.count(TABLE) == 1, "one table, on one rank"
+    norms = [key for key in run.values if key[1] == "grad norm"]
+    assert len(norms) == STEPS, setup
+    assert {what for _, what in run.values} >= {"periodic evaluation", "validation evaluation",
+                                               "test evaluation", "lm loss"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("setup", "flags"), CASES, ids=[f"{s.name} {' '.join(f) or 'zero-3'}" for s, f in CASES]
+)
+def test_losses_and_norms_are_those_of_ddp(
+    megatron_lm: Path, stock, text: Path, setup: Setup, flags: tuple[str, ...]
+) -> None:
+    """In fp32, in every printed digit: training, evaluation while training and at the end."""
+    arguments = [*setup.arguments, *_data(setup, text), "--use-megatron-fsdp", *flags]
+    run = train(megatron_lm, arguments, setup.world)
+    _check(run, setup)
+    assert lm_log.differences(
+        stock(setup), run.values, last_digit=setup.last_digit
+    ) == []
+
+
+@pytest.mark.parametrize("setup", [DENSE, SWIGLU, EXPERTS], ids=lambda setup: setup.name)
+def test_saves_and_resumes(megatron_lm: Path, stock, tmp_path: Path, setup: Setup) -> None:
+    """What follows a resume is what an uninterrupted DDP run printed. Megatron-LM averages the
+    first two losses that it logs after a resume, so the comparison begins at the third."""
+    common = [*setup.arguments, "--use-megatron-fsdp", "--save", str(tmp_path / "saved")]
+    first = train(megatron_lm, [*common, "--save-interval", "2", "--exit-interval", "2"])
+    assert first.status == 0, first.end
+    assert (tmp_path / "saved" / "iter_0000002" / ".metadata").is_file()
+    resumed = train(
+        megatron_lm, [*common, "--save-interval", "2", "--load", str(tmp_path / "saved")]
+    )
+    assert resumed.status == 0, resumed.end
+    assert (2, "lm loss") not in resumed.values, "it started again from the beginning"
+    assert (3, "grad norm") in resumed.values
+    assert resumed.values[3, "grad norm"] == stock(setup)[3, "grad norm"]
+    assert lm_log.differences(stock(setup), resumed.values, start=5) == []
+
+
+def test_flags_of_main_reach_the_wrapper(megatron_lm: Path) -> None:
+    """0.16.1's parser lacks them; bf16 gradients on the wire show in what the wrapper prints."""
+    run = train(
+        megatron_lm,
+        [*MOCK, "--use-megatron-fsdp", "--megatron-fsdp-main-params-dtype", "fp32",
+         "--megatron-fsdp-grad-comm-dtype=bf16", "--outer-dp-sharding-strategy", "no_shard",
+         "--train-iters", "2", "--bf16"],
+    )  # fmt: skip
+    assert run.status == 0, run.end
+    assert "gradients reduced in torch.bfloat16" in run.log
+
+
+def test_contradictions_are_one_error(megatron_lm: Path) -> None:
+    """All of them, once, before a process group exists."""
+    run = train(
+        megatron_lm,
+        [*MOCK, "--use-megatron-fsdp", "--ckpt-format", "torch_dist", "--use-torch-fsdp2",
+         "--optimizer", "sgd", "--tensor-model-parallel-size", "2", "--save", "somewhere",
+         "--save-interval", "1", "--delay-wgrad-compute"],
+    )  # fmt: skip
+    assert run.status == 2
+    assert run.log.count("cannot be used with this configuration") == 1
+    for option in ("ckpt_format='torch_dist'", "use_torch_fsdp2=True", "optimizer='sgd'",
+                   "tensor_model_parallel_size=2", "delay_wgrad_compute=True"):  # fmt: skip
+        assert f"  - {option}: " in run.log
+    assert "Traceback" not in run.log
+
+
+def test_without_the_flag_the_script_is_its_own(megatron_lm: Path, stock) -> None:
+    """The runner sets nothing and installs nothing: `stock` ran through it."""
+    assert stock(DENSE)

@@ -1,0 +1,203 @@
+"""What follows from --use-megatron-fsdp, what the user says goes first, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from launch_cases import parsed_arguments
+
+from megatron_fsdp_adapter import megatron_lm, validation
+from megatron_fsdp_adapter.settings import Change, format_changes
+from megatron_fsdp_adapter.support import Rule
+
+FSDP = ["--use-megatron-fsdp"]
+
+
+def test_one_flag_gives_sharded_weights_and_nothing_is_refused() -> None:
+    args = parsed_arguments()
+    changes = megatron_lm.complete(args, FSDP)
+    assert {change.option for change in changes} >= {
+        "--use-distributed-optimizer", "--ckpt-format", "--data-parallel-sharding-strategy",
+        "--overlap-grad-reduce", "--overlap-param-gather",
+    }  # fmt: skip
+    assert args.data_parallel_sharding_strategy == "optim_grads_params"
+    assert args.ckpt_format == "fsdp_dtensor" and args.use_distributed_optimizer
+    assert args.overlap_grad_reduce and args.overlap_param_gather
+    assert validation.launch_problems(args, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reduce", "gather"),
+    [("no_shard", False, False), ("optim", False, False), ("optim_grads", True, False),
+     ("optim_grads_params", True, True)],
+)  # fmt: skip
+def test_overlap_is_set_where_the_strategy_needs_it(
+    strategy: str, reduce: bool, gather: bool
+) -> None:
+    args = parsed_arguments(data_parallel_sharding_strategy=strategy)
+    megatron_lm.complete(args, [*FSDP, f"--data-parallel-sharding-strategy={strategy}"])
+    assert args.data_parallel_sharding_strategy == strategy
+    assert (args.overlap_grad_reduce, args.overlap_param_gather) == (reduce, gather)
+
+
+@pytest.mark.parametrize("written", (["--ckpt-format", "torch_dist"], ["--ckpt-format=torch_dist"]))
+def test_what_the_user_wrote_is_refused_and_not_overwritten(written: list[str]) -> None:
+    args = parsed_arguments()
+    changes = megatron_lm.complete(args, [*FSDP, *written])
+    assert args.ckpt_format == "torch_dist"
+    assert "--ckpt-format" not in {change.option for change in changes}
+    [problem] = validation.launch_problems(args, {})
+    assert problem.startswith("ckpt_format='torch_dist': ")
+
+
+def test_what_is_on_by_default_and_refused_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as there is a rule against it, and not afterwards."""
+    rule = Rule("gradient_accumulation_fusion", lambda config: True, "no")
+    for rules, expected in ((), True), ((rule,), False):
+        monkeypatch.setattr(megatron_lm, "MODEL_CONFIG_RULES", rules)
+        args = parsed_arguments()
+        megatron_lm.complete(args, FSDP)
+        assert args.gradient_accumulation_fusion is expected
+
+
+def test_bf16_reduction_becomes_the_dtype_on_the_wire() -> None:
+    args = parsed_arguments(grad_reduce_in_bf16=True)
+    megatron_lm.complete(args, [*FSDP, "--grad-reduce-in-bf16"])
+    assert args.megatron_fsdp_grad_comm_dtype is torch.bfloat16
+    assert validation.launch_problems(args, {}) == []
+
+
+def test_gradients_in_bf16_are_told_to_megatron_too() -> None:
+    """With --bf16 it otherwise asks the DDP config for gradients in float32."""
+    args = parsed_arguments(bf16=True, megatron_fsdp_grad_comm_dtype=torch.bfloat16)
+    megatron_lm.complete(args, [*FSDP, "--megatron-fsdp-grad-comm-dtype", "bf16"])
+    assert args.grad_reduce_in_bf16 and validation.launch_problems(args, {}) == []
+
+
+def _complete(**changed: Any) -> argparse.Namespace:
+    args = parsed_arguments(**changed)
+    written = [f"--{name.replace('_', '-')}" for name in changed]
+    megatron_lm.complete(args, [*FSDP, *written])
+    return args
+
+
+BREAKING: dict[str, dict[str, Any]] = {
+    "use_torch_fsdp2": {"use_torch_fsdp2": True},
+    "ckpt_format": {"ckpt_format": "zarr"},
+    "async_save": {"async_save": True},
+    "check_weight_hash_across_dp_replicas_interval": {
+        "check_weight_hash_across_dp_replicas_interval": 10
+    },
+    "enable_full_sharding_in_hsdp": {"enable_full_sharding_in_hsdp": True},
+    "use_legacy_models": {"use_legacy_models": True},
+}  # fmt: skip
+
+
+def test_the_rules_of_the_launch_are_these() -> None:
+    assert {rule.option for rule in validation.LAUNCH_RULES} == set(BREAKING)
+
+
+@pytest.mark.parametrize("rule", validation.LAUNCH_RULES, ids=lambda rule: rule.option)
+def test_every_rule_of_the_launch_is_broken_by_its_value(rule: Any) -> None:
+    changed = BREAKING[rule.option]
+    [problem] = validation.launch_problems(_complete(**changed), {})
+    assert problem == f"{rule.option}={changed[rule.option]!r}: {rule.message}"
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"fp4": "e2m1"}, "fp4='e2m1'"),
+        ({"exp_avg_dtype": "fp8"}, "exp_avg_dtype='fp8'"),
+        ({"optimizer": "sgd"}, "optimizer='sgd'"),
+        ({"ddp_reduce_scatter_with_fp32_accumulation": True},
+         "reduce_scatter_with_fp32_accumulation=True"),
+        ({"megatron_fsdp_grad_comm_dtype": "fp16"},
+         "megatron_fsdp_grad_comm_dtype=torch.float16"),
+        ({"megatron_fsdp_grad_comm_dtype": "bf16", "accumulate_allreduce_grads_in_fp32": True},
+         "grad_reduce_in_fp32=True"),
+        ({"num_experts": 4, "tensor_model_parallel_size": 2, "load": "x"},
+         "expert_tensor_parallel_size=2"),
+    ],
+)  # fmt: skip
+def test_rules_of_the_configs_apply_to_arguments(changed: dict[str, Any], named: str) -> None:
+    """Under the names that arguments have, or their values: the rules themselves are of configs."""
+    found = validation.launch_problems(_complete(**changed), {})
+    assert any(line.startswith(f"{named}: ") for line in found), found
+
+
+def test_split_models_are_refused_only_if_they_are_saved_or_loaded() -> None:
+    assert validation.launch_problems(_complete(tensor_model_parallel_size=2), {}) == []
+    [problem] = validation.launch_problems(_complete(tensor_model_parallel_size=2, save="x"), {})
+    assert problem.startswith("tensor_model_parallel_size=2: ")
+
+
+def test_a_checkpoint_in_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000005").mkdir()
+    assert validation.launch_problems(_complete(load=str(tmp_path)), {}) == []
+    (tmp_path / "iter_0000005" / "metadata.json").write_text("{}")
+    [problem] = validation.launch_problems(_complete(load=str(tmp_path)), {})
+    assert problem.startswith(f"load={str(tmp_path)!r}: iter_0000005 ")
+
+
+def test_one_hardware_queue_is_set_right_or_refused() -> None:
+    environment: dict[str, str] = {}
+    [change] = megatron_lm.complete_environment(environment)
+    assert environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"} and change.before is None
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert megatron_lm.complete_environment(environment) == []
+    [problem] = validation.launch_problems(_complete(), environment)
+    assert problem.startswith("CUDA_DEVICE_MAX_CONNECTIONS='1': ")
+
+
+def test_flags_of_main_are_added_only_where_they_are_missing() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--outer-dp-sharding-strategy", default="of its own")
+    megatron_lm.add_missing_flags(parser)
+    megatron_lm.add_missing_flags(parser)
+    args = parser.parse_args(
+        ["--megatron-fsdp-main-params-dtype", "bf16", "--megatron-fsdp-main-grads-dtype=auto"]
+    )
+    assert args.outer_dp_sharding_strategy == "of its own"
+    assert args.megatron_fsdp_main_params_dtype is torch.bfloat16
+    assert args.megatron_fsdp_main_grads_dtype is None
+    assert args.megatron_fsdp_version == 1
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--megatron-fsdp-grad-comm-dtype", "int8"])
+
+
+def test_a_megatron_lm_that_cannot_be_hooked_is_told_what_it_lacks() -> None:
+    module = ModuleType("megatron.training.arguments")
+    module.parse_args = lambda: None  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match=r"no megatron\.training\.arguments\.add_megatron_arg"):
+        megatron_lm.hook_arguments(module, [], [], lambda: None, lambda old, new: None)
+
+
+def test_fields_of_main_are_those_of_the_flags() -> None:
+    """A flag whose field is missing would be dropped without a word."""
+    from dataclasses import fields
+
+    from megatron_fsdp_adapter.ddp_config import DistributedDataParallelConfig
+
+    known = {field.name for field in fields(DistributedDataParallelConfig)}
+    elsewhere = {"create_all_gather_group"}  # an argument of initialize_model_parallel
+    flags = {flag.name.removeprefix("--").replace("-", "_") for flag in megatron_lm.MAIN_FLAGS}
+    assert flags - elsewhere <= known
+    defaults = DistributedDataParallelConfig()
+    for flag in megatron_lm.MAIN_FLAGS:
+        name = flag.name.removeprefix("--").replace("-", "_")
+        if name not in elsewhere:
+            assert getattr(defaults, name) == flag.default, name
+
+
+def test_table_of_changes() -> None:
+    text = format_changes("sets", [Change("--a", None, 1, "because"), Change("--long", 1, 2, "so")])
+    assert text.splitlines() == [
+        "sets", "  --a     unset -> 1  because", "  --long  1 -> 2      so"
+    ]  # fmt: skip
+    assert format_changes("sets", []) == "sets: nothing to set"

@@ -1,0 +1,124 @@
+"""apply_fsdp_overrides sets a recipe right, says so, and refuses what it cannot set right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+from launch_cases import recipe
+
+from megatron_fsdp_adapter import apply_fsdp_overrides, installation, validation
+from megatron_fsdp_adapter.bridge import _always
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_installed() -> Any:
+    """These tests are of the recipe; tests/integration is of the names."""
+    with mock.patch.object(installation, "install") as install:
+        yield install
+
+
+def test_a_recipe_is_set_right(nothing_is_installed: mock.Mock, capsys: Any) -> None:
+    cfg, environment = recipe(), dict[str, str]()
+    changes = apply_fsdp_overrides(cfg, environment=environment)
+    assert cfg.dist.use_megatron_fsdp and cfg.ddp.use_megatron_fsdp
+    assert cfg.ddp.data_parallel_sharding_strategy == "optim_grads_params"
+    assert cfg.checkpoint.ckpt_format == "fsdp_dtensor"
+    assert not cfg.ddp.average_in_collective and not cfg.model.gradient_accumulation_fusion
+    assert environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    assert validation.bridge_problems(cfg, environment) == []
+    printed = capsys.readouterr().out
+    assert printed.startswith("apply_fsdp_overrides sets\n")
+    assert all(f"  {change.option} " in printed for change in changes) and len(changes) == 7
+    nothing_is_installed.assert_called_once_with()
+    assert apply_fsdp_overrides(cfg, environment=environment) == [], "a second time sets nothing"
+
+
+@pytest.mark.parametrize("half", ("dist", "ddp"))
+def test_one_of_the_two_switches_is_completed(half: str, capsys: Any) -> None:
+    cfg = recipe(**{f"{half}__use_megatron_fsdp": True})
+    assert validation.bridge_problems(cfg, {})[0].startswith("dist.use_megatron_fsdp=")
+    apply_fsdp_overrides(cfg, environment={})
+    assert cfg.dist.use_megatron_fsdp and cfg.ddp.use_megatron_fsdp
+    other = {"dist": "ddp", "ddp": "dist"}[half]
+    assert f"{other}.use_megatron_fsdp" in capsys.readouterr().out
+
+
+def test_options_are_set_as_asked_for() -> None:
+    cfg = recipe()
+    apply_fsdp_overrides(
+        cfg, "optim_grads", outer_strategy="optim", num_optimizer_instances=2,
+        grad_comm_dtype=torch.bfloat16, environment={},
+    )  # fmt: skip
+    assert cfg.ddp.data_parallel_sharding_strategy == "optim_grads"
+    assert cfg.ddp.outer_dp_sharding_strategy == "optim"
+    assert cfg.ddp.num_distributed_optimizer_instances == 2
+    assert cfg.ddp.megatron_fsdp_grad_comm_dtype is torch.bfloat16
+    # Mixed precision would set it again when training starts.
+    assert not cfg.ddp.grad_reduce_in_fp32 and not cfg.mixed_precision.grad_reduce_in_fp32
+
+
+BREAKING: dict[str, dict[str, Any]] = {
+    "dist.use_torch_fsdp2": {"dist__use_torch_fsdp2": True},
+    "dist.use_tp_pp_dp_mapping": {"dist__use_tp_pp_dp_mapping": True},
+    "dist.use_decentralized_pg": {"dist__use_decentralized_pg": True},
+    "checkpoint.async_save": {"checkpoint__async_save": True},
+    "model.cpu_offloading": {
+        "model__cpu_offloading": True, "model__recompute_granularity": "full"
+    },
+    "ddp.fp8_param_gather": {"ddp__fp8_param_gather": True},
+    "model.fp4": {"model__fp4": "e2m1"},
+    "optimizer.optimizer": {"optimizer__optimizer": "muon"},
+    "comm_overlap.delay_wgrad_compute": {
+        "comm_overlap": SimpleNamespace(delay_wgrad_compute=True)
+    },
+    "model.tensor_model_parallel_size": {
+        "model__tensor_model_parallel_size": 2, "checkpoint__save": "x"
+    },
+}  # fmt: skip
+SET_RIGHT = {"dist.use_megatron_fsdp", "checkpoint.ckpt_format"}
+
+
+@pytest.mark.parametrize("option", BREAKING)
+def test_what_cannot_be_set_right_is_named(
+    option: str, nothing_is_installed: mock.Mock
+) -> None:
+    with pytest.raises(ValueError, match=f"  - {option}="):
+        apply_fsdp_overrides(recipe(**BREAKING[option]), environment={})
+    nothing_is_installed.assert_not_called()
+
+
+def test_every_rule_of_a_recipe_has_its_case() -> None:
+    rules = {rule.option for rule in validation.BRIDGE_RULES}
+    assert SET_RIGHT <= rules <= {*BREAKING, *SET_RIGHT}
+
+
+def test_all_problems_are_one_error() -> None:
+    cfg = recipe(dist__use_torch_fsdp2=True, dist__use_tp_pp_dp_mapping=True,
+                 ddp__fp8_param_gather=True)
+    with pytest.raises(ValueError) as caught:
+        apply_fsdp_overrides(cfg, "zero3", environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert str(caught.value).count("\n  - ") == 5
+
+
+def test_a_forgotten_format_is_a_problem_where_the_overrides_were_not_applied() -> None:
+    cfg = recipe(checkpoint__save="x", dist__use_megatron_fsdp=True, ddp__use_megatron_fsdp=True)
+    found = validation.bridge_problems(cfg, {})
+    assert any(line.startswith("checkpoint.ckpt_format='torch_dist': ") for line in found)
+
+
+def test_the_yaml_file_says_what_the_function_sets() -> None:
+    """configs/bridge-fsdp.yaml, so that the two cannot drift apart."""
+    overrides = yaml.safe_load((ROOT / "configs" / "bridge-fsdp.yaml").read_text())
+    wanted = _always("optim_grads_params")
+    for path, value in wanted.items():
+        section, name = path.split(".")
+        if "reuse_grad_buf" not in name and path != "optimizer.use_distributed_optimizer":
+            assert overrides[section][name] == value, path

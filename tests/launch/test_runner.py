@@ -1,0 +1,143 @@
+"""The runner, with a script and a small Megatron-LM of the test's own beside it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+ARGUMENTS = """
+import argparse
+
+def add_megatron_arguments(parser):
+    for flag in ("--use-megatron-fsdp", "--use-distributed-optimizer", "--overlap-grad-reduce",
+                 "--overlap-param-gather", "--use-torch-fsdp2"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--ckpt-format", default="torch_dist")
+    parser.add_argument("--data-parallel-sharding-strategy", default="no_shard")
+    parser.add_argument("--num-distributed-optimizer-instances", type=int, default=1)
+    parser.add_argument("--optimizer", default="adam")
+    parser.add_argument("--num-experts", type=int)
+    parser.add_argument("--no-gradient-accumulation-fusion", action="store_false",
+                        dest="gradient_accumulation_fusion")
+    return parser
+
+def parse_args(*unused):
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
+"""
+SCRIPT = """
+import os, sys
+import helper_beside_the_script
+from megatron.training.training import megatron_FSDP, parse_args
+assert __name__ == "__main__" and sys.argv[0].endswith("train.py")
+for _ in range(2):
+    args = parse_args()
+from megatron.training import training
+import megatron_fsdp_adapter
+ours = megatron_fsdp_adapter.FullyShardedDataParallel
+print("wrapper", training.megatron_FSDP is ours)
+print("connections", os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+print("args", sorted(vars(args).items(), key=str))
+from megatron.core.distributed import DistributedDataParallelConfig
+print("field", hasattr(DistributedDataParallelConfig(), "megatron_fsdp_grad_comm_dtype"))
+sys.exit(7)
+"""
+TRAINING = """
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import (
+    FullyShardedDataParallel as megatron_FSDP,
+)
+from megatron.training.arguments import parse_args
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkout")
+    package = folder / "megatron" / "training"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from . import training\n")
+    (package / "arguments.py").write_text(ARGUMENTS)
+    (package / "training.py").write_text(TRAINING)
+    (folder / "helper_beside_the_script.py").write_text("")
+    (folder / "train.py").write_text(SCRIPT)
+    return folder / "train.py"
+
+
+def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "megatron_fsdp_adapter", *argv],
+        capture_output=True, text=True, timeout=180, cwd=ROOT,
+        env={**inherited, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **environment},
+    )  # fmt: skip
+
+
+def test_the_script_runs_with_the_wrapper(script: Path) -> None:
+    """Hooks reach names that were imported before; the table is printed once; the script's exit
+    status goes through."""
+    done = run(
+        str(script), "--use-megatron-fsdp", "--megatron-fsdp-grad-comm-dtype", "bf16",
+        "--outer-dp-sharding-strategy", "no_shard",
+    )  # fmt: skip
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.count("--use-megatron-fsdp sets\n") == 1
+    assert "wrapper True\nconnections 8\n" in done.stdout and "field True" in done.stdout
+    for pair in ("('use_distributed_optimizer', True)", "('ckpt_format', 'fsdp_dtensor')",
+                 "('megatron_fsdp_grad_comm_dtype', torch.bfloat16)"):  # fmt: skip
+        assert pair in done.stdout
+
+
+def test_without_the_flag_nothing_is_changed(script: Path) -> None:
+    done = run(str(script))
+    assert done.returncode == 7, done.stderr
+    assert "sets" not in done.stdout
+    assert "wrapper False\nconnections None\n" in done.stdout and "field False" in done.stdout
+    assert "('ckpt_format', 'torch_dist')" in done.stdout
+
+
+def test_contradictions_are_one_message_on_one_rank(script: Path) -> None:
+    argv = (str(script), "--use-megatron-fsdp", "--use-torch-fsdp2", "--ckpt-format", "zarr")
+    done = run(*argv, CUDA_DEVICE_MAX_CONNECTIONS="1", RANK="0")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.count("\n  - ") == 3, done.stderr
+    silent = run(*argv, CUDA_DEVICE_MAX_CONNECTIONS="1", RANK="1")
+    assert silent.returncode == 2 and silent.stderr == silent.stdout == ""
+
+
+def test_a_script_without_megatron_lm_gets_the_wrapper_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from megatron.core.distributed import FullyShardedDataParallel as a\n"
+        "from megatron_fsdp_adapter import FullyShardedDataParallel as b, install\n"
+        "install()\nprint(a is b)\n"
+    )
+    done = run(str(path))
+    assert done.returncode == 0 and done.stdout == "True\n", done.stderr
+
+
+def test_another_core_beside_the_script_is_refused(tmp_path: Path) -> None:
+    """`megatron` has no __init__: a core imported from elsewhere would be mixed with the script's
+    own training modules."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (tmp_path / "train.py").write_text("")
+    program = (
+        "import megatron.core, sys; from megatron_fsdp_adapter.__main__ import main; "
+        f"main([{str(tmp_path / 'train.py')!r}])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 1 and "has a megatron-core of its own" in done.stderr
+
+
+def test_usage_for_what_is_neither_command_nor_script() -> None:
+    from megatron_fsdp_adapter.__main__ import main
+
+    assert main([]) == 2 and main(["--help"]) == 0 and main(["absent.py"]) == 2
