@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.config import STRATEGIES, Strategy
+from megatron_fsdp_adapter.config import STRATEGIES, MixedPrecisionPolicy, Strategy
 from megatron_fsdp_adapter.layout import GroupLayout, ParamSpec, plan_group, row_granularity
 from megatron_fsdp_adapter.memory import (
     GATHERED_WEIGHTS,
@@ -43,6 +43,13 @@ from .gpt import (
 
 GIB = 1 << 30
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+POLICY_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "none": None}
+POLICY_OPTIONS = {
+    "megatron_fsdp_main_params_dtype": "of main weights; none: the compute dtype; default fp32",
+    "megatron_fsdp_main_grads_dtype": "in which gradients accumulate; default fp32",
+    "megatron_fsdp_grad_comm_dtype": "of gradients on the wire; default that of main gradients",
+}
 
 TOTALS = {
     "held between steps": "between_steps",
@@ -302,6 +309,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--params-dtype", choices=list(DTYPES), help="default: what --config says, else bf16"
     )
+    for option, meaning in POLICY_OPTIONS.items():
+        run.add_argument(flag(option), choices=list(POLICY_DTYPES), help=meaning)
     run.add_argument("--rank", type=int, default=None, help="default: the rank that holds most")
     run.add_argument("--memory-gib", type=float, default=None, help="say what fits in it")
     run.add_argument("--padding-bound", type=float, default=0.01, help="see docs/layout.md")
@@ -334,6 +343,14 @@ def _dtype_name(options: Mapping[str, Any]) -> str:
     return named[0] if named else "fp32" if "config" in options else "bf16"
 
 
+def _precision(given: Mapping[str, Any]) -> Precision:
+    """The dtypes of the options, unset ones as in a training run."""
+    unset = ("fp32", "none", "none")
+    names = [given.get(option, name) for option, name in zip(POLICY_OPTIONS, unset, strict=True)]
+    policy = MixedPrecisionPolicy(*(POLICY_DTYPES[name] for name in names))
+    return Precision(policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype)
+
+
 def _check(given: argparse.Namespace) -> None:
     if given.data_parallel_size < 1:
         raise ValueError(f"--data-parallel-size {given.data_parallel_size} must be at least 1")
@@ -362,7 +379,7 @@ def run(given: argparse.Namespace) -> str:
     )
     chosen = vars(given).get("data_parallel_sharding_strategy")
     strategies = [STRATEGIES[chosen]] if chosen else list(STRATEGIES.values())
-    report = estimate(model, strategies, Precision(), given.rank, given.memory_gib)
+    report = estimate(model, strategies, _precision(vars(given)), given.rank, given.memory_gib)
     report["params_dtype"] = dtype
     if given.json:
         return json.dumps(report, indent=2)

@@ -226,7 +226,7 @@ def test_good_arguments_reach_the_first_collective() -> None:
 def test_all_problems_are_listed_at_once() -> None:
     bad = Bad(
         (),
-        ddp={"data_parallel_sharding_strategy": "zero3", "nccl_ub": True},
+        ddp={"data_parallel_sharding_strategy": "zero3", "fp8_param_gather": True},
         config={"mtp_num_layers": 1},
         module=Frozen,
         groups=lambda: groups(dp_cp_ag=[0, 1], ep=[0, 1]),
@@ -235,7 +235,7 @@ def test_all_problems_are_listed_at_once() -> None:
     with pytest.raises(ValueError) as caught:
         wrap(bad)
     for fragment in (
-        "zero3", "nccl_ub", "mtp_num_layers=1", "no trainable", "is a Conv2d", "is a LSTM",
+        "zero3", "fp8_param_gather", "mtp_num_layers=1", "no trainable", "is a Conv2d", "is a LSTM",
         "device=meta", "ep process group has 2", "gather group",
     ):  # fmt: skip
         assert fragment in str(caught.value), (fragment, str(caught.value))
@@ -255,7 +255,7 @@ def test_a_refused_module_is_left_as_it_was() -> None:
     module = model()
     before = {name: (param, param.data_ptr()) for name, param in module.named_parameters()}
     with pytest.raises(ValueError):
-        wrap(Bad((), ddp={"nccl_ub": True}, module=lambda: module))
+        wrap(Bad((), ddp={"fp8_param_gather": True}, module=lambda: module))
     for name, param in module.named_parameters():
         assert before[name][0] is param and before[name][1] == param.data_ptr()
         assert type(param) is nn.Parameter

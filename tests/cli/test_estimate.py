@@ -341,6 +341,24 @@ def test_one_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(found["strategies"]) == ["optim"] and found["rank"] == 0
 
 
+def test_dtypes_of_the_policy_reach_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
+    """bf16 gradients take half the bytes of fp32's; communication in another dtype than that of
+    kept gradients takes a bucket; main weights in the compute dtype, where those are kept, none."""
+
+    def kinds(strategy: str, *flags: str) -> dict[str, int]:
+        arguments = ("--preset", "llama3-8b", "--data-parallel-size", "8", *flags)
+        return run_main(capsys, *arguments)["strategies"][strategy]["bytes"]
+
+    grads, comm = "--megatron-fsdp-main-grads-dtype", "--megatron-fsdp-grad-comm-dtype"
+    plain = kinds("optim")
+    assert 2 * kinds("optim", grads, "bf16")["main gradients"] == plain["main gradients"]
+    assert "reduce bucket" not in plain and kinds("optim", comm, "bf16")["reduce bucket"] > 0
+    sharded = kinds("optim_grads_params")["reduce bucket"]
+    assert 2 * kinds("optim_grads_params", comm, "bf16")["reduce bucket"] == sharded
+    own = kinds("no_shard", "--megatron-fsdp-main-params-dtype", "none")
+    assert "main weights" not in own and "main weights" in kinds("no_shard")
+
+
 def test_planner_options_reach_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--preset", "llama3-70b", "--data-parallel-size", "512")
     one = run_main(capsys, *arguments, "--max-segments", "1")["units"][1]
