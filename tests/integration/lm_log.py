@@ -80,7 +80,8 @@ def main(argv: list[str]) -> int:
     verdict = "FAILED" if found or not compared else "equal"
     print(f"{verdict}: {args.first.stem} and {args.second.stem}, {len(compared)} values, {same} of "
           f"them in every digit; wanted: {how}")
-    print("\n".join(found[:20]))
+    for line in found[:20]:
+        print(f"  {line}")
     return int(verdict == "FAILED")
 
 
