@@ -129,7 +129,9 @@ def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
 
 
 def _init_fused_state(optimizer: Any, group: dict[str, Any]) -> None:
-    """TE's and apex's FusedAdam keep two moments a parameter and the step in the group."""
+    """TE's and apex's FusedAdam keep two moments a parameter and the step in the group, which has
+    no such entry before the first step: a load asks for what is there, and would leave it out."""
+    group.setdefault("step", 0)
     for local in group["params"]:
         if optimizer.state[local]:
             continue

@@ -27,8 +27,10 @@ from lib.bench_subjects import DEFAULT, KINDS, Plan, Subject, parse_subjects
 from lib.check import this_machine, validated
 from lib.options import Options, parse, read_preset
 
-# What a benchmark does not need to be told. The preset and the command line come after them.
-DEFAULTS = ("--train-iters=1", "--lr=1e-5", "--micro-batch-size=1")
+# What a benchmark does not need to be told. The preset comes after the first, the command line
+# after both: a preset's learning rate is for training with a warm-up, and makes two batches chaos.
+DEFAULTS = ("--train-iters=1", "--micro-batch-size=1")
+LEARNING = ("--lr=1e-5", "--min-lr=0", "--lr-warmup-iters=0")
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Settings, Options]:
     """Raises ValueError or FileNotFoundError for what is not understood."""
     known, rest = make_parser().parse_known_args(list(arguments))
     preset = [] if known.preset is None else read_preset(known.preset)
-    options = parse([*DEFAULTS, *preset, *rest])
+    options = parse([*DEFAULTS, *preset, *LEARNING, *rest])
     plan = Plan(
         known.steps, known.warmup, known.repeats, known.num_microbatches, known.isolated,
         known.profile,

@@ -158,7 +158,6 @@ AT_LEAST: dict[str, float] = {
 
 # What only stock DDP does.
 IDLE_WITH_FSDP = {
-    "grad_reduce_in_bf16": "gradients are reduced in fp32",
     "ddp_bucket_size": "units take the place of buckets",
     "ddp_average_in_collective": "the sum is scaled after the reduction",
 }

@@ -25,6 +25,7 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.distributed.launch import run_ranks
+from tests.distributed.test_precision_aware import _trainer as precision_aware_trainer
 
 CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=1)
 DEVICE = torch.device("cpu")
@@ -171,3 +172,11 @@ def _zeros(rank: int, world: int) -> None:
 def test_zeros_are_counted_once() -> None:
     """Trap M4. Tokens that do not occur have zero gradients in the embedding."""
     run_ranks(_zeros, 2)
+
+
+def test_what_a_load_asks_for_has_the_step_count_of_a_fused_optimizer() -> None:
+    """FusedAdam has none before its first step, and a load reads only what is asked for: without
+    it, training went on with Adam's first, doubled, steps."""
+    inner = distributed_optimizer(precision_aware_trainer("optim_grads_params", {}, DEVICE))
+    template = inner.sharded_param_state_fsdp_dtensor(is_loading=True)
+    assert {meta["step"] for meta in template["param_to_group_meta"].values()} == {0}

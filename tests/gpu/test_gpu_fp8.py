@@ -65,9 +65,13 @@ def _trainer(strategy: str | None, recipe: str, case: Case, device: torch.device
 
 
 def trains_like_ddp(rank: int, world: int, strategy: str, recipe: str) -> str:
+    """With one microbatch where sharded weights are quantised anew in each: delayed scaling then
+    looks at a history of other lengths than stock DDP's, which quantises once a step."""
     device = init_megatron()
-    theirs = free_run(_trainer(None, recipe, CASE, device), rank, STEPS, device)
-    ours = free_run(_trainer(strategy, recipe, CASE, device), rank, STEPS, device)
+    again = (strategy, recipe) == ("optim_grads_params", "delayed")
+    case = CASE.but(microbatches=1) if again else CASE
+    theirs = free_run(_trainer(None, recipe, case, device), rank, STEPS, device)
+    ours = free_run(_trainer(strategy, recipe, case, device), rank, STEPS, device)
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         label, bound = f"{strategy}, {recipe}, step {number}", FIRST if number == 0 else LATER
         check_loss(mine.loss, other.loss, label, bound)

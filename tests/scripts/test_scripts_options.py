@@ -209,7 +209,10 @@ def test_missing_preset() -> None:
         parse(["--config=nowhere.yaml"])
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+PRESETS = [p for p in sorted((ROOT / "configs").glob("*.yaml")) if "bridge" not in p.name]
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.name)
 def test_presets_parse_and_break_no_rule(path: Path) -> None:
     machine = CPU if path.name.startswith("cpu") else dataclasses.replace(GPU, world_size=8)
     for more in ([], ["--use-megatron-fsdp"]):
