@@ -61,7 +61,6 @@ BAD = (
     (["--lr-warmup-iters=10"], "--lr-warmup-iters 10 is not less than --lr-decay-iters 10"),
     (["--bf16", "--fp16"], "--bf16 and --fp16 are both given"),
     (["--grad-reduce-in-bf16"], "--grad-reduce-in-bf16 without --bf16"),
-    (["--use-megatron-fsdp", "--bf16", "--grad-reduce-in-bf16"], "bf16 with --use-megatron"),
     (["--use-megatron-fsdp", "--ddp-bucket-size=9"], "--ddp-bucket-size with --use-megatron-fsdp"),
     (["--use-megatron-fsdp", "--ddp-average-in-collective"], "collective with --use-megatron-fsdp"),
     (["--recompute-granularity=full"], "needs --recompute-method"),
