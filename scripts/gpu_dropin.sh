@@ -46,25 +46,15 @@ exact=(--deterministic-mode --global-batch-size 4 --clip-grad 1000)
 moe=(--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 512
   --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none)
 
-# on_ranks PREFIX... : one process a GPU, without torchrun, whose workers outlive a killed launcher
-on_ranks() {
-  local rank status=0 pids=()
-  export MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + RANDOM % 20000)) WORLD_SIZE=$RANKS
-  for ((rank = 0; rank < RANKS; rank++)); do
-    RANK=$rank LOCAL_RANK=$rank "$@" &
-    pids+=($!)
-  done
-  for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
-  return "$status"
-}
-export -f on_ranks
+# shellcheck source=lib/ranks.sh
+. scripts/lib/ranks.sh
 export RANKS PYTHON
 
 train() { # train NAME COMMAND... : both training scripts have the same arguments after COMMAND
   local name=$1 started=$SECONDS status=0 fusion=(--no-gradient-accumulation-fusion)
   shift
   [[ $name == *_fused ]] && fusion=() # stock layers would need apex for it
-  (cd "$work" && timeout --kill-after=5 "$LIMIT" bash -c 'on_ranks "$@"' train "$@" \
+  (cd "$work" && timeout --kill-after=5 "$LIMIT" bash -c 'ranks "$@"' train "$@" \
     "${model[@]}" "${training[@]}" "${fusion[@]}" --data-cache-path "$work/cache_$name") \
     > "$out/$name.log" 2>&1 || status=$?
   echo "$name status $status $((SECONDS - started)) s" | tee -a "$out/status.txt"

@@ -19,6 +19,7 @@ from tests.gpu.gpu_ranks import Check, Outcomes
 CASE = Case(
     num_layers=2, hidden=128, heads=4, ffn=256, vocab=256, seq=64, batch=2, bf16=True, swiglu=True
 )
+FUSED = CASE.but(fused=True, microbatches=3)
 LOOSE = 1e-3
 """Relative, of losses and norms over 3 bf16 steps with TE's kernels."""
 
@@ -41,26 +42,14 @@ def _check_weights(ours: Any, reference: Any, label: str, steps: int) -> None:
         assert error <= 0.02 * moved, f"{label}: {name} is off by {error:.2e}, moved {moved:.2e}"
 
 
-def trains_like_ddp(rank: int, world: int, strategy: str) -> str:
-    """Three steps give the losses, norms and weights of stock DDP."""
-    theirs = _te_run(None, CASE, rank)
-    ours = _te_run(strategy, CASE, rank)
-    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        label = f"{strategy} step {number}"
-        check_loss(mine.loss, other.loss, label, LOOSE)
-        check_norm(mine.norm, other.norm, label, LOOSE)
-        _check_weights(mine.weights, other.weights, label, steps=number + 1)
-    return f"losses {[step.loss for step in ours]} and {[step.loss for step in theirs]}"
-
-
-def fused_trains_like_ddp(rank: int, world: int, strategy: str) -> str:
-    """With weight gradients written into the buckets, over several microbatches; apex is missing
-    on most machines, and replaced for the output layer."""
-    fused_wgrad.install()
-    case = CASE.but(fused=True, microbatches=3)
+def trains_like_ddp(rank: int, world: int, strategy: str, case: Case = CASE) -> str:
+    """Three steps give the losses, norms and weights of stock DDP. Weight gradients may be written
+    into the buckets; apex, which most machines lack, is replaced for the output layer then."""
+    if case.fused:
+        fused_wgrad.install()
     theirs, ours = (_te_run(kind, case, rank) for kind in (None, strategy))
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        label = f"fused {strategy} step {number}"
+        label = f"{strategy} step {number}, {case}"
         check_loss(mine.loss, other.loss, label, LOOSE)
         check_norm(mine.norm, other.norm, label, LOOSE)
         _check_weights(mine.weights, other.weights, label, steps=number + 1)
@@ -74,7 +63,7 @@ def same_run_twice(rank: int, world: int) -> None:
 
 CHECKS = {
     **{name: Check(trains_like_ddp, (name,)) for name in STRATEGIES},
-    **{f"fused_{name}": Check(fused_trains_like_ddp, (name,)) for name in STRATEGIES},
+    **{f"fused_{name}": Check(trains_like_ddp, (name, FUSED)) for name in STRATEGIES},
     "twice": Check(same_run_twice),
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=110.0)

@@ -1,0 +1,42 @@
+"""A linear layer that writes its weight gradient by itself, as Transformer Engine's and Megatron's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class FusedProduct(torch.autograd.Function):
+    """`x @ weight.T` whose backward speaks the protocols of `engine.direct`, where there is a
+    bucket to write into; the gradient then is none of autograd's business."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        by_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        if hasattr(weight, "get_main_grad"):
+            main = weight.get_main_grad()
+            write = main.copy_ if weight.overwrite_main_grad else main.add_
+        elif hasattr(weight, "main_grad"):
+            write = weight.main_grad.add_
+        else:
+            return grad @ weight, by_weight
+        write(by_weight)
+        return grad @ weight, None
+
+
+class FusedLinear(nn.Linear):
+    """`nn.Linear` by way of `FusedProduct`, except where its weight is frozen."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.weight.requires_grad:
+            return super().forward(x)
+        return FusedProduct.apply(x, self.weight) + self.bias
