@@ -1,4 +1,4 @@
-"""A linear layer that writes its weight gradient by itself, as Transformer Engine's and Megatron's."""
+"""A linear layer that writes its weight gradient by itself, as fused ones do."""
 
 from __future__ import annotations
 
