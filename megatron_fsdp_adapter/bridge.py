@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .config import STRATEGIES
+from .config import STRATEGIES, forced_overlaps
 from .megatron_lm import complete_environment
 from .settings import Change, format_changes
 from .support import raise_problems
@@ -107,11 +107,8 @@ def _always(strategy: str) -> dict[str, Any]:
         "checkpoint.ckpt_format": CKPT_FORMAT,
     }
     row = STRATEGIES.get(strategy)
-    if row is not None and row.shard_grads:
-        wanted["ddp.overlap_grad_reduce"] = True
-    if row is not None and row.shard_weights:
-        wanted["ddp.overlap_param_gather"] = True
-    return wanted
+    forced = {} if row is None else forced_overlaps(row)
+    return {**wanted, **{f"ddp.{option}": value for option, value in forced.items()}}
 
 
 def _low_precision_gradients(cfg: Any, dtype: torch.dtype | None) -> dict[str, Any]:

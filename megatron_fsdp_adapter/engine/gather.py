@@ -71,7 +71,6 @@ class GatherPipeline:
         for unit in self._ahead:
             if unit.phase is Phase.GATHERING and unit not in chosen:
                 self.release(unit)
-        chosen = [unit for unit in chosen if self._holder(unit) is None]
         for unit in chosen:
             if unit.phase is Phase.SHARDED and self._holder(unit) is None:
                 self.launch(unit)

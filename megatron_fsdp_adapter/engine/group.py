@@ -85,7 +85,7 @@ class ParamGroup:
         self.staging, runtime = staging, staging.runtime
         self.managed = managed
         self.params = [entry.param for entry in managed]
-        self.splits_outer = config.shard_outer and domain.outer is not None
+        self.splits_outer = splits_outer(domain, config)
         self.layout = plan_layout(managed, domain, config)
         self._set_parts()
         self.grad_state = GradState.EMPTY
@@ -248,14 +248,18 @@ class ParamGroup:
             self._release_grads()
 
 
+def splits_outer(domain: ShardDomain, config: EngineConfig) -> bool:
+    """Whether shards of main weights are split again over the outer axis."""
+    return config.shard_outer and domain.outer is not None
+
+
 def plan_layout(
     managed: Sequence[ManagedParam], domain: ShardDomain, config: EngineConfig
 ) -> GroupLayout:
     """The layout of the parameters of one group, over all shards of their main weights."""
-    splits_outer = config.shard_outer and domain.outer is not None
     return plan_group(
         [entry.spec(index) for index, entry in enumerate(managed)],
-        domain.axis.size * (domain.outer_size if splits_outer else 1),
+        domain.axis.size * (domain.outer_size if splits_outer(domain, config) else 1),
         padding_bound=config.padding_bound,
         max_segments=config.max_segments,
     )

@@ -77,11 +77,7 @@ def on_inputs_done(
 
 def on_outputs_needed(output: Any, callback: Callable[..., None]) -> None:
     """Calls `callback` in backward when the first gradient of an output arrives."""
-    tensors = [output] if needs_grad(output) else []
-    if type(output) is tuple and all(isinstance(value, _LEAVES) for value in output):
-        tensors = [value for value in output if needs_grad(value)]
-    elif not isinstance(output, torch.Tensor):
-        tensors = [value for value in tree_flatten(output)[0] if needs_grad(value)]
+    tensors = [value for value in _leaves_of(output) if needs_grad(value)]
     if len(tensors) == 1:
         tensors[0].register_hook(callback)
     elif tensors:
@@ -89,7 +85,16 @@ def on_outputs_needed(output: Any, callback: Callable[..., None]) -> None:
 
 
 def has_grad_output(output: Any) -> bool:
-    return any(needs_grad(value) for value in tree_flatten(output)[0])
+    return any(needs_grad(value) for value in _leaves_of(output))
+
+
+def _leaves_of(output: Any) -> list[Any]:
+    """What a module returned, flat: mostly a tensor, or a tuple of tensors and plain values."""
+    if isinstance(output, _LEAVES):
+        return [output]
+    if type(output) is tuple and all(isinstance(value, _LEAVES) for value in output):
+        return list(output)
+    return tree_flatten(output)[0]
 
 
 def _unit_pre_forward(

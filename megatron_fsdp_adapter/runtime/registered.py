@@ -10,6 +10,7 @@ registration".
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -75,8 +76,8 @@ class RegisteredMemory:
         """Registers what is not registered yet, in one batch. Collective over each group."""
         done = {id(pool) for _, pool in self._registered}
         torch.cuda.synchronize(self.device)
-        for pool in self._pools:
-            for group in self._groups if id(pool) not in done else ():
+        for pool, group in itertools.product(self._pools, self._groups):
+            if id(pool) not in done:
                 backend: Any = group._get_backend(self.device)
                 backend.register_mem_pool(pool, symm=self.symmetric)
                 self._registered.append((weakref.ref(group), pool))
