@@ -228,8 +228,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         # RNG states are left alone: nothing here draws numbers, so they are as the caller seeded
         # them. Copying the first tensor-parallel rank's to the others, as is done elsewhere after
         # materialising weights, would give all of them the same dropout in what they split.
-        refused = support.problems(self.config, support.CHECKPOINT_RULES)
-        register_state_dict_hooks(self.module, self.engine, refused)
+        register_state_dict_hooks(self.module, self.engine)
         refuse_conversions(self, self.engine)
         self._announce(forced)
 
@@ -407,8 +406,12 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.module.load_state_dict(state_dict, strict=strict)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The state dict; there is one form only."""
-        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+        """The state dict under the names of the whole model; see `checkpoint.names`."""
+        return self.module.state_dict_for_save_checkpoint(prefix, keep_vars)
+
+    def checkpoint_keys(self) -> frozenset[str]:
+        """The keys of `state_dict_for_save_checkpoint`."""
+        return self.module.checkpoint_keys()
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Only for `torch_dist`: raises RuntimeError."""
