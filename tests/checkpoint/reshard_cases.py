@@ -60,7 +60,8 @@ def case_of(split: Split) -> Case:
     """The same model for every split of a kind: only its padded vocabulary may be changed."""
     moe = split.kind == "moe"
     options = {"tied": not moe, "swiglu": moe, "bias": not moe, **split.case}
-    return Case(num_layers=4, hidden=24, heads=4, ffn=44, vocab=54, seq=8, batch=2).but(**options)
+    sizes = Case(num_layers=4, hidden=24, heads=4, ffn=44, vocab=54, seq=8, batch=2, microbatches=2)
+    return sizes.but(**options)
 
 
 def trainer_of(split: Split, strategy: str | None = "") -> TopologyTrainer:
