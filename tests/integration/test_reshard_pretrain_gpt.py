@@ -43,12 +43,12 @@ SAVED = 2
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole, read by torch alone."""
+    """Every tensor of model and optimizer in a checkpoint, whole, read by torch alone."""
     stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     found = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
+        if isinstance(entry, TensorStorageMetadata) and key.startswith(("model.", "optimizer."))
     }
     dcp.load(found, checkpoint_id=folder, no_dist=True)
     return found
