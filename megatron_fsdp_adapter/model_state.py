@@ -15,10 +15,8 @@ import torch
 from torch import nn
 
 from .checkpoint.chunks import copy_chunks
-from .checkpoint.names import GlobalNames
+from .checkpoint.names import EXTRA_STATE, GlobalNames
 from .checkpoint.parts import held_range, part_of
-
-EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,7 @@ def module_form(own: Iterable[str]) -> Form:
 
 
 def checkpoint_form(own: Iterable[str], names: GlobalNames) -> Form:
-    """Keys as in a checkpoint. Without `_extra_state`: Transformer Engine's statistics of FP8
-    scaling, which Megatron's format leaves out too."""
+    """Keys as in a checkpoint, without `EXTRA_STATE`."""
     return {
         key: Place(name, number, len(names.suffixes(name)))
         for name in own

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, coordination
+from megatron_fsdp_adapter.checkpoint.names import EXTRA_STATE
 from megatron_fsdp_adapter.checkpoint.state import (
     Mismatch,
     compare,
@@ -212,7 +213,11 @@ def _mismatch_of_all(
     wanted = keys_of_all(general, ranks.size)
     stored = opened.metadata.state_dict_metadata
     merged = merge([view.mismatch for view in known])
-    unexpected = tuple(k for k in stored if k not in wanted and not k.startswith(ignored))
+    unexpected = tuple(
+        key
+        for key in stored
+        if key not in wanted and not key.startswith(ignored) and not key.endswith(EXTRA_STATE)
+    )
     # Where a state could not be flattened, its keys are unknown and so is what nobody wants.
     return merged if merged.unusable else replace(merged, unexpected=unexpected)
 

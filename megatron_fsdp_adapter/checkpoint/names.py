@@ -36,6 +36,10 @@ HALVES = ("_w", "_v")
 
 MODEL, OPTIMIZER_STATE, OPTIMIZER_META = "model", "optimizer.state", "optimizer.param_to_group_meta"
 
+EXTRA_STATE = "_extra_state"
+"""End of the keys of Transformer Engine's FP8 statistics, which a checkpoint leaves out, as
+Megatron's format does: they are of this run's devices, and gathered again within a few steps."""
+
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 
