@@ -127,7 +127,7 @@ MOE = (
     _split(4, ZERO0, tp=2, ep=2, etp=1),
 )
 
-OFFSETS = (1, 2, 5, 7, 9)
+OFFSETS = (1, 5, 9)
 """A checkpoint goes from split i of a list to the splits i + each of these."""
 
 
