@@ -169,16 +169,27 @@ def _load(
         return original(*args, **kwargs)  # what is missing is its to say
     with coordination() as ranks:
         strict, vocab_size = driver.strict(call.arguments), driver.vocab_size(call.arguments)
-        (prepared, _), placed = ranks.run(
+        (prepared, _), told = ranks.run(
             "comparing the checkpoint with the model",
             lambda: _prepared(wanted, folder, strict, vocab_size, ranks.rank),
             tell=lambda result: result[1],
         )
-    if not all(placed):
-        del prepared[_RNG]
-        if ranks.rank == 0:
-            print(f"{folder} has random generator states of another split of the model: this "
-                  "run's generators stay as it seeded them", flush=True)  # fmt: skip
+    seen = [found for found in told if found is not None]
+    lines = []
+    if not all(found.has_generators for found in seen):
+        prepared.pop(_RNG, None)
+        lines.append(
+            f"{folder} has random generator states of another split of the model: this run's "
+            "generators stay as it seeded them"
+        )
+    missing = sorted({key for found in seen for key in found.missing})
+    if missing:
+        lines.append(
+            f"{len(missing)} keys are not in {folder} and stay as this run initialised them, since "
+            f"strict_fsdp_dtensor_load is off: {', '.join(missing)}"
+        )
+    if ranks.rank == 0:
+        print(*lines, sep="\n", end="\n" * bool(lines), flush=True)
     call.arguments["sharded_state_dict"] = prepared
     state, *others = original(*call.args, **call.kwargs)
     return (state if state is None else _as_asked(state, wanted, ranks.rank), *others)
@@ -197,11 +208,20 @@ def _as_asked(
     return result
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What a rank tells the others: whether the generator states that it asks for are stored, and
+    the keys that are not, if that is allowed."""
+
+    has_generators: bool
+    missing: tuple[str, ...]
+
+
 def _prepared(
     wanted: Mapping[str, Any], folder: Path, strict: bool, vocab_size: int | None, rank: int
-) -> tuple[dict[str, Any], bool]:
-    """What to read in place of `wanted`, with containers of its own, and whether the generator
-    states of this rank are among what is stored. ValueError lists what does not fit."""
+) -> tuple[dict[str, Any], _Found]:
+    """What to read in place of `wanted`, with containers of its own. ValueError lists what does
+    not fit."""
     metadata = FileSystemReader(folder).read_metadata()
     asked = merged_chunks(wanted)
     parts = to_stored({key: asked[key] for key in (MODEL, OPTIMIZER) if key in asked}, rank)
@@ -214,4 +234,4 @@ def _prepared(
     placed = all(
         any(key.startswith(f"{_RNG}.{place}") for key in stored) for place in asked.get(_RNG, ())
     )
-    return {**asked, **parts}, placed
+    return {**asked, **parts}, _Found(placed, mismatch.missing)
