@@ -1,0 +1,264 @@
+"""State dicts under the module's names and under a checkpoint's, their pieces, and how a load
+tells them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_cases import SHAPES, data_mesh, plan, shard, whole
+from megatron.core import parallel_state
+from torch import nn
+
+from megatron_fsdp_adapter.checkpoint import load_model_state, model_state
+from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef, read_chunks
+from megatron_fsdp_adapter.checkpoint.names import GlobalNames
+from megatron_fsdp_adapter.checkpoint.parts import first_rows, join_parts, part_of
+from megatron_fsdp_adapter.checkpoint.vocabulary import fit_vocabulary
+from megatron_fsdp_adapter.model_state import checkpoint_form, chosen_form, module_form
+from megatron_fsdp_adapter.optimizer_state import in_pieces, joined, with_own_split
+from tests.distributed.gpt import Case, Trainer, build_trainer, forward_backward, init_megatron
+
+CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
+# As on the second of two pipeline stages with a layer each.
+LAST = GlobalNames(renumbered={"layers.0": "1"})
+KEYS = ("layers.0.a", "layers.0.b")
+
+
+@pytest.fixture
+def trainer(one_rank: None) -> Iterator[Trainer]:
+    yield build_trainer(CASE, "optim_grads_params", init_megatron())
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("depth", ["", "module."])
+def test_either_form_is_known_by_its_keys(depth: str) -> None:
+    forms = (module_form(KEYS), checkpoint_form(KEYS, LAST))
+    for form in forms:
+        chosen, keys = chosen_form(forms, [depth + key for key in form])
+        assert chosen == form
+        assert keys == {depth + key: key for key in form}
+
+
+def test_all_keys_decide_where_some_are_in_both_forms() -> None:
+    """Layers 1 and 2 of the model are 0 and 1 here: key 1 is in both forms."""
+    names = GlobalNames(renumbered={"layers.0": "1", "layers.1": "2"})
+    own = ["layers.0.a", "layers.1.a"]
+    forms = (module_form(own), checkpoint_form(own, names))
+    assert chosen_form(forms, ["layers.1.a", "layers.2.a"])[0] == forms[1]
+    assert chosen_form(forms, own)[0] == forms[0]
+    with pytest.raises(ValueError, match="cannot be told"):
+        chosen_form(forms, ["layers.1.a"])
+
+
+def test_a_key_that_means_the_same_in_both_forms_is_no_question() -> None:
+    own = ["layers.0.a", "embedding"]
+    forms = (module_form(own), checkpoint_form(own, LAST))
+    assert chosen_form(forms, ["embedding"])[1] == {"embedding": "embedding"}
+
+
+def _poison(trainer: Trainer) -> None:
+    trainer.wrapper.stop_communication()
+    with torch.no_grad():
+        for param in trainer.wrapper.parameters():
+            param._local_tensor.fill_(0.5)
+    trainer.wrapper.module.install_optimized_model_weights()
+
+
+def _loss(trainer: Trainer) -> float:
+    """Of an evaluation: by the compute weights."""
+    data = [torch.arange(2 * (CASE.seq + 1)).view(2, -1) % CASE.vocab]
+    with torch.no_grad():
+        return forward_backward(trainer, data, forward_only=True)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["dtensors", "plain"])
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["own-names", "checkpoint"])
+def test_a_wrapper_loads_both_forms_and_refreshes_its_weights(
+    trainer: Trainer, plain: bool, checkpoint: bool
+) -> None:
+    """Copies, so that nothing is there before it is loaded."""
+    wrapper = trainer.wrapper
+    take = wrapper.state_dict_for_save_checkpoint if checkpoint else wrapper.state_dict
+    state = {
+        key: (value._local_tensor if plain else value).clone()
+        for key, value in take().items()
+        if isinstance(value, torch.Tensor)
+    }
+    expected = [param._local_tensor.clone() for param in wrapper.parameters()]
+    loss = _loss(trainer)
+    _poison(trainer)
+    assert _loss(trainer) != loss
+    wrapper.load_state_dict(state)
+    assert _loss(trainer) == loss
+    wrapper.stop_communication()
+    for param, value in zip(wrapper.parameters(), expected, strict=True):
+        assert torch.equal(param._local_tensor, value)
+
+
+def test_halves_are_views_of_the_main_weights(trainer: Trainer) -> None:
+    name = "module.decoder.layers.1.mlp.linear_fc1.weight"
+    state = trainer.wrapper.state_dict_for_save_checkpoint()
+    whole_value = trainer.wrapper.state_dict()[name]
+    gate, linear = state[f"{name}_w"], state[f"{name}_v"]
+    assert name not in state
+    assert tuple(gate.shape) == tuple(linear.shape) == (20, 12)
+    gate._local_tensor.fill_(1)
+    linear._local_tensor.fill_(2)
+    assert torch.equal(
+        whole_value._local_tensor, torch.tensor([1.0, 2.0]).repeat_interleave(240).view(40, 12)
+    )
+
+
+def test_a_half_that_is_missing_or_misshaped_is_named(trainer: Trainer) -> None:
+    name = "module.decoder.layers.1.mlp.linear_fc1.weight"
+    state = trainer.wrapper.state_dict_for_save_checkpoint()
+    del state[f"{name}_w"]
+    state[f"{name}_v"] = torch.zeros(21, 12)
+    with pytest.raises(ValueError) as caught:
+        trainer.wrapper.load_state_dict(state)
+    assert f"missing: {name}_w" in str(caught.value)
+    assert f"{name}_v: shape (21, 12), expected (20, 12)" in str(caught.value)
+
+
+def test_a_layer_whose_slices_do_not_join_is_refused_under_tensor_parallelism(
+    trainer: Trainer,
+) -> None:
+    mlp = next(m for n, m in trainer.wrapper.named_modules() if n.endswith("layers.0.mlp"))
+    mlp.__class__ = type("MambaMixer", (type(mlp),), {})
+    trainer.wrapper.state_dict_for_save_checkpoint()
+    param = mlp.linear_fc2.weight
+    object.__setattr__(param.fsdp_layout_ref, "tp_offset", (0, 0))
+    with pytest.raises(ValueError, match=r"linear_fc2\.weight.*tensor_model_parallel_size=1"):
+        trainer.wrapper.state_dict_for_save_checkpoint()
+
+
+class _Chunk:
+    def __init__(self, keys: list[str]) -> None:
+        self.keys, self.loaded = keys, {}
+
+    def state_dict_for_save_checkpoint(self) -> dict[str, Any]:
+        return dict.fromkeys(self.keys, 0)
+
+    def checkpoint_keys(self) -> frozenset[str]:
+        return frozenset(self.keys)
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool) -> None:
+        self.loaded = dict(state)
+
+
+def test_model_chunks_are_one_state_and_each_gets_its_own() -> None:
+    chunks = [_Chunk(["a", "b"]), _Chunk(["c"])]
+    assert list(model_state(chunks)) == ["a", "b", "c"]
+    load_model_state(chunks, {"a": 1, "b": 2, "c": 3})
+    assert [chunk.loaded for chunk in chunks] == [{"a": 1, "b": 2}, {"c": 3}]
+    with pytest.raises(ValueError, match="no model chunk of this rank has d, e"):
+        load_model_state(chunks, {"a": 1, "b": 2, "c": 3, "e": 4, "d": 5})
+    with pytest.raises(ValueError, match="several model chunks of this rank have b"):
+        model_state([chunks[0], _Chunk(["b"])])
+
+
+# Pieces of one tensor.
+
+
+def _fc(rank: int, size: int = 3) -> tuple[Any, LayoutRef]:
+    shapes = {**SHAPES, "fc": (8, 5)}
+    layout = plan(size, shapes)
+    ref = LayoutRef(layout, list(shapes).index("fc"), rank)
+    return shard(ref, data_mesh(1), whole("fc", (8, 5), torch.float32)), ref
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_pieces_join_to_the_tensor_without_a_copy_if_they_are_its_own(
+    one_rank: None, rank: int
+) -> None:
+    value, ref = _fc(rank)
+    parts = tuple(part_of(value, ref, i, 2) for i in range(2))
+    assert sum(part._local_tensor.numel() for part in parts) == value._local_tensor.numel()
+    assert join_parts(value, ref, parts) is value
+    others = tuple(part_of(_fc(rank)[0], ref, i, 2) for i in range(2))
+    joined_value = join_parts(value, ref, others)
+    if value._local_tensor.numel():
+        assert joined_value._local_tensor.data_ptr() != value._local_tensor.data_ptr()
+    assert torch.equal(joined_value._local_tensor, value._local_tensor)
+    assert read_chunks(joined_value) == read_chunks(value)
+
+
+def test_pieces_of_another_sharding_and_uneven_cuts_are_refused(one_rank: None) -> None:
+    value, ref = _fc(0, size=1)
+    short = part_of(*_fc(0, size=3), 0, 2)
+    with pytest.raises(ValueError, match="sharded in another way"):
+        join_parts(value, ref, (short, short))
+    with pytest.raises(ValueError, match="into 3 equal pieces"):
+        part_of(value, ref, 0, 3)
+    with pytest.raises(ValueError, match="carries no chunks"):
+        part_of(value.detach(), ref, 0, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_first_rows_are_those_that_both_tables_have(one_rank: None, rank: int) -> None:
+    layout = plan(3, {"table": (13, 6)})
+    ref = LayoutRef(layout, 0, rank)
+    value = shard(ref, data_mesh(1), whole("table", (13, 6), torch.float32))
+    held = [row for (start, _), (n, _) in read_chunks(value) for row in range(start, start + n)]
+    shorter = first_rows(value, 11, 11)
+    kept = [row for row in held if row < 11]
+    assert tuple(shorter.shape) == (11, 6)
+    assert [(start, n) for (start, _), (n, _) in read_chunks(shorter)] == (
+        [(kept[0], len(kept))] if kept else []
+    )
+    longer = first_rows(value, 13, 20)
+    assert tuple(longer.shape) == (20, 6) and read_chunks(longer) == read_chunks(value)
+    longer._local_tensor.fill_(5)
+    assert bool((value._local_tensor == 5).all())
+    with pytest.raises(ValueError, match="14 rows of 13"):
+        first_rows(value, 14, 20)
+
+
+def test_a_vocabulary_size_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="vocab_size=0"):
+        fit_vocabulary({}, None, 0)  # type: ignore[arg-type]
+
+
+# Optimizer state.
+
+
+class _Param:
+    def __init__(self, ref: LayoutRef) -> None:
+        self.fsdp_layout_ref = ref
+
+
+def test_optimizer_state_is_cut_like_the_parameter_and_joined_again(one_rank: None) -> None:
+    value, ref = _fc(0)
+    step = torch.tensor(3.0)
+    own = {"fc": {"exp_avg": value, "step": step}, "other": {"exp_avg": value}}
+    params = {name: _Param(ref) for name in own}
+    halved = frozenset({"fc"})
+    cut = in_pieces(own, params, halved)
+    assert list(cut) == ["fc_w", "fc_v", "other"]
+    assert tuple(cut["fc_w"]["exp_avg"].shape) == (4, 5)
+    assert cut["fc_w"]["step"] is cut["fc_v"]["step"] is step
+    back = joined(cut, own, params, halved)
+    assert set(back) == set(own)
+    assert back["fc"]["exp_avg"] is value and back["fc"]["step"] is step
+    del cut["fc_v"]
+    with pytest.raises(ValueError, match=r"fc: one of \('_w', '_v'\) is missing"):
+        joined(cut, own, params, halved)
+    plain = {"exp_avg": torch.zeros(4, 5)}
+    with pytest.raises(ValueError, match="halves must be DTensors"):
+        joined({"fc_w": plain, "fc_v": plain}, own, params, halved)
+
+
+def test_a_load_keeps_how_this_run_splits_the_model() -> None:
+    dense, expert = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    groups = [
+        {"params": [dense], "is_expert_parallel": False, "lr": 1.0},
+        {"params": [expert], "is_expert_parallel": True, "lr": 1.0},
+    ]
+    stored = {name: {"is_expert_parallel": False, "lr": 0.5} for name in ("dense", "expert")}
+    kept = with_own_split(stored, groups, {dense: "dense", expert: "expert"})
+    assert kept["expert"] == {"is_expert_parallel": True, "lr": 0.5}
+    assert kept["dense"] == {"is_expert_parallel": False, "lr": 0.5}
+    assert stored["expert"]["is_expert_parallel"] is False
