@@ -29,7 +29,8 @@ KEYS = ("layers.0.a", "layers.0.b")
 
 @pytest.fixture
 def trainer(one_rank: None) -> Iterator[Trainer]:
-    yield build_trainer(CASE, "optim_grads_params", init_megatron())
+    # Compute weights that stay until they are refreshed.
+    yield build_trainer(CASE, "optim", init_megatron())
     parallel_state.destroy_model_parallel()
 
 
