@@ -29,8 +29,8 @@ KEYS = ("layers.0.a", "layers.0.b")
 
 @pytest.fixture
 def trainer(one_rank: None) -> Iterator[Trainer]:
-    # Compute weights that stay until they are refreshed.
-    yield build_trainer(CASE, "optim", init_megatron())
+    # Compute weights of their own, which stay until they are refreshed.
+    yield build_trainer(CASE.but(bf16=True), "no_shard", init_megatron())
     parallel_state.destroy_model_parallel()
 
 
