@@ -47,6 +47,11 @@ def problems(config: Any, ddp_config: Any, device: torch.device) -> list[str]:
             f"cuda_graph_impl={LOCAL!r}: the model is on {device}, where there are no CUDA graphs; "
             "use 'none'"
         )
+    if getattr(config, "calculate_per_token_loss", False):
+        found.append(
+            f"calculate_per_token_loss=True with cuda_graph_scope={FULL_ITERATION!r}: core asks on "
+            "the host how many tokens there were, in the middle of the step; set it to False"
+        )
     if getattr(ddp_config, "check_for_nan_in_grad", False):
         found.append(
             f"check_for_nan_in_grad=True with cuda_graph_scope={FULL_ITERATION!r}: a captured step "

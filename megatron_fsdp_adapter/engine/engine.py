@@ -237,6 +237,8 @@ class FsdpEngine:
         else:
             self.show_raw_params()
             unit.forward_calls += 1
+            if 2 * unit.ordinal >= len(self.units):
+                self.reduce.retire_all()
         self.gather.need(unit)
         unit.busy = True
         if torch.is_grad_enabled():

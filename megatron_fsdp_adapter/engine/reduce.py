@@ -287,8 +287,13 @@ class ReducePipeline:
         for group in oldest.groups:
             group.release_bucket()
 
-    def finish(self) -> None:
-        """Orders the compute stream behind every reduction and frees all buckets."""
+    def retire_all(self) -> None:
+        """Frees all buckets, behind their reductions. Called in the middle of a forward pass, where
+        those of the microbatch before have long passed: at its end memory is scarcest."""
         while self._in_flight:
             self._retire()
+
+    def finish(self) -> None:
+        """Orders the compute stream behind every reduction and frees all buckets."""
+        self.retire_all()
         self.runtime.wait(COMPUTE, self.runtime.record(REDUCE))

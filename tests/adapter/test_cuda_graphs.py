@@ -172,5 +172,9 @@ def test_what_a_captured_step_excludes_is_told_with_its_remedy() -> None:
     assert cuda_graphs.problems(model("none", None), checked, CPU) == []
     (nan,) = cuda_graphs.problems(config, checked, CUDA)
     assert "check_for_nan_in_grad=True" in nan and "set it to False" in nan
+    counted = model("local", FULL)
+    counted.calculate_per_token_loss = True
+    (tokens,) = cuda_graphs.problems(counted, unchecked, CUDA)
+    assert "calculate_per_token_loss=True" in tokens and "set it to False" in tokens
     (cpu,) = cuda_graphs.problems(config, unchecked, CPU)
     assert "the model is on cpu" in cpu and "use 'none'" in cpu

@@ -40,9 +40,11 @@ CELLS: dict[str, tuple[str, Case, dict[str, Any]]] = {
     "optim_grads_params": ("optim_grads_params", CASE, {}),
     "slots": ("optim_grads_params", CASE, SLOTS),
     "slots, one microbatch": ("optim_grads_params", CASE.but(microbatches=1), SLOTS),
-    "slots, tokens counted": ("optim_grads_params", CASE.but(per_token_loss=True), SLOTS),
     "registered": ("optim_grads_params", CASE, {"nccl_ub": True}),
     "copy engines": ("optim_grads_params", CASE, {"fsdp_copy_engine_all_gather": True}),
+    "gradients by copy engines": (
+        "optim_grads_params", CASE, {"fsdp_copy_engine_reduce_scatter": True}
+    ),
 }
 
 
