@@ -32,6 +32,8 @@ KINDS: dict[str, Kind] = {
     "ours-ce-rs": Kind("this package, copy engines for weights and gradients", ZERO_3, ZERO_3),
     "ours-graph": Kind("this package, fixed slots, forward and backward in one CUDA graph",
                        STRATEGIES, ZERO_3),
+    "ours-ce-graph": Kind("copy engines for weights and gradients, in one CUDA graph",
+                          ZERO_3, ZERO_3),
     "floor-graph": Kind("the floor in one CUDA graph"),
     "fsdp2": Kind("torch fully_shard with AdamW"),
     "fsdp2-symm": Kind("the same with symmetric memory and zero-CTA collectives of NCCL"),

@@ -140,8 +140,8 @@ def row_options(subject: Subject, options: Options) -> Options:
         separate_all_gather_groups=subject.kind == "ours-ag",
         fsdp_double_buffer=subject.kind in ("ours-db", "ours-ub", "ours-graph"),
         nccl_ub=subject.kind in ("ours-ub", "ours-ce-ub"),
-        fsdp_copy_engine_all_gather=subject.kind in ("ours-ce", "ours-ce-ub", "ours-ce-rs"),
-        fsdp_copy_engine_reduce_scatter=subject.kind == "ours-ce-rs",
+        fsdp_copy_engine_all_gather=subject.kind.startswith("ours-ce"),
+        fsdp_copy_engine_reduce_scatter=subject.kind in ("ours-ce-rs", "ours-ce-graph"),
         ddp_bucket_size=options.ddp_bucket_size if subject.kind == "ddp" else None,
         # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,
         # and wrappers that know nothing of tokens reach the same gradients with the latter.
