@@ -126,6 +126,18 @@ def test_eager_steps_after_a_capture_start_from_no_gradients(
             assert torch.equal(weight, mine.weights[name]), f"step {step}: {name}"
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_that_a_graph_writes_never_lose_their_storage(
+    one_rank: torch.device, strategy: str
+) -> None:
+    """Not even when an eager step forgets them: the next replay writes to the same addresses."""
+    trainer, flag = capturing_trainer(strategy)
+    free_run(trainer, 0, 1, CPU)
+    capture(trainer, flag, 1)
+    trainer.wrapper.engine.zero_grads()
+    assert all(group.grad.allocated for group in trainer.wrapper.engine.groups)
+
+
 def test_an_evaluation_keeps_the_gradients_of_the_graph(one_rank: torch.device) -> None:
     trainer, flag = capturing_trainer("optim_grads_params")
     free_run(trainer, 0, 1, CPU)
