@@ -21,7 +21,15 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from . import arguments, checkpoint_drivers, ddp_options, staging_options, support, validation
+from . import (
+    arguments,
+    checkpoint_drivers,
+    cuda_graphs,
+    ddp_options,
+    staging_options,
+    support,
+    validation,
+)
 from . import optimizer as optimizer_seam
 from .config import forced_overlaps
 from .description import describe
@@ -195,6 +203,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             "FullyShardedDataParallel",
             [
                 *validation.wrapper_problems(config, ddp_config),
+                *cuda_graphs.problems(config, ddp_config, self.device),
                 *module_problems(
                     module, fsdp_unit_modules, device, ddp_options.main_params_dtype(ddp_config)
                 ),
@@ -212,6 +221,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.tp_group = self.megatron_fsdp_dist_index.tp_group
         self.force_all_reduce = False
         self.engine = self._build_engine(module, fsdp_unit_modules)
+        self._captures = cuda_graphs.Captures(self.engine)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed())
         forced = {
@@ -245,11 +255,11 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
                 else groups_of(pg_collection)
             )
             found += staging_options.problems(self.ddp_config, self.device, groups)
-            if staging_options.uses_copy_engines(self.ddp_config) and not found:
-                options = zero_cta_options()
-                for role, name in GATHER_SOURCES.items():
-                    made = mirror_group(groups[role], name, options=options)
-                    groups[f"{role}_ag"] = made
+            by_copy_engines = staging_options.copy_engine_roles(self.ddp_config)
+            for end in by_copy_engines if not found else ():
+                for role in GATHER_SOURCES:
+                    name, options = f"{role}_{end}", zero_cta_options()
+                    groups[name] = mirror_group(groups[role], name, options=options)
             self.megatron_fsdp_dist_index: FSDPDistributedIndex = build_index(
                 groups,
                 device=self.device,
@@ -331,7 +341,10 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         """Runs the module on gathered weights. RuntimeError under torch.compile."""
         refuse_compilation()
         self._wiring.on_forward(self.config, self.training and not self.engine.auto_sync)
-        return self.module(*inputs, **kwargs)
+        self._captures.before_forward()
+        output = self.module(*inputs, **kwargs)
+        self._captures.after_forward()
+        return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -344,7 +357,10 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
     ) -> None:
         """Makes weights current for the next forward. With overlap only the first unit's gather
-        is launched; `force_sync` gathers all and orders the current stream behind it."""
+        is launched; `force_sync` gathers all and orders the current stream behind it. Once there
+        is a graph of a training step nothing is: a graph gathers by itself."""
+        if self._captures.captured and not force_sync:
+            return
         self.engine.sync_weights(wait=force_sync)
 
     def start_grad_sync(self, *unused: Any) -> None:
@@ -368,6 +384,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
                 "'no_shard', or gather the gradients of the parameters you need"
             )
         self.engine.finish_grads()
+        self._captures.gradients_finished()
         for param in self._shared_embeddings():
             param.main_grad = param.grad  # type: ignore[attr-defined]
 
@@ -383,9 +400,12 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.engine.scale_grads(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Forgets all gradients. Idempotent. Also recovers from a pass that raised."""
-        self.engine.zero_grads()
+        """Forgets all gradients. Idempotent. Also recovers from a pass that raised. Once there is a
+        graph of a training step they stay, for a replay to overwrite."""
         self._wiring.on_zero_grads()
+        if self._captures.keeps_gradients():
+            return
+        self.engine.zero_grads()
         for param in self._shared_embeddings():
             param.main_grad = None  # type: ignore[attr-defined]
 

@@ -94,6 +94,8 @@ class EngineConfig:
         prefetch_bytes: weights, in bytes, that may be gathered ahead of the unit that computes;
             the next unit is gathered ahead whatever its size.
         fp32_accumulation: a reduce-scatter sends the communication dtype and sums in float32.
+        exchange_gradients: a reduce-scatter is an all-to-all, which copy engines can do, into fixed
+            memory, and a sum in the order of the ranks. `fp32_accumulation` is one anyway.
         scale_before_sum: the domain's scale is applied to what is communicated; otherwise to what
             came out of the reduction, which is smaller and rounds once.
         padding_bound: largest share of padding in a flat buffer before it is cut in segments.
@@ -110,6 +112,7 @@ class EngineConfig:
     overlap_param_gather: bool = True
     prefetch_bytes: int = 0
     fp32_accumulation: bool = False
+    exchange_gradients: bool = False
     scale_before_sum: bool = False
     padding_bound: float = 0.01
     max_segments: int = 4
@@ -133,6 +136,12 @@ class EngineConfig:
                 f"fp32_accumulation=True with {self.strategy.name}, communication in "
                 f"{self.policy.comm_dtype} and main gradients in {self.policy.grads_dtype}: it is "
                 "for a reduce-scatter of bfloat16 into float32"
+            )
+        if self.exchange_gradients and not (self.strategy.shard_grads and self.bucket_slots):
+            raise ValueError(
+                f"exchange_gradients=True with {self.strategy.name}, bucket_slots="
+                f"{self.bucket_slots}: it is for buckets in fixed slots; set bucket_slots=True and "
+                "use a strategy that shards gradients"
             )
         if self.prefetch_bytes < 0:
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: must be 0 or more")

@@ -40,6 +40,10 @@ class DistributedDataParallelConfig(CoreConfig):
     """Ours: the copy engines gather weights, inside an NVLink domain. The wrapper makes
     NCCL groups for that; gathered weights are in fixed buffers (docs/performance.md)."""
 
+    fsdp_copy_engine_reduce_scatter: bool = False
+    """Ours: the copy engines carry gradients to the ranks that add them up, each its own shard, in
+    the order of the ranks. Buckets are in fixed buffers, and there is one more of them."""
+
     report_nan_in_param_grad: bool = False
     """Like `check_for_nan_in_grad`, and names the parameter."""
 

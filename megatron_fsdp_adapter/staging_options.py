@@ -6,6 +6,7 @@
 | `fsdp_double_buffer` | slots | slots | caching allocator |
 | `nccl_ub` | slots | slots | NCCL's allocator, registered |
 | `fsdp_copy_engine_all_gather` | slots | as the other options say | NCCL's, symmetric, zero CTAs |
+| `fsdp_copy_engine_reduce_scatter` | as the others say | slots and one for pieces | the same |
 """
 
 from __future__ import annotations
@@ -20,28 +21,38 @@ from .config import STRATEGIES
 from .runtime.registered import RegisteredMemory
 from .topology import FSDPDistributedIndex
 
-COPY_ENGINES = "fsdp_copy_engine_all_gather"
+COPY_ENGINES, CARRIED = "fsdp_copy_engine_all_gather", "fsdp_copy_engine_reduce_scatter"
+
+ROLES = {COPY_ENGINES: "ag", CARRIED: "rs"}
+"""Option -> end of the role of the groups that the wrapper makes for it."""
 
 
 def _is_on(ddp_config: Any, option: str) -> bool:
     return bool(getattr(ddp_config, option, False))
 
 
-def uses_copy_engines(ddp_config: Any) -> bool:
-    return _is_on(ddp_config, COPY_ENGINES)
+def copy_engine_roles(ddp_config: Any) -> list[str]:
+    """What the copy engines do: gathers ("ag"), reductions ("rs"). Each is on communicators of its
+    own, with NCCL's zero-CTA policy: on one they would wait for each other."""
+    return [suffix for option, suffix in ROLES.items() if _is_on(ddp_config, option)]
 
 
 def slots_wanted(ddp_config: Any) -> dict[str, bool]:
     """The fields of `EngineConfig` about slots."""
     fixed = _is_on(ddp_config, "fsdp_double_buffer") or _is_on(ddp_config, "nccl_ub")
-    return {"weight_slots": fixed or uses_copy_engines(ddp_config), "bucket_slots": fixed}
+    carried = _is_on(ddp_config, CARRIED)
+    return {
+        "weight_slots": fixed or _is_on(ddp_config, COPY_ENGINES),
+        "bucket_slots": fixed or carried,
+        "exchange_gradients": carried,
+    }
 
 
 def problems(ddp_config: Any, device: torch.device, groups: Any) -> list[str]:
     """One line for each option that cannot work on `device` with `groups`, by role."""
     row = STRATEGIES.get(ddp_config.data_parallel_sharding_strategy)
     found = []
-    for option in ("nccl_ub", COPY_ENGINES):
+    for option in ("nccl_ub", *ROLES):
         if not _is_on(ddp_config, option):
             continue
         if device.type != "cuda":
@@ -51,12 +62,19 @@ def problems(ddp_config: Any, device: torch.device, groups: Any) -> list[str]:
                 f"{option}=True: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True excludes memory "
                 "pools; leave that setting out, or set this to False"
             )
-    if uses_copy_engines(ddp_config) and row is not None and not row.shard_weights:
+    gathers, carries = _is_on(ddp_config, COPY_ENGINES), _is_on(ddp_config, CARRIED)
+    if carries and row is not None and not row.shard_grads:
+        found.append(
+            f"{CARRIED}=True with data_parallel_sharding_strategy={row.name!r}: gradients are "
+            "reduced where they are kept; use 'optim_grads' or 'optim_grads_params', or set it to "
+            "False"
+        )
+    if gathers and row is not None and not row.shard_weights:
         found.append(
             f"{COPY_ENGINES}=True with data_parallel_sharding_strategy={row.name!r}: weights are "
             "kept, and gathered once a step; use 'optim_grads_params', or set it to False"
         )
-    if uses_copy_engines(ddp_config) and any(
+    if gathers and any(
         groups.get(role) is not None for role in ("fsdp_group_ag", "expt_fsdp_group_ag")
     ):
         found.append(
@@ -74,18 +92,17 @@ def slot_memory(
 ) -> RegisteredMemory | None:
     """What allocates slots; None for ordinary memory. Copy engines need symmetric memory, so
     `disable_symmetric_registration` is about `nccl_ub` alone."""
-    by_copy_engines = uses_copy_engines(ddp_config)
-    if not by_copy_engines and not _is_on(ddp_config, "nccl_ub"):
-        return None
+    registers, roles = _is_on(ddp_config, "nccl_ub"), copy_engine_roles(ddp_config)
     groups: list[dist.ProcessGroup] = []
     for domain in index.domains.values():
-        reduces = [domain.reduce_group] if _is_on(ddp_config, "nccl_ub") else []
-        groups += [g for g in (domain.gather_group, *reduces) if dist.get_world_size(g) > 1]
+        groups += [domain.gather_group] if registers or "ag" in roles else []
+        groups += [domain.reduce_group] if registers or "rs" in roles else []
+    groups = [group for group in groups if dist.get_world_size(group) > 1]
     if not groups:
         return None
     return RegisteredMemory(
         groups,
         device,
-        symmetric=by_copy_engines or not _is_on(ddp_config, "disable_symmetric_registration"),
+        symmetric=bool(roles) or not _is_on(ddp_config, "disable_symmetric_registration"),
         at_once=not _is_on(ddp_config, "fsdp_manual_registration"),
     )

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .cuda_graphs import captures_iteration
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -42,8 +44,12 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
     _is_on("fp4", "FP4 compute is coming; leave it unset"),
     Rule(
         "cuda_graph_impl",
-        lambda config: getattr(config, "cuda_graph_impl", "none") not in (None, "none"),
-        "captured layers do not run the hooks that gather weights; set it to 'none'",
+        lambda config: (
+            getattr(config, "cuda_graph_impl", "none") not in (None, "none")
+            and not captures_iteration(config)
+        ),
+        "captured layers do not run the hooks that gather weights; set it to 'none', or to 'local' "
+        "with cuda_graph_scope='full_iteration'",
     ),
     _is_on("enable_cuda_graph", "captured layers do not run the hooks that gather weights"),
     _is_on("external_cuda_graph", "captured layers do not run the hooks that gather weights"),

@@ -94,9 +94,9 @@ class ShardDomain:
 class KindGroups:
     """The process groups of one kind of parameter.
 
-    shard: holds the shards; gather: the same ranks, for all-gathers (default: shard); everyone:
-    all ranks with the same parameters (default: shard); outer: across the shard groups of
-    everyone; tensor: over which tensors are split before they are sharded.
+    shard: holds the shards; gather, reduce: the same ranks, for all-gathers and for reductions
+    (default: shard); everyone: all ranks with the same parameters (default: shard); outer: across
+    the shard groups of everyone; tensor: over which tensors are split before they are sharded.
     """
 
     shard: dist.ProcessGroup
@@ -104,6 +104,7 @@ class KindGroups:
     everyone: dist.ProcessGroup | None = None
     outer: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
+    reduce: dist.ProcessGroup | None = None
 
 
 def mesh_over(axes: Sequence[Axis], device_type: str) -> DeviceMesh:
@@ -139,7 +140,9 @@ class FSDPDistributedIndex:
         fsdp_group: shards dense parameters (data x context parallel ranks, of one optimizer
             instance when there are several).
         fsdp_group_ag: optional second communicator with the same ranks, for all-gathers.
-        expt_fsdp_group, expt_fsdp_group_ag: the same for expert parameters; None without them.
+        fsdp_group_rs: optional communicator with the same ranks, for reductions.
+        expt_fsdp_group, expt_fsdp_group_ag, expt_fsdp_group_rs: the same for expert parameters;
+            None without them.
         outer_fsdp_group: the same shard in every optimizer instance; None with one instance.
         dp_group, expt_dp_group: all ranks with the same parameters; default the shard groups.
         tp_group, expt_tp_group: tensor-parallel groups, or None without tensor parallelism.
@@ -164,8 +167,10 @@ class FSDPDistributedIndex:
         device_type: str,
         grad_scale: float,
         fsdp_group_ag: dist.ProcessGroup | None = None,
+        fsdp_group_rs: dist.ProcessGroup | None = None,
         expt_fsdp_group: dist.ProcessGroup | None = None,
         expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+        expt_fsdp_group_rs: dist.ProcessGroup | None = None,
         outer_fsdp_group: dist.ProcessGroup | None = None,
         dp_group: dist.ProcessGroup | None = None,
         expt_dp_group: dist.ProcessGroup | None = None,
@@ -179,11 +184,16 @@ class FSDPDistributedIndex:
         self.use_hybrid_fsdp = outer_fsdp_group is not None
         self.dp_outer_dim = OUTER_DIM if self.use_hybrid_fsdp else None
         self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
-        kinds = {DENSE: KindGroups(fsdp_group, fsdp_group_ag, dp_group, outer_fsdp_group, tp_group)}
+        kinds = {
+            DENSE: KindGroups(
+                fsdp_group, fsdp_group_ag, dp_group, outer_fsdp_group, tp_group, fsdp_group_rs
+            )
+        }
         if expt_fsdp_group is not None:
             kinds[EXPERT] = KindGroups(
-                expt_fsdp_group, expt_fsdp_group_ag, expt_dp_group, outer_fsdp_group, expt_tp_group
-            )
+                expt_fsdp_group, expt_fsdp_group_ag, expt_dp_group, outer_fsdp_group, expt_tp_group,
+                expt_fsdp_group_rs,
+            )  # fmt: skip
         self.kinds: Mapping[str, KindGroups] = kinds
         self._meshes: dict[tuple[str, tuple[str, ...]], DeviceMesh] = {}
         self.domains: Mapping[str, ShardDomain] = {
@@ -208,7 +218,7 @@ class FSDPDistributedIndex:
             name=kind,
             axis=shard,
             gather_group=groups.shard if groups.gather is None else groups.gather,
-            reduce_group=groups.shard,
+            reduce_group=groups.shard if groups.reduce is None else groups.reduce,
             mesh=self._meshes[kind, tuple(dims)],
             grad_scale=grad_scale,
             outer=outer,
@@ -232,7 +242,7 @@ class FSDPDistributedIndex:
     ) -> dist.ProcessGroup:
         """The group of the shards, or with `independent_all_gather` the one gathers run on."""
         domain = self.domain(self._kind(is_expert_parallel))
-        return domain.gather_group if independent_all_gather else domain.reduce_group
+        return domain.gather_group if independent_all_gather else domain.axis.group
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
         """All ranks that hold the same parameters: without an outer axis, the shard group."""

@@ -85,6 +85,9 @@ ours zero3_resumed "${exact[@]}" --bf16 --load "$work/ck" &
 stock ddp_accumulate --deterministic-mode &
 ours zero3_accumulate --deterministic-mode &
 ours zero3_fused "${exact[@]}" --bf16 &
+ours zero3_graph "${exact[@]}" --bf16 --fsdp-double-buffer --cuda-graph-impl local \
+  --cuda-graph-scope full_iteration --cuda-graph-warmup-steps 2 --te-rng-tracker \
+  --no-check-for-nan-in-loss-and-grad &
 ours zero3_recompute "${exact[@]}" --bf16 --recompute-granularity full --recompute-method uniform \
   --recompute-num-layers 1 &
 wait
@@ -98,6 +101,7 @@ failed=0
   compare ddp_accumulate zero3_accumulate --tolerance 0.002 || failed=1
   compare zero3_bf16 zero3_resumed --from-iteration 8 || failed=1
   compare zero3_bf16 zero3_recompute || failed=1
+  compare zero3_bf16 zero3_graph || failed=1
   compare ddp_bf16 zero3_bf16 --tolerance 0.005 || failed=1
   compare ddp_bf16 zero3_fused --tolerance 0.01 || failed=1
   compare moe_ddp moe_zero3 --tolerance 0.02 || failed=1

@@ -53,6 +53,10 @@ class FlatBuffer:
         if not self.fixed:
             self.runtime.release(self.tensor)
 
+    def keep(self) -> None:
+        """Keeps the storage that is there for good: a CUDA graph writes to it."""
+        self.fixed = True
+
     def views(self, ranges: Sequence[FlatRange]) -> list[torch.Tensor]:
         """A 1-D view of each range. The buffer must be allocated."""
         return [self.tensor[extent.start : extent.stop] for extent in ranges]

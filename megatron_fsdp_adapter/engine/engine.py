@@ -93,7 +93,9 @@ class FsdpEngine:
         )
         self.gather = GatherPipeline(self.units, config, runtime, gathers, outer, self.order)
         self.gather.follow_compute()
-        self.reduce = ReducePipeline(config, runtime, reduces, outer, grad_check)
+        self.reduce = ReducePipeline(
+            config, runtime, reduces, outer, grad_check, self._memory_of_exchanges()
+        )
         self.pairs = make_pairs(self.groups)
         self.switch = IdentitySwitch(self.pairs)
         self._is_last_microbatch, self._knows_microbatches = True, False
@@ -160,6 +162,13 @@ class FsdpEngine:
             for want, nbytes in zip(wanted, sizes, strict=True)
         )
         return weights, buckets
+
+    def _memory_of_exchanges(self) -> torch.Tensor | None:
+        """Room for the largest bucket, used by one reduction after the other."""
+        if not self.config.exchange_gradients:
+            return None
+        trained = [group.bucket for group in self.groups if group.key.requires_grad]
+        return self._allocate_slots([max(bucket.nbytes for bucket in trained)])[0]
 
     def _register_hooks(self, module: nn.Module, plans: list[UnitPlan]) -> None:
         for unit, plan in zip(self.units, plans, strict=True):
@@ -228,6 +237,8 @@ class FsdpEngine:
         else:
             self.show_raw_params()
             unit.forward_calls += 1
+            if 2 * unit.ordinal >= len(self.units):
+                self.reduce.retire_all()
         self.gather.need(unit)
         unit.busy = True
         if torch.is_grad_enabled():

@@ -79,6 +79,7 @@ class ReducePipeline:
     """Args:
     communicators, outer: by domain name, the ones that reductions run on, over each axis.
     check: looks at gradients before they are communicated.
+    received: uint8 memory for the pieces of an exchange (`exchange_gradients`).
     """
 
     def __init__(
@@ -88,9 +89,11 @@ class ReducePipeline:
         communicators: Mapping[str, Communicator],
         outer: Mapping[str, Communicator],
         check: GradCheck | None = None,
+        received: torch.Tensor | None = None,
     ) -> None:
         self.config, self.runtime = config, runtime
         self.communicators, self.outer = communicators, outer
+        self._received = received
         self._in_flight: deque[InFlight] = deque()
         self.check = check
 
@@ -233,8 +236,8 @@ class ReducePipeline:
                 for result in (group.grad_segments if landing[id(group)] else group.results)
             ]
             pairs = list(zip(results, segments, strict=True))
-            if self.config.fp32_accumulation:
-                works += communicator.reduce_scatter_in_fp32(pairs)
+            if self.config.fp32_accumulation or self.config.exchange_gradients:
+                works += communicator.reduce_scatter_by_exchange(pairs, self._received)
             else:
                 works += communicator.reduce_scatter(pairs)
         return works
@@ -284,8 +287,13 @@ class ReducePipeline:
         for group in oldest.groups:
             group.release_bucket()
 
-    def finish(self) -> None:
-        """Orders the compute stream behind every reduction and frees all buckets."""
+    def retire_all(self) -> None:
+        """Frees all buckets, behind their reductions. Called in the middle of a forward pass, where
+        those of the microbatch before have long passed: at its end memory is scarcest."""
         while self._in_flight:
             self._retire()
+
+    def finish(self) -> None:
+        """Orders the compute stream behind every reduction and frees all buckets."""
+        self.retire_all()
         self.runtime.wait(COMPUTE, self.runtime.record(REDUCE))

@@ -96,20 +96,26 @@ class Communicator:
         """
         return self._launch(pairs, self._reduce_scatter_one)
 
-    def reduce_scatter_in_fp32(self, pairs: Sequence[Pair]) -> list[Any]:
-        """Sums in float32 what travels in the inputs' dtype. Each pair is (float32 output of n
-        elements, input of n * size elements).
+    def reduce_scatter_by_exchange(
+        self, pairs: Sequence[Pair], memory: torch.Tensor | None = None
+    ) -> list[Any]:
+        """Sums in the outputs' dtype what travels in the inputs'. Each pair is (output of n
+        elements, input of n * size elements); the output may be a slice of the input.
 
         Every rank gets its slice of all inputs by an all-to-all, which puts as many bytes on the
-        wire as a ring reduce-scatter of the inputs, and adds them up itself, in an order that
-        depends on the number of ranks alone. One launch each: all-to-alls do not coalesce.
+        wire as a ring reduce-scatter of the inputs, and adds them up itself, in the order of the
+        ranks. One launch each: all-to-alls do not coalesce. memory: uint8, for what is received, of
+        each pair in turn; used where the current stream orders the exchanges.
         """
         if self.size == 1:
             return self._launch(pairs, self._reduce_scatter_one)
         works = []
+        ordered = self.capabilities.stream_ordered
         for output, source in pairs:
-            received = torch.empty_like(source)
-            ordered = self.capabilities.stream_ordered
+            if ordered and memory is not None:
+                received = memory[: source.nbytes].view(source.dtype)
+            else:
+                received = torch.empty_like(source)
             work = dist.all_to_all_single(received, source, group=self.group, async_op=not ordered)
             sums = SumsOfReceived(work, received.view(self.size, -1), output)
             if ordered:

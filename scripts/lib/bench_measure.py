@@ -179,7 +179,15 @@ class Bench:
     # The two ways to measure
 
     def run(self, subjects: Sequence[Subject]) -> list[Result]:
-        """Measures all of them. A wrapper that cannot run has a result that says why."""
+        """Measures all of them. A wrapper that cannot run has a result that says why.
+
+        Raises:
+            ValueError: a wrapper in a CUDA graph beside others: core has one graph a process.
+        """
+        captured = [subject.name for subject in subjects if subject.is_captured]
+        if captured and not self.plan.isolated:
+            names = ",".join(captured)
+            raise ValueError(f"--wrappers {names}: core has one CUDA graph; add --isolated")
         results = [Result(subject) for subject in subjects]
         self._warm_libraries()
         if self.plan.isolated:

@@ -29,12 +29,18 @@ KINDS: dict[str, Kind] = {
     "ours-ub": Kind("this package, slots registered with NCCL", STRATEGIES, ZERO_3),
     "ours-ce": Kind("this package, weights gathered by copy engines", ZERO_3, ZERO_3),
     "ours-ce-ub": Kind("this package, copy engines, and buckets registered", ZERO_3, ZERO_3),
+    "ours-ce-rs": Kind("this package, copy engines for weights and gradients", ZERO_3, ZERO_3),
+    "ours-graph": Kind("this package, fixed slots, forward and backward in one CUDA graph",
+                       STRATEGIES, ZERO_3),
+    "ours-ce-graph": Kind("copy engines for weights and gradients, in one CUDA graph",
+                          ZERO_3, ZERO_3),
+    "floor-graph": Kind("the floor in one CUDA graph"),
     "fsdp2": Kind("torch fully_shard with AdamW"),
     "fsdp2-symm": Kind("the same with symmetric memory and zero-CTA collectives of NCCL"),
     "bundled": Kind("megatron-core's own FSDP", STRATEGIES, ("optim_grads_params",)),
 }
 
-OURS = ("ours", "ours-ag", "ours-db", "ours-ub", "ours-ce", "ours-ce-ub")
+OURS = tuple(kind for kind in KINDS if kind.split("-")[0] == "ours")
 DEFAULT = tuple(kind for kind in KINDS if "-" not in kind)
 
 
@@ -48,6 +54,11 @@ class Subject:
     @property
     def name(self) -> str:
         return self.kind if self.strategy is None else f"{self.kind}:{self.strategy}"
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether core captures forward and backward of a step in one CUDA graph."""
+        return self.kind.endswith("-graph")
 
     @property
     def is_ours(self) -> bool:

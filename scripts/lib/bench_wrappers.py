@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from lib import model as training
@@ -41,6 +43,7 @@ class Runner:
         optimize: clips, steps, and returns the gradient norm before clipping (a number, a tensor,
             or None).
         marked: whether a marker is launched after forward and after backward, for a trace.
+        schedule: core's forward-backward function.
         losses, norms: one entry a step, as 0-dimensional tensors or numbers; `history` reads them.
     """
 
@@ -51,13 +54,14 @@ class Runner:
     optimize: Callable[[], Any] = _no_norm
     optimizer: Any = None
     marked: bool = False
+    schedule: Callable[..., Any] = dataclasses.field(default_factory=get_forward_backward_func)
     losses: list[Any] = dataclasses.field(default_factory=list)
     norms: list[Any] = dataclasses.field(default_factory=list)
 
     def forward_backward(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Gradients of the microbatches; (2,): this rank's summed loss and number of tokens."""
         self.zero()
-        sums = get_forward_backward_func()(
+        sums = self.schedule(
             forward_step_func=self._marked_forward if self.marked else forward_step,
             data_iterator=iter(batches),
             model=[self.model],
@@ -90,6 +94,8 @@ class Runner:
         """Lets the wrapper be collected. Core keeps the configs of mixtures of experts, and so the
         functions in them; its DDP hooks autograd nodes with functions that hold it: cycles that run
         outside of Python's collector and would keep its buffers for good."""
+        if self.subject.is_captured:
+            forget_graphs()
         config = getattr(self.model, "config", None)
         for wired in ("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"):
             if hasattr(config, wired):
@@ -132,9 +138,10 @@ def row_options(subject: Subject, options: Options) -> Options:
         gradient_accumulation_fusion=options.gradient_accumulation_fusion
         and (subject.is_ours or subject.kind == "ddp"),
         separate_all_gather_groups=subject.kind == "ours-ag",
-        fsdp_double_buffer=subject.kind in ("ours-db", "ours-ub"),
+        fsdp_double_buffer=subject.kind in ("ours-db", "ours-ub", "ours-graph"),
         nccl_ub=subject.kind in ("ours-ub", "ours-ce-ub"),
-        fsdp_copy_engine_all_gather=subject.kind in ("ours-ce", "ours-ce-ub"),
+        fsdp_copy_engine_all_gather=subject.kind.startswith("ours-ce"),
+        fsdp_copy_engine_reduce_scatter=subject.kind in ("ours-ce-rs", "ours-ce-graph"),
         ddp_bucket_size=options.ddp_bucket_size if subject.kind == "ddp" else None,
         # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,
         # and wrappers that know nothing of tokens reach the same gradients with the latter.
@@ -149,12 +156,38 @@ def build(subject: Subject, options: Options, place: Place) -> Runner:
     """A wrapper around a new model, whose weights depend on the seed alone."""
     options = row_options(subject, options)
     torch.manual_seed(options.seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(options.seed)
-    return _BUILDERS[subject.kind](subject, options, place)
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        options.seed, use_cudagraphable_rng=subject.is_captured, force_reset_rng=True
+    )
+    runner = _BUILDERS[subject.kind](subject, options, place)
+    if subject.is_captured:
+        forget_graphs()
+        runner.schedule = FullCudaGraphWrapper(runner.schedule, cuda_graph_warmup_steps=2)
+    return runner
+
+
+def forget_graphs() -> None:
+    """Core keeps them, and what they read and return, on classes: one graph a process. They go
+    before the communicators that they use, which would wait for them for good."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for stage in ("training", "validation"):
+        FullCudaGraphWrapper.curr_iteration[stage] = 0
+        FullCudaGraphWrapper.cuda_graph[stage] = None
+        FullCudaGraphWrapper.result[stage] = None
+        StaticBufferLoader.static_buffers[stage] = []
+
+
+def _config(subject: Subject, options: Options) -> Any:
+    config = training.transformer_config(options)
+    if subject.is_captured:
+        config.cuda_graph_impl = "local"
+        config.cuda_graph_scope = [CudaGraphScope.full_iteration]
+    return config
 
 
 def _floor(subject: Subject, options: Options, place: Place) -> Runner:
-    model = training.build_model(options, training.transformer_config(options), place)
+    model = training.build_model(options, _config(subject, options), place)
     model.train()
     return Runner(subject, options, model, lambda: model.zero_grad(set_to_none=True))
 
@@ -169,7 +202,7 @@ def _bundled_wrapper(options: Options, config: Any, module: Any, place: Place) -
 
 
 def _with_core_optimizer(subject: Subject, options: Options, place: Place) -> Runner:
-    config = training.transformer_config(options)
+    config = _config(subject, options)
     module = training.build_model(options, config, place)
     wrap = _bundled_wrapper if subject.kind == "bundled" else training.wrap
     model = wrap(options, config, module, place)
@@ -270,6 +303,7 @@ def _with_torch_optimizer(
 
 _BUILDERS: dict[str, Callable[[Subject, Options, Place], Runner]] = {
     "floor": _floor,
+    "floor-graph": _floor,
     "ddp": _with_core_optimizer,
     **dict.fromkeys(OURS, _with_core_optimizer),
     "bundled": _with_core_optimizer,

@@ -101,6 +101,13 @@ _DDP_FIELDS = (
     "reduce_scatter_with_fp32_accumulation",
 )
 
+FIXED_BUFFERS = (
+    "nccl_ub",
+    "fsdp_double_buffer",
+    "fsdp_copy_engine_all_gather",
+    "fsdp_copy_engine_reduce_scatter",
+)
+
 
 @dataclass(frozen=True)
 class Trainee:
@@ -188,7 +195,7 @@ def ddp_config(options: Options) -> DistributedDataParallelConfig:
         **common,
         data_parallel_sharding_strategy=options.data_parallel_sharding_strategy,
         megatron_fsdp_grad_comm_dtype=torch.bfloat16 if options.grad_reduce_in_bf16 else None,
-        **_chosen(options, ("nccl_ub", "fsdp_double_buffer", "fsdp_copy_engine_all_gather")),
+        **_chosen(options, FIXED_BUFFERS),
     )
 
 

@@ -14,7 +14,7 @@ from tests.distributed.gpt import batches as batches_of
 
 CASE = Case(num_layers=4, hidden=12, heads=2, ffn=20, vocab=23)
 ZERO_3, CPU, CUDA = "optim_grads_params", torch.device("cpu"), torch.device("cuda")
-CE = staging_options.COPY_ENGINES
+CE, CARRIED = staging_options.COPY_ENGINES, staging_options.CARRIED
 NO_GROUPS: dict[str, Any] = {}
 
 
@@ -30,11 +30,14 @@ def config(strategy: str = ZERO_3, **options: Any) -> Any:
         ({"nccl_ub": True}, (True, True)),
         ({CE: True}, (True, False)),
         ({CE: True, "nccl_ub": True}, (True, True)),
+        ({CARRIED: True}, (False, True)),
+        ({CE: True, CARRIED: True}, (True, True)),
     ],
 )
 def test_which_buffers_are_in_slots(options, slots):
     found = engine_config(config(**options))
     assert (found.weight_slots, found.bucket_slots) == slots
+    assert found.exchange_gradients == bool(options.get(CARRIED))
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,7 @@ def test_which_buffers_are_in_slots(options, slots):
     [
         ({"nccl_ub": True}, CPU, NO_GROUPS, "nccl_ub=True: it needs NCCL, and the model is on cpu"),
         ({CE: True}, CPU, NO_GROUPS, f"{CE}=True: it needs NCCL"),
+        ({CARRIED: True}, CPU, NO_GROUPS, f"{CARRIED}=True: it needs NCCL"),
         ({CE: True}, CUDA, {"fsdp_group_ag": "a group"}, "leave them out: the wrapper makes"),
         ({"fsdp_manual_registration": True}, CUDA, NO_GROUPS, "set nccl_ub=True"),
         ({"disable_symmetric_registration": True}, CUDA, NO_GROUPS, "set nccl_ub=True"),
@@ -55,6 +59,12 @@ def test_what_cannot_work_is_told_with_its_remedy(options, device, groups, says)
 def test_copy_engines_need_weights_that_are_gathered_unit_by_unit():
     (line,) = staging_options.problems(config("optim", **{CE: True}), CUDA, NO_GROUPS)
     assert "data_parallel_sharding_strategy='optim'" in line and "'optim_grads_params'" in line
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_gradients_are_carried_only_where_they_are_sharded(strategy):
+    (line,) = staging_options.problems(config(strategy, **{CARRIED: True}), CUDA, NO_GROUPS)
+    assert f"data_parallel_sharding_strategy={strategy!r}" in line and "'optim_grads'" in line
 
 
 def test_memory_pools_exclude_expandable_segments(monkeypatch):

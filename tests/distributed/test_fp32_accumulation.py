@@ -63,7 +63,7 @@ def _errors(rank: int, world: int) -> dict[str, Any]:
         low = in_bf16.view(world, -1)[rank]
         _run(communicator.reduce_scatter([(low, in_bf16)]))
         high = torch.empty(NUMEL)
-        _run(communicator.reduce_scatter_in_fp32([(high, grads)]))
+        _run(communicator.reduce_scatter_by_exchange([(high, grads)]))
     everyone = [torch.empty_like(grads) for _ in range(world)]
     dist.all_gather(everyone, grads)
     received = torch.stack([other.view(world, -1)[rank] for other in everyone])
@@ -95,7 +95,7 @@ def _one_rank(rank: int, world: int) -> None:
     communicator = Communicator(dist.group.WORLD, torch.device("cpu"))
     grads, output = torch.randn(64).bfloat16(), torch.empty(64)
     with bytes_on_the_wire() as sent:
-        assert communicator.reduce_scatter_in_fp32([(output, grads)]) == []
+        assert communicator.reduce_scatter_by_exchange([(output, grads)]) == []
     assert torch.equal(output, grads.float()) and not any(sent.values())
 
 

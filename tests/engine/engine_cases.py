@@ -81,8 +81,8 @@ class PretendCommunicator:
             output.copy_(full.chunk(self.size)[self.rank] * self.size)
         return []
 
-    def reduce_scatter_in_fp32(self, pairs: Any) -> list[Any]:
-        self.report("reduce_scatter_in_fp32", [pair[1] for pair in pairs])
+    def reduce_scatter_by_exchange(self, pairs: Any, memory: Any = None) -> list[Any]:
+        self.report("reduce_scatter_by_exchange", [pair[1] for pair in pairs])
         for output, full in pairs:
             output.copy_(full.chunk(self.size)[self.rank].float() * self.size)
         return []
@@ -118,8 +118,8 @@ class LateCommunicator(PretendCommunicator):
     def reduce_scatter(self, pairs: Any) -> list[Any]:
         return [Work(lambda: super(LateCommunicator, self).reduce_scatter(pairs))]
 
-    def reduce_scatter_in_fp32(self, pairs: Any) -> list[Any]:
-        return [Work(lambda: super(LateCommunicator, self).reduce_scatter_in_fp32(pairs))]
+    def reduce_scatter_by_exchange(self, pairs: Any, memory: Any = None) -> list[Any]:
+        return [Work(lambda: super(LateCommunicator, self).reduce_scatter_by_exchange(pairs))]
 
     def all_reduce(self, tensors: Any) -> list[Any]:
         return [Work(lambda: super(LateCommunicator, self).all_reduce(tensors))]
@@ -154,6 +154,7 @@ class Setup:
     check_by: str | None = None
     fused: GradWriter | None = None
     slots: bool = False
+    exchange: bool = False
     main_params: torch.dtype | None = torch.float32
     main_grads: torch.dtype | None = None
     fp32_accumulation: bool = False
@@ -174,6 +175,7 @@ class Setup:
             shard_outer=self.shard_outer,
             weight_slots=self.slots,
             bucket_slots=self.slots,
+            exchange_gradients=self.exchange,
             fp32_accumulation=self.fp32_accumulation,
             scale_before_sum=self.scale_before_sum,
         )

@@ -250,14 +250,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fused_two_domains": {"fused": GradWriter.OVERWRITES, "split": True, "world": 4, "rank": 1},
     "slots": {"slots": True},
     "slots_far_prefetch": {"slots": True, "prefetch_bytes": 1 << 20},
+    "slots_exchange": {"slots": True, "exchange": True},
     "slots_fused": {"slots": True, "fused": GradWriter.OVERWRITES},
     "slots_recompute": {"slots": True, "recompute": "non_reentrant"},
     "slots_two_domains": {"slots": True, "split": True, "world": 4, "rank": 1},
     "shared_instances": {"split": True, "outer": 2, "shard_outer": True, "world": 8, "rank": 6},
 }
 
-RARE = ("fused_recompute", "fused_two_domains", "slots_far_prefetch", "slots_fused",
-        "slots_recompute", "slots_two_domains")  # fmt: skip
+RARE = ("fused_recompute", "fused_two_domains", "slots_far_prefetch", "slots_exchange",
+        "slots_fused", "slots_recompute", "slots_two_domains")  # fmt: skip
 
 
 def variants(names: Iterable[str] = tuple(VARIANTS)) -> list[Any]:

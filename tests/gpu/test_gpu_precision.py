@@ -132,7 +132,7 @@ def one_reduction(rank: int, world: int) -> str:
     dist.all_reduce(size)
     own, scale = exact.view(world, -1)[rank], size.view(world, -1)[rank]
     output = torch.empty(grads.numel() // world, device=device)
-    assert communicator.reduce_scatter_in_fp32([(output, grads)]) == []
+    assert communicator.reduce_scatter_by_exchange([(output, grads)]) == []
     torch.cuda.synchronize()
     assert ((output.double() - own).abs() <= gamma(world, 2.0**-24) * scale).all()
     return f"largest error {(output.double() - own).abs().max().item():.2e}"

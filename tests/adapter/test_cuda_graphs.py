@@ -1,0 +1,192 @@
+"""State between the replays of a captured training step. Without a GPU the capture is a flag: what
+is captured runs, and what a replay would find is looked at."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.enums import CudaGraphScope
+
+from megatron_fsdp_adapter import cuda_graphs, support
+from megatron_fsdp_adapter.engine.unit import Phase
+from tests.distributed.checks import free_run, recorded_step
+from tests.distributed.gpt import (
+    Case,
+    Trainer,
+    batches,
+    build_trainer,
+    forward_backward,
+    our_gradients,
+)
+
+CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2)
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class Capturing:
+    """Stands for `is_current_stream_capturing`."""
+
+    def __init__(self) -> None:
+        self.now = False
+
+    def __call__(self) -> bool:
+        return self.now
+
+
+def capturing_trainer(strategy: str) -> tuple[Trainer, Capturing]:
+    trainer, flag = build_trainer(CASE, strategy, CPU), Capturing()
+    trainer.wrapper._captures = cuda_graphs.Captures(trainer.wrapper.engine, flag)
+    return trainer, flag
+
+
+def capture(trainer: Trainer, flag: Capturing, step: int) -> None:
+    """As core does: gradients are forgotten outside, all microbatches and the end inside."""
+    trainer.wrapper.zero_grad_buffer()
+    flag.now = True
+    forward_backward(trainer, batches(CASE, step, 0, CPU))
+    flag.now = False
+
+
+def pieces(trainer: Trainer) -> list[torch.Tensor]:
+    return [pair.optimizer.grad._local_tensor for pair in trainer.wrapper.engine.pairs]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_stay_attached_in_their_place_for_the_next_replay(
+    one_rank: torch.device, strategy: str
+) -> None:
+    trainer, flag = capturing_trainer(strategy)
+    free_run(trainer, 0, 1, CPU)
+    capture(trainer, flag, 1)
+    before = pieces(trainer)
+    places = [piece.data_ptr() for piece in before]
+    trainer.optimizer.step()
+    trainer.wrapper.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+    after = pieces(trainer)
+    assert [piece.data_ptr() for piece in after] == places
+    assert all(piece.untyped_storage().nbytes() > 0 for piece in after)
+    before[0].fill_(3.0)  # what a replay does
+    assert (after[0] == 3.0).all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nothing_is_gathered_outside_of_a_graph_that_gathers_itself(
+    one_rank: torch.device, strategy: str
+) -> None:
+    trainer, flag = capturing_trainer(strategy)
+    free_run(trainer, 0, 1, CPU)
+    capture(trainer, flag, 1)
+    trainer.optimizer.step()
+    trainer.wrapper.start_param_sync()
+    units = [unit for unit in trainer.wrapper.engine.units if unit.groups]
+    assert {unit.phase for unit in units} == {Phase.SHARDED}
+    assert all(unit.outdated for unit in units)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_weight_is_gathered_inside_the_graph_though_it_was_current(
+    one_rank: torch.device, strategy: str
+) -> None:
+    """A graph captured right after an evaluation must not rely on what that has gathered."""
+    trainer, flag = capturing_trainer(strategy)
+    free_run(trainer, 0, 1, CPU)
+    with torch.no_grad():
+        forward_backward(trainer, batches(CASE, 5, 0, CPU), forward_only=True)
+    gathered: list[int] = []
+    pipeline = trainer.wrapper.engine.gather
+    launch = pipeline.launch
+    pipeline.launch = lambda unit: (gathered.append(unit.ordinal), launch(unit))[1]  # type: ignore
+    capture(trainer, flag, 1)
+    wanted = {unit.ordinal for unit in trainer.wrapper.engine.units if unit.groups}
+    assert set(gathered) == wanted
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_eager_steps_after_a_capture_start_from_no_gradients(
+    one_rank: torch.device, strategy: str
+) -> None:
+    plain, (trainer, flag) = build_trainer(CASE, strategy, CPU), capturing_trainer(strategy)
+    for one in (plain, trainer):
+        free_run(one, 0, 1, CPU)
+    capture(trainer, flag, 1)
+    forward_backward(plain, batches(CASE, 1, 0, CPU))
+    for name, gradient in our_gradients(plain).items():
+        assert torch.equal(gradient, our_gradients(trainer)[name]), name
+    for one in (plain, trainer):
+        one.optimizer.step()
+    for step in (2, 3):
+        mine, theirs = (recorded_step(t, batches(CASE, step, 0, CPU)) for t in (trainer, plain))
+        assert mine.loss == theirs.loss
+        for name, weight in theirs.weights.items():
+            assert torch.equal(weight, mine.weights[name]), f"step {step}: {name}"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_that_a_graph_writes_never_lose_their_storage(
+    one_rank: torch.device, strategy: str
+) -> None:
+    """Not even when an eager step forgets them: the next replay writes to the same addresses."""
+    trainer, flag = capturing_trainer(strategy)
+    free_run(trainer, 0, 1, CPU)
+    capture(trainer, flag, 1)
+    trainer.wrapper.engine.zero_grads()
+    assert all(group.grad.allocated for group in trainer.wrapper.engine.groups)
+
+
+def test_an_evaluation_keeps_the_gradients_of_the_graph(one_rank: torch.device) -> None:
+    trainer, flag = capturing_trainer("optim_grads_params")
+    free_run(trainer, 0, 1, CPU)
+    capture(trainer, flag, 1)
+    places = [piece.data_ptr() for piece in pieces(trainer)]
+    trainer.wrapper.zero_grad_buffer()
+    for flag.now in (False, True, False):
+        with torch.no_grad():
+            forward_backward(trainer, batches(CASE, 5, 0, CPU), forward_only=True)
+    assert [piece.data_ptr() for piece in pieces(trainer)] == places
+
+
+def model(impl: str, scope: Any) -> Any:
+    return SimpleNamespace(cuda_graph_impl=impl, cuda_graph_scope=scope)
+
+
+FULL = [CudaGraphScope.full_iteration]
+
+
+@pytest.mark.parametrize(
+    ("config", "captures"),
+    [
+        (model("local", FULL), True),
+        (model("local", "full_iteration"), True),
+        (model("local", []), False),
+        (model("local", [CudaGraphScope.attn]), False),
+        (model("transformer_engine", [CudaGraphScope.attn]), False),
+        (model("none", None), False),
+        (SimpleNamespace(), False),
+    ],
+)
+def test_only_whole_iterations_may_be_captured(config: Any, captures: bool) -> None:
+    assert cuda_graphs.captures_iteration(config) is captures
+    (rule,) = [rule for rule in support.MODEL_CONFIG_RULES if rule.option == "cuda_graph_impl"]
+    refused = getattr(config, "cuda_graph_impl", "none") != "none" and not captures
+    assert rule.broken(config) is refused
+
+
+def test_what_a_captured_step_excludes_is_told_with_its_remedy() -> None:
+    checked = SimpleNamespace(check_for_nan_in_grad=True)
+    unchecked = SimpleNamespace(check_for_nan_in_grad=False)
+    config = model("local", FULL)
+    assert cuda_graphs.problems(config, unchecked, CUDA) == []
+    assert cuda_graphs.problems(model("none", None), checked, CPU) == []
+    (nan,) = cuda_graphs.problems(config, checked, CUDA)
+    assert "check_for_nan_in_grad=True" in nan and "set it to False" in nan
+    counted = model("local", FULL)
+    counted.calculate_per_token_loss = True
+    (tokens,) = cuda_graphs.problems(counted, unchecked, CUDA)
+    assert "calculate_per_token_loss=True" in tokens and "set it to False" in tokens
+    (cpu,) = cuda_graphs.problems(config, unchecked, CPU)
+    assert "the model is on cpu" in cpu and "use 'none'" in cpu
