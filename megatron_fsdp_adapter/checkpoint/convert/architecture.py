@@ -148,7 +148,9 @@ def to_config(model: Architecture, dtype: torch.dtype, vocab: int) -> dict[str, 
     return config
 
 
-def to_arguments(model: Architecture, style: NameStyle, dtype: torch.dtype, vocab: int) -> Namespace:
+def to_arguments(
+    model: Architecture, style: NameStyle, dtype: torch.dtype, vocab: int
+) -> Namespace:
     """The training arguments of the model that Megatron reads from a checkpoint."""
     arguments = Namespace(
         num_layers=model.layers,

@@ -194,20 +194,20 @@ def convert(
         raise ValueError(f"format {target_format!r} must be one of {', '.join(FORMATS)}")
     _check_target(target)
     opened = open_state(source, source_format, iteration, options)
-    listen = begin or (lambda total: lambda name, nbytes: None)
+    state, listen = opened.state, begin or (lambda total: lambda name, nbytes: None)
     if target_format == HUGGING_FACE:
-        count, nbytes, folder = _write_hugging_face(opened.state, target, options, listen)
+        count, nbytes, folder = _write_hugging_face(state, target, options, listen)
     else:
-        count, nbytes, folder = _write_megatron(opened.state, target, target_format, options, listen)
+        count, nbytes, folder = _write_megatron(state, target, target_format, options, listen)
     return Report(
         source_format=opened.format,
         target_format=target_format,
         folder=folder,
-        iteration=opened.state.iteration,
+        iteration=state.iteration,
         tensors=count,
         nbytes=nbytes,
         memory_bound=opened.memory_bound + 2 * options.block_bytes,
-        dropped=_dropped(opened.state, target_format),
+        dropped=_dropped(state, target_format),
     )
 
 
@@ -228,8 +228,8 @@ def style_of(state: TrainingState, options: Options) -> NameStyle:
         grouped = False
     if not any(map(is_first_linear, state.weights)):
         gated = False
-    options_of = {"--transformer-impl": fused, "--experts": grouped, "--swiglu or --no-swiglu": gated}
-    missing = [option for option, value in options_of.items() if value is None]
+    told = {"--transformer-impl": fused, "--experts": grouped, "--swiglu or --no-swiglu": gated}
+    missing = [option for option, value in told.items() if value is None]
     if missing:
         raise ValueError(
             "the checkpoint has no training arguments that tell which modules the model has; give "

@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed import checkpoint as torch_dcp
@@ -55,7 +55,7 @@ class Contents:
 
     tensors: Mapping[KeyPath, LazyTensor]
     objects: Mapping[KeyPath, Any]
-    files: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+    files: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _DAMAGE = (OSError, EOFError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile)
@@ -91,22 +91,34 @@ class DcpFolder:
         version = str(getattr(metadata, "version", None) or "1")
         if version.split(".")[0] != "1":
             raise ValueError(
-                f"{folder}: version {version} of torch.distributed.checkpoint's format is newer than "
-                "this converter knows (1); update torch and megatron_fsdp_adapter"
+                f"{folder}: version {version} of torch.distributed.checkpoint's format is newer "
+                "than this converter knows (1); update torch and megatron_fsdp_adapter"
             )
         return cls(folder, metadata)
 
     @property
     def tensor_keys(self) -> tuple[str, ...]:
         """Keys of the tensors, in stored order."""
-        stored = self.metadata.state_dict_metadata
-        return tuple(k for k, v in stored.items() if isinstance(v, TensorStorageMetadata))
+        return tuple(filter(self.is_tensor, self.metadata.state_dict_metadata))
 
     @property
     def object_keys(self) -> tuple[str, ...]:
         """Keys of everything else, in stored order."""
         stored = self.metadata.state_dict_metadata
-        return tuple(k for k, v in stored.items() if not isinstance(v, TensorStorageMetadata))
+        return tuple(key for key in stored if not self.is_tensor(key))
+
+    def is_tensor(self, key: str) -> bool:
+        """Whether `key` is a tensor's."""
+        return isinstance(self.metadata.state_dict_metadata[key], TensorStorageMetadata)
+
+    def pieces(self, key: str) -> int:
+        """How many chunks a tensor is stored in."""
+        stored = self.metadata.state_dict_metadata[key]
+        return len(stored.chunks) if isinstance(stored, TensorStorageMetadata) else 1
+
+    def stored_bytes(self, key: str) -> int:
+        """Bytes that an object takes up in its file."""
+        return int(self.metadata.storage_data[MetadataIndex(key)].length)
 
     def path_of(self, key: str) -> KeyPath:
         """Where the value was in the nested state; (key,) if that was not recorded."""
@@ -176,7 +188,9 @@ class DcpFolder:
         try:
             with (self.folder / info.relative_path).open("rb") as file:
                 view = _create_file_view(file, info.offset, info.length)
-                return torch.load(view, map_location="cpu", weights_only=weights_only)
+                return torch.load(
+                    cast(IO[bytes], view), map_location="cpu", weights_only=weights_only
+                )
         except _DAMAGE as error:
             raise ValueError(
                 f"{self.folder}: {index.fqn} cannot be read from {info.relative_path} "

@@ -85,11 +85,11 @@ def contents(state: TrainingState, style: NameStyle) -> Contents:
         styled = deep + styled_name(name, style, moe)
         for kind, moment in moments.items():
             for suffix, part in _halves(name, moment, style).items():
-                tensors[(*_STATE, styled + suffix, kind)] = part
+                tensors["optimizer", "state", styled + suffix, kind] = part
     for name, step in state.steps.items():
         styled = deep + styled_name(name, style, moe)
         for suffix in HALVES if style.gated and is_first_linear(name) else ("",):
-            tensors[(*_STATE, styled + suffix, _STEP)] = from_tensor(step)
+            tensors["optimizer", "state", styled + suffix, _STEP] = from_tensor(step)
     for name, options in state.groups.items():
         styled = deep + styled_name(name, style, moe)
         objects.update({(*_META, styled, option): value for option, value in options.items()})
@@ -200,7 +200,8 @@ def _check_moments(
     problems += [f"{name} has optimizer state, but no parameter group" for name in moments
                  if groups and name not in groups]  # fmt: skip
     if problems:
-        raise ValueError(f"{where} does not fit together:\n" + "\n".join(f"  {p}" for p in problems))
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise ValueError(f"{where} does not fit together:\n{listed}")
 
 
 def _rest(

@@ -47,12 +47,12 @@ _LAYER = {
 }
 _QKV = "self_attention.linear_qkv.weight"
 _QKV_PARTS = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
-_DENSE = {
+_DENSE: Mapping[str, tuple[str, ...]] = {
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
 }
-_ROUTER = {"mlp.router.weight": ("block_sparse_moe.gate.weight",)}
-_EXPERT = {
+_ROUTER: Mapping[str, tuple[str, ...]] = {"mlp.router.weight": ("block_sparse_moe.gate.weight",)}
+_EXPERT: Mapping[str, tuple[str, ...]] = {
     "mlp.experts.{}.linear_fc1.weight": (
         "block_sparse_moe.experts.{}.w1.weight",
         "block_sparse_moe.experts.{}.w3.weight",
@@ -132,16 +132,16 @@ def _pieces(model: Architecture) -> Iterator[tuple[str, tuple[str, ...]]]:
     for ours, theirs in _TOP.items():
         if not (model.tied and ours == OUTPUT):
             yield ours, (theirs,)
-    experts = [
-        (ours.format(e), tuple(name.format(e) for name in theirs))
-        for e in range(model.experts)
-        for ours, theirs in _EXPERT.items()
-    ]
-    inside = {ours: (theirs,) for ours, theirs in _LAYER.items()}
-    inside |= {_QKV: _QKV_PARTS, **(_ROUTER if model.experts else _DENSE), **dict(experts)}
+    inside: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in _LAYER.items()}
+    inside[_QKV] = _QKV_PARTS
+    inside.update(_ROUTER if model.experts else _DENSE)
+    for e in range(model.experts):
+        for ours, names in _EXPERT.items():
+            inside[ours.format(e)] = tuple(name.format(e) for name in names)
     for layer in range(model.layers):
+        prefix = f"model.layers.{layer}."
         for ours, names in inside.items():
-            yield f"decoder.layers.{layer}.{ours}", tuple(f"model.layers.{layer}.{n}" for n in names)
+            yield f"decoder.layers.{layer}.{ours}", tuple(prefix + name for name in names)
 
 
 def _shapes(model: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -194,9 +194,9 @@ def _check_names(found: Mapping[str, LazyTensor], wanted: set[str], where: objec
     missing = sorted(wanted - set(found))
     extra = sorted(name for name in set(found) - wanted if not name.endswith(_COMPUTED))
     if missing or extra:
-        lines = [f"  missing ({len(missing)}): {', '.join(missing[:8])}"] if missing else []
-        lines += [f"  without a counterpart ({len(extra)}): {', '.join(extra[:8])}"] if extra else []
-        raise ValueError(f"the weights of {where} are not those of its config:\n" + "\n".join(lines))
+        kinds = (("missing", missing), ("without a counterpart", extra))
+        lines = [f"\n  {kind} ({len(n)}): {', '.join(n[:8])}" for kind, n in kinds if n]
+        raise ValueError(f"the weights of {where} are not those of its config:{''.join(lines)}")
 
 
 def _check_shapes(found: Mapping[str, LazyTensor], model: Architecture, where: object) -> None:

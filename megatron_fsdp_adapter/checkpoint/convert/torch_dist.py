@@ -1,4 +1,4 @@
-"""`torch_dist` folders of megatron-core 0.16.1: layers and experts stacked, optimizer in model space.
+"""`torch_dist` folders of megatron-core 0.16.1: stacked layers and experts, optimizer alike.
 
     decoder.layers.NAME                    all layers in one tensor, (layers, ...)
     decoder.layers.mlp.experts.experts.NAME             and experts, (layers, experts, ...)
@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> Train
     format or a newer version, if its optimizer is not in model space, or if files are damaged.
     """
     _check_config(folder.folder)
-    common = _load_common(folder.folder)
+    common = load_common(folder.folder)
     if not weights_only:
         _check_optimizer(folder)
     model: dict[str, LazyTensor] = {}
@@ -109,7 +109,7 @@ def contents(state: TrainingState, style: NameStyle) -> Contents:
     `--dist-ckpt-optim-fully-reshardable`; weights in the dtype that the model computes in."""
     tensors, objects = _leaves(state, style)
     rng, common = _common_state(state, style)
-    files = {
+    files: dict[str, Callable[[Path], Any]] = {
         COMMON: functools.partial(torch.save, common),
         CONFIG: lambda path: path.write_text(json.dumps(BACKENDS)),
     }
@@ -296,9 +296,9 @@ def _common_state(
     rng: dict[KeyPath, Any] = {}
     if all(found.values()):
         grid = [(int(m[1]), int(m[2])) for m in found.values() if m]
-        pipeline, tensor = (1 + max(numbers) for numbers in zip(*grid, strict=True)) if grid else (0, 0)
-        for (key, value), (pp, tp) in zip(places.items(), grid, strict=True):
-            rng[(f"rng_state/shard_{pp}.{tp}_{pipeline}.{tensor}",)] = [value]
+        size = ".".join(str(1 + max(numbers)) for numbers in zip(*grid, strict=True))
+        for value, (pp, tp) in zip(places.values(), grid, strict=True):
+            rng[(f"rng_state/shard_{pp}.{tp}_{size}",)] = [value]
     else:
         record["rng_state"] = places  # of a script with another way to save it
     if state.moments:
@@ -357,14 +357,15 @@ def _check_config(folder: Path) -> None:
             raise ValueError(f"{folder / CONFIG}: {name}={value!r}, only {known!r} can be read")
 
 
-def _load_common(folder: Path) -> dict[str, Any]:
+def load_common(folder: Path) -> dict[str, Any]:
+    """What common.pt of a folder holds. ValueError if it is missing or damaged."""
     path = folder / COMMON
     if not path.is_file():
         raise ValueError(f"{folder} is half-written: it has no {COMMON}")
     try:
         common = torch.load(path, map_location="cpu", weights_only=False)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{path} holds an object of {error.name}, which is not installed") from error
+        raise ValueError(f"{path} holds an object of {error.name}: install that") from error
     except Exception as error:
         # pickle raises whatever the damaged bytes happen to spell
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
@@ -377,7 +378,7 @@ def _check_optimizer(folder: DcpFolder) -> None:
     buckets = [key for key in folder.tensor_keys if _BUCKETS.match(key)]
     if buckets:
         raise ValueError(
-            f"{folder.folder}: the distributed optimizer is stored as flat buckets (dp_reshardable, "
+            f"{folder.folder}: the optimizer is stored as flat buckets (dp_reshardable, "
             f"{buckets[0]}), and only the model object knows which parameter lies where in them; "
             "load it with Megatron and save it again with --dist-ckpt-optim-fully-reshardable, or "
             "convert the weights only"

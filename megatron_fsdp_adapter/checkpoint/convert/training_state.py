@@ -4,8 +4,10 @@ The same parameter has different names with Transformer Engine's layers and with
 each format. Here a name is that of core's own layers with one module per expert, numbered over the
 whole model, nothing split or stacked:
 
-    decoder.layers.3.input_layernorm.weight        TE: ...3.self_attention.linear_qkv.layer_norm_weight
-    decoder.layers.3.pre_mlp_layernorm.weight      TE, dense: ...3.mlp.linear_fc1.layer_norm_weight
+    decoder.layers.3.input_layernorm.weight
+        TE: ...3.self_attention.linear_qkv.layer_norm_weight
+    decoder.layers.3.pre_mlp_layernorm.weight
+        TE, dense: ...3.mlp.linear_fc1.layer_norm_weight
     decoder.layers.3.mlp.linear_fc1.weight         gate half over linear half, if gated
     decoder.layers.3.mlp.experts.7.linear_fc1.weight
         SequentialMLP: ...mlp.experts.local_experts.7.linear_fc1.weight
@@ -39,7 +41,9 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(linear_fc\d)\.(weight|bias)")
 _LAYER = re.compile(r"(.*layers\.\d+)\.(.+)")
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
 _PARAMETER = re.compile(r"(?:.+\.)?(?:weight|bias)")
-_FIRST_LINEAR = re.compile(r".*mlp\.(?:shared_experts\.|experts\.\d+\.)?linear_fc1\.(?:weight|bias)")
+_FIRST_LINEAR = re.compile(
+    r".*mlp\.(?:shared_experts\.|experts\.\d+\.)?linear_fc1\.(?:weight|bias)"
+)
 
 
 @dataclass(frozen=True)
