@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -148,7 +149,13 @@ def open_state(
 ) -> Opened:
     """The state at `path`, tensors lazy. Raises FileNotFoundError or ValueError with one message
     that says what is wrong with it."""
-    options = options or Options()
+    with _naming(path):
+        return _open(path, source_format, iteration, options or Options())
+
+
+def _open(
+    path: Path, source_format: str | None, iteration: int | None, options: Options
+) -> Opened:
     found = source_format or detect_format(path, iteration)
     if found not in FORMATS:
         raise ValueError(f"format {found!r} must be one of {', '.join(FORMATS)}")
@@ -195,10 +202,11 @@ def convert(
     _check_target(target)
     opened = open_state(source, source_format, iteration, options)
     state, listen = opened.state, begin or (lambda total: lambda name, nbytes: None)
-    if target_format == HUGGING_FACE:
-        count, nbytes, folder = _write_hugging_face(state, target, options, listen)
-    else:
-        count, nbytes, folder = _write_megatron(state, target, target_format, options, listen)
+    with _naming(source):
+        if target_format == HUGGING_FACE:
+            count, nbytes, folder = _write_hugging_face(state, target, options, listen)
+        else:
+            count, nbytes, folder = _write_megatron(state, target, target_format, options, listen)
     return Report(
         source_format=opened.format,
         target_format=target_format,
@@ -236,6 +244,17 @@ def style_of(state: TrainingState, options: Options) -> NameStyle:
             + ", ".join(missing)
         )
     return NameStyle(bool(fused), bool(grouped), bool(gated))
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Puts the checkpoint's path in front of errors that do not say which one is meant."""
+    try:
+        yield
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _hugging_face_style(options: Options) -> NameStyle:

@@ -174,7 +174,8 @@ def _write_file(
         file.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in tensors.items():
             for block in _blocks_of(tensor, block_bytes):
-                file.write(memoryview(block.reshape(-1).view(torch.uint8).numpy()))
+                raw: Any = block.reshape(-1).view(torch.uint8).numpy()
+                file.write(raw)
                 progress(name, block.nbytes)
 
 
