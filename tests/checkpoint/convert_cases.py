@@ -61,7 +61,8 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
         at = f"decoder.layers.{layer}."
         moe = model.experts and layer >= model.dense_layers
         qkv = "self_attention.linear_qkv."
-        found[at + (f"{qkv}layer_norm_weight" if model.te else "input_layernorm.weight")] = (HIDDEN,)
+        norm = f"{qkv}layer_norm_weight" if model.te else "input_layernorm.weight"
+        found[at + norm] = (HIDDEN,)
         found[f"{at}{qkv}weight"] = ((HEADS + 2 * GROUPS) * HEAD, HIDDEN)
         found[f"{at}self_attention.linear_proj.weight"] = (HIDDEN, HEADS * HEAD)
         fused = model.te and not moe

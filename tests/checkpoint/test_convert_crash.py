@@ -91,7 +91,7 @@ def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, to: str) -> None:
 
         return advance
 
-    with pytest.raises(BaseException) as caught:  # noqa: B017, PT011
+    with pytest.raises(BaseException) as caught:
         convert(source, tmp_path / "b", to, options=Options(block_bytes=2000), begin=begin)
     assert isinstance(caught.value, KeyboardInterrupt), repr(caught.value)
     assert blocks == 9

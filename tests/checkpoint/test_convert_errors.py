@@ -215,8 +215,9 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
     ("group not told", two_groups, "fsdp_dtensor", "2 parameter groups"),
     ("no groups", no_groups, "fsdp_dtensor", "no parameter groups"),
     ("no arguments", no_arguments, "fsdp_dtensor", "--transformer-impl.*--swiglu"),
-    ("weights of another model", lambda r: fsdp(r, lambda s: pop_one(s, "layers.0.mlp.linear_fc2.weight")),
-     "huggingface", "missing.*fc2|which has no weight"),
+    ("a weight is missing",
+     lambda r: fsdp(r, lambda s: pop_one(s, "layers.0.mlp.linear_fc2.weight")), "huggingface",
+     "missing.*fc2|which has no weight"),
     # Hugging Face
     ("truncated safetensors", lambda r: changed_file(hugging_face(r), lambda b: b[:-50]),
      "fsdp_dtensor", "truncated or damaged"),

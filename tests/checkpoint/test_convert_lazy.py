@@ -28,7 +28,9 @@ CASES = {
         torch.cat([X, torch.zeros(2, 3)]),
     ),
     "nested": (
-        lazy.stack([lazy.concat([lazy.narrow(lazy.from_tensor(X), 3, 2), lazy.from_tensor(Y)])] * 2),
+        lazy.stack(
+            [lazy.concat([lazy.narrow(lazy.from_tensor(X), 3, 2), lazy.from_tensor(Y)])] * 2
+        ),
         torch.stack([torch.cat([X[3:], Y])] * 2),
     ),
     "rounded on the way": (

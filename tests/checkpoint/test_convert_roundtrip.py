@@ -1,4 +1,4 @@
-"""There and back between formats is the identity, bit for bit; and the formats are the right ones."""
+"""There and back between formats is the identity, bit for bit; and the formats are right."""
 
 from __future__ import annotations
 

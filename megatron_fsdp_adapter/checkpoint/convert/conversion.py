@@ -2,7 +2,9 @@
 
 Every format is read into a `TrainingState` of lazy tensors and written from one, so any format
 goes into any other. What is in memory at a time is bounded by the largest stored chunk of the
-source and a few blocks, however large the model is (`memory_bound`).
+source and a few blocks, however large the model is: `2 * chunk + 5 * block` bytes. torch holds a
+chunk twice while it reads it. Of the blocks, DCP's writer keeps the one before and copies the one it
+writes; a block that is cast has another one, at most twice as large, beside it.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class Report:
     """What a conversion did.
 
     folder: where the result is; tensors, nbytes: how many and how large; memory_bound: bytes that
-    tensors took up at most; dropped: keys of the source that the other format has no place for.
+    tensors took up at most at a time; dropped: keys of the source that the other format has no place for.
     """
 
     source_format: str
@@ -111,13 +113,14 @@ class Report:
 class Opened:
     """A checkpoint that was found and read as far as its structure.
 
-    memory_bound: bytes of it that have to be in memory at once, beside blocks.
+    largest_chunk: bytes of it that have to be in memory to read any part of them; 0 if any part
+    of a tensor can be read by itself.
     """
 
     format: str
     folder: Path
     state: TrainingState
-    memory_bound: int
+    largest_chunk: int
 
 
 def detect_format(path: Path, iteration: int | None = None) -> str:
@@ -214,7 +217,7 @@ def convert(
         iteration=state.iteration,
         tensors=count,
         nbytes=nbytes,
-        memory_bound=opened.memory_bound + 2 * options.block_bytes,
+        memory_bound=2 * opened.largest_chunk + 5 * options.block_bytes,
         dropped=_dropped(state, target_format),
     )
 

@@ -192,6 +192,8 @@ class DcpFolder:
                     cast(IO[bytes], view), map_location="cpu", weights_only=weights_only
                 )
         except _DAMAGE as error:
+            if "allocate memory" in str(error):
+                raise  # torch has no error of its own for it
             raise ValueError(
                 f"{self.folder}: {index.fqn} cannot be read from {info.relative_path} "
                 f"({type(error).__name__}: {str(error).splitlines()[0]}); the file is damaged"

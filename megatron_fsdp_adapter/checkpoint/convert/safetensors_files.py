@@ -1,23 +1,23 @@
 """Folders of safetensors files, as `transformers` writes them; read and written block by block.
 
-Files are read with the `safetensors` package, which maps them into memory: what has been read is
-the system's to keep or drop. It can only write whole files that are in memory, so the writer is
-our own: eight bytes of header length, a JSON header, then the tensors' bytes in order.
+A file is eight bytes of header length, a JSON header, then the tensors' bytes in order. The
+`safetensors` package checks files before anything is read. It maps whole files into memory to read
+and takes whole files from memory to write, so the bytes themselves are read and written here.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import Progress
-from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Shape, _slices, blocks
+from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Shape, blocks
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -105,43 +105,51 @@ def _files(folder: Path) -> dict[Path, list[str]]:
     return files
 
 
-@dataclass
-class _OpenFile:
-    """One file at a time is mapped."""
-
-    path: Path | None = None
-    handle: Any = None
-
-    def get(self, path: Path) -> Any:
-        if self.path != path:
-            from safetensors import SafetensorError, safe_open
-
-            self.handle = None
-            try:
-                self.handle = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path} is truncated or damaged: {error}") from error
-            self.path = path
-        return self.handle
-
-
 def _tensors_of(path: Path) -> dict[str, LazyTensor]:
-    opened = _OpenFile()
-    handle = opened.get(path)
-    return {name: _lazy(opened, path, name, handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is truncated or damaged: {error}") from error
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {name: _lazy(path, 8 + length, name, entry) for name, entry in header.items()}
 
 
-def _lazy(opened: _OpenFile, path: Path, name: str, view: Any) -> LazyTensor:
-    stored = view.get_dtype()
-    if stored not in DTYPES:
-        raise ValueError(f"{path}: {name} is stored as {stored}, which cannot be converted")
+def _lazy(path: Path, data: int, name: str, entry: Mapping[str, Any]) -> LazyTensor:
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"{path}: {name} is stored as {entry['dtype']}, which cannot be converted")
+    shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+    start = data + entry["data_offsets"][0]
 
     def fill(offsets: Shape, out: torch.Tensor) -> None:
-        part = opened.get(path).get_slice(name)
-        # A 0-D tensor has no slices.
-        out.copy_(part[_slices(offsets, tuple(out.shape))] if offsets else part[:])
+        with path.open("rb") as file:
+            _read_block(file, start, shape, offsets, out)
 
-    return LazyTensor(tuple(view.get_shape()), DTYPES[stored], fill)
+    return LazyTensor(shape, dtype, fill)
+
+
+def _read_block(
+    file: BinaryIO, start: int, shape: Shape, offsets: Shape, out: torch.Tensor
+) -> None:
+    """Reads the block at `offsets` of a tensor of `shape` whose bytes begin at `start`."""
+    if tuple(out.shape[1:]) != shape[1:]:
+        row = math.prod(shape[1:]) * out.element_size()
+        for i, part in enumerate(out.unbind(0)):
+            _read_block(file, start + (offsets[0] + i) * row, shape[1:], offsets[1:], part)
+        return
+    skipped = offsets[0] * math.prod(shape[1:]) if shape else 0
+    file.seek(start + skipped * out.element_size())
+    buffer = out if out.is_contiguous() else torch.empty_like(out).contiguous()
+    raw: Any = buffer.reshape(-1).view(torch.uint8).numpy()
+    if file.readinto(raw) != buffer.nbytes:  # type: ignore[attr-defined]
+        raise ValueError(f"{file.name} ends in the middle of a tensor")
+    if buffer is not out:
+        out.copy_(buffer)
 
 
 def _partition(tensors: Mapping[str, LazyTensor], limit: int) -> list[list[str]]:
