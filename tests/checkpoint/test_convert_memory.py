@@ -89,9 +89,9 @@ def run(
     ("source", "to"),
     [
         ("fsdp_dtensor", "torch_dist"),
-        ("fsdp_dtensor", "huggingface"),
+        pytest.param("fsdp_dtensor", "huggingface", marks=pytest.mark.full),
         pytest.param("torch_dist", "fsdp_dtensor", marks=pytest.mark.full),
-        ("huggingface", "fsdp_dtensor"),
+        pytest.param("huggingface", "fsdp_dtensor", marks=pytest.mark.full),
     ],
 )
 def test_the_bound_holds_under_a_limit_of_the_kernel(
@@ -103,6 +103,7 @@ def test_the_bound_holds_under_a_limit_of_the_kernel(
     assert nbytes > 2 * 32 * MIB and bound <= BOUND
 
 
+@pytest.mark.full
 def test_the_limit_is_felt(tmp_path: Path, sources: dict[str, tuple[Path, Path]]) -> None:
     """The same with blocks of a whole tensor does not get by."""
     done = run(sources["fsdp_dtensor"], tmp_path / "out", "torch_dist", 64 * MIB)

@@ -3,8 +3,8 @@
 Every format is read into a `TrainingState` of lazy tensors and written from one, so any format
 goes into any other. What is in memory at a time is bounded by the largest stored chunk of the
 source and a few blocks, however large the model is: `2 * chunk + 5 * block` bytes. torch holds a
-chunk twice while it reads it. Of the blocks, DCP's writer keeps the one before and copies the one it
-writes; a block that is cast has another one, at most twice as large, beside it.
+chunk twice while it reads it. DCP's writer keeps the block before and copies the one it writes; a
+block that is cast has another one, at most twice as large, beside it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class Report:
     """What a conversion did.
 
     folder: where the result is; tensors, nbytes: how many and how large; memory_bound: bytes that
-    tensors took up at most at a time; dropped: keys of the source that the other format has no place for.
+    tensors took up at most at a time; dropped: keys of the source that have no place in the other
+    format.
     """
 
     source_format: str
