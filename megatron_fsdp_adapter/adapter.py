@@ -21,7 +21,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from . import arguments, ddp_options, staging_options, support, validation
+from . import arguments, checkpoint_drivers, ddp_options, staging_options, support, validation
 from . import optimizer as optimizer_seam
 from .config import forced_overlaps
 from .description import describe
@@ -203,6 +203,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             ],
         )
         optimizer_seam.install()
+        if installed():
+            checkpoint_drivers.install()
         self.disable_bucketing = disable_bucketing
         self.bucket_size = None
         # Not `pg_collection`: Megatron takes an attribute of that name for the model's.
@@ -228,8 +230,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         # RNG states are left alone: nothing here draws numbers, so they are as the caller seeded
         # them. Copying the first tensor-parallel rank's to the others, as is done elsewhere after
         # materialising weights, would give all of them the same dropout in what they split.
-        refused = support.problems(self.config, support.CHECKPOINT_RULES)
-        register_state_dict_hooks(self.module, self.engine, refused)
+        register_state_dict_hooks(self.module, self.engine)
         refuse_conversions(self, self.engine)
         self._announce(forced)
 
@@ -407,8 +408,12 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.module.load_state_dict(state_dict, strict=strict)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The state dict; there is one form only."""
-        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+        """The state dict under the names of the whole model; see `checkpoint.names`."""
+        return self.module.state_dict_for_save_checkpoint(prefix, keep_vars)
+
+    def checkpoint_keys(self) -> frozenset[str]:
+        """The keys of `state_dict_for_save_checkpoint`."""
+        return self.module.checkpoint_keys()
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Only for `torch_dist`: raises RuntimeError."""

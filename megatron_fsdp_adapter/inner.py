@@ -38,6 +38,14 @@ class ShardedModule(ShardedStateDict, MegatronModule):
                 raise
             return super().get_parameter(target.removeprefix("module."))
 
+    def state_dict_for_save_checkpoint(
+        self, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """`checkpoint_state_dict`. Megatron's own split of SwiGLU and numbering of experts, which
+        it applies to this, then find nothing left to do."""
+        state = self.checkpoint_state_dict(keep_vars)
+        return {prefix + key: value for key, value in state.items()}
+
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Only for `torch_dist`, which cannot describe these shards."""
         raise RuntimeError(

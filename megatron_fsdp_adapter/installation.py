@@ -107,7 +107,7 @@ def install() -> None:
     later call also reaches names that were bound to the originals in between. Raises
     RuntimeError, before anything is changed, with every name that this Megatron-Core lacks.
     """
-    from megatron_fsdp_adapter import fused_wgrad, optimizer
+    from megatron_fsdp_adapter import checkpoint_drivers, fused_wgrad, optimizer
 
     missing = [*missing_names(), *optimizer.missing()]
     if missing:
@@ -117,6 +117,7 @@ def install() -> None:
         )
     optimizer.install()
     fused_wgrad.install()
+    checkpoint_drivers.install()
     for rebinding in REBINDINGS:
         module = _module_of(rebinding)
         if module is None:
@@ -133,7 +134,7 @@ def uninstall() -> None:
 
     Wrappers that were already constructed stay what they are.
     """
-    from megatron_fsdp_adapter import fused_wgrad, optimizer
+    from megatron_fsdp_adapter import checkpoint_drivers, fused_wgrad, optimizer
 
     for rebinding in reversed(REBINDINGS):
         module = sys.modules.get(rebinding.module)
@@ -148,6 +149,7 @@ def uninstall() -> None:
             delattr(module, _ORIGINALS)
     optimizer.uninstall()
     fused_wgrad.uninstall()
+    checkpoint_drivers.uninstall()
 
 
 def installed() -> bool:

@@ -22,7 +22,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from . import support
+from . import optimizer_state, support
 from .local_optimizer import LocalShards, adopt, initialize_state
 
 # The methods of DistributedOptimizer.
@@ -197,17 +197,52 @@ def _clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
     return norm
 
 
+def _param_name(original: Callable[..., str], self: Any, param: Any) -> str:
+    """Names of the whole model; 0.16.1 numbers layers from the stage's first, and fails where two
+    model chunks of a rank have the same names."""
+    ours = _our_chunks(self)
+    if not ours:
+        return original(self, param)
+    if not hasattr(self, "param_to_name"):
+        self.param_to_name = optimizer_state.parameter_names(ours)
+        self.halved_names = optimizer_state.halved_names(ours)
+    return self.param_to_name[param]
+
+
+def _params_by_name(self: Any) -> dict[str, Any]:
+    params = [param for group in self.optimizer.param_groups for param in group["params"]]
+    return {self._param_name(param): param for param in params}
+
+
 def _save_state(original: Callable[..., Any], self: Any, is_loading: bool = False) -> Any:
-    """Every rank emits the same keys: state exists for every parameter, steps or no steps."""
-    if _our_chunks(self):
-        config = self.model_chunks[0].config
-        support.raise_problems(
-            "The optimizer's state dict", support.problems(config, support.CHECKPOINT_RULES)
-        )
-        initialize_state(self.optimizer)
-        for chunk in self.model_chunks:
-            chunk.engine.show_optimizer_params()
-    return original(self, is_loading)
+    """Every rank emits the same keys for the same parameters: state exists for each of them, steps
+    or no steps."""
+    if not _our_chunks(self):
+        return original(self, is_loading)
+    initialize_state(self.optimizer)
+    for chunk in self.model_chunks:
+        chunk.engine.show_optimizer_params()
+    params = _params_by_name(self)
+    state = original(self, is_loading)
+    cut = optimizer_state.in_pieces(state[optimizer_state.STATE], params, self.halved_names)
+    return {**state, optimizer_state.STATE: cut}
+
+
+def _load_state(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
+    """What `_save_state` gave, or a load of it, with values sharded as they are here."""
+    if not _our_chunks(self) or optimizer_state.META not in state_dict:
+        original(self, state_dict)
+        return
+    initialize_state(self.optimizer)
+    params = _params_by_name(self)
+    own = {name: self.optimizer.state[param] for name, param in params.items()}
+    state = optimizer_state.joined(
+        state_dict[optimizer_state.STATE], own, params, self.halved_names
+    )
+    meta = optimizer_state.with_own_split(
+        state_dict[optimizer_state.META], self.optimizer.param_groups, self.param_to_name
+    )
+    original(self, {optimizer_state.STATE: state, optimizer_state.META: meta})
 
 
 REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
@@ -220,7 +255,9 @@ REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (DistributedOptimizer, "count_zeros", _count_zeros),
     (DistributedOptimizer, "_init_optimizer_states_with_dummy_values", _init_states),
     (DistributedOptimizer, "_collect_main_grad_data_for_unscaling", _unscaling_data),
+    (DistributedOptimizer, "_param_name", _param_name),
     (DistributedOptimizer, "sharded_param_state_fsdp_dtensor", _save_state),
+    (DistributedOptimizer, "load_state_dict", _load_state),
 )
 
 

@@ -5,7 +5,7 @@ and guards against what would detach its parameters from their buffers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,17 @@ from torch import nn
 
 from . import support
 from .checkpoint.chunks import LayoutRef, attach_chunks, copy_chunks
+from .checkpoint.names import GlobalNames, global_names
 from .engine.engine import FsdpEngine
 from .engine.identity import ParamPair
+from .model_state import (
+    checkpoint_form,
+    chosen_form,
+    copy_values,
+    load_problems,
+    module_form,
+    values_of,
+)
 
 
 @torch.compiler.disable
@@ -73,7 +82,8 @@ class ShardedStateDict(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Optimizer parameters (DTensors that share storage with the main weights and know their
-        place in a checkpoint) and persistent buffers. Keys begin with "module."."""
+        place in a checkpoint) and persistent buffers. Keys are the module's own names, which begin
+        with "module."; see `checkpoint_state_dict` for those of the whole model."""
         result = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         for key, param in self._params_by_key().items():
@@ -81,6 +91,34 @@ class ShardedStateDict(nn.Module):
             if value is not None and value is not param:
                 copy_chunks(param, value)  # type: ignore[arg-type]
         return result
+
+    def checkpoint_state_dict(self, keep_vars: bool = False) -> dict[str, Any]:
+        """The same values under the names, and in the pieces, that a checkpoint has on every rank
+        (`checkpoint.names`). Pieces are views of the main weights.
+
+        Raises ValueError naming the parameters that tensor parallelism splits in a way that a
+        checkpoint cannot describe.
+        """
+        params = self._params_by_key()
+        plain = super().state_dict(keep_vars=keep_vars)
+        form = checkpoint_form(plain, self._checkpoint_names(params))
+        return values_of(form, params, plain)
+
+    def checkpoint_keys(self) -> frozenset[str]:
+        """The keys of `checkpoint_state_dict`."""
+        names = self._checkpoint_names(self._params_by_key())
+        return frozenset(checkpoint_form(super().state_dict(), names))
+
+    def _checkpoint_names(self, params: Mapping[str, nn.Parameter]) -> GlobalNames:
+        names = global_names(self)
+        mixed = [
+            f"{name}: tensor parallelism cuts it into slices that do not join into one tensor; "
+            "use tensor_model_parallel_size=1 for checkpoints of this kind of layer"
+            for name, param in params.items()
+            if names.is_interleaved(name) and param.fsdp_layout_ref.tp_offset is not None  # type: ignore[attr-defined]
+        ]
+        support.raise_problems("A checkpoint of this model", mixed)
+        return names
 
     def _params_by_key(self) -> dict[str, nn.Parameter]:
         """State-dict keys and their optimizer parameters. Keys are not parameter names: a
@@ -94,10 +132,10 @@ class ShardedStateDict(nn.Module):
     ) -> Any:
         """Copies values into the main weights and refreshes the compute weights.
 
-        Keys are those of `state_dict()`, or the same one "module." shorter or longer. A value is a
-        DTensor sharded like ours, or a plain tensor of the module's own shape, of which this rank
-        takes its rows. ValueError lists missing, unexpected (if `strict`) and mis-shaped entries
-        before anything is written.
+        Keys are those of `state_dict()` or of `checkpoint_state_dict()`, or the same one "module."
+        shorter or longer. A value is a DTensor sharded like ours, or a plain tensor of the
+        module's own shape, of which this rank takes its rows. ValueError lists missing, unexpected
+        (if `strict`) and mis-shaped entries before anything is written.
         """
         if assign:
             raise ValueError(
@@ -105,16 +143,15 @@ class ShardedStateDict(nn.Module):
                 "replaced; use assign=False"
             )
         params = self._params_by_key()
-        own = set(super().state_dict())
-        values = {_own_key(key, own): value for key, value in state_dict.items()}
-        found = _load_problems(params, own, values, strict)
+        own = list(super().state_dict())
+        forms = (module_form(own), checkpoint_form(own, global_names(self)))
+        form, keys = chosen_form(forms, state_dict)
+        values = {keys[key]: value for key, value in state_dict.items()}
+        found = load_problems(form, params, values, strict)
         if found:
             raise ValueError("load_state_dict:\n" + "\n".join(f"  - {line}" for line in found))
         with torch.no_grad():
-            for name, param in params.items():
-                if name in values:
-                    _copy_into(param, values[name])
-        rest = {key: value for key, value in values.items() if key not in params}
+            rest = copy_values(form, params, values)
         result = super().load_state_dict(rest, strict=False)
         self.engine.main_weights_changed()
         return result
@@ -131,15 +168,12 @@ def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
     attach_chunks(param, ref.chunks())  # type: ignore[arg-type]
 
 
-def register_state_dict_hooks(
-    module: nn.Module, engine: FsdpEngine, refused: Sequence[str] = ()
-) -> None:
+def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
     """A state dict of any module below shows main weights, and a load into any refreshes the
-    compute weights. With `refused` reasons taking one raises."""
+    compute weights."""
     ref = weakref.ref(engine)
 
     def before_save(*_: Any) -> None:
-        support.raise_problems("state_dict", list(refused))
         alive = ref()
         if alive is not None:
             alive.show_optimizer_params()
@@ -185,47 +219,3 @@ def _apply_guard(
         return alive
 
     return apply
-
-
-def _own_key(key: str, own: set[str]) -> str:
-    """`key` at the depth of `own` keys: some callers strip or add one "module."."""
-    for candidate in (key, f"module.{key}", key.removeprefix("module.")):
-        if candidate in own:
-            return candidate
-    return key
-
-
-def _load_problems(
-    params: Mapping[str, nn.Parameter], own: set[str], values: Mapping[str, Any], strict: bool
-) -> list[str]:
-    found = []
-    if strict:
-        found += [f"missing: {key}" for key in sorted(own - set(values))
-                  if not key.endswith("_extra_state")]
-        found += [f"unexpected: {key}" for key in sorted(set(values) - own)
-                  if not key.endswith("_extra_state")]
-    for name, param in params.items():
-        value = values.get(name)
-        if value is not None and tuple(value.shape) != _shape_for(param, value):
-            found.append(f"{name}: shape {tuple(value.shape)}, expected {_shape_for(param, value)}")
-    return found
-
-
-def _shape_for(param: nn.Parameter, value: torch.Tensor) -> tuple[int, ...]:
-    """The shape that `value` must have: for a DTensor the whole tensor's, for a plain one that of
-    the module's parameter, which tensor parallelism may have split."""
-    if hasattr(value, "_local_tensor"):
-        return tuple(param.shape)
-    return param.fsdp_layout_ref.shape  # type: ignore[attr-defined]
-
-
-def _copy_into(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Writes this rank's rows of `value` into the optimizer parameter `param`."""
-    local = param._local_tensor  # type: ignore[attr-defined]
-    if hasattr(value, "_local_tensor"):
-        source = value._local_tensor
-    else:
-        held = param.megatron_fsdp_slice  # type: ignore[attr-defined]
-        source = value.detach().reshape(-1)[held].view(local.shape)
-    if source.data_ptr() != local.data_ptr():
-        local.copy_(source)

@@ -22,10 +22,6 @@ class Rule:
     message: str
 
 
-def _above_one(option: str, message: str) -> Rule:
-    return Rule(option, lambda config: (getattr(config, option, 1) or 1) > 1, message)
-
-
 def _is_on(option: str, message: str) -> Rule:
     return Rule(option, lambda config: bool(getattr(config, option, False)), message)
 
@@ -69,39 +65,6 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         "hybrid_context_parallel", "its schedule changes groups between batches; set it to False"
     ),
 )
-
-_LATER = "set it to 1 to save or load; resharding checkpoints are coming"
-
-CHECKPOINT_RULES: tuple[Rule, ...] = (
-    _above_one(
-        "pipeline_model_parallel_size",
-        "layer numbers in state dict keys are local to a pipeline stage: a checkpoint would mix up "
-        f"layers; {_LATER}",
-    ),
-    _above_one(
-        "virtual_pipeline_model_parallel_size",
-        "layer numbers in state dict keys are local to a model chunk: a checkpoint would mix up "
-        "layers; leave it unset to save or load; resharding checkpoints are coming",
-    ),
-    _above_one(
-        "tensor_model_parallel_size",
-        "every tensor-parallel rank would write its slice as if it were the whole weight; "
-        f"{_LATER}",
-    ),
-    Rule(
-        "expert_tensor_parallel_size",
-        lambda config: (
-            bool(config.num_moe_experts) and (config.expert_tensor_parallel_size or 1) > 1
-        ),
-        "every tensor-parallel rank would write its slice as if it were the whole weight; "
-        f"{_LATER}",
-    ),
-    _above_one(
-        "expert_model_parallel_size",
-        f"expert numbers in state dict keys are local to a rank; {_LATER}",
-    ),
-)
-"""What keeps a model that trains from being saved or loaded."""
 
 
 def _moment_dtype(option: str) -> Rule:

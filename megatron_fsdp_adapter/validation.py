@@ -18,7 +18,6 @@ import torch
 from .config import STRATEGIES
 from .ddp_options import DDP_CONFIG_RULES
 from .support import (
-    CHECKPOINT_RULES,
     MODEL_CONFIG_RULES,
     OPTIMIZER_CONFIG_RULES,
     Rule,
@@ -212,14 +211,12 @@ def launch_problems(args: Any, environment: Mapping[str, str]) -> list[str]:
     """Everything wrong with Megatron-LM's arguments (parsed, not yet validated by Megatron) and
     the environment of a run with `--use-megatron-fsdp`. One line each."""
     options = launch_options(args)
-    checkpoints = bool(getattr(args, "save", None) or getattr(args, "load", None))
     return _unique(
         connections_problems(environment),
         problems(options, LAUNCH_RULES),
         problems(options, DDP_CONFIG_RULES),
         problems(options, MODEL_CONFIG_RULES),
         problems(options, OPTIMIZER_CONFIG_RULES),
-        problems(options, CHECKPOINT_RULES) if checkpoints else [],
         folder_problems("load", getattr(args, "load", None)),
         folder_problems("pretrained_checkpoint", getattr(args, "pretrained_checkpoint", None)),
     )
@@ -236,7 +233,6 @@ def bridge_problems(cfg: Any, environment: Mapping[str, str]) -> list[str]:
         _below("model", cfg.model, MODEL_CONFIG_RULES),
         _below("optimizer", cfg.optimizer, OPTIMIZER_CONFIG_RULES),
         _below("comm_overlap", overlap, OVERLAP_RULES) if overlap is not None else [],
-        _below("model", cfg.model, CHECKPOINT_RULES) if _saves_or_loads(cfg) else [],
         folder_problems("checkpoint.load", cfg.checkpoint.load),
         folder_problems(
             "checkpoint.pretrained_checkpoint",

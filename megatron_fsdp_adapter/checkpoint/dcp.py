@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, coordination
+from megatron_fsdp_adapter.checkpoint.names import EXTRA_STATE
 from megatron_fsdp_adapter.checkpoint.state import (
     Mismatch,
     compare,
@@ -38,6 +39,7 @@ from megatron_fsdp_adapter.checkpoint.state import (
     problems_of,
     to_stored,
 )
+from megatron_fsdp_adapter.checkpoint.vocabulary import fit_vocabulary
 
 PathLike = str | os.PathLike[str]
 
@@ -103,6 +105,7 @@ def load_checkpoint(
     iteration: int | None = None,
     *,
     ignore_unexpected: Sequence[str] = (),
+    vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Loads into the tensors of `state`, in place, and returns (iteration, loaded state).
@@ -111,7 +114,8 @@ def load_checkpoint(
     DTensors are overwritten in their own storage. The returned state has the same structure and
     the same tensors, with the stored values in place of everything else; the containers of
     `state` are not changed. iteration: None for the newest. ignore_unexpected: prefixes of keys
-    that may be in the checkpoint without being wanted.
+    that may be in the checkpoint without being wanted. vocab_size: number of real tokens; with it
+    vocabulary tables may have another number of padding rows than the stored ones.
 
     Raises on every rank, before a tensor is touched: FileNotFoundError if root, tracker or folder
     is missing, ValueError if the checkpoint is half-written, or if any rank's keys, shapes or
@@ -123,7 +127,7 @@ def load_checkpoint(
         stored = to_stored(state, ranks.rank)
         opened, views = ranks.run(
             "opening the checkpoint",
-            lambda: _open(root, iteration, stored, ranks.rank),
+            lambda: _open(root, iteration, stored, ranks.rank, vocab_size),
             tell=lambda opened: opened.view,
         )
         mismatch = _mismatch_of_all(ranks, opened, views, tuple(ignore_unexpected))
@@ -175,12 +179,16 @@ def _write(root: Path, iteration: int, state: Mapping[str, Any], ranks: Coordina
         folders.sync_files([folder / ".metadata"])
 
 
-def _open(root: Path, iteration: int | None, stored: dict[str, Any], rank: int) -> _Opened:
+def _open(
+    root: Path, iteration: int | None, stored: dict[str, Any], rank: int, vocab_size: int | None
+) -> _Opened:
     number = folders.read_tracker(root) if iteration is None else iteration
     folder, metadata = folders.open_checkpoint(root, number)
     problems = problems_of(stored)
     if problems:
         return _Opened(folder, metadata, (), _View(number, "", Mismatch(unusable=problems)))
+    if vocab_size is not None:
+        fit_vocabulary(stored, metadata, vocab_size)
     leaves = flatten(stored)
     keys = general_keys(leaves, rank)
     digest = hashlib.sha256("\n".join(keys).encode()).hexdigest()
@@ -205,7 +213,11 @@ def _mismatch_of_all(
     wanted = keys_of_all(general, ranks.size)
     stored = opened.metadata.state_dict_metadata
     merged = merge([view.mismatch for view in known])
-    unexpected = tuple(k for k in stored if k not in wanted and not k.startswith(ignored))
+    unexpected = tuple(
+        key
+        for key in stored
+        if key not in wanted and not key.startswith(ignored) and not key.endswith(EXTRA_STATE)
+    )
     # Where a state could not be flattened, its keys are unknown and so is what nobody wants.
     return merged if merged.unusable else replace(merged, unexpected=unexpected)
 

@@ -22,9 +22,8 @@ from megatron_fsdp_adapter.checkpoint.chunks import (
     has_chunks,
     is_replicated,
     read_chunks,
-    uneven_dtensor,
 )
-from megatron_fsdp_adapter.layout.ranges import Box, FlatRange, flat_range_to_boxes
+from megatron_fsdp_adapter.checkpoint.parts import dtensor_of_piece
 
 LAYOUT_REF = "fsdp_layout_ref"
 _SOURCE = "fsdp_split_source"
@@ -107,17 +106,8 @@ def make_fsdp_dtensor(
         )
     if not param.is_contiguous():
         raise ValueError(f"a piece of stride {param.stride()} is not one run of elements")
-    held = source.megatron_fsdp_slice  # type: ignore[attr-defined]
-    boxes = _boxes_of_piece(param, FlatRange(held.start, held.stop), local_tensor.numel())
-    scale, offset = _tensor_parallel_place(ref, tuple(source.shape), tuple(param.shape))
-    shape = tuple(n * k for n, k in zip(param.shape, scale, strict=True))
-    return uneven_dtensor(
-        local_tensor.view(-1, *param.shape[1:]),
-        source.device_mesh,
-        source.placements,
-        shape,
-        torch.empty(shape, device="meta").stride(),
-        tuple((tuple(a + b for a, b in zip(o, offset, strict=True)), s) for o, s in boxes),
+    return dtensor_of_piece(
+        source, ref, local_tensor.view(-1), tuple(param.shape), int(param.storage_offset())
     )
 
 
@@ -183,32 +173,6 @@ def _without_chunks(value: Any, path: str) -> list[str]:
     else:
         return []
     return [key for name, entry in entries for key in _without_chunks(entry, f"{path}{name}.")]
-
-
-def _boxes_of_piece(param: torch.Tensor, held: FlatRange, numel: int) -> tuple[Box, ...]:
-    """The blocks of the piece, in its own axes, that a rank has which holds `held` of the whole."""
-    start = int(param.storage_offset())
-    piece = FlatRange(start, start + param.numel())
-    part = held.intersect(piece)
-    if part.numel != numel:
-        raise ValueError(
-            f"of elements {piece.start}..{piece.stop} this rank holds {part.numel}, but was given "
-            f"{numel}"
-        )
-    if part.empty:
-        return ()
-    return flat_range_to_boxes(part.shift(-start), tuple(param.shape))
-
-
-def _tensor_parallel_place(
-    ref: LayoutRef, whole: tuple[int, ...], piece: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How many times larger the whole is per dimension, and where this rank's piece starts in the
-    whole piece. Each rank's piece is the same fraction of its slice of the parameter."""
-    scale = tuple(n // own for n, own in zip(whole, ref.shape, strict=True))
-    at = ref.tp_offset or (0,) * len(ref.shape)
-    numbers = tuple(start // own for start, own in zip(at, ref.shape, strict=True))
-    return scale, tuple(k * n for k, n in zip(numbers, piece, strict=True))
 
 
 def _scatter_blocks(dtensor: DTensor, local: torch.Tensor) -> torch.Tensor:

@@ -149,7 +149,8 @@ def _restored(loaded: Any, value: Any, rank: int) -> Any:
         return {key: _restored(loaded[key], value[key], rank) for key in value}
     if isinstance(value, list) and len(value) == len(loaded):
         return [_restored(a, b, rank) for a, b in zip(loaded, value, strict=True)]
-    return loaded
+    # What was read may be a view of a part of the caller's tensor.
+    return value if isinstance(value, DTensor) else loaded
 
 
 def _rank_key(rank: int) -> str:

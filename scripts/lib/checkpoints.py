@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import unwrap_model
 
+from lib.data import vocabulary
 from lib.distributed import Place
 from lib.model import Trainee
 from lib.options import Options
@@ -79,20 +80,22 @@ def _restore_plain(state: dict[str, Any], trainee: Trainee) -> Progress:
 # fsdp_dtensor
 
 
+# What the states of random generators are of: as many as there are ranks, and dropout under tensor
+# parallelism draws other numbers on each.
+_PLACES = (
+    "tensor_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
 def _fsdp_state(
     trainee: Trainee, progress: Progress, options: Options, is_loading: bool = False
 ) -> dict[str, Any]:
-    from megatron_fsdp_adapter.checkpoint import PerRank
+    from megatron_fsdp_adapter.checkpoint import PerRank, training_state
 
-    # The model comes first: it makes the wrapper show the parameters whose names the optimizer
-    # uses as keys.
-    model = trainee.model.state_dict_for_save_checkpoint()
-    optimizer = trainee.optimizer.sharded_state_dict(
-        {}, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"}
-    )
     return {
-        "model": model,
-        "optimizer": optimizer,
+        **training_state([trainee.model], trainee.optimizer, is_loading),
         "rng_state": PerRank(random_states()),
         **_plain(trainee, progress, options),
     }
@@ -106,13 +109,30 @@ def _save_fsdp(root: str, trainee: Trainee, progress: Progress, options: Options
 
 
 def _load_fsdp(root: str, trainee: Trainee, options: Options) -> Progress:
-    from megatron_fsdp_adapter.checkpoint import load_checkpoint
+    """Of any number of ranks and any split of the model. Random generators are restored where
+    both are those of this run, and stay as they were seeded otherwise."""
+    from megatron_fsdp_adapter.checkpoint import load_checkpoint, load_training_state
 
     state = _fsdp_state(trainee, Progress(), options, is_loading=True)
-    _, state = load_checkpoint(root, state)
-    trainee.model.load_state_dict(state["model"])
-    trainee.optimizer.load_state_dict(state["optimizer"])
-    set_random_states(state["rng_state"])
+    asked = {"world_size": 0, "args": dict.fromkeys(_PLACES)}
+    _, saved = load_checkpoint(root, asked, ignore_unexpected=("",))
+    same = saved["world_size"] == dist.get_world_size() and all(
+        saved["args"][name] == getattr(options, name) for name in _PLACES
+    )
+    if not same:
+        del state["rng_state"]
+        if dist.get_rank() == 0:
+            print(f"{root} was saved by {saved['world_size']} processes with {saved['args']}: the "
+                  "random generators stay as this run seeded them", flush=True)  # fmt: skip
+    _, state = load_checkpoint(
+        root,
+        state,
+        ignore_unexpected=() if same else ("rng_state.",),
+        vocab_size=vocabulary(options).vocab_size,
+    )
+    load_training_state([trainee.model], state, trainee.optimizer)
+    if same:
+        set_random_states(state["rng_state"])
     return _restore_plain(state, trainee)
 
 

@@ -3,18 +3,14 @@ be right; and what it leaves alone."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch import nn
 
-from megatron_fsdp_adapter import FullyShardedDataParallel, arguments, support
+from megatron_fsdp_adapter import FullyShardedDataParallel, arguments
 from megatron_fsdp_adapter.adapter import SHARED_EMBEDDING, domain_name
-from megatron_fsdp_adapter.sharded_module import register_state_dict_hooks
-from megatron_fsdp_adapter.support import CHECKPOINT_RULES
-from tests.distributed.gpt import Case, Trainer, build_model, build_trainer, ddp_config
+from tests.distributed.gpt import Case, build_model, ddp_config
 
 CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
 GRID = {  # of rank 0 in eight ranks
@@ -98,45 +94,6 @@ def test_missing_expert_group_is_listed_with_the_other_problems(one_rank: torch.
             FullyShardedDataParallel(model.config, ddp_config(CASE, "optim"), model)
     finally:
         parallel_state._EXPERT_DATA_PARALLEL_GROUP = groups
-
-
-# Checkpoints.
-
-
-def _taken(trainer: Trainer) -> dict[str, Any]:
-    wrapper, optimizer = trainer.wrapper, trainer.optimizer
-    entries = wrapper.state_dict()
-    metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
-    return {
-        "wrapper's": wrapper.state_dict,
-        "inner module's": wrapper.module.state_dict,
-        "a layer's": wrapper.module.module.decoder.state_dict,
-        "for a checkpoint": wrapper.state_dict_for_save_checkpoint,
-        "inner for a checkpoint": wrapper.module.state_dict_for_save_checkpoint,
-        "loading": lambda: wrapper.load_state_dict(entries),
-        "optimizer's": lambda: optimizer.sharded_state_dict({}, metadata=metadata),
-        "optimizer loading": lambda: optimizer.sharded_state_dict(
-            {}, is_loading=True, metadata=metadata
-        ),
-    }
-
-
-@pytest.mark.parametrize("rule", CHECKPOINT_RULES, ids=lambda rule: rule.option)
-def test_checkpoint_that_would_not_be_right_is_an_early_error(
-    one_rank: torch.device, rule: Any
-) -> None:
-    """Taking or loading any state dict raises, so that none gets into a file or out of one."""
-    trainer = build_trainer(CASE, "optim_grads_params", one_rank)
-    actions = _taken(trainer)
-    config = trainer.wrapper.config
-    config.num_moe_experts = 4
-    setattr(config, rule.option, 2)
-    refused = support.problems(config, CHECKPOINT_RULES)
-    register_state_dict_hooks(trainer.wrapper.module, trainer.wrapper.engine, refused)
-    for name, action in actions.items():
-        with pytest.raises(ValueError, match=f"{rule.option}=2: ") as caught:
-            action()
-        assert rule.message in str(caught.value), name
 
 
 # What is left alone.

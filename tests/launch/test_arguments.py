@@ -121,8 +121,6 @@ def test_every_rule_of_the_launch_is_broken_by_its_value(rule: Any) -> None:
          "megatron_fsdp_grad_comm_dtype=torch.float16"),
         ({"megatron_fsdp_grad_comm_dtype": "bf16", "accumulate_allreduce_grads_in_fp32": True},
          "grad_reduce_in_fp32=True"),
-        ({"num_experts": 4, "tensor_model_parallel_size": 2, "load": "x"},
-         "expert_tensor_parallel_size=2"),
     ],
 )  # fmt: skip
 def test_rules_of_the_configs_apply_to_arguments(changed: dict[str, Any], named: str) -> None:
@@ -131,10 +129,9 @@ def test_rules_of_the_configs_apply_to_arguments(changed: dict[str, Any], named:
     assert any(line.startswith(f"{named}: ") for line in found), found
 
 
-def test_split_models_are_refused_only_if_they_are_saved_or_loaded() -> None:
-    assert validation.launch_problems(_complete(tensor_model_parallel_size=2), {}) == []
-    [problem] = validation.launch_problems(_complete(tensor_model_parallel_size=2, save="x"), {})
-    assert problem.startswith("tensor_model_parallel_size=2: ")
+def test_split_models_may_be_saved_and_loaded() -> None:
+    changed = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "save": "x"}
+    assert validation.launch_problems(_complete(**changed), {}) == []
 
 
 def test_a_checkpoint_in_another_format_is_refused(tmp_path: Path) -> None:

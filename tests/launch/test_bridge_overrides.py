@@ -79,9 +79,6 @@ BREAKING: dict[str, dict[str, Any]] = {
     "comm_overlap.delay_wgrad_compute": {
         "comm_overlap": SimpleNamespace(delay_wgrad_compute=True)
     },
-    "model.tensor_model_parallel_size": {
-        "model__tensor_model_parallel_size": 2, "checkpoint__save": "x"
-    },
 }  # fmt: skip
 SET_RIGHT = {"dist.use_megatron_fsdp", "checkpoint.ckpt_format"}
 

@@ -1,0 +1,157 @@
+"""Pieces of sharded tensors that a checkpoint stores, or reads, as tensors of their own.
+
+A piece is a view: what is loaded into it is in the tensor that it was taken from. Where it lies
+follows from the layout; nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp_adapter.checkpoint.chunks import (
+    LayoutRef,
+    copy_chunks,
+    has_chunks,
+    read_chunks,
+    uneven_dtensor,
+)
+from megatron_fsdp_adapter.layout.ranges import Box, FlatRange, flat_range_to_boxes
+
+
+def part_of(value: DTensor, ref: LayoutRef, number: int, count: int) -> DTensor:
+    """Piece `number` of `count` of a parameter, or of a value of its geometry such as a moment.
+
+    Dim 0 of what tensor parallelism leaves of the parameter is cut into `count` equal pieces, and
+    piece i of the whole is the pieces i of all tensor-parallel ranks, one after the other. ref:
+    the parameter's place. Raises ValueError if dim 0 cannot be cut so.
+    """
+    if count == 1:
+        if not has_chunks(value):
+            raise ValueError(f"a value of shape {tuple(value.shape)} carries no chunks")
+        return value
+    rows, *rest = ref.shape
+    if rows % count:
+        raise ValueError(f"{ref.shape}: dim 0 cannot be cut into {count} equal pieces")
+    piece = (rows // count, *rest)
+    start = number * torch.Size(piece).numel()
+    held = held_range(ref)
+    common = held.intersect(FlatRange(start, start + torch.Size(piece).numel()))
+    local = value._local_tensor.view(-1)
+    # An empty intersection may lie anywhere; an empty piece begins at the start.
+    first = 0 if common.empty else common.start - held.start
+    return dtensor_of_piece(value, ref, local[first : first + common.numel], piece, start)
+
+
+def held_range(ref: LayoutRef) -> FlatRange:
+    """The elements of the parameter, as tensor parallelism leaves it, that this rank holds."""
+    return ref.layout.shard_range(ref.index, ref.rank)
+
+
+def dtensor_of_piece(
+    source: DTensor, ref: LayoutRef, local: torch.Tensor, shape: tuple[int, ...], start: int
+) -> DTensor:
+    """A DTensor over `local`: this rank's elements of a piece of a parameter.
+
+    source: the parameter or a value of its geometry; its mesh and placements are the piece's.
+    shape, start: the piece on this tensor-parallel rank, and its first element in the parameter
+    there. Raises ValueError if this rank holds another number of its elements than `local` has.
+    """
+    boxes = _boxes_of_piece(shape, start, held_range(ref), local.numel())
+    scale, offset = _tensor_parallel_place(ref, tuple(source.shape), shape)
+    whole = tuple(n * k for n, k in zip(shape, scale, strict=True))
+    return uneven_dtensor(
+        local.view(-1, *shape[1:]),
+        source.device_mesh,
+        source.placements,
+        whole,
+        torch.empty(whole, device="meta").stride(),
+        tuple((tuple(a + b for a, b in zip(o, offset, strict=True)), s) for o, s in boxes),
+    )
+
+
+def first_rows(value: DTensor, rows: int, total: int) -> DTensor:
+    """The first `rows` of `value`, as a view in a tensor of `total` rows.
+
+    For tables that are padded at the end: reading a table of another length into this one
+    touches the rows that both have. Raises ValueError unless this rank holds whole rows, in order,
+    and `total` has room for them.
+    """
+    if rows > total or rows > value.shape[0]:
+        raise ValueError(f"{rows} rows of {value.shape[0]} do not fit into {total}")
+    local = value._local_tensor
+    kept, boxes = 0, []
+    for (start, *rest), (length, *sizes) in read_chunks(value):
+        if any(rest) or tuple(sizes) != tuple(value.shape[1:]):
+            raise ValueError(f"a block of {(length, *sizes)} is not whole rows of {value.shape}")
+        inside = max(0, min(start + length, rows) - start)
+        if inside:
+            boxes.append(((start, *rest), (inside, *sizes)))
+            kept += inside
+    whole = (total, *value.shape[1:])
+    return uneven_dtensor(
+        local.view(-1, *value.shape[1:])[:kept],
+        value.device_mesh,
+        value.placements,
+        whole,
+        torch.empty(whole, device="meta").stride(),
+        boxes,
+    )
+
+
+def join_parts(target: DTensor, ref: LayoutRef, parts: tuple[DTensor, ...]) -> DTensor:
+    """The value of `target`'s geometry whose pieces are `parts`; `target` itself, with no copy, if
+    they are views of it. Raises ValueError if a part does not have the local shape of its place."""
+    own = tuple(part_of(target, ref, i, len(parts)) for i in range(len(parts)))
+    for mine, given in zip(own, parts, strict=True):
+        if mine._local_tensor.shape != given._local_tensor.shape:
+            raise ValueError(
+                f"a piece has {tuple(given._local_tensor.shape)} here, its place "
+                f"{tuple(mine._local_tensor.shape)}: it is sharded in another way"
+            )
+    if all(same_storage(mine, given) for mine, given in zip(own, parts, strict=True)):
+        return target
+    flat = torch.cat([part._local_tensor.reshape(-1) for part in parts])
+    joined = DTensor.from_local(
+        flat.view(target._local_tensor.shape),
+        target.device_mesh,
+        target.placements,
+        run_check=False,
+        shape=target.shape,
+        stride=target.stride(),
+    )
+    copy_chunks(target, joined)
+    return joined
+
+
+def same_storage(a: DTensor, b: DTensor) -> bool:
+    """Whether the local tensors, of equal shape, are the same memory."""
+    one, other = a._local_tensor, b._local_tensor
+    return one.numel() == 0 or one.data_ptr() == other.data_ptr()
+
+
+def _boxes_of_piece(
+    shape: tuple[int, ...], start: int, held: FlatRange, numel: int
+) -> tuple[Box, ...]:
+    """The blocks of the piece, in its own axes, that a rank has which holds `held` of the whole."""
+    piece = FlatRange(start, start + torch.Size(shape).numel())
+    part = held.intersect(piece)
+    if part.numel != numel:
+        raise ValueError(
+            f"of elements {piece.start}..{piece.stop} this rank holds {part.numel}, but was given "
+            f"{numel}"
+        )
+    if part.empty:
+        return ()
+    return flat_range_to_boxes(part.shift(-start), shape)
+
+
+def _tensor_parallel_place(
+    ref: LayoutRef, whole: tuple[int, ...], piece: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How many times larger the whole is per dimension, and where this rank's piece starts in the
+    whole piece. Each rank's piece is the same fraction of its slice of the parameter."""
+    scale = tuple(n // own for n, own in zip(whole, ref.shape, strict=True))
+    at = ref.tp_offset or (0,) * len(ref.shape)
+    numbers = tuple(start // own for start, own in zip(at, ref.shape, strict=True))
+    return scale, tuple(k * n for k, n in zip(numbers, piece, strict=True))

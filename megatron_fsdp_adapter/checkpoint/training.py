@@ -1,0 +1,72 @@
+"""The model and optimizer part of a checkpoint, of all model chunks of a rank.
+
+    state = {**training_state(chunks, optimizer), "iteration": 100}
+    save_checkpoint(root, 100, state)
+
+    state = {**training_state(chunks, optimizer, is_loading=True), "iteration": 0}
+    iteration, state = load_checkpoint(root, state)     # written under any other split of the model
+    load_training_state(chunks, state, optimizer)
+
+These are the keys that Megatron-LM's own code writes with `--ckpt-format fsdp_dtensor`; what they
+are is told in `checkpoint.names`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_fsdp_adapter.checkpoint.names import MODEL
+
+OPTIMIZER = "optimizer"
+_METADATA = {"distrib_optim_sharding_type": "fsdp_dtensor"}
+
+
+def model_state(chunks: Sequence[Any]) -> dict[str, Any]:
+    """Main weights and persistent buffers of all model chunks (FullyShardedDataParallel) of this
+    rank, by the key that they have on every rank. No collective. ValueError if two chunks have
+    the same key."""
+    merged: dict[str, Any] = {}
+    for chunk in chunks:
+        state = chunk.state_dict_for_save_checkpoint()
+        repeated = sorted(merged.keys() & state.keys())
+        if repeated:
+            raise ValueError(f"several model chunks of this rank have {', '.join(repeated)}")
+        merged |= state
+    return merged
+
+
+def load_model_state(chunks: Sequence[Any], state: Mapping[str, Any], strict: bool = True) -> None:
+    """Copies what `model_state` gave, or a load of it, into the chunks and refreshes their compute
+    weights. ValueError lists keys that are missing or, if `strict`, that no chunk has."""
+    own = [chunk.checkpoint_keys() for chunk in chunks]
+    nobodys = sorted(set(state) - frozenset().union(*own))
+    if strict and nobodys:
+        raise ValueError(f"no model chunk of this rank has {', '.join(nobodys)}")
+    for chunk, keys in zip(chunks, own, strict=True):
+        mine = {key: value for key, value in state.items() if key in keys}
+        chunk.load_state_dict(mine, strict=strict)
+
+
+def training_state(
+    chunks: Sequence[Any], optimizer: Any | None = None, is_loading: bool = False
+) -> dict[str, Any]:
+    """Model and, if given, Megatron's optimizer, in the structure of a checkpoint. No collective.
+
+    The model comes first: it makes the wrappers show the parameters that the optimizer knows.
+    """
+    state: dict[str, Any] = {MODEL: model_state(chunks)}
+    if optimizer is not None:
+        state[OPTIMIZER] = optimizer.sharded_state_dict(
+            state, is_loading=is_loading, metadata=dict(_METADATA)
+        )
+    return state
+
+
+def load_training_state(
+    chunks: Sequence[Any], state: Mapping[str, Any], optimizer: Any | None = None
+) -> None:
+    """Undoes `training_state`; every compute weight is refreshed."""
+    load_model_state(chunks, state[MODEL])
+    if optimizer is not None:
+        optimizer.load_state_dict(dict(state[OPTIMIZER]))

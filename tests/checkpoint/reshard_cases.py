@@ -1,0 +1,196 @@
+"""A model's whole state, put together and taken apart by rules of this file's own.
+
+Nothing of the package's naming or slicing is used: what a checkpoint moves from one split of a
+model to another is compared with what these rules say.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from tests.distributed.gpt import Case
+from tests.distributed.topologies import (
+    Topology,
+    TopologyTrainer,
+    build_topology_trainer,
+    init_topology,
+    model_config,
+)
+
+FIELDS = ("weight", "exp_avg", "exp_avg_sq", "step")
+Whole = dict[str, dict[str, torch.Tensor]]
+"""Parameter of the unsplit model -> its weight and its optimizer state."""
+
+COLUMN = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias",
+          "linear_fc1.weight", "linear_fc1.bias")  # fmt: skip
+ROW = ("linear_proj.weight", "linear_fc2.weight")
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to train: a topology on so many processes, a strategy, optimizer instances."""
+
+    name: str
+    world: int
+    topology: Topology
+    strategy: str
+    instances: int = 1
+    outer: str = "no_shard"
+    case: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def dp(self) -> int:
+        return self.world // (self.topology.tp * self.topology.cp * self.topology.pp)
+
+    @property
+    def kind(self) -> str:
+        """dense or moe: only splits of one kind are of the same model."""
+        return "moe" if self.topology.experts else "dense"
+
+
+def case_of(split: Split) -> Case:
+    """The same model for every split of a kind: only its padded vocabulary may be changed."""
+    moe = split.kind == "moe"
+    options = {"tied": not moe, "swiglu": moe, "bias": not moe, **split.case}
+    sizes = Case(num_layers=4, hidden=24, heads=4, ffn=44, vocab=54, seq=8, batch=2, microbatches=2)
+    return sizes.but(**options)
+
+
+def trainer_of(split: Split, strategy: str | None = "") -> TopologyTrainer:
+    """With its groups; collective. strategy: None for stock DDP."""
+    init_topology(split.topology, split.instances if strategy is not None else 1)
+    ddp = {
+        "num_distributed_optimizer_instances": split.instances,
+        "outer_dp_sharding_strategy": split.outer,
+    }
+    chosen = split.strategy if strategy == "" else strategy
+    return build_topology_trainer(split.topology, case_of(split), chosen, ddp=ddp)
+
+
+def _global_name(trainer: TopologyTrainer, name: str) -> str:
+    """Of a parameter whose name begins with the number of its chunk."""
+    chunk, _, local = name.partition(".")
+    config = model_config(trainer.topology, trainer.case)
+    words = local.split(".")
+    if local.startswith("decoder.layers."):
+        vp_stage = int(chunk) if trainer.topology.vpp else None
+        words[2] = str(int(words[2]) + get_transformer_layer_offset(config, vp_stage))
+    if "local_experts" in words:
+        at = words.index("local_experts") + 1
+        per_rank = trainer.topology.experts // trainer.topology.ep
+        words[at] = str(int(words[at]) + per_rank * ps.get_expert_model_parallel_rank())
+    local = ".".join(words)
+    if trainer.case.tied and local == "output_layer.weight":
+        return "embedding.word_embeddings.weight"
+    return local
+
+
+def _tensor_parallel(name: str) -> tuple[int, int]:
+    """This rank's place in the group that splits `name`, and the group's size."""
+    if ".local_experts." in name:
+        return ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()
+    return ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+
+
+def _dim(name: str) -> int | None:
+    if name.endswith(COLUMN):
+        return 0
+    return 1 if name.endswith(ROW) else None
+
+
+def _joined(name: str, parts: list[torch.Tensor], gated: bool) -> torch.Tensor:
+    dim = _dim(name)
+    if dim is None or parts[0].dim() == 0:
+        assert all(torch.equal(part, parts[0]) for part in parts), f"{name} differs over ranks"
+        return parts[0]
+    if gated and ".linear_fc1." in name:
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([half[i] for i in (0, 1) for half in halves])
+    return torch.cat(parts, dim)
+
+
+def _slice(name: str, whole: torch.Tensor, gated: bool) -> torch.Tensor:
+    """What this rank has of a whole tensor."""
+    dim, (rank, size) = _dim(name), _tensor_parallel(name)
+    if dim is None or whole.dim() == 0:
+        return whole
+    if gated and ".linear_fc1." in name:
+        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+    return whole.chunk(size, dim)[rank]
+
+
+def whole_state(trainer: TopologyTrainer) -> Whole:
+    """Of one of ours, the same on every rank; collective."""
+    trainer.optimizer.sharded_state_dict(
+        {}, is_loading=True, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"}
+    )  # makes the state
+    adam = trainer.optimizer.optimizer.state
+    values = {"weight": trainer._whole(lambda param: param)}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        values[moment] = trainer._whole(lambda param, m=moment: adam[param][m])
+    values["step"] = {n: adam[pair.optimizer]["step"].clone() for n, pair in trainer._pairs()}
+    mine = [
+        (_global_name(trainer, name), _tensor_parallel(name), what, value)
+        for what, tensors in values.items()
+        for name, value in tensors.items()
+    ]
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return _whole_of(everyones, trainer.case.swiglu)
+
+
+def _whole_of(everyones: list[Any], gated: bool) -> Whole:
+    parts: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
+    for entry in (entry for mine in everyones for entry in mine):
+        name, (rank, _), what, value = entry
+        known = parts.setdefault((name, what), {}).setdefault(rank, value)
+        assert torch.equal(known, value), f"{what} of {name} differs between replicas"
+    whole: Whole = {}
+    for (name, what), by_rank in sorted(parts.items()):
+        ordered = [by_rank[rank] for rank in sorted(by_rank)]
+        whole.setdefault(name, {})[what] = _joined(name, ordered, gated)
+    return whole
+
+
+def stock_from(split: Split, whole: Whole) -> TopologyTrainer:
+    """Stock DDP under the split's topology, with this state; collective."""
+    trainer = trainer_of(split, strategy=None)
+    states = [part.optimizer.state for part in _parts(trainer.optimizer)]
+    owners = {
+        id(param): states[number]
+        for number, part in enumerate(_parts(trainer.optimizer))
+        for group in part.optimizer.param_groups
+        for param in group["params"]
+    }
+    for name, param in trainer._named(lambda chunk: chunk):
+        entry = whole[_global_name(trainer, name)]
+        place = functools.partial(_slice, _global_name(trainer, name), gated=trainer.case.swiglu)
+        with torch.no_grad():
+            param.copy_(place(entry["weight"]))
+        owners[id(param)][param] = {
+            what: place(entry[what]).clone() for what in FIELDS if what != "weight"
+        }
+    return trainer
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def differences(ours: Whole, expected: Whole) -> list[str]:
+    """What is not the same bits."""
+    found = [f"names: {sorted(set(ours) ^ set(expected))}"] if set(ours) != set(expected) else []
+    return found + [
+        f"{what} of {name}"
+        for name in sorted(set(ours) & set(expected))
+        for what in FIELDS
+        if not torch.equal(ours[name][what], expected[name][what])
+    ]

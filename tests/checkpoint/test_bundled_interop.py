@@ -1,0 +1,139 @@
+"""Checkpoints go from Megatron's bundled FSDP engine (core 0.16.1) to ours, and back.
+
+The engine runs on the CPU by the views of `bundled.py`. With optimizer state it is on one rank: on
+two it fails or hangs while it saves, as its ranks hold state of different parameters and exchange
+something for each. Ours is on two ranks, with each strategy that shards differently.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fsdp_adapter.checkpoint import (
+    load_checkpoint,
+    load_training_state,
+    save_checkpoint,
+    training_state,
+)
+from megatron_fsdp_adapter.checkpoint.folders import write_tracker
+from tests.distributed import gpt
+from tests.distributed.launch import run_ranks
+
+CASE = gpt.Case(swiglu=True, bf16=True, microbatches=2)
+STEPS = (2, 3)
+Values = dict[str, np.ndarray]
+"""Flat, as arrays: a tensor's storage ends with the process that sends it."""
+
+
+def _flat(whole: dict[str, torch.Tensor]) -> Values:
+    return {name: value.float().reshape(-1).numpy() for name, value in whole.items()}
+
+
+def _ours_whole(trainer: gpt.Trainer) -> Values:
+    """Main weights and moments; collective."""
+    trainer.wrapper.stop_communication()
+    state = trainer.optimizer.optimizer.state
+    values: dict[str, Any] = {}
+    for name, param in trainer.wrapper.named_parameters():
+        values[gpt._strip(name)] = param
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if param in state:
+                values[f"{gpt._strip(name)}.{moment}"] = state[param][moment]
+    return _flat(gpt.full_all(values))
+
+
+def _bundled_whole(trainer: gpt.Trainer) -> Values:
+    """The same of the bundled engine on one rank, where every local tensor is whole."""
+    state = trainer.optimizer.optimizer.state
+    trainer.wrapper.module.state_dict()  # it shows the main weights then
+    values = {}
+    for name, param in trainer.wrapper.named_parameters():
+        values[gpt._strip(name)] = param.to_local().detach().clone()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if param in state:
+                values[f"{gpt._strip(name)}.{moment}"] = state[param][moment].to_local().clone()
+    return _flat(values)
+
+
+def _steps(trainer: gpt.Trainer, device: torch.device, steps: tuple[int, ...]) -> list[float]:
+    """Losses on the data of one rank, which all ranks see."""
+    return [gpt.train_step(trainer, gpt.batches(CASE, step, 0, device))[0] for step in steps]
+
+
+def _bundled(rank: int, world: int, action: str, root: str, optimizer: bool) -> dict[str, Any]:
+    from tests.checkpoint import bundled
+
+    device = gpt.init_megatron()
+    bundled.run_on_cpu()
+    trainer = bundled.build_bundled(CASE.but(seed=7), "optim_grads_params", device)
+    folder = f"{root}/iter_0000002"
+    if action == "save":
+        _steps(trainer, device, (0, 1))
+        bundled.save(trainer, folder, optimizer)
+        if rank == 0:
+            write_tracker(Path(root), 2)
+    else:
+        bundled.load(trainer, folder, optimizer)
+    whole = _bundled_whole(trainer) if world == 1 else {}
+    trainer.wrapper.module.zero_grad_buffer()
+    return {"whole": whole, "losses": _steps(trainer, device, STEPS)}
+
+
+def _ours(
+    rank: int, world: int, action: str, root: str, optimizer: bool, strategy: str
+) -> dict[str, Any]:
+    device = gpt.init_megatron()
+    trainer = gpt.build_trainer(CASE.but(seed=8), strategy, device)
+    if action == "save":
+        _steps(trainer, device, (0, 1))
+    state = training_state(
+        [trainer.wrapper], trainer.optimizer if optimizer else None, is_loading=action == "load"
+    )
+    if action == "save":
+        save_checkpoint(root, 2, state)
+    else:
+        _, state = load_checkpoint(root, state)
+        load_training_state(
+            [trainer.wrapper], state, trainer.optimizer if optimizer else None
+        )
+    return {"whole": _ours_whole(trainer), "losses": _steps(trainer, device, STEPS)}
+
+
+def _assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert set(a["whole"]) == set(b["whole"])
+    assert sum(name.endswith("exp_avg_sq") for name in a["whole"]) > 10
+    different = [n for n in a["whole"] if not np.array_equal(a["whole"][n], b["whole"][n])]
+    assert different == []
+    # bf16 compute: the two engines add gradients up in other orders.
+    for mine, theirs in zip(a["losses"], b["losses"], strict=True):
+        assert abs(mine - theirs) <= 2e-3 * abs(theirs), (a["losses"], b["losses"])
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+def test_a_checkpoint_of_the_bundled_engine_loads(tmp_path: Path, strategy: str) -> None:
+    """Weights and moments bit for bit; training goes on with the same losses."""
+    theirs = run_ranks(_bundled, 1, "save", str(tmp_path), True)[0]
+    ours = run_ranks(_ours, 2, "load", str(tmp_path), True, strategy)[0]
+    _assert_same(ours, theirs)
+
+
+def test_the_bundled_engine_loads_a_checkpoint_of_ours(tmp_path: Path) -> None:
+    ours = run_ranks(_ours, 2, "save", str(tmp_path), True, "optim_grads_params")[0]
+    theirs = run_ranks(_bundled, 1, "load", str(tmp_path), True)[0]
+    _assert_same(theirs, ours)
+
+
+@pytest.mark.full
+def test_weights_go_both_ways_between_two_ranks(tmp_path: Path) -> None:
+    """Without optimizer state, which the bundled engine cannot save from two ranks."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    ours = run_ranks(_ours, 2, "save", str(first), False, "optim_grads_params")[0]
+    run_ranks(_bundled, 2, "load", str(first), False)
+    run_ranks(_bundled, 2, "save", str(second), False)
+    assert run_ranks(_ours, 2, "load", str(second), False, "optim_grads")[0]["whole"]
+    assert ours["whole"]

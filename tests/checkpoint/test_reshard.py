@@ -1,0 +1,366 @@
+"""A checkpoint saved under any split of the model loads under any other, bit for bit.
+
+Each case saves at one split after two training steps and loads at another, into a model full of
+other numbers. Weights, both moments and the step count are then put together by rules of the
+test's own (`reshard_cases`) and compared with those of the run that saved. Five further steps are
+compared with stock DDP under the second split, started from that state without a checkpoint.
+
+The splits with `--full` are a pairwise cover of
+
+    data-parallel size 1 2 3 4 x strategy x TP 1 2 x EP 1 2 x PP 1 2 (with 2 chunks a rank too)
+    x one optimizer instance, HSDP, hybrid; dense, and with experts
+
+on 1 to 8 processes, and from each the checkpoint goes to several others, so that every value of
+each axis is left for every other. By default two splits of each model on four processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter.checkpoint import (
+    load_checkpoint,
+    load_training_state,
+    save_checkpoint,
+    training_state,
+)
+from tests.checkpoint.reshard_cases import (
+    Split,
+    Whole,
+    differences,
+    stock_from,
+    trainer_of,
+    whole_state,
+)
+from tests.distributed.checks import FREE, check_loss, check_norm, check_weights
+from tests.distributed.gpt import STRATEGIES
+from tests.distributed.launch import run_ranks
+from tests.distributed.topologies import Topology, TopologyTrainer, topology_step
+
+TRAINED, FURTHER = 2, 5
+ZERO0, ZERO1, ZERO2, ZERO3 = STRATEGIES
+
+
+def _split(
+    world: int, strategy: str, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 0,
+    outer: str | None = None, cp: int = 1, etp: int | None = None,
+) -> Split:
+    """ep: 0 for the dense model. outer: of two optimizer instances; None for one. Experts with
+    tensor parallelism are split over it too, unless etp says otherwise."""
+    experts = 4 if ep else None
+    etp = (tp if etp is None else etp) if ep else None
+    topology = Topology(
+        "", tp=tp, cp=cp, pp=pp, vpp=vpp, ep=max(ep, 1), etp=etp, sp=tp > 1, experts=experts,
+        dispatcher="allgather" if (etp or 1) > 1 else "alltoall", aligned=pp > 1,
+    )  # fmt: skip
+    axes = {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp or 1, "ep": ep, "etp": etp or 1}
+    parts = [f"{name}{size}" for name, size in axes.items() if size > 1]
+    outer_name = {None: [], "no_shard": ["hsdp"], "optim": ["hybrid"]}[outer]
+    dp = world // (tp * cp * pp)
+    name = "-".join(["moe" if ep else "dense", f"dp{dp}", strategy, *parts, *outer_name])
+    return Split(name, world, topology, strategy, 2 if outer else 1, outer or "no_shard")
+
+
+DEFAULT = (
+    _split(4, ZERO3, tp=2, outer="optim"),
+    _split(4, ZERO2, pp=2, vpp=2),
+    _split(4, ZERO3, tp=2, ep=2),
+    _split(4, ZERO1, ep=2, outer="no_shard"),
+)
+
+DENSE = (
+    _split(1, ZERO0),
+    _split(2, ZERO3, tp=2),
+    _split(2, ZERO1, pp=2),
+    _split(4, ZERO2, tp=2, pp=2),
+    _split(2, ZERO2, outer="no_shard"),
+    _split(4, ZERO1, tp=2),
+    _split(4, ZERO0, pp=2, vpp=2),
+    _split(4, ZERO1),
+    _split(8, ZERO3, tp=2, pp=2),
+    _split(2, ZERO3, outer="optim"),
+    _split(3, ZERO3),
+    _split(6, ZERO0, tp=2),
+    _split(6, ZERO2, pp=2),
+    _split(3, ZERO1),
+    _split(4, ZERO3, outer="no_shard"),
+    _split(8, ZERO2, tp=2, outer="optim"),
+    _split(8, ZERO1, pp=2, vpp=2, outer="no_shard"),
+    _split(8, ZERO0, tp=2, outer="no_shard"),
+    _split(8, ZERO1, pp=2, outer="optim"),
+    _split(4, ZERO0, outer="optim"),
+    _split(4, ZERO2, outer="no_shard"),
+    _split(4, ZERO3, cp=2),
+)
+
+MOE = (
+    _split(1, ZERO1, ep=1),
+    _split(2, ZERO3, ep=2),
+    _split(2, ZERO3, tp=2, ep=2, etp=1),
+    _split(3, ZERO2, ep=1),
+    _split(4, ZERO1, pp=2, ep=1, outer="no_shard"),
+    _split(4, ZERO0, ep=2, outer="no_shard"),
+    _split(2, ZERO2, tp=2, ep=1),
+    _split(4, ZERO1, tp=2, ep=2),
+    _split(6, ZERO3, tp=2, ep=2, etp=1),
+    _split(8, ZERO2, tp=2, ep=2, outer="optim"),
+    _split(4, ZERO0, pp=2, ep=2),
+    _split(6, ZERO1, pp=2, ep=1),
+    _split(8, ZERO3, pp=2, vpp=2, ep=2),
+    _split(8, ZERO2, tp=2, pp=2, ep=2),
+    _split(6, ZERO0, tp=2, ep=1),
+    _split(8, ZERO1, pp=2, ep=2, outer="optim"),
+    _split(4, ZERO3, ep=1, outer="no_shard"),
+    _split(8, ZERO3, tp=2, ep=1, outer="optim"),
+    _split(2, ZERO0, ep=1, outer="optim"),
+    _split(8, ZERO2, pp=2, ep=2, outer="no_shard"),
+    _split(4, ZERO3, tp=2, pp=2, ep=1),
+    _split(2, ZERO0, pp=2, ep=1),
+    _split(4, ZERO1, ep=2, outer="no_shard"),
+    _split(8, ZERO1, tp=2, ep=1, outer="no_shard"),
+    _split(4, ZERO0, tp=2, ep=2, etp=1),
+)
+
+OFFSETS = (1, 5, 9)
+"""A checkpoint goes from split i of a list to the splits i + each of these."""
+
+
+def pairs_of(splits: tuple[Split, ...]) -> list[tuple[Split, Split]]:
+    return [(a, splits[(i + k) % len(splits)]) for i, a in enumerate(splits) for k in OFFSETS]
+
+
+def axes_of(split: Split) -> dict[str, Any]:
+    t = split.topology
+    outer = {1: "one", 2: "hsdp" if split.outer == "no_shard" else "hybrid"}[split.instances]
+    return {"dp": split.dp, "strategy": split.strategy, "tp": t.tp, "pp": t.pp,
+            "ep": t.ep, "outer": outer}  # fmt: skip
+
+
+def _possible(values: dict[str, Any]) -> bool:
+    """Whether a split can have these values at all on 8 processes: two instances need an even
+    number of data-parallel ranks, a pipeline or tensor-parallel ranks multiply that number, and
+    expert-parallel ranks are data-parallel or tensor-parallel ones."""
+    dp, tp, pp, ep = (values.get(axis, 1) for axis in ("dp", "tp", "pp", "ep"))
+    if values.get("outer", "one") != "one" and dp % 2:
+        return "dp" not in values
+    # One axis of a pair is free: three ranks hold two expert-parallel ones only under TP.
+    return dp * tp * pp <= 8 and not (ep == 2 and dp in (1, 3) and values.get("tp", 2) == 1)
+
+
+# Saving and loading.
+
+
+def _poison(trainer: TopologyTrainer) -> None:
+    with torch.no_grad():
+        for chunk in trainer.chunks:
+            for pair in chunk.engine.pairs:
+                pair.optimizer._local_tensor.fill_(77)
+            chunk.engine.main_weights_changed()
+
+
+def _save(rank: int, root: str, split: Split) -> None:
+    trainer = trainer_of(split)
+    for step in range(TRAINED):
+        topology_step(trainer, step)
+    state = {**training_state(trainer.chunks, trainer.optimizer), "iteration": TRAINED}
+    save_checkpoint(f"{root}/{split.name}", TRAINED, state)
+    whole = whole_state(trainer)
+    if rank == 0:
+        torch.save(whole, f"{root}/{split.name}.pt")
+
+
+def _load(root: str, source: Split, target: Split) -> TopologyTrainer:
+    trainer = trainer_of(target)
+    _poison(trainer)
+    state = training_state(trainer.chunks, trainer.optimizer, is_loading=True)
+    _, state = load_checkpoint(f"{root}/{source.name}", {**state, "iteration": 0})
+    assert state["iteration"] == TRAINED
+    load_training_state(trainer.chunks, state, trainer.optimizer)
+    return trainer
+
+
+def _further(trainer: TopologyTrainer, target: Split, whole: Whole) -> list[str]:
+    """How steps differ from those of stock DDP from the same state."""
+    steps = range(TRAINED, TRAINED + FURTHER)
+    ours = [topology_step(trainer, step) for step in steps]
+    reference = stock_from(target, whole)
+    found = []
+    for number, mine in zip(steps, ours, strict=True):
+        theirs = topology_step(reference, number)
+        try:
+            check_loss(mine.loss, theirs.loss, f"step {number}")
+            check_norm(mine.norm, theirs.norm, f"step {number}", FREE)
+            check_weights(mine.weights, theirs.weights, f"step {number}")
+        except AssertionError as error:
+            found.append(str(error))
+    return found
+
+
+def _run(
+    rank: int, world: int, root: str, saves: list[Split], loads: list[tuple[Split, Split]]
+) -> dict[str, list[str]]:
+    """What was found wrong with each pair; all saves come first."""
+    for split in saves:
+        _save(rank, root, split)
+    found = {}
+    for source, target in loads:
+        whole = torch.load(f"{root}/{source.name}.pt")
+        trainer = _load(root, source, target)
+        wrong = differences(whole_state(trainer), whole)
+        found[f"{source.name} -> {target.name}"] = wrong or _further(trainer, target, whole)
+    return found
+
+
+def _merged(outcomes: list[dict[str, list[str]]]) -> dict[str, list[str]]:
+    """What the first rank that found something says."""
+    return {
+        pair: next((outcome[pair] for outcome in outcomes if outcome[pair]), [])
+        for pair in outcomes[0]
+    }
+
+
+DEFAULT_PAIRS = [(DEFAULT[0], DEFAULT[1]), (DEFAULT[1], DEFAULT[0]), (DEFAULT[2], DEFAULT[3])]
+
+
+def _run_default(rank: int, world: int, root: str) -> dict[str, Any]:
+    """All that the default tests look at: starting processes takes longer than a case."""
+    return {
+        "pairs": _run(rank, world, root, list(DEFAULT[:3]), DEFAULT_PAIRS),
+        "padding": _padded(root),
+        "layers": _other_layers(rank, root),
+    }
+
+
+@pytest.fixture(scope="module")
+def default_outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of each rank."""
+    root = str(tmp_path_factory.mktemp("checkpoints"))
+    return run_ranks(_run_default, 4, root, timeout=240.0)
+
+
+@pytest.mark.parametrize("pair", DEFAULT_PAIRS, ids=lambda pair: f"{pair[0].name}:{pair[1].name}")
+def test_saved_at_one_split_loads_at_another(
+    default_outcomes: list[dict[str, Any]], pair: tuple[Split, Split]
+) -> None:
+    found = _merged([outcome["pairs"] for outcome in default_outcomes])
+    assert found[f"{pair[0].name} -> {pair[1].name}"] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("splits", (DENSE, MOE), ids=("dense", "experts"))
+def test_pairwise_cover(tmp_path: Path, splits: tuple[Split, ...]) -> None:
+    """One set of processes for each world size saves, then one for each loads."""
+    pairs, root = pairs_of(splits), str(tmp_path)
+    worlds = sorted({split.world for split in splits})
+    for world in worlds:
+        saves = [split for split in splits if split.world == world]
+        run_ranks(_run, world, root, saves, [], timeout=900.0)
+    found: dict[str, list[str]] = {}
+    for world in worlds:
+        loads = [pair for pair in pairs if pair[1].world == world]
+        found |= _merged(run_ranks(_run, world, root, [], loads, timeout=1800.0))
+    assert len(found) == len(pairs)
+    wrong = {pair: what for pair, what in found.items() if what}
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("splits", (DENSE, MOE), ids=("dense", "experts"))
+def test_the_splits_cover_every_pair_of_values_and_every_change_of_one(
+    splits: tuple[Split, ...],
+) -> None:
+    values: dict[str, set[Any]] = {}
+    for split in splits:
+        for axis, value in axes_of(split).items():
+            values.setdefault(axis, set()).add(value)
+    assert values["dp"] == {1, 2, 3, 4} and values["strategy"] == set(STRATEGIES)
+    assert values["outer"] == {"one", "hsdp", "hybrid"}
+    assert any(split.topology.vpp for split in splits)
+    seen = {pair for split in splits for pair in itertools.combinations(axes_of(split).items(), 2)}
+    wanted = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(values, 2)
+        for x in values[a]
+        for y in values[b]
+        if _possible({a: x, b: y})
+    }
+    assert wanted <= seen, sorted(map(str, wanted - seen))
+    changes = {
+        (axis, axes_of(a)[axis], axes_of(b)[axis]) for a, b in pairs_of(splits) for axis in values
+    }
+    assert changes >= {(axis, x, y) for axis in values for x in values[axis] for y in values[axis]}
+
+
+# What is not a change of the split.
+
+
+def _padded(root: str) -> dict[str, Any]:
+    """Of vocabularies that are padded to other lengths than 54."""
+    saved = DEFAULT[1]
+    whole = torch.load(f"{root}/{saved.name}.pt")
+    outcome: dict[str, Any] = {}
+    for rows in (60, 52):
+        trainer = trainer_of(replace(DEFAULT[0], case={"vocab": rows}))
+        _poison(trainer)
+        state = training_state(trainer.chunks, trainer.optimizer, is_loading=True)
+        state["iteration"] = 0
+        for said in ({}, {"vocab_size": 53}):
+            try:
+                _, loaded = load_checkpoint(f"{root}/{saved.name}", state, **said)
+            except ValueError as error:
+                outcome[f"{rows} {said}"] = str(error)
+                continue
+            load_training_state(trainer.chunks, loaded, trainer.optimizer)
+            outcome[f"{rows} {said}"] = _padding_problems(whole_state(trainer), whole, 54)
+    return outcome
+
+
+def _padding_problems(loaded: Whole, whole: Whole, rows: int) -> list[str]:
+    table = "embedding.word_embeddings.weight"
+    padding = loaded[table]["weight"][rows:]
+    untouched = [] if padding.numel() and bool((padding == 77).all()) else ["padding was written"]
+    kept = {name: dict(entry) for name, entry in loaded.items()}
+    for what in ("weight", "exp_avg", "exp_avg_sq"):
+        kept[table][what] = loaded[table][what][:rows]
+    return differences(kept, whole) + untouched
+
+
+def test_a_vocabulary_with_other_padding_loads_if_its_real_size_is_said(
+    default_outcomes: list[dict[str, Any]],
+) -> None:
+    """53 tokens, saved in 54 rows: 60 have room for them, 52 have not."""
+    for outcome in (outcome["padding"] for outcome in default_outcomes):
+        assert "stored with shape (54, 24), wanted with (60, 24)" in outcome["60 {}"]
+        assert outcome["60 {'vocab_size': 53}"] == []
+        for said in ("{}", "{'vocab_size': 53}"):
+            assert "stored with shape (54, 24), wanted with (52, 24)" in outcome[f"52 {said}"]
+
+
+def _other_layers(rank: int, root: str) -> str:
+    """The error of a model with four layers that loads a checkpoint of two, as one with layers
+    numbered from the first of each stage would be."""
+    short = replace(DEFAULT[0], name="short", case={"num_layers": 2})
+    _save(rank, root, short)
+    trainer = trainer_of(DEFAULT[1])
+    state = training_state(trainer.chunks, trainer.optimizer, is_loading=True)
+    try:
+        load_checkpoint(f"{root}/short", {**state, "iteration": 0})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_with_fewer_layers_is_one_error_with_all_keys_on_every_rank(
+    default_outcomes: list[dict[str, Any]],
+) -> None:
+    messages = [outcome["layers"] for outcome in default_outcomes]
+    assert len(set(messages)) == 1
+    for layer in (2, 3):
+        for key in ("model.module", "optimizer.state.module.module"):
+            assert f"{key}.decoder.layers.{layer}.self_attention.linear_qkv.weight" in messages[0]
+    assert "decoder.layers.1." not in messages[0]
