@@ -113,7 +113,7 @@ def _resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> dict[
     expected = _steps(ours, case, STEPS, rank, device)
 
     # In one bucket: saving `fully_reshardable`, core 0.16.1 leaves out the padding between buckets,
-    # but not in the places at which it then looks for parameters (distrib_optimizer.py:1107).
+    # but not in the places at which it then looks for parameters (distrib_optimizer.py:1118).
     stock = gpt.build_trainer(other, None, device, ddp={"bucket_size": None})
     _load_stock(stock, root / "td" / "iter_0000002")
     loaded = gpt.full_weights(stock)
