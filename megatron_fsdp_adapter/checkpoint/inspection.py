@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.convert.conversion import (
     HUGGING_FACE,
     MIB,
@@ -294,8 +293,3 @@ def same(a: Any, b: Any) -> bool:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def half_written(path: Path) -> tuple[str, ...]:
-    """Names of the folders of a root that an interrupted save or conversion left."""
-    return folders.half_written(path) if path.is_dir() else ()

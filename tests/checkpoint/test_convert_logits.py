@@ -1,4 +1,4 @@
-"""`transformers` and megatron-core give the same logits for the same converted weights, both ways."""
+"""`transformers` and megatron-core give the same logits for converted weights, both ways."""
 
 from __future__ import annotations
 
@@ -86,12 +86,13 @@ def _hugging_face_model(folder: Path, experts: int = 0, tied: bool = False) -> N
     """Random weights, written by transformers itself."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-    sizes = dict(
-        hidden_size=SIZES["hidden"], intermediate_size=SIZES["ffn"], vocab_size=SIZES["vocab"],
-        num_hidden_layers=SIZES["layers"], num_attention_heads=SIZES["heads"],
-        num_key_value_heads=SIZES["groups"], max_position_embeddings=64, rms_norm_eps=1e-5,
-        rope_theta=10000.0, tie_word_embeddings=tied, initializer_range=0.2,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "hidden_size": SIZES["hidden"], "intermediate_size": SIZES["ffn"],
+        "vocab_size": SIZES["vocab"], "num_hidden_layers": SIZES["layers"],
+        "num_attention_heads": SIZES["heads"], "num_key_value_heads": SIZES["groups"],
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "tie_word_embeddings": tied, "initializer_range": 0.2,
+    }  # fmt: skip
     torch.manual_seed(5)
     if experts:
         model: Any = MixtralForCausalLM(

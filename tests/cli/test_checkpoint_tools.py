@@ -1,4 +1,4 @@
-"""The commands convert, inspect and diff: what they print, as text and JSON, and their exit status."""
+"""The commands convert, inspect and diff: what they print, as text and JSON, and exit statuses."""
 
 from __future__ import annotations
 
