@@ -303,3 +303,4 @@ def test_buckets_do_not_hinder_a_conversion_of_weights(tmp_path: Path) -> None:
     options = Options(weights_only=True)
     report = convert(buckets(tmp_path / "a"), tmp_path / "b", "fsdp_dtensor", options=options)
     assert report.tensors == 17
+    assert convert(tmp_path / "a", tmp_path / "c", "huggingface").tensors == 21

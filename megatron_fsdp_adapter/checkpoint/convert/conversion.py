@@ -203,6 +203,8 @@ def convert(
     options = options or Options()
     if target_format not in FORMATS:
         raise ValueError(f"format {target_format!r} must be one of {', '.join(FORMATS)}")
+    if target_format == HUGGING_FACE:
+        options = replace(options, weights_only=True)  # there is no place for anything else
     _check_target(target)
     opened = open_state(source, source_format, iteration, options)
     state, listen = opened.state, begin or (lambda total: lambda name, nbytes: None)
@@ -342,7 +344,5 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _dropped(state: TrainingState, target_format: str) -> tuple[str, ...]:
-    if target_format != HUGGING_FACE:
-        return state.dropped
-    optimizer = ("optimizer",) if state.moments else ()
-    return (*state.dropped, *optimizer, *(key for key in state.rest if key != "args"))
+    rest = ("everything but weights",) if target_format == HUGGING_FACE else ()
+    return (*state.dropped, *rest)

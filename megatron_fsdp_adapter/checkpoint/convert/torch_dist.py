@@ -34,6 +34,7 @@ from megatron_fsdp_adapter.checkpoint.convert.param_groups import (
 from megatron_fsdp_adapter.checkpoint.convert.training_state import (
     NameStyle,
     TrainingState,
+    argument_of,
     check_layers,
     common_name,
     dtype_argument,
@@ -93,7 +94,7 @@ def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> Train
         iteration=iteration,
         weights=weights,
         params_dtype=dtype_argument(common) or _majority(weights),
-        style=NameStyle(**record["style"]) if record else _style(folder, common),
+        style=NameStyle(**record["style"]) if record else _style(common),
         depth=record.get("depth"),
         rest=_rest(folder, common, record, weights_only),
         dropped=_dropped(folder),
@@ -315,15 +316,15 @@ def _common_state(
     return rng, common
 
 
-def _style(folder: DcpFolder, common: Mapping[str, Any]) -> NameStyle | None:
+def _style(common: Mapping[str, Any]) -> NameStyle | None:
     """What the saved arguments tell; None without any."""
-    args = common.get("args")
-    if args is None or not hasattr(args, "transformer_impl"):
+    implementation = argument_of(common, "transformer_impl")
+    if implementation is None:
         return None
     return NameStyle(
-        fused_norms=args.transformer_impl != "local",
-        grouped_experts=bool(getattr(args, "moe_grouped_gemm", False)),
-        gated=bool(getattr(args, "swiglu", False)),
+        fused_norms=implementation != "local",
+        grouped_experts=bool(argument_of(common, "moe_grouped_gemm", False)),
+        gated=bool(argument_of(common, "swiglu", False)),
     )
 
 
