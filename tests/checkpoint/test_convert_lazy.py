@@ -59,7 +59,7 @@ def test_blocks_of_an_operation_are_those_of_its_result(name: str, limit: int) -
     itemsize=st.sampled_from([1, 2, 4]),
     limit=st.integers(1, 200),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_blocks_cover_a_shape_once_in_order_and_keep_the_limit(
     shape: tuple[int, ...], itemsize: int, limit: int
 ) -> None:
