@@ -13,6 +13,7 @@ import torch
 from megatron_fsdp_adapter.checkpoint.convert.conversion import (
     HUGGING_FACE,
     MIB,
+    TORCH_DIST,
     Options,
     detect_format,
     open_state,
@@ -44,6 +45,9 @@ MODEL = (
     "num_experts", "padded_vocab_size", "transformer_impl", "bf16", "fp16",
 )  # fmt: skip
 """Training arguments that are shown where a checkpoint has them."""
+
+RECORD = "adapter_metadata.json"
+"""File of a checkpoint in which a save notes ranks, topology, versions and time."""
 
 WEIGHTS, OPTIMIZER, OTHER = "weights", "optimizer", "other"
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp")
@@ -132,10 +136,11 @@ def describe(path: Path, iteration: int | None = None) -> Description:
             for name, t in read_tensors(path).items()
         ]
         return Description(found, str(path), None, {}, config, tuple(entries))
-    folder = DcpFolder.open(path, iteration)
+    folder = DcpFolder.open(path, iteration, found == TORCH_DIST)
     rest = _arguments(folder)
     writers = {m[1] for p in folder.folder.iterdir() if (m := _WRITER.fullmatch(p.name))}
     saved_by = {"processes that wrote files": len(writers), **_known(rest, TOPOLOGY)}
+    saved_by |= _record(folder.folder)
     entries = [_entry(folder, key) for key in folder.metadata.state_dict_metadata]
     if (folder.folder / COMMON).is_file():
         size = (folder.folder / COMMON).stat().st_size
@@ -195,6 +200,16 @@ def _arguments(folder: DcpFolder) -> dict[str, Any]:
     return {"args": {key.removeprefix(prefix): folder.object(key) for key in keys}}
 
 
+def _record(folder: Path) -> dict[str, Any]:
+    """What the save itself noted, flat; nothing where it did not."""
+    path = folder / RECORD
+    found = read_json(path) if path.is_file() else {}
+    values = {name: value for name, value in found.items() if not isinstance(value, dict)}
+    for nested in (value for value in found.values() if isinstance(value, dict)):
+        values.update(nested)
+    return values
+
+
 def _known(rest: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     found = {name: argument_of(rest, name) for name in names}
     return {name: value for name, value in found.items() if value is not None}
@@ -219,7 +234,7 @@ _Contents = tuple[dict[str, LazyTensor], dict[str, Callable[[], Any]]]
 def _by_key(path: Path, iteration: int | None, found: str, weights_only: bool) -> _Contents:
     if found == HUGGING_FACE:
         return read_tensors(path), {}
-    folder = DcpFolder.open(path, iteration)
+    folder = DcpFolder.open(path, iteration, found == TORCH_DIST)
 
     def wanted(key: str) -> bool:
         return not weights_only or _entry(folder, key).part == WEIGHTS

@@ -171,7 +171,7 @@ def _open(
         number = _HUGGING_FACE_ITERATION if iteration is None else iteration
         rest = {**state.rest, "iteration": number}
         return Opened(found, path, replace(state, iteration=number, rest=rest), 0)
-    folder = DcpFolder.open(path, iteration)
+    folder = DcpFolder.open(path, iteration, found == TORCH_DIST)
     number = locate(path, iteration)[1]
     state = _READERS[found](folder, number, options.weights_only)
     if options.params_dtype is not None:
@@ -273,10 +273,9 @@ def _hugging_face_style(options: Options) -> NameStyle:
 def _check_target(target: Path) -> None:
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; name a new folder for the result")
-    taken = sorted(
-        path.name for path in (target.iterdir() if target.is_dir() else ())
-        if not path.name.endswith(folders.TEMPORARY)
-    )  # fmt: skip
+    names = {path.name for path in target.iterdir()} if target.is_dir() else set()
+    # What an interrupted conversion left does not count; it is deleted before the next one.
+    taken = sorted(names - set(folders.half_written(target))) if names else []
     if taken:
         raise ValueError(f"{target} is not empty (it has {taken[0]}); name a new folder")
 
@@ -320,7 +319,7 @@ def _write_hugging_face(
         tensors = {name: cast(tensor, dtype) for name, tensor in tensors.items()}
     total = sum(tensor.nbytes for tensor in tensors.values())
     text = json.dumps(config or architecture.to_config(model, dtype, vocab), indent=2) + "\n"
-    temporary = target.with_name(target.name + folders.TEMPORARY)
+    temporary = target.with_name(f"tmp.{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:

@@ -84,10 +84,17 @@ class DcpFolder:
     _kept: tuple[MetadataIndex, torch.Tensor] | None = field(default=None, repr=False)
 
     @classmethod
-    def open(cls, path: Path, iteration: int | None = None) -> DcpFolder:
+    def open(
+        cls, path: Path, iteration: int | None = None, is_torch_dist: bool = False
+    ) -> DcpFolder:
         """Raises FileNotFoundError if there is none, ValueError if it is half-written or not one
-        of DCP's."""
-        folder, metadata = folders.open_checkpoint(*locate(path, iteration))
+        of DCP's. is_torch_dist: it is core's, which a load refuses."""
+        root, number = locate(path, iteration)
+        if is_torch_dist:
+            folder = folders.final_folder(root, number)
+            metadata = folders.read_metadata(root, folder)
+        else:
+            folder, metadata = folders.open_checkpoint(root, number)
         version = str(getattr(metadata, "version", None) or "1")
         if version.split(".")[0] != "1":
             raise ValueError(
