@@ -89,6 +89,15 @@ def test_inspect_as_json_has_every_key(saved: Path, capsys: Captured) -> None:
     assert found["totals"]["weights"]["elements"] == elements
 
 
+def test_inspect_shows_what_the_save_itself_noted(saved: Path, capsys: Captured) -> None:
+    note = {"world_size": 8, "topology": {"tensor_model_parallel_size": 4}, "saved_at": "2026"}
+    (saved / "iter_0000003" / "adapter_metadata.json").write_text(json.dumps(note))
+    assert main(["inspect", str(saved), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["saved_by"]
+    assert (found["world_size"], found["tensor_model_parallel_size"]) == (8, 4)
+    assert found["saved_at"] == "2026"
+
+
 def test_inspect_refuses_what_is_no_checkpoint(tmp_path: Path, capsys: Captured) -> None:
     assert main(["inspect", str(tmp_path)]) == 2
     assert "latest_checkpointed_iteration.txt does not exist" in capsys.readouterr().err
