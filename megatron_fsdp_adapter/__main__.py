@@ -6,8 +6,11 @@ import importlib
 import sys
 
 COMMANDS = {
+    "convert": "megatron_fsdp_adapter.cli.convert",
+    "diff": "megatron_fsdp_adapter.cli.diff",
     "doctor": "megatron_fsdp_adapter.cli.doctor",
     "estimate": "megatron_fsdp_adapter.cli.estimate",
+    "inspect": "megatron_fsdp_adapter.cli.inspect",
 }
 USAGE = f"""\
 usage: python -m megatron_fsdp_adapter path/to/pretrain_gpt.py --use-megatron-fsdp ...

@@ -145,6 +145,14 @@ def half_written(root: Path) -> tuple[str, ...]:
     )
 
 
+def read_metadata(root: Path, folder: Path) -> Metadata:
+    """The torch DCP metadata of a folder of any format that is made of it, such as `torch_dist`.
+
+    Raises ValueError if the folder is half-written, as `open_checkpoint` does.
+    """
+    return _read_metadata(root, folder)
+
+
 def sync_files(paths: Iterable[Path]) -> None:
     """Forces the files to disk. torch's writer syncs before it flushes its own last buffer."""
     for path in paths:

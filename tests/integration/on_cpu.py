@@ -121,6 +121,10 @@ def prepare_megatron_lm(checkout: Path) -> None:
     dataset_utils.compile_helpers = lambda: None
     fused_kernels.load = lambda args: None
 
+    # Resuming stock DDP from torch_dist with torch's Adam. Megatron-LM has a `tests` of its own.
+    sys.path.append(str(Path(__file__).parents[1] / "distributed"))
+    importlib.import_module("torch_adam").make_loadable()
+
 
 def main(argv: list[str]) -> int:
     """The runner, after the lie."""

@@ -1,0 +1,11 @@
+"""Checkpoints of one format from those of another: `fsdp_dtensor`, `torch_dist`, Hugging Face."""
+
+from megatron_fsdp_adapter.checkpoint.convert.conversion import (
+    FORMATS,
+    Options,
+    Report,
+    convert,
+    detect_format,
+)
+
+__all__ = ["FORMATS", "Options", "Report", "convert", "detect_format"]

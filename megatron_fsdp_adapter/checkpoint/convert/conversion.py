@@ -1,0 +1,347 @@
+"""Converting a checkpoint from one format to another, in one process, without a GPU or a launcher.
+
+Every format is read into a `TrainingState` of lazy tensors and written from one, so any format
+goes into any other. What is in memory at a time is bounded by the largest stored chunk of the
+source and a few blocks, however large the model is: `2 * chunk + 5 * block` bytes. torch holds a
+chunk twice while it reads it. DCP's writer keeps the block before and copies the one it writes; a
+block that is cast has another one, at most twice as large, beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint.convert import (
+    architecture,
+    fsdp_dtensor,
+    hugging_face,
+    torch_dist,
+)
+from megatron_fsdp_adapter.checkpoint.convert.dcp_files import (
+    DcpFolder,
+    Progress,
+    locate,
+    write_folder,
+)
+from megatron_fsdp_adapter.checkpoint.convert.lazy import cast
+from megatron_fsdp_adapter.checkpoint.convert.safetensors_files import read_json, write_tensors
+from megatron_fsdp_adapter.checkpoint.convert.training_state import (
+    EXPERT_LAYOUTS,
+    TRANSFORMER_IMPLS,
+    NameStyle,
+    TrainingState,
+    is_first_linear,
+)
+
+FSDP_DTENSOR, TORCH_DIST, HUGGING_FACE = "fsdp_dtensor", "torch_dist", "huggingface"
+FORMATS = (FSDP_DTENSOR, TORCH_DIST, HUGGING_FACE)
+MIB = 2**20
+
+_READERS = {FSDP_DTENSOR: fsdp_dtensor.read, TORCH_DIST: torch_dist.read}
+_CONTENTS = {FSDP_DTENSOR: fsdp_dtensor.contents, TORCH_DIST: torch_dist.contents}
+_HUGGING_FACE_ITERATION = 1
+"""Megatron-LM takes no iteration 0."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a checkpoint does not tell, or what is wanted otherwise; None leaves it as it is.
+
+    weights_only: leave out optimizer, scheduler and RNG. transformer_impl ("local",
+    "transformer_engine"), experts ("sequential", "grouped") and swiglu say which modules the
+    Megatron model has, on which its parameters' names depend. params_dtype: what the model computes
+    in, and what Hugging Face weights are stored in (None: as they are). hf_config: a config.json,
+    or a folder with one. vocab_size: rows of the embedding that a Hugging Face model gets;
+    padded_vocab_size: rows that a Megatron model gets from one (None: the next multiple of
+    make_vocab_size_divisible_by). block_bytes, max_file_bytes: sizes of blocks, of safetensors
+    files. Raises ValueError for a value that no conversion takes.
+    """
+
+    weights_only: bool = False
+    transformer_impl: str | None = None
+    experts: str | None = None
+    swiglu: bool | None = None
+    params_dtype: torch.dtype | None = None
+    hf_config: Path | None = None
+    vocab_size: int | None = None
+    padded_vocab_size: int | None = None
+    make_vocab_size_divisible_by: int = 128
+    block_bytes: int = 64 * MIB
+    max_file_bytes: int = 5 * 1000**3
+
+    def __post_init__(self) -> None:
+        choices = {"transformer_impl": TRANSFORMER_IMPLS, "experts": EXPERT_LAYOUTS}
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+        positive = ("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by",
+                    "block_bytes", "max_file_bytes")  # fmt: skip
+        for name in positive:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did.
+
+    folder: where the result is; tensors, nbytes: how many and how large; memory_bound: bytes that
+    tensors took up at most at a time; dropped: keys of the source that have no place in the other
+    format.
+    """
+
+    source_format: str
+    target_format: str
+    folder: Path
+    iteration: int
+    tensors: int
+    nbytes: int
+    memory_bound: int
+    dropped: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that was found and read as far as its structure.
+
+    largest_chunk: bytes of it that have to be in memory to read any part of them; 0 if any part
+    of a tensor can be read by itself.
+    """
+
+    format: str
+    folder: Path
+    state: TrainingState
+    largest_chunk: int
+
+
+def detect_format(path: Path, iteration: int | None = None) -> str:
+    """Which of `FORMATS` is at `path`. FileNotFoundError if nothing is, ValueError if it is
+    something else."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; check the path")
+    if path.is_file():
+        raise ValueError(f"{path} is a file; name the folder of a checkpoint")
+    if any(path.glob("*.safetensors")) or (path / hugging_face.CONFIG).is_file():
+        return HUGGING_FACE
+    root, number = locate(path, iteration)
+    folder = folders.final_folder(root, number)
+    if (folder / torch_dist.CONFIG).is_file() or (folder / torch_dist.COMMON).is_file():
+        return TORCH_DIST
+    if folder.is_dir() and not (folder / ".metadata").is_file() and any(folder.glob("mp_rank_*")):
+        raise ValueError(
+            f"{folder} is of Megatron's legacy format (mp_rank_*), which cannot be converted; load "
+            "it with Megatron and save it with --ckpt-format torch_dist"
+        )
+    return FSDP_DTENSOR
+
+
+def open_state(
+    path: Path,
+    source_format: str | None = None,
+    iteration: int | None = None,
+    options: Options | None = None,
+) -> Opened:
+    """The state at `path`, tensors lazy. Raises FileNotFoundError or ValueError with one message
+    that says what is wrong with it."""
+    with _naming(path):
+        return _open(path, source_format, iteration, options or Options())
+
+
+def _open(
+    path: Path, source_format: str | None, iteration: int | None, options: Options
+) -> Opened:
+    found = source_format or detect_format(path, iteration)
+    if found not in FORMATS:
+        raise ValueError(f"format {found!r} must be one of {', '.join(FORMATS)}")
+    if found == HUGGING_FACE:
+        state = hugging_face.read(
+            path, _hugging_face_style(options), options.padded_vocab_size,
+            options.make_vocab_size_divisible_by, options.params_dtype,
+        )  # fmt: skip
+        number = _HUGGING_FACE_ITERATION if iteration is None else iteration
+        rest = {**state.rest, "iteration": number}
+        return Opened(found, path, replace(state, iteration=number, rest=rest), 0)
+    folder = DcpFolder.open(path, iteration, found == TORCH_DIST)
+    number = locate(path, iteration)[1]
+    state = _READERS[found](folder, number, options.weights_only)
+    if options.params_dtype is not None:
+        state = replace(state, params_dtype=options.params_dtype)
+    return Opened(found, folder.folder, state, folder.largest_chunk())
+
+
+def convert(
+    source: Path,
+    target: Path,
+    target_format: str,
+    *,
+    source_format: str | None = None,
+    iteration: int | None = None,
+    options: Options | None = None,
+    begin: Callable[[int], Progress] | None = None,
+) -> Report:
+    """Writes the checkpoint at `source` as `target_format` to `target`.
+
+    source: a root of checkpoints, one of its folders, or a folder of safetensors. target: a new
+    folder; for Megatron's formats a root, in which the iteration gets a folder and then the
+    tracker. begin: called with the bytes to be written, returns what is called after each block.
+
+    The result is written under a temporary name and renamed when all of it is on disk, so what is
+    there after an interruption is not taken for a checkpoint. Raises FileNotFoundError or
+    ValueError, before anything is written, for input that cannot be converted or a target that is
+    taken; ValueError while writing, if data files are damaged.
+    """
+    options = options or Options()
+    if target_format not in FORMATS:
+        raise ValueError(f"format {target_format!r} must be one of {', '.join(FORMATS)}")
+    if target_format == HUGGING_FACE:
+        options = replace(options, weights_only=True)  # there is no place for anything else
+    _check_target(target)
+    opened = open_state(source, source_format, iteration, options)
+    state, listen = opened.state, begin or (lambda total: lambda name, nbytes: None)
+    with _naming(source):
+        if target_format == HUGGING_FACE:
+            count, nbytes, folder = _write_hugging_face(state, target, options, listen)
+        else:
+            count, nbytes, folder = _write_megatron(state, target, target_format, options, listen)
+    return Report(
+        source_format=opened.format,
+        target_format=target_format,
+        folder=folder,
+        iteration=state.iteration,
+        tensors=count,
+        nbytes=nbytes,
+        memory_bound=2 * opened.largest_chunk + 5 * options.block_bytes,
+        dropped=_dropped(state, target_format),
+    )
+
+
+def style_of(state: TrainingState, options: Options) -> NameStyle:
+    """The target model's style: by the options, else as in the source. ValueError, with the option
+    that is missing, if neither tells."""
+    known = state.style
+    fused, grouped, gated = (
+        (known.fused_norms, known.grouped_experts, known.gated) if known else (None, None, None)
+    )
+    if options.transformer_impl is not None:
+        fused = options.transformer_impl == "transformer_engine"
+    if options.experts is not None:
+        grouped = options.experts == "grouped"
+    if options.swiglu is not None:
+        gated = options.swiglu
+    if not state.is_moe:
+        grouped = False
+    if not any(map(is_first_linear, state.weights)):
+        gated = False
+    told = {"--transformer-impl": fused, "--experts": grouped, "--swiglu or --no-swiglu": gated}
+    missing = [option for option, value in told.items() if value is None]
+    if missing:
+        raise ValueError(
+            "the checkpoint has no training arguments that tell which modules the model has; give "
+            + ", ".join(missing)
+        )
+    return NameStyle(bool(fused), bool(grouped), bool(gated))
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Puts the checkpoint's path in front of errors that do not say which one is meant."""
+    try:
+        yield
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _hugging_face_style(options: Options) -> NameStyle:
+    """Megatron's defaults where the options leave it open."""
+    fused = options.transformer_impl != "local"
+    grouped = fused if options.experts is None else options.experts == "grouped"
+    return NameStyle(fused_norms=fused, grouped_experts=grouped, gated=True)
+
+
+def _check_target(target: Path) -> None:
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is a file; name a new folder for the result")
+    names = {path.name for path in target.iterdir()} if target.is_dir() else set()
+    # What an interrupted conversion left does not count; it is deleted before the next one.
+    taken = sorted(names - set(folders.half_written(target))) if names else []
+    if taken:
+        raise ValueError(f"{target} is not empty (it has {taken[0]}); name a new folder")
+
+
+def _write_megatron(
+    state: TrainingState,
+    root: Path,
+    target_format: str,
+    options: Options,
+    begin: Callable[[int], Progress],
+) -> tuple[int, int, Path]:
+    contents = _CONTENTS[target_format](state, style_of(state, options))
+    total = sum(tensor.nbytes for tensor in contents.tensors.values())
+    folders.prepare(root, state.iteration)
+    temporary = folders.temporary_folder(root, state.iteration)
+    try:
+        write_folder(temporary, contents, options.block_bytes, begin(total))
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise _cause(error) from error
+    folders.publish(root, state.iteration, None)
+    return len(contents.tensors), total, folders.final_folder(root, state.iteration)
+
+
+def _write_hugging_face(
+    state: TrainingState, target: Path, options: Options, begin: Callable[[int], Progress]
+) -> tuple[int, int, Path]:
+    if options.hf_config is None:
+        model, config = architecture.from_arguments(state), None
+    else:
+        file = options.hf_config
+        config = read_json(file / hugging_face.CONFIG if file.is_dir() else file)
+        model = architecture.from_config(config)
+    rows = state.weights[hugging_face.EMBEDDING].shape[0]
+    vocab = options.vocab_size or (model.vocab if config else rows)
+    if vocab > rows:
+        raise ValueError(f"vocab_size={vocab}, but the embedding has {rows} rows")
+    tensors = hugging_face.weights_for(state, model, vocab)
+    dtype = options.params_dtype or tensors[hugging_face._TOP[hugging_face.EMBEDDING]].dtype
+    if options.params_dtype is not None:
+        tensors = {name: cast(tensor, dtype) for name, tensor in tensors.items()}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    text = json.dumps(config or architecture.to_config(model, dtype, vocab), indent=2) + "\n"
+    temporary = target.with_name(f"tmp.{target.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        (temporary / hugging_face.CONFIG).write_text(text)
+        write_tensors(temporary, tensors, options.block_bytes, options.max_file_bytes, begin(total))
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    folders.sync_folder(temporary)
+    if target.exists():
+        target.rmdir()  # it is empty
+    temporary.rename(target)
+    folders.sync_folder(target.absolute().parent)
+    return len(tensors), total, target
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The reader's own error, where DCP wrapped it into one about all ranks."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error
+
+
+def _dropped(state: TrainingState, target_format: str) -> tuple[str, ...]:
+    rest = ("everything but weights",) if target_format == HUGGING_FACE else ()
+    return (*state.dropped, *rest)

@@ -1,0 +1,307 @@
+"""Folders of torch.distributed.checkpoint (DCP), read and written block by block in one process.
+
+What DCP's own `load` and `save` cannot do here is work on less than a whole state dict: their
+planners want every tensor allocated. The reader finds the stored chunks that a block needs; the
+writer is DCP's file writer under a planner that makes each block when it is to be written.
+
+Objects are unpickled: convert only checkpoints that you trust.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed import checkpoint as torch_dcp
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Shape, _slices, blocks
+from megatron_fsdp_adapter.layout.ranges import Box
+
+KeyPath = tuple[str | int, ...]
+Progress = Callable[[str, int], None]
+"""Called after each block with the tensor's name and the bytes of the block."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a folder is to hold: tensors and objects by where they are in the nested state, and
+    other files by name, each with the function that writes it."""
+
+    tensors: Mapping[KeyPath, LazyTensor]
+    objects: Mapping[KeyPath, Any]
+    files: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)
+
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_DAMAGE = (OSError, EOFError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile)
+
+
+def locate(path: Path, iteration: int | None = None) -> tuple[Path, int]:
+    """The root and the iteration of the checkpoint at `path`: a root, or one of its folders.
+
+    iteration: None for the newest of a root. Raises FileNotFoundError or ValueError as
+    `folders.read_tracker` does, and ValueError if `path` is one iteration and another is named.
+    """
+    match = _ITERATION.fullmatch(path.name)
+    if match is None or (path / folders.TRACKER).exists():
+        return path, folders.read_tracker(path) if iteration is None else iteration
+    if iteration not in (None, int(match[1])):
+        raise ValueError(f"{path} is iteration {int(match[1])}, not {iteration}; name its parent")
+    return path.absolute().parent, int(match[1])
+
+
+@dataclass
+class DcpFolder:
+    """A complete DCP folder. Tensors are lazy; one stored chunk at a time is kept in memory."""
+
+    folder: Path
+    metadata: Metadata
+    _kept: tuple[MetadataIndex, torch.Tensor] | None = field(default=None, repr=False)
+
+    @classmethod
+    def open(
+        cls, path: Path, iteration: int | None = None, is_torch_dist: bool = False
+    ) -> DcpFolder:
+        """Raises FileNotFoundError if there is none, ValueError if it is half-written or not one
+        of DCP's. is_torch_dist: it is core's, which a load refuses."""
+        root, number = locate(path, iteration)
+        if is_torch_dist:
+            folder = folders.final_folder(root, number)
+            metadata = folders.read_metadata(root, folder)
+        else:
+            folder, metadata = folders.open_checkpoint(root, number)
+        version = str(getattr(metadata, "version", None) or "1")
+        if version.split(".")[0] != "1":
+            raise ValueError(
+                f"{folder}: version {version} of torch.distributed.checkpoint's format is newer "
+                "than this converter knows (1); update torch and megatron_fsdp_adapter"
+            )
+        return cls(folder, metadata)
+
+    @property
+    def tensor_keys(self) -> tuple[str, ...]:
+        """Keys of the tensors, in stored order."""
+        return tuple(filter(self.is_tensor, self.metadata.state_dict_metadata))
+
+    @property
+    def object_keys(self) -> tuple[str, ...]:
+        """Keys of everything else, in stored order."""
+        stored = self.metadata.state_dict_metadata
+        return tuple(key for key in stored if not self.is_tensor(key))
+
+    def is_tensor(self, key: str) -> bool:
+        """Whether `key` is a tensor's."""
+        return isinstance(self.metadata.state_dict_metadata[key], TensorStorageMetadata)
+
+    def pieces(self, key: str) -> int:
+        """How many chunks a tensor is stored in."""
+        stored = self.metadata.state_dict_metadata[key]
+        return len(stored.chunks) if isinstance(stored, TensorStorageMetadata) else 1
+
+    def stored_bytes(self, key: str) -> int:
+        """Bytes that an object takes up in its file."""
+        return int(self.metadata.storage_data[MetadataIndex(key)].length)
+
+    def path_of(self, key: str) -> KeyPath:
+        """Where the value was in the nested state; (key,) if that was not recorded."""
+        recorded = self.metadata.planner_data
+        return tuple(recorded.get(key, (key,))) if isinstance(recorded, Mapping) else (key,)
+
+    def tensor(self, key: str) -> LazyTensor:
+        """The tensor under `key`. Its `fill` raises ValueError if a chunk cannot be read."""
+        stored = self.metadata.state_dict_metadata[key]
+        assert isinstance(stored, TensorStorageMetadata)
+        chunks = [(tuple(c.offsets), tuple(c.sizes)) for c in stored.chunks]
+
+        def fill(offsets: Shape, out: torch.Tensor) -> None:
+            filled = 0
+            for chunk in chunks:
+                common = _intersect((offsets, tuple(out.shape)), chunk)
+                if common is None:
+                    continue
+                at, sizes = common
+                inside = self._chunk(key, chunk)[_slices(_minus(at, chunk[0]), sizes)]
+                out[_slices(_minus(at, offsets), sizes)].copy_(inside)
+                filled += math.prod(sizes)
+            if filled != out.numel():
+                raise ValueError(
+                    f"{self.folder}: {key} has {filled} of the {out.numel()} elements that the "
+                    f"block at {offsets} needs; the checkpoint is damaged"
+                )
+
+        return LazyTensor(tuple(stored.size), stored.properties.dtype, fill)
+
+    def object(self, key: str) -> Any:
+        """The unpickled object under `key`. ValueError if it cannot be read."""
+        return self._load(MetadataIndex(key), weights_only=False)
+
+    def largest_chunk(self) -> int:
+        """Bytes of the largest stored chunk, which has to be in memory to read any part of it."""
+        return max(
+            (
+                math.prod(chunk.sizes) * stored.properties.dtype.itemsize
+                for stored in self.metadata.state_dict_metadata.values()
+                if isinstance(stored, TensorStorageMetadata)
+                for chunk in stored.chunks
+            ),
+            default=0,
+        )
+
+    def _chunk(self, key: str, chunk: Box) -> torch.Tensor:
+        index = MetadataIndex(key, torch.Size(chunk[0]))
+        if self._kept is None or self._kept[0] != index:
+            self._kept = None  # first, so that two are never in memory
+            tensor = self._load(index, weights_only=True)
+            if tuple(tensor.shape) != chunk[1]:
+                raise ValueError(
+                    f"{self.folder}: {key} at {chunk[0]} has shape {tuple(tensor.shape)}, but "
+                    f".metadata promises {chunk[1]}; the checkpoint is damaged"
+                )
+            self._kept = index, tensor
+        return self._kept[1]
+
+    def _load(self, index: MetadataIndex, weights_only: bool) -> Any:
+        info = self.metadata.storage_data[index]
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(
+                f"{self.folder}: {index.fqn} is stored with the transforms "
+                f"{info.transform_descriptors} (compression), which are not supported"
+            )
+        try:
+            with (self.folder / info.relative_path).open("rb") as file:
+                view = _create_file_view(file, info.offset, info.length)
+                return torch.load(
+                    cast(IO[bytes], view), map_location="cpu", weights_only=weights_only
+                )
+        except _DAMAGE as error:
+            if "allocate memory" in str(error):
+                raise  # torch has no error of its own for it
+            raise ValueError(
+                f"{self.folder}: {index.fqn} cannot be read from {info.relative_path} "
+                f"({type(error).__name__}: {str(error).splitlines()[0]}); the file is damaged"
+            ) from error
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"{self.folder}: {index.fqn} holds an object of {error.name}, which is not "
+                "installed; put it on PYTHONPATH"
+            ) from error
+
+
+def write_folder(folder: Path, contents: Contents, block_bytes: int, progress: Progress) -> None:
+    """Writes an empty `folder` as DCP would write the state with these leaves, and syncs it.
+
+    Keys are the paths joined by dots. At most one block of `block_bytes` (or one element) is in
+    memory beside what the tensors read for it. Each block becomes a stored chunk.
+    """
+    planner = _StreamingPlanner(contents, block_bytes, progress)
+    writer = torch_dcp.FileSystemWriter(folder, sync_files=False)
+    torch_dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    for name, write in contents.files.items():
+        write(folder / name)
+    folders.sync_files(path for path in folder.iterdir() if path.is_file())
+
+
+def dotted(path: KeyPath) -> str:
+    """The key of a path, as DCP joins it."""
+    return ".".join(map(str, path))
+
+
+class _StreamingPlanner(SavePlanner):
+    """Plans the blocks of lazy tensors; a block exists only while the writer holds it."""
+
+    def __init__(self, contents: Contents, block_bytes: int, progress: Progress) -> None:
+        tensors, objects = contents.tensors, contents.objects
+        self._paths = {dotted(path): path for path in (*tensors, *objects)}
+        self._tensors = {dotted(path): tensor for path, tensor in tensors.items()}
+        self._objects = {dotted(path): value for path, value in objects.items()}
+        if len(self._paths) != len(tensors) + len(objects):
+            raise ValueError("two values have the same dotted key")
+        self._block_bytes = block_bytes
+        self._progress = progress
+
+    def set_up_planner(
+        self,
+        state_dict: Any,
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Nothing: the state is what the planner was made with."""
+
+    def create_local_plan(self) -> SavePlan:
+        items = [
+            self._item(key, tensor, box)
+            for key, tensor in self._tensors.items()
+            for box in blocks(tensor.shape, tensor.dtype.itemsize, self._block_bytes)
+        ]
+        items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
+        return SavePlan(items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = create_default_global_save_plan(all_plans)
+        metadata.planner_data = dict(self._paths)
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        key = write_item.index.fqn
+        if write_item.type == WriteItemType.BYTE_IO:
+            stream = io.BytesIO()
+            torch.save(self._objects[key], stream)
+            return stream
+        assert write_item.tensor_data is not None and write_item.tensor_data.chunk is not None
+        chunk = write_item.tensor_data.chunk
+        block = self._tensors[key].block((tuple(chunk.offsets), tuple(chunk.sizes)))
+        self._progress(key, block.nbytes)
+        return block
+
+    def _item(self, key: str, tensor: LazyTensor, box: Box) -> WriteItem:
+        offsets, sizes = (torch.Size(numbers) for numbers in box)
+        return WriteItem(
+            index=MetadataIndex(key, offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets, sizes),
+                properties=TensorProperties(dtype=tensor.dtype),
+                size=torch.Size(tensor.shape),
+            ),
+        )
+
+
+def _minus(a: Sequence[int], b: Sequence[int]) -> Shape:
+    return tuple(x - y for x, y in zip(a, b, strict=True))
+
+
+def _intersect(a: Box, b: Box) -> Box | None:
+    low = tuple(map(max, a[0], b[0]))
+    high = tuple(
+        min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True)
+    )
+    sizes = _minus(high, low)
+    return (low, sizes) if all(n > 0 for n in sizes) else None

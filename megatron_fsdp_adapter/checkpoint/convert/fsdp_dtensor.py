@@ -1,0 +1,231 @@
+"""`fsdp_dtensor` folders: one key per parameter and optimizer value, numbered over the model.
+
+    model.module.NAME[_w|_v]                                weight or buffer
+    optimizer.state.DEEP NAME[_w|_v].exp_avg|exp_avg_sq|step
+    optimizer.param_to_group_meta.DEEP NAME.lr|...          options of the parameter group
+    anything else                                           args, iteration, scheduler, RNG, ...
+
+DEEP is "module.module.", and once more "module." unless the model computes in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+
+from megatron_fsdp_adapter.checkpoint.convert.dcp_files import Contents, DcpFolder, KeyPath
+from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, cast, from_tensor
+from megatron_fsdp_adapter.checkpoint.convert.training_state import (
+    HALVES,
+    NameStyle,
+    TrainingState,
+    check_layers,
+    common_name,
+    dtype_argument,
+    is_first_linear,
+    is_parameter,
+    join_halves,
+    moe_layers,
+    split_halves,
+    styled_name,
+)
+
+_STATE = ("optimizer", "state")
+_META = ("optimizer", "param_to_group_meta")
+_STEP = "step"
+
+
+def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> TrainingState:
+    """The state in an `fsdp_dtensor` folder.
+
+    weights_only: leave out optimizer, scheduler and RNG. Raises ValueError if the folder has no
+    key of the format, lacks layers or halves, or if what has to be unpickled is damaged.
+    """
+    paths = {key: _split(folder, key) for key in (*folder.tensor_keys, *folder.object_keys)}
+    tensors = {paths[key]: folder.tensor(key) for key in folder.tensor_keys}
+    model = {path[1]: tensor for path, tensor in tensors.items() if path[0] == "model"}
+    if not any(name.startswith("module.") for name in map(str, model)):
+        raise ValueError(
+            f"{folder.folder} is no fsdp_dtensor checkpoint: it has no key model.module...., but "
+            f"{', '.join(list(paths)[:3])}"
+        )
+    objects = {paths[key]: key for key in folder.object_keys if not key.startswith("model.")}
+    names = {str(name): _name(str(name)) for name in model}
+    state = TrainingState(
+        iteration=iteration,
+        weights=_common(join_halves({names[str(n)]: t for n, t in model.items()})),
+        rest=_rest(folder, tensors, objects, weights_only),
+        dropped=tuple(key for key in folder.object_keys if key.startswith("model.")),
+        style=_style(names.values()),
+    )
+    if not weights_only:
+        state = _with_optimizer(state, folder, tensors, objects)
+    check_layers(state, folder.folder)
+    return state
+
+
+def contents(state: TrainingState, style: NameStyle) -> Contents:
+    """What a folder of this format holds. Weights are stored in fp32, as main weights are;
+    buffers keep their dtype."""
+    moe = moe_layers(state.weights)
+    deep = "module." * _depth(state)
+    tensors: dict[KeyPath, LazyTensor] = {}
+    objects: dict[KeyPath, Any] = {}
+    for name, weight in state.weights.items():
+        main = cast(weight, torch.float32) if is_parameter(name) else weight
+        styled = styled_name(name, style, moe)
+        for suffix, part in _halves(name, main, style).items():
+            tensors["model", f"module.{styled}{suffix}"] = part
+    for name, moments in state.moments.items():
+        styled = deep + styled_name(name, style, moe)
+        for kind, moment in moments.items():
+            for suffix, part in _halves(name, moment, style).items():
+                tensors["optimizer", "state", styled + suffix, kind] = part
+    for name, step in state.steps.items():
+        styled = deep + styled_name(name, style, moe)
+        for suffix in HALVES if style.gated and is_first_linear(name) else ("",):
+            tensors["optimizer", "state", styled + suffix, _STEP] = from_tensor(step)
+    for name, options in state.groups.items():
+        styled = deep + styled_name(name, style, moe)
+        objects.update({(*_META, styled, option): value for option, value in options.items()})
+    flat, paths = flatten_state_dict(dict(state.rest))
+    for key, value in flat.items():
+        if isinstance(value, torch.Tensor):
+            tensors[tuple(paths[key])] = from_tensor(value)
+        else:
+            objects[tuple(paths[key])] = value
+    return Contents(tensors, objects)
+
+
+def _split(folder: DcpFolder, key: str) -> KeyPath:
+    """The path of a key; by the grammar where it was not recorded."""
+    path = folder.path_of(key)
+    if len(path) > 1:
+        return path
+    if key.startswith("model."):
+        return "model", key.removeprefix("model.")
+    for prefix in (_STATE, _META):
+        start = ".".join(prefix) + "."
+        if key.startswith(start):
+            name, _, last = key.removeprefix(start).rpartition(".")
+            return (*prefix, name, last)
+    return path
+
+
+def _name(key: str) -> str:
+    """Without the "module."s in front."""
+    while key.startswith("module."):
+        key = key.removeprefix("module.")
+    return key
+
+
+def _common(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    found = {common_name(name): tensor for name, tensor in tensors.items()}
+    if len(found) != len(tensors):
+        raise ValueError("a weight is stored under two names of different styles")
+    return found
+
+
+def _style(names: Any) -> NameStyle:
+    listed = list(names)
+    return NameStyle(
+        fused_norms=any("linear_qkv.layer_norm_" in name for name in listed),
+        grouped_experts=any(".experts.linear_fc" in name for name in listed),
+        gated=any(name.endswith(HALVES) for name in listed),
+    )
+
+
+def _with_optimizer(
+    state: TrainingState,
+    folder: DcpFolder,
+    tensors: Mapping[KeyPath, LazyTensor],
+    objects: Mapping[KeyPath, str],
+) -> TrainingState:
+    kinds: dict[str, dict[str, LazyTensor]] = {}
+    steps: dict[str, torch.Tensor] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    depths = set()
+    for path, tensor in tensors.items():
+        if path[:2] == _STATE:
+            name = str(path[2])
+            depths.add((len(name) - len(_name(name))) // len("module."))
+            if path[3] == _STEP:
+                steps[common_name(_name(name).removesuffix("_w").removesuffix("_v"))] = (
+                    tensor.whole()
+                )
+            else:
+                kinds.setdefault(str(path[3]), {})[_name(name)] = tensor
+    for path, key in objects.items():
+        if path[:2] == _META:
+            name = common_name(_name(str(path[2])))
+            groups.setdefault(name, {})[str(path[3])] = folder.object(key)
+    moments: dict[str, dict[str, LazyTensor]] = {}
+    for kind, parts in kinds.items():
+        for name, tensor in _common(join_halves(parts)).items():
+            moments.setdefault(name, {})[kind] = tensor
+    _check_moments(state, moments, groups, folder.folder)
+    depth = depths.pop() if len(depths) == 1 else None
+    by_depth = {2: torch.float32, 3: torch.bfloat16}.get(depth or 0)
+    return TrainingState(
+        **{
+            **vars(state),
+            "moments": moments,
+            "steps": steps,
+            "groups": groups,
+            "depth": depth,
+            "params_dtype": dtype_argument(state.rest) or by_depth,
+        }
+    )
+
+
+def _check_moments(
+    state: TrainingState,
+    moments: Mapping[str, Mapping[str, LazyTensor]],
+    groups: Mapping[str, Any],
+    where: Path,
+) -> None:
+    problems = [f"optimizer state of {n}, which has no weight" for n in moments
+                if n not in state.weights]  # fmt: skip
+    problems += [
+        f"{kind} of {name} has shape {moment.shape}, the weight {state.weights[name].shape}"
+        for name, kinds in moments.items()
+        for kind, moment in kinds.items()
+        if name in state.weights and moment.shape != state.weights[name].shape
+    ]
+    problems += [f"{name} has optimizer state, but no parameter group" for name in moments
+                 if groups and name not in groups]  # fmt: skip
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise ValueError(f"{where} does not fit together:\n{listed}")
+
+
+def _rest(
+    folder: DcpFolder,
+    tensors: Mapping[KeyPath, LazyTensor],
+    objects: Mapping[KeyPath, str],
+    weights_only: bool,
+) -> dict[str, Any]:
+    wanted = ("args", "checkpoint_version", "iteration") if weights_only else None
+    rest: dict[str, Any] = {}
+    for path, key in objects.items():
+        if path[0] not in ("model", "optimizer") and (wanted is None or path[0] in wanted):
+            set_element(rest, path, folder.object(key))
+    for path, tensor in tensors.items():
+        if path[0] not in ("model", "optimizer") and wanted is None:
+            set_element(rest, path, tensor.whole())
+    return rest
+
+
+def _depth(state: TrainingState) -> int:
+    if state.depth is not None:
+        return state.depth
+    return 2 if state.params_dtype == torch.float32 else 3
+
+
+def _halves(name: str, tensor: LazyTensor, style: NameStyle) -> dict[str, LazyTensor]:
+    return split_halves(tensor) if style.gated and is_first_linear(name) else {"": tensor}

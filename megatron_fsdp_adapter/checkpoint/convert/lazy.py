@@ -1,0 +1,165 @@
+"""Tensors that are not in memory: a shape, a dtype, and a way to fill in any block of them.
+
+A conversion is an expression over such tensors (halves joined, layers stacked, heads regrouped);
+writing its result block by block then never holds more than the block and what the source file
+makes necessary to read at once. All operations move elements; only `cast` changes any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_fsdp_adapter.layout.ranges import Box
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor of `shape` and `dtype`, read on demand.
+
+    fill(offsets, out): writes the block that starts at `offsets` and has the shape of `out` into
+    `out`, a CPU tensor of this dtype. Raises ValueError if the file that it reads is damaged.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    fill: Callable[[Shape, torch.Tensor], None]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    def block(self, box: Box) -> torch.Tensor:
+        """The block `box` (offsets, sizes) as a new contiguous CPU tensor."""
+        offsets, sizes = box
+        out = torch.empty(sizes, dtype=self.dtype)
+        self.fill(offsets, out)
+        return out
+
+    def whole(self) -> torch.Tensor:
+        """All of it, in memory. For what is known to be small."""
+        return self.block(((0,) * len(self.shape), self.shape))
+
+
+def from_tensor(tensor: torch.Tensor) -> LazyTensor:
+    """A tensor that is in memory anyway."""
+
+    def fill(offsets: Shape, out: torch.Tensor) -> None:
+        out.copy_(tensor[_slices(offsets, tuple(out.shape))])
+
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, fill)
+
+
+def cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    """The values of `tensor` rounded to `dtype`; a block of each dtype is in memory at a time."""
+    if tensor.dtype == dtype:
+        return tensor
+
+    def fill(offsets: Shape, out: torch.Tensor) -> None:
+        out.copy_(tensor.block((offsets, tuple(out.shape))))
+
+    return replace(tensor, dtype=dtype, fill=fill)
+
+
+def narrow(tensor: LazyTensor, start: int, length: int) -> LazyTensor:
+    """Rows start..start+length of dimension 0."""
+    rows = tensor.shape[0] if tensor.shape else 0
+    if start < 0 or length < 0 or start + length > rows:
+        raise ValueError(f"rows {start}..{start + length} are not in a tensor of {rows} rows")
+
+    def fill(offsets: Shape, out: torch.Tensor) -> None:
+        tensor.fill((offsets[0] + start, *offsets[1:]), out)
+
+    return replace(tensor, shape=(length, *tensor.shape[1:]), fill=fill)
+
+
+def select(tensor: LazyTensor, index: int) -> LazyTensor:
+    """`tensor[index]`: one entry of dimension 0, without that dimension."""
+    if not tensor.shape or not 0 <= index < tensor.shape[0]:
+        raise ValueError(f"no entry {index} in a tensor of shape {tensor.shape}")
+
+    def fill(offsets: Shape, out: torch.Tensor) -> None:
+        tensor.fill((index, *offsets), out.unsqueeze(0))
+
+    return replace(tensor, shape=tensor.shape[1:], fill=fill)
+
+
+def concat(parts: Sequence[LazyTensor]) -> LazyTensor:
+    """The parts one after the other along dimension 0. Raises ValueError unless they fit."""
+    _check_alike(parts, [part.shape[1:] for part in parts])
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + part.shape[0])
+
+    def fill(offsets: Shape, out: torch.Tensor) -> None:
+        first, last = offsets[0], offsets[0] + out.shape[0]
+        for part, start in zip(parts, starts, strict=False):
+            low, high = max(first, start), min(last, start + part.shape[0])
+            if low < high:
+                part.fill((low - start, *offsets[1:]), out[low - first : high - first])
+
+    return LazyTensor((starts[-1], *parts[0].shape[1:]), parts[0].dtype, fill)
+
+
+def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
+    """The parts along a new dimension 0. Raises ValueError unless they are of one shape."""
+    _check_alike(parts, [part.shape for part in parts])
+
+    def fill(offsets: Shape, out: torch.Tensor) -> None:
+        for i, slot in enumerate(out.unbind(0)):
+            parts[offsets[0] + i].fill(offsets[1:], slot)
+
+    return LazyTensor((len(parts), *parts[0].shape), parts[0].dtype, fill)
+
+
+def zero_rows(rows: int, like: LazyTensor) -> LazyTensor:
+    """Rows of zeros that fit below `like`."""
+
+    def fill(offsets: Shape, out: torch.Tensor) -> None:
+        del offsets
+        out.zero_()
+
+    return replace(like, shape=(rows, *like.shape[1:]), fill=fill)
+
+
+def blocks(shape: Shape, itemsize: int, limit: int) -> Iterator[Box]:
+    """Blocks that cover `shape` once, in order, each of at most `limit` bytes (one element at
+    least). Dimension 0 is cut first; one of its entries that is too large is cut further."""
+    if math.prod(shape) == 0 and shape:
+        return
+    if math.prod(shape) * itemsize <= limit or not shape:
+        yield (0,) * len(shape), shape
+        return
+    row_bytes = math.prod(shape[1:]) * itemsize
+    if row_bytes <= limit:
+        rows = limit // row_bytes
+        for start in range(0, shape[0], rows):
+            size = min(rows, shape[0] - start)
+            yield (start, *(0,) * (len(shape) - 1)), (size, *shape[1:])
+        return
+    for index in range(shape[0]):
+        for offsets, sizes in blocks(shape[1:], itemsize, limit):
+            yield (index, *offsets), (1, *sizes)
+
+
+def _check_alike(parts: Sequence[LazyTensor], shapes: Sequence[Shape]) -> None:
+    if not parts:
+        raise ValueError("nothing to join")
+    if len(set(shapes)) > 1 or len({part.dtype for part in parts}) > 1:
+        found = sorted({f"{part.shape} {part.dtype}" for part in parts})
+        raise ValueError(f"tensors that do not fit together: {', '.join(found)}")
+
+
+def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))

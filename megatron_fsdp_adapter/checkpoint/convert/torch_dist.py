@@ -1,0 +1,386 @@
+"""`torch_dist` folders of megatron-core 0.16.1: stacked layers and experts, optimizer alike.
+
+    decoder.layers.NAME                    all layers in one tensor, (layers, ...)
+    decoder.layers.mlp.experts.experts.NAME             and experts, (layers, experts, ...)
+    optimizer.state.param|exp_avg|exp_avg_sq.KEY        shaped like the model's KEY
+    KEY._extra_state/shard_...             objects that belong to a place in the stack
+    common.pt                              args, iteration, scheduler, optimizer's parameter groups
+    metadata.json                          names and versions of the formats of the two
+
+Layers have keys of their own (`decoder.layers.3.NAME`) in models whose layers differ. Of the
+distributed optimizer's ways to save, `fully_reshardable` is the one in model space that core still
+writes. `dp_reshardable` stores flat buckets, whose place in the model only the model object
+knows, and `fully_sharded_model_space` flat pieces that core itself does not read any more.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fsdp_adapter.checkpoint.convert.dcp_files import Contents, DcpFolder, KeyPath
+from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, cast, select, stack
+from megatron_fsdp_adapter.checkpoint.convert.param_groups import (
+    from_optimizer_state,
+    to_optimizer_state,
+)
+from megatron_fsdp_adapter.checkpoint.convert.training_state import (
+    NameStyle,
+    TrainingState,
+    argument_of,
+    check_layers,
+    common_name,
+    dtype_argument,
+    fuse_norm,
+    is_parameter,
+    join_halves,
+    moe_layers,
+    style_record,
+)
+
+COMMON, CONFIG = "common.pt", "metadata.json"
+BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+SHARDING_TYPE = "fully_reshardable"
+
+RECORD = "fsdp_dtensor_names"
+"""Entry of common.pt in which a conversion notes what the other format's names were."""
+
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
+_MAIN_WEIGHTS = ("param", "fp32_param")
+_BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
+_STACKED_LAYERS = re.compile(r"(decoder\.layers)\.(?!\d+\.)(.+)")
+_STACKED_EXPERTS = re.compile(r"(.+\.experts)\.experts\.(?!\d+\.)(.+)")
+_SINGLE_EXPERT = re.compile(r"(.+\.experts)\.experts\.(\d+)\.(.+)")
+_COMMON_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+_RNG_OBJECT = re.compile(r"rng_state/shard_(\d+)\.(\d+)_\d+\.\d+")
+_RNG_PLACE = re.compile(r"\((\d+), (\d+)\)")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_LINEAR = re.compile(r"(.+\.linear_\w+)\.weight")
+_NORM = re.compile(r"(.+(?:layernorm|layer_norm))\.weight")
+
+
+def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> TrainingState:
+    """The state in a `torch_dist` folder.
+
+    weights_only: leave out optimizer, scheduler and RNG. Raises ValueError if it is of another
+    format or a newer version, if its optimizer is not in model space, or if files are damaged.
+    """
+    _check_config(folder.folder)
+    common = load_common(folder.folder)
+    if not weights_only:
+        _check_optimizer(folder)
+    model: dict[str, LazyTensor] = {}
+    optimizer: dict[str, dict[str, LazyTensor]] = {}
+    for key in folder.tensor_keys:
+        if match := _OPTIMIZER.fullmatch(key):
+            optimizer.setdefault(match[1], {}).update(_unstacked(match[2], folder.tensor(key)))
+        elif not _BUCKETS.match(key):
+            model.update(_unstacked(key, folder.tensor(key)))
+    record = common.pop(RECORD, {})
+    weights = _common(model)
+    state = TrainingState(
+        iteration=iteration,
+        weights=weights,
+        params_dtype=dtype_argument(common) or _majority(weights),
+        style=NameStyle(**record["style"]) if record else _style(common),
+        depth=record.get("depth"),
+        rest=_rest(folder, common, record, weights_only),
+        dropped=_dropped(folder),
+    )
+    if not weights_only and optimizer:
+        state = _with_optimizer(state, optimizer, common, folder.folder)
+    check_layers(state, folder.folder)
+    return state
+
+
+def contents(state: TrainingState, style: NameStyle) -> Contents:
+    """What a folder of this format holds, as stock Megatron saves a model of this style with
+    `--dist-ckpt-optim-fully-reshardable`; weights in the dtype that the model computes in."""
+    tensors, objects = _leaves(state, style)
+    rng, common = _common_state(state, style)
+    files: dict[str, Callable[[Path], Any]] = {
+        COMMON: functools.partial(torch.save, common),
+        CONFIG: lambda path: path.write_text(json.dumps(BACKENDS)),
+    }
+    return Contents(tensors, {**objects, **rng}, files)
+
+
+def _leaves(
+    state: TrainingState, style: NameStyle
+) -> tuple[dict[KeyPath, LazyTensor], dict[KeyPath, Any]]:
+    """The tensors, and the `_extra_state` objects that a model of this style asks for.
+
+    Core's linear layers save None there, Transformer Engine's save FP8 scales; None leaves those
+    as they are made. Keys that a model does not ask for are ignored by Megatron's default.
+    """
+    keys = _Keys.of(state, style)
+    dtype = state.params_dtype
+    computed = {
+        name: cast(weight, dtype) if dtype and is_parameter(name) else weight
+        for name, weight in state.weights.items()
+    }
+    tensors: dict[KeyPath, LazyTensor] = {(k,): t for k, t in keys.stacked(computed).items()}
+    # Main weights are those in fp32, also of a model that computes in it, as core saves them.
+    main = {n: cast(state.weights[n], torch.float32) for n in state.moments}
+    kinds: dict[str, dict[str, LazyTensor]] = {"param": main} if main else {}
+    for name, moments in state.moments.items():
+        for kind, moment in moments.items():
+            kinds.setdefault(kind, {})[name] = moment
+    for kind, parts in kinds.items():
+        for key, tensor in keys.stacked(parts).items():
+            tensors[(f"optimizer.state.{kind}.{key}",)] = tensor
+    return tensors, {(key,): [None] for key in keys.extra_states(state.weights)}
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Common names -> keys of the format, and places in the stacks.
+
+    layers, experts: sizes of the stacks; per_layer: every layer has keys of its own.
+    """
+
+    style: NameStyle
+    moe: frozenset[str]
+    layers: int
+    experts: int
+    per_layer: bool
+
+    @classmethod
+    def of(cls, state: TrainingState, style: NameStyle) -> _Keys:
+        numbered = [m for name in state.weights if (m := _LAYER.fullmatch(name))]
+        layers: dict[str, set[str]] = {}
+        for match in numbered:
+            layers.setdefault(match[1], set()).add(match[2])
+        frequency = state.argument("moe_layer_freq", 1)
+        differ = len({frozenset(names) for names in layers.values()}) > 1
+        per_layer = differ or isinstance(frequency, (list, tuple)) or frequency > 1
+        found = (_COMMON_EXPERT.fullmatch(name) for name in state.weights)
+        experts = 1 + max((int(m[2]) for m in found if m), default=-1)
+        return cls(style, moe_layers(state.weights), len(layers), experts, per_layer)
+
+    def place(self, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """(key, place in the stack, size of the stack) of a parameter."""
+        at: tuple[int, ...] = ()
+        sizes: tuple[int, ...] = ()
+        if match := _COMMON_EXPERT.fullmatch(name):
+            name = f"{match[1]}.experts.{match[3]}"
+            at, sizes = (int(match[2]),), (self.experts,)
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            return name, at, sizes
+        # Core's own layers rename both norms, whatever is behind them; TE's layers with experts
+        # have the second one as a module.
+        in_moe = self.style.fused_norms and f"decoder.layers.{match[1]}" in self.moe
+        last = fuse_norm(match[2], in_moe)
+        if self.per_layer:
+            return f"decoder.layers.{match[1]}.{last}", at, sizes
+        return f"decoder.layers.{last}", (int(match[1]), *at), (self.layers, *sizes)
+
+    def stacked(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """Key -> tensor. Raises ValueError if a stack has gaps."""
+        parts: dict[str, dict[tuple[int, ...], LazyTensor]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, tensor in tensors.items():
+            key, at, sizes = self.place(name)
+            parts.setdefault(key, {})[at] = tensor
+            shapes[key] = sizes
+        return {key: _stack(key, parts[key], shapes[key]) for key in parts}
+
+    def extra_states(self, names: Iterable[str]) -> Iterator[str]:
+        """The objects of all layers that may have one, each with its place in the stack."""
+        for name in names:
+            key, at, sizes = self.place(name)
+            if key.startswith(("output_layer.", "embedding.")):
+                continue
+            owners = [m[1] for m in (_LINEAR.fullmatch(key), _NORM.fullmatch(key)) if m]
+            if key.endswith("linear_proj.weight"):
+                owners.append(key.removesuffix("linear_proj.weight") + "core_attention")
+            for owner in owners:
+                place = ".".join(map(str, at or (0,)))
+                whole = ".".join(map(str, sizes or (1,)))
+                yield f"{owner}._extra_state/shard_{place}_{whole}"
+
+
+def _stack(
+    key: str, parts: Mapping[tuple[int, ...], LazyTensor], sizes: tuple[int, ...]
+) -> LazyTensor:
+    if not sizes:
+        return parts[()]
+    inner = []
+    for i in range(sizes[0]):
+        below = {at[1:]: part for at, part in parts.items() if at[0] == i}
+        if not below:
+            raise ValueError(f"{key}: of {sizes[0]} entries number {i} is missing")
+        inner.append(_stack(key, below, sizes[1:]))
+    return stack(inner)
+
+
+def _unstacked(key: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
+    """One tensor for each layer and expert, by name."""
+    while key.startswith("module."):
+        key = key.removeprefix("module.")
+    if match := _STACKED_LAYERS.fullmatch(key):
+        for layer in range(tensor.shape[0]):
+            yield from _unstacked(f"{match[1]}.{layer}.{match[2]}", select(tensor, layer))
+    elif match := _STACKED_EXPERTS.fullmatch(key):
+        for expert in range(tensor.shape[0]):
+            yield f"{match[1]}.{expert}.{match[2]}", select(tensor, expert)
+    elif match := _SINGLE_EXPERT.fullmatch(key):
+        yield f"{match[1]}.{match[2]}.{match[3]}", tensor
+    else:
+        yield key, tensor
+
+
+def _common(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    return {common_name(name): tensor for name, tensor in join_halves(tensors).items()}
+
+
+def _with_optimizer(
+    state: TrainingState,
+    optimizer: Mapping[str, Mapping[str, LazyTensor]],
+    common: Mapping[str, Any],
+    where: Path,
+) -> TrainingState:
+    kinds = {kind: _common(parts) for kind, parts in optimizer.items()}
+    main = {n: t for kind in _MAIN_WEIGHTS for n, t in kinds.pop(kind, {}).items()}
+    moments: dict[str, dict[str, LazyTensor]] = {}
+    for kind, parts in kinds.items():
+        for name, tensor in parts.items():
+            moments.setdefault(name, {})[kind] = tensor
+    unknown = sorted(name for name in {*main, *moments} if name not in state.weights)
+    if unknown:
+        raise ValueError(f"{where}: optimizer state without a weight: {', '.join(unknown)}")
+    shapes = {name: state.weights[name].shape for name in moments}
+    groups, steps = from_optimizer_state(common.get("optimizer"), shapes, where)
+    return replace(
+        state, weights={**state.weights, **main}, moments=moments, groups=groups, steps=steps
+    )
+
+
+def _rest(
+    folder: DcpFolder, common: Mapping[str, Any], record: Mapping[str, Any], weights_only: bool
+) -> dict[str, Any]:
+    if weights_only:
+        kept = ("args", "checkpoint_version", "iteration")
+        return {key: common[key] for key in kept if key in common}
+    rest = {k: v for k, v in common.items() if k not in ("optimizer", "content_metadata")}
+    if "rng_state" in record:
+        rest["rng_state"] = record["rng_state"]
+        return rest
+    for key in folder.object_keys:
+        if match := _RNG_OBJECT.fullmatch(key):
+            place = f"({match[1]}, {match[2]})"
+            rest.setdefault("rng_state", {})[place] = folder.object(key)[0]
+    return rest
+
+
+def _common_state(
+    state: TrainingState, style: NameStyle
+) -> tuple[dict[KeyPath, Any], dict[str, Any]]:
+    """The RNG objects, and what common.pt holds."""
+    common = dict(state.rest)
+    record: dict[str, Any] = {"style": style_record(style), "depth": state.depth}
+    places = common.pop("rng_state", None) or {}
+    found = {key: _RNG_PLACE.fullmatch(str(key)) for key in places}
+    rng: dict[KeyPath, Any] = {}
+    if all(found.values()):
+        grid = [(int(m[1]), int(m[2])) for m in found.values() if m]
+        size = ".".join(str(1 + max(numbers)) for numbers in zip(*grid, strict=True))
+        for value, (pp, tp) in zip(places.values(), grid, strict=True):
+            rng[(f"rng_state/shard_{pp}.{tp}_{size}",)] = [value]
+    else:
+        record["rng_state"] = places  # of a script with another way to save it
+    if state.moments:
+        common["optimizer"] = to_optimizer_state(state, SHARDING_TYPE)
+    common.setdefault("checkpoint_version", 3.0)
+    common.setdefault("iteration", state.iteration)
+    common[RECORD] = record
+    common["content_metadata"] = {
+        "distrib_optim_sharding_type": SHARDING_TYPE,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    return rng, common
+
+
+def _style(common: Mapping[str, Any]) -> NameStyle | None:
+    """What the saved arguments tell; None without any."""
+    implementation = argument_of(common, "transformer_impl")
+    if implementation is None:
+        return None
+    return NameStyle(
+        fused_norms=implementation != "local",
+        grouped_experts=bool(argument_of(common, "moe_grouped_gemm", False)),
+        gated=bool(argument_of(common, "swiglu", False)),
+    )
+
+
+def _dropped(folder: DcpFolder) -> tuple[str, ...]:
+    kept = (key for key in folder.object_keys if not _RNG_OBJECT.fullmatch(key))
+    return tuple(key for key in kept if "_extra_state" not in key)
+
+
+def _majority(weights: Mapping[str, LazyTensor]) -> torch.dtype | None:
+    dtypes = [tensor.dtype for name, tensor in weights.items() if is_parameter(name)]
+    return max(set(dtypes), key=dtypes.count) if dtypes else None
+
+
+def _check_config(folder: Path) -> None:
+    try:
+        found = json.loads((folder / CONFIG).read_text())
+    except FileNotFoundError:
+        raise ValueError(
+            f"{folder} is no torch_dist checkpoint: it has no {CONFIG}; name another format"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG} is damaged: {error}") from error
+    for name, known in BACKENDS.items():
+        value = found.get(name) if isinstance(found, dict) else None
+        if name.endswith("_version") and isinstance(value, int) and value > int(str(known)):
+            raise ValueError(
+                f"{folder / CONFIG}: {name}={value} is newer than this converter knows ({known}); "
+                "update megatron_fsdp_adapter"
+            )
+        if value != known:
+            raise ValueError(f"{folder / CONFIG}: {name}={value!r}, only {known!r} can be read")
+
+
+def load_common(folder: Path) -> dict[str, Any]:
+    """What common.pt of a folder holds. ValueError if it is missing or damaged."""
+    path = folder / COMMON
+    if not path.is_file():
+        raise ValueError(f"{folder} is half-written: it has no {COMMON}")
+    try:
+        common = torch.load(path, map_location="cpu", weights_only=False)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{path} holds an object of {error.name}: install that") from error
+    except Exception as error:
+        # pickle raises whatever the damaged bytes happen to spell
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+    if not isinstance(common, dict):
+        raise ValueError(f"{path} holds a {type(common).__name__}, not a dict")
+    return common
+
+
+def _check_optimizer(folder: DcpFolder) -> None:
+    buckets = [key for key in folder.tensor_keys if _BUCKETS.match(key)]
+    if buckets:
+        raise ValueError(
+            f"{folder.folder}: the optimizer is stored as flat buckets (dp_reshardable, "
+            f"{buckets[0]}), and only the model object knows which parameter lies where in them; "
+            "load it with Megatron and save it again with --dist-ckpt-optim-fully-reshardable, or "
+            "convert the weights only"
+        )

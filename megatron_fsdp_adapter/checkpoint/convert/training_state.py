@@ -1,0 +1,214 @@
+"""What every format is read into and written from: a model's tensors under one set of names.
+
+The same parameter has different names with Transformer Engine's layers and with core's own, and in
+each format. Here a name is that of core's own layers with one module per expert, numbered over the
+whole model, nothing split or stacked:
+
+    decoder.layers.3.input_layernorm.weight
+        TE: ...3.self_attention.linear_qkv.layer_norm_weight
+    decoder.layers.3.pre_mlp_layernorm.weight
+        TE, dense: ...3.mlp.linear_fc1.layer_norm_weight
+    decoder.layers.3.mlp.linear_fc1.weight         gate half over linear half, if gated
+    decoder.layers.3.mlp.experts.7.linear_fc1.weight
+        SequentialMLP: ...mlp.experts.local_experts.7.linear_fc1.weight
+        TEGroupedMLP:  ...mlp.experts.linear_fc1.weight7
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, concat, narrow
+
+HALVES = ("_w", "_v")
+"""Suffixes of the gate half and the linear half where a gated MLP's first layer is split."""
+
+TRANSFORMER_IMPLS = ("local", "transformer_engine")
+EXPERT_LAYOUTS = ("sequential", "grouped")
+
+_FUSED = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
+_SEQUENTIAL = re.compile(r"(.+\.experts)\.local_experts\.(\d+)\.(.+)")
+_GROUPED = re.compile(r"(.+\.experts)\.(linear_fc\d)\.(weight|bias)(\d+)")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(linear_fc\d)\.(weight|bias)")
+_LAYER = re.compile(r"(.*layers\.\d+)\.(.+)")
+_LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
+_PARAMETER = re.compile(r"(?:.+\.)?(?:weight|bias)")
+_FIRST_LINEAR = re.compile(
+    r".*mlp\.(?:shared_experts\.|experts\.\d+\.)?linear_fc1\.(?:weight|bias)"
+)
+
+
+@dataclass(frozen=True)
+class NameStyle:
+    """What a model's modules are, as far as its parameters' names depend on it.
+
+    fused_norms: Transformer Engine's layers, which hold the norm in front of them; grouped_experts:
+    TEGroupedMLP; gated: the first linear layer of an MLP is a gate half over a linear half.
+    """
+
+    fused_norms: bool
+    grouped_experts: bool
+    gated: bool
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """A checkpoint, tensors lazy, under common names.
+
+    weights: the most precise ones there are (fp32 main weights, else what the model computes in)
+    and persistent buffers; moments: name -> what the optimizer keeps for it (exp_avg, ...), shaped
+    like the weight; steps: name -> Adam's step count where it is kept per parameter; groups:
+    name -> options of its parameter group; params_dtype: what the model computes in (None: not
+    known); style: None where the format does not tell; rest: all other values, nested as saved;
+    depth: how many "module." the optimizer's names start with (None: by params_dtype); dropped:
+    keys that have no place here.
+    """
+
+    iteration: int
+    weights: Mapping[str, LazyTensor]
+    moments: Mapping[str, Mapping[str, LazyTensor]] = field(default_factory=dict)
+    steps: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    rest: Mapping[str, Any] = field(default_factory=dict)
+    params_dtype: torch.dtype | None = None
+    style: NameStyle | None = None
+    depth: int | None = None
+    dropped: tuple[str, ...] = ()
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """A training argument that was saved with the checkpoint."""
+        return argument_of(self.rest, name, default)
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether any layer has experts."""
+        return any(_EXPERT.fullmatch(name) for name in self.weights)
+
+
+def argument_of(rest: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """An entry of `args`, which Megatron saves as a namespace and other scripts as a dict."""
+    args = rest.get("args")
+    found = args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
+    return default if found is None else found
+
+
+def dtype_argument(rest: Mapping[str, Any]) -> torch.dtype | None:
+    """What the model computes in, by the saved arguments; None if there are none."""
+    if rest.get("args") is None:
+        return None
+    if argument_of(rest, "bf16", False):
+        return torch.bfloat16
+    return torch.float16 if argument_of(rest, "fp16", False) else torch.float32
+
+
+def common_name(name: str) -> str:
+    """The name used here of a parameter called `name` in a model of any style."""
+    if match := _SEQUENTIAL.fullmatch(name):
+        return f"{match[1]}.{match[2]}.{match[3]}"
+    if match := _GROUPED.fullmatch(name):
+        return f"{match[1]}.{match[4]}.{match[2]}.{match[3]}"
+    if match := _LAYER.fullmatch(name):
+        for fused, separate in _FUSED:
+            if match[2].startswith(fused):
+                return f"{match[1]}.{separate}{match[2].removeprefix(fused)}"
+    return name
+
+
+def styled_name(name: str, style: NameStyle, moe_layers: frozenset[str]) -> str:
+    """The other way round. moe_layers: paths of the layers with experts; their norm in front of
+    the MLP is never fused, as it is in front of the router too."""
+    if match := _EXPERT.fullmatch(name):
+        path, number, linear, last = match.groups()
+        if style.grouped_experts:
+            return f"{path}.{linear}.{last}{number}"
+        return f"{path}.local_experts.{number}.{linear}.{last}"
+    match = _LAYER.fullmatch(name)
+    if not style.fused_norms or match is None:
+        return name
+    return f"{match[1]}.{fuse_norm(match[2], match[1] in moe_layers)}"
+
+
+def fuse_norm(name: str, in_moe_layer: bool) -> str:
+    """Name inside a layer -> the name with norms inside the linear layers behind them."""
+    for fused, separate in _FUSED:
+        if name.startswith(separate) and not (in_moe_layer and fused.startswith("mlp.")):
+            return fused + name.removeprefix(separate)
+    return name
+
+
+def moe_layers(names: Iterable[str]) -> frozenset[str]:
+    """Paths of the layers with experts, such as `decoder.layers.3`."""
+    found = (_LAYER.fullmatch(name) for name in names)
+    return frozenset(m[1] for m in found if m and m[2].startswith("mlp.experts."))
+
+
+def is_parameter(name: str) -> bool:
+    """Whether `name` (common) is trained; else it is a buffer, such as a router's `expert_bias`."""
+    return bool(_PARAMETER.fullmatch(name))
+
+
+def is_first_linear(name: str) -> bool:
+    """Whether `name` (common) is what gated MLPs have two halves of."""
+    return bool(_FIRST_LINEAR.fullmatch(name))
+
+
+def is_expert(name: str) -> bool:
+    """Whether `name` (common) belongs to one expert."""
+    return bool(_EXPERT.fullmatch(name))
+
+
+def join_halves(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """`NAME_w` and `NAME_v` become NAME. Raises ValueError for one without the other."""
+    joined: dict[str, LazyTensor] = {}
+    for key, tensor in tensors.items():
+        name, suffix = key[:-2], key[-2:]
+        if suffix not in HALVES or not name.rstrip("0123456789").endswith(("weight", "bias")):
+            joined[key] = tensor
+            continue
+        missing = [name + half for half in HALVES if name + half not in tensors]
+        if missing:
+            raise ValueError(f"{key} is there without {missing[0]}: half a weight is missing")
+        joined[name] = concat([tensors[name + half] for half in HALVES])
+    return joined
+
+
+def split_halves(tensor: LazyTensor) -> dict[str, LazyTensor]:
+    """Suffix -> half. Raises ValueError for an odd number of rows."""
+    rows, odd = divmod(tensor.shape[0], 2)
+    if odd:
+        raise ValueError(f"a gated layer of {tensor.shape[0]} rows does not have two halves")
+    return {half: narrow(tensor, i * rows, rows) for i, half in enumerate(HALVES)}
+
+
+def check_layers(state: TrainingState, where: object) -> None:
+    """Raises ValueError unless the layers are numbered 0, 1, ... over the whole model.
+
+    A checkpoint whose layer numbers count from the start of a pipeline stage lacks layers.
+    """
+    found = {int(m[1]) for name in state.weights if (m := _LAYER_NUMBER.match(name))}
+    wanted = int(state.argument("num_layers", len(found)))
+    missing = sorted(set(range(wanted)) - found)
+    if missing or len(found) != wanted:
+        raise ValueError(
+            f"{where} has the layers {_ranges(found)}, a model of {wanted} layers has 0-"
+            f"{wanted - 1}: keys whose layer numbers start anew on each pipeline stage (as "
+            "Megatron-FSDP writes them) cannot be converted"
+        )
+
+
+def style_record(style: NameStyle) -> dict[str, bool]:
+    """A style as plain values."""
+    return asdict(style)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    listed = sorted(numbers)
+    return f"{listed[0]}-{listed[-1]} ({len(listed)})" if listed else "(none)"

@@ -1,0 +1,115 @@
+"""A conversion that is interrupted leaves nothing that looks finished, and can be repeated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from convert_cases import Model, differences, fsdp_state, load_all, save_fsdp
+
+from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint.convert import Options, convert
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from megatron_fsdp_adapter.checkpoint.convert import Options, convert
+source, target, to, point = sys.argv[1:]
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+seen = []
+def watch(event, args):  # every operation on the file system, from the first block on
+    names = [str(a) for a in args if isinstance(a, (str, bytes, os.PathLike))]
+    if any(Path(target).name in name for name in names):
+        seen.append(event)
+        if len(seen) == int(point):
+            die()
+
+def begin(total):
+    sys.addaudithook(watch)
+    return lambda name, nbytes: seen.append(name) or (len(seen) == int(point) and die())
+
+convert(Path(source), Path(target), to, options=Options(block_bytes=2000), begin=begin)
+print(len(seen))
+"""
+
+
+def run(source: Path, target: Path, to: str, point: int) -> subprocess.CompletedProcess[str]:
+    program = PROGRAM.format(here=str(Path(__file__).parent))
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, source, target, to, str(point)],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+def is_finished(target: Path, to: str) -> bool:
+    """Whether somebody would take what is there for a result."""
+    if to == "huggingface":
+        return target.exists()
+    return (target / folders.TRACKER).exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("to", ["torch_dist", "huggingface"])
+def test_killed_anywhere_nothing_unfinished_has_a_final_name(tmp_path: Path, to: str) -> None:
+    source = save_fsdp(tmp_path / "a", fsdp_state(Model()))
+    convert(source, tmp_path / "whole", to, options=Options(block_bytes=2000))
+    alone = run(source, tmp_path / "alone", to, 0)
+    assert alone.returncode == 0, alone.stderr
+    points = int(alone.stdout.split()[-1])
+    assert points > 20
+    for point in sorted({*range(1, points, 1 + points // 8), *range(points - 6, points + 1)}):
+        target = tmp_path / f"out{point}"
+        done = run(source, target, to, point)
+        assert done.returncode == -9, (point, done.stderr)
+        finals = [p for p in target.glob("iter_*") if not p.name.endswith(".tmp")]
+        # Between the last rename and the tracker, a folder is whole though not the newest yet.
+        for final in finals:
+            assert differences(load_all(final), load_all(tmp_path / "whole" / final.name)) == []
+        if finals or is_finished(target, to):
+            continue
+        convert(source, target, to, options=Options(block_bytes=2000))
+        assert is_finished(target, to)
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "huggingface"])
+def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, to: str) -> None:
+    source = save_fsdp(tmp_path / "a", fsdp_state(Model()))
+    blocks = 0
+
+    def begin(total: int):
+        def advance(name: str, nbytes: int) -> None:
+            nonlocal blocks
+            blocks += 1
+            if blocks == 9:
+                raise KeyboardInterrupt
+
+        return advance
+
+    with pytest.raises(BaseException) as caught:
+        convert(source, tmp_path / "b", to, options=Options(block_bytes=2000), begin=begin)
+    assert isinstance(caught.value, KeyboardInterrupt), repr(caught.value)
+    assert blocks == 9
+    assert not list(tmp_path.glob("b/*")) and not list(tmp_path.glob("*tmp*"))
+    convert(source, tmp_path / "b", to)
+    assert is_finished(tmp_path / "b", to)
+
+
+def test_what_is_converted_is_told_block_by_block(tmp_path: Path) -> None:
+    source = save_fsdp(tmp_path / "a", fsdp_state(Model()))
+    told: list[tuple[str, int]] = []
+    totals: list[int] = []
+
+    def begin(total: int):
+        totals.append(total)
+        return lambda name, nbytes: told.append((name, nbytes))
+
+    report = convert(source, tmp_path / "b", "torch_dist", begin=begin,
+                     options=Options(block_bytes=500))  # fmt: skip
+    assert totals == [report.nbytes] and sum(nbytes for _, nbytes in told) == report.nbytes
+    assert max(nbytes for _, nbytes in told) <= 500

@@ -1,0 +1,159 @@
+"""The commands convert, inspect and diff: what they print, as text and JSON, and exit statuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter.__main__ import main
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
+
+from convert_cases import Model, fsdp_state, hugging_face_folder, save_fsdp
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return save_fsdp(tmp_path / "saved", fsdp_state(Model(experts=2)))
+
+
+def changed(root: Path, **changes: float) -> Path:
+    """The same checkpoint with other values: the first element of a key, by key."""
+    state = fsdp_state(Model(experts=2))
+    for name, value in changes.items():
+        state["model"][f"module.{name}.weight"][0, 0] = value
+    return save_fsdp(root, state)
+
+
+def test_convert_prints_what_it_did(saved: Path, tmp_path: Path, capsys: Captured) -> None:
+    target = tmp_path / "td"
+    assert main(["convert", str(saved), str(target), "--to", "torch_dist", "--block-mib", "1"]) == 0
+    found = capsys.readouterr()
+    assert f"fsdp_dtensor -> torch_dist: {target}/iter_0000003" in found.out
+    assert "iteration 3, " in found.out and "tensors in memory at most: 5.0 MiB" in found.out
+    assert "100% of" in found.err, "no progress without a terminal"
+    assert (target / "iter_0000003" / "common.pt").is_file()
+
+
+def test_convert_takes_options_and_prints_json(
+    saved: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    hugging_face_folder(tmp_path / "hf", Model())
+    command = ["convert", str(tmp_path / "hf"), str(tmp_path / "out"), "--to", "fsdp_dtensor",
+               "--transformer-impl", "local", "--make-vocab-size-divisible-by", "50", "--json",
+               "--quiet"]  # fmt: skip
+    assert main(command) == 0
+    found = capsys.readouterr()
+    report = json.loads(found.out)
+    assert report["source_format"] == "huggingface" and report["iteration"] == 1
+    assert found.err == ""
+    assert main(["inspect", str(tmp_path / "out"), "--keys", "--match", "embedding"]) == 0
+    assert "50x16" in capsys.readouterr().out
+
+
+def test_convert_says_what_is_wrong(saved: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert main(["convert", str(tmp_path / "no"), str(tmp_path / "x"), "--to", "torch_dist"]) == 2
+    assert capsys.readouterr().err == f"convert: {tmp_path / 'no'} does not exist; check the path\n"
+
+
+def test_inspect_tells_who_saved_what(saved: Path, capsys: Captured) -> None:
+    assert main(["inspect", str(saved)]) == 0
+    text = capsys.readouterr().out
+    for line in ("fsdp_dtensor, iteration 3", "world_size", "num_experts", "weights", "optimizer"):
+        assert line in text
+    assert "linear_qkv" not in text
+    assert main(["inspect", str(saved), "--keys", "--match", "layers.1.self_attention"]) == 0
+    text = capsys.readouterr().out
+    assert "model.module.decoder.layers.1.self_attention.linear_qkv.weight" in text
+    assert "32x16" in text and "layers.0." not in text
+
+
+def test_inspect_as_json_has_every_key(saved: Path, capsys: Captured) -> None:
+    assert main(["inspect", str(saved / "iter_0000003"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["saved_by"]["world_size"] == 2 and found["saved_by"]["processes that wrote files"]
+    assert found["model"]["num_layers"] == 2
+    entries = {entry["key"]: entry for entry in found["entries"]}
+    embedding = entries["model.module.embedding.word_embeddings.weight"]
+    assert embedding["shape"] == [24, 16] and embedding["dtype"] == "float32"
+    assert embedding["nbytes"] == 24 * 16 * 4 and embedding["part"] == "weights"
+    assert entries["args"]["shape"] is None and entries["args"]["nbytes"] > 0
+    state = fsdp_state(Model(experts=2))
+    elements = sum(tensor.numel() for tensor in state["model"].values())
+    assert found["totals"]["weights"]["elements"] == elements
+
+
+def test_inspect_shows_what_the_save_itself_noted(saved: Path, capsys: Captured) -> None:
+    note = {"world_size": 8, "topology": {"tensor_model_parallel_size": 4}, "saved_at": "2026"}
+    (saved / "iter_0000003" / "adapter_metadata.json").write_text(json.dumps(note))
+    assert main(["inspect", str(saved), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["saved_by"]
+    assert (found["world_size"], found["tensor_model_parallel_size"]) == (8, 4)
+    assert found["saved_at"] == "2026"
+
+
+def test_inspect_refuses_what_is_no_checkpoint(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "latest_checkpointed_iteration.txt does not exist" in capsys.readouterr().err
+
+
+def test_diff_of_the_same_is_the_same(saved: Path, tmp_path: Path, capsys: Captured) -> None:
+    changed(tmp_path / "b")
+    assert main(["diff", str(saved), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out == "the same\n"
+
+
+def test_diff_finds_one_element(saved: Path, tmp_path: Path, capsys: Captured) -> None:
+    changed(tmp_path / "b", **{"decoder.layers.1.self_attention.linear_proj": 100.0})
+    assert main(["diff", str(saved), str(tmp_path / "b"), "--json", "--quiet"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["different"] and len(found["values"]) == 1
+    value = found["values"][0]
+    assert value["key"] == "model.module.decoder.layers.1.self_attention.linear_proj.weight"
+    assert value["differing"] == 1 and 90 < value["largest"] < 110
+    assert main(["diff", str(saved), str(tmp_path / "b"), "--no-values"]) == 0
+    # By common names too, though one of them is of another format.
+    assert main(["convert", str(saved), str(tmp_path / "td"), "--to", "torch_dist"]) == 0
+    assert main(["diff", str(tmp_path / "td"), str(tmp_path / "b"), "--quiet"]) == 1
+    assert "weights.decoder.layers.1.self_attention.linear_proj.weight: 1 of" in (
+        capsys.readouterr().out
+    )
+    assert main(["diff", str(tmp_path / "td"), str(saved), "--quiet"]) == 0
+
+
+def test_diff_tells_a_sign_of_zero_and_nan_from_their_bits(tmp_path: Path) -> None:
+    from megatron_fsdp_adapter.checkpoint.inspection import diff
+
+    def save(name: str, values: list[float]) -> Path:
+        return save_fsdp(tmp_path / name, {"model": {"module.w": torch.tensor(values)}})
+
+    nan = save("a", [float("nan"), 0.0])
+    assert not diff(nan, save("b", [float("nan"), 0.0]))
+    assert diff(nan, save("c", [float("nan"), -0.0])).values[0].differing == 1
+
+
+def test_diff_lists_keys_shapes_dtypes_and_objects(tmp_path: Path, capsys: Captured) -> None:
+    def save(name: str, **state: object) -> str:
+        return str(save_fsdp(tmp_path / name, {"model": {"module.x": torch.ones(1)}, **state}))
+
+    a = save("a", only=torch.ones(2), s=torch.ones(2), d=torch.ones(2), o=1)
+    b = save("b", new=torch.ones(2), s=torch.ones(3), d=torch.ones(2).double(), o=2)
+    assert main(["diff", a, b]) == 1
+    text = capsys.readouterr().out
+    for line in ("only in A (1)\n  only", "only in B (1)\n  new", "s: (2,), (3,)",
+                 "d: float32, float64", "objects with other values (1)\n  o"):  # fmt: skip
+        assert line in text, text
+
+
+@pytest.mark.parametrize("command", ["convert", "inspect", "diff"])
+def test_every_command_explains_itself(command: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"megatron_fsdp_adapter {command}" in capsys.readouterr().out
