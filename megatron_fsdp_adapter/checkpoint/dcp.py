@@ -3,8 +3,9 @@
 The folder is an ordinary DCP checkpoint, as Megatron-LM's `--ckpt-format fsdp_dtensor` writes it:
 the keys are those of the nested state joined by dots.
 
-Collectives. A save has three exchanges of our own, of small objects, plus DCP's plan and result
-exchange: DCP has to see every rank's plan to write one metadata file. A load has two or three
+Collectives. A save has two exchanges of our own, of small objects, plus DCP's plan and result
+exchange: DCP has to see every rank's plan to write one metadata file, and publishing the result is
+part of the latter (`storage.py`). A load has two or three
 exchanges and none by DCP: every rank reads the metadata file and then exactly its own blocks, so
 there is nothing to plan together. None of them is per tensor, and all of them are on the CPU.
 
@@ -38,6 +39,7 @@ from megatron_fsdp_adapter.checkpoint.state import (
     problems_of,
     to_stored,
 )
+from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 
 PathLike = str | os.PathLike[str]
 
@@ -67,6 +69,7 @@ def save_checkpoint(
     state: Mapping[str, Any],
     keep_last: int | None = None,
     *,
+    topology: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Writes `state` as the checkpoint of `iteration` and makes it the newest one of `root`.
@@ -74,7 +77,8 @@ def save_checkpoint(
     Called by all ranks of `group` (a CPU group; None: all ranks) with the same arguments but for
     the state. state: nested dicts and lists with string keys; leaves are DTensors with chunks,
     tensors and picklable objects; see `checkpoint.state`. keep_last: how many complete
-    checkpoints up to this one to keep (None: all).
+    checkpoints up to this one to keep (None: all). topology: what to note about the run in the
+    checkpoint's record (`record.topology_of`), plain values.
 
     Whenever a process dies, the checkpoint that was the newest before stays loadable, also if it
     is of the same iteration. Returns the folder. Raises on every rank: ValueError for bad
@@ -82,17 +86,16 @@ def save_checkpoint(
     """
     root = Path(root)
     with coordination(group) as ranks:
-        _, calls = ranks.run(
-            "starting to save",
-            lambda: _begin_save(root, iteration, state, keep_last, ranks.rank),
-            tell=lambda call: call,
-        )
-        if len(set(calls)) > 1:
-            different = ", ".join(sorted(map(repr, set(calls))))
-            raise ValueError(f"ranks disagree on (root, iteration, keep_last): {different}")
-        ranks.run("writing the checkpoint", lambda: _write(root, iteration, state, ranks))
-        ranks.run_on_first(
-            "publishing the checkpoint", lambda: folders.publish(root, iteration, keep_last)
+        begin_save(ranks, root, iteration, state, keep_last)
+        writer = make_writer(root, iteration, keep_last, topology)
+        ranks.run(
+            "writing the checkpoint",
+            lambda: torch_dcp.save(
+                to_stored(state, ranks.rank),
+                storage_writer=writer,
+                planner=torch_dcp.DefaultSavePlanner(),
+                process_group=ranks.group,
+            ),
         )
     return folders.final_folder(root, iteration)
 
@@ -141,12 +144,35 @@ def latest_iteration(root: PathLike) -> int:
     return folders.read_tracker(Path(root))
 
 
-def _begin_save(
-    root: Path,
-    iteration: int,
-    state: Mapping[str, Any],
-    keep_last: int | None,
-    rank: int,
+def begin_save(
+    ranks: Coordinator, root: Path, iteration: int, state: Mapping[str, Any], keep_last: int | None
+) -> None:
+    """Raises ValueError on every rank if a save with these arguments cannot succeed on one of
+    them, or if the ranks' arguments differ. One exchange; nothing is written."""
+    _, calls = ranks.run(
+        "starting to save",
+        lambda: _checked_call(root, iteration, state, keep_last),
+        tell=lambda call: call,
+    )
+    if len(set(calls)) > 1:
+        different = ", ".join(sorted(map(repr, set(calls))))
+        raise ValueError(f"ranks disagree on (root, iteration, keep_last): {different}")
+
+
+def make_writer(
+    root: Path, iteration: int, keep_last: int | None, topology: Mapping[str, Any] | None
+) -> SafeWriter:
+    """The writer of a save: it makes the checkpoint the newest of `root` when it is complete."""
+
+    def publish(_: Path) -> None:
+        folders.publish(root, iteration, keep_last)
+
+    folder = folders.final_folder(root, iteration)
+    return SafeWriter(folder, dict(topology or {}), iteration, publish)
+
+
+def _checked_call(
+    root: Path, iteration: int, state: Mapping[str, Any], keep_last: int | None
 ) -> tuple[str, int, int | None]:
     if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
         raise ValueError(f"iteration={iteration!r} must be a whole number, 0 or more")
@@ -157,22 +183,7 @@ def _begin_save(
     problems = problems_of(state)
     if problems:
         raise ValueError("the state cannot be saved:\n" + "\n".join(f"  {p}" for p in problems))
-    if rank == 0:
-        folders.prepare(root, iteration)
     return str(root), iteration, keep_last
-
-
-def _write(root: Path, iteration: int, state: Mapping[str, Any], ranks: Coordinator) -> None:
-    folder = folders.temporary_folder(root, iteration)
-    torch_dcp.save(
-        to_stored(state, ranks.rank),
-        storage_writer=torch_dcp.FileSystemWriter(folder, sync_files=False),
-        planner=torch_dcp.DefaultSavePlanner(),
-        process_group=ranks.group,
-    )
-    folders.sync_files(folder.glob(f"__{ranks.rank}_*"))
-    if ranks.rank == 0:
-        folders.sync_files([folder / ".metadata"])
 
 
 def _open(root: Path, iteration: int | None, stored: dict[str, Any], rank: int) -> _Opened:
