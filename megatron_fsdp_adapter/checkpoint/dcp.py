@@ -25,8 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 
-from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint import digests, folders
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, coordination
 from megatron_fsdp_adapter.checkpoint.state import (
     Mismatch,
@@ -106,6 +108,7 @@ def load_checkpoint(
     iteration: int | None = None,
     *,
     ignore_unexpected: Sequence[str] = (),
+    check_digests: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Loads into the tensors of `state`, in place, and returns (iteration, loaded state).
@@ -114,12 +117,15 @@ def load_checkpoint(
     DTensors are overwritten in their own storage. The returned state has the same structure and
     the same tensors, with the stored values in place of everything else; the containers of
     `state` are not changed. iteration: None for the newest. ignore_unexpected: prefixes of keys
-    that may be in the checkpoint without being wanted.
+    that may be in the checkpoint without being wanted. check_digests: first read what this rank
+    will load and compare it with the digests that were recorded; torch itself notices damaged
+    bytes only where they are not a tensor's values.
 
     Raises on every rank, before a tensor is touched: FileNotFoundError if root, tracker or folder
-    is missing, ValueError if the checkpoint is half-written, or if any rank's keys, shapes or
-    dtypes differ from it (one error lists all). CheckpointError if reading fails anywhere; the
-    tensors then hold an unknown mixture.
+    is missing, ValueError if the checkpoint is half-written, of a newer format, another program's
+    or (with check_digests) damaged, or if any rank's keys, shapes or dtypes differ from it (one
+    error lists all). CheckpointError if reading fails anywhere; the tensors then hold an unknown
+    mixture.
     """
     root = Path(root)
     with coordination(group) as ranks:
@@ -132,7 +138,10 @@ def load_checkpoint(
         mismatch = _mismatch_of_all(ranks, opened, views, tuple(ignore_unexpected))
         if mismatch:
             raise ValueError(f"the state does not fit {opened.folder}:\n{mismatch.describe()}")
-        ranks.run("reading the checkpoint", lambda: _read(opened, stored))
+        reader, planner, plan = _plan_read(opened, stored)
+        if check_digests:
+            ranks.run("checking the checkpoint", lambda: _check(opened, plan))
+        ranks.run("reading the checkpoint", lambda: _read(reader, planner, plan))
         return opened.view.iteration, from_stored(stored, state, ranks.rank)
 
 
@@ -221,14 +230,42 @@ def _mismatch_of_all(
     return merged if merged.unusable else replace(merged, unexpected=unexpected)
 
 
-def _read(opened: _Opened, stored: dict[str, Any]) -> None:
-    """Reads this rank's blocks through DCP's planner and reader, which is all that DCP's `load`
-    does beyond exchanging plans that nobody needs and reading the metadata again."""
+def _plan_read(
+    opened: _Opened, stored: dict[str, Any]
+) -> tuple[StorageReader, LoadPlanner, LoadPlan]:
+    """This rank's blocks through DCP's planner and reader, which is all that DCP's `load` does
+    beyond exchanging plans that nobody needs and reading the metadata again."""
     reader = torch_dcp.FileSystemReader(opened.folder)
     planner = torch_dcp.DefaultLoadPlanner()
+    planner.set_up_planner(stored, opened.metadata, is_coordinator=False)
+    reader.set_up_storage_reader(opened.metadata, is_coordinator=False)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
+    return reader, planner, planner.finish_plan(plan)
+
+
+def _read(reader: StorageReader, planner: LoadPlanner, plan: LoadPlan) -> None:
     with torch.no_grad():
-        planner.set_up_planner(stored, opened.metadata, is_coordinator=False)
-        reader.set_up_storage_reader(opened.metadata, is_coordinator=False)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
-        plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
-        reader.read_data(planner.finish_plan(plan), planner).wait()
+        reader.read_data(plan, planner).wait()
+
+
+def _check(opened: _Opened, plan: LoadPlan) -> None:
+    """ValueError if what the plan reads is not what was saved."""
+    recorded = digests.read_digests(opened.folder)
+    if recorded is None:
+        raise ValueError(
+            f"{opened.folder} has no {digests.DIGESTS} to check it with; load it without "
+            "check_digests"
+        )
+    starts: dict[str, set[int]] = {}
+    for item in plan.items:
+        place = opened.metadata.storage_data[item.storage_index]
+        starts.setdefault(place.relative_path, set()).add(place.offset)
+    unknown = digests.FileDigest((), ())
+    damage: list[digests.Problem] = []
+    for name in sorted(starts):
+        digest = recorded.get(name, unknown)
+        damage += digests.check_file(opened.folder / name, digest, starts=starts[name])
+    if damage:
+        lines = "\n".join(f"  {line}" for line in digests.described(damage, opened.metadata))
+        raise ValueError(f"{opened.folder} is damaged; load another iteration:\n{lines}")

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 DIGESTS = "digests.json"
 ALGORITHM = "crc32"
 _PIECE = 4 << 20
@@ -176,6 +178,22 @@ def check_folder(
             lambda name: check_file(folder / name, files[name], progress), sorted(files)
         )
         return [problem for part in parts for problem in part]
+
+
+def described(problems: Iterable[Problem], metadata: Metadata) -> list[str]:
+    """One line for each problem, with the keys of the items that it hits."""
+    keys: dict[tuple[str, int], str] = {
+        (info.relative_path, info.offset): index.fqn
+        for index, info in (metadata.storage_data or {}).items()
+    }
+    lines = []
+    for problem in problems:
+        where = problem.file
+        if problem.start is not None:
+            key = keys.get((problem.file, problem.start))
+            where += f", bytes {problem.start} to {problem.stop}" + (f" ({key})" if key else "")
+        lines.append(f"{where}: {problem.what}")
+    return lines
 
 
 def _check_item(
