@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "doctor": "megatron_fsdp_adapter.cli.doctor",
     "estimate": "megatron_fsdp_adapter.cli.estimate",
+    "verify": "megatron_fsdp_adapter.cli.verify",
 }
 USAGE = f"""\
 usage: python -m megatron_fsdp_adapter path/to/pretrain_gpt.py --use-megatron-fsdp ...

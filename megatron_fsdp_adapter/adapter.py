@@ -21,7 +21,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from . import arguments, ddp_options, staging_options, support, validation
+from . import arguments, ddp_options, megatron_saves, staging_options, support, validation
 from . import optimizer as optimizer_seam
 from .config import forced_overlaps
 from .description import describe
@@ -203,6 +203,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             ],
         )
         optimizer_seam.install()
+        if installed():
+            megatron_saves.install()  # what was imported after install()
         self.disable_bucketing = disable_bucketing
         self.bucket_size = None
         # Not `pg_collection`: Megatron takes an attribute of that name for the model's.

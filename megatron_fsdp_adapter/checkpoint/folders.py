@@ -48,6 +48,11 @@ def final_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
+def temporary_folder(root: Path, iteration: int) -> Path:
+    """Where the checkpoint of `iteration` is written."""
+    return temporary_name(final_folder(root, iteration))
+
+
 def temporary_name(folder: Path) -> Path:
     """Where what will be `folder` is written. The same on every rank, so not random."""
     return folder.with_name(TEMPORARY + folder.name)
@@ -58,7 +63,12 @@ def replaced_name(folder: Path) -> Path:
     return folder.with_name(REPLACED + folder.name)
 
 
-def prepare(folder: Path) -> None:
+def prepare(root: Path, iteration: int) -> None:
+    """`prepare_folder` of an iteration's folder."""
+    prepare_folder(final_folder(root, iteration))
+
+
+def prepare_folder(folder: Path) -> None:
     """Makes an empty temporary folder for `folder`; undoes what a killed save of it left."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary, old = temporary_name(folder), replaced_name(folder)
@@ -81,13 +91,19 @@ def rename_into_place(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
+def iteration_of(folder: Path) -> int | None:
+    """The number in a final folder's name; None if it has none."""
+    match = _NAME.fullmatch(folder.name)
+    return int(match[2]) if match and not match[1] else None
+
+
 def publish_without_tracker(folder: Path) -> None:
     """Gives the temporary folder its name, and deletes what killed saves left. For Megatron's own
     saves, which write the tracker, and prune, themselves."""
     rename_into_place(folder)
-    match = _NAME.fullmatch(folder.name)
-    if match:
-        _delete(_stale(folder.parent, int(match[2]), None))
+    number = iteration_of(folder)
+    if number is not None:
+        _delete(_stale(folder.parent, number, None))
 
 
 def publish(root: Path, iteration: int, keep_last: int | None) -> None:
@@ -145,6 +161,12 @@ def open_checkpoint(root: Path, iteration: int) -> tuple[Path, Metadata]:
     if it is of a newer format or another program's, or half-written: no readable .metadata, or a
     data file missing or too short.
     """
+    folder = find_folder(root, iteration)
+    return folder, _read_metadata(root, folder)
+
+
+def find_folder(root: Path, iteration: int) -> Path:
+    """The folder of `open_checkpoint`; what is in it is not looked at, but for its format."""
     if not root.is_dir():
         raise FileNotFoundError(f"checkpoint folder {root} does not exist; check the load path")
     folder = final_folder(root, iteration)
@@ -152,8 +174,8 @@ def open_checkpoint(root: Path, iteration: int) -> tuple[Path, Metadata]:
         folder = replaced_name(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} does not exist; {_remedy(root)}")
-    _require_ours(root, folder)
-    return folder, _read_metadata(root, folder)
+    require_ours(root, folder)
+    return folder
 
 
 def complete_iterations(root: Path) -> tuple[int, ...]:
@@ -201,9 +223,23 @@ def _has_content(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
-def _require_ours(root: Path, folder: Path) -> None:
-    """ValueError for a checkpoint that this release cannot read, which is not to be taken for a
-    damaged one."""
+def is_checkpoint(folder: Path) -> bool:
+    """Whether this is one checkpoint's folder, in our format or another's, and not a root."""
+    patterns = (_METADATA, *(pattern for pattern, _, _ in _FOREIGN))
+    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
+
+
+def readable_metadata(folder: Path) -> Metadata:
+    """The folder's metadata; empty if it cannot be read."""
+    try:
+        return _unpickled(folder.parent, folder)
+    except ValueError:
+        return Metadata({})
+
+
+def require_ours(root: Path, folder: Path) -> None:
+    """ValueError for a checkpoint of `root` that this release cannot read, which is not to be
+    taken for a damaged one."""
     read_record(folder)
     for pattern, what, remedy in _FOREIGN:
         if next(folder.glob(pattern), None) is not None:
@@ -213,19 +249,27 @@ def _require_ours(root: Path, folder: Path) -> None:
             )
 
 
-def _read_metadata(root: Path, folder: Path) -> Metadata:
-    def broken(why: str) -> ValueError:
-        return ValueError(f"{folder} is half-written: {why}; {_remedy(root)}")
+def _broken(root: Path, folder: Path, why: str) -> ValueError:
+    return ValueError(f"{folder} is half-written: {why}; {_remedy(root)}")
 
+
+def _unpickled(root: Path, folder: Path) -> Metadata:
     if not (folder / _METADATA).is_file():
-        raise broken("it has no .metadata file")
+        raise _broken(root, folder, "it has no .metadata file")
     try:
         metadata = FileSystemReader(folder).read_metadata()
     except Exception as error:
         # pickle raises whatever the damaged bytes happen to spell
-        raise broken(f".metadata cannot be read ({type(error).__name__}: {error})") from error
+        why = f".metadata cannot be read ({type(error).__name__}: {error})"
+        raise _broken(root, folder, why) from error
     if not isinstance(metadata, Metadata):
-        raise broken(f".metadata holds a {type(metadata).__name__}, not metadata of torch DCP")
+        why = f".metadata holds a {type(metadata).__name__}, not metadata of torch DCP"
+        raise _broken(root, folder, why)
+    return metadata
+
+
+def _read_metadata(root: Path, folder: Path) -> Metadata:
+    metadata = _unpickled(root, folder)
     needed: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
         end = info.offset + info.length
@@ -233,9 +277,9 @@ def _read_metadata(root: Path, folder: Path) -> Metadata:
     for name, size in sorted(needed.items()):
         path = folder / name
         if not path.is_file():
-            raise broken(f"{name} is missing")
+            raise _broken(root, folder, f"{name} is missing")
         if path.stat().st_size < size:
-            raise broken(f"{name} has {path.stat().st_size} of {size} bytes")
+            raise _broken(root, folder, f"{name} has {path.stat().st_size} of {size} bytes")
     return metadata
 
 

@@ -72,7 +72,7 @@ class SafeWriter(FileSystemWriter):
         """Makes the temporary folder, before any rank is told what to write."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
-            folders.prepare(self._folder)
+            folders.prepare_folder(self._folder)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing: the coordinator makes the folder; others would race with it."""

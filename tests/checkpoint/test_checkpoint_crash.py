@@ -137,7 +137,7 @@ def test_kill_at_every_operation_of_a_save(tmp_path: Path, before: int, keep: in
 
 
 FAILING: tuple[tuple[Any, str, int], ...] = (
-    (folders, "prepare", 0),
+    (folders, "prepare_folder", 0),
     (digests.DigestingFile, "write", 1),
     (folders, "sync_files", 0),
     (folders, "publish", 0),

@@ -198,9 +198,9 @@ def test_a_save_killed_between_its_renames_leaves_the_old_one(
 ) -> None:
     root = _saved(tmp_path, 2)
     folders.final_folder(root, 2).rename(folders.replaced_name(folders.final_folder(root, 2)))
-    folders.temporary_name(folders.final_folder(root, 2)).mkdir()
+    folders.temporary_folder(root, 2).mkdir()
     assert same(load_checkpoint(root, _state())[1], _state(2.0))
-    folders.prepare(folders.final_folder(root, 2))  # as far as the next save gets if it is killed too
+    folders.prepare(root, 2)  # as far as the next save gets if it is killed too
     assert same(load_checkpoint(root, _state())[1], _state(2.0))
     save_checkpoint(root, 2, _state(5.0))
     assert sorted(p.name for p in root.iterdir()) == ["iter_0000002", folders.TRACKER]
