@@ -170,7 +170,7 @@ def find_folder(root: Path, iteration: int) -> Path:
     if not root.is_dir():
         raise FileNotFoundError(f"checkpoint folder {root} does not exist; check the load path")
     folder = final_folder(root, iteration)
-    if not folder.exists() and replaced_name(folder).is_dir():
+    if not _has_content(folder) and replaced_name(folder).is_dir():
         folder = replaced_name(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} does not exist; {_remedy(root)}")
