@@ -301,8 +301,13 @@ def _stale(root: Path, iteration: int, keep_last: int | None) -> list[Path]:
     leftovers = [
         path
         for path in root.iterdir()
-        if (match := _NAME.fullmatch(path.name)) and match[1] and int(match[2]) <= iteration
+        if (match := _NAME.fullmatch(path.name))
+        # Megatron makes the final folder, empty, before it saves.
+        and (match[1] or not _has_content(path))
+        and int(match[2]) <= iteration
     ]
+    # Those that are renamed before they are deleted come last: the name must be free by then.
+    leftovers.sort(key=lambda path: not path.name.startswith((TEMPORARY, REPLACED)))
     if keep_last is None:
         return leftovers
     before = [i for i in complete_iterations(root) if i < iteration]
