@@ -5,14 +5,16 @@
 
 The state is that of a Llama of 1.03 billion parameters (20 layers): fp32 main weights and two
 moments, 12 bytes a parameter, as this package shards them: flat buffers, one for each unit, cut by
-rows. Subjects, in turn, `--repeats` times, on the same memory:
+rows. Subjects (`--subjects`), in turn, `--repeats` times, on the same memory:
 
     plain      torch DCP, a plain dict of this rank's tensors (no DTensor, each with a storage of
                its own, nobody else has its keys): the same bytes and nothing to find out
     dtensors   torch DCP with its own writer, our DTensors: what Megatron's save does by itself
     ours       save_checkpoint and load_checkpoint
-    digests    load_checkpoint with check_digests
+               (digests: load_checkpoint with check_digests)
     async      AsyncSaver: the time until training goes on, and until the checkpoint is there
+
+`dtensors` and `async` take another copy of the state: 12 GB together at 20 layers.
 
 Every load is checked bit by bit. Times are those of the slowest rank, peaks of the greediest one,
 above what the process had before (VmHWM). The state of the page cache is the machine's own; --cold
@@ -46,6 +48,7 @@ from megatron_fsdp_adapter.layout import ParamSpec, plan_group, row_granularity
 
 HIDDEN, FFN, VOCABULARY, QUERY_KEY_VALUE = 2048, 5632, 32000, 2560
 KINDS = ("main", "exp_avg", "exp_avg_sq")
+SUBJECTS = ("plain", "dtensors", "ours", "async")
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -168,26 +171,27 @@ class Bench:
         if self.rank == 0:
             print(f"{subject:<9} {what:<9} {one.seconds:7.2f} s {one.gib:6.2f} GiB", flush=True)
 
-    def torch_save(self, state: Mapping[str, Any]) -> Callable[[], Any]:
-        return lambda: torch_dcp.save(dict(state), checkpoint_id=str(self.root / "torch"))
-
-    def torch_load(self, state: Mapping[str, Any]) -> Callable[[], Any]:
-        return lambda: torch_dcp.load(dict(state), checkpoint_id=str(self.root / "torch"))
-
     def repeat(self, number: int) -> None:
         """Each subject once; the order turns round from one repeat to the next."""
-        subjects: list[Callable[[], None]] = [
-            lambda: self.both("plain", self.torch_save(self.plain), self.torch_load(self.plain)),
-            lambda: self.both("dtensors", self.torch_save(self.state), self.torch_load(self.state)),
-            self.ours,
-            self.background,
-        ]
-        for subject in subjects if number % 2 == 0 else reversed(subjects):
+        subjects: dict[str, Callable[[], None]] = {
+            "plain": lambda: self.torch("plain", self.plain),
+            "dtensors": lambda: self.torch("dtensors", self.state),
+            "ours": self.ours,
+            "async": self.background,
+        }
+        chosen = [subjects[name] for name in self.given.subjects]
+        for subject in chosen if number % 2 == 0 else reversed(chosen):
             subject()
 
-    def both(
-        self, name: str, save: Callable[[], Any], *loads: Callable[[], Any]
-    ) -> None:
+    def torch(self, name: str, state: Mapping[str, Any]) -> None:
+        folder = str(self.root / "torch")
+        self.both(
+            name,
+            lambda: torch_dcp.save(dict(state), checkpoint_id=folder),
+            lambda: torch_dcp.load(dict(state), checkpoint_id=folder),
+        )
+
+    def both(self, name: str, save: Callable[[], Any], *loads: Callable[[], Any]) -> None:
         fill(self.state, seed=self.rank)
         expected = signature(self.plain)
         self.note(name, "save", save)
@@ -252,6 +256,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--folder", required=True, help="scratch folder; must not exist")
     parser.add_argument("--layers", type=int, default=20, help="of the Llama; default 20")
+    parser.add_argument(
+        "--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS, metavar="SUBJECT"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cold", action="store_true", help="loads without the page cache")
     given = parser.parse_args(arguments)
