@@ -50,13 +50,14 @@ def _change(state: Any) -> None:
             value.zero_()
     if "schedule" in state:
         state["schedule"]["history"].append(9)
+        state["schedule"]["pair"][0].append(9)
 
 
 def _full_state(rank: int, size: int, poison: bool = False) -> dict[str, Any]:
     state = nested_state(rank, size, poison)
     local = torch.full((3, 2), -1.0 if poison else 5.0)
     state["model"]["replicated"] = DTensor.from_local(local, data_mesh(size), [Replicate()])
-    state["schedule"] = {"history": [1, 2]}
+    state["schedule"] = {"history": [1, 2], "pair": ([3], 4)}  # a tuple is one object to DCP
     state["rng"] = PerRank(rank)
     return state
 
@@ -82,7 +83,7 @@ def _what_was_there_when_the_call_returned(rank: int, size: int, work: str) -> N
             save_checkpoint(f"{work}/sync{cut}", 10, _full_state(rank, size))
             for found in (root, f"{work}/sync{cut}"):
                 target = _full_state(rank, size, poison=True)
-                target["schedule"] = {"history": []}
+                target["schedule"] = {"history": [], "pair": ()}
                 iteration, loaded = load_checkpoint(found, target, check_digests=True)
                 assert iteration == 10
                 expected = {**_full_state(rank, size), "rng": rank}

@@ -185,10 +185,10 @@ def test_a_killed_save_is_never_the_one_that_is_loaded(megatron_lm: Path, tmp_pa
     left; Megatron-LM's own tracker, folders and reader are what is tested."""
     root, chance, found = tmp_path / "saved", random.Random(0), []
     common = [*MOCK, "--use-megatron-fsdp", "--save", str(root), "--load", str(root),
-              "--data-cache-path", str(tmp_path / "cache")]  # fmt: skip
+              "--save-interval=1", "--train-iters=10000"]  # fmt: skip
     for number in range(4):
         newest = root / f"iter_{(found or [0])[-1] + 2:07d}"
-        killed = launch(megatron_lm, [*common, "--save-interval=1", "--train-iters=10000"],
+        killed = launch(megatron_lm, [*common, "--data-cache-path", str(tmp_path / "cache")],
                         tmp_path / f"log{number}")  # fmt: skip
         deadline = time.monotonic() + 240
         while not newest.exists() and time.monotonic() < deadline and killed[0].poll() is None:
@@ -203,7 +203,7 @@ def test_a_killed_save_is_never_the_one_that_is_loaded(megatron_lm: Path, tmp_pa
         assert record is not None and (record.world_size, record.iteration) == (2, found[-1])
         assert record.topology["data_parallel_sharding_strategy"] == "optim_grads_params"
     assert found == sorted(set(found)), "a run did not resume what the one before it left"
-    last = train(megatron_lm, [*common, "--train-iters=10000", "--exit-interval=1"])
+    last = train(megatron_lm, [*common, "--exit-interval=1"])
     assert last.status == 0, last.end
     assert f"at iteration {found[-1]}" in last.log
     assert folders.half_written(root) == ()
