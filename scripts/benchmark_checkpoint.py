@@ -16,9 +16,9 @@ rows. Subjects (`--subjects`), in turn, `--repeats` times, on the same memory:
 
 `dtensors` and `async` take another copy of the state: 12 GB together at 20 layers.
 
-Every load is checked bit by bit. Times are those of the slowest rank, peaks of the greediest one,
-above what the process had before (VmHWM). The state of the page cache is the machine's own; --cold
-drops the files from it before each load.
+Every load is checked by sums of bits. Times are those of the slowest rank, peaks of the greediest
+one, above what the process had before (VmHWM). The state of the page cache is the machine's own;
+--cold drops the files from it before each load.
 """
 
 from __future__ import annotations
@@ -54,9 +54,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one call: seconds of the slowest rank; GiB above the start on the greediest one."""
+    """Of one call: seconds of the slowest rank, and those of them that the processor worked (all
+    threads); GiB above the start. Each of the rank that has most."""
 
     seconds: float
+    cpu_seconds: float
     gib: float
 
 
@@ -146,10 +148,10 @@ def measure(call: Callable[[], Any]) -> Measured:
     gc.collect()
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-    before, started = _status("VmRSS"), time.perf_counter()
+    before, worked, started = _status("VmRSS"), time.process_time(), time.perf_counter()
     call()
-    seconds, gib = time.perf_counter() - started, _status("VmHWM") - before
-    worst = torch.tensor([seconds, gib], dtype=torch.float64)
+    found = time.perf_counter() - started, time.process_time() - worked, _status("VmHWM") - before
+    worst = torch.tensor(found, dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return Measured(*worst.tolist())
 
@@ -169,7 +171,8 @@ class Bench:
         one = measure(call)
         self.found.setdefault((subject, what), []).append(one)
         if self.rank == 0:
-            print(f"{subject:<9} {what:<9} {one.seconds:7.2f} s {one.gib:6.2f} GiB", flush=True)
+            times = f"{one.seconds:7.2f} s, cpu {one.cpu_seconds:6.2f} s"
+            print(f"{subject:<9} {what:<9} {times} {one.gib:6.2f} GiB", flush=True)
 
     def repeat(self, number: int) -> None:
         """Each subject once; the order turns round from one repeat to the next."""
@@ -236,19 +239,31 @@ class Bench:
         dist.barrier()
 
     def report(self) -> str:
-        """Medians with their spread, and ratios to the plain dict."""
-        lines = ["", f"{'':<19} {'median':>9} {'from .. to':>17} {'x plain':>8} {'peak extra':>11}"]
+        """Medians with their spread, and ratios to the plain dict: of wall time, and of processor
+        time, which a machine that is shared disturbs less."""
+        lines = [
+            "",
+            f"{'':<19} {'median':>9} {'from .. to':>19} {'x plain':>8} {'cpu':>9} {'x plain':>8} "
+            f"{'peak extra':>11}",
+        ]
         for (subject, what), values in self.found.items():
+            reference = self.found.get(("plain", what), [])
             seconds = [value.seconds for value in values]
-            middle = statistics.median(seconds)
-            reference = self.found.get(("plain", what))
-            ratio = middle / statistics.median(v.seconds for v in reference) if reference else None
             lines.append(
-                f"{subject:<9} {what:<9} {middle:>7.2f} s "
-                f"{min(seconds):>7.2f} ..{max(seconds):>6.2f} s "
-                f"{f'{ratio:.2f}' if ratio else '':>7} {max(v.gib for v in values):>8.2f} GiB"
+                f"{subject:<9} {what:<9} {statistics.median(seconds):>7.2f} s "
+                f"{min(seconds):>7.2f} .. {max(seconds):>6.2f} s "
+                f"{_ratio(seconds, [one.seconds for one in reference])} "
+                f"{statistics.median(one.cpu_seconds for one in values):>7.2f} s "
+                f"{_ratio([o.cpu_seconds for o in values], [o.cpu_seconds for o in reference])} "
+                f"{max(value.gib for value in values):>7.2f} GiB"
             )
         return "\n".join(lines)
+
+
+def _ratio(values: list[float], reference: list[float]) -> str:
+    if not reference:
+        return " " * 8
+    return f"{statistics.median(values) / statistics.median(reference):>8.2f}"
 
 
 def main(arguments: list[str]) -> int:

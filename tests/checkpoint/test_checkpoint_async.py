@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_cases import data_mesh, nested_state, plan, same, sharded_tensors
-from launch import run_ranks
+from launch import PRELOADED, run_ranks
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_fsdp_adapter.checkpoint import AsyncSaver, CheckpointError, PerRank, storage
+from megatron_fsdp_adapter.checkpoint import (
+    AsyncSaver,
+    CheckpointError,
+    PerRank,
+    digests,
+    folders,
+    storage,
+)
 from megatron_fsdp_adapter.checkpoint.asynchronous import HostStager
 from megatron_fsdp_adapter.checkpoint.dcp import (
     latest_iteration,
@@ -156,6 +164,33 @@ def _leaves_without_closing(rank: int, size: int, root: str) -> None:
 
 def test_an_error_of_training_does_not_lose_the_save_that_is_under_way(tmp_path: Path) -> None:
     run_ranks(_leaves_without_closing, 2, str(tmp_path))
+
+
+def _ends_without_closing(rank: int, store: str, root: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    gate = Gate(pytest.MonkeyPatch())  # never undone: the process is at its end
+    AsyncSaver().save(root, 1, _state(rank, 2, 1.0))
+    threading.Timer(0.3, gate.open.set).start()
+
+
+def test_a_process_that_ends_waits_for_its_save(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    ranks = [
+        context.Process(target=_ends_without_closing, args=(r, str(tmp_path / "store"), str(root)))
+        for r in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0
+    assert latest_iteration(root) == 1
+    folder = folders.final_folder(root, 1)
+    recorded = digests.read_digests(folder)
+    assert recorded and digests.check_folder(folder, recorded) == []
 
 
 def test_the_copy_is_one_and_is_used_again(one_rank: None) -> None:
