@@ -171,4 +171,4 @@ def uninstall() -> None:
 
 def installed() -> list[str]:
     """Names of the modules that save safely now."""
-    return [n for n in PLACES if _ORIGINALS in vars(sys.modules.get(n, sys))]
+    return [name for name in PLACES if hasattr(sys.modules.get(name), _ORIGINALS)]

@@ -130,11 +130,15 @@ class HostStager(AsyncStager):
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor] = {}
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state with a host copy of every tensor and a deep copy of all else. A DTensor
         becomes a plain tensor that torch DCP stores alike."""
+        # What this state has no use for is given back.
+        self._before, self._buffers = self._buffers, {}
         copied = {key: self._copied(value, key) for key, value in state.items()}
+        self._before = {}
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return copied
@@ -163,10 +167,10 @@ class HostStager(AsyncStager):
         return copy.deepcopy(value)
 
     def _host(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
-        held = self._buffers.get(path)
+        held = self._before.pop(path, None)
         if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
             pinned = tensor.is_cuda
             held = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-            self._buffers[path] = held
+        self._buffers[path] = held
         # A new object each time: it carries what it is stored as, which may differ next time.
         return held.copy_(tensor.detach(), non_blocking=True).detach()

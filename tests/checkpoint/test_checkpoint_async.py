@@ -196,20 +196,20 @@ def test_a_process_that_ends_waits_for_its_save(tmp_path: Path) -> None:
 def test_the_copy_is_one_and_is_used_again(one_rank: None) -> None:
     stager = HostStager()
     state = nested_state(0, 1)
-    tensors = [state["model"]["module.float32.fc"]._local_tensor, state["optimizer"]]
     first = stager.copy(state)
     held = {path: buffer.data_ptr() for path, buffer in stager._buffers.items()}
-    expected = sum(
-        value._local_tensor.nbytes for value in state["model"].values()
-    )
+    expected = sum(value._local_tensor.nbytes for value in state["model"].values())
     of_model = [b.nbytes for p, b in stager._buffers.items() if p.startswith("model.")]
     assert sum(of_model) == expected
-    tensors[0].fill_(7)
+    state["model"]["module.float32.fc"]._local_tensor.fill_(7)
     second = stager.copy(state)
     assert {path: buffer.data_ptr() for path, buffer in stager._buffers.items()} == held
     name = "module.float32.fc"
     assert second["model"][name].data_ptr() == first["model"][name].data_ptr()
     assert bool((second["model"][name] == 7).all())
+    del state["optimizer"]
+    stager.copy(state)
+    assert all(path.startswith("model.") for path in stager._buffers), "more than one copy"
     stager.close()
     assert not stager._buffers
 
