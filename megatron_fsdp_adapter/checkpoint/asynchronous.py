@@ -39,7 +39,8 @@ class AsyncSaver:
 
     Making one, `save`, `wait` and `close` are collective calls: all ranks, in the same order. As a
     context manager it closes itself. A process that ends without `close` still finishes the save
-    that is under way, since Python waits for the thread.
+    that is under way, since Python waits for the thread, unless it destroys its process groups
+    before: that save is then given up, and the checkpoint before it stays.
     """
 
     def __init__(self) -> None:
