@@ -11,6 +11,7 @@ COMMANDS = {
     "doctor": "megatron_fsdp_adapter.cli.doctor",
     "estimate": "megatron_fsdp_adapter.cli.estimate",
     "inspect": "megatron_fsdp_adapter.cli.inspect",
+    "verify": "megatron_fsdp_adapter.cli.verify",
 }
 USAGE = f"""\
 usage: python -m megatron_fsdp_adapter path/to/pretrain_gpt.py --use-megatron-fsdp ...

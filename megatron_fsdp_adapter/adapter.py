@@ -26,6 +26,7 @@ from . import (
     checkpoint_drivers,
     cuda_graphs,
     ddp_options,
+    megatron_saves,
     staging_options,
     support,
     validation,
@@ -214,6 +215,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         optimizer_seam.install()
         if installed():
             checkpoint_drivers.install()
+            megatron_saves.install()  # what was imported after install()
         self.disable_bucketing = disable_bucketing
         self.bucket_size = None
         # Not `pg_collection`: Megatron takes an attribute of that name for the model's.

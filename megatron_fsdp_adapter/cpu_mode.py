@@ -37,6 +37,8 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp_adapter.module_view import ModuleView
+
 _CORE = "megatron.core"
 
 
@@ -125,22 +127,8 @@ def _manual_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-class TorchView:
-    """Stands for a module (torch, torch.cuda) and answers some names itself.
-
-    A name that is not in ``answers`` is read from ``target`` at every access, so that a view never
-    holds a stale value.
-    """
-
-    def __init__(self, target: Any, answers: dict[str, Any]) -> None:
-        self.__dict__.update(answers)
-        self.__dict__["target"] = target
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["target"], name)
-
-    def __repr__(self) -> str:
-        return f"TorchView({self.__dict__['target'].__name__})"
+class TorchView(ModuleView):
+    """Stands for torch or torch.cuda and answers for the CPU."""
 
 
 CUDA_ANSWERS: dict[str, Any] = {

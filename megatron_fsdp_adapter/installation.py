@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from megatron_fsdp_adapter import megatron_saves
 from megatron_fsdp_adapter.checkpoint import megatron_names
 
 _FSDP = "megatron.core.distributed.fsdp"
@@ -100,8 +101,8 @@ REBINDINGS: tuple[Rebinding, ...] = (
 
 
 def install() -> None:
-    """Makes Megatron use this package's FSDP wrapper, optimizer seam and checkpoint helpers, and
-    fuse weight gradients where apex is missing.
+    """Makes Megatron use this package's FSDP wrapper, optimizer seam and checkpoint helpers, save
+    safely (`megatron_saves.py`), and fuse weight gradients where apex is missing.
 
     May be called before or after Megatron's modules are imported, and any number of times: a
     later call also reaches names that were bound to the originals in between. Raises
@@ -127,6 +128,7 @@ def install() -> None:
         _rebind(rebinding, module, original, rebinding.replacement())
         if rebinding.refused:
             _refuse_construction(original)
+    megatron_saves.install()
 
 
 def uninstall() -> None:
@@ -136,6 +138,7 @@ def uninstall() -> None:
     """
     from megatron_fsdp_adapter import checkpoint_drivers, fused_wgrad, optimizer
 
+    megatron_saves.uninstall()
     for rebinding in reversed(REBINDINGS):
         module = sys.modules.get(rebinding.module)
         originals = vars(module).get(_ORIGINALS, {}) if module is not None else {}

@@ -89,7 +89,7 @@ def attach_chunks(dtensor: DTensor, chunks: Sequence[Box]) -> None:
         return list(metadata)
 
     def create_write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:
-        return [_write_item(fqn, tensor, chunk) for chunk in metadata]
+        return [_write_item(fqn, tensor._local_tensor, tensor.size(), c) for c in metadata]
 
     setattr(local, _CHUNK_LIST, create_chunk_list)
     setattr(local, _WRITE_ITEMS, create_write_items)
@@ -181,6 +181,27 @@ def dtensor_like(source: DTensor, local: torch.Tensor) -> DTensor:
     )
 
 
+def stored_alike(source: DTensor, local: torch.Tensor) -> torch.Tensor:
+    """`local`, made into a plain tensor that torch DCP saves as it would save `source`.
+
+    local: any device, shape of the local tensor of `source`; its storage is used. For copies on
+    another device than the mesh's, where no DTensor can be. It can only be saved, not loaded into.
+    Raises ValueError if `source` is sharded and has no chunks.
+    """
+    shape = tuple(source.shape)
+    whole: tuple[Box, ...] = (((0,) * len(shape), shape),)
+    chunks = whole if is_replicated(source) and not has_chunks(source) else read_chunks(source)
+    _check_chunks(shape, local, chunks)
+    metadata = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks]
+
+    def create_write_items(fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
+        return [_write_item(fqn, tensor, torch.Size(shape), chunk) for chunk in metadata]
+
+    setattr(local, _WRITE_ITEMS, create_write_items)
+    setattr(local, _TENSOR_SHARD, _shard_getter(local, metadata))
+    return local
+
+
 def _check_chunks(shape: tuple[int, ...], local: torch.Tensor, chunks: Sequence[Box]) -> None:
     for offsets, sizes in chunks:
         fits = len(offsets) == len(sizes) == len(shape) and all(
@@ -197,14 +218,16 @@ def _check_chunks(shape: tuple[int, ...], local: torch.Tensor, chunks: Sequence[
         )
 
 
-def _write_item(fqn: str, tensor: DTensor, chunk: ChunkStorageMetadata) -> WriteItem:
+def _write_item(
+    fqn: str, local: torch.Tensor, size: torch.Size, chunk: ChunkStorageMetadata
+) -> WriteItem:
     return WriteItem(
         index=MetadataIndex(fqn, chunk.offsets),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
             chunk=chunk,
-            properties=TensorProperties.create_from_tensor(tensor._local_tensor),
-            size=tensor.size(),
+            properties=TensorProperties.create_from_tensor(local),
+            size=size,
         ),
     )
 

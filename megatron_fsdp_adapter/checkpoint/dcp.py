@@ -3,8 +3,9 @@
 The folder is an ordinary DCP checkpoint, as Megatron-LM's `--ckpt-format fsdp_dtensor` writes it:
 the keys are those of the nested state joined by dots.
 
-Collectives. A save has three exchanges of our own, of small objects, plus DCP's plan and result
-exchange: DCP has to see every rank's plan to write one metadata file. A load has two or three
+Collectives. A save has two exchanges of our own, of small objects, plus DCP's plan and result
+exchange: DCP has to see every rank's plan to write one metadata file, and publishing the result is
+part of the latter (`storage.py`). A load has two or three
 exchanges and none by DCP: every rank reads the metadata file and then exactly its own blocks, so
 there is nothing to plan together. None of them is per tensor, and all of them are on the CPU.
 
@@ -24,8 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 
-from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint import digests, folders
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, coordination
 from megatron_fsdp_adapter.checkpoint.names import EXTRA_STATE
 from megatron_fsdp_adapter.checkpoint.state import (
@@ -39,6 +42,7 @@ from megatron_fsdp_adapter.checkpoint.state import (
     problems_of,
     to_stored,
 )
+from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 from megatron_fsdp_adapter.checkpoint.vocabulary import fit_vocabulary
 
 PathLike = str | os.PathLike[str]
@@ -69,6 +73,7 @@ def save_checkpoint(
     state: Mapping[str, Any],
     keep_last: int | None = None,
     *,
+    topology: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Writes `state` as the checkpoint of `iteration` and makes it the newest one of `root`.
@@ -76,7 +81,8 @@ def save_checkpoint(
     Called by all ranks of `group` (a CPU group; None: all ranks) with the same arguments but for
     the state. state: nested dicts and lists with string keys; leaves are DTensors with chunks,
     tensors and picklable objects; see `checkpoint.state`. keep_last: how many complete
-    checkpoints up to this one to keep (None: all).
+    checkpoints up to this one to keep (None: all). topology: what to note about the run in the
+    checkpoint's record (`record.topology_of`), plain values.
 
     Whenever a process dies, the checkpoint that was the newest before stays loadable, also if it
     is of the same iteration. Returns the folder. Raises on every rank: ValueError for bad
@@ -84,17 +90,16 @@ def save_checkpoint(
     """
     root = Path(root)
     with coordination(group) as ranks:
-        _, calls = ranks.run(
-            "starting to save",
-            lambda: _begin_save(root, iteration, state, keep_last, ranks.rank),
-            tell=lambda call: call,
-        )
-        if len(set(calls)) > 1:
-            different = ", ".join(sorted(map(repr, set(calls))))
-            raise ValueError(f"ranks disagree on (root, iteration, keep_last): {different}")
-        ranks.run("writing the checkpoint", lambda: _write(root, iteration, state, ranks))
-        ranks.run_on_first(
-            "publishing the checkpoint", lambda: folders.publish(root, iteration, keep_last)
+        begin_save(ranks, root, iteration, state, keep_last)
+        writer = make_writer(root, iteration, keep_last, topology)
+        ranks.run(
+            "writing the checkpoint",
+            lambda: torch_dcp.save(
+                to_stored(state, ranks.rank),
+                storage_writer=writer,
+                planner=torch_dcp.DefaultSavePlanner(),
+                process_group=ranks.group,
+            ),
         )
     return folders.final_folder(root, iteration)
 
@@ -106,6 +111,7 @@ def load_checkpoint(
     *,
     ignore_unexpected: Sequence[str] = (),
     vocab_size: int | None = None,
+    check_digests: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Loads into the tensors of `state`, in place, and returns (iteration, loaded state).
@@ -115,12 +121,15 @@ def load_checkpoint(
     the same tensors, with the stored values in place of everything else; the containers of
     `state` are not changed. iteration: None for the newest. ignore_unexpected: prefixes of keys
     that may be in the checkpoint without being wanted. vocab_size: number of real tokens; with it
-    vocabulary tables may have another number of padding rows than the stored ones.
+    vocabulary tables may have another number of padding rows than the stored ones. check_digests:
+    first read what this rank will load and compare it with the digests that were recorded; torch
+    itself notices damaged bytes only where they are not a tensor's values.
 
     Raises on every rank, before a tensor is touched: FileNotFoundError if root, tracker or folder
-    is missing, ValueError if the checkpoint is half-written, or if any rank's keys, shapes or
-    dtypes differ from it (one error lists all). CheckpointError if reading fails anywhere; the
-    tensors then hold an unknown mixture.
+    is missing, ValueError if the checkpoint is half-written, of a newer format, another program's
+    or (with check_digests) damaged, or if any rank's keys, shapes or dtypes differ from it (one
+    error lists all). CheckpointError if reading fails anywhere; the tensors then hold an unknown
+    mixture.
     """
     root = Path(root)
     with coordination(group) as ranks:
@@ -133,7 +142,10 @@ def load_checkpoint(
         mismatch = _mismatch_of_all(ranks, opened, views, tuple(ignore_unexpected))
         if mismatch:
             raise ValueError(f"the state does not fit {opened.folder}:\n{mismatch.describe()}")
-        ranks.run("reading the checkpoint", lambda: _read(opened, stored))
+        reader, planner, plan = _plan_read(opened, stored)
+        if check_digests:
+            ranks.run("checking the checkpoint", lambda: _check(opened, plan))
+        ranks.run("reading the checkpoint", lambda: _read(reader, planner, plan))
         return opened.view.iteration, from_stored(stored, state, ranks.rank)
 
 
@@ -145,12 +157,35 @@ def latest_iteration(root: PathLike) -> int:
     return folders.read_tracker(Path(root))
 
 
-def _begin_save(
-    root: Path,
-    iteration: int,
-    state: Mapping[str, Any],
-    keep_last: int | None,
-    rank: int,
+def begin_save(
+    ranks: Coordinator, root: Path, iteration: int, state: Mapping[str, Any], keep_last: int | None
+) -> None:
+    """Raises ValueError on every rank if a save with these arguments cannot succeed on one of
+    them, or if the ranks' arguments differ. One exchange; nothing is written."""
+    _, calls = ranks.run(
+        "starting to save",
+        lambda: _checked_call(root, iteration, state, keep_last),
+        tell=lambda call: call,
+    )
+    if len(set(calls)) > 1:
+        different = ", ".join(sorted(map(repr, set(calls))))
+        raise ValueError(f"ranks disagree on (root, iteration, keep_last): {different}")
+
+
+def make_writer(
+    root: Path, iteration: int, keep_last: int | None, topology: Mapping[str, Any] | None
+) -> SafeWriter:
+    """The writer of a save: it makes the checkpoint the newest of `root` when it is complete."""
+
+    def publish(_: Path) -> None:
+        folders.publish(root, iteration, keep_last)
+
+    folder = folders.final_folder(root, iteration)
+    return SafeWriter(folder, dict(topology or {}), iteration, publish)
+
+
+def _checked_call(
+    root: Path, iteration: int, state: Mapping[str, Any], keep_last: int | None
 ) -> tuple[str, int, int | None]:
     if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
         raise ValueError(f"iteration={iteration!r} must be a whole number, 0 or more")
@@ -161,22 +196,7 @@ def _begin_save(
     problems = problems_of(state)
     if problems:
         raise ValueError("the state cannot be saved:\n" + "\n".join(f"  {p}" for p in problems))
-    if rank == 0:
-        folders.prepare(root, iteration)
     return str(root), iteration, keep_last
-
-
-def _write(root: Path, iteration: int, state: Mapping[str, Any], ranks: Coordinator) -> None:
-    folder = folders.temporary_folder(root, iteration)
-    torch_dcp.save(
-        to_stored(state, ranks.rank),
-        storage_writer=torch_dcp.FileSystemWriter(folder, sync_files=False),
-        planner=torch_dcp.DefaultSavePlanner(),
-        process_group=ranks.group,
-    )
-    folders.sync_files(folder.glob(f"__{ranks.rank}_*"))
-    if ranks.rank == 0:
-        folders.sync_files([folder / ".metadata"])
 
 
 def _open(
@@ -222,14 +242,42 @@ def _mismatch_of_all(
     return merged if merged.unusable else replace(merged, unexpected=unexpected)
 
 
-def _read(opened: _Opened, stored: dict[str, Any]) -> None:
-    """Reads this rank's blocks through DCP's planner and reader, which is all that DCP's `load`
-    does beyond exchanging plans that nobody needs and reading the metadata again."""
+def _plan_read(
+    opened: _Opened, stored: dict[str, Any]
+) -> tuple[StorageReader, LoadPlanner, LoadPlan]:
+    """This rank's blocks through DCP's planner and reader, which is all that DCP's `load` does
+    beyond exchanging plans that nobody needs and reading the metadata again."""
     reader = torch_dcp.FileSystemReader(opened.folder)
     planner = torch_dcp.DefaultLoadPlanner()
+    planner.set_up_planner(stored, opened.metadata, is_coordinator=False)
+    reader.set_up_storage_reader(opened.metadata, is_coordinator=False)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
+    return reader, planner, planner.finish_plan(plan)
+
+
+def _read(reader: StorageReader, planner: LoadPlanner, plan: LoadPlan) -> None:
     with torch.no_grad():
-        planner.set_up_planner(stored, opened.metadata, is_coordinator=False)
-        reader.set_up_storage_reader(opened.metadata, is_coordinator=False)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
-        plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
-        reader.read_data(planner.finish_plan(plan), planner).wait()
+        reader.read_data(plan, planner).wait()
+
+
+def _check(opened: _Opened, plan: LoadPlan) -> None:
+    """ValueError if what the plan reads is not what was saved."""
+    recorded = digests.read_digests(opened.folder)
+    if recorded is None:
+        raise ValueError(
+            f"{opened.folder} has no {digests.DIGESTS} to check it with; load it without "
+            "check_digests"
+        )
+    starts: dict[str, set[int]] = {}
+    for item in plan.items:
+        place = opened.metadata.storage_data[item.storage_index]
+        starts.setdefault(place.relative_path, set()).add(place.offset)
+    unknown = digests.FileDigest((), ())
+    damage: list[digests.Problem] = []
+    for name in sorted(starts):
+        digest = recorded.get(name, unknown)
+        damage += digests.check_file(opened.folder / name, digest, starts=starts[name])
+    if damage:
+        lines = "\n".join(f"  {line}" for line in digests.described(damage, opened.metadata))
+        raise ValueError(f"{opened.folder} is damaged; load another iteration:\n{lines}")

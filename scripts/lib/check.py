@@ -133,7 +133,7 @@ AT_LEAST: dict[str, float] = {
             "padded_vocab_size",
             "make_vocab_size_divisible_by",
             "save_interval",
-            "save_keep_last",
+            "most_recent_k",
             "log_interval",
         ),
         1,
@@ -320,6 +320,19 @@ RULES = (
     Rule(
         lambda o, m: not o.use_megatron_fsdp and o.ckpt_format == "fsdp_dtensor",
         "--ckpt-format fsdp_dtensor without --use-megatron-fsdp: use torch_dist",
+    ),
+    Rule(
+        lambda o, m: o.async_save and not o.use_megatron_fsdp,
+        "--async-save without --use-megatron-fsdp: torch_dist is saved synchronously here; leave "
+        "it out",
+    ),
+    Rule(
+        lambda o, m: o.async_save and o.save is None,
+        "--async-save without --save: say where to save",
+    ),
+    Rule(
+        lambda o, m: o.check_digests and (o.load is None or not o.use_megatron_fsdp),
+        "--check-digests without --load and --use-megatron-fsdp: there is nothing to check",
     ),
     Rule(
         lambda o, m: o.save is None and o.save_interval is not None,

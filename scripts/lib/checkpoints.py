@@ -21,7 +21,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import unwrap_model
 
 from lib.data import vocabulary
-from lib.distributed import Place
 from lib.model import Trainee
 from lib.options import Options
 
@@ -101,11 +100,21 @@ def _fsdp_state(
     }
 
 
-def _save_fsdp(root: str, trainee: Trainee, progress: Progress, options: Options) -> None:
+def _save_fsdp(
+    saver: Any, root: str, trainee: Trainee, progress: Progress, options: Options
+) -> None:
     from megatron_fsdp_adapter.checkpoint import save_checkpoint
+    from megatron_fsdp_adapter.checkpoint.record import topology_of
 
     state = _fsdp_state(trainee, progress, options)
-    save_checkpoint(root, progress.iteration, state, keep_last=options.save_keep_last)
+    save = save_checkpoint if saver is None else saver.save
+    save(
+        root,
+        progress.iteration,
+        state,
+        keep_last=options.most_recent_k,
+        topology=topology_of(options),
+    )
 
 
 def _load_fsdp(root: str, trainee: Trainee, options: Options) -> Progress:
@@ -129,6 +138,7 @@ def _load_fsdp(root: str, trainee: Trainee, options: Options) -> Progress:
         state,
         ignore_unexpected=() if same else ("rng_state.",),
         vocab_size=vocabulary(options).vocab_size,
+        check_digests=options.check_digests,
     )
     load_training_state([trainee.model], state, trainee.optimizer)
     if same:
@@ -166,7 +176,10 @@ def _torch_dist_state(trainee: Trainee, is_loading: bool) -> dict[str, Any]:
     return state
 
 
-def _save_torch_dist(root: str, trainee: Trainee, progress: Progress, options: Options) -> None:
+def _save_torch_dist(
+    saver: Any, root: str, trainee: Trainee, progress: Progress, options: Options
+) -> None:
+    del saver  # --async-save is refused for this format
     from megatron.core import dist_checkpointing
 
     folder = _folder(root, progress.iteration)
@@ -189,7 +202,7 @@ def _save_torch_dist(root: str, trainee: Trainee, progress: Progress, options: O
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
         _write_atomically(Path(root) / _TRACKER, str(progress.iteration))
-        _delete_older(root, options.save_keep_last)
+        _delete_older(root, options.most_recent_k)
     dist.barrier()
 
 
@@ -289,7 +302,7 @@ def _require_same_ranks(folder: Path, run: dict[str, Any]) -> None:
 
 # --------------------------------------------------------------------------------------------
 
-_SAVE: dict[str, Callable[[str, Trainee, Progress, Options], None]] = {
+_SAVE: dict[str, Callable[[Any, str, Trainee, Progress, Options], None]] = {
     "fsdp_dtensor": _save_fsdp,
     "torch_dist": _save_torch_dist,
 }
@@ -299,10 +312,38 @@ _LOAD: dict[str, Callable[[str, Trainee, Options], Progress]] = {
 }
 
 
-def save(trainee: Trainee, progress: Progress, options: Options, place: Place) -> None:
-    """Saves to --save. Collective."""
-    assert options.save is not None and options.ckpt_format is not None
-    _SAVE[options.ckpt_format](options.save, trainee, progress, options)
+class Saver:
+    """Saves to --save, in the background with --async-save.
+
+    All but `remark` is collective. For a `with` block: leaving it waits for what is under way.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._background: Any = None
+        if options.async_save:
+            from megatron_fsdp_adapter.checkpoint import AsyncSaver
+
+            self._background = AsyncSaver()
+
+    def save(self, trainee: Trainee, progress: Progress) -> None:
+        """Saves, or begins to. Raises what the save before this one failed with, if in the
+        background."""
+        root, kind = self._options.save, self._options.ckpt_format
+        assert root is not None and kind is not None
+        _SAVE[kind](self._background, root, trainee, progress, self._options)
+
+    @property
+    def remark(self) -> str:
+        """What `save` did, for the log."""
+        return "saved to" if self._background is None else "being saved to"
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._background is not None:
+            self._background.__exit__(*error)
 
 
 def load(trainee: Trainee, options: Options) -> Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -149,8 +150,10 @@ def train(trainee: Trainee, options: Options, place: Place, progress: Progress) 
     valid_data = None
     if validation is not None:
         valid_data = batches(validation, progress.consumed_valid_samples, options, place)
-    reporter = Reporter(options, place, progress.iteration)
-    try:
+    with (
+        contextlib.closing(Reporter(options, place, progress.iteration)) as reporter,
+        checkpoints.Saver(options) as saver,
+    ):
         while progress.iteration < options.train_iters:
             step, progress = train_step(trainee, data, progress, options, place)
             reporter.step(step)
@@ -166,10 +169,8 @@ def train(trainee: Trainee, options: Options, place: Place, progress: Progress) 
                     consumed_valid_samples=progress.consumed_valid_samples + samples,
                 )
             if todo.save:
-                checkpoints.save(trainee, progress, options, place)
-                reporter.line(f"iteration {progress.iteration} | saved to {options.save}")
+                saver.save(trainee, progress)
+                reporter.line(f"iteration {progress.iteration} | {saver.remark} {options.save}")
             if todo.stop:
                 break
-    finally:
-        reporter.close()
     return progress

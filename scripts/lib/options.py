@@ -166,7 +166,13 @@ class Options:
     save: str | None = option(None, "folder to save checkpoints in")
     load: str | None = option(None, "folder to resume from")
     save_interval: int | None = option(None, "steps between checkpoints; default only at the end")
-    save_keep_last: int | None = option(None, "older checkpoints are deleted; default none is")
+    most_recent_k: int | None = option(
+        None, "checkpoints that are kept, older ones are deleted; default all are kept"
+    )
+    async_save: bool = option(False, "with --use-megatron-fsdp: save while training goes on")
+    check_digests: bool = option(
+        False, "with --use-megatron-fsdp: compare what is loaded with the digests of its save"
+    )
     ckpt_format: str | None = option(
         None, "fsdp_dtensor (with --use-megatron-fsdp) or torch_dist (without)"
     )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from checkpoint_cases import data_mesh, plan, same, sharded_tensors
 from launch import run_ranks
 
-from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint import digests, folders
 from megatron_fsdp_adapter.checkpoint.coordination import CheckpointError
 from megatron_fsdp_adapter.checkpoint.dcp import (
     latest_iteration,
@@ -136,17 +136,29 @@ def test_kill_at_every_operation_of_a_save(tmp_path: Path, before: int, keep: in
     assert before == 10 or (old > 5 and new > 0), (old, new)
 
 
-def _failure_on_one_rank(rank: int, size: int, root: str, stage: str) -> None:
+FAILING: tuple[tuple[Any, str, int], ...] = (
+    (folders, "prepare_folder", 0),
+    (digests.DigestingFile, "write", 1),
+    (folders, "sync_files", 0),
+    (folders, "publish", 0),
+    (folders, "write_tracker", 0),
+)
+"""What fails, and on which rank: everything but the data is written by the first."""
+
+
+def _failure_on_one_rank(
+    rank: int, size: int, root: str, owner: Any, stage: str, failing: int
+) -> None:
     save_checkpoint(root, 1, _state(rank, size, 1.0))
-    original = getattr(folders, stage)
+    original = getattr(owner, stage)
 
     def fails(*args: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    setattr(folders, stage, fails if rank == (0 if stage != "sync_files" else 1) else original)
+    setattr(owner, stage, fails if rank == failing else original)
     with pytest.raises(CheckpointError, match="No space left on device"):
         save_checkpoint(root, 2, _state(rank, size, 2.0))
-    setattr(folders, stage, original)
+    setattr(owner, stage, original)
     dist.barrier()
     target = _state(rank, size, 0.0)
     iteration, loaded = load_checkpoint(root, target)
@@ -157,8 +169,8 @@ def _failure_on_one_rank(rank: int, size: int, root: str, stage: str) -> None:
 
 
 def _failures(rank: int, size: int, work: str) -> None:
-    for stage in ("prepare", "sync_files", "publish", "write_tracker"):
-        _failure_on_one_rank(rank, size, f"{work}/{stage}", stage)
+    for owner, stage, failing in FAILING:
+        _failure_on_one_rank(rank, size, f"{work}/{stage}", owner, stage, failing)
 
 
 def test_a_failure_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:

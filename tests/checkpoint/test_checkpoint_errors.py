@@ -56,7 +56,7 @@ def _lose_folder(root: Path) -> None:
 
 
 def _leave_temporary(root: Path) -> None:
-    (root / "iter_0000002").rename(root / "iter_0000002.tmp")
+    (root / "iter_0000002").rename(root / "tmp.iter_0000002")
 
 
 def _lose_tracker(root: Path) -> None:
@@ -75,7 +75,7 @@ def _garble_tracker(root: Path) -> None:
         (_truncate_data, ValueError, ["iter_0000002 is half-written", "__0_0.distcp has"]),
         (_lose_data, ValueError, ["iter_0000002 is half-written", "__0_0.distcp is missing"]),
         (_lose_folder, FileNotFoundError, ["iter_0000002 does not exist", "iteration 1"]),
-        (_leave_temporary, FileNotFoundError, ["half-written", "iter_0000002.tmp", "iteration 1"]),
+        (_leave_temporary, FileNotFoundError, ["half-written", "tmp.iter_0000002", "iteration 1"]),
         (_lose_tracker, FileNotFoundError, [folders.TRACKER, "iteration 1, 2"]),
         (_garble_tracker, ValueError, [folders.TRACKER, "'release'"]),
     ],
@@ -197,7 +197,7 @@ def test_a_save_killed_between_its_renames_leaves_the_old_one(
     one_rank: None, tmp_path: Path
 ) -> None:
     root = _saved(tmp_path, 2)
-    folders.final_folder(root, 2).rename(folders.replaced_folder(root, 2))
+    folders.final_folder(root, 2).rename(folders.replaced_name(folders.final_folder(root, 2)))
     folders.temporary_folder(root, 2).mkdir()
     assert same(load_checkpoint(root, _state())[1], _state(2.0))
     folders.prepare(root, 2)  # as far as the next save gets if it is killed too
@@ -226,10 +226,10 @@ def test_everything_is_on_disk_before_it_gets_its_name(
     monkeypatch.setattr(os, "replace", renamed)
     save_checkpoint(tmp_path / "root", 1, _state())
     named = events.index("-> iter_0000001")
-    assert {"__0_0.distcp", ".metadata", "iter_0000001.tmp"} <= set(events[:named])
+    assert {"__0_0.distcp", ".metadata", "tmp.iter_0000001"} <= set(events[:named])
     assert events[named + 1 :] == [
         "root",
-        f"{folders.TRACKER}.tmp",
+        f"tmp.{folders.TRACKER}",
         f"-> {folders.TRACKER}",
         "root",
     ]

@@ -112,6 +112,12 @@ def finish(processes: list[subprocess.Popen], log: Path, timeout: float) -> Run:
     return Run(failed[0] if failed else -int(timed_out), log.read_text())
 
 
+def launch(checkout: Path, arguments: list[str], log: Path) -> list[subprocess.Popen]:
+    """Starts a training on 2 processes, for a test that ends it itself."""
+    everything = [*SMALL, *NO_KERNELS, *arguments]
+    return start("on_cpu.py", checkout / "pretrain_gpt.py", everything, 2, log)
+
+
 def train(
     checkout: Path, arguments: list[str], world: int = 2, timeout: float = 240.0
 ) -> Run:

@@ -9,16 +9,21 @@ Opt-in: needs a checkout of Megatron-LM at core_v0.16.1 and what its training mo
 from __future__ import annotations
 
 import functools
+import random
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint.record import read_record
+from megatron_fsdp_adapter.cli import verify
 from tests.integration import lm_log
-from tests.integration.lm_runs import ACCUMULATED, ROOT, STEPS, Run, train
+from tests.integration.lm_runs import ACCUMULATED, ROOT, STEPS, Run, launch, train
 
 pytestmark = pytest.mark.full
 
@@ -173,6 +178,35 @@ def test_saves_and_resumes(megatron_lm: Path, stock, tmp_path: Path, setup: Setu
     assert (3, "grad norm") in resumed.values
     assert resumed.values[3, "grad norm"] == stock(setup)[3, "grad norm"]
     assert lm_log.differences(stock(setup), resumed.values, start=5) == []
+
+
+def test_a_killed_save_is_never_the_one_that_is_loaded(megatron_lm: Path, tmp_path: Path) -> None:
+    """Runs that save in every step are killed at random moments, each resuming what the one before
+    left; Megatron-LM's own tracker, folders and reader are what is tested."""
+    root, chance, found = tmp_path / "saved", random.Random(0), []
+    common = [*MOCK, "--use-megatron-fsdp", "--save", str(root), "--load", str(root),
+              "--save-interval=1", "--train-iters=10000"]  # fmt: skip
+    for number in range(4):
+        newest = root / f"iter_{(found or [0])[-1] + 2:07d}"
+        killed = launch(megatron_lm, [*common, "--data-cache-path", str(tmp_path / "cache")],
+                        tmp_path / f"log{number}")  # fmt: skip
+        deadline = time.monotonic() + 240
+        while not newest.exists() and time.monotonic() < deadline and killed[0].poll() is None:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0.0, 0.3))
+        for process in killed:
+            process.kill()
+            process.wait()
+        found.append(int((root / folders.TRACKER).read_text()))
+        assert verify.examine(folders.final_folder(root, found[-1]))["intact"]
+        record = read_record(folders.final_folder(root, found[-1]))
+        assert record is not None and (record.world_size, record.iteration) == (2, found[-1])
+        assert record.topology["data_parallel_sharding_strategy"] == "optim_grads_params"
+    assert found == sorted(set(found)), "a run did not resume what the one before it left"
+    last = train(megatron_lm, [*common, "--exit-interval=1"])
+    assert last.status == 0, last.end
+    assert f"at iteration {found[-1]}" in last.log
+    assert folders.half_written(root) == ()
 
 
 def test_flags_of_main_reach_the_wrapper(megatron_lm: Path) -> None:

@@ -29,8 +29,8 @@ def _write(state: dict, folder: str) -> None:
 
 
 def _save(root: Path, iteration: int, keep_last: int | None = None) -> None:
-    options: Any = SimpleNamespace(save_keep_last=keep_last)
-    checkpoints._save_torch_dist(str(root), TRAINEE, Progress(iteration), options)
+    options: Any = SimpleNamespace(most_recent_k=keep_last)
+    checkpoints._save_torch_dist(None, str(root), TRAINEE, Progress(iteration), options)
 
 
 def test_crash_while_saving_leaves_the_previous_checkpoint(

@@ -1,0 +1,177 @@
+"""Saving while training goes on.
+
+A save copies this rank's part of the state to the host, which is all that training waits for, and
+torch DCP's `async_save` plans and writes the copy in a thread. The thread's collectives run on a
+group of its own: on the group of training they would meet those of training in an order that
+differs between ranks.
+
+Memory: one copy of what this rank holds (tensors in page-locked memory where they come from a
+GPU), made at the first save and used again by the next. There is never a second one, since a save
+waits for the one before.
+
+A thread and not DCP's process: a process would need the copy to be sent to it, DTensors and their
+meshes pickled, and a second set of process groups. What the thread costs training is the
+interpreter's lock between the long calls, which release it (copying, digests, file writes).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as torch_dcp
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp_adapter.checkpoint.chunks import stored_alike
+from megatron_fsdp_adapter.checkpoint.coordination import Coordinator
+from megatron_fsdp_adapter.checkpoint.dcp import PathLike, begin_save, make_writer
+from megatron_fsdp_adapter.checkpoint.state import to_stored
+
+
+class AsyncSaver:
+    """Saves in the background, one checkpoint at a time.
+
+    Making one, `save`, `wait` and `close` are collective calls: all ranks, in the same order. As a
+    context manager it closes itself. A process that ends without `close` still finishes the save
+    that is under way, since Python waits for the thread, unless it destroys its process groups
+    before: that save is then given up, and the checkpoint before it stays.
+    """
+
+    def __init__(self) -> None:
+        """Raises ValueError if torch.distributed is not initialised."""
+        if not dist.is_initialized():
+            raise ValueError(
+                "torch.distributed is not initialised; call torch.distributed.init_process_group "
+                "first (a world of one is enough)"
+            )
+        group = dist.new_group(backend="gloo")
+        self._ranks = Coordinator(group, dist.get_rank(group), dist.get_world_size(group))
+        self._stager = HostStager()
+        self._writing: Future[Any] | None = None
+
+    def save(
+        self,
+        root: PathLike,
+        iteration: int,
+        state: Mapping[str, Any],
+        keep_last: int | None = None,
+        *,
+        topology: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`save_checkpoint` in the background: returns when the state is copied, and may change.
+
+        First waits for the save before this one. The checkpoint becomes the newest one of `root`
+        when it is complete on all ranks; whatever happens until then, the one before stays. Raises
+        on every rank what `save_checkpoint` raises, and what the save before this one ended with;
+        nothing is then saved.
+        """
+        self.wait()
+        ranks, folder = self._ranks, Path(root)
+        begin_save(ranks, folder, iteration, state, keep_last)
+        staged, _ = ranks.run(
+            "copying the state", lambda: self._stager.copy(to_stored(state, ranks.rank))
+        )
+        writing = torch_dcp.async_save(
+            staged,
+            storage_writer=make_writer(folder, iteration, keep_last, topology),
+            planner=torch_dcp.DefaultSavePlanner(),
+            process_group=ranks.group,
+            async_stager=self._stager,
+        )
+        self._writing = cast("Future[Any]", writing)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way on this rank. Local."""
+        return self._writing is not None and not self._writing.done()
+
+    def wait(self) -> None:
+        """Returns when nothing is under way. Raises CheckpointError on every rank, once, if the
+        save that was failed on any."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            self._ranks.run("writing the checkpoint in the background", writing.result)
+
+    def close(self) -> None:
+        """Waits, and gives memory and process group back, also if the save failed."""
+        try:
+            self.wait()
+        finally:
+            self._stager.close()
+            dist.destroy_process_group(self._ranks.group)
+
+    def __enter__(self) -> AsyncSaver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error of this rank alone the others would not be there to exchange anything.
+        if kind is None:
+            self.close()
+        elif self._writing is not None:
+            self._writing.exception()
+
+
+class HostStager(AsyncStager):
+    """Copies a nested state to the host, into the same memory each time.
+
+    An `AsyncStager` of torch DCP, to which it gives what was copied before: a rank that runs out of
+    memory must tell the others before DCP, which cannot, is called.
+    """
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Of DCP's protocol: there is nothing to wait for."""
+        return False
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor] = {}
+
+    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state with a host copy of every tensor and a deep copy of all else. A DTensor
+        becomes a plain tensor that torch DCP stores alike."""
+        # What this state has no use for is given back.
+        self._before, self._buffers = self._buffers, {}
+        copied = {key: self._copied(value, key) for key, value in state.items()}
+        self._before = {}
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return copied
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Nothing is left to do."""
+        return state_dict
+
+    def synchronize_staging(self) -> None:
+        """Of DCP's protocol."""
+        return None
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._buffers.clear()
+
+    def _copied(self, value: Any, path: str) -> Any:
+        if isinstance(value, DTensor):
+            return stored_alike(value, self._host(value._local_tensor, path))
+        if isinstance(value, torch.Tensor):
+            return self._host(value, path)
+        if isinstance(value, Mapping):
+            return {key: self._copied(entry, f"{path}.{key}") for key, entry in value.items()}
+        if isinstance(value, list):
+            return [self._copied(entry, f"{path}.{i}") for i, entry in enumerate(value)]
+        return copy.deepcopy(value)
+
+    def _host(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
+        held = self._before.pop(path, None)
+        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            pinned = tensor.is_cuda
+            held = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+        self._buffers[path] = held
+        # A new object each time: it carries what it is stored as, which may differ next time.
+        return held.copy_(tensor.detach(), non_blocking=True).detach()

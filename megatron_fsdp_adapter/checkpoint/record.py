@@ -1,0 +1,129 @@
+"""Who saved a checkpoint: `adapter_metadata.json` in its folder.
+
+Plain JSON, so that it can be read without torch and without unpickling anything. The schema is in
+docs/checkpoint.md. A folder without it was written by another program or by an older release, and
+is read all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RECORD = "adapter_metadata.json"
+FORMAT = "fsdp_dtensor"
+FORMAT_VERSION = 1
+"""Raised when a reader of the version before would load something wrong, or nothing."""
+
+TOPOLOGY_OPTIONS = (
+    "data_parallel_sharding_strategy",
+    "outer_dp_sharding_strategy",
+    "num_distributed_optimizer_instances",
+    "tensor_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+)
+"""Names under which Megatron's arguments and configs have what decides who holds what."""
+
+_DISTRIBUTIONS = {
+    "megatron_fsdp_adapter": "megatron-fsdp-adapter",
+    "megatron.core": "megatron-core",
+}
+
+
+@dataclass(frozen=True)
+class SaveRecord:
+    """What is known of a save.
+
+    world_size: ranks that saved; iteration: None where the folder's name does not tell;
+    topology: options of `TOPOLOGY_OPTIONS`, as far as known; versions: of the packages involved, by
+    name; saved_at: time in UTC, ISO 8601.
+    """
+
+    world_size: int
+    iteration: int | None = None
+    topology: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    saved_at: str = ""
+    format: str = FORMAT
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size={self.world_size} must be at least 1")
+
+
+def make_record(
+    world_size: int, iteration: int | None = None, topology: Mapping[str, Any] | None = None
+) -> SaveRecord:
+    """The record of a save by this process, now. topology: plain values by option."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return SaveRecord(world_size, iteration, dict(topology or {}), versions(), now)
+
+
+def topology_of(options: object) -> dict[str, Any]:
+    """The options of `TOPOLOGY_OPTIONS` that a namespace or config has; None is left out."""
+    found = {name: getattr(options, name, None) for name in TOPOLOGY_OPTIONS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def versions() -> dict[str, str]:
+    """Releases of Python and of the packages involved, of those that are there.
+
+    An imported module is asked first: a checkout of Megatron-LM brings its own megatron.core, which
+    is not the one that is installed.
+    """
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for module, distribution in _DISTRIBUTIONS.items():
+        version = getattr(sys.modules.get(module), "__version__", None)
+        if version is None:
+            try:
+                version = importlib.metadata.version(distribution)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        found[module.replace(".", "_")] = str(version)
+    return found
+
+
+def write_record(folder: Path, record: SaveRecord) -> None:
+    """Writes the record's file. Not forced to disk."""
+    text = json.dumps(dataclasses.asdict(record), indent=2, default=str)
+    (folder / RECORD).write_text(text + "\n")
+
+
+def read_record(folder: Path) -> SaveRecord | None:
+    """The record of a checkpoint folder; None if it has none.
+
+    Raises ValueError if the file is damaged, or of a format version that is newer than
+    `FORMAT_VERSION`: what such a checkpoint holds is not for this release to guess.
+    """
+    path = folder / RECORD
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text())
+        version = values["format_version"]
+        known = {item.name for item in dataclasses.fields(SaveRecord)}
+        if isinstance(version, int) and version <= FORMAT_VERSION:
+            return SaveRecord(**{name: value for name, value in values.items() if name in known})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    by = values.get("versions", {}).get("megatron_fsdp_adapter", "an unknown release")
+    raise ValueError(
+        f"{folder} has format version {version!r}, written by megatron_fsdp_adapter {by}; this "
+        f"release ({versions().get('megatron_fsdp_adapter', 'unknown')}) reads versions up to "
+        f"{FORMAT_VERSION}: load it with that release, or a newer one"
+    )

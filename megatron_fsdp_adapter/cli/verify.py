@@ -1,0 +1,140 @@
+"""`python -m megatron_fsdp_adapter verify`: whether a checkpoint is what was saved.
+
+Reads every byte and compares it with the digests that were recorded. Needs no process group, no
+GPU and no Megatron.
+
+    verify checkpoints                  the newest checkpoint of a root
+    verify checkpoints --iteration 100  another one
+    verify checkpoints/iter_0000100     the folder itself
+
+Exit status: 0 if all is as it was saved, 1 if it is damaged, 2 if there is nothing to check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_fsdp_adapter.checkpoint import digests, folders
+
+_SHOWN = 20
+
+
+def choose_folder(given: Path, iteration: int | None) -> Path:
+    """The folder of the checkpoint that is meant.
+
+    Raises FileNotFoundError or ValueError, as a load does, if there is no such checkpoint, or it is
+    in another format.
+    """
+    if (given / digests.DIGESTS).is_file() or folders.is_checkpoint(given):
+        if iteration is not None:
+            raise ValueError(f"--iteration {iteration}: {given} is one checkpoint; leave it out")
+        folders.require_ours(given.parent, given)
+        return given
+    number = folders.read_tracker(given) if iteration is None else iteration
+    return folders.find_folder(given, number)
+
+
+def examine(folder: Path, jobs: int = 1, progress: bool = False) -> dict[str, Any]:
+    """Checks a folder; the report, of plain values.
+
+    progress: show a bar on stderr. Raises ValueError if the folder has no digests, or damaged ones.
+    """
+    recorded = digests.read_digests(folder)
+    if recorded is None:
+        raise ValueError(
+            f"{folder} has no {digests.DIGESTS}: it was written by another program, or by a "
+            "release that recorded none; there is nothing to compare it with"
+        )
+    total = sum(digest.size for digest in recorded.values())
+    with _bar(total, progress) as advance:
+        found = digests.check_folder(folder, recorded, advance, jobs)
+    covered = {*recorded, digests.DIGESTS}
+    return {
+        "folder": str(folder),
+        "files": len(recorded),
+        "bytes": total,
+        "algorithm": digests.ALGORITHM,
+        "intact": not found,
+        "problems": _problems(folder, found),
+        "without_digest": sorted(p.name for p in folder.iterdir() if p.name not in covered),
+    }
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as text."""
+    size = f"{report['files']} files, {report['bytes'] / 2**30:.3f} GiB"
+    lines = [f"{report['folder']}: {size}, {'intact' if report['intact'] else 'DAMAGED'}"]
+    lines += [f"  {problem['text']}" for problem in report["problems"][:_SHOWN]]
+    hidden = len(report["problems"]) - _SHOWN
+    lines += [f"  and {hidden} more (--json has them all)"] if hidden > 0 else []
+    if report["without_digest"]:
+        lines.append(f"  not checked, added after the save: {', '.join(report['without_digest'])}")
+    return "\n".join(lines)
+
+
+def _problems(folder: Path, found: Sequence[digests.Problem]) -> list[dict[str, Any]]:
+    if not found:
+        return []
+    # Damaged metadata cannot be asked for names; they are then left out.
+    metadata = folders.readable_metadata(folder)
+    texts = digests.described(found, metadata)
+    return [{**vars(one), "text": text} for one, text in zip(found, texts, strict=True)]
+
+
+@contextlib.contextmanager
+def _bar(total: int, shown: bool) -> Iterator[digests.Progress]:
+    if not shown:
+        yield digests.nothing
+        return
+    # Imported here: only the training scripts and these commands need it.
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="verify") as bar:
+        yield bar.update
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_fsdp_adapter verify", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("folder", type=Path, help="checkpoint root, or one checkpoint's folder")
+    parser.add_argument("--iteration", type=int, help="of a root; default its newest")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--jobs", type=int, default=min(8, os.cpu_count() or 1), help="files read at a time"
+    )
+    parser.add_argument(
+        "--progress", action=argparse.BooleanOptionalAction, default=None,
+        help="a bar on stderr; default if that is a terminal and tqdm is installed",
+    )  # fmt: skip
+    return parser
+
+
+def _shows_progress(wanted: bool | None) -> bool:
+    if wanted is not None:
+        return wanted
+    return sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the report. Returns 0, 1 if the checkpoint is damaged, 2 if it cannot be checked."""
+    given = _parser().parse_args(argv)
+    try:
+        if given.jobs < 1:
+            raise ValueError(f"--jobs {given.jobs} must be at least 1")
+        folder = choose_folder(given.folder, given.iteration)
+        report = examine(folder, given.jobs, _shows_progress(given.progress))
+    except (ValueError, FileNotFoundError) as error:
+        print(f"verify: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(report, indent=2) if given.json else render(report))
+    return 0 if report["intact"] else 1

@@ -1,0 +1,174 @@
+"""Megatron's own saves, made safe without a change to its code.
+
+Megatron-LM and Megatron-Bridge write an fsdp_dtensor checkpoint into its final folder, and then the
+tracker, which they truncate first. A process that is killed meanwhile leaves half a folder under a
+name of its own, or an empty tracker. Their module lets us choose two things: it takes torch DCP's
+storage writer from `torch.distributed.checkpoint`, and opens the tracker by a global name. So these
+globals, as that one module sees them, are replaced: the writer by `SafeWriter`, opening a tracker
+for writing by a file that takes the tracker's place when it is closed. Nothing else in the process
+sees another torch.
+
+The module must be imported already. It has no name of its own to rebind before: hence a second
+call, when a wrapper is constructed.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+from megatron_fsdp_adapter.checkpoint import folders, record
+from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
+from megatron_fsdp_adapter.module_view import ModuleView
+
+_ORIGINALS = "__megatron_fsdp_adapter_saves__"
+
+
+class ReplacingFile(io.StringIO):
+    """A text file that takes the place of `path` when it is closed, all at once.
+
+    Leaving a `with` block by an error leaves the file at `path` as it was.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path, self._failed = path, False
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        self._failed = kind is not None
+        super().__exit__(kind, *rest)
+
+    def close(self) -> None:
+        if not self.closed and not self._failed:
+            folders.write_atomically(self._path, self.getvalue())
+        super().close()
+
+
+def opening(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`open`, but a tracker that is opened for writing is replaced as a whole."""
+
+    def open_file(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if mode == "w" and _is_local(path) and Path(path).name == folders.TRACKER:
+            return ReplacingFile(Path(path))
+        return original(path, mode, *args, **kwargs)
+
+    return open_file
+
+
+def copying(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`shutil.copy`, but a file that is there already is replaced as a whole."""
+
+    def copy(source: Any, target: Any, **kwargs: Any) -> Any:
+        if not _is_local(target) or Path(target).is_dir():
+            return original(source, target, **kwargs)
+        beside = folders.temporary_name(Path(target))
+        original(source, beside, **kwargs)
+        folders.sync_files([beside])
+        beside.replace(target)
+        folders.sync_folder(Path(target).parent)
+        return target
+
+    return copy
+
+
+def _is_local(path: Any) -> bool:
+    """Megatron's storage client takes addresses (msc://...), for which there is no rename."""
+    return "://" not in str(path)
+
+
+def _torch_view(module: ModuleType, torch: Any) -> ModuleView:
+    def writer(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not _is_local(path):
+            return FileSystemWriter(path, *args, **kwargs)
+        folder = Path(path)
+        return SafeWriter(
+            folder,
+            _topology(module),
+            folders.iteration_of(folder),
+            folders.publish_without_tracker,
+        )
+
+    def reader(path: Any, *args: Any, **kwargs: Any) -> FileSystemReader:
+        if _is_local(path):
+            folders.require_ours(Path(path).parent, Path(path))
+        return FileSystemReader(path, *args, **kwargs)
+
+    answers = {"FileSystemWriter": writer, "FileSystemReader": reader}
+    checkpoint = ModuleView(torch.distributed.checkpoint, answers)
+    distributed = ModuleView(torch.distributed, {"checkpoint": checkpoint})
+    return ModuleView(torch, {"distributed": distributed})
+
+
+def _topology(module: ModuleType) -> dict[str, Any]:
+    """From Megatron-LM's arguments; empty in Megatron-Bridge, whose module has none at hand."""
+    arguments = getattr(module, "get_args", None)
+    return record.topology_of(arguments()) if callable(arguments) else {}
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A global of a module: made from the module and what it holds, or `builtin` if it holds
+    nothing under that name."""
+
+    name: str
+    make: Callable[[ModuleType, Any], Any]
+    builtin: Any = None
+
+
+_TORCH = Replaced("torch", _torch_view)
+PLACES: dict[str, tuple[Replaced, ...]] = {
+    "megatron.training.checkpointing": (
+        _TORCH,
+        Replaced("open_file", lambda module, held: opening(held)),
+    ),
+    "megatron.bridge.training.checkpointing": (
+        _TORCH,
+        Replaced("open", lambda module, held: opening(held), builtins.open),
+        Replaced(
+            "shutil", lambda module, held: ModuleView(held, {"copy": copying(held.copy)}), shutil
+        ),
+    ),
+}
+"""Modules that save, and what of theirs is replaced."""
+
+
+def install() -> None:
+    """Makes the modules of `PLACES` that are imported save safely. Idempotent."""
+    for name, replaced in PLACES.items():
+        module = sys.modules.get(name)
+        if not isinstance(module, ModuleType) or _ORIGINALS in vars(module):
+            continue
+        before = {one.name: vars(module)[one.name] for one in replaced if one.name in vars(module)}
+        setattr(module, _ORIGINALS, before)
+        for one in replaced:
+            held = before.get(one.name, one.builtin)
+            if held is not None:
+                setattr(module, one.name, one.make(module, held))
+
+
+def uninstall() -> None:
+    """Gives the modules back what they had. Harmless when not installed."""
+    for name, replaced in PLACES.items():
+        module = sys.modules.get(name)
+        if not isinstance(module, ModuleType) or _ORIGINALS not in vars(module):
+            continue
+        before = vars(module).pop(_ORIGINALS)
+        for one in replaced:
+            if one.name in before:
+                setattr(module, one.name, before[one.name])
+            elif one.name in vars(module):
+                delattr(module, one.name)
+
+
+def installed() -> list[str]:
+    """Names of the modules that save safely now."""
+    return [name for name in PLACES if hasattr(sys.modules.get(name), _ORIGINALS)]

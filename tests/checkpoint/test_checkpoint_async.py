@@ -1,0 +1,219 @@
+"""Saves in the background: what they save, what they cost, and how they fail."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_cases import data_mesh, nested_state, plan, same, sharded_tensors
+from launch import PRELOADED, run_ranks
+from torch.distributed.tensor import DTensor, Replicate
+
+from megatron_fsdp_adapter.checkpoint import (
+    AsyncSaver,
+    CheckpointError,
+    PerRank,
+    digests,
+    folders,
+    storage,
+)
+from megatron_fsdp_adapter.checkpoint.asynchronous import HostStager
+from megatron_fsdp_adapter.checkpoint.dcp import (
+    latest_iteration,
+    load_checkpoint,
+    save_checkpoint,
+)
+
+
+class Gate:
+    """Holds the writing of data files back until it is opened; fails them if told to."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, fails: bool = False) -> None:
+        self.open, self.reached = threading.Event(), threading.Event()
+        original = storage._write_file
+
+        def write(*args: Any) -> Any:
+            self.reached.set()
+            assert self.open.wait(60)
+            if fails:
+                raise OSError(28, "No space left on device")
+            return original(*args)
+
+        patch.setattr(storage, "_write_file", write)
+
+
+def _change(state: Any) -> None:
+    """Everything that training changes, in place."""
+    for value in state.values():
+        if isinstance(value, dict):
+            _change(value)
+        elif isinstance(value, DTensor):
+            value._local_tensor.zero_()
+        elif isinstance(value, torch.Tensor):
+            value.zero_()
+    if "schedule" in state:
+        state["schedule"]["history"].append(9)
+        state["schedule"]["pair"][0].append(9)
+
+
+def _full_state(rank: int, size: int, poison: bool = False) -> dict[str, Any]:
+    state = nested_state(rank, size, poison)
+    local = torch.full((3, 2), -1.0 if poison else 5.0)
+    state["model"]["replicated"] = DTensor.from_local(local, data_mesh(size), [Replicate()])
+    state["schedule"] = {"history": [1, 2], "pair": ([3], 4)}  # a tuple is one object to DCP
+    state["rng"] = PerRank(rank)
+    return state
+
+
+def _what_was_there_when_the_call_returned(rank: int, size: int, work: str) -> None:
+    with pytest.MonkeyPatch.context() as patch, AsyncSaver() as saver:
+        for cut in (0, 1):
+            gate = Gate(patch)
+            root = f"{work}/{cut}"
+            state = _full_state(rank, size)
+            saver.save(root, 10, state)
+            _change(state)
+            assert saver.busy and gate.reached.wait(60)
+            assert not Path(root, "iter_0000010").exists()
+            # The group of training is free meanwhile.
+            total = torch.tensor([rank])
+            dist.all_reduce(total)
+            assert int(total) == size * (size - 1) // 2
+            gate.open.set()
+            saver.wait()
+            assert not saver.busy
+            patch.undo()
+            save_checkpoint(f"{work}/sync{cut}", 10, _full_state(rank, size))
+            for found in (root, f"{work}/sync{cut}"):
+                target = _full_state(rank, size, poison=True)
+                target["schedule"] = {"history": [], "pair": ()}
+                iteration, loaded = load_checkpoint(found, target, check_digests=True)
+                assert iteration == 10
+                expected = {**_full_state(rank, size), "rng": rank}
+                assert same(loaded, expected)
+        files = [
+            {p.name: p.stat().st_size for p in Path(f, "iter_0000010").glob("*.distcp")}
+            for f in (f"{work}/1", f"{work}/sync1")
+        ]
+        assert files[0] == files[1]
+
+
+def test_what_is_saved_is_what_was_there_when_the_call_returned(tmp_path: Path) -> None:
+    run_ranks(_what_was_there_when_the_call_returned, 2, str(tmp_path))
+
+
+def _state(rank: int, size: int, number: float) -> dict[str, Any]:
+    tensors = sharded_tensors(plan(size), rank, data_mesh(size), torch.float32)
+    for tensor in tensors.values():
+        tensor._local_tensor.fill_(number)
+    return {"model": tensors, "number": number}
+
+
+def _errors(rank: int, size: int, root: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        saver = AsyncSaver()
+        saver.save(root, 1, _state(rank, size, 1.0))
+        saver.wait()
+        gate = Gate(patch, fails=rank == 1)
+        gate.open.set()
+        saver.save(root, 2, _state(rank, size, 2.0))
+        # At the next save, on every rank; that one is not begun.
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            saver.save(root, 3, _state(rank, size, 3.0))
+        assert latest_iteration(root) == 1
+        saver.save(root, 3, _state(rank, size, 3.0))
+        # At the end, on every rank.
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            saver.close()
+        patch.undo()
+    _, loaded = load_checkpoint(root, _state(rank, size, 0.0))
+    assert loaded["number"] == 1.0
+    with AsyncSaver() as saver:
+        # Bad arguments of one rank are told at once, to all.
+        state = _state(rank, size, 4.0) if rank == 0 else {"model": {1: 2}}
+        with pytest.raises(ValueError, match="keys must be strings"):
+            saver.save(root, 4, state)
+        assert not saver.busy
+        saver.save(root, 4, _state(rank, size, 4.0), keep_last=1)
+    assert load_checkpoint(root, _state(rank, size, 0.0))[0] == 4
+    assert sorted(p.name for p in Path(root).iterdir()) == [
+        "iter_0000004",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def test_an_error_of_the_writer_is_raised_at_the_next_save_and_at_the_end_on_all_ranks(
+    tmp_path: Path,
+) -> None:
+    run_ranks(_errors, 2, str(tmp_path))
+
+
+def _leaves_without_closing(rank: int, size: int, root: str) -> None:
+    saver = AsyncSaver()
+    with pytest.raises(RuntimeError, match="training failed"), saver:
+        saver.save(root, 1, _state(rank, size, 1.0))
+        raise RuntimeError("training failed")
+    assert not saver.busy
+    assert latest_iteration(root) == 1
+
+
+def test_an_error_of_training_does_not_lose_the_save_that_is_under_way(tmp_path: Path) -> None:
+    run_ranks(_leaves_without_closing, 2, str(tmp_path))
+
+
+def _ends_without_closing(rank: int, store: str, root: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    gate = Gate(pytest.MonkeyPatch())  # never undone: the process is at its end
+    AsyncSaver().save(root, 1, _state(rank, 2, 1.0))
+    threading.Timer(0.3, gate.open.set).start()
+
+
+def test_a_process_that_ends_waits_for_its_save(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    ranks = [
+        context.Process(target=_ends_without_closing, args=(r, str(tmp_path / "store"), str(root)))
+        for r in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0
+    assert latest_iteration(root) == 1
+    folder = folders.final_folder(root, 1)
+    recorded = digests.read_digests(folder)
+    assert recorded and digests.check_folder(folder, recorded) == []
+
+
+def test_the_copy_is_one_and_is_used_again(one_rank: None) -> None:
+    stager = HostStager()
+    state = nested_state(0, 1)
+    first = stager.copy(state)
+    held = {path: buffer.data_ptr() for path, buffer in stager._buffers.items()}
+    expected = sum(value._local_tensor.nbytes for value in state["model"].values())
+    of_model = [b.nbytes for p, b in stager._buffers.items() if p.startswith("model.")]
+    assert sum(of_model) == expected
+    state["model"]["module.float32.fc"]._local_tensor.fill_(7)
+    second = stager.copy(state)
+    assert {path: buffer.data_ptr() for path, buffer in stager._buffers.items()} == held
+    name = "module.float32.fc"
+    assert second["model"][name].data_ptr() == first["model"][name].data_ptr()
+    assert bool((second["model"][name] == 7).all())
+    del state["optimizer"]
+    stager.copy(state)
+    assert all(path.startswith("model.") for path in stager._buffers), "more than one copy"
+    stager.close()
+    assert not stager._buffers
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(ValueError, match="init_process_group"):
+        AsyncSaver()

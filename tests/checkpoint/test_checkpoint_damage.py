@@ -1,0 +1,306 @@
+"""Corrupt, truncated, foreign and too-new checkpoints: one clear error each; digests, `verify`."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_cases import nested_state, same
+from launch import run_ranks
+from torch.distributed import checkpoint as torch_dcp
+
+from megatron_fsdp_adapter.__main__ import main
+from megatron_fsdp_adapter.checkpoint import digests, folders, record
+from megatron_fsdp_adapter.checkpoint.dcp import load_checkpoint, save_checkpoint
+
+DATA = "__0_0.distcp"
+
+
+def _state(number: float) -> dict[str, Any]:
+    tensors = {"w": torch.full((64,), number), "b": torch.full((2, 3), number)}
+    return {"model": tensors, "step": 1, "name": "x" * 50}
+
+
+def _edited(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Damage: a file of the folder is rewritten."""
+
+    def damage(folder: Path) -> None:
+        path = folder / name
+        path.write_bytes(change(path.read_bytes()))
+
+    return damage
+
+
+def _flip_value(content: bytes) -> bytes:
+    """One bit of one value of a tensor, where no reader of torch looks."""
+    value = torch.full((64,), 2.0).numpy().tobytes()
+    at = content.index(value) + 100
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+def _half(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def _record(**changes: Any) -> Callable[[bytes], bytes]:
+    return lambda content: json.dumps({**json.loads(content), **changes}).encode()
+
+
+def _foreign(*names: str) -> Callable[[Path], None]:
+    """A folder that another program filled."""
+
+    def damage(folder: Path) -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        for name in names:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(pickle.dumps({"not": "ours"}))
+
+    return damage
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is done to iteration 2 of a root, and what loads and `verify` say to it.
+
+    load, check: words of the error of a load without and with check_digests (None: it loads);
+    status, told: of `verify`. All errors are ValueErrors.
+    """
+
+    name: str
+    do: Callable[[Path], None]
+    load: tuple[str, ...] | None
+    check: tuple[str, ...] | None
+    status: int
+    told: tuple[str, ...]
+
+
+def _all(*words: str) -> dict[str, Any]:
+    return {"load": words, "check": words}
+
+
+TABLE = (
+    Damage(
+        "a bit of a tensor", _edited(DATA, _flip_value), load=None,
+        check=("iter_0000002 is damaged; load another iteration", "model.w", "differs"),
+        status=1, told=("DAMAGED", DATA, "model.w", "differs from its digest"),
+    ),
+    Damage(
+        "data cut short", _edited(DATA, lambda c: c[:-1]), **_all("half-written", DATA, "bytes"),
+        status=1, told=(DATA, "was saved with"),
+    ),
+    Damage(
+        "data grown", _edited(DATA, lambda c: c + b"\0"), load=None,
+        check=("is damaged", DATA, "was saved with"), status=1, told=(DATA, "was saved with"),
+    ),
+    Damage(
+        "data gone", lambda folder: (folder / DATA).unlink(),
+        **_all("half-written", f"{DATA} is missing"), status=1, told=(DATA, "missing"),
+    ),
+    Damage(
+        "metadata gone", lambda folder: (folder / ".metadata").unlink(),
+        **_all("half-written", "no .metadata"), status=1, told=(".metadata: missing",),
+    ),
+    Damage(
+        "metadata cut short", _edited(".metadata", _half),
+        **_all("half-written", ".metadata cannot be read"), status=1, told=(".metadata", "bytes"),
+    ),
+    Damage(
+        "metadata of something else", _edited(".metadata", lambda c: pickle.dumps({"a": 1})),
+        **_all("half-written", ".metadata"), status=1, told=(".metadata", "bytes"),
+    ),
+    Damage(
+        "too new", _edited(record.RECORD, _record(format_version=2, versions={
+            "megatron_fsdp_adapter": "9.9.9"})),
+        **_all("format version 2", "9.9.9", "reads versions up to 1", "newer one"),
+        status=2, told=("format version 2", "9.9.9"),
+    ),
+    Damage(
+        "version of no number", _edited(record.RECORD, _record(format_version="two")),
+        **_all("format version 'two'"), status=2, told=("format version 'two'",),
+    ),
+    Damage(
+        "record cut short", _edited(record.RECORD, _half), **_all(record.RECORD, "is damaged"),
+        status=2, told=(record.RECORD, "is damaged"),
+    ),
+    Damage(
+        "record without a version", _edited(record.RECORD, lambda c: b"{}"),
+        **_all(record.RECORD, "is damaged", "format_version"), status=2, told=("is damaged",),
+    ),
+    Damage(
+        "digests gone", lambda folder: (folder / digests.DIGESTS).unlink(), load=None,
+        check=("has no digests.json", "without check_digests"), status=2,
+        told=("has no digests.json", "nothing to compare"),
+    ),
+    Damage(
+        "digests cut short", _edited(digests.DIGESTS, _half), load=None,
+        check=(digests.DIGESTS, "is damaged"), status=2, told=(digests.DIGESTS, "is damaged"),
+    ),
+    Damage(
+        "digests by another method",
+        _edited(digests.DIGESTS, lambda c: c.replace(b"crc32", b"sha9", 1)), load=None,
+        check=("algorithm 'sha9' is unknown",), status=2, told=("algorithm 'sha9'",),
+    ),
+    Damage(
+        "torch_dist", _foreign("metadata.json", ".metadata", "common.pt"),
+        **_all("torch_dist", "not a checkpoint in the format fsdp_dtensor", "convert"),
+        status=2, told=("torch_dist", "convert"),
+    ),
+    Damage(
+        "legacy torch", _foreign("mp_rank_00/model_optim_rng.pt"),
+        **_all("legacy format", "convert it to torch_dist"), status=2, told=("legacy format",),
+    ),
+    Damage(
+        "safetensors", _foreign("config.json", "model-00001-of-00001.safetensors"),
+        **_all("folder of safetensors", "convert"), status=2, told=("safetensors", "convert"),
+    ),
+    Damage(
+        "something else", _foreign("notes.txt"), **_all("half-written", "no .metadata"),
+        status=2, told=("no newest checkpoint",),
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture
+def root(one_rank: None, tmp_path: Path) -> Path:
+    for iteration in (1, 2):
+        save_checkpoint(tmp_path / "root", iteration, _state(float(iteration)))
+    return tmp_path / "root"
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+@pytest.mark.parametrize("check_digests", [False, True])
+def test_a_load_says_what_is_wrong(root: Path, row: Damage, check_digests: bool) -> None:
+    row.do(root / "iter_0000002")
+    target, words = _state(-1.0), row.check if check_digests else row.load
+    if words is None:
+        assert load_checkpoint(root, target, check_digests=check_digests)[0] == 2
+        return
+    with pytest.raises(ValueError) as error:
+        load_checkpoint(root, target, check_digests=check_digests)
+    for word in words:
+        assert word in str(error.value)
+    assert same(target, _state(-1.0)), "nothing may be touched before the error"
+    iteration, loaded = load_checkpoint(root, target, iteration=1, check_digests=True)
+    assert iteration == 1 and same(loaded, _state(1.0))
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_verify_says_what_is_wrong(
+    root: Path, row: Damage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row.do(root / "iter_0000002")
+    assert main(["verify", str(root / "iter_0000002")]) == row.status
+    output = capsys.readouterr()
+    for word in row.told:
+        assert word in (output.out if row.status == 1 else output.err)
+    assert main(["verify", str(root), "--iteration", "1"]) == 0
+
+
+def test_verify_of_a_good_checkpoint(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = root / "iter_0000002"
+    for arguments in ([str(root)], [str(folder)], [str(root), "--iteration", "2"]):
+        assert main(["verify", *arguments, "--jobs", "2", "--progress"]) == 0
+        output = capsys.readouterr()
+        assert f"{folder}: 3 files, " in output.out and "intact" in output.out
+        assert "100%" in output.err
+    (folder / "run_config.yaml").write_text("by somebody else")
+    assert main(["verify", str(folder), "--json", "--no-progress"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    sizes = [p.stat().st_size for p in folder.iterdir()]
+    extra = (folder / "run_config.yaml").stat().st_size + (folder / digests.DIGESTS).stat().st_size
+    assert report == {
+        "folder": str(folder), "files": 3, "bytes": sum(sizes) - extra, "algorithm": "crc32",
+        "intact": True, "problems": [], "without_digest": ["run_config.yaml"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere"], "nowhere does not exist"),
+        (["root", "--iteration", "7"], "iter_0000007 does not exist"),
+        (["root/iter_0000001", "--iteration", "1"], "is one checkpoint; leave it out"),
+        (["root", "--jobs", "0"], "--jobs 0"),
+    ],
+)
+def test_verify_of_nothing(
+    root: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(root.parent / arguments[0]), *arguments[1:]]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_verify_in_json_names_bytes_and_key(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = root / "iter_0000002"
+    _edited(DATA, _flip_value)(folder)
+    assert main(["verify", str(folder), "--json"]) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    metadata = torch_dcp.FileSystemReader(folder).read_metadata()
+    place = next(i for k, i in metadata.storage_data.items() if k.fqn == "model.w")
+    assert (problem["start"], problem["stop"]) == (place.offset, place.offset + place.length)
+    assert problem["file"] == DATA and "model.w" in problem["text"]
+
+
+def test_a_change_of_any_byte_of_any_file_is_found(root: Path) -> None:
+    folder = root / "iter_0000002"
+    recorded = digests.read_digests(folder)
+    assert recorded is not None and digests.check_folder(folder, recorded) == []
+    chance = random.Random(0)
+    for name in recorded:
+        content = (folder / name).read_bytes()
+        assert len(content) == recorded[name].size
+        for at in range(chance.randrange(7), len(content), 7):
+            bit = 1 << chance.randrange(8)
+            damaged = content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :]
+            (folder / name).write_bytes(damaged)
+            (problem,) = digests.check_file(folder / name, recorded[name])
+            assert problem.start is not None and problem.stop is not None
+            assert problem.start <= at < problem.stop
+        (folder / name).write_bytes(content)
+
+
+def _saved_by_ranks(rank: int, size: int, root: str) -> None:
+    save_checkpoint(root, 1, nested_state(rank, size), topology={"expert_model_parallel_size": 2})
+
+
+def test_digests_and_record_of_several_ranks(tmp_path: Path) -> None:
+    run_ranks(_saved_by_ranks, 2, str(tmp_path))
+    folder = tmp_path / "iter_0000001"
+    recorded = digests.read_digests(folder)
+    metadata = torch_dcp.FileSystemReader(folder).read_metadata()
+    assert recorded is not None and set(recorded) == {
+        "__0_0.distcp", "__1_0.distcp", ".metadata", record.RECORD
+    }  # fmt: skip
+    for name, digest in recorded.items():
+        content = (folder / name).read_bytes()
+        assert [zlib.crc32(content[:end]) for end in digest.ends] == list(digest.crcs)
+        ends = {i.offset + i.length for i in metadata.storage_data.values()
+                if i.relative_path == name}  # fmt: skip
+        assert set(digest.ends) == (ends or {len(content)})
+    found = record.read_record(folder)
+    assert found is not None
+    assert (found.world_size, found.iteration, found.format_version) == (2, 1, 1)
+    assert found.topology == {"expert_model_parallel_size": 2}
+    assert found.versions["torch"] == str(torch.__version__)
+    assert found.saved_at.endswith("+00:00")
+    assert type(metadata.storage_data.popitem()[1]).__name__ == "_StorageInfo"
+
+
+def test_a_checkpoint_without_record_and_digests_loads(one_rank: None, tmp_path: Path) -> None:
+    """As torch DCP alone, Megatron, or an older release wrote it."""
+    folder = folders.final_folder(tmp_path, 3)
+    torch_dcp.save(_state(3.0), checkpoint_id=str(folder))
+    folders.write_tracker(tmp_path, 3)
+    iteration, loaded = load_checkpoint(tmp_path, _state(-1.0))
+    assert iteration == 3 and same(loaded, _state(3.0))

@@ -1,0 +1,170 @@
+"""What Megatron's checkpointing modules see instead of torch's writer and `open`."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import shutil
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+from megatron_fsdp_adapter import megatron_saves
+from megatron_fsdp_adapter.checkpoint import digests, folders, load_checkpoint, record
+
+LM, BRIDGE = megatron_saves.PLACES
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType]]:
+    """Stand-ins with the globals that the real modules have."""
+    made = {name: types.ModuleType(name) for name in (LM, BRIDGE)}
+    for name, module in made.items():
+        module.torch, module.shutil = torch, shutil  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    arguments = SimpleNamespace(tensor_model_parallel_size=2, outer_dp_sharding_strategy=None)
+    made[LM].get_args = lambda: arguments  # type: ignore[attr-defined]
+    made[LM].open_file = open  # type: ignore[attr-defined]
+    megatron_saves.install()
+    yield made
+    megatron_saves.uninstall()
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_only_these_modules_see_it(modules: dict[str, types.ModuleType]) -> None:
+    before = torch.distributed.checkpoint.FileSystemWriter
+    assert megatron_saves.installed() == [LM, BRIDGE]
+    for module in modules.values():
+        seen, real = module.torch.distributed.checkpoint, torch.distributed.checkpoint
+        assert seen.FileSystemWriter is not before and seen.save is real.save
+        assert module.torch.Tensor is torch.Tensor
+        assert module.torch.distributed.barrier is torch.distributed.barrier
+    assert torch.distributed.checkpoint.FileSystemWriter is before is FileSystemWriter
+    megatron_saves.install()  # a second time changes nothing
+    megatron_saves.uninstall()
+    megatron_saves.uninstall()
+    assert megatron_saves.installed() == []
+    assert modules[LM].torch is torch and modules[LM].open_file is open
+    assert modules[BRIDGE].torch is torch and modules[BRIDGE].shutil is shutil
+    assert not hasattr(modules[BRIDGE], "open") and not hasattr(modules[LM], "open")
+
+
+@pytest.mark.parametrize(("name", "opener"), [(LM, "open_file"), (BRIDGE, "open")])
+def test_a_save_as_megatron_does_it(
+    modules: dict[str, types.ModuleType], one_rank: None, tmp_path: Path, name: str, opener: str
+) -> None:
+    module, root = modules[name], tmp_path / "root"
+    for iteration in (1, 2, 2):
+        folder = folders.final_folder(root, iteration)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {"w": torch.full((4,), float(iteration))}
+        checkpoint = module.torch.distributed.checkpoint
+        writer = checkpoint.FileSystemWriter(str(folder))
+        checkpoint.save(state_dict=state, storage_writer=writer)
+        with getattr(module, opener)(root / folders.TRACKER, "w") as file:
+            file.write(str(iteration))
+    assert sorted(path.name for path in root.iterdir()) == [
+        "iter_0000001", "iter_0000002", folders.TRACKER,
+    ]  # fmt: skip
+    iteration, loaded = load_checkpoint(root, {"w": torch.zeros(4)}, check_digests=True)
+    assert iteration == 2 and bool((loaded["w"] == 2).all())
+    found = record.read_record(folders.final_folder(root, 2))
+    assert found is not None and found.iteration == 2
+    assert found.topology == ({"tensor_model_parallel_size": 2} if name == LM else {})
+    # Megatron reads them with torch's own reader; a newer format is told there too.
+    reader = module.torch.distributed.checkpoint.FileSystemReader(str(folder))
+    assert type(reader) is FileSystemReader
+    path = folder / record.RECORD
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 9}))
+    with pytest.raises(ValueError, match="format version 9"):
+        module.torch.distributed.checkpoint.FileSystemReader(str(folder))
+
+
+def test_a_save_that_fails_leaves_no_half_under_the_name(
+    modules: dict[str, types.ModuleType],
+    one_rank: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = folders.final_folder(tmp_path, 5)
+    folder.mkdir()
+    checkpoint = modules[LM].torch.distributed.checkpoint
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(digests, "write_digests", fails)
+    with pytest.raises(torch.distributed.checkpoint.CheckpointException, match="No space left"):
+        checkpoint.save({"w": torch.ones(3)}, storage_writer=checkpoint.FileSystemWriter(folder))
+    assert list(folder.iterdir()) == []
+    assert folders.half_written(tmp_path) == ("iter_0000005", "tmp.iter_0000005")
+    monkeypatch.undo()
+    following = folders.final_folder(tmp_path, 6)
+    checkpoint.save({"w": torch.ones(3)}, storage_writer=checkpoint.FileSystemWriter(following))
+    assert sorted(path.name for path in tmp_path.glob("*iter*")) == ["iter_0000006"]
+
+
+def test_a_tracker_is_replaced_as_a_whole(
+    modules: dict[str, types.ModuleType], tmp_path: Path
+) -> None:
+    tracker, other = tmp_path / folders.TRACKER, tmp_path / "other.txt"
+    tracker.write_text("5")
+    open_file = modules[LM].open_file
+    with open_file(tracker, "w") as file:
+        file.write("6")
+        assert tracker.read_text() == "5"
+    assert tracker.read_text() == "6" and open_file(tracker).read() == "6"
+    with pytest.raises(RuntimeError), open_file(tracker, "w") as file:
+        file.write("7")
+        raise RuntimeError
+    assert tracker.read_text() == "6"
+    with open_file(other, "w") as file:
+        assert not isinstance(file, megatron_saves.ReplacingFile)
+    assert modules[BRIDGE].open is not builtins.open
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folders.TRACKER, "other.txt"]
+
+
+def test_bridges_train_state_is_replaced_as_a_whole(
+    modules: dict[str, types.ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "train_state.pt", tmp_path / "latest_train_state.pt"
+    source.write_text("new"), target.write_text("old")
+    copy = modules[BRIDGE].shutil.copy
+    assert modules[BRIDGE].shutil.rmtree is shutil.rmtree
+
+    def killed(_: object) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(folders, "sync_files", killed)
+        copy(source, target)
+    assert target.read_text() == "old"
+    copy(str(source), str(target))
+    assert target.read_text() == "new"
+    (tmp_path / "folder").mkdir()
+    copy(source, tmp_path / "folder")
+    assert (tmp_path / "folder" / "train_state.pt").read_text() == "new"
+
+
+def test_addresses_are_left_to_megatron(
+    modules: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's storage client has no rename."""
+    seen = []
+    monkeypatch.setattr(megatron_saves, "FileSystemWriter", lambda path: seen.append(path))
+    modules[LM].torch.distributed.checkpoint.FileSystemWriter("msc://bucket/iter_0000001")
+    assert seen == ["msc://bucket/iter_0000001"]
