@@ -23,6 +23,7 @@ from torch import nn
 
 from . import arguments, ddp_options, staging_options, support, validation
 from . import optimizer as optimizer_seam
+from .building import build_engine
 from .config import forced_overlaps
 from .description import describe
 from .engine.engine import FsdpEngine
@@ -41,8 +42,6 @@ from .process_groups import (
     groups_of,
     mirror_group,
 )
-from .runtime.comm import Communicator
-from .runtime.device import make_runtime
 from .runtime.registered import RegisteredMemory, zero_cta_options
 from .sharded_module import (
     GradSync,
@@ -282,15 +281,15 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             ),
         )
         self._slot_memory = staging_options.slot_memory(self.ddp_config, index, self.device)
-        return FsdpEngine(
+        return build_engine(
+            "FullyShardedDataParallel",
             module,
             plans,
             {**index.domains, SHARED_EMBEDDING: index.domain(DENSE)},
             ddp_options.engine_config(self.ddp_config),
-            make_runtime(self.device),
-            Communicator,
-            ddp_options.grad_check(self.ddp_config),
-            None if self._slot_memory is None else self._slot_memory.allocate,
+            self.device,
+            grad_check=ddp_options.grad_check(self.ddp_config),
+            allocate_slots=None if self._slot_memory is None else self._slot_memory.allocate,
         )
 
     def _mark(self, pair: ParamPair) -> None:

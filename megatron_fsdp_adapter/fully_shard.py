@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .building import build_engine
 from .config import OUTER_STRATEGIES, EngineConfig, MixedPrecisionPolicy, strategy_named
 from .description import describe
 from .engine.engine import FsdpEngine
@@ -30,8 +31,6 @@ from .engine.partition import partition, unit_modules
 from .grad_check import GradCheck
 from .local_optimizer import adopt
 from .module_problems import device_of, module_problems
-from .runtime.comm import Communicator
-from .runtime.device import make_runtime
 from .sharded_module import (
     GradSync,
     ShardedStateDict,
@@ -160,8 +159,10 @@ def _engine(
         domain_of=lambda param, fqn: DENSE,
         backward_reads_weights=lambda unit: not isinstance(unit, nn.Embedding),
     )
-    runtime = make_runtime(device_of(module))
-    return FsdpEngine(module, plans, dict(index.domains), config, runtime, Communicator, check)
+    return build_engine(
+        "fully_shard_model", module, plans, dict(index.domains), config, device_of(module),
+        grad_check=check,
+    )
 
 
 def fully_shard_model(
