@@ -25,6 +25,7 @@ from . import arguments, ddp_options, staging_options, support, validation
 from . import optimizer as optimizer_seam
 from .building import build_engine
 from .config import forced_overlaps
+from .core_init import core_initialisers
 from .description import describe
 from .engine.engine import FsdpEngine
 from .engine.identity import ParamPair
@@ -33,7 +34,8 @@ from .fp8 import CACHE_OPTION, switch_off_weight_cache
 from .fused_wgrad import grad_writer
 from .inner import ShardedModule
 from .installation import installed
-from .module_problems import device_of, module_problems
+from .materialize import meta_problems, target_device
+from .module_problems import module_problems
 from .param_attrs import copy_attributes
 from .process_groups import (
     GATHER_SOURCES,
@@ -166,16 +168,20 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         config: the model's `TransformerConfig`.
         ddp_config: `DistributedDataParallelConfig`. Overlaps that the strategy needs are switched
             on in it, since Megatron's training loop reads them there.
-        module: the model, on its device; usually `Float16Module(GPTModel)`.
+        module: the model, on its device; usually `Float16Module(GPTModel)`. With the config's
+            `init_model_with_meta_device` any part of it may be on the meta device.
         fsdp_unit_modules: module classes to gather and reduce as units; by default the
             transformer layers, and embedding and output layer unless they are tied.
         disable_bucketing: accepted for Megatron; units take the place of buckets.
-        device: the device of the flat buffers; by default the parameters'.
+        device: the device of the flat buffers; by default the parameters', or this process's GPU
+            if all of them are on the meta device.
         pg_collection: process groups; by default those of `parallel_state`.
 
     Raises:
         ValueError: an unsupported option (all are listed at once), a unit class that matches
-            nothing, no trainable parameter, groups that are missing or disagree.
+            nothing, no trainable parameter, groups that are missing or disagree, modules on the
+            meta device that cannot be initialised, ranks whose models differ.
+        CommunicationError, RuntimeError: another rank failed, or is late.
     """
 
     def __init__(
@@ -189,13 +195,17 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         pg_collection: Any | None = None,
     ) -> None:
         super().__init__(config=config, module=module)
-        self.device, self.ddp_config = device_of(module), ddp_config
+        self.device, self.ddp_config = target_device(module, device), ddp_config
+        self._initialiser_of = core_initialisers(config)
         support.raise_problems(
             "FullyShardedDataParallel",
             [
                 *validation.wrapper_problems(config, ddp_config),
                 *module_problems(
                     module, fsdp_unit_modules, device, ddp_options.main_params_dtype(ddp_config)
+                ),
+                *meta_problems(
+                    module, config.init_model_with_meta_device, self._initialiser_of
                 ),
                 *arguments.group_problems(config, arguments.group_ranks(pg_collection)),
                 *self._set_index(module, pg_collection),
@@ -288,6 +298,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             {**index.domains, SHARED_EMBEDDING: index.domain(DENSE)},
             ddp_options.engine_config(self.ddp_config),
             self.device,
+            self._initialiser_of,
             grad_check=ddp_options.grad_check(self.ddp_config),
             allocate_slots=None if self._slot_memory is None else self._slot_memory.allocate,
         )

@@ -21,11 +21,15 @@ from .topology import ShardDomain
 
 def model_lines(plans: Sequence[UnitPlan], config: EngineConfig) -> list[str]:
     """What must be equal on all ranks, one thing a line: options, units and their parameters."""
-    lines = [f"options {config}"]
+    options = {**vars(config), "strategy": config.strategy.name}
+    lines = [f"option {name}={value}" for name, value in options.items()]
     for plan in plans:
-        lines.append(f"unit {plan.name} of {len(plan.groups)} buffers")
-        for key, managed in plan.groups.items():
-            lines += [_param_line(key, entry) for entry in managed]
+        members = [(key, entry) for key, managed in plan.groups.items() for entry in managed]
+        lines.append(f"unit {plan.name}")
+        # By name: a parameter that differs is then told as such, not as one that is elsewhere.
+        lines += sorted(_param_line(key, entry) for key, entry in members)
+        order = ", ".join(entry.fqns[0] for _, entry in members)
+        lines.append(f"unit {plan.name} in the order {order}")
     return lines
 
 

@@ -13,6 +13,7 @@ from .config import EngineConfig
 from .engine.engine import FsdpEngine
 from .engine.partition import UnitPlan
 from .fault_report import FaultReport
+from .materialize import InitialiserOf, Materializer
 from .runtime.device import make_runtime
 from .topology import ShardDomain
 
@@ -24,10 +25,12 @@ def build_engine(
     domains: Mapping[str, ShardDomain],
     config: EngineConfig,
     device: torch.device,
+    initialiser_of: InitialiserOf,
     **options: Any,
 ) -> FsdpEngine:
     """The engine over `plans`, on `device`, once all ranks are found to have the same model.
-    Collective. `subject` names the wrapper in errors; `options` are further ones of the engine.
+    Collective. `subject` names the wrapper in errors; `initialiser_of` gives values to what is on
+    the meta device; `options` are further ones of the engine.
 
     Raises:
         ValueError: the ranks' models differ.
@@ -38,7 +41,7 @@ def build_engine(
     with report.building():
         engine = FsdpEngine(
             module, list(plans), domains, config, make_runtime(device), report.communicator,
-            **options,
+            prepare=Materializer(module, plans, device, initialiser_of), **options,
         )
     report.engine_made(engine)
     return engine

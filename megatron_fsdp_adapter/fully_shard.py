@@ -30,7 +30,8 @@ from .engine.group import GradState
 from .engine.partition import partition, unit_modules
 from .grad_check import GradCheck
 from .local_optimizer import adopt
-from .module_problems import device_of, module_problems
+from .materialize import meta_problems, own_initialiser, target_device
+from .module_problems import module_problems
 from .sharded_module import (
     GradSync,
     ShardedStateDict,
@@ -160,8 +161,8 @@ def _engine(
         backward_reads_weights=lambda unit: not isinstance(unit, nn.Embedding),
     )
     return build_engine(
-        "fully_shard_model", module, plans, dict(index.domains), config, device_of(module),
-        grad_check=check,
+        "fully_shard_model", module, plans, dict(index.domains), config,
+        target_device(module, None), own_initialiser, grad_check=check,
     )
 
 
@@ -180,12 +181,14 @@ def fully_shard_model(
     check_for_nan_in_grad: bool = False,
     report_nan_in_param_grad: bool = False,
     sync_model_each_microbatch: bool = True,
+    init_model_with_meta_device: bool = False,
 ) -> FullyShardedModel:
     """Shards the parameters of `module`, which moves into what is returned.
 
     Args:
         module: on its device, in the dtypes that it computes in. All ranks get the first one's
-            weights.
+            weights. With `init_model_with_meta_device` it may be on the meta device: modules are
+            then initialised by their `reset_parameters`, in module order, one unit at a time.
         mesh: the ranks to shard over: a 1-D device mesh or a process group (default: the world);
             or a 2-D mesh (outer axis, shard axis), in which shards are replicated along the first
             or, with `outer_dp_sharding_strategy="optim"`, split again.
@@ -204,7 +207,12 @@ def fully_shard_model(
     """
     raise_problems(
         "fully_shard_model",
-        module_problems(module, fsdp_unit_modules, None, mixed_precision_policy.main_params_dtype),
+        [
+            *module_problems(
+                module, fsdp_unit_modules, None, mixed_precision_policy.main_params_dtype
+            ),
+            *meta_problems(module, init_model_with_meta_device, own_initialiser),
+        ],
     )
     config = EngineConfig(
         strategy=strategy_named(data_parallel_sharding_strategy),
@@ -214,7 +222,8 @@ def fully_shard_model(
         shard_outer=OUTER_STRATEGIES.get(outer_dp_sharding_strategy, False),
         fp32_accumulation=reduce_scatter_with_fp32_accumulation,
     )
-    index = _index_over(mesh, device_of(module), average_gradients, outer_dp_sharding_strategy)
+    device = target_device(module, None)
+    index = _index_over(mesh, device, average_gradients, outer_dp_sharding_strategy)
     checked = check_for_nan_in_grad or report_nan_in_param_grad
     check = GradCheck(report_nan_in_param_grad) if checked else None
     engine = _engine(module, tuple(fsdp_unit_modules or ()), index, config, check)

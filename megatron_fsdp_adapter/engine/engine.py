@@ -28,18 +28,15 @@ from .unit import Phase, Unit
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
 
 
-def _broadcast_weights(
-    plans: list[UnitPlan], *axes: Mapping[str, Communicator]
-) -> None:
+def _broadcast_weights(plan: UnitPlan, *axes: Mapping[str, Communicator]) -> None:
     """Gives all ranks of a domain the first rank's weights, along one axis after the other. Every
     rank keeps other rows, so ranks that were initialised differently would otherwise shard a model
     that none of them had."""
-    for plan in plans:
-        for key, managed in plan.groups.items():
-            for entry in managed:
-                for communicators in axes:
-                    if key.domain in communicators:
-                        communicators[key.domain].broadcast(entry.param.data)
+    for key, managed in plan.groups.items():
+        for entry in managed:
+            for communicators in axes:
+                if key.domain in communicators:
+                    communicators[key.domain].broadcast(entry.param.data)
 
 
 def _abandon(runtime: Callable[[], Runtime | None]) -> None:
@@ -62,6 +59,7 @@ class FsdpEngine:
         grad_check: looks at gradients before they are communicated; None costs nothing.
         allocate_slots: makes the memory of fixed slots, for which the configuration asks; by
             default ordinary memory.
+        prepare: called with each plan before its parameters are read, to give them their values.
 
     After construction the module tree shows optimizer parameters.
     """
@@ -76,6 +74,7 @@ class FsdpEngine:
         make_communicator: MakeCommunicator = Communicator,
         grad_check: GradCheck | None = None,
         allocate_slots: AllocateSlots | None = None,
+        prepare: Callable[[UnitPlan], None] = lambda plan: None,
     ) -> None:
         self.config, self.runtime = config, runtime
         used = {d: domains[d] for d in dict.fromkeys(k.domain for p in plans for k in p.groups)}
@@ -84,9 +83,13 @@ class FsdpEngine:
         outer = {
             d: make_communicator(v.outer.group, runtime.device) for d, v in used.items() if v.outer
         }
-        _broadcast_weights(plans, outer, reduces)
+
+        def make_ready(plan: UnitPlan) -> None:
+            prepare(plan)
+            _broadcast_weights(plan, outer, reduces)
+
         self._allocate_slots = allocate_slots or ordinary_memory(runtime.device)
-        self.units = self._build_units(plans, used)
+        self.units = self._build_units(plans, used, make_ready)
         self.root = self.units[-1]
         self.order = PrefetchOrder(
             len(self.units), [u.ordinal for u in self.units if not u.backward_reads_weights]
@@ -110,13 +113,15 @@ class FsdpEngine:
         weakref.finalize(self, _abandon, weakref.ref(runtime)).atexit = False
 
     def _build_units(
-        self, plans: list[UnitPlan], domains: Mapping[str, ShardDomain]
+        self, plans: list[UnitPlan], domains: Mapping[str, ShardDomain],
+        make_ready: Callable[[UnitPlan], None],
     ) -> list[Unit]:
         """Builds one unit at a time and reshards it at once, so that initialisation needs no more
         than the shards and one unit beside the module's own weights."""
         weights, buckets = self._make_slots(plans, domains)
         units = []
         for ordinal, plan in enumerate(plans):
+            make_ready(plan)
             staging = UnitStaging(self.runtime, ordinal, weights, buckets)
             groups = [
                 ParamGroup(
