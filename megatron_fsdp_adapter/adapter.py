@@ -82,10 +82,11 @@ def domain_name(param: nn.Parameter, fqn: str) -> str:
 
 def _has_tied_weight(module: nn.Module) -> bool:
     """Whether embedding and output layer use one parameter. With pipeline parallelism each stage
-    has a copy of its own, used once."""
+    has a copy of its own, used once, but for a last one that predicts further tokens (MTP): its
+    embedding is called too."""
     return any(
         getattr(child, "share_embeddings_and_output_weights", False)
-        and getattr(child, "pre_process", True)
+        and (getattr(child, "pre_process", True) or getattr(child, "mtp_process", False))
         and getattr(child, "post_process", True)
         for child in module.modules()
     )

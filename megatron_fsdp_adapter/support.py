@@ -34,7 +34,6 @@ FP8_RECIPES = ("delayed", "tensorwise")
 
 
 MODEL_CONFIG_RULES: tuple[Rule, ...] = (
-    _is_on("mtp_num_layers", "multi-token prediction is coming; leave it unset"),
     _is_on("fp8_param", "FP8 parameters are coming; set it to False (FP8 compute is not refused)"),
     Rule(
         "fp8_recipe",
