@@ -95,7 +95,7 @@ def _start(rank: int, world: int, layers: int) -> dict[str, int]:
 @pytest.mark.full
 @pytest.mark.parametrize("layers", (2, LAYERS), ids=("2 layers", "1.5B"))
 def test_peak_of_a_start_is_the_shards_and_one_unit(layers: int) -> None:
-    """Main weights in bf16, so that it fits on small machines: 3 bytes a parameter less."""
+    """Main weights in bf16, so that shards take half of what they take in float32."""
     found = run_ranks(_start, 2, layers, timeout=500)
     for rank, one in enumerate(found):
         text = ", ".join(f"{name} {value / 1e9:.3f}e9" for name, value in one.items())

@@ -1,5 +1,5 @@
-"""A model of 20B parameters starts on the meta device on two GPUs: with Transformer Engine's layers,
-whose `reset_parameters` draw under Megatron's tracker, and the device's own peak.
+"""A model of 20B parameters starts on the meta device on two GPUs: with Transformer Engine's
+layers, whose `reset_parameters` draw under Megatron's tracker, and the device's own peak.
 
     python -m pytest -q -s tests/gpu/test_gpu_meta.py        # two GPUs of 60 GiB or more
 """
