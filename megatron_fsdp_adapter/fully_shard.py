@@ -35,6 +35,7 @@ from .module_problems import module_problems
 from .sharded_module import (
     GradSync,
     ShardedStateDict,
+    check_trained,
     mark_shard,
     refuse_compilation,
     refuse_conversions,
@@ -207,12 +208,8 @@ def fully_shard_model(
     """
     raise_problems(
         "fully_shard_model",
-        [
-            *module_problems(
-                module, fsdp_unit_modules, None, mixed_precision_policy.main_params_dtype
-            ),
-            *meta_problems(module, init_model_with_meta_device, own_initialiser),
-        ],
+        module_problems(module, fsdp_unit_modules, None, mixed_precision_policy.main_params_dtype)
+        + meta_problems(module, init_model_with_meta_device, own_initialiser),
     )
     config = EngineConfig(
         strategy=strategy_named(data_parallel_sharding_strategy),
@@ -260,6 +257,7 @@ def _training_class(base: type) -> type:
             with torch.enable_grad():
                 loss = closure()
         for engine in self._fsdp_engines:
+            check_trained(engine)
             finish_gradients(engine)
             engine.show_optimizer_params()
         base.step(self)  # type: ignore[attr-defined]
