@@ -102,7 +102,8 @@ class FsdpEngine:
         self._is_last_microbatch, self._knows_microbatches = True, False
         self.auto_sync = False
         self._active_root: str | None = None
-        self._backward_running = False
+        self._backward_running = self._at_the_end = False
+        self._forwards = 0
         self._fired: Counter[int] = Counter()
         self._completed: set[int] = set()
         self._register_hooks(module, plans)
@@ -213,6 +214,7 @@ class FsdpEngine:
         if self._backward_running:
             self.recover()
         self.order.begin(FORWARD)
+        self._forwards += torch.is_grad_enabled()
         for unit in self.units:
             unit.forward_calls = 0
 
@@ -257,6 +259,10 @@ class FsdpEngine:
     def _begin_backward(self) -> None:
         if not self._backward_running:
             self._backward_running = True
+            # It may be that of several forwards, and kept gradients are reduced only once.
+            kept = not self.config.strategy.shard_grads
+            self._at_the_end = kept and self.is_last_microbatch and self._forwards > 1
+            self._forwards = 0
             self._fired.clear()
             self._completed.clear()
             self.order.begin(BACKWARD)
@@ -281,7 +287,7 @@ class FsdpEngine:
         forward is done after as many."""
         self._begin_backward()
         self._fired[unit.ordinal] += 1
-        if self._fired[unit.ordinal] == unit.forward_calls:
+        if self._fired[unit.ordinal] == unit.forward_calls and not self._at_the_end:
             self._complete(unit)
 
     def _complete(self, unit: Unit) -> None:
