@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
@@ -59,7 +60,7 @@ from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 from .topology import DENSE, EXPERT, TP_DIM, FSDPDistributedIndex, ShardDomain
 from .wiring import WiringCheck
 
-DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer,)
+DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer, MambaLayer)
 
 
 def kind_of(param: nn.Parameter, fqn: str) -> str:
@@ -96,7 +97,7 @@ def _has_tied_weight(module: nn.Module) -> bool:
 
 
 def _default_units(module: nn.Module) -> dict[str, nn.Module]:
-    """Transformer layers, and embedding and output layer unless their weights are tied: a tied
+    """Transformer and Mamba layers, and embedding and output layer unless their weights are tied: a tied
     weight is used by two modules and belongs to the root unit, which stays gathered between."""
     tied = _has_tied_weight(module)
 

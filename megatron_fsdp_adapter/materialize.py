@@ -139,8 +139,9 @@ def _check(name: str, wanted: torch.Tensor, made: torch.Tensor | None) -> None:
 
 
 def _take_over(original: nn.Parameter, made: nn.Parameter) -> None:
-    """Gives `original` the content of `made` and the marks of both."""
-    marks = {**made.__dict__, **original.__dict__}
+    """Gives `original` the content of `made` and the marks of both. Those of `made` win: TE says
+    how a weight is split only when it initialises it, and Megatron writes its defaults before."""
+    marks = {**original.__dict__, **made.__dict__}
     made = nn.Parameter(made.detach(), original.requires_grad)
     torch.utils.swap_tensors(original, made)
     original.__dict__.clear()

@@ -227,7 +227,7 @@ def test_all_problems_are_listed_at_once() -> None:
     bad = Bad(
         (),
         ddp={"data_parallel_sharding_strategy": "zero3", "fp8_param_gather": True},
-        config={"mtp_num_layers": 1},
+        config={"cpu_offloading": True},
         module=Frozen,
         groups=lambda: groups(dp_cp_ag=[0, 1], ep=[0, 1]),
         options={"fsdp_unit_modules": [nn.Conv2d, nn.LSTM], "device": "meta"},
@@ -235,7 +235,7 @@ def test_all_problems_are_listed_at_once() -> None:
     with pytest.raises(ValueError) as caught:
         wrap(bad)
     for fragment in (
-        "zero3", "fp8_param_gather", "mtp_num_layers=1", "no trainable", "is a Conv2d", "is a LSTM",
+        "zero3", "fp8_param_gather", "cpu_offloading=True", "no trainable", "is a Conv2d", "is a LSTM",
         "device=meta", "ep process group has 2", "gather group",
     ):  # fmt: skip
         assert fragment in str(caught.value), (fragment, str(caught.value))

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
@@ -74,6 +77,43 @@ class Choosing(nn.Module):
 def choose_by_data(model: nn.Module) -> None:
     decoder = inner_model(model).decoder
     decoder.layers = nn.ModuleList([decoder.layers[0], Choosing(decoder.layers[1:])])
+
+
+class Mixer(nn.Module):
+    """In the place of core's Mamba mixer, whose kernels are CUDA only: like that one it reads its
+    convolution's weight and never calls the convolution."""
+
+    def __init__(self, config: Any, d_model: int, **unused: Any) -> None:
+        super().__init__()
+        self.conv1d = nn.Conv1d(d_model, d_model, 3, groups=d_model)
+        self.out_proj = nn.Linear(d_model, d_model)
+
+    def forward(self, hidden: torch.Tensor, **unused: Any) -> Any:
+        mixed = nn.functional.conv1d(
+            hidden.permute(1, 2, 0), self.conv1d.weight, self.conv1d.bias, padding=2,
+            groups=hidden.size(-1),
+        )  # fmt: skip
+        return self.out_proj(mixed[..., : hidden.size(0)].permute(2, 0, 1)), None
+
+
+class HybridLayer(nn.Module):
+    """A Mamba layer of core behind a transformer layer."""
+
+    def __init__(self, config: Any, layer: nn.Module) -> None:
+        super().__init__()
+        submodules = MambaLayerSubmodules(mixer=Mixer, mamba_bda=get_bias_dropout_add)
+        self.layer = layer
+        self.mamba = MambaLayer(config, submodules, pg_collection=ProcessGroupCollection())
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        hidden_states, context = self.layer(hidden_states=hidden_states, **kwargs)
+        return self.mamba(hidden_states), context
+
+
+def add_mamba_layers(model: nn.Module) -> None:
+    decoder = inner_model(model).decoder
+    layers = [HybridLayer(decoder.config, layer) for layer in decoder.layers]
+    decoder.layers = nn.ModuleList(layers)
 
 
 def forwards_before_backwards(
@@ -150,6 +190,7 @@ CALL_HABITS: Mapping[str, Habit] = {
     ),
     "a layer skipped in each forward": Habit(rearrange("skipped"), case=LAYERS),
     "a layer chosen by the data": Habit(choose_by_data, case=LAYERS),
+    "hybrid of transformer and Mamba layers": Habit(add_mamba_layers),
     "several forwards, then their backwards": Habit(drive=forwards_before_backwards),
     "one backward of several forwards": Habit(drive=one_backward_of_all),
     "generation without grad": Habit(drive=generating(torch.no_grad)),

@@ -17,6 +17,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel, fully_shard_model
+from megatron_fsdp_adapter.materialize import initialise, own_initialiser
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -76,7 +77,7 @@ def _wrapped(case: Case, options: dict[str, Any], strategy: str, meta: bool) -> 
 def _same_start(rank: int, world: int) -> None:
     init_megatron()
     for name, (case, options) in CASES.items():
-        for strategy in STRATEGIES if name == "dense" else ("optim_grads_params",):
+        for strategy in ("optim", "optim_grads_params") if name == "dense" else STRATEGIES[-1:]:
             ours, expected = (_wrapped(case, options, strategy, meta) for meta in (True, False))
             attributes = [
                 [sorted(vars(pair.raw)) for pair in one.engine.pairs] for one in (ours, expected)
@@ -160,6 +161,33 @@ def _refused(rank: int, world: int) -> None:
         plain = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="init_model_with_meta_device=False"):
         fully_shard_model(plain)
+
+
+class Splitting(nn.Module):
+    """Says how its weight is split when it initialises it, and puts a new object in its place, as
+    Transformer Engine's layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def reset_parameters(self) -> None:
+        assert not hasattr(self.weight, "partition_dim"), "marked before"
+        self.weight = nn.Parameter(torch.full_like(self.weight, 2.0))
+        self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0
+
+
+def test_marks_of_the_initialiser_win_over_defaults_and_the_object_stays() -> None:
+    with torch.device("meta"):
+        module = Splitting()
+    weight = module.weight
+    weight.tensor_model_parallel, weight.partition_dim, weight.allreduce = False, -1, False
+    run = own_initialiser(module, None)
+    assert run is not None
+    initialise("it", module, torch.device("cpu"), run)
+    assert module.weight is weight and weight.tolist() == [2.0] * 3
+    marks = (weight.tensor_model_parallel, weight.partition_dim, weight.allreduce)
+    assert marks == (True, 0, False)
 
 
 def test_what_cannot_be_initialised_is_one_error() -> None:
