@@ -97,8 +97,8 @@ def _has_tied_weight(module: nn.Module) -> bool:
 
 
 def _default_units(module: nn.Module) -> dict[str, nn.Module]:
-    """Transformer and Mamba layers, and embedding and output layer unless their weights are tied: a tied
-    weight is used by two modules and belongs to the root unit, which stays gathered between."""
+    """Transformer and Mamba layers, and embedding and output layer unless their weights are tied:
+    a tied weight is used by two modules and belongs to the root unit, which stays gathered."""
     tied = _has_tied_weight(module)
 
     def is_unit(child: nn.Module) -> bool:

@@ -24,6 +24,7 @@ from .engine.engine import FsdpEngine
 from .engine.group import ParamGroup, plan_layout
 from .engine.hooks import in_backward
 from .engine.partition import ROOT, UnitPlan
+from .late_collectives import LaunchLog
 from .layout.group import GroupLayout
 from .memory import Precision, group_bytes, model_bytes
 from .runtime.comm import Communicator, Pair
@@ -72,17 +73,19 @@ class NamedWork:
 
 class NamedCommunicator(Communicator):
     """A communicator whose failures name the unit: `name_of` finds it, from a tensor that a
-    collective carries. `noted` is told every launch, on the stream that it was launched on."""
+    collective carries. `log` is told what the host will not wait for."""
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         device: torch.device,
         name_of: Callable[[torch.Tensor], str],
-        noted: Callable[[NamedCommunicator, Launch], None] | None = None,
+        log: Callable[[float], LaunchLog],
     ) -> None:
         super().__init__(group, device)
-        self._name_of, self._noted = name_of, noted
+        self._name_of = name_of
+        ordered = self.capabilities.stream_ordered and self.size > 1
+        self._log = log(timeout_of(group, device)) if ordered else None
 
     def describe(self, launch: Launch) -> str:
         """What `launch` is doing, where and between whom."""
@@ -108,8 +111,8 @@ class NamedCommunicator(Communicator):
             raise
         except RuntimeError as error:
             raise self._failed(launch, error) from error
-        if self._noted is not None and self.capabilities.stream_ordered:
-            self._noted(self, launch)
+        if self._log is not None:
+            self._log.note(_weakly(self, launch))
         return works and [NamedWork(work, launch, self._failed) for work in works]
 
     def all_gather(self, pairs: Sequence[Pair]) -> list[Any]:
@@ -126,6 +129,21 @@ class NamedCommunicator(Communicator):
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         self._named(BROADCAST, tensor, partial(super().broadcast, tensor))
+
+
+def _weakly(communicator: NamedCommunicator, launch: Launch) -> Callable[[], str]:
+    """Describes `launch` as long as there is something to describe. The log of launches must keep
+    neither buffers nor, in a cycle, communicators."""
+    who, carried = weakref.ref(communicator), weakref.ref(launch.carried)
+    action, backward = launch.action, launch.backward
+
+    def describe() -> str:
+        alive, tensor = who(), carried()
+        if alive is None or tensor is None:
+            return f"{action} of a model that was deleted"
+        return alive.describe(Launch(action, tensor, backward))
+
+    return describe
 
 
 def ran_out_of_memory(error: RuntimeError) -> bool:
@@ -176,10 +194,17 @@ class FaultReport:
     ) -> None:
         self._plans, self._domains, self._config = list(plans), domains, config
         self._engine: Callable[[], FsdpEngine | None] = lambda: None
+        self._log: LaunchLog | None = None
 
     def communicator(self, group: dist.ProcessGroup, device: torch.device) -> NamedCommunicator:
         """Makes the engine's communicators."""
-        return NamedCommunicator(group, device, self.unit_of)
+        return NamedCommunicator(group, device, self.unit_of, self._log_with)
+
+    def _log_with(self, timeout: float) -> LaunchLog:
+        """One for all communicators, by the first one's timeout in seconds."""
+        if self._log is None:
+            self._log = LaunchLog(timeout / 2)
+        return self._log
 
     def engine_made(self, engine: FsdpEngine) -> None:
         """From now on `engine` knows the names."""

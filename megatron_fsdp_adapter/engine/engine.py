@@ -211,7 +211,7 @@ class FsdpEngine:
         self.gather.need(self.root)
 
     def _begin_forward(self) -> None:
-        if self._backward_running:
+        if self._backward_running or self._active_root is not None:
             self.recover()
         self.order.begin(FORWARD)
         self._forwards += torch.is_grad_enabled()

@@ -235,7 +235,8 @@ def test_all_problems_are_listed_at_once() -> None:
     with pytest.raises(ValueError) as caught:
         wrap(bad)
     for fragment in (
-        "zero3", "fp8_param_gather", "cpu_offloading=True", "no trainable", "is a Conv2d", "is a LSTM",
+        "zero3", "fp8_param_gather", "cpu_offloading=True", "no trainable", "is a Conv2d",
+        "is a LSTM",
         "device=meta", "ep process group has 2", "gather group",
     ):  # fmt: skip
         assert fragment in str(caught.value), (fragment, str(caught.value))
