@@ -180,8 +180,9 @@ BAD: dict[str, Bad] = {
         ("module=Frozen has no trainable parameter", "set requires_grad"), module=Frozen
     ),
     "no parameter": Bad(("module=GELU has no trainable parameter",), module=nn.GELU),
-    "parameters on several devices": Bad(
-        ("several devices ['cpu', 'meta']", "move it"), module=OnTwoDevices
+    "a parameter on the meta device": Bad(
+        ("there.weight is on the meta device", "set init_model_with_meta_device=True"),
+        module=OnTwoDevices,
     ),
     "another device than the parameters'": Bad(
         ("device=meta", "are on cpu", "leave the argument out"), options={"device": "meta"}

@@ -15,8 +15,8 @@ from megatron_fsdp_adapter import fully_shard_model
 from megatron_fsdp_adapter.engine.buffer import FlatBuffer
 from tests.distributed.launch import run_ranks
 
-WIDTH = 4096
-"""A weight of this width squared has 64 MiB, more than the room that is left."""
+WIDTH = 2048
+"""A weight of this width squared has 16 MiB, more than the room that is left."""
 
 
 @contextmanager
@@ -37,27 +37,37 @@ def _model() -> nn.Module:
 
 
 def _fails(run: Any, *said: str) -> None:
-    with little_room(32), pytest.raises(RuntimeError) as caught:
+    with little_room(8), pytest.raises(RuntimeError) as caught:
         run()
-    for text in (*said, "can't allocate memory", "optim_grads_params", "main weights: 0.0",
-                 "optimizer state: 0.1", "together: 0.", "fsdp_unit_modules"):  # fmt: skip
+    for text in (*said, "can't allocate memory", "optim_grads", "main weights: 0.016 GiB",
+                 "optimizer state: 0.031", "together: 0.", "fsdp_unit_modules"):  # fmt: skip
         assert text in str(caught.value), (text, str(caught.value))
 
 
 def _runs_out(rank: int, world: int) -> None:
     model = fully_shard_model(_model(), fsdp_unit_modules=[nn.Linear])
     x = torch.ones(3, 4)
-    _fails(lambda: model(x), "rank 0: no memory for the gathered weights of unit 1 (0.063 GiB")
-    loss = model(x).sum()
-    _fails(loss.backward, "rank 0: no memory for the reduce bucket of unit 1 (0.063 GiB")
-    model.zero_grad()  # after a failure of either kind the next step runs
-    model(x).sum().backward()
-    assert all(param.grad is not None for param in model.parameters())
+    _fails(lambda: model(x), "rank 0: no memory for the gathered weights of unit 1 (0.016 GiB")
+    _trains_on(model, x)
+    model = fully_shard_model(
+        _model().bfloat16(), fsdp_unit_modules=[nn.Linear],
+        data_parallel_sharding_strategy="optim_grads",
+    )  # fmt: skip
+    loss = model(x.bfloat16()).sum()
+    _fails(loss.backward, "rank 0: no memory for the main gradients of unit 1 (0.016 GiB")
+    _trains_on(model, x.bfloat16())
     again = _model()
     _fails(
         lambda: fully_shard_model(again, fsdp_unit_modules=[nn.Linear]),
         "no memory for the buffers of unit 1 at construction",
     )
+
+
+def _trains_on(model: nn.Module, x: torch.Tensor) -> None:
+    """After a failure of either kind the next step runs."""
+    model.zero_grad()
+    model(x).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
 
 
 def test_the_message_names_buffer_unit_and_plan() -> None:
