@@ -106,6 +106,7 @@ def _same_start_split(rank: int, world: int) -> None:
             assert torch.equal(*local), label
 
 
+@pytest.mark.full
 def test_tensor_parallel_weights_are_those_of_a_start_without_the_meta_device() -> None:
     run_ranks(_same_start_split, 2)
 

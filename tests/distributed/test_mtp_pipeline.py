@@ -1,4 +1,4 @@
-"""Multi-token prediction on the last of two pipeline stages, whose embedding is called there too."""
+"""Multi-token prediction on the last of two pipeline stages, where the embedding is called too."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def _runs_out(rank: int, world: int) -> None:
         data_parallel_sharding_strategy="optim_grads",
     )  # fmt: skip
     loss = model(x.bfloat16()).sum()
-    _fails(loss.backward, "rank 0: no memory for the main gradients of unit 1 (0.016 GiB")
+    _fails(loss.backward, "rank 0: no memory for the reduce bucket of unit 1 (0.016 GiB")
     _trains_on(model, x.bfloat16())
     again = _model()
     _fails(

@@ -82,10 +82,13 @@ def _check_places(wrapper: Any, placements: dict[str, str], world: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "world", (2, pytest.param(3, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full))
+    ("world", "strategies"),
+    [
+        (2, ("optim_grads_params",)),
+        *(pytest.param(world, STRATEGIES, marks=pytest.mark.full) for world in (1, 2, 3)),
+    ],
 )
-def test_places_train_to_the_same_weights(world: int) -> None:
-    strategies = STRATEGIES if world != 2 else ("optim_grads_params", "optim")
+def test_places_train_to_the_same_weights(world: int, strategies: tuple[str, ...]) -> None:
     run_ranks(_trains, world, 11, strategies)
 
 
