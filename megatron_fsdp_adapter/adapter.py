@@ -10,7 +10,7 @@ marks them as Megatron expects and forwards its calls.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
@@ -32,17 +33,21 @@ from . import (
     validation,
 )
 from . import optimizer as optimizer_seam
+from .building import build_engine
 from .config import forced_overlaps
+from .core_init import core_initialisers
 from .description import describe
 from .engine.engine import FsdpEngine
 from .engine.identity import ParamPair
-from .engine.partition import managed_params, partition, unit_modules
+from .engine.partition import UnitPlan, managed_params, partition, unit_modules
 from .fp8 import CACHE_OPTION, switch_off_weight_cache
 from .fused_wgrad import grad_writer
 from .inner import ShardedModule
 from .installation import installed
-from .module_problems import device_of, module_problems
+from .materialize import meta_problems, target_device
+from .module_problems import module_problems
 from .param_attrs import copy_attributes
+from .placement import LEAVE, REPLICATE, Placements, replicated_domain, replicated_name
 from .process_groups import (
     GATHER_SOURCES,
     build_index,
@@ -51,20 +56,20 @@ from .process_groups import (
     mirror_group,
 )
 from .runtime.comm import Communicator
-from .runtime.device import make_runtime
 from .runtime.registered import RegisteredMemory, zero_cta_options
 from .sharded_module import (
     GradSync,
+    check_trained,
     mark_shard,
     refuse_compilation,
     refuse_conversions,
     register_state_dict_hooks,
 )
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
-from .topology import DENSE, EXPERT, TP_DIM, FSDPDistributedIndex
+from .topology import DENSE, EXPERT, TP_DIM, FSDPDistributedIndex, ShardDomain
 from .wiring import WiringCheck
 
-DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer,)
+DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer, MambaLayer)
 
 
 def kind_of(param: nn.Parameter, fqn: str) -> str:
@@ -90,18 +95,19 @@ def domain_name(param: nn.Parameter, fqn: str) -> str:
 
 def _has_tied_weight(module: nn.Module) -> bool:
     """Whether embedding and output layer use one parameter. With pipeline parallelism each stage
-    has a copy of its own, used once."""
+    has a copy of its own, used once, but for a last one that predicts further tokens (MTP): its
+    embedding is called too."""
     return any(
         getattr(child, "share_embeddings_and_output_weights", False)
-        and getattr(child, "pre_process", True)
+        and (getattr(child, "pre_process", True) or getattr(child, "mtp_process", False))
         and getattr(child, "post_process", True)
         for child in module.modules()
     )
 
 
 def _default_units(module: nn.Module) -> dict[str, nn.Module]:
-    """Transformer layers, and embedding and output layer unless their weights are tied: a tied
-    weight is used by two modules and belongs to the root unit, which stays gathered between."""
+    """Transformer and Mamba layers, and embedding and output layer unless their weights are tied:
+    a tied weight is used by two modules and belongs to the root unit, which stays gathered."""
     tied = _has_tied_weight(module)
 
     def is_unit(child: nn.Module) -> bool:
@@ -176,16 +182,22 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         config: the model's `TransformerConfig`.
         ddp_config: `DistributedDataParallelConfig`. Overlaps that the strategy needs are switched
             on in it, since Megatron's training loop reads them there.
-        module: the model, on its device; usually `Float16Module(GPTModel)`.
+        module: the model, on its device; usually `Float16Module(GPTModel)`. With the config's
+            `init_model_with_meta_device` any part of it may be on the meta device.
         fsdp_unit_modules: module classes to gather and reduce as units; by default the
             transformer layers, and embedding and output layer unless they are tied.
         disable_bucketing: accepted for Megatron; units take the place of buckets.
-        device: the device of the flat buffers; by default the parameters'.
+        device: the device of the flat buffers; by default the parameters', or this process's GPU
+            if all of them are on the meta device.
         pg_collection: process groups; by default those of `parallel_state`.
+        module_placements: by patterns of module names, what is sharded ("shard", the default),
+            replicated ("replicate") or, if frozen, left as it is ("leave"); later patterns win.
 
     Raises:
         ValueError: an unsupported option (all are listed at once), a unit class that matches
-            nothing, no trainable parameter, groups that are missing or disagree.
+            nothing, no trainable parameter, groups that are missing or disagree, modules on the
+            meta device that cannot be initialised, ranks whose models differ.
+        CommunicationError, RuntimeError: another rank failed, or is late.
     """
 
     def __init__(
@@ -197,20 +209,15 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         disable_bucketing: bool = False,
         device: torch.device | None = None,
         pg_collection: Any | None = None,
+        module_placements: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(config=config, module=module)
-        self.device, self.ddp_config = device_of(module), ddp_config
+        self._placements = Placements(module_placements or {})
+        self.device, self.ddp_config = target_device(module, device), ddp_config
+        self._initialiser_of = core_initialisers(config)
         support.raise_problems(
             "FullyShardedDataParallel",
-            [
-                *validation.wrapper_problems(config, ddp_config),
-                *cuda_graphs.problems(config, ddp_config, self.device),
-                *module_problems(
-                    module, fsdp_unit_modules, device, ddp_options.main_params_dtype(ddp_config)
-                ),
-                *arguments.group_problems(config, arguments.group_ranks(pg_collection)),
-                *self._set_index(module, pg_collection),
-            ],
+            self._problems(module, fsdp_unit_modules, device, pg_collection),
         )
         optimizer_seam.install()
         if installed():
@@ -224,6 +231,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.force_all_reduce = False
         self.engine = self._build_engine(module, fsdp_unit_modules)
         self._captures = cuda_graphs.Captures(self.engine)
+        self._broadcast_left_alone(module)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed())
         forced = {
@@ -245,6 +253,27 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         register_state_dict_hooks(self.module, self.engine)
         refuse_conversions(self, self.engine)
         self._announce(forced)
+
+    def _problems(
+        self,
+        module: nn.Module,
+        unit_classes: list[type[nn.Module]] | None,
+        device: torch.device | None,
+        pg_collection: Any | None,
+    ) -> list[str]:
+        """Everything that is wrong with what the constructor was given."""
+        config, ddp_config = self.config, self.ddp_config
+        main_dtype = ddp_options.main_params_dtype(ddp_config)
+        on_meta = config.init_model_with_meta_device
+        return [
+            *validation.wrapper_problems(config, ddp_config),
+            *cuda_graphs.problems(config, ddp_config, self.device),
+            *module_problems(module, unit_classes, device, main_dtype),
+            *meta_problems(module, on_meta, self._initialiser_of),
+            *self._placements.problems(module, ddp_options.shards_outer(ddp_config)),
+            *arguments.group_problems(config, arguments.group_ranks(pg_collection)),
+            *self._set_index(module, pg_collection),
+        ]
 
     def _set_index(self, module: nn.Module, pg_collection: Any) -> list[str]:
         """Reads the process groups; returns what is wrong with them, or with `module` for them."""
@@ -287,24 +316,50 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         plans = partition(
             module,
             units,
-            domain_of=domain_name,
+            domain_of=self._domain_of,
             backward_reads_weights=lambda unit: not isinstance(unit, LanguageModelEmbedding),
             split_of=lambda param, fqn: getattr(param, "_tp_partition_dim", None),
             writer_of=functools.partial(
                 grad_writer, fused=bool(getattr(self.config, "gradient_accumulation_fusion", False))
             ),
+            manages=lambda managed: self._placements.of(managed.fqns[0]) != LEAVE,
         )
         self._slot_memory = staging_options.slot_memory(self.ddp_config, index, self.device)
-        return FsdpEngine(
+        return build_engine(
+            "FullyShardedDataParallel",
             module,
             plans,
-            {**index.domains, SHARED_EMBEDDING: index.domain(DENSE)},
+            self._domains(plans),
             ddp_options.engine_config(self.ddp_config),
-            make_runtime(self.device),
-            Communicator,
-            ddp_options.grad_check(self.ddp_config),
-            None if self._slot_memory is None else self._slot_memory.allocate,
+            self.device,
+            self._initialiser_of,
+            grad_check=ddp_options.grad_check(self.ddp_config),
+            allocate_slots=None if self._slot_memory is None else self._slot_memory.allocate,
         )
+
+    def _domain_of(self, param: nn.Parameter, fqn: str) -> str:
+        if self._placements.of(fqn) == REPLICATE:
+            return replicated_name(kind_of(param, fqn))
+        return domain_name(param, fqn)
+
+    def _domains(self, plans: Sequence[UnitPlan]) -> dict[str, ShardDomain]:
+        """Those of the index, and those of replicated parameters if there are any."""
+        index = self.megatron_fsdp_dist_index
+        found = {**index.domains, SHARED_EMBEDDING: index.domain(DENSE)}
+        used = {key.domain for plan in plans for key in plan.groups}
+        for kind in index.domains:
+            if replicated_name(kind) in used:
+                domain = replicated_domain(kind, index, self.device.type)
+                found[replicated_name(kind)] = domain
+        return found
+
+    def _broadcast_left_alone(self, module: nn.Module) -> None:
+        """Gives all ranks the first one's values of what is not in any buffer, as sharded ones
+        have."""
+        for name, param in module.named_parameters():
+            if self._placements.of(name) == LEAVE:
+                group = self.megatron_fsdp_dist_index.get_dp_group(kind_of(param, name) == EXPERT)
+                Communicator(group, self.device).broadcast(param.data)
 
     def _mark(self, pair: ParamPair) -> None:
         """Everything Megatron reads on parameters (contract: attributes of both identities)."""
@@ -378,6 +433,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
 
         Raises:
             ValueError: `force_all_reduce`, unless gradients are replicated anyway.
+            RuntimeError: a parameter's `requires_grad` is not what it was when it was wrapped.
         """
         if force_all_reduce and self.engine.config.strategy.shard_main:
             raise ValueError(
@@ -385,6 +441,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
                 f"data_parallel_sharding_strategy={self.engine.config.strategy.name!r}; use "
                 "'no_shard', or gather the gradients of the parameters you need"
             )
+        check_trained(self.engine)
         self.engine.finish_grads()
         self._captures.gradients_finished()
         for param in self._shared_embeddings():

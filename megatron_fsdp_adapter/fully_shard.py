@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .building import build_engine
 from .config import OUTER_STRATEGIES, EngineConfig, MixedPrecisionPolicy, strategy_named
 from .description import describe
 from .engine.engine import FsdpEngine
@@ -29,12 +30,12 @@ from .engine.group import GradState
 from .engine.partition import partition, unit_modules
 from .grad_check import GradCheck
 from .local_optimizer import adopt
-from .module_problems import device_of, module_problems
-from .runtime.comm import Communicator
-from .runtime.device import make_runtime
+from .materialize import meta_problems, own_initialiser, target_device
+from .module_problems import module_problems
 from .sharded_module import (
     GradSync,
     ShardedStateDict,
+    check_trained,
     mark_shard,
     refuse_compilation,
     refuse_conversions,
@@ -160,8 +161,10 @@ def _engine(
         domain_of=lambda param, fqn: DENSE,
         backward_reads_weights=lambda unit: not isinstance(unit, nn.Embedding),
     )
-    runtime = make_runtime(device_of(module))
-    return FsdpEngine(module, plans, dict(index.domains), config, runtime, Communicator, check)
+    return build_engine(
+        "fully_shard_model", module, plans, dict(index.domains), config,
+        target_device(module, None), own_initialiser, grad_check=check,
+    )
 
 
 def fully_shard_model(
@@ -179,12 +182,14 @@ def fully_shard_model(
     check_for_nan_in_grad: bool = False,
     report_nan_in_param_grad: bool = False,
     sync_model_each_microbatch: bool = True,
+    init_model_with_meta_device: bool = False,
 ) -> FullyShardedModel:
     """Shards the parameters of `module`, which moves into what is returned.
 
     Args:
         module: on its device, in the dtypes that it computes in. All ranks get the first one's
-            weights.
+            weights. With `init_model_with_meta_device` it may be on the meta device: modules are
+            then initialised by their `reset_parameters`, in module order, one unit at a time.
         mesh: the ranks to shard over: a 1-D device mesh or a process group (default: the world);
             or a 2-D mesh (outer axis, shard axis), in which shards are replicated along the first
             or, with `outer_dp_sharding_strategy="optim"`, split again.
@@ -203,7 +208,8 @@ def fully_shard_model(
     """
     raise_problems(
         "fully_shard_model",
-        module_problems(module, fsdp_unit_modules, None, mixed_precision_policy.main_params_dtype),
+        module_problems(module, fsdp_unit_modules, None, mixed_precision_policy.main_params_dtype)
+        + meta_problems(module, init_model_with_meta_device, own_initialiser),
     )
     config = EngineConfig(
         strategy=strategy_named(data_parallel_sharding_strategy),
@@ -213,7 +219,8 @@ def fully_shard_model(
         shard_outer=OUTER_STRATEGIES.get(outer_dp_sharding_strategy, False),
         fp32_accumulation=reduce_scatter_with_fp32_accumulation,
     )
-    index = _index_over(mesh, device_of(module), average_gradients, outer_dp_sharding_strategy)
+    device = target_device(module, None)
+    index = _index_over(mesh, device, average_gradients, outer_dp_sharding_strategy)
     checked = check_for_nan_in_grad or report_nan_in_param_grad
     check = GradCheck(report_nan_in_param_grad) if checked else None
     engine = _engine(module, tuple(fsdp_unit_modules or ()), index, config, check)
@@ -250,6 +257,7 @@ def _training_class(base: type) -> type:
             with torch.enable_grad():
                 loss = closure()
         for engine in self._fsdp_engines:
+            check_trained(engine)
             finish_gradients(engine)
             engine.show_optimizer_params()
         base.step(self)  # type: ignore[attr-defined]

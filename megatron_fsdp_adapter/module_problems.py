@@ -83,19 +83,14 @@ def _units_that_match_nothing(
     ]
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """The device of the first parameter; the CPU if there is none."""
-    return next((param.device for param in module.parameters()), torch.device("cpu"))
-
-
 def _devices(module: nn.Module, device: torch.device | str | None) -> list[str]:
-    devices = sorted({str(param.device) for param in module.parameters()})
+    devices = sorted({str(param.device) for param in module.parameters() if not param.is_meta})
     if len(devices) > 1:
         return [
             f"module: its parameters are on several devices {devices}; move it to one before "
             "wrapping it"
         ]
-    if device is not None and devices and torch.device(device) != device_of(module):
+    if device is not None and devices and str(torch.device(device)) != devices[0]:
         return [
             f"device={device}: the module's parameters are on {devices[0]}; move the module there "
             "before wrapping it, or leave the argument out"

@@ -24,6 +24,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from . import optimizer_state, support
 from .local_optimizer import LocalShards, adopt, initialize_state
+from .placement import replicated_name
 
 # The methods of DistributedOptimizer.
 
@@ -133,15 +134,20 @@ def _unscaling_data(original: Callable[..., Any], self: Any) -> Any:
 
 
 def _replicas(chunks: Sequence[Any]) -> set[int]:
-    """Ids of the optimizer parameters whose gradient another rank counts: without sharding every
-    rank of a domain holds the whole gradient, and the domain's first rank counts it."""
-    return {
-        id(pair.optimizer)
-        for chunk in chunks
-        if not chunk.engine.config.strategy.shard_main
-        for pair in chunk.engine.pairs
-        if pair.group.domain.axis.rank != 0
-    }
+    """Ids of the optimizer parameters whose gradient another rank counts: without sharding, or in
+    a replicated module, every rank of a domain holds the whole gradient, and the first rank of the
+    shards of its kind counts it."""
+    found = set()
+    for chunk in chunks:
+        sharded = chunk.megatron_fsdp_dist_index.domains
+        kinds = {replicated_name(kind): kind for kind in sharded}
+        for pair in chunk.engine.pairs:
+            kind = kinds.get(pair.group.key.domain)
+            domain = pair.group.domain if kind is None else sharded[kind]
+            is_whole = kind is not None or not chunk.engine.config.strategy.shard_main
+            if is_whole and domain.axis.rank != 0:
+                found.add(id(pair.optimizer))
+    return found
 
 
 def _norm_grads(original: Callable[..., Any], self: Any) -> Any:

@@ -16,6 +16,7 @@ from . import support
 from .checkpoint.chunks import LayoutRef, attach_chunks, copy_chunks
 from .checkpoint.names import GlobalNames, global_names
 from .engine.engine import FsdpEngine
+from .engine.guard import unchecked
 from .engine.identity import ParamPair
 from .model_state import (
     checkpoint_form,
@@ -125,7 +126,7 @@ class ShardedStateDict(nn.Module):
         Float16Module is a level in names and none in keys."""
         self.engine.show_optimizer_params()
         entries = super().state_dict(keep_vars=True)
-        return {key: value for key, value in entries.items() if isinstance(value, nn.Parameter)}
+        return {key: value for key, value in entries.items() if hasattr(value, "fsdp_layout_ref")}
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -166,6 +167,25 @@ def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
     param.megatron_fsdp_slice = slice(rows.start, rows.stop)  # type: ignore[attr-defined]
     param.fsdp_layout_ref = ref  # type: ignore[attr-defined]
     attach_chunks(param, ref.chunks())  # type: ignore[arg-type]
+
+
+def check_trained(engine: FsdpEngine) -> None:
+    """RuntimeError if `requires_grad` was changed after wrapping. Which gradients are reduced, and
+    which buffers exist for them, is decided once; a change would be ignored in silence, or leave
+    the optimizer with gradients that are zero."""
+    with unchecked():
+        changed = [
+            pair.managed.fqns[0]
+            for pair in engine.pairs
+            if {pair.raw.requires_grad, pair.optimizer.requires_grad}
+            != {pair.group.key.requires_grad}
+        ]
+    if changed:
+        raise RuntimeError(
+            f"requires_grad of {', '.join(changed[:5])} ({len(changed)} parameters in all) is not "
+            "what it was when the model was wrapped, and gradients are collected as it was then; "
+            "freeze parameters before wrapping, or give them a learning rate of 0 in the optimizer"
+        )
 
 
 def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:

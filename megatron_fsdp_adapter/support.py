@@ -32,8 +32,6 @@ FP8_RECIPES = ("delayed", "tensorwise")
 
 
 MODEL_CONFIG_RULES: tuple[Rule, ...] = (
-    _is_on("mtp_num_layers", "multi-token prediction is coming; leave it unset"),
-    _is_on("init_model_with_meta_device", "meta-device initialisation is coming; set it to False"),
     _is_on("fp8_param", "FP8 parameters are coming; set it to False (FP8 compute is not refused)"),
     Rule(
         "fp8_recipe",

@@ -27,7 +27,7 @@ adapter layer, level 4, whose files may import each other."""
 ADAPTER_LEVEL = 4
 
 MEGATRON_IMPORTERS = {
-    "adapter", "arguments", "bridge", "cpu_mode", "ddp_config", "fused_wgrad", "inner",
+    "adapter", "arguments", "bridge", "core_init", "cpu_mode", "ddp_config", "fused_wgrad", "inner",
     "installation", "optimizer", "process_groups", "runner",
 }  # fmt: skip
 """Files that may import Megatron."""

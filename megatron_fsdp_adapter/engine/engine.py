@@ -28,18 +28,15 @@ from .unit import Phase, Unit
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
 
 
-def _broadcast_weights(
-    plans: list[UnitPlan], *axes: Mapping[str, Communicator]
-) -> None:
+def _broadcast_weights(plan: UnitPlan, *axes: Mapping[str, Communicator]) -> None:
     """Gives all ranks of a domain the first rank's weights, along one axis after the other. Every
     rank keeps other rows, so ranks that were initialised differently would otherwise shard a model
     that none of them had."""
-    for plan in plans:
-        for key, managed in plan.groups.items():
-            for entry in managed:
-                for communicators in axes:
-                    if key.domain in communicators:
-                        communicators[key.domain].broadcast(entry.param.data)
+    for key, managed in plan.groups.items():
+        for entry in managed:
+            for communicators in axes:
+                if key.domain in communicators:
+                    communicators[key.domain].broadcast(entry.param.data)
 
 
 def _abandon(runtime: Callable[[], Runtime | None]) -> None:
@@ -62,6 +59,7 @@ class FsdpEngine:
         grad_check: looks at gradients before they are communicated; None costs nothing.
         allocate_slots: makes the memory of fixed slots, for which the configuration asks; by
             default ordinary memory.
+        prepare: called with each plan before its parameters are read, to give them their values.
 
     After construction the module tree shows optimizer parameters.
     """
@@ -76,6 +74,7 @@ class FsdpEngine:
         make_communicator: MakeCommunicator = Communicator,
         grad_check: GradCheck | None = None,
         allocate_slots: AllocateSlots | None = None,
+        prepare: Callable[[UnitPlan], None] = lambda plan: None,
     ) -> None:
         self.config, self.runtime = config, runtime
         used = {d: domains[d] for d in dict.fromkeys(k.domain for p in plans for k in p.groups)}
@@ -84,9 +83,13 @@ class FsdpEngine:
         outer = {
             d: make_communicator(v.outer.group, runtime.device) for d, v in used.items() if v.outer
         }
-        _broadcast_weights(plans, outer, reduces)
+
+        def make_ready(plan: UnitPlan) -> None:
+            prepare(plan)
+            _broadcast_weights(plan, outer, reduces)
+
         self._allocate_slots = allocate_slots or ordinary_memory(runtime.device)
-        self.units = self._build_units(plans, used)
+        self.units = self._build_units(plans, used, make_ready)
         self.root = self.units[-1]
         self.order = PrefetchOrder(
             len(self.units), [u.ordinal for u in self.units if not u.backward_reads_weights]
@@ -101,7 +104,8 @@ class FsdpEngine:
         self._is_last_microbatch, self._knows_microbatches = True, False
         self.auto_sync = False
         self._active_root: str | None = None
-        self._backward_running = False
+        self._backward_running = self._at_the_end = False
+        self._forwards = 0
         self._fired: Counter[int] = Counter()
         self._completed: set[int] = set()
         self._register_hooks(module, plans)
@@ -112,13 +116,15 @@ class FsdpEngine:
         weakref.finalize(self, _abandon, weakref.ref(runtime)).atexit = False
 
     def _build_units(
-        self, plans: list[UnitPlan], domains: Mapping[str, ShardDomain]
+        self, plans: list[UnitPlan], domains: Mapping[str, ShardDomain],
+        make_ready: Callable[[UnitPlan], None],
     ) -> list[Unit]:
         """Builds one unit at a time and reshards it at once, so that initialisation needs no more
         than the shards and one unit beside the module's own weights."""
         weights, buckets = self._make_slots(plans, domains)
         units = []
         for ordinal, plan in enumerate(plans):
+            make_ready(plan)
             staging = UnitStaging(self.runtime, ordinal, weights, buckets)
             groups = [
                 ParamGroup(
@@ -214,9 +220,10 @@ class FsdpEngine:
         self.gather.need(self.root)
 
     def _begin_forward(self) -> None:
-        if self._backward_running:
+        if self._backward_running or self._active_root is not None:
             self.recover()
         self.order.begin(FORWARD)
+        self._forwards += torch.is_grad_enabled()
         for unit in self.units:
             unit.forward_calls = 0
 
@@ -263,6 +270,10 @@ class FsdpEngine:
     def _begin_backward(self) -> None:
         if not self._backward_running:
             self._backward_running = True
+            # It may be that of several forwards, and kept gradients are reduced only once.
+            kept = not self.config.strategy.shard_grads
+            self._at_the_end = kept and self.is_last_microbatch and self._forwards > 1
+            self._forwards = 0
             self._fired.clear()
             self._completed.clear()
             self.order.begin(BACKWARD)
@@ -287,7 +298,7 @@ class FsdpEngine:
         forward is done after as many."""
         self._begin_backward()
         self._fired[unit.ordinal] += 1
-        if self._fired[unit.ordinal] == unit.forward_calls:
+        if self._fired[unit.ordinal] == unit.forward_calls and not self._at_the_end:
             self._complete(unit)
 
     def _complete(self, unit: Unit) -> None:

@@ -99,14 +99,14 @@ class GatherPipeline:
         unit.advance(Phase.GATHERING)
         if unit.weight_slot is not None:
             self._holders[unit.weight_slot] = unit
-        outdated, unit.outdated = unit.outdated, False
+        outdated = unit.outdated
         tasks: list[Callable[[], Any]] = [lambda: self._fill_own(unit, outdated)]
         if self.config.shard_outer and outdated:
             tasks.append(lambda: self._gather_outer(unit))
         if self.config.strategy.shard_main:
             tasks.append(lambda: self._all_gather(unit))
         self.runtime.submit(GATHER, *tasks)
-        unit.gathered = self.runtime.record(GATHER)
+        unit.outdated, unit.gathered = False, self.runtime.record(GATHER)
 
     def _fill_own(self, unit: Unit, outdated: bool) -> None:
         for group in unit.groups:

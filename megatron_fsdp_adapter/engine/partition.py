@@ -112,6 +112,7 @@ def partition(
     backward_reads_weights: Callable[[nn.Module], bool] = lambda _: True,
     split_of: Callable[[nn.Parameter, str], int | None] = lambda param, fqn: None,
     writer_of: Callable[[ManagedParam], GradWriter] = lambda managed: GradWriter.AUTOGRAD,
+    manages: Callable[[ManagedParam], bool] = lambda managed: True,
 ) -> list[UnitPlan]:
     """Plans for all units that hold parameters, in module order, then the root unit.
 
@@ -122,11 +123,12 @@ def partition(
         backward_reads_weights: whether a unit module's backward reads its weights.
         split_of: `ManagedParam.split` of a parameter, likewise.
         writer_of: `ManagedParam.writer` of a parameter.
+        manages: whether a parameter is to be sharded at all; others stay as they are.
 
     Raises:
         ValueError: no parameter below `module` requires a gradient.
     """
-    params = managed_params(module)
+    params = [managed for managed in managed_params(module) if manages(managed)]
     if not any(managed.param.requires_grad for managed in params):
         raise ValueError(
             f"module={type(module).__name__} has no trainable parameter: nothing can be sharded "

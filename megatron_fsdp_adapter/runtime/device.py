@@ -28,9 +28,11 @@ Works = Iterable[Any] | None
 
 
 class Runtime(Protocol):
-    """What the engine needs of a device."""
+    """What the engine needs of a device. `on_out_of_memory` is told what could not be allocated,
+    and may raise an error that says more."""
 
     device: torch.device
+    on_out_of_memory: Callable[[torch.Tensor, RuntimeError], None]
 
     def submit(self, role: str, *tasks: Callable[[], Works]) -> None:
         """Runs `tasks` with `role`'s stream current, after everything submitted to it before."""
@@ -71,9 +73,15 @@ def storage_bytes(flat: torch.Tensor) -> int:
 class _StorageMixin:
     """Storage resizing: the caching allocator takes and gives blocks on the current stream."""
 
+    on_out_of_memory: Callable[[torch.Tensor, RuntimeError], None] = staticmethod(lambda *_: None)
+
     def allocate(self, flat: torch.Tensor) -> None:
         if storage_bytes(flat) == 0:
-            flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+            try:
+                flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+            except RuntimeError as error:
+                self.on_out_of_memory(flat, error)
+                raise
 
     def release(self, flat: torch.Tensor) -> None:
         flat.untyped_storage().resize_(0)

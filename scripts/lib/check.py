@@ -312,6 +312,11 @@ RULES = (
         "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1, which keeps the communication of "
         "--use-megatron-fsdp from overlapping: unset it",
     ),
+    Rule(
+        lambda o, m: o.init_model_with_meta_device and not o.use_megatron_fsdp,
+        "--init-model-with-meta-device without --use-megatron-fsdp: nobody would make the weights; "
+        "leave it out",
+    ),
     # Checkpoints
     Rule(
         lambda o, m: o.use_megatron_fsdp and o.ckpt_format != "fsdp_dtensor",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,7 @@ _TRANSFORMER_FIELDS = (
     "calculate_per_token_loss",
     "bf16",
     "fp16",
+    "init_model_with_meta_device",
 )
 _MOE_FIELDS = (
     "moe_ffn_hidden_size",
@@ -155,23 +157,27 @@ def transformer_config(options: Options) -> TransformerConfig:
 
 
 def build_model(options: Options, config: TransformerConfig, place: Place) -> torch.nn.Module:
-    """A GPTModel on the device; in bf16 or fp16 inside core's Float16Module."""
+    """A GPTModel on the device, or as far as core allows on the meta device; in bf16 or fp16
+    inside core's Float16Module."""
     if options.gradient_accumulation_fusion:
         fused_wgrad.install()
-    model: torch.nn.Module = GPTModel(
-        config=config,
-        transformer_layer_spec=layer_spec(config, str(options.transformer_impl)),
-        vocab_size=padded_vocab_size(options),
-        max_sequence_length=options.max_position_embeddings,
-        share_embeddings_and_output_weights=not options.untie_embeddings_and_output_weights,
-        position_embedding_type=options.position_embedding_type,
-        rotary_percent=options.rotary_percent,
-        rotary_base=options.rotary_base,
-    )
+    on_meta = options.init_model_with_meta_device
+    with torch.device("meta") if on_meta else contextlib.nullcontext():
+        model: torch.nn.Module = GPTModel(
+            config=config,
+            transformer_layer_spec=layer_spec(config, str(options.transformer_impl)),
+            vocab_size=padded_vocab_size(options),
+            max_sequence_length=options.max_position_embeddings,
+            share_embeddings_and_output_weights=not options.untie_embeddings_and_output_weights,
+            position_embedding_type=options.position_embedding_type,
+            rotary_percent=options.rotary_percent,
+            rotary_base=options.rotary_base,
+        )
     model.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
     for param in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
-    model.to(place.device)
+    if not on_meta:
+        model.to(place.device)
     return Float16Module(config, model) if options.bf16 or options.fp16 else model
 
 

@@ -137,6 +137,9 @@ class Options:
     data_parallel_sharding_strategy: str = option(
         "optim_grads_params", "no_shard, optim, optim_grads or optim_grads_params (ZeRO 0 to 3)"
     )
+    init_model_with_meta_device: bool = option(
+        False, "make weights when they are sharded, unit by unit, and not before"
+    )
     nccl_ub: bool = option(False, "communication buffers in fixed memory, registered with NCCL")
     fsdp_double_buffer: bool = option(False, "communication buffers in fixed memory")
     fsdp_copy_engine_all_gather: bool = option(False, "weights gathered by the copy engines")

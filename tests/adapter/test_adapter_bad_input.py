@@ -180,8 +180,9 @@ BAD: dict[str, Bad] = {
         ("module=Frozen has no trainable parameter", "set requires_grad"), module=Frozen
     ),
     "no parameter": Bad(("module=GELU has no trainable parameter",), module=nn.GELU),
-    "parameters on several devices": Bad(
-        ("several devices ['cpu', 'meta']", "move it"), module=OnTwoDevices
+    "a parameter on the meta device": Bad(
+        ("there.weight is on the meta device", "set init_model_with_meta_device=True"),
+        module=OnTwoDevices,
     ),
     "another device than the parameters'": Bad(
         ("device=meta", "are on cpu", "leave the argument out"), options={"device": "meta"}
@@ -227,7 +228,7 @@ def test_all_problems_are_listed_at_once() -> None:
     bad = Bad(
         (),
         ddp={"data_parallel_sharding_strategy": "zero3", "fp8_param_gather": True},
-        config={"mtp_num_layers": 1},
+        config={"cpu_offloading": True},
         module=Frozen,
         groups=lambda: groups(dp_cp_ag=[0, 1], ep=[0, 1]),
         options={"fsdp_unit_modules": [nn.Conv2d, nn.LSTM], "device": "meta"},
@@ -235,7 +236,8 @@ def test_all_problems_are_listed_at_once() -> None:
     with pytest.raises(ValueError) as caught:
         wrap(bad)
     for fragment in (
-        "zero3", "fp8_param_gather", "mtp_num_layers=1", "no trainable", "is a Conv2d", "is a LSTM",
+        "zero3", "fp8_param_gather", "cpu_offloading=True", "no trainable", "is a Conv2d",
+        "is a LSTM",
         "device=meta", "ep process group has 2", "gather group",
     ):  # fmt: skip
         assert fragment in str(caught.value), (fragment, str(caught.value))

@@ -48,7 +48,6 @@ TRIGGERS: dict[str, Values] = {
     "param_name_patterns_for_fp32_local_accumulation": (("router",),),
     "fsdp_all_gather_in_start_param_sync": (False,),
     # Model config
-    "mtp_num_layers": (1,),
     "fp8_recipe": ("mxfp8",),
     "fp4": ("e2m1",),
     "cuda_graph_impl": ("transformer_engine",),

@@ -209,6 +209,17 @@ def build_trainer(
     of the DDP config."""
     model = build_model(case, device)
     change(model)
+    return make_trainer(model, case, strategy, ddp, **wrapper_options)
+
+
+def make_trainer(
+    model: Any,
+    case: Case,
+    strategy: str | None,
+    ddp: Mapping[str, Any] = MappingProxyType({}),
+    **wrapper_options: Any,
+) -> Trainer:
+    """Wraps `model`, which is called like a GPTModel, and gives it an optimizer."""
     cls = DistributedDataParallel if strategy is None else FullyShardedDataParallel
     wrapper = cls(model.config, ddp_config(case, strategy, ddp), model, **wrapper_options)
     optimizer = get_megatron_optimizer(

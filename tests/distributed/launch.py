@@ -98,6 +98,23 @@ def run_ranks(
     Raises:
         AssertionError: a rank raised (its traceback), or the time (seconds) ran out (all stacks).
     """
+    found = settle_ranks(fn, world_size, *args, timeout=timeout, backend=backend)
+    errors = [f"--- rank {rank}\n{value}" for rank, (ok, value) in enumerate(found) if not ok]
+    if errors:
+        raise AssertionError("\n".join(errors))
+    return [value for _, value in found]
+
+
+def settle_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0,
+    backend: str = "gloo", grace: float = GRACE_S,
+) -> list[tuple[bool, Any]]:
+    """What became of each rank: (True, what it returned) or (False, its traceback). `grace`: for
+    how many seconds the others may go on after one has failed.
+
+    Raises:
+        AssertionError: the time (seconds) ran out (all stacks).
+    """
     context = _context(backend)
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
@@ -118,7 +135,7 @@ def run_ranks(
                 process.start()
             for _, sender in pipes:
                 sender.close()
-            return _collect([receiver for receiver, _ in pipes], processes, files, timeout)
+            return _collect([receiver for receiver, _ in pipes], processes, files, timeout, grace)
         finally:
             for process in processes:
                 if process.pid is not None:
@@ -127,16 +144,16 @@ def run_ranks(
 
 
 def _collect(
-    receivers: list[Any], processes: list[Any], files: list[Path], timeout: float
-) -> list[Any]:
-    results: dict[int, Any] = {}
-    errors: dict[int, str] = {}
+    receivers: list[Any], processes: list[Any], files: list[Path], timeout: float, grace: float
+) -> list[tuple[bool, Any]]:
+    found: dict[int, tuple[bool, Any]] = {}
     deadline = time.monotonic() + timeout
-    while len(results) + len(errors) < len(receivers):
-        waiting = [r for i, r in enumerate(receivers) if i not in results and i not in errors]
+    while len(found) < len(receivers):
+        waiting = [receiver for i, receiver in enumerate(receivers) if i not in found]
         ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             stacks = _stacks_of(processes, files)
+            errors = {rank: value for rank, (ok, value) in found.items() if not ok}
             what = f"failed: {errors}" if errors else f"no answer within {timeout:.0f} s"
             raise AssertionError(f"{what}\n{stacks}")
         for receiver in ready:
@@ -145,9 +162,7 @@ def _collect(
                 status, value = receiver.recv()
             except EOFError:
                 status, value = "error", f"process ended without an answer, see exit code {rank}"
-            (results if status == "ok" else errors)[rank] = value
+            found[rank] = (status == "ok", value)
             if status != "ok":
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-    if errors:
-        raise AssertionError("\n".join(f"--- rank {r}\n{e}" for r, e in sorted(errors.items())))
-    return [results[rank] for rank in range(len(receivers))]
+                deadline = min(deadline, time.monotonic() + grace)
+    return [found[rank] for rank in range(len(receivers))]

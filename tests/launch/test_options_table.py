@@ -46,7 +46,7 @@ def test_every_field_exists() -> None:
         for name in names(row[1]):
             other_config = re.search(r"\((optimizer|model|Bridge: `checkpoint`)\)", row[1])
             if other_config or name in ("dp_cp_ag", "expt_dp_ag", "ProcessGroupCollection", "dist",
-                                        "fsdp_unit_modules"):  # fmt: skip
+                                        "fsdp_unit_modules", "module_placements"):  # fmt: skip
                 continue
             assert name in known, f"{name} is no field of the DDP config"
 

@@ -80,6 +80,7 @@ BAD = (
     (["--num-experts=0"], "--num-experts 0 must be at least 1"),
     (["--moe-token-dispatcher-type=flex"], "type flex is unknown: use one of allgather, alltoall"),
     (["--separate-all-gather-groups"], "groups without --use-megatron-fsdp"),
+    (["--init-model-with-meta-device"], "device without --use-megatron-fsdp"),
     (["--overlap-param-gather"], "needs --use-distributed-optimizer and --overlap-grad-reduce"),
     (["--num-distributed-optimizer-instances=2"], "instances 2 needs --use-distributed-optimizer"),
     (["--save-interval=5"], "--save-interval 5 without --save"),

@@ -1,0 +1,69 @@
+"""What a rank launched last, said before NCCL gives up on it.
+
+On a GPU the host waits for no collective. When another rank is dead or late the host comes to a
+stop at some later point, and NCCL's watchdog ends the process at the timeout of the process group
+with a message of its own, which knows sizes and no names. So this rank's last launches are noted,
+and told once if nothing was launched for half of that time. The collective that hangs is among
+them. Polling an event of each collective was rejected: calls to CUDA for every launch of a run in
+which nothing hangs.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+KEPT = 8
+"""Launches that are told: more than are ever in flight at once."""
+
+Describe = Callable[[], str]
+
+
+class LaunchLog:
+    """The last launches of one engine. `patience` is in seconds; a thread looks from the first
+    `note` on, and ends with this object."""
+
+    def __init__(self, patience: float, tell: Callable[[str], None] | None = None) -> None:
+        self.patience = patience
+        self._tell = tell or (lambda text: print(text, file=sys.stderr, flush=True))
+        self._last: deque[Describe] = deque(maxlen=KEPT)
+        self._at, self._told = time.monotonic(), True
+        self._over = threading.Event()
+        self._started = False
+        weakref.finalize(self, self._over.set)
+
+    def note(self, describe: Describe) -> None:
+        """A collective was launched; `describe` is called only if it is to be told."""
+        self._last.append(describe)
+        self._at, self._told = time.monotonic(), False
+        if not self._started:
+            self._started = True
+            arguments = (weakref.ref(self), self._over, self.patience / 4)
+            threading.Thread(target=_watch, args=arguments, daemon=True).start()
+
+    def look(self, now: float) -> None:
+        """Tells the last launches if they are too long ago, and were not told yet."""
+        if self._told or now - self._at < self.patience:
+            return
+        self._told = True
+        lines = "\n".join(f"  - {describe()}" for describe in list(self._last))
+        self._tell(
+            f"nothing was launched for {now - self._at:.0f} s. If the process group ends this "
+            f"process at its timeout, one of these has not come to its end, since another rank "
+            f"has failed, is late, or took another path through the model:\n{lines}"
+        )
+
+
+def _watch(
+    log: Callable[[], LaunchLog | None], over: threading.Event, interval: float
+) -> None:
+    while not over.wait(interval):
+        alive = log()
+        if alive is None:
+            return
+        alive.look(time.monotonic())
+        del alive

@@ -1,0 +1,269 @@
+"""Faults of every kind, put into a training run at a chosen place, and the run that comes after.
+
+A run takes `STEPS_BEFORE` steps, saves a checkpoint, and meets its fault in the step after. The
+run that comes after loads that checkpoint and goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_adapter.checkpoint.dcp import load_checkpoint, save_checkpoint
+
+from .checks import check_same_bits
+from .gpt import (
+    STRATEGIES,
+    Case,
+    Trainer,
+    batches,
+    build_trainer,
+    forward_backward,
+    init_megatron,
+    train_step,
+)
+from .habits import inner_model
+
+TIMEOUT_S = 6.0
+"""Of the process groups of runs that are to time out. Not shorter: a loaded machine may take
+seconds for a step."""
+STEPS_BEFORE, STEPS_AFTER = 2, 2
+HAPPENS_IN_STEP = 2
+
+CASE = Case(num_layers=2, hidden=16, heads=2, ffn=24, vocab=31, seq=5, batch=1, microbatches=2)
+
+
+class Mishap(Exception):
+    """What a faulty hook raises."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """kind: "raised everywhere", "raised on one rank", "killed", "late" or "other model"; the
+    module of the GPT at which, its how-manieth call, and whether before or after its forward, or
+    in its backward; on which rank, under which strategy."""
+
+    kind: str
+    module: str = ""
+    when: str = "before"
+    call: int = 1
+    rank: int = 1
+    strategy: str = "optim_grads_params"
+    recompute: str | None = None
+    change: str = ""
+
+    @property
+    def case(self) -> Case:
+        return CASE.but(recompute=self.recompute)
+
+
+PLACES = (
+    "", "embedding", "embedding.word_embeddings", "decoder", "decoder.layers.0",
+    "decoder.layers.1", "decoder.layers.0.self_attention", "decoder.layers.1.mlp.linear_fc1",
+    "decoder.layers.0.mlp.linear_fc2", "decoder.layers.1.input_layernorm",
+    "decoder.final_layernorm", "output_layer",
+)  # fmt: skip
+KINDS = ("raised everywhere", "raised on one rank", "killed", "late", "other model")
+
+
+def random_fault(seed: int) -> Fault:
+    """The fault of this number; each kind comes once in five."""
+    draw = random.Random(seed)
+    return Fault(
+        kind=KINDS[seed % len(KINDS)],
+        module=draw.choice(PLACES),
+        when=draw.choice(("before", "after", "backward")),
+        call=draw.randint(1, CASE.microbatches),
+        rank=draw.randrange(2),
+        strategy=draw.choice(STRATEGIES),
+        recompute=draw.choice((None, "full-1")),
+        change=draw.choice(sorted(CHANGES)),
+    )
+
+
+# Models that differ.
+
+
+def _other_shape(model: Any) -> None:
+    fc1 = model.decoder.layers[1].mlp.linear_fc1
+    fc1.weight = nn.Parameter(torch.randn(CASE.ffn + 4, CASE.hidden))
+
+
+def _other_order(model: Any) -> None:
+    layer = model.decoder.layers[0]
+    attention = layer._modules.pop("self_attention")
+    layer._modules["self_attention"] = attention
+
+
+def _layer_missing(model: Any) -> None:
+    del model.decoder.layers[1]
+
+
+def _other_dtype(model: Any) -> None:
+    model.decoder.layers[1].mlp.to(torch.bfloat16)
+
+
+def _frozen(model: Any) -> None:
+    model.decoder.layers[0].mlp.linear_fc2.weight.requires_grad_(False)
+
+
+def _tied(model: Any) -> None:
+    model.decoder.layers[1].mlp.linear_fc1.weight = model.decoder.layers[0].mlp.linear_fc1.weight
+
+
+CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
+    # what is done to the model of one rank, and what the first difference names
+    "another shape": (_other_shape, "decoder.layers.1.mlp.linear_fc1.weight (28, 16)"),
+    "another order": (_other_order, "unit decoder.layers.0 in the order "),
+    "a layer missing": (_layer_missing, "'unit decoder.layers.1'"),
+    "another dtype": (_other_dtype, "decoder.layers.1.mlp.linear_fc1.bias (24,) bfloat16"),
+    "frozen": (_frozen, "decoder.layers.0.mlp.linear_fc2.weight (16, 24) float32 frozen"),
+    "tied": (_tied, "parameter decoder.layers.0.mlp.linear_fc1.weight (24, 16)"),
+}
+
+
+def changing(fault: Fault) -> Callable[[nn.Module], None]:
+    """Changes the model on the rank of a fault of kind "other model"."""
+
+    def change(model: nn.Module) -> None:
+        if fault.kind == "other model" and dist.get_rank() == fault.rank:
+            CHANGES[fault.change][0](inner_model(model))
+
+    return change
+
+
+# Faults while training.
+
+
+def _act(fault: Fault) -> None:
+    if fault.kind == "raised everywhere":
+        raise Mishap
+    if dist.get_rank() != fault.rank:
+        return
+    if fault.kind == "raised on one rank":
+        raise Mishap
+    if fault.kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.5 * TIMEOUT_S)
+
+
+@contextmanager
+def happening(fault: Fault, model: nn.Module) -> Iterator[None]:
+    """Inside, the fault happens at its place."""
+    calls = 0
+
+    def counted() -> bool:
+        nonlocal calls
+        calls += torch._C._current_graph_task_id() == -1  # recomputing is no call of its own
+        return calls == fault.call
+
+    def before(*_: Any) -> None:
+        if counted():
+            _act(fault)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if not counted():
+            return
+        if fault.when == "after":
+            _act(fault)
+        tensor = output if isinstance(output, torch.Tensor) else output[0]
+        if fault.when == "backward" and tensor.requires_grad:
+            tensor.register_hook(lambda grad: _act(fault))
+
+    module = model.get_submodule(fault.module)
+    if fault.when == "before":
+        handle = module.register_forward_pre_hook(before)
+    else:
+        handle = module.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _state(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
+    model = trainer.wrapper.module.state_dict_for_save_checkpoint()
+    optimizer = trainer.optimizer.sharded_state_dict(
+        {"model": model}, is_loading=is_loading,
+        metadata={"distrib_optim_sharding_type": "fsdp_dtensor"},
+    )  # fmt: skip
+    return {"model": model, "optimizer": optimizer}
+
+
+def save(trainer: Trainer, root: str) -> None:
+    save_checkpoint(root, STEPS_BEFORE, _state(trainer, is_loading=False))
+
+
+def load(trainer: Trainer, root: str) -> None:
+    raw = _state(trainer, is_loading=True)
+    number, loaded = load_checkpoint(root, dict(raw))
+    assert number == STEPS_BEFORE
+    trainer.wrapper.load_state_dict(raw["model"])
+    trainer.optimizer.load_state_dict(
+        {
+            "state": raw["optimizer"]["state"],
+            "param_to_group_meta": loaded["optimizer"]["param_to_group_meta"],
+        }
+    )
+
+
+def _steps(trainer: Trainer, numbers: range, rank: int, device: torch.device) -> None:
+    for number in numbers:
+        train_step(trainer, batches(trainer.case, number, rank, device))
+
+
+def _end_of(trainer: Trainer, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Trains on after the checkpoint; the weights then."""
+    _steps(trainer, range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER), rank, device)
+    return trainer.params()
+
+
+def faulty_run(rank: int, world: int, fault: Fault, root: str) -> str:
+    """Steps, a checkpoint, and the fault. Only "raised everywhere" is caught, as a user may do,
+    and training goes on; the checkpoint is then compared with by `resumed_runs`."""
+    device = init_megatron(distributed_timeout_minutes=TIMEOUT_S / 60)
+    trainer = build_trainer(fault.case, fault.strategy, device, changing(fault))
+    _steps(trainer, range(STEPS_BEFORE), rank, device)
+    save(trainer, root)
+    data = batches(fault.case, HAPPENS_IN_STEP, rank, device)
+    with happening(fault, inner_model(trainer.wrapper)):
+        try:
+            forward_backward(trainer, data)
+            if fault.kind != "raised everywhere":
+                trainer.optimizer.step()
+        except Mishap:
+            if fault.kind != "raised everywhere":
+                raise
+    ours = _end_of(trainer, rank, device)
+    expected = _uninterrupted(fault, rank, device)
+    check_same_bits(ours, expected, f"after {fault}")
+    return "went on"
+
+
+def _uninterrupted(fault: Fault, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+    trainer = build_trainer(fault.case, fault.strategy, device)
+    _steps(trainer, range(STEPS_BEFORE), rank, device)
+    return _end_of(trainer, rank, device)
+
+
+def resumed_runs(rank: int, world: int, runs: list[tuple[Fault, str]]) -> int:
+    """Each run, started again from its last checkpoint, ends with the bits of a run that was never
+    interrupted; how many there were."""
+    device = init_megatron()
+    for fault, root in runs:
+        trainer = build_trainer(fault.case.but(seed=99), fault.strategy, device)
+        trainer.case = fault.case
+        load(trainer, root)
+        label = f"resumed after {fault}"
+        check_same_bits(_end_of(trainer, rank, device), _uninterrupted(fault, rank, device), label)
+    return len(runs)

@@ -1,0 +1,284 @@
+"""A start on the meta device: the weights of a start without it, one unit at a time, and errors
+that name what cannot be initialised (traps I1, I2)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from torch import nn
+
+from megatron_fsdp_adapter import FullyShardedDataParallel, fully_shard_model
+from megatron_fsdp_adapter.materialize import initialise, own_initialiser
+from tests.distributed.checks import check_same_bits
+from tests.distributed.gpt import (
+    STRATEGIES,
+    Case,
+    ddp_config,
+    full_all,
+    init_megatron,
+    model_config,
+)
+from tests.distributed.launch import run_ranks
+
+CASES: dict[str, tuple[Case, dict[str, Any]]] = {
+    "dense": (Case(), {}),
+    "tied, learned positions": (Case(tied=True, positions="learned_absolute"), {}),
+    "bf16, SwiGLU": (Case(bf16=True, swiglu=True, bias=False), {}),
+    "experts, a shared one with a gate": (
+        Case(bias=False, bf16=True),
+        {
+            "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20,
+            "moe_shared_expert_intermediate_size": 12,
+            "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "allgather",
+        },
+    ),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def on_meta(wanted: bool) -> Iterator[None]:
+    with torch.device("meta") if wanted else contextlib.nullcontext():
+        yield
+
+
+def build(case: Case, options: dict[str, Any], meta: bool, change: Any = None) -> Any:
+    """As Megatron-LM's `get_model` does it."""
+    torch.manual_seed(case.seed)
+    model_parallel_cuda_manual_seed(case.seed)
+    config = model_config(case)
+    for name, value in {**options, "init_model_with_meta_device": meta}.items():
+        setattr(config, name, value)
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    with on_meta(meta):
+        model = GPTModel(
+            config, spec, vocab_size=case.vocab, max_sequence_length=case.seq,
+            share_embeddings_and_output_weights=case.tied, position_embedding_type=case.positions,
+        )  # fmt: skip
+        if change is not None:
+            change(model)
+    return Float16Module(config, model) if case.bf16 else model
+
+
+def _wrapped(case: Case, options: dict[str, Any], strategy: str, meta: bool) -> Any:
+    model = build(case, options, meta)
+    assert all(param.is_meta for param in model.parameters()) == meta
+    return FullyShardedDataParallel(model.config, ddp_config(case, strategy), model)
+
+
+def _same_start(rank: int, world: int) -> None:
+    init_megatron()
+    for name, (case, options) in CASES.items():
+        for strategy in ("optim", "optim_grads_params") if name == "dense" else STRATEGIES[-1:]:
+            ours, expected = (_wrapped(case, options, strategy, meta) for meta in (True, False))
+            attributes = [
+                [sorted(vars(pair.raw)) for pair in one.engine.pairs] for one in (ours, expected)
+            ]
+            assert attributes[0] == attributes[1], name
+            weights = [full_all(dict(one.named_parameters())) for one in (ours, expected)]
+            check_same_bits(weights[0], weights[1], f"{name}, {strategy}")
+
+
+def test_weights_are_those_of_a_start_without_the_meta_device() -> None:
+    """Bit for bit, with the same marks on the parameters."""
+    run_ranks(_same_start, 2)
+
+
+def _same_start_split(rank: int, world: int) -> None:
+    """With tensor parallelism each rank takes its pieces of the same whole weights."""
+    init_megatron(tensor_model_parallel_size=2)
+    for name in ("dense", "bf16, SwiGLU"):
+        case, options = CASES[name]
+        options = {**options, "tensor_model_parallel_size": 2}
+        case = case.but(heads=4, vocab=54)
+        wrappers = [_wrapped(case, options, "optim_grads_params", meta) for meta in (True, False)]
+        for ours, expected in zip(*(w.engine.pairs for w in wrappers), strict=True):
+            label = f"{name}, {ours.managed.fqns[0]}"
+            local = [pair.optimizer._local_tensor for pair in (ours, expected)]
+            assert torch.equal(*local), label
+
+
+@pytest.mark.full
+def test_tensor_parallel_weights_are_those_of_a_start_without_the_meta_device() -> None:
+    run_ranks(_same_start_split, 2)
+
+
+class Unfilled(MegatronModule):
+    """Has a parameter of its own and no `reset_parameters`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("table", torch.ones(2))
+
+
+class Forgetful(nn.Module):
+    """Fills one of its two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.one)
+
+
+def _add_unfilled(model: Any) -> None:
+    model.decoder.layers[1].extra = Unfilled(model.config)
+    model.extra = Unfilled(model.config)
+    model.pooler = MegatronModule(model.config)
+    model.pooler.dense = nn.Linear(3, 3)
+    type(model.pooler).__module__ = "megatron.core.transformer.module"
+
+
+def _refused(rank: int, world: int) -> None:
+    init_megatron()
+    case, options = CASES["dense"]
+    model = build(case, options, True, _add_unfilled)
+    with pytest.raises(ValueError) as caught:
+        FullyShardedDataParallel(model.config, ddp_config(case, "optim"), model)
+    text = str(caught.value)
+    assert "init_model_with_meta_device=True: 3 modules" in text
+    for named in ("decoder.layers.1.extra (Unfilled: scale, table)", "extra (Unfilled: scale",
+                  "pooler.dense (Linear: weight, bias)"):
+        assert named in text, text
+    model = build(case, options, True)
+    model.config.init_model_with_meta_device = False
+    with pytest.raises(ValueError, match="init_model_with_meta_device=False: .*word_embeddings"):
+        FullyShardedDataParallel(model.config, ddp_config(case, "optim"), model)
+    with torch.device("meta"):
+        forgetful = nn.Sequential(nn.Linear(3, 3), Forgetful())
+    with pytest.raises(ValueError, match=r"that holds 1\.two did not write it"):
+        fully_shard_model(forgetful, init_model_with_meta_device=True)
+    with torch.device("meta"):
+        plain = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="init_model_with_meta_device=False"):
+        fully_shard_model(plain)
+
+
+class Splitting(nn.Module):
+    """Says how its weight is split when it initialises it, and puts a new object in its place, as
+    Transformer Engine's layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def reset_parameters(self) -> None:
+        assert not hasattr(self.weight, "partition_dim"), "marked before"
+        self.weight = nn.Parameter(torch.full_like(self.weight, 2.0))
+        self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0
+
+
+def test_marks_of_the_initialiser_win_over_defaults_and_the_object_stays() -> None:
+    with torch.device("meta"):
+        module = Splitting()
+    weight = module.weight
+    weight.tensor_model_parallel, weight.partition_dim, weight.allreduce = False, -1, False
+    run = own_initialiser(module, None)
+    assert run is not None
+    initialise("it", module, torch.device("cpu"), run)
+    assert module.weight is weight and weight.tolist() == [2.0] * 3
+    marks = (weight.tensor_model_parallel, weight.partition_dim, weight.allreduce)
+    assert marks == (True, 0, False)
+
+
+def test_what_cannot_be_initialised_is_one_error() -> None:
+    """All modules at once, before any collective; what `reset_parameters` left out, too."""
+    run_ranks(_refused, 1)
+
+
+class Block(nn.Module):
+    """Notes how many bytes are alive when it is initialised."""
+
+    seen: list[int] = []  # noqa: RUF012, of all blocks
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def reset_parameters(self) -> None:
+        Block.seen.append(_live_bytes())
+        nn.init.ones_(self.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.norm(torch.relu(self.linear(x)))
+
+
+def _live_bytes() -> int:
+    storages = {}
+    for held in gc.get_objects():
+        if issubclass(type(held), torch.Tensor) and held.dtype.is_floating_point:
+            with torch._C.DisableTorchFunctionSubclass():
+                local = getattr(held, "_local_tensor", held)
+                if not local.is_meta:
+                    storages[local.untyped_storage()._cdata] = local.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+WIDTH, BLOCKS = 64, 6
+
+
+class Tied(nn.Module):
+    """Embedding and head share a weight; buffers; a bias beside the shared weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 11)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def _plain(rank: int, world: int) -> None:
+    states, losses = [], []
+    for meta in (True, False):
+        torch.manual_seed(5)
+        with on_meta(meta):
+            model = Tied()
+        before = _live_bytes()
+        Block.seen.clear()
+        sharded = fully_shard_model(
+            model, fsdp_unit_modules=[Block], init_model_with_meta_device=meta
+        )
+        if meta:
+            _check_growth(before, world)
+        states.append(full_all(dict(sharded.named_parameters())))
+        assert model.head.weight is model.embedding.weight
+        generator = torch.Generator().manual_seed(rank)
+        loss = sharded(torch.randint(0, 11, (8,), generator=generator)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+    check_same_bits(states[0], states[1], "plain")
+    assert losses[0] == losses[1]
+
+
+def _check_growth(before: int, world: int) -> None:
+    """At the start of each block there are the shards of those before it and nothing else but the
+    embedding, which waits for the root unit."""
+    block = 4 * (WIDTH * WIDTH + 3 * WIDTH + 1)
+    own = before + 4 * 11 * WIDTH
+    assert len(Block.seen) == BLOCKS
+    for number, held in enumerate(Block.seen):
+        shards = number * block / world
+        assert held <= own + shards * 1.05 + 2 * block, (number, held, own, shards, block)
+    assert Block.seen[-1] < own + BLOCKS * block - block, "this bound would pass without sharding"
+
+
+def test_plain_module_starts_unit_by_unit_with_the_same_weights() -> None:
+    run_ranks(_plain, 2)

@@ -1,0 +1,110 @@
+"""A model of 20B parameters starts on the meta device on two GPUs: with Transformer Engine's
+layers, whose `reset_parameters` draw under Megatron's tracker, and the device's own peak.
+
+    python -m pytest -q -s tests/gpu/test_gpu_meta.py        # two GPUs of 60 GiB or more
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.launch import run_ranks
+
+LAYERS, HIDDEN, HEADS, VOCAB = 44, 6144, 64, 50432
+"""The shape of GPT-NeoX-20B."""
+ROOM = 60 * 2**30
+SLACK = 512 * 2**20
+"""Bytes beside weights: NCCL's and cuBLAS's buffers come from elsewhere; this is fragmentation."""
+
+
+def build(layers: int, meta: bool):
+    import contextlib
+
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=layers, hidden_size=HIDDEN, num_attention_heads=HEADS,
+        ffn_hidden_size=4 * HIDDEN, bf16=True, params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16, init_model_with_meta_device=meta,
+    )  # fmt: skip
+    with torch.device("meta") if meta else contextlib.nullcontext():
+        model = GPTModel(
+            config, get_gpt_layer_with_transformer_engine_spec(), vocab_size=VOCAB,
+            max_sequence_length=2048, share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+        )  # fmt: skip
+    if not meta:
+        model.cuda()
+    return Float16Module(config, model)
+
+
+def _wrap(model):
+    from megatron_fsdp_adapter import FullyShardedDataParallel
+    from tests.distributed.gpt import Case, ddp_config
+
+    config = ddp_config(Case(bf16=True), "optim_grads_params")
+    return FullyShardedDataParallel(model.config, config, model)
+
+
+def _start(rank: int, world: int) -> dict[str, float]:
+    from tests.distributed.gpt import init_megatron
+    from tests.distributed.test_meta_peak import allowed
+
+    init_megatron()
+    torch.cuda.reset_peak_memory_stats()
+    model = build(LAYERS, meta=True)
+    # Core makes the vocabulary's weights on the GPU, whatever the default device is.
+    outright = torch.cuda.memory_allocated()
+    numel = sum(param.numel() for param in model.parameters())
+    wrapper = _wrap(model)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    shards, unit = allowed(wrapper.engine)
+    tokens = torch.arange(128, device="cuda")[None]
+    with torch.no_grad():
+        losses = wrapper(tokens, tokens, None, labels=tokens)
+    return {
+        "parameters": numel, "peak": peak, "shards": shards, "unit": unit, "outright": outright,
+        "loss": losses.float().mean().item(),
+    }  # fmt: skip
+
+
+def test_peak_of_a_20b_start_is_the_shards_and_one_unit() -> None:
+    pytest.importorskip("transformer_engine")
+    if torch.cuda.get_device_properties(0).total_memory < ROOM:
+        pytest.skip("needs two GPUs of 60 GiB or more")
+    for rank, one in enumerate(run_ranks(_start, 2, timeout=500, backend="nccl")):
+        text = ", ".join(f"{name} {value:.4g}" for name, value in one.items())
+        print(f"rank {rank}: {text}")
+        assert one["parameters"] > 20e9, text
+        assert one["peak"] <= one["shards"] + one["unit"] + one["outright"] + SLACK, text
+        # As an untrained model should: log(50432) is 10.8.
+        assert 10 < one["loss"] < 13, text
+
+
+def _same_start(rank: int, world: int) -> None:
+    """What core makes outright draws its numbers before the layers do: their distribution is that
+    of a start without the meta device, their numbers are not."""
+    from tests.distributed.gpt import full_all, init_megatron
+
+    init_megatron()
+    starts = []
+    for meta in (True, False):
+        weights = full_all(dict(_wrap(build(2, meta)).named_parameters()))
+        starts.append({name: (w.float().mean(), w.float().std()) for name, w in weights.items()})
+    for name, (mean, std) in starts[1].items():
+        ours = starts[0][name]
+        assert abs(ours[0] - mean) <= 1e-3, name
+        assert abs(ours[1] - std) <= 0.02 * std + 1e-6, name
+
+
+def test_weights_are_drawn_from_the_same_distributions() -> None:
+    pytest.importorskip("transformer_engine")
+    run_ranks(_same_start, 2, timeout=300, backend="nccl")

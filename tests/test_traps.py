@@ -1,0 +1,47 @@
+"""docs/traps.md names tests that exist, and has a row for every kind of mistake."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "traps.md"
+KINDS = {"G": 12, "A": 8, "M": 13, "E": 9, "T": 7, "H": 7, "I": 7, "C": 18, "F": 7, "D": 12,
+         "L": 4, "R": 7, "X": 3, "S": 7}  # fmt: skip
+"""How many kinds of mistake there are under each letter."""
+
+
+def rows() -> list[list[str]]:
+    """The cells of each row."""
+    lines = [line for line in DOCUMENT.read_text().splitlines() if re.match(r"\| [A-Z]\d", line)]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_every_kind_has_one_row() -> None:
+    found = [kind for row in rows() for kind in row[0].split(", ")]
+    expected = [f"{letter}{n}" for letter, count in KINDS.items() for n in range(1, count + 1)]
+    assert sorted(found) == sorted(expected)
+
+
+def exists(name: str) -> bool:
+    path, _, test = name.partition("::")
+    file = ROOT / path
+    return file.is_file() and f"\ndef {test}(" in file.read_text()
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
+def test_row_names_a_test_that_exists_or_says_why_there_is_none(row: list[str]) -> None:
+    kinds, mistake, here = row
+    named = re.findall(r"`(tests/[^`]+)`", here)
+    assert mistake and (named or "cannot arise" in here or "see " in here), kinds
+    for name in named:
+        assert exists(name), f"{kinds}: {name} does not exist"
+
+
+def test_a_name_that_does_not_exist_is_found() -> None:
+    assert exists("tests/test_traps.py::test_every_kind_has_one_row")
+    assert not exists("tests/test_traps.py::test_every_kind")
+    assert not exists("tests/test_trap.py::test_every_kind_has_one_row")
