@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint import folders, record, storage
 from megatron_fsdp_adapter.checkpoint.convert import (
     architecture,
     fsdp_dtensor,
@@ -293,6 +293,9 @@ def _write_megatron(
     temporary = folders.temporary_folder(root, state.iteration)
     try:
         write_folder(temporary, contents, options.block_bytes, begin(total))
+        if target_format == FSDP_DTENSOR:
+            record.write_record(temporary, record.make_record(1, state.iteration))
+            storage.complete_folder(temporary, {})
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise _cause(error) from error
