@@ -114,6 +114,7 @@ def _assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
         assert abs(mine - theirs) <= 2e-3 * abs(theirs), (a["losses"], b["losses"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "strategy", ["optim_grads_params", pytest.param("optim", marks=pytest.mark.full)]
 )
@@ -124,6 +125,7 @@ def test_a_checkpoint_of_the_bundled_engine_loads(tmp_path: Path, strategy: str)
     _assert_same(ours, theirs)
 
 
+@pytest.mark.full
 def test_the_bundled_engine_loads_a_checkpoint_of_ours(tmp_path: Path) -> None:
     ours = run_ranks(_ours, 2, "save", str(tmp_path), True, "optim_grads_params")[0]
     theirs = run_ranks(_bundled, 1, "load", str(tmp_path), True)[0]

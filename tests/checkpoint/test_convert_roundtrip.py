@@ -22,6 +22,7 @@ from convert_cases import (
 )
 
 from megatron_fsdp_adapter.checkpoint.convert import Options, convert, detect_format
+from megatron_fsdp_adapter.cli.verify import examine
 
 SMALL = 700
 """Bytes of a block: most tensors fall into several."""
@@ -53,6 +54,8 @@ def test_to_torch_dist_and_back_is_the_identity(tmp_path: Path, name: str) -> No
     assert len(before) > 100
     assert differences(before, after) == []
     assert (tmp_path / "c" / "latest_checkpointed_iteration.txt").read_text() == "3"
+    report = examine(tmp_path / "c" / FOLDER)
+    assert report["intact"] and report["without_digest"] == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -225,7 +225,7 @@ def _merged(outcomes: list[dict[str, list[str]]]) -> dict[str, list[str]]:
     }
 
 
-DEFAULT_PAIRS = [(DEFAULT[0], DEFAULT[1]), (DEFAULT[1], DEFAULT[0]), (DEFAULT[2], DEFAULT[3])]
+DEFAULT_PAIRS = [(DEFAULT[0], DEFAULT[1]), (DEFAULT[2], DEFAULT[3])]
 
 
 def _run_default(rank: int, world: int, root: str) -> dict[str, Any]:

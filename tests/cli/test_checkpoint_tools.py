@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.__main__ import main
+from megatron_fsdp_adapter.checkpoint.record import SaveRecord, write_record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 
@@ -90,8 +91,8 @@ def test_inspect_as_json_has_every_key(saved: Path, capsys: Captured) -> None:
 
 
 def test_inspect_shows_what_the_save_itself_noted(saved: Path, capsys: Captured) -> None:
-    note = {"world_size": 8, "topology": {"tensor_model_parallel_size": 4}, "saved_at": "2026"}
-    (saved / "iter_0000003" / "adapter_metadata.json").write_text(json.dumps(note))
+    note = SaveRecord(8, topology={"tensor_model_parallel_size": 4}, saved_at="2026")
+    write_record(saved / "iter_0000003", note)
     assert main(["inspect", str(saved), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["saved_by"]
     assert (found["world_size"], found["tensor_model_parallel_size"]) == (8, 4)
