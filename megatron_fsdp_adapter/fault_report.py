@@ -121,8 +121,11 @@ class NamedCommunicator(Communicator):
     def reduce_scatter(self, pairs: Sequence[Pair]) -> list[Any]:
         return self._named(REDUCE, pairs[0][1], partial(super().reduce_scatter, pairs))
 
-    def reduce_scatter_in_fp32(self, pairs: Sequence[Pair]) -> list[Any]:
-        return self._named(REDUCE, pairs[0][1], partial(super().reduce_scatter_in_fp32, pairs))
+    def reduce_scatter_by_exchange(
+        self, pairs: Sequence[Pair], memory: torch.Tensor | None = None
+    ) -> list[Any]:
+        run = partial(super().reduce_scatter_by_exchange, pairs, memory)
+        return self._named(REDUCE, pairs[0][1], run)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         return self._named(REDUCE, tensors[0], partial(super().all_reduce, tensors))
