@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .config import EngineConfig
+from .cuda_graphs import is_capturing
 from .engine.engine import FsdpEngine
 from .engine.group import ParamGroup, plan_layout
 from .engine.hooks import in_backward
@@ -112,7 +113,10 @@ class NamedCommunicator(Communicator):
         except RuntimeError as error:
             raise self._failed(launch, error) from error
         if self._log is not None:
-            self._log.note(_weakly(self, launch))
+            if is_capturing():
+                self._log.rest()
+            else:
+                self._log.note(_weakly(self, launch))
         return works and [NamedWork(work, launch, self._failed) for work in works]
 
     def all_gather(self, pairs: Sequence[Pair]) -> list[Any]:

@@ -45,6 +45,11 @@ class LaunchLog:
             arguments = (weakref.ref(self), self._over, self.patience / 4)
             threading.Thread(target=_watch, args=arguments, daemon=True).start()
 
+    def rest(self) -> None:
+        """A collective went into a CUDA graph: from now on nothing may be launched for long while
+        all is well. Told is nothing until the next `note`."""
+        self._told = True
+
     def look(self, now: float) -> None:
         """Tells the last launches if they are too long ago, and were not told yet."""
         if self._told or now - self._at < self.patience:

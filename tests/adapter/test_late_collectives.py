@@ -24,6 +24,10 @@ def test_the_last_launches_are_told_once_when_nothing_follows() -> None:
     log.note(lambda: "another")
     log.look(time.monotonic() + 1100)
     assert len(told) == 2 and "another" in told[1]
+    log.note(lambda: "the last before a graph")
+    log.rest()
+    log.look(time.monotonic() + 1100)
+    assert len(told) == 2
 
 
 def test_the_thread_tells_and_ends_with_the_log() -> None:
