@@ -143,7 +143,7 @@ def test_signatures_that_megatron_calls() -> None:
     }
     assert parameters == {
         "__init__": ["self", "config", "ddp_config", "module", "fsdp_unit_modules",
-                     "disable_bucketing", "device", "pg_collection"],
+                     "disable_bucketing", "device", "pg_collection", "module_placements"],
         "start_param_sync": ["self", "unused", "force_sync", "force_dispatch"],
         "finish_grad_sync": ["self", "force_all_reduce"],
         "scale_gradients": ["self", "scaling_factor"],
