@@ -36,8 +36,8 @@ SHAPES = {"embedding": (601, 512), "fc": (1024, 600), "norm": (3,)}
 """Some MB a rank, so that writing takes a good part of the time."""
 
 STARTS_S, HANGS_S = 240.0, 180.0
-"""How long two processes may take to have saved twice, and to notice that a peer died. A hang is for
-ever; a machine that is overloaded is slow."""
+"""How long two processes may take to have saved twice, and to notice that a peer died. A hang is
+for ever; a machine that is overloaded is slow."""
 
 VICTIMS: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 1))
 LM_MODULE = "megatron.training.checkpointing"
