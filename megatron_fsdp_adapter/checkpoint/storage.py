@@ -59,7 +59,8 @@ class SafeWriter(FileSystemWriter):
         iteration: int | None = None,
         publish: Publish = folders.rename_into_place,
     ) -> None:
-        super().__init__(folders.temporary_name(folder))
+        # `complete_folder` syncs what torch would, and does so after it is flushed.
+        super().__init__(folders.temporary_name(folder), sync_files=False)
         self._folder, self._publish = folder, publish
         self._topology, self._iteration = topology, iteration
 
