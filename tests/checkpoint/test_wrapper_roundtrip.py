@@ -134,7 +134,7 @@ def test_resume_is_bit_equal(tmp_path: Path, size: int, options: dict[str, Any])
     run_ranks(_resume, size, str(tmp_path), options, timeout=400)
 
 
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+@pytest.mark.parametrize("outer", [pytest.param("no_shard", marks=pytest.mark.full), "optim"])
 def test_resume_with_two_optimizer_instances(tmp_path: Path, outer: str) -> None:
     """Replicas of a shard are saved once, parts of a shard each in its place."""
     options = {"swiglu": True, "bf16": True}

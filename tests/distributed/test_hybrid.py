@@ -136,6 +136,7 @@ def _steps(trainer: TopologyTrainer) -> list[Step]:
     return [topology_step(trainer, step) for step in range(2)]
 
 
+@pytest.mark.full
 def test_mixture_of_experts_trains_like_one_instance() -> None:
     run_ranks(_mixture, WORLD, timeout=240.0)
 
@@ -245,6 +246,7 @@ def _with_fault(rank: int, world: int, case: Case, fault: str) -> bool:
     return all(passes(check_step, mine, theirs, fault) for _, mine, theirs in steps)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fault", ("none", "outer gradients not reduced", "outer weights not gathered")
 )

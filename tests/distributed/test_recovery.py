@@ -126,7 +126,11 @@ def _recovers(rank: int, world: int, case: Case, mishaps: list[str]) -> None:
         check_weights(trainer.params(), weights, label)
 
 
-@pytest.mark.parametrize("overlap", (True, False), ids=("overlap", "no-overlap"))
+@pytest.mark.parametrize(
+    "overlap",
+    (True, pytest.param(False, marks=pytest.mark.full)),
+    ids=("overlap", "no-overlap"),
+)
 @pytest.mark.parametrize("part", ("forward", "backward"))
 def test_next_step_equals_that_of_a_run_without_the_exception(part: str, overlap: bool) -> None:
     """The exception is raised on all ranks, by a user's hook; the reference never has one. Between
