@@ -51,6 +51,14 @@ def capture(trainer: Trainer, flag: Capturing, step: int) -> None:
     flag.now = False
 
 
+def captured_trainer(strategy: str) -> tuple[Trainer, Capturing]:
+    """After an eager step and one that was captured."""
+    trainer, flag = capturing_trainer(strategy)
+    free_run(trainer, 0, 1, CPU)
+    capture(trainer, flag, 1)
+    return trainer, flag
+
+
 def pieces(trainer: Trainer) -> list[torch.Tensor]:
     return [pair.optimizer.grad._local_tensor for pair in trainer.wrapper.engine.pairs]
 
@@ -59,9 +67,7 @@ def pieces(trainer: Trainer) -> list[torch.Tensor]:
 def test_gradients_stay_attached_in_their_place_for_the_next_replay(
     one_rank: torch.device, strategy: str
 ) -> None:
-    trainer, flag = capturing_trainer(strategy)
-    free_run(trainer, 0, 1, CPU)
-    capture(trainer, flag, 1)
+    trainer, _ = captured_trainer(strategy)
     before = pieces(trainer)
     places = [piece.data_ptr() for piece in before]
     trainer.optimizer.step()
@@ -78,9 +84,7 @@ def test_gradients_stay_attached_in_their_place_for_the_next_replay(
 def test_nothing_is_gathered_outside_of_a_graph_that_gathers_itself(
     one_rank: torch.device, strategy: str
 ) -> None:
-    trainer, flag = capturing_trainer(strategy)
-    free_run(trainer, 0, 1, CPU)
-    capture(trainer, flag, 1)
+    trainer, _ = captured_trainer(strategy)
     trainer.optimizer.step()
     trainer.wrapper.start_param_sync()
     units = [unit for unit in trainer.wrapper.engine.units if unit.groups]
@@ -131,17 +135,13 @@ def test_gradients_that_a_graph_writes_never_lose_their_storage(
     one_rank: torch.device, strategy: str
 ) -> None:
     """Not even when an eager step forgets them: the next replay writes to the same addresses."""
-    trainer, flag = capturing_trainer(strategy)
-    free_run(trainer, 0, 1, CPU)
-    capture(trainer, flag, 1)
+    trainer, _ = captured_trainer(strategy)
     trainer.wrapper.engine.zero_grads()
     assert all(group.grad.allocated for group in trainer.wrapper.engine.groups)
 
 
 def test_an_evaluation_keeps_the_gradients_of_the_graph(one_rank: torch.device) -> None:
-    trainer, flag = capturing_trainer("optim_grads_params")
-    free_run(trainer, 0, 1, CPU)
-    capture(trainer, flag, 1)
+    trainer, flag = captured_trainer("optim_grads_params")
     places = [piece.data_ptr() for piece in pieces(trainer)]
     trainer.wrapper.zero_grad_buffer()
     for flag.now in (False, True, False):
