@@ -126,9 +126,9 @@ class NamedCommunicator(Communicator):
         return self._named(REDUCE, pairs[0][1], partial(super().reduce_scatter, pairs))
 
     def reduce_scatter_by_exchange(
-        self, pairs: Sequence[Pair], memory: torch.Tensor | None = None
+        self, pairs: Sequence[Pair], memory: torch.Tensor | None = None, mean: bool = False
     ) -> list[Any]:
-        run = partial(super().reduce_scatter_by_exchange, pairs, memory)
+        run = partial(super().reduce_scatter_by_exchange, pairs, memory, mean)
         return self._named(REDUCE, pairs[0][1], run)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:

@@ -236,11 +236,23 @@ class ReducePipeline:
                 for result in (group.grad_segments if landing[id(group)] else group.results)
             ]
             pairs = list(zip(results, segments, strict=True))
-            if self.config.fp32_accumulation or self.config.exchange_gradients:
-                works += communicator.reduce_scatter_by_exchange(pairs, self._received)
+            if self._exchanges:
+                mean = self._means(mine[0])
+                works += communicator.reduce_scatter_by_exchange(pairs, self._received, mean)
             else:
                 works += communicator.reduce_scatter(pairs)
         return works
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether gradients are summed by this package, after an all-to-all."""
+        return self.config.fp32_accumulation or self.config.exchange_gradients
+
+    def _means(self, group: ParamGroup) -> bool:
+        """Whether the exchange averages, which is its sum and its scaling in one pass."""
+        size = self.communicators[group.key.domain].size
+        averages = not self.config.scale_before_sum and group.domain.grad_scale == 1 / size
+        return self._exchanges and self.config.strategy.shard_main and averages and size > 1
 
     def _lands(self, group: ParamGroup, is_first: bool) -> bool:
         """Whether a reduction writes into the gradient shard by itself."""
@@ -252,7 +264,8 @@ class ReducePipeline:
         """Scales what was reduced, and puts or adds it to the main gradients where the reduction
         has not done that by itself."""
         for group, is_first in zip(groups, first, strict=True):
-            scale = 1.0 if self.config.scale_before_sum else group.domain.grad_scale
+            scaled = self.config.scale_before_sum or self._means(group)
+            scale = 1.0 if scaled else group.domain.grad_scale
             shards, lands = group.grad_segments, self._lands(group, is_first)
             results = shards if lands else group.results
             wider = results[0].element_size() > shards[0].element_size()

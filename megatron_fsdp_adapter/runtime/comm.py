@@ -58,16 +58,18 @@ def capabilities_of(group: dist.ProcessGroup, device: torch.device) -> Capabilit
 @dataclass(frozen=True)
 class SumsOfReceived:
     """A handle that adds up what the ranks sent, one row each, when it is waited for. `work` is
-    the exchange, None where the current stream orders it."""
+    the exchange, None where the current stream orders it; `mean` divides by the number of rows."""
 
     work: Any
     received: torch.Tensor
     output: torch.Tensor
+    mean: bool = False
 
     def wait(self) -> None:
         if self.work is not None:
             self.work.wait()
-        torch.sum(self.received, dim=0, dtype=self.output.dtype, out=self.output)
+        add_up = torch.mean if self.mean else torch.sum
+        add_up(self.received, dim=0, dtype=self.output.dtype, out=self.output)
 
 
 class Communicator:
@@ -97,10 +99,10 @@ class Communicator:
         return self._launch(pairs, self._reduce_scatter_one)
 
     def reduce_scatter_by_exchange(
-        self, pairs: Sequence[Pair], memory: torch.Tensor | None = None
+        self, pairs: Sequence[Pair], memory: torch.Tensor | None = None, mean: bool = False
     ) -> list[Any]:
-        """Sums in the outputs' dtype what travels in the inputs'. Each pair is (output of n
-        elements, input of n * size elements); the output may be a slice of the input.
+        """Sums, or means, in the outputs' dtype of what travels in the inputs'. Each pair is
+        (output of n elements, input of n * size elements); the output may be a slice of the input.
 
         Every rank gets its slice of all inputs by an all-to-all, which puts as many bytes on the
         wire as a ring reduce-scatter of the inputs, and adds them up itself, in the order of the
@@ -117,7 +119,7 @@ class Communicator:
             else:
                 received = torch.empty_like(source)
             work = dist.all_to_all_single(received, source, group=self.group, async_op=not ordered)
-            sums = SumsOfReceived(work, received.view(self.size, -1), output)
+            sums = SumsOfReceived(work, received.view(self.size, -1), output, mean)
             if ordered:
                 sums.wait()
             else:

@@ -285,7 +285,12 @@ class Bench:
         """A trace of one step on the first rank, and what it tells about a GPU; the others take
         the same steps."""
         name = runner.subject.name.replace(":", "-")
-        runner.marked = self.place.device.type == "cuda" and self.plan.num_microbatches == 1
+        # Markers tell streams apart, and kernels of a CUDA graph run on streams of its own.
+        runner.marked = (
+            self.place.device.type == "cuda"
+            and self.plan.num_microbatches == 1
+            and not runner.subject.is_captured
+        )
         if not self.place.first:
             self.step(runner)
             return None

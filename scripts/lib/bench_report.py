@@ -15,7 +15,7 @@ import torch
 
 from lib.bench_measure import Result, as_plain
 from lib.bench_subjects import FLOOR, Plan, Subject
-from lib.bench_trace import budget_text, overlap_text, time_budget_text
+from lib.bench_trace import Trace, budget_text, over_floor, overlap_text, time_budget_text
 from lib.data import padded_vocab_size
 from lib.distributed import Place
 from lib.options import Options
@@ -217,13 +217,17 @@ def _host(result: Result) -> str:
     return f"{spread(result.cpu_seconds).median * 1e3:.1f}"
 
 
-def _trace_lines(result: Result) -> list[str]:
+def _trace_lines(result: Result, floor: Trace | None) -> list[str]:
     if result.trace is None:
         return []
     name = result.subject.name
     trace = result.trace
     lines = [budget_text(name, trace.budget), overlap_text(name, trace.overlap)]
-    return [*lines, time_budget_text(name, trace.parts)] if trace.parts else lines
+    if trace.parts:
+        lines.append(time_budget_text(name, trace.parts))
+    if floor is not None and floor is not trace:
+        lines.append(time_budget_text(f"{name} over floor", over_floor(trace, floor)))
+    return lines
 
 
 def table_text(table: Sequence[Row | Result], unit: int) -> str:
@@ -241,7 +245,9 @@ def table_text(table: Sequence[Row | Result], unit: int) -> str:
         return "  ".join([line[0].ljust(widths[0]), *cells[1:]])
 
     out = [text(line) for line in lines]
-    out += [line for row in table if isinstance(row, Row) for line in _trace_lines(row.result)]
+    measured = [row.result for row in table if isinstance(row, Row)]
+    floor = next((result.trace for result in measured if result.subject == FLOOR), None)
+    out += [line for result in measured for line in _trace_lines(result, floor)]
     out += [
         f"{row.subject.name}: not measured: {row.error}" for row in table if isinstance(row, Result)
     ]

@@ -159,7 +159,53 @@ def _part_of(event: Mapping[str, Any], marks: Sequence[tuple[float, Any]]) -> st
 def time_budget_text(name: str, parts: Mapping[str, float]) -> str:
     """One line."""
     listed = " + ".join(f"{part} {value:.1f}" for part, value in parts.items())
+    listed = listed.replace("+ at once -", "- at once ")
     return f"{name}: {sum(parts.values()):.1f} ms = {listed}"
+
+
+WORK = {
+    "attention": ("fmha", "flash", "sdpa", "attention", "cudnn"),
+    "products": ("nvjet", "gemm", "cutlass", "xmma"),
+    "optimizer": ("adam",),
+    "norm": ("l2norm", "lpnorm"),
+    "scaling": ("binaryopscalarfunctor", "scalefunctor"),
+    "casts and copies": ("copyfunctor", "memcpy dtod"),
+    "sums": ("reduce_kernel",),
+    "clearing": ("zerofunctor", "memset"),
+}
+"""What kernels do, by words of their names; the first that fits. All others are "rest"."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Milliseconds of kernels by kind of `WORK`, each counted in full; `at_once`: how much of that
+    ran beside other kernels, so that the sum less `at_once` is `Budget.compute`."""
+
+    kinds: Mapping[str, float]
+    at_once: float
+
+
+def work(events: Iterable[Mapping[str, Any]]) -> Work:
+    """Of all that is no collective. It looks at names alone: the kernels of a CUDA graph run on
+    streams that tell nothing."""
+    kinds = dict.fromkeys((*WORK, "rest"), 0.0)
+    spans: list[Span] = []
+    for event in events:
+        if event.get("cat") in DEVICE_EVENTS and kind_of(event["name"]) is None:
+            name = event["name"].lower()
+            fits = (kind for kind, words in WORK.items() if any(word in name for word in words))
+            kinds[next(fits, "rest")] += event["dur"] / 1e3
+            spans.append((event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3))
+    return Work(kinds, sum(kinds.values()) - length(merged(spans)))
+
+
+def over_floor(found: Trace, floor: Trace) -> dict[str, float]:
+    """Milliseconds of a step that add up to its span: the floor's kernels, what each kind of
+    kernel takes beyond them, less what ran at once; exposed communication; idle."""
+    base = sum(floor.work.kinds.values())
+    beyond = {kind: ms - floor.work.kinds[kind] for kind, ms in found.work.kinds.items()}
+    rest = {"at once": -found.work.at_once, "exposed": found.budget.exposed}
+    return {"the floor's kernels": base, **beyond, **rest, "idle": found.budget.idle}
 
 
 @dataclass(frozen=True)
@@ -258,6 +304,7 @@ class Trace:
 
     budget: Budget
     overlap: Overlap
+    work: Work
     parts: Mapping[str, float]
 
 
@@ -266,7 +313,7 @@ def read_trace(path: Path) -> Trace:
     events = read_events(path)
     marked = any(MARKER in str(event.get("name")) for event in events)
     parts = time_budget(events) if marked else {}
-    return Trace(budget(events), overlap(collective_kernels(events)), parts)
+    return Trace(budget(events), overlap(collective_kernels(events)), work(events), parts)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -93,7 +93,8 @@ class Runner:
     def close(self) -> None:
         """Lets the wrapper be collected. Core keeps the configs of mixtures of experts, and so the
         functions in them; its DDP hooks autograd nodes with functions that hold it: cycles that run
-        outside of Python's collector and would keep its buffers for good."""
+        outside of Python's collector and would keep its buffers for good. With gradients written in
+        place something still does, so DDP's buffers are emptied."""
         if self.subject.is_captured:
             forget_graphs()
         config = getattr(self.model, "config", None)
@@ -107,6 +108,10 @@ class Runner:
                 if hooks is not None:
                     hooks.clear()
             self.model.grad_accs.clear()
+            for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers):
+                for data in (buffer.param_data, buffer.grad_data):
+                    if data is not None:
+                        data.untyped_storage().resize_(0)
 
     def history(self) -> list[tuple[float, float | None]]:
         """(loss of this rank, gradient norm over all ranks) of each step. Collective, blocks."""

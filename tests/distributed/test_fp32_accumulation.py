@@ -64,6 +64,8 @@ def _errors(rank: int, world: int) -> dict[str, Any]:
         _run(communicator.reduce_scatter([(low, in_bf16)]))
         high = torch.empty(NUMEL)
         _run(communicator.reduce_scatter_by_exchange([(high, grads)]))
+    average = torch.empty(NUMEL)
+    _run(communicator.reduce_scatter_by_exchange([(average, grads)], mean=True))
     everyone = [torch.empty_like(grads) for _ in range(world)]
     dist.all_gather(everyone, grads)
     received = torch.stack([other.view(world, -1)[rank] for other in everyone])
@@ -73,6 +75,7 @@ def _errors(rank: int, world: int) -> dict[str, Any]:
         "fp32 sums": (high.double() - own).square().mean().sqrt().item(),
         "sent": sent,
         "bits": torch.equal(high, expected),
+        "mean": torch.allclose(average, expected / world, rtol=2.0**-23, atol=0.0),
         "within": bool(((high.double() - own).abs() <= world * 2.0**-24 * received.double().abs()
                         .sum(0)).all()),
     }  # fmt: skip
@@ -83,7 +86,7 @@ def test_error_and_traffic_of_one_reduction(world: int) -> None:
     """At most a quarter of the error of a reduction in bf16, for as many bytes. What comes out is
     the float32 sum of the rows in the order of the ranks, bit for bit."""
     for found in run_ranks(_errors, world):
-        assert found["bits"] and found["within"]
+        assert found["bits"] and found["mean"] and found["within"]
         if world == 8:
             print(found)
             assert found["fp32 sums"] <= found["bf16"] / 4 and found["bf16"] > 0, found

@@ -81,10 +81,13 @@ class PretendCommunicator:
             output.copy_(full.chunk(self.size)[self.rank] * self.size)
         return []
 
-    def reduce_scatter_by_exchange(self, pairs: Any, memory: Any = None) -> list[Any]:
+    def reduce_scatter_by_exchange(
+        self, pairs: Any, memory: Any = None, mean: bool = False
+    ) -> list[Any]:
         self.report("reduce_scatter_by_exchange", [pair[1] for pair in pairs])
         for output, full in pairs:
-            output.copy_(full.chunk(self.size)[self.rank].float() * self.size)
+            factor = 1 if mean else self.size
+            output.copy_(full.chunk(self.size)[self.rank].float() * factor)
         return []
 
     def all_reduce(self, tensors: Any) -> list[Any]:
@@ -118,8 +121,11 @@ class LateCommunicator(PretendCommunicator):
     def reduce_scatter(self, pairs: Any) -> list[Any]:
         return [Work(lambda: super(LateCommunicator, self).reduce_scatter(pairs))]
 
-    def reduce_scatter_by_exchange(self, pairs: Any, memory: Any = None) -> list[Any]:
-        return [Work(lambda: super(LateCommunicator, self).reduce_scatter_by_exchange(pairs))]
+    def reduce_scatter_by_exchange(
+        self, pairs: Any, memory: Any = None, mean: bool = False
+    ) -> list[Any]:
+        late = super().reduce_scatter_by_exchange
+        return [Work(lambda: late(pairs, memory, mean))]
 
     def all_reduce(self, tensors: Any) -> list[Any]:
         return [Work(lambda: super(LateCommunicator, self).all_reduce(tensors))]

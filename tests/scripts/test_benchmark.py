@@ -24,13 +24,17 @@ from lib.bench_subjects import FLOOR, Plan, Subject, parse_subjects  # noqa: E40
 from lib.bench_trace import (  # noqa: E402
     GATHER,
     REDUCE,
+    Trace,
     budget,
     clipped,
     collective_kernels,
+    over_floor,
     overlap,
     overlap_text,
     read_trace,
     time_budget,
+    time_budget_text,
+    work,
 )
 from lib.bench_wrappers import row_options  # noqa: E402
 
@@ -179,7 +183,7 @@ def event(name: str, start_ms: float, end_ms: float, cat: str = "kernel") -> dic
 
 
 def test_time_budget_of_a_trace() -> None:
-    """    compute     0--------4     5---6
+    """compute     0--------4     5---6
     gather           3-----5.5                     exposed from 4 to 5
     reduce                         5.5-----8       exposed from 6 to 8; idle from 8 to 9
     """
@@ -224,6 +228,29 @@ def test_time_budget_by_parts_of_the_step_adds_up() -> None:
     assert sum(parts.values()) == pytest.approx(40)
 
 
+def _trace(*events: dict) -> Trace:
+    return Trace(budget(events), overlap(collective_kernels(events)), work(events), {})
+
+
+def test_what_a_step_takes_beyond_the_floor_adds_up() -> None:
+    """floor    products 0----10  attention -----15
+    ours      0--2 gather; products 2----14, a sum 10--16, attention 16---22; idle; Adam 25-30
+    """
+    floor = _trace(event("nvjet_tst", 0, 10), event("flash_fprop", 10, 15))
+    found = _trace(
+        event("Memcpy PtoP (Device -> Device)", 0, 2, "gpu_memcpy"), event("nvjet_tss", 2, 14),
+        event("reduce_kernel<128>", 10, 16), event("flash_fprop", 16, 22),
+        event("adam", 25, 30), event("triton_poi", 30, 31),
+    )  # fmt: skip
+    parts = over_floor(found, floor)
+    assert {name: ms for name, ms in parts.items() if ms} == pytest.approx({
+        "the floor's kernels": 15, "products": 2, "attention": 1, "sums": 6, "optimizer": 5,
+        "rest": 1, "at once": -4, "exposed": 2, "idle": 3,
+    })  # fmt: skip
+    assert sum(parts.values()) == pytest.approx(31)
+    assert "- at once 4.0 + exposed 2.0" in time_budget_text("ours", parts)
+
+
 def test_a_trace_without_gpu_events() -> None:
     with pytest.raises(ValueError, match="no event of a GPU"):
         budget([event("aten::mm", 0, 50, "cpu_op")])
@@ -237,7 +264,7 @@ def on_stream(name: str, start: float, end: float, stream: int, **details: objec
 
 
 def test_gathers_and_reductions_at_once() -> None:
-    """    gather   0-------4        6-------10  10.5-11
+    """gather   0-------4        6-------10  10.5-11
     reduce               5--------8--------9            2 more from 12 to 14
     The forward's gather, before any reduction, could not run beside one.
     """
