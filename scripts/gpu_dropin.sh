@@ -8,6 +8,8 @@
 # Of the checkout (core_v0.16.1) it needs pretrain_gpt.py, gpt_builders.py, model_provider.py and
 # megatron/, 8 MB. It works in a copy of those, so that the index builder of megatron/core/datasets
 # need not be compiled: the copy gets the one of the installed megatron-core.
+# No full-iteration CUDA graph here: at core_v0.16.1 the script's own get_batch_on_this_tp_rank copies
+# a number from the host for every microbatch, which cannot be captured under any wrapper.
 # Also needed: megatron-core 0.16.1, Transformer Engine, six, regex, pydantic.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -85,9 +87,6 @@ ours zero3_resumed "${exact[@]}" --bf16 --load "$work/ck" &
 stock ddp_accumulate --deterministic-mode &
 ours zero3_accumulate --deterministic-mode &
 ours zero3_fused "${exact[@]}" --bf16 &
-ours zero3_graph "${exact[@]}" --bf16 --fsdp-double-buffer --cuda-graph-impl local \
-  --cuda-graph-scope full_iteration --cuda-graph-warmup-steps 2 --te-rng-tracker \
-  --no-check-for-nan-in-loss-and-grad &
 ours zero3_recompute "${exact[@]}" --bf16 --recompute-granularity full --recompute-method uniform \
   --recompute-num-layers 1 &
 wait
@@ -101,7 +100,6 @@ failed=0
   compare ddp_accumulate zero3_accumulate --tolerance 0.002 || failed=1
   compare zero3_bf16 zero3_resumed --from-iteration 8 || failed=1
   compare zero3_bf16 zero3_recompute || failed=1
-  compare zero3_bf16 zero3_graph || failed=1
   compare ddp_bf16 zero3_bf16 --tolerance 0.005 || failed=1
   compare ddp_bf16 zero3_fused --tolerance 0.01 || failed=1
   compare moe_ddp moe_zero3 --tolerance 0.02 || failed=1

@@ -3,7 +3,7 @@
 # own and outlive a killed launcher.
 ranks() {
   local rank status=0 pids=()
-  export MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + RANDOM % 20000)) WORLD_SIZE=$RANKS
+  export MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + RANDOM % 12000)) WORLD_SIZE=$RANKS
   for ((rank = 0; rank < RANKS; rank++)); do
     RANK=$rank LOCAL_RANK=$rank "$@" &
     pids+=($!)
