@@ -27,7 +27,7 @@ from .engine.hooks import in_backward
 from .engine.partition import ROOT, UnitPlan
 from .late_collectives import LaunchLog
 from .layout.group import GroupLayout
-from .memory import Precision, group_bytes, model_bytes
+from .memory import Precision, fixed_bytes, group_bytes, model_bytes, with_fixed
 from .runtime.comm import Communicator, Pair
 from .topology import ShardDomain
 
@@ -162,8 +162,9 @@ def _size(nbytes: float) -> str:
     return f"{nbytes / 2**30:.3f} GiB" if nbytes >= 2**20 else f"{nbytes:.0f} bytes"
 
 
-def memory_plan(units: Layouts, config: EngineConfig) -> list[str]:
-    """Most bytes of each kind that this rank holds at one time, one kind a line."""
+def memory_plan(units: Layouts, config: EngineConfig, kinds: Sequence[str]) -> list[str]:
+    """Most bytes of each kind that this rank holds at one time, one kind a line. kinds: the class
+    of each unit's module, in order."""
     policy = config.policy
     precision = Precision(
         policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype, config.fp32_accumulation
@@ -173,7 +174,16 @@ def memory_plan(units: Layouts, config: EngineConfig) -> list[str]:
         for name, groups in units.items()
     }
     root = held.pop(ROOT)
-    totals = model_bytes(root, list(held.values()))
+    fixed = fixed_bytes(
+        kinds,
+        [[layout for layout, _ in groups] for groups in units.values()],
+        config.strategy,
+        policy.comm_dtype,
+        weight_slots=config.weight_slots,
+        bucket_slots=config.bucket_slots,
+        exchange_gradients=config.exchange_gradients,
+    )
+    totals = with_fixed(model_bytes(root, list(held.values())), fixed)
     lines = [f"{kind}: {_size(nbytes)}" for kind, nbytes in totals.items()]
     return [*lines, f"together: {_size(sum(totals.values()))}"]
 
@@ -200,6 +210,7 @@ class FaultReport:
         self, plans: Sequence[UnitPlan], domains: Mapping[str, ShardDomain], config: EngineConfig
     ) -> None:
         self._plans, self._domains, self._config = list(plans), domains, config
+        self._kinds = [type(plan.module).__name__ for plan in plans]
         self._engine: Callable[[], FsdpEngine | None] = lambda: None
         self._log: LaunchLog | None = None
 
@@ -279,7 +290,8 @@ class FaultReport:
         }
 
     def _out_of_memory(self, what: str, error: RuntimeError) -> RuntimeError:
-        plan = "\n".join(f"  {line}" for line in memory_plan(self._layouts(), self._config))
+        lines = memory_plan(self._layouts(), self._config, self._kinds)
+        plan = "\n".join(f"  {line}" for line in lines)
         return type(error)(
             f"rank {dist.get_rank()}: no memory for {what}: {error}\nWhat the strategy "
             f"{self._config.strategy.name} takes of this rank at most at one time, activations "

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from .engine.staging import plan_weights_and_buckets
 from .layout.group import GroupLayout
 
 COMPUTE_WEIGHTS = "compute weights"
@@ -20,6 +21,9 @@ OPTIMIZER_STATE = "optimizer state"
 GRADIENT_SHARD = "gradient shard"
 GATHERED_WEIGHTS = "gathered weights"
 REDUCE_BUCKET = "reduce bucket"
+WEIGHT_SLOTS = "weight slots"
+BUCKET_SLOTS = "bucket slots"
+RECEIVED_PIECES = "received pieces"
 
 PERSISTENT = "persistent"
 BACKWARD_TO_STEP = "backward to optimizer step"
@@ -33,6 +37,9 @@ LIFE: Mapping[str, str] = {
     GRADIENT_SHARD: BACKWARD_TO_STEP,
     GATHERED_WEIGHTS: UNIT_IN_USE,
     REDUCE_BUCKET: UNIT_IN_USE,
+    WEIGHT_SLOTS: PERSISTENT,
+    BUCKET_SLOTS: PERSISTENT,
+    RECEIVED_PIECES: PERSISTENT,
 }
 """How long each kind lives. Between steps, gradients zeroed, only the persistent kinds exist."""
 
@@ -138,6 +145,54 @@ def model_bytes(root: Mapping[str, int], units: Sequence[Mapping[str, int]]) -> 
         totals[GATHERED_WEIGHTS] = root.get(GATHERED_WEIGHTS, 0) + _largest(GATHERED_WEIGHTS, units)
     if any(REDUCE_BUCKET in unit for unit in every):
         totals[REDUCE_BUCKET] = _largest(REDUCE_BUCKET, every)
+    return totals
+
+
+@dataclass(frozen=True)
+class FixedBytes:
+    """Bytes of the memory that transient buffers use in turn, for life; None where they come and
+    go. weights, buckets: of their slots; pieces: of what copy engines bring for a sum."""
+
+    weights: int | None = None
+    buckets: int | None = None
+    pieces: int | None = None
+
+
+def fixed_bytes(
+    kinds: Sequence[str],
+    units: Sequence[Sequence[GroupLayout]],
+    strategy: StrategyRow,
+    comm: torch.dtype,
+    *,
+    weight_slots: bool,
+    bucket_slots: bool,
+    exchange_gradients: bool,
+) -> FixedBytes:
+    """What slots take, without making them; the switches are those of `EngineConfig`."""
+    weights, buckets = plan_weights_and_buckets(kinds, units, comm)
+    trained = [one for unit in units for one in unit if one.specs[0].requires_grad]
+    pieces = max((one.total_numel * comm.itemsize for one in trained), default=0)
+    return FixedBytes(
+        sum(weights.nbytes) if weight_slots and strategy.shard_weights else None,
+        sum(buckets.nbytes) if bucket_slots and strategy.shard_grads else None,
+        pieces if exchange_gradients and strategy.shard_grads else None,
+    )
+
+
+def with_fixed(held: Mapping[str, int], fixed: FixedBytes) -> dict[str, int]:
+    """`model_bytes` with slots in place of the buffers that are in them, as far as there are any
+    of those; what sums add to a bucket is in no slot and goes with it."""
+    rows = (
+        (GATHERED_WEIGHTS, WEIGHT_SLOTS, fixed.weights),
+        (REDUCE_BUCKET, BUCKET_SLOTS, fixed.buckets),
+    )
+    totals = dict(held)
+    for transient, slots, nbytes in rows:
+        if transient in totals and nbytes is not None:
+            del totals[transient]
+            totals[slots] = nbytes
+    if fixed.pieces is not None:
+        totals[RECEIVED_PIECES] = fixed.pieces
     return totals
 
 

@@ -25,10 +25,13 @@ from megatron_fsdp_adapter.memory import (
     LIFE,
     Precision,
     bytes_between_steps,
+    fixed_bytes,
     held_by_rank,
     model_bytes,
     unit_bytes,
+    with_fixed,
 )
+from megatron_fsdp_adapter.staging_options import slots_wanted
 
 from .gpt import (
     PRESETS,
@@ -51,12 +54,21 @@ POLICY_OPTIONS = {
     "megatron_fsdp_grad_comm_dtype": "of gradients on the wire; default that of main gradients",
 }
 
+STAGING_OPTIONS = {
+    "fsdp_double_buffer": "weights and buckets in fixed slots",
+    "nccl_ub": "the same, registered with NCCL",
+    "fsdp_copy_engine_all_gather": "weights in slots, gathered by copy engines",
+    "fsdp_copy_engine_reduce_scatter": "gradients in slots, carried by copy engines",
+}
+
 TOTALS = {
     "held between steps": "between_steps",
     "and gathered ahead": "gathered_ahead",
     "held at most": "peak",
 }
 """Rows of the report below the kinds of buffers, and their names in `estimate`'s values."""
+
+NO_SLOTS = slots_wanted(argparse.Namespace())
 
 _INTEGERS = (
     "num_layers",
@@ -101,12 +113,18 @@ class UnitKind:
 
 @dataclass(frozen=True)
 class Model:
-    """A planned model: its kinds of units, on `num_shards` shards. `first_unit` is the first that
-    computes, the root unit aside."""
+    """A planned model: its kinds of units, on `num_shards` shards; `order`: all units, by name, as
+    they compute, the root unit last. `slots`: what `slots_wanted` says."""
 
     kinds: tuple[UnitKind, ...]
     num_shards: int
-    first_unit: str
+    order: tuple[str, ...]
+    slots: Mapping[str, bool]
+
+    @property
+    def first_unit(self) -> str:
+        """The first that computes, the root unit aside."""
+        return self.order[0]
 
     @property
     def num_parameters(self) -> int:
@@ -126,22 +144,35 @@ class Model:
         self, strategy: Strategy, precision: Precision, rank: int, num_layers: int | None = None
     ) -> dict[str, int]:
         """Bytes by kind on `rank`; with `num_layers` transformer layers in place of its own."""
-        root: Mapping[str, int] = {}
-        units: list[Mapping[str, int]] = []
-        for kind in self.kinds:
-            held = unit_bytes([kind.layout], strategy, precision, rank)
-            if kind.names == (ROOT,):
-                root = held
-                continue
-            is_layer = kind.names[0].startswith("decoder.layers.")
-            repeat = num_layers if is_layer and num_layers is not None else len(kind.names)
-            units += [held] * repeat
-        return model_bytes(root, units)
+        every = self.units(num_layers)
+        held = {id(k): unit_bytes([k.layout], strategy, precision, rank) for k in self.kinds}
+        *units, root = [held[id(kind)] for kind in every]
+        fixed = fixed_bytes(
+            [_class_of(kind) for kind in every],
+            [[kind.layout] for kind in every],
+            strategy,
+            precision.comm,
+            **self.slots,
+        )
+        return with_fixed(model_bytes(root, units), fixed)
+
+    def units(self, num_layers: int | None = None) -> list[UnitKind]:
+        """The kind of each unit in order, the root unit last."""
+        kind_of = {name: kind for kind in self.kinds for name in kind.names}
+        layers = [name for name in self.order if _is_layer(name)]
+        if num_layers is None or not layers:
+            return [kind_of[name] for name in self.order]
+        first = self.order.index(layers[0])
+        names = [name for name in self.order if not _is_layer(name)]
+        names[first:first] = [layers[i % len(layers)] for i in range(num_layers)]
+        return [kind_of[name] for name in names]
 
     def gathered_ahead(self, strategy: Strategy, precision: Precision) -> int:
         """Bytes of gathered weights that the next forward needs first: the root unit's and the
         first unit's. They are gathered from the optimizer step on, while the host is still busy
-        between two steps."""
+        between two steps. In slots they take nothing more."""
+        if self.slots["weight_slots"]:
+            return 0
         return sum(
             unit_bytes([kind.layout], strategy, precision, 0).get(GATHERED_WEIGHTS, 0)
             for kind in self.kinds
@@ -149,8 +180,24 @@ class Model:
         )
 
 
-def plan_model(config: GptConfig, num_shards: int, dtype: torch.dtype, **planner: Any) -> Model:
-    """Plans every unit once per set of shapes. `planner`: options of `plan_group`."""
+def _is_layer(name: str) -> bool:
+    return name.startswith("decoder.layers.")
+
+
+def _class_of(kind: UnitKind) -> str:
+    """Of the module: units of one class with three or more of them take turns in two slots."""
+    return "TransformerLayer" if _is_layer(kind.names[0]) else kind.names[0]
+
+
+def plan_model(
+    config: GptConfig,
+    num_shards: int,
+    dtype: torch.dtype,
+    slots: Mapping[str, bool] = NO_SLOTS,
+    **planner: Any,
+) -> Model:
+    """Plans every unit once per set of shapes. `slots`: what `slots_wanted` says; `planner`:
+    options of `plan_group`."""
     units: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for unit, fqn, shape in gpt_parameter_listing(config):
         units.setdefault(unit, []).append((fqn, shape))
@@ -164,7 +211,8 @@ def plan_model(config: GptConfig, num_shards: int, dtype: torch.dtype, **planner
             for i, (fqn, shape) in enumerate(units[names[0]])
         ]
         kinds.append(UnitKind(tuple(names), plan_group(specs, num_shards, **planner)))
-    return Model(tuple(kinds), num_shards, next((unit for unit in units if unit != ROOT), ROOT))
+    order = sorted(units, key=lambda unit: unit == ROOT)
+    return Model(tuple(kinds), num_shards, tuple(order), slots)
 
 
 def most_layers(
@@ -311,6 +359,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     for option, meaning in POLICY_OPTIONS.items():
         run.add_argument(flag(option), choices=list(POLICY_DTYPES), help=meaning)
+    for option, meaning in STAGING_OPTIONS.items():
+        run.add_argument(flag(option), action="store_true", help=meaning)
     run.add_argument("--rank", type=int, default=None, help="default: the rank that holds most")
     run.add_argument("--memory-gib", type=float, default=None, help="say what fits in it")
     run.add_argument("--padding-bound", type=float, default=0.01, help="see docs/layout.md")
@@ -374,6 +424,7 @@ def run(given: argparse.Namespace) -> str:
         config_from(options),
         given.data_parallel_size,
         DTYPES[dtype],
+        slots_wanted(given),
         padding_bound=given.padding_bound,
         max_segments=given.max_segments,
     )

@@ -22,7 +22,13 @@ from .identity import Identity, IdentitySwitch, ParamPair, make_pairs
 from .partition import ROOT, UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
-from .staging import AllocateSlots, Slots, UnitStaging, aligned, ordinary_memory, plan_slots
+from .staging import (
+    AllocateSlots,
+    Slots,
+    UnitStaging,
+    ordinary_memory,
+    plan_weights_and_buckets,
+)
 from .unit import Phase, Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
@@ -153,19 +159,17 @@ class FsdpEngine:
         if not any(wanted):
             return None, None
         kinds = [type(plan.module).__name__ for plan in plans]
-        sizes: tuple[list[int], list[int]] = ([], [])
-        for plan in plans:
-            groups = [
-                (key, plan_layout(managed, domains[key.domain], config).total_numel)
-                for key, managed in plan.groups.items()
-            ]
-            sizes[0].append(sum(aligned(numel * key.dtype.itemsize) for key, numel in groups))
-            trained = [numel for key, numel in groups if key.requires_grad]
-            itemsize = config.policy.comm_dtype.itemsize
-            sizes[1].append(sum(aligned(numel * itemsize) for numel in trained))
+        layouts = [
+            [plan_layout(held, domains[key.domain], config) for key, held in plan.groups.items()]
+            for plan in plans
+        ]
         weights, buckets = (
-            Slots(plan_slots(kinds, nbytes), self._allocate_slots) if want else None
-            for want, nbytes in zip(wanted, sizes, strict=True)
+            Slots(slots, self._allocate_slots) if want else None
+            for want, slots in zip(
+                wanted,
+                plan_weights_and_buckets(kinds, layouts, config.policy.comm_dtype),
+                strict=True,
+            )
         )
         return weights, buckets
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_fsdp_adapter.layout.group import GroupLayout
 from megatron_fsdp_adapter.runtime.device import Runtime
 
 from .buffer import FlatBuffer
@@ -67,6 +68,21 @@ def plan_slots(kinds: Sequence[str], nbytes: Sequence[int]) -> SlotPlan:
 
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def plan_weights_and_buckets(
+    kinds: Sequence[str], units: Sequence[Sequence[GroupLayout]], comm: torch.dtype
+) -> tuple[SlotPlan, SlotPlan]:
+    """Slots of gathered weights, and of buckets in `comm`, from the layouts of each unit's groups;
+    `kinds` as for `plan_slots`."""
+    weights = [sum(_in_slot(one, one.specs[0].dtype) for one in unit) for unit in units]
+    trained = [[one for one in unit if one.specs[0].requires_grad] for unit in units]
+    buckets = [sum(_in_slot(one, comm) for one in unit) for unit in trained]
+    return plan_slots(kinds, weights), plan_slots(kinds, buckets)
+
+
+def _in_slot(layout: GroupLayout, dtype: torch.dtype) -> int:
+    return aligned(layout.total_numel * dtype.itemsize)
 
 
 class Slots:

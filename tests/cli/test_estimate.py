@@ -19,7 +19,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_fsdp_adapter.cli.estimate import Model, UnitKind, estimate, main, plan_model
+from megatron_fsdp_adapter.cli.estimate import (
+    NO_SLOTS,
+    Model,
+    UnitKind,
+    estimate,
+    main,
+    plan_model,
+)
 from megatron_fsdp_adapter.cli.gpt import (
     PRESETS,
     GptConfig,
@@ -200,8 +207,39 @@ def test_the_fullest_rank_counts_every_unit() -> None:
         return UnitKind(names, GroupLayout((spec,), (segment,), (placement,), 2, 16))
 
     one, three = kind(("a",), 2, 32), kind(("b", "c", "d"), 1, 0)
-    assert Model((one,), 2, "a").fullest_rank == 1
-    assert Model((one, three), 2, "a").fullest_rank == 0
+    assert Model((one,), 2, ("a",), NO_SLOTS).fullest_rank == 1
+    assert Model((one, three), 2, ("a", "b", "c", "d"), NO_SLOTS).fullest_rank == 0
+
+
+def test_slots_take_the_memory_that_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama-3 8B with copy engines for both held 29.77 GiB on each of 4 GPUs (performance.md).
+    More layers take the same two slots."""
+    words = ["--preset", "llama3-8b", "--data-parallel-size", "4", "--json",
+             "--data-parallel-sharding-strategy", "optim_grads_params"]  # fmt: skip
+    copied = [*words, "--fsdp-copy-engine-all-gather", "--fsdp-copy-engine-reduce-scatter"]
+    found = []
+    for layers in (32, 64):
+        assert main([*copied, "--num-layers", str(layers)]) == 0
+        report = json.loads(capsys.readouterr().out)["strategies"]["optim_grads_params"]
+        found.append(report)
+    assert round(found[0]["between_steps"] / 2**30, 2) == 29.77
+    for kind in ("weight slots", "bucket slots", "received pieces"):
+        assert found[0]["bytes"][kind] == found[1]["bytes"][kind] > 0
+    assert found[0]["gathered_ahead"] == 0
+
+
+@pytest.mark.parametrize("layers", (0, 1, 2, 3, 7))
+@pytest.mark.parametrize("slots", (NO_SLOTS, dict.fromkeys(NO_SLOTS, True)))
+def test_another_number_of_layers_is_another_model(layers: int, slots: dict[str, bool]) -> None:
+    """What `most_layers` asks of a model is what a model with so many layers says."""
+    row, given = STRATEGIES["optim_grads_params"], GptConfig(**{**LLAMA, "num_layers": 3})
+    model = plan_model(given, 2, torch.bfloat16, slots)
+    held = model.bytes_held(row, Precision(), 0, layers)
+    if layers:
+        other = plan_model(GptConfig(**{**LLAMA, "num_layers": layers}), 2, torch.bfloat16, slots)
+        assert held == other.bytes_held(row, Precision(), 0)
+    else:
+        assert sum(held.values()) < sum(model.bytes_held(row, Precision(), 0, 1).values())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

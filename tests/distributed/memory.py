@@ -7,8 +7,9 @@ wrapped ones, and counts each storage once, at its size of the moment.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -76,13 +77,19 @@ def _warm(case: Case, device: torch.device, baseline: Baseline, model: torch.nn.
 
 
 def measure(
-    rank: int, world: int, case: Case, strategy: str, leak: Callable[[Trainer], Any] | None = None
+    rank: int,
+    world: int,
+    case: Case,
+    strategy: str,
+    leak: Callable[[Trainer], Any] | None = None,
+    ddp: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, int]:
-    """Live bytes at the points of two steps. `leak` makes something that must be counted."""
+    """Live bytes at the points of two steps. `leak` makes something that must be counted; `ddp`:
+    fields of the DDP config."""
     device = init_megatron()
     baseline = Baseline()
     trainer = build_trainer(
-        case, strategy, device, change=lambda model: _warm(case, device, baseline, model)
+        case, strategy, device, lambda model: _warm(case, device, baseline, model), ddp
     )
     leaked = leak(trainer) if leak is not None else None
     points = {"wrapped": baseline.live_bytes()}
@@ -102,12 +109,13 @@ def measure(
 
 
 def measure_all(
-    rank: int, world: int, cases: list[Case], strategies: list[str]
+    rank: int, world: int, cases: list[tuple[Case, dict[str, Any]]], strategies: list[str]
 ) -> dict[tuple[int, str], dict[str, int]]:
-    """`measure` of every case (by its number) under every strategy."""
+    """`measure` of every case with its fields of the DDP config (by its number) under every
+    strategy."""
     return {
-        (number, strategy): measure(rank, world, case, strategy)
-        for number, case in enumerate(cases)
+        (number, strategy): measure(rank, world, case, strategy, ddp=ddp)
+        for number, (case, ddp) in enumerate(cases)
         for strategy in strategies
     }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -22,10 +24,17 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.memory import measure_all, measure_leaking
 
 BASE = Case(positions="learned_absolute", microbatches=2)
-CASES = [BASE.but(tied=tied, bf16=bf16) for tied in (False, True) for bf16 in (False, True)]
+SLOTS = {"fsdp_double_buffer": True}
+CASES: list[tuple[Case, dict[str, Any]]] = [
+    *((BASE.but(tied=tied, bf16=bf16), {}) for tied in (False, True) for bf16 in (False, True)),
+    (BASE.but(num_layers=4, bf16=True), SLOTS),
+    (BASE, SLOTS),  # too few layers to take turns
+]
 
 
-def flags(case: Case, world: int, rank: int) -> list[str]:
+def flags(
+    case: Case, world: int, rank: int, ddp: Mapping[str, Any] = MappingProxyType({})
+) -> list[str]:
     """The case on the command line of `estimate`."""
     options = {
         "--num-layers": case.num_layers,
@@ -40,17 +49,24 @@ def flags(case: Case, world: int, rank: int) -> list[str]:
     }
     tied = "--no-" if case.tied else "--"
     words = [str(word) for pair in options.items() for word in pair]
-    return [*words, f"{tied}untie-embeddings-and-output-weights", "--json"]
+    switches = [f"--{name.replace('_', '-')}" for name in ddp]
+    return [*words, f"{tied}untie-embeddings-and-output-weights", *switches, "--json"]
 
 
-def estimated(case: Case, world: int, rank: int, capsys: Any) -> dict[str, Any]:
+def estimated(
+    case: Case,
+    world: int,
+    rank: int,
+    capsys: Any,
+    ddp: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
     capsys.readouterr()
-    assert estimate.main(flags(case, world, rank)) == 0
+    assert estimate.main(flags(case, world, rank, ddp)) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def expected_points(
-    case: Case, strategy: str, world: int, report: dict[str, Any]
+    strategy: str, report: dict[str, Any], ddp: Mapping[str, Any]
 ) -> dict[str, int]:
     held = report["strategies"][strategy]["bytes"]
     lives = {
@@ -60,7 +76,7 @@ def expected_points(
     at_rest, grads = lives[PERSISTENT], lives[BACKWARD_TO_STEP]
     assert at_rest == report["strategies"][strategy]["between_steps"]
     ahead = report["strategies"][strategy]["gathered_ahead"]
-    assert (ahead > 0) == STRATEGIES[strategy].shard_weights
+    assert (ahead > 0) == (STRATEGIES[strategy].shard_weights and not ddp)
     without_state = at_rest - held[OPTIMIZER_STATE]
     return {
         "wrapped": without_state,
@@ -77,14 +93,15 @@ def expected_points(
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_live_bytes_equal_the_formula_and_the_estimate(world, capsys):
-    """Of every rank, for tied and untied weights, in float32 and bfloat16, with Adam's state."""
+    """Of every rank, for tied and untied weights, in float32 and bfloat16, with Adam's state; in
+    fixed slots too."""
     measured = run_ranks(measure_all, world, CASES, list(STRATEGIES), timeout=300)
     for rank, found in enumerate(measured):
-        for number, case in enumerate(CASES):
-            report = estimated(case, world, rank, capsys)
+        for number, (case, ddp) in enumerate(CASES):
+            report = estimated(case, world, rank, capsys, ddp)
             for strategy in STRATEGIES:
-                expected = expected_points(case, strategy, world, report)
-                assert found[number, strategy] == expected, (case, strategy, rank)
+                expected = expected_points(strategy, report, ddp)
+                assert found[number, strategy] == expected, (case, ddp, strategy, rank)
 
 
 def test_strategies_hold_less_the_more_they_shard(capsys):
@@ -98,7 +115,7 @@ def test_bytes_that_should_not_be_there_are_counted():
     clean, leaking = (
         run_ranks(function, 1, *arguments)[0]
         for function, arguments in (
-            (measure_all, ([BASE], ["optim"])), (measure_leaking, (BASE, "optim")),
+            (measure_all, ([(BASE, {})], ["optim"])), (measure_leaking, (BASE, "optim")),
         )
     )  # fmt: skip
     assert {point: count + 1000 for point, count in clean[0, "optim"].items()} == leaking
