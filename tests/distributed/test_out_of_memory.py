@@ -12,7 +12,11 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter import fully_shard_model
+from megatron_fsdp_adapter.config import STRATEGIES, EngineConfig
 from megatron_fsdp_adapter.engine.buffer import FlatBuffer
+from megatron_fsdp_adapter.engine.partition import ROOT
+from megatron_fsdp_adapter.fault_report import memory_plan
+from megatron_fsdp_adapter.layout import ParamSpec, plan_group
 from tests.distributed.launch import run_ranks
 
 WIDTH = 2048
@@ -73,6 +77,26 @@ def _trains_on(model: nn.Module, x: torch.Tensor) -> None:
 def test_the_message_names_buffer_unit_and_plan() -> None:
     """With a real limit of the operating system: in forward, in backward, at construction."""
     run_ranks(_runs_out, 1)
+
+
+def test_the_plan_of_slots() -> None:
+    """Layers alternate between two slots, the last unit (the root) has its own; the largest bucket
+    fits into the room for pieces."""
+    layouts = [
+        plan_group([ParamSpec(0, ("weight",), (rows, 64), torch.bfloat16, True, 64)], 2)
+        for rows in (128, 64, 128, 64)
+    ]
+    units = {name: [(one, 0)] for name, one in zip(("1", "2", "3", ROOT), layouts, strict=True)}
+    row = STRATEGIES["optim_grads_params"]
+    slots = {"weight_slots": True, "bucket_slots": True, "exchange_gradients": True}
+    kinds = ["Linear"] * 3 + ["Sequential"]
+    plan = memory_plan(units, EngineConfig(row, **slots), kinds)
+    big, small = 128 * 64, 64 * 64
+    for line in (f"weight slots: {2 * (2 * big + small)} bytes",
+                 f"bucket slots: {4 * (2 * big + small)} bytes",
+                 f"received pieces: {4 * big} bytes"):  # fmt: skip
+        assert line in plan, plan
+    assert not any("slots" in line for line in memory_plan(units, EngineConfig(row), kinds))
 
 
 def _another_error(rank: int, world: int) -> None:
