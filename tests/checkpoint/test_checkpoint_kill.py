@@ -168,22 +168,27 @@ def _goes_on(root: Path) -> None:
     assert load_checkpoint(root, _state(0, 1, -1))[1]["number"] == 7
 
 
-@pytest.mark.parametrize(
-    ("mode", "trials"),
-    [
-        *((mode, 2) for mode in MODES),
-        *(pytest.param(mode, 20, marks=pytest.mark.full) for mode in MODES),
-    ],
-)
-def test_a_kill_at_any_moment_loses_nothing(
-    one_rank: None, tmp_path: Path, mode: str, trials: int
-) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_kill_at_any_moment_loses_nothing(one_rank: None, tmp_path: Path, mode: str) -> None:
     """Each trial: a run of two processes, killed in its third save or later."""
-    found = [_kill(mode, number, tmp_path / f"{number}") for number in range(trials)]
-    print(f"{mode}: {found.count('during')} of {trials} kills hit a save")
-    assert trials < 20 or found.count("during") >= trials // 4, found
-    for number in range(0, trials, 5):
-        _goes_on(tmp_path / f"{number}")
+    for number in range(2):
+        _kill(mode, number, tmp_path / f"{number}")
+    _goes_on(tmp_path / "0")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
+def test_20_kills_in_the_middle_of_a_save_lose_nothing(
+    one_rank: None, tmp_path: Path, mode: str
+) -> None:
+    """As many trials as it takes until 20 of them left half a save; the others count too."""
+    found: list[str] = []
+    while found.count("during") < 20:
+        assert len(found) < 120, found
+        found.append(_kill(mode, len(found), tmp_path / f"{len(found)}"))
+        if len(found) % 5 == 1:
+            _goes_on(tmp_path / f"{len(found) - 1}")
+    print(f"{mode}: 20 of {len(found)} kills hit a save")
 
 
 def test_without_our_writer_a_kill_does_lose_the_name(tmp_path: Path, one_rank: None) -> None:
