@@ -45,6 +45,8 @@ training=(--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --min-lr 1e-4
 # and fp32 training is to agree in every digit. With several, sums of microbatches and of ranks are
 # taken in another order.
 exact=(--deterministic-mode --global-batch-size 4 --clip-grad 1000)
+# Without kernels that a compiler makes, so that a difference of the first row can be told apart.
+plain=("${exact[@]}" --no-bias-swiglu-fusion --no-rope-fusion --no-bias-dropout-fusion)
 moe=(--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 512
   --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none)
 
@@ -87,6 +89,8 @@ ours zero3_resumed "${exact[@]}" --bf16 --load "$work/ck" &
 stock ddp_accumulate --deterministic-mode &
 ours zero3_accumulate --deterministic-mode &
 ours zero3_fused "${exact[@]}" --bf16 &
+stock ddp_plain "${plain[@]}" &
+ours zero3_plain "${plain[@]}" &
 ours zero3_recompute "${exact[@]}" --bf16 --recompute-granularity full --recompute-method uniform \
   --recompute-num-layers 1 &
 wait
@@ -96,6 +100,7 @@ failed=0
 {
   compare ddp_fp32 zero3_fp32 || failed=1
   compare ddp_fp32 zero1_fp32 || failed=1
+  compare ddp_plain zero3_plain || failed=1
   compare tp_ddp tp_zero3 || failed=1
   compare ddp_accumulate zero3_accumulate --tolerance 0.002 || failed=1
   compare zero3_bf16 zero3_resumed --from-iteration 8 || failed=1
