@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fsdp_adapter.config import STRATEGIES
 from megatron_fsdp_adapter.engine.direct import GradWriter
 from tests.engine.engine_cases import HIDDEN, Exploded, Net, Setup, microbatch
 
@@ -261,6 +262,13 @@ RARE = ("fused_recompute", "fused_two_domains", "slots_far_prefetch", "slots_exc
         "slots_fused", "slots_recompute", "slots_two_domains")  # fmt: skip
 
 
-def variants(names: Iterable[str] = tuple(VARIANTS)) -> list[Any]:
-    """Parameters of a test: each variant; combinations of two options only with --full."""
-    return [pytest.param(n, marks=pytest.mark.full) if n in RARE else n for n in names]
+def variant_cells(names: Iterable[str]) -> list[Any]:
+    """Parameters (strategy, variant) of a test: each variant under each strategy that has it;
+    combinations of two options only with --full."""
+    return [
+        pytest.param(strategy, name, marks=pytest.mark.full if name in RARE else ())
+        for name in names
+        for strategy, row in STRATEGIES.items()
+        # Copy engines carry gradients to where they are sharded, nowhere else.
+        if row.shard_grads or not VARIANTS[name].get("exchange")
+    ]
