@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from tests.distributed.launch import run_ranks
 
 WIDTH = 2048
 """A weight of this width squared has 16 MiB, more than the room that is left."""
+M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h."""
 
 
 @contextmanager
@@ -48,7 +51,14 @@ def _fails(run: Any, *said: str) -> None:
         assert text in str(caught.value), (text, str(caught.value))
 
 
+def _give_back_at_once() -> None:
+    """From now on the C library keeps nothing of 1 MiB or more that was freed, whose reuse no limit
+    would see: by default it learns to, from the first large block on."""
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20) == 1
+
+
 def _runs_out(rank: int, world: int) -> None:
+    _give_back_at_once()
     model = fully_shard_model(_model(), fsdp_unit_modules=[nn.Linear])
     x = torch.ones(3, 4)
     _fails(lambda: model(x), "rank 0: no memory for the gathered weights of unit 1 (0.016 GiB")
