@@ -27,7 +27,7 @@ from .engine.hooks import in_backward
 from .engine.partition import ROOT, UnitPlan
 from .late_collectives import LaunchLog
 from .layout.group import GroupLayout
-from .memory import Precision, fixed_bytes, group_bytes, model_bytes, with_fixed
+from .memory import Precision, group_bytes, model_bytes, with_slots
 from .runtime.comm import Communicator, Pair
 from .topology import ShardDomain
 
@@ -174,7 +174,8 @@ def memory_plan(units: Layouts, config: EngineConfig, kinds: Sequence[str]) -> l
         for name, groups in units.items()
     }
     root = held.pop(ROOT)
-    fixed = fixed_bytes(
+    totals = with_slots(
+        model_bytes(root, list(held.values())),
         kinds,
         [[layout for layout, _ in groups] for groups in units.values()],
         config.strategy,
@@ -183,7 +184,6 @@ def memory_plan(units: Layouts, config: EngineConfig, kinds: Sequence[str]) -> l
         bucket_slots=config.bucket_slots,
         exchange_gradients=config.exchange_gradients,
     )
-    totals = with_fixed(model_bytes(root, list(held.values())), fixed)
     lines = [f"{kind}: {_size(nbytes)}" for kind, nbytes in totals.items()]
     return [*lines, f"together: {_size(sum(totals.values()))}"]
 

@@ -148,17 +148,8 @@ def model_bytes(root: Mapping[str, int], units: Sequence[Mapping[str, int]]) -> 
     return totals
 
 
-@dataclass(frozen=True)
-class FixedBytes:
-    """Bytes of the memory that transient buffers use in turn, for life; None where they come and
-    go. weights, buckets: of their slots; pieces: of what copy engines bring for a sum."""
-
-    weights: int | None = None
-    buckets: int | None = None
-    pieces: int | None = None
-
-
-def fixed_bytes(
+def with_slots(
+    held: Mapping[str, int],
     kinds: Sequence[str],
     units: Sequence[Sequence[GroupLayout]],
     strategy: StrategyRow,
@@ -167,32 +158,22 @@ def fixed_bytes(
     weight_slots: bool,
     bucket_slots: bool,
     exchange_gradients: bool,
-) -> FixedBytes:
-    """What slots take, without making them; the switches are those of `EngineConfig`."""
+) -> dict[str, int]:
+    """`model_bytes` with slots in place of the transient buffers that are in them.
+
+    kinds, units: class of each unit's module, and layouts of its groups, in order; the switches
+    are those of `EngineConfig`. What float32 sums add to a bucket is in no slot, and not counted.
+    """
     weights, buckets = plan_weights_and_buckets(kinds, units, comm)
-    trained = [one for unit in units for one in unit if one.specs[0].requires_grad]
-    pieces = max((one.total_numel * comm.itemsize for one in trained), default=0)
-    return FixedBytes(
-        sum(weights.nbytes) if weight_slots and strategy.shard_weights else None,
-        sum(buckets.nbytes) if bucket_slots and strategy.shard_grads else None,
-        pieces if exchange_gradients and strategy.shard_grads else None,
-    )
-
-
-def with_fixed(held: Mapping[str, int], fixed: FixedBytes) -> dict[str, int]:
-    """`model_bytes` with slots in place of the buffers that are in them, as far as there are any
-    of those; what sums add to a bucket is in no slot and goes with it."""
-    rows = (
-        (GATHERED_WEIGHTS, WEIGHT_SLOTS, fixed.weights),
-        (REDUCE_BUCKET, BUCKET_SLOTS, fixed.buckets),
-    )
     totals = dict(held)
-    for transient, slots, nbytes in rows:
-        if transient in totals and nbytes is not None:
-            del totals[transient]
-            totals[slots] = nbytes
-    if fixed.pieces is not None:
-        totals[RECEIVED_PIECES] = fixed.pieces
+    if weight_slots and totals.pop(GATHERED_WEIGHTS, None) is not None:
+        totals[WEIGHT_SLOTS] = sum(weights.nbytes)
+    if bucket_slots and strategy.shard_grads and totals.pop(REDUCE_BUCKET, None) is not None:
+        totals[BUCKET_SLOTS] = sum(buckets.nbytes)
+    if exchange_gradients and strategy.shard_grads:
+        trained = [one for unit in units for one in unit if one.specs[0].requires_grad]
+        pieces = (one.total_numel * comm.itemsize for one in trained)
+        totals[RECEIVED_PIECES] = max(pieces, default=0)
     return totals
 
 

@@ -25,11 +25,10 @@ from megatron_fsdp_adapter.memory import (
     LIFE,
     Precision,
     bytes_between_steps,
-    fixed_bytes,
     held_by_rank,
     model_bytes,
     unit_bytes,
-    with_fixed,
+    with_slots,
 )
 from megatron_fsdp_adapter.staging_options import slots_wanted
 
@@ -147,14 +146,14 @@ class Model:
         every = self.units(num_layers)
         held = {id(k): unit_bytes([k.layout], strategy, precision, rank) for k in self.kinds}
         *units, root = [held[id(kind)] for kind in every]
-        fixed = fixed_bytes(
+        return with_slots(
+            model_bytes(root, units),
             [_class_of(kind) for kind in every],
             [[kind.layout] for kind in every],
             strategy,
             precision.comm,
             **self.slots,
         )
-        return with_fixed(model_bytes(root, units), fixed)
 
     def units(self, num_layers: int | None = None) -> list[UnitKind]:
         """The kind of each unit in order, the root unit last."""

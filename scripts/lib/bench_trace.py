@@ -158,9 +158,10 @@ def _part_of(event: Mapping[str, Any], marks: Sequence[tuple[float, Any]]) -> st
 
 def time_budget_text(name: str, parts: Mapping[str, float]) -> str:
     """One line."""
-    listed = " + ".join(f"{part} {value:.1f}" for part, value in parts.items())
-    listed = listed.replace("+ at once -", "- at once ")
-    return f"{name}: {sum(parts.values()):.1f} ms = {listed}"
+    listed = "".join(
+        f" {'-' if value < 0 else '+'} {part} {abs(value):.1f}" for part, value in parts.items()
+    )
+    return f"{name}: {sum(parts.values()):.1f} ms = {listed.removeprefix(' + ')}"
 
 
 WORK = {
