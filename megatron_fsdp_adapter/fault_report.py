@@ -126,9 +126,9 @@ class NamedCommunicator(Communicator):
         return self._named(REDUCE, pairs[0][1], partial(super().reduce_scatter, pairs))
 
     def reduce_scatter_by_exchange(
-        self, pairs: Sequence[Pair], memory: torch.Tensor | None = None, mean: bool = False
+        self, pairs: Sequence[Pair], *options: Any
     ) -> list[Any]:
-        run = partial(super().reduce_scatter_by_exchange, pairs, memory, mean)
+        run = partial(super().reduce_scatter_by_exchange, pairs, *options)
         return self._named(REDUCE, pairs[0][1], run)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -166,9 +166,7 @@ def memory_plan(units: Layouts, config: EngineConfig, kinds: Sequence[str]) -> l
     """Most bytes of each kind that this rank holds at one time, one kind a line. kinds: the class
     of each unit's module, in order."""
     policy = config.policy
-    precision = Precision(
-        policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype, config.fp32_accumulation
-    )
+    precision = Precision(policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype)
     held = {
         name: _summed([group_bytes(lay, config.strategy, precision, rank) for lay, rank in groups])
         for name, groups in units.items()
@@ -183,6 +181,7 @@ def memory_plan(units: Layouts, config: EngineConfig, kinds: Sequence[str]) -> l
         weight_slots=config.weight_slots,
         bucket_slots=config.bucket_slots,
         exchange_gradients=config.exchange_gradients,
+        keep_weight_shards=config.keep_weight_shards,
     )
     lines = [f"{kind}: {_size(nbytes)}" for kind, nbytes in totals.items()]
     return [*lines, f"together: {_size(sum(totals.values()))}"]
@@ -314,6 +313,4 @@ def _transient_buffers(group: ParamGroup) -> dict[str, torch.Tensor]:
     if group.key.requires_grad:
         found["the main gradients"] = group.grad.tensor
         found["the reduce bucket"] = group.bucket.tensor
-        if group.sums is not None:
-            found["the fp32 sums of a reduction"] = group.sums.tensor
     return found

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from .engine.staging import plan_weights_and_buckets
+from .engine.staging import aligned, plan_weights_and_buckets
 from .layout.group import GroupLayout
 
 COMPUTE_WEIGHTS = "compute weights"
@@ -24,6 +24,7 @@ REDUCE_BUCKET = "reduce bucket"
 WEIGHT_SLOTS = "weight slots"
 BUCKET_SLOTS = "bucket slots"
 RECEIVED_PIECES = "received pieces"
+WEIGHT_SHARDS = "weight shards"
 
 PERSISTENT = "persistent"
 BACKWARD_TO_STEP = "backward to optimizer step"
@@ -40,6 +41,7 @@ LIFE: Mapping[str, str] = {
     WEIGHT_SLOTS: PERSISTENT,
     BUCKET_SLOTS: PERSISTENT,
     RECEIVED_PIECES: PERSISTENT,
+    WEIGHT_SHARDS: PERSISTENT,
 }
 """How long each kind lives. Between steps, gradients zeroed, only the persistent kinds exist."""
 
@@ -65,15 +67,13 @@ class Precision:
     """What is kept beside the compute weights, whose dtype is the group's.
 
     main: dtype of the weights that the optimizer updates, None for the compute dtype; grad: dtype
-    in which gradients accumulate; comm: dtype in which they are reduced; fp32_accumulation: sums
-    are made in fp32 of what was received; state_bytes: optimizer state per element (Adam: two
-    fp32 moments).
+    in which gradients accumulate; comm: dtype in which they are reduced; state_bytes: optimizer
+    state per element (Adam: two fp32 moments).
     """
 
     main: torch.dtype | None = torch.float32
     grad: torch.dtype = torch.float32
     comm: torch.dtype = torch.float32
-    fp32_accumulation: bool = False
     state_bytes: int = 8
 
     def __post_init__(self) -> None:
@@ -119,8 +119,6 @@ def group_bytes(
     )
     if row.shard_grads or precision.comm != precision.grad:
         held[REDUCE_BUCKET] = total * precision.comm.itemsize
-    if precision.fp32_accumulation:
-        held[REDUCE_BUCKET] += shard * torch.float32.itemsize
     elements = held_numel(layout, rank) if row.shard_main else layout.item_numel
     held[OPTIMIZER_STATE] = elements * precision.state_bytes
     return held
@@ -158,11 +156,13 @@ def with_slots(
     weight_slots: bool,
     bucket_slots: bool,
     exchange_gradients: bool,
+    keep_weight_shards: bool,
 ) -> dict[str, int]:
-    """`model_bytes` with slots in place of the transient buffers that are in them.
+    """`model_bytes` with slots in place of the transient buffers that are in them, and with what
+    is kept besides.
 
     kinds, units: class of each unit's module, and layouts of its groups, in order; the switches
-    are those of `EngineConfig`. What float32 sums add to a bucket is in no slot, and not counted.
+    are those of `EngineConfig`.
     """
     weights, buckets = plan_weights_and_buckets(kinds, units, comm)
     totals = dict(held)
@@ -174,6 +174,9 @@ def with_slots(
         trained = [one for unit in units for one in unit if one.specs[0].requires_grad]
         pieces = (one.total_numel * comm.itemsize for one in trained)
         totals[RECEIVED_PIECES] = max(pieces, default=0)
+    if keep_weight_shards and strategy.shard_weights:
+        shards = [one.shard_numel * one.specs[0].dtype.itemsize for unit in units for one in unit]
+        totals[WEIGHT_SHARDS] = sum(map(aligned, shards) if weight_slots else shards)
     return totals
 
 

@@ -45,8 +45,6 @@ training=(--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --min-lr 1e-4
 # and fp32 training is to agree in every digit. With several, sums of microbatches and of ranks are
 # taken in another order.
 exact=(--deterministic-mode --global-batch-size 4 --clip-grad 1000)
-# Without kernels that a compiler makes, so that a difference of the first row can be told apart.
-plain=("${exact[@]}" --no-bias-swiglu-fusion --no-rope-fusion --no-bias-dropout-fusion)
 moe=(--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 512
   --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none)
 
@@ -54,18 +52,23 @@ moe=(--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-siz
 . scripts/lib/ranks.sh
 export RANKS PYTHON
 
-train() { # train NAME COMMAND... : both training scripts have the same arguments after COMMAND
-  local name=$1 started=$SECONDS status=0 fusion=(--no-gradient-accumulation-fusion)
+train() { # train NAME COMMAND... : with a row's own arguments last in COMMAND, where they win
+  local name=$1 started=$SECONDS status=0
   shift
-  [[ $name == *_fused ]] && fusion=() # stock layers would need apex for it
   (cd "$work" && timeout --kill-after=5 "$LIMIT" bash -c 'ranks "$@"' train "$@" \
-    "${model[@]}" "${training[@]}" "${fusion[@]}" --data-cache-path "$work/cache_$name") \
-    > "$out/$name.log" 2>&1 || status=$?
+    --data-cache-path "$work/cache_$name") > "$out/$name.log" 2>&1 || status=$?
   echo "$name status $status $((SECONDS - started)) s" | tee -a "$out/status.txt"
 }
-stock() { train "$1" "$PYTHON" pretrain_gpt.py --use-distributed-optimizer "${@:2}"; }
+unfused=(--no-gradient-accumulation-fusion) # stock layers would need apex for it
+stock() {
+  train "$1" "$PYTHON" pretrain_gpt.py --use-distributed-optimizer \
+    "${model[@]}" "${training[@]}" "${unfused[@]}" "${@:2}"
+}
 ours() {
-  train "$1" "$PYTHON" -m megatron_fsdp_adapter "$work/pretrain_gpt.py" --use-megatron-fsdp "${@:2}"
+  local fusion=("${unfused[@]}")
+  [[ $1 == *_fused ]] && fusion=()
+  train "$1" "$PYTHON" -m megatron_fsdp_adapter "$work/pretrain_gpt.py" --use-megatron-fsdp \
+    "${model[@]}" "${training[@]}" "${fusion[@]}" "${@:2}"
 }
 compare() { "$PYTHON" tests/integration/lm_log.py "$out/$1.log" "$out/$2.log" "${@:3}"; }
 
@@ -89,8 +92,6 @@ ours zero3_resumed "${exact[@]}" --bf16 --load "$work/ck" &
 stock ddp_accumulate --deterministic-mode &
 ours zero3_accumulate --deterministic-mode &
 ours zero3_fused "${exact[@]}" --bf16 &
-stock ddp_plain "${plain[@]}" &
-ours zero3_plain "${plain[@]}" &
 ours zero3_recompute "${exact[@]}" --bf16 --recompute-granularity full --recompute-method uniform \
   --recompute-num-layers 1 &
 wait
@@ -100,12 +101,11 @@ failed=0
 {
   compare ddp_fp32 zero3_fp32 || failed=1
   compare ddp_fp32 zero1_fp32 || failed=1
-  compare ddp_plain zero3_plain || failed=1
   compare tp_ddp tp_zero3 || failed=1
   compare ddp_accumulate zero3_accumulate --tolerance 0.002 || failed=1
   compare zero3_bf16 zero3_resumed --from-iteration 8 || failed=1
   compare zero3_bf16 zero3_recompute || failed=1
-  compare ddp_bf16 zero3_bf16 --tolerance 0.005 || failed=1
+  compare ddp_bf16 zero3_bf16 || failed=1
   compare ddp_bf16 zero3_fused --tolerance 0.01 || failed=1
   compare moe_ddp moe_zero3 --tolerance 0.02 || failed=1
 } | tee "$out/verdict.txt"

@@ -24,8 +24,10 @@ from .prefetch import BACKWARD, FORWARD, PrefetchOrder
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
 from .staging import (
     AllocateSlots,
+    SlotPlan,
     Slots,
     UnitStaging,
+    aligned,
     ordinary_memory,
     plan_weights_and_buckets,
 )
@@ -127,11 +129,11 @@ class FsdpEngine:
     ) -> list[Unit]:
         """Builds one unit at a time and reshards it at once, so that initialisation needs no more
         than the shards and one unit beside the module's own weights."""
-        weights, buckets = self._make_slots(plans, domains)
+        slots = self._make_slots(plans, domains)
         units = []
         for ordinal, plan in enumerate(plans):
             make_ready(plan)
-            staging = UnitStaging(self.runtime, ordinal, weights, buckets)
+            staging = UnitStaging(self.runtime, ordinal, *slots)
             groups = [
                 ParamGroup(
                     f"{plan.name}/{key.domain}", key, managed, domains[key.domain], self.config,
@@ -149,15 +151,16 @@ class FsdpEngine:
 
     def _make_slots(
         self, plans: list[UnitPlan], domains: Mapping[str, ShardDomain]
-    ) -> tuple[Slots | None, Slots | None]:
-        """Of weights and of buckets, as far as both are transient and slots are asked for."""
+    ) -> tuple[Slots | None, Slots | None, Slots | None]:
+        """Of weights and of buckets, as far as both are transient and slots are asked for; of kept
+        shards of weights, where there are those too."""
         config, strategy = self.config, self.config.strategy
         wanted = (
             config.weight_slots and strategy.shard_weights,
             config.bucket_slots and strategy.shard_grads,
         )
         if not any(wanted):
-            return None, None
+            return None, None, None
         kinds = [type(plan.module).__name__ for plan in plans]
         layouts = [
             [plan_layout(held, domains[key.domain], config) for key, held in plan.groups.items()]
@@ -171,7 +174,14 @@ class FsdpEngine:
                 strict=True,
             )
         )
-        return weights, buckets
+        if not (wanted[0] and (config.keep_weight_shards or config.shard_outer)):
+            return weights, buckets, None
+        kept = [
+            aligned(one.with_shards(domains[key.domain].axis.size).shard_numel * key.dtype.itemsize)
+            for plan, unit in zip(plans, layouts, strict=True)
+            for key, one in zip(plan.groups, unit, strict=True)
+        ]
+        return weights, buckets, Slots(SlotPlan((0,), (sum(kept),)), self._allocate_slots)
 
     def _memory_of_exchanges(self) -> torch.Tensor | None:
         """Room for the largest bucket, used by one reduction after the other."""

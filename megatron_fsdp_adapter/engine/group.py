@@ -14,8 +14,9 @@ of that. `bucket` is in the communication dtype, `grad` in the main-gradient dty
 
 * A full, transient copy where the two dtypes differ: made for the reduction, freed after it.
 
-With an outer axis that splits shards again, "shard" of `main` is a part of the shard elsewhere, and
-optim_grads_params keeps its shard of the compute weights (`inner_weight`) between steps.
+With an outer axis that splits shards again, "shard" of `main` is a part of the shard elsewhere.
+There, and with `keep_weight_shards`, optim_grads_params keeps its shard of the compute weights
+(`inner_weight`) between steps.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class ParamGroup:
         bucket_items, bucket_gaps, collected_segments: full-size views that backward's gradients
             are written to, what lies between them, and all of `collected`; direct: those items
             that modules write by themselves.
-        bucket_segments, results: what is communicated, and where `inner` of it is left: in the
-            bucket, or in `sums` if those are float32 and the bucket is not.
+        bucket_segments, results: what is communicated, and `inner` of it, where a reduction that
+            does not end in the main gradients leaves what comes out.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class ParamGroup:
         self._set_parts()
         self.grad_state = GradState.EMPTY
         with torch.no_grad():
-            self._build_weights(runtime)
+            self._build_weights()
             self._build_main(runtime)
             if key.requires_grad:
                 self._build_grads(runtime)
@@ -117,7 +118,13 @@ class ParamGroup:
         """Whether the main weights are a slice of the kept compute weights."""
         return self.main_dtype == self.key.dtype and not self.config.strategy.shard_weights
 
-    def _build_weights(self, runtime: Runtime) -> None:
+    @property
+    def keeps_shard(self) -> bool:
+        """Whether this rank's shard of sharded compute weights has memory of its own."""
+        kept = self.splits_outer or self.config.keep_weight_shards
+        return kept and self.config.strategy.shard_weights
+
+    def _build_weights(self) -> None:
         self.weight = self.staging.weight(self.layout.total_numel, self.key.dtype)
         self.weight_items = self._full_items(self.weight)
         for param, view in zip(self.params, self.weight_items, strict=True):
@@ -125,11 +132,10 @@ class ParamGroup:
             param.data = view
         inner = segments_in(self.weight, self.full, self.inner)
         self.inner_weight, stored = self.weight, self.full
-        if self.splits_outer and self.config.strategy.shard_weights:
-            # Kept, so that the outer axis is gathered once a step and not at every use: it is the
-            # slow network. Costs one shard in the compute dtype.
+        if self.keeps_shard:
+            # So the outer axis, the slow network, is gathered once a step and not at every use.
             stored = self.inner
-            self.inner_weight = FlatBuffer(stored.layout.shard_numel, self.key.dtype, runtime)
+            self.inner_weight = self.staging.shard(stored.layout.shard_numel, self.key.dtype)
             kept = segments_in(self.inner_weight, stored, self.inner)
             torch._foreach_copy_(kept, inner)
             inner = kept
@@ -171,10 +177,6 @@ class ParamGroup:
         self.collected_segments = segments_in(self.collected, self.full, self.full)
         self.bucket_segments = segments_in(self.bucket, self.full, self.full)
         self.results = segments_in(self.bucket, self.full, self.inner)
-        self.sums = None
-        if self.config.fp32_accumulation:
-            self.sums = FlatBuffer(self.inner.layout.shard_numel, torch.float32, runtime)
-            self.results = segments_in(self.sums, self.inner, self.inner)
         self._release_grads()
 
     @property
@@ -182,20 +184,16 @@ class ParamGroup:
         return self.bucket is not self.grad
 
     def fill_bucket(self) -> None:
-        """Makes ready what is communicated, and room for what comes out of it. The bucket is
-        filled already, unless gradients are kept in another dtype."""
+        """Makes ready what is communicated: that is done, unless gradients are kept in another
+        dtype."""
         self.bucket.allocate()
         if self.bucket is not self.collected:
             torch._foreach_copy_(self.bucket_segments, self.collected_segments)
-        if self.sums is not None:
-            self.sums.allocate()
 
     def release_bucket(self) -> None:
         """Gives back what only a reduction needs."""
         if self.has_transient_bucket:
             self.bucket.release()
-        if self.sums is not None:
-            self.sums.release()
 
     def _release_grads(self) -> None:
         self.release_bucket()

@@ -222,7 +222,7 @@ class ReducePipeline:
 
     def _communicate(self, groups: Sequence[ParamGroup], first: Sequence[bool]) -> list[Any]:
         """Launches the reductions; `first` tells whose gradient shards hold nothing yet."""
-        landing = {id(g): self._lands(g, new) for g, new in zip(groups, first, strict=True)}
+        is_first = {id(group): new for group, new in zip(groups, first, strict=True)}
         works = []
         for domain, mine in largest_domain_first(groups):
             communicator = self.communicators[domain]
@@ -230,32 +230,31 @@ class ReducePipeline:
             if not self.config.strategy.shard_main:
                 works += communicator.all_reduce(segments)
                 continue
-            results = [
-                result
-                for group in mine
-                for result in (group.grad_segments if landing[id(group)] else group.results)
-            ]
-            pairs = list(zip(results, segments, strict=True))
             if self._exchanges:
-                mean = self._means(mine[0])
-                works += communicator.reduce_scatter_by_exchange(pairs, self._received, mean)
-            else:
-                works += communicator.reduce_scatter(pairs)
+                for group in mine:
+                    works += communicator.reduce_scatter_by_exchange(
+                        list(zip(group.grad_segments, group.bucket_segments, strict=True)),
+                        self._received, self._scale_after(group), not is_first[id(group)],
+                    )  # fmt: skip
+                continue
+            results = []
+            for group in mine:
+                lands = self._lands(group, is_first[id(group)])
+                results += group.grad_segments if lands else group.results
+            works += communicator.reduce_scatter(list(zip(results, segments, strict=True)))
         return works
 
     @property
     def _exchanges(self) -> bool:
-        """Whether gradients are summed by this package, after an all-to-all."""
+        """Whether gradients are summed by this package, after an all-to-all: then sum, scale and
+        addition to the main gradients are one pass."""
         return self.config.fp32_accumulation or self.config.exchange_gradients
 
-    def _means(self, group: ParamGroup) -> bool:
-        """Whether the exchange averages, which is its sum and its scaling in one pass."""
-        size = self.communicators[group.key.domain].size
-        averages = not self.config.scale_before_sum and group.domain.grad_scale == 1 / size
-        return self._exchanges and self.config.strategy.shard_main and averages and size > 1
+    def _scale_after(self, group: ParamGroup) -> float:
+        return 1.0 if self.config.scale_before_sum else group.domain.grad_scale
 
     def _lands(self, group: ParamGroup, is_first: bool) -> bool:
-        """Whether a reduction writes into the gradient shard by itself."""
+        """Whether a reduce-scatter writes into the gradient shard by itself."""
         same_dtype = group.results[0].dtype == group.grad_segments[0].dtype
         sharded = self.config.strategy.shard_main and group.has_transient_bucket
         return sharded and is_first and same_dtype
@@ -263,9 +262,10 @@ class ReducePipeline:
     def _land(self, groups: Sequence[ParamGroup], first: Sequence[bool]) -> None:
         """Scales what was reduced, and puts or adds it to the main gradients where the reduction
         has not done that by itself."""
+        if self._exchanges:
+            return
         for group, is_first in zip(groups, first, strict=True):
-            scaled = self.config.scale_before_sum or self._means(group)
-            scale = 1.0 if scaled else group.domain.grad_scale
+            scale = self._scale_after(group)
             shards, lands = group.grad_segments, self._lands(group, is_first)
             results = shards if lands else group.results
             wider = results[0].element_size() > shards[0].element_size()

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from .sums import SumsOfReceived
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -55,23 +57,6 @@ def capabilities_of(group: dist.ProcessGroup, device: torch.device) -> Capabilit
     )
 
 
-@dataclass(frozen=True)
-class SumsOfReceived:
-    """A handle that adds up what the ranks sent, one row each, when it is waited for. `work` is
-    the exchange, None where the current stream orders it; `mean` divides by the number of rows."""
-
-    work: Any
-    received: torch.Tensor
-    output: torch.Tensor
-    mean: bool = False
-
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-        add_up = torch.mean if self.mean else torch.sum
-        add_up(self.received, dim=0, dtype=self.output.dtype, out=self.output)
-
-
 class Communicator:
     """Flat collectives of one group.
 
@@ -99,27 +84,34 @@ class Communicator:
         return self._launch(pairs, self._reduce_scatter_one)
 
     def reduce_scatter_by_exchange(
-        self, pairs: Sequence[Pair], memory: torch.Tensor | None = None, mean: bool = False
+        self,
+        pairs: Sequence[Pair],
+        memory: torch.Tensor | None = None,
+        scale: float = 1.0,
+        accumulate: bool = False,
     ) -> list[Any]:
-        """Sums, or means, in the outputs' dtype of what travels in the inputs'. Each pair is
-        (output of n elements, input of n * size elements); the output may be a slice of the input.
+        """Sums in float32 of what travels in the inputs' dtype, times `scale`. Each pair is
+        (output of n elements, input of n * size elements) that do not overlap. accumulate: the
+        outputs have values, to which is added.
 
         Every rank gets its slice of all inputs by an all-to-all, which puts as many bytes on the
         wire as a ring reduce-scatter of the inputs, and adds them up itself, in the order of the
         ranks. One launch each: all-to-alls do not coalesce. memory: uint8, for what is received, of
         each pair in turn; used where the current stream orders the exchanges.
         """
-        if self.size == 1:
-            return self._launch(pairs, self._reduce_scatter_one)
         works = []
-        ordered = self.capabilities.stream_ordered
+        ordered = self.capabilities.stream_ordered or self.size == 1
         for output, source in pairs:
-            if ordered and memory is not None:
-                received = memory[: source.nbytes].view(source.dtype)
-            else:
-                received = torch.empty_like(source)
-            work = dist.all_to_all_single(received, source, group=self.group, async_op=not ordered)
-            sums = SumsOfReceived(work, received.view(self.size, -1), output, mean)
+            received, work = source, None
+            if self.size > 1:
+                if ordered and memory is not None:
+                    received = memory[: source.nbytes].view(source.dtype)
+                else:
+                    received = torch.empty_like(source)
+                work = dist.all_to_all_single(
+                    received, source, group=self.group, async_op=not ordered
+                )
+            sums = SumsOfReceived(work, received.view(self.size, -1), output, scale, accumulate)
             if ordered:
                 sums.wait()
             else:

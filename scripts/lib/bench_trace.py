@@ -171,7 +171,7 @@ WORK = {
     "norm": ("l2norm", "lpnorm"),
     "scaling": ("binaryopscalarfunctor", "scalefunctor"),
     "casts and copies": ("copyfunctor", "memcpy dtod"),
-    "sums": ("reduce_kernel",),
+    "sums": ("reduce_kernel", "_sum_rows"),
     "clearing": ("zerofunctor", "memset"),
 }
 """What kernels do, by words of their names; the first that fits. All others are "rest"."""

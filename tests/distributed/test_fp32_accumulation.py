@@ -65,7 +65,7 @@ def _errors(rank: int, world: int) -> dict[str, Any]:
         high = torch.empty(NUMEL)
         _run(communicator.reduce_scatter_by_exchange([(high, grads)]))
     average = torch.empty(NUMEL)
-    _run(communicator.reduce_scatter_by_exchange([(average, grads)], mean=True))
+    _run(communicator.reduce_scatter_by_exchange([(average, grads)], scale=1 / world))
     everyone = [torch.empty_like(grads) for _ in range(world)]
     dist.all_gather(everyone, grads)
     received = torch.stack([other.view(world, -1)[rank] for other in everyone])

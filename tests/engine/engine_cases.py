@@ -82,12 +82,12 @@ class PretendCommunicator:
         return []
 
     def reduce_scatter_by_exchange(
-        self, pairs: Any, memory: Any = None, mean: bool = False
+        self, pairs: Any, memory: Any = None, scale: float = 1.0, accumulate: bool = False
     ) -> list[Any]:
         self.report("reduce_scatter_by_exchange", [pair[1] for pair in pairs])
         for output, full in pairs:
-            factor = 1 if mean else self.size
-            output.copy_(full.chunk(self.size)[self.rank].float() * factor)
+            total = full.chunk(self.size)[self.rank].float() * (self.size * scale)
+            output.copy_(output.float() + total if accumulate else total)
         return []
 
     def all_reduce(self, tensors: Any) -> list[Any]:
@@ -121,11 +121,9 @@ class LateCommunicator(PretendCommunicator):
     def reduce_scatter(self, pairs: Any) -> list[Any]:
         return [Work(lambda: super(LateCommunicator, self).reduce_scatter(pairs))]
 
-    def reduce_scatter_by_exchange(
-        self, pairs: Any, memory: Any = None, mean: bool = False
-    ) -> list[Any]:
+    def reduce_scatter_by_exchange(self, pairs: Any, *options: Any) -> list[Any]:
         late = super().reduce_scatter_by_exchange
-        return [Work(lambda: late(pairs, memory, mean))]
+        return [Work(lambda: late(pairs, *options))]
 
     def all_reduce(self, tensors: Any) -> list[Any]:
         return [Work(lambda: super(LateCommunicator, self).all_reduce(tensors))]
@@ -164,6 +162,7 @@ class Setup:
     main_params: torch.dtype | None = torch.float32
     main_grads: torch.dtype | None = None
     fp32_accumulation: bool = False
+    keep_shards: bool = False
     scale_before_sum: bool = False
 
     def but(self, **changes: Any) -> Setup:
@@ -183,6 +182,7 @@ class Setup:
             bucket_slots=self.slots,
             exchange_gradients=self.exchange,
             fp32_accumulation=self.fp32_accumulation,
+            keep_weight_shards=self.keep_shards,
             scale_before_sum=self.scale_before_sum,
         )
 
@@ -384,8 +384,6 @@ def buffers_of(engine: FsdpEngine) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{name}.bucket", group.bucket.tensor
                 if group.grad is not group.bucket:
                     yield f"{name}.grad", group.grad.tensor
-                if group.sums is not None:
-                    yield f"{name}.sums", group.sums.tensor
 
 
 def initial_outputs(

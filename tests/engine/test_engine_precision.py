@@ -114,7 +114,6 @@ class Tally(HostRuntime):
 
 def _transient(group: Any) -> int:
     buffers = [group.bucket] if group.has_transient_bucket else []
-    buffers += [] if group.sums is None else [group.sums]
     return sum(storage_bytes(buffer.tensor) for buffer in buffers)
 
 
@@ -129,7 +128,6 @@ def test_gradient_buffers_are_those_of_the_formula(strategy, name):
         main=setup.main_params,
         grad=setup.config.policy.grads_dtype,
         comm=setup.config.policy.comm_dtype,
-        fp32_accumulation=setup.fp32_accumulation,
         state_bytes=0,
     )
     baseline = Baseline()

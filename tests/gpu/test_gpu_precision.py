@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.runtime.comm import Communicator
+from megatron_fsdp_adapter.runtime.sums import _kernel, sum_rows
 from tests.distributed.exact import gamma
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -32,6 +34,7 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.distributed.precision import check_cell, pairwise
+from tests.engine.test_sums import DTYPES, HALF_ULP, exact_sum
 from tests.gpu.gpu_ranks import Check, Outcomes
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -138,6 +141,31 @@ def one_reduction(rank: int, world: int) -> str:
     return f"largest error {(output.double() - own).abs().max().item():.2e}"
 
 
+def sums_of_rows(rank: int, world: int) -> str:
+    """The kernel, where there is one: rounded once, rows that begin anywhere, any number of them,
+    more elements than 32 bits count."""
+    device = init_megatron()
+    torch.manual_seed(rank)
+    assert _kernel(device) is not None, "Triton comes with this torch"
+    for count, numel in ((1, 5), (2, 1 << 20), (3, 4099), (4, 6144), (8, 12345), (5, 0)):
+        for sent, kept in itertools.product(DTYPES, repeat=2):
+            for scale, accumulate in itertools.product((1.0, 1 / 3), (False, True)):
+                rows = torch.randn(count, numel, device=device).to(sent)
+                output = torch.randn(numel + 1, device=device).to(kept)[1:]
+                expected, size = exact_sum(rows, output, scale, accumulate)
+                sum_rows(rows, output, scale, accumulate)
+                single = (count + 2) * HALF_ULP[torch.float32] * size
+                bound = single + HALF_ULP[kept] * expected.abs() * 1.01
+                case = (count, numel, sent, kept, scale, accumulate)
+                assert ((output.double() - expected).abs() <= bound).all(), case
+    rows = torch.ones(2, (1 << 30) + 5, dtype=torch.bfloat16, device=device)
+    rows[1] = 2.0
+    output = torch.empty(rows.shape[1], device=device)
+    sum_rows(rows, output)
+    assert bool((output == 3.0).all())
+    return "all within one rounding"
+
+
 def _traffic(trainer: Trainer, data: list[torch.Tensor]) -> int:
     """Bytes that one step hands to reduce-scatters, from the profiler's record of collectives."""
     with torch.profiler.profile(
@@ -181,6 +209,7 @@ CHECKS = {
     },
     "matrix": Check(matrix),
     "one reduction": Check(one_reduction),
+    "sums of rows": Check(sums_of_rows),
     "traffic": Check(traffic_halves),
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=170.0)

@@ -239,7 +239,7 @@ def test_what_a_step_takes_beyond_the_floor_adds_up() -> None:
     floor = _trace(event("nvjet_tst", 0, 10), event("flash_fprop", 10, 15))
     found = _trace(
         event("Memcpy PtoP (Device -> Device)", 0, 2, "gpu_memcpy"), event("nvjet_tss", 2, 14),
-        event("reduce_kernel<128>", 10, 16), event("flash_fprop", 16, 22),
+        event("_sum_rows", 10, 16), event("flash_fprop", 16, 22),
         event("adam", 25, 30), event("triton_poi", 30, 31),
     )  # fmt: skip
     parts = over_floor(found, floor)

@@ -1,0 +1,60 @@
+"""Sums of what the ranks sent: in float32, rounded once, whatever the dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fsdp_adapter.runtime.sums import SumsOfReceived, sum_rows
+
+DTYPES = (torch.float32, torch.bfloat16)
+HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}
+
+
+def exact_sum(
+    rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64, and the sum of sizes."""
+    total, size = rows.double().sum(0) * scale, rows.double().abs().sum(0) * abs(scale)
+    old = output.double() if accumulate else torch.zeros_like(total)
+    return total + old, size + old.abs()
+
+
+@given(
+    st.integers(1, 9), st.integers(0, 33), st.sampled_from(DTYPES), st.sampled_from(DTYPES),
+    st.sampled_from([1.0, 0.5, 1 / 3]), st.booleans(), st.integers(0, 1 << 30),
+)  # fmt: skip
+def test_a_sum_is_rounded_once(count, numel, sent, kept, scale, accumulate, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(count, numel, generator=generator).to(sent)
+    output = torch.randn(numel, generator=generator).to(kept)
+    expected, size = exact_sum(rows, output, scale, accumulate)
+    sum_rows(rows, output, scale, accumulate)
+    bound = (count + 2) * HALF_ULP[torch.float32] * size + HALF_ULP[kept] * expected.abs() * 1.01
+    assert output.dtype == kept and bool(((output.double() - expected).abs() <= bound).all())
+
+
+def test_it_happens_when_the_exchange_is_waited_for():
+    done = []
+
+    class Exchange:
+        def wait(self) -> None:
+            rows.fill_(2.0)
+            done.append(True)
+
+    rows, output = torch.zeros(3, 4), torch.ones(4)
+    sums: Any = SumsOfReceived(Exchange(), rows, output, scale=0.5, accumulate=True)
+    assert torch.equal(output, torch.ones(4)) and not done
+    sums.wait()
+    assert torch.equal(output, torch.full((4,), 4.0)) and done
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_without_scale_a_sum_of_one_row_is_that_row(accumulate):
+    row, output = torch.randn(1, 7), torch.zeros(7)
+    sum_rows(row, output, accumulate=accumulate)
+    assert torch.equal(output, row[0])
