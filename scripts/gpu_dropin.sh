@@ -106,7 +106,7 @@ failed=0
   compare zero3_bf16 zero3_resumed --from-iteration 8 || failed=1
   compare zero3_bf16 zero3_recompute || failed=1
   compare ddp_bf16 zero3_bf16 || failed=1
-  compare ddp_bf16 zero3_fused --tolerance 0.01 || failed=1
+  compare ddp_bf16 zero3_fused --tolerance 0.02 || failed=1
   compare moe_ddp moe_zero3 --tolerance 0.02 || failed=1
 } | tee "$out/verdict.txt"
 sed -n '1,/^bindings/p' "$out/doctor.txt"
