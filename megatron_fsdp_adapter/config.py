@@ -102,8 +102,6 @@ class EngineConfig:
         max_segments: most segments of a flat buffer; 1 packs by least common multiple.
         weight_slots, bucket_slots: gathered weights and reduce buckets are in fixed memory that
             units use in turn, where the strategy makes them transient at all.
-        keep_weight_shards: sharded compute weights are cast from the main ones once a step, into
-            memory of their own that gathers read; otherwise at every gather, in its output.
         shard_outer: main weights and optimizer state are split again over the outer axis of a
             domain that has one; otherwise its instances hold the same (HSDP).
     """
@@ -121,7 +119,6 @@ class EngineConfig:
     shard_outer: bool = False
     weight_slots: bool = False
     bucket_slots: bool = False
-    keep_weight_shards: bool = False
 
     def __post_init__(self) -> None:
         if self.strategy.shard_grads and not self.overlap_grad_reduce:
@@ -145,11 +142,6 @@ class EngineConfig:
                 f"exchange_gradients=True with {self.strategy.name}, bucket_slots="
                 f"{self.bucket_slots}: it is for buckets in fixed slots; set bucket_slots=True and "
                 "use a strategy that shards gradients"
-            )
-        if self.keep_weight_shards and not self.strategy.shard_weights:
-            raise ValueError(
-                f"keep_weight_shards=True with {self.strategy.name}: it is for sharded weights; "
-                "use optim_grads_params, or set it to False"
             )
         if self.prefetch_bytes < 0:
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: must be 0 or more")

@@ -44,11 +44,6 @@ class DistributedDataParallelConfig(CoreConfig):
     """Ours: the copy engines carry gradients to the ranks that add them up, each its own shard, in
     the order of the ranks. Buckets are in fixed buffers, and there is one more of them."""
 
-    fsdp_keep_weight_shards: bool = False
-    """Ours: each rank keeps its shard of the compute weights, cast from the main weights once a
-    step and not at every gather: faster with several microbatches, for 2 bytes a parameter (bf16)
-    divided by the ranks."""
-
     report_nan_in_param_grad: bool = False
     """Like `check_for_nan_in_grad`, and names the parameter."""
 

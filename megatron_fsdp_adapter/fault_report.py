@@ -181,7 +181,6 @@ def memory_plan(units: Layouts, config: EngineConfig, kinds: Sequence[str]) -> l
         weight_slots=config.weight_slots,
         bucket_slots=config.bucket_slots,
         exchange_gradients=config.exchange_gradients,
-        keep_weight_shards=config.keep_weight_shards,
     )
     lines = [f"{kind}: {_size(nbytes)}" for kind, nbytes in totals.items()]
     return [*lines, f"together: {_size(sum(totals.values()))}"]

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from .engine.staging import aligned, plan_weights_and_buckets
+from .engine.staging import plan_weights_and_buckets
 from .layout.group import GroupLayout
 
 COMPUTE_WEIGHTS = "compute weights"
@@ -24,7 +24,6 @@ REDUCE_BUCKET = "reduce bucket"
 WEIGHT_SLOTS = "weight slots"
 BUCKET_SLOTS = "bucket slots"
 RECEIVED_PIECES = "received pieces"
-WEIGHT_SHARDS = "weight shards"
 
 PERSISTENT = "persistent"
 BACKWARD_TO_STEP = "backward to optimizer step"
@@ -41,7 +40,6 @@ LIFE: Mapping[str, str] = {
     WEIGHT_SLOTS: PERSISTENT,
     BUCKET_SLOTS: PERSISTENT,
     RECEIVED_PIECES: PERSISTENT,
-    WEIGHT_SHARDS: PERSISTENT,
 }
 """How long each kind lives. Between steps, gradients zeroed, only the persistent kinds exist."""
 
@@ -156,10 +154,8 @@ def with_slots(
     weight_slots: bool,
     bucket_slots: bool,
     exchange_gradients: bool,
-    keep_weight_shards: bool,
 ) -> dict[str, int]:
-    """`model_bytes` with slots in place of the transient buffers that are in them, and with what
-    is kept besides.
+    """`model_bytes` with slots in place of the transient buffers that are in them.
 
     kinds, units: class of each unit's module, and layouts of its groups, in order; the switches
     are those of `EngineConfig`.
@@ -174,9 +170,6 @@ def with_slots(
         trained = [one for unit in units for one in unit if one.specs[0].requires_grad]
         pieces = (one.total_numel * comm.itemsize for one in trained)
         totals[RECEIVED_PIECES] = max(pieces, default=0)
-    if keep_weight_shards and strategy.shard_weights:
-        shards = [one.shard_numel * one.specs[0].dtype.itemsize for unit in units for one in unit]
-        totals[WEIGHT_SHARDS] = sum(map(aligned, shards) if weight_slots else shards)
     return totals
 
 

@@ -7,7 +7,6 @@
 | `nccl_ub` | slots | slots | NCCL's allocator, registered |
 | `fsdp_copy_engine_all_gather` | slots | as the other options say | NCCL's, symmetric, zero CTAs |
 | `fsdp_copy_engine_reduce_scatter` | as the others say | slots and one for pieces | the same |
-| `fsdp_keep_weight_shards` | and this rank's shards, for life | as the others say | as weights |
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from .topology import FSDPDistributedIndex
 
 COPY_ENGINES, CARRIED = "fsdp_copy_engine_all_gather", "fsdp_copy_engine_reduce_scatter"
 
-KEPT = "fsdp_keep_weight_shards"
-
 ROLES = {COPY_ENGINES: "ag", CARRIED: "rs"}
 """Option -> end of the role of the groups that the wrapper makes for it."""
 
@@ -41,14 +38,13 @@ def copy_engine_roles(ddp_config: Any) -> list[str]:
 
 
 def slots_wanted(ddp_config: Any) -> dict[str, bool]:
-    """The fields of `EngineConfig` about slots and kept shards."""
+    """The fields of `EngineConfig` about slots."""
     fixed = _is_on(ddp_config, "fsdp_double_buffer") or _is_on(ddp_config, "nccl_ub")
     carried = _is_on(ddp_config, CARRIED)
     return {
         "weight_slots": fixed or _is_on(ddp_config, COPY_ENGINES),
         "bucket_slots": fixed or carried,
         "exchange_gradients": carried,
-        "keep_weight_shards": _is_on(ddp_config, KEPT),
     }
 
 
@@ -73,12 +69,11 @@ def problems(ddp_config: Any, device: torch.device, groups: Any) -> list[str]:
             "reduced where they are kept; use 'optim_grads' or 'optim_grads_params', or set it to "
             "False"
         )
-    for option in (COPY_ENGINES, KEPT):
-        if _is_on(ddp_config, option) and row is not None and not row.shard_weights:
-            found.append(
-                f"{option}=True with data_parallel_sharding_strategy={row.name!r}: weights are "
-                "kept, and gathered once a step; use 'optim_grads_params', or set it to False"
-            )
+    if gathers and row is not None and not row.shard_weights:
+        found.append(
+            f"{COPY_ENGINES}=True with data_parallel_sharding_strategy={row.name!r}: weights are "
+            "kept, and gathered once a step; use 'optim_grads_params', or set it to False"
+        )
     if gathers and any(
         groups.get(role) is not None for role in ("fsdp_group_ag", "expt_fsdp_group_ag")
     ):

@@ -58,7 +58,6 @@ STAGING_OPTIONS = {
     "nccl_ub": "the same, registered with NCCL",
     "fsdp_copy_engine_all_gather": "weights in slots, gathered by copy engines",
     "fsdp_copy_engine_reduce_scatter": "gradients in slots, carried by copy engines",
-    "fsdp_keep_weight_shards": "shards of the compute weights kept beside the main ones",
 }
 
 TOTALS = {

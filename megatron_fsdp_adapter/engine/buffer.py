@@ -11,6 +11,24 @@ from megatron_fsdp_adapter.layout.group import GroupLayout
 from megatron_fsdp_adapter.layout.ranges import FlatRange
 from megatron_fsdp_adapter.runtime.device import Runtime, storage_bytes
 
+LARGE = 1 << 20
+"""Elements from which a tensor is copied by a kernel of its own."""
+
+
+def copy_each(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    """Copies every input to its output, casting it.
+
+    Torch's kernel for many tensors casts 109M elements in 0.20 ms on an H200, and in 2.2 ms beside
+    matrix products, which leave room for few of its blocks; one tensor's own in 0.15 and 0.74 ms.
+    """
+    pairs = list(zip(outputs, inputs, strict=True))
+    for output, source in pairs:
+        if output.numel() >= LARGE:
+            output.copy_(source)
+    small = [pair for pair in pairs if pair[0].numel() < LARGE]
+    if small:
+        torch._foreach_copy_([output for output, _ in small], [source for _, source in small])
+
 
 class FlatBuffer:
     """A 1-D tensor of fixed length whose storage may come and go.

@@ -24,10 +24,8 @@ from .prefetch import BACKWARD, FORWARD, PrefetchOrder
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
 from .staging import (
     AllocateSlots,
-    SlotPlan,
     Slots,
     UnitStaging,
-    aligned,
     ordinary_memory,
     plan_weights_and_buckets,
 )
@@ -113,7 +111,7 @@ class FsdpEngine:
         self.auto_sync = False
         self._active_root: str | None = None
         self._backward_running = self._at_the_end = False
-        self._forwards = 0
+        self._forwards = self._in_flight = 0
         self._fired: Counter[int] = Counter()
         self._completed: set[int] = set()
         self._register_hooks(module, plans)
@@ -129,11 +127,11 @@ class FsdpEngine:
     ) -> list[Unit]:
         """Builds one unit at a time and reshards it at once, so that initialisation needs no more
         than the shards and one unit beside the module's own weights."""
-        slots = self._make_slots(plans, domains)
+        weights, buckets = self._make_slots(plans, domains)
         units = []
         for ordinal, plan in enumerate(plans):
             make_ready(plan)
-            staging = UnitStaging(self.runtime, ordinal, *slots)
+            staging = UnitStaging(self.runtime, ordinal, weights, buckets)
             groups = [
                 ParamGroup(
                     f"{plan.name}/{key.domain}", key, managed, domains[key.domain], self.config,
@@ -151,16 +149,15 @@ class FsdpEngine:
 
     def _make_slots(
         self, plans: list[UnitPlan], domains: Mapping[str, ShardDomain]
-    ) -> tuple[Slots | None, Slots | None, Slots | None]:
-        """Of weights and of buckets, as far as both are transient and slots are asked for; of kept
-        shards of weights, where there are those too."""
+    ) -> tuple[Slots | None, Slots | None]:
+        """Of weights and of buckets, as far as both are transient and slots are asked for."""
         config, strategy = self.config, self.config.strategy
         wanted = (
             config.weight_slots and strategy.shard_weights,
             config.bucket_slots and strategy.shard_grads,
         )
         if not any(wanted):
-            return None, None, None
+            return None, None
         kinds = [type(plan.module).__name__ for plan in plans]
         layouts = [
             [plan_layout(held, domains[key.domain], config) for key, held in plan.groups.items()]
@@ -174,14 +171,7 @@ class FsdpEngine:
                 strict=True,
             )
         )
-        if not (wanted[0] and (config.keep_weight_shards or config.shard_outer)):
-            return weights, buckets, None
-        kept = [
-            aligned(one.with_shards(domains[key.domain].axis.size).shard_numel * key.dtype.itemsize)
-            for plan, unit in zip(plans, layouts, strict=True)
-            for key, one in zip(plan.groups, unit, strict=True)
-        ]
-        return weights, buckets, Slots(SlotPlan((0,), (sum(kept),)), self._allocate_slots)
+        return weights, buckets
 
     def _memory_of_exchanges(self) -> torch.Tensor | None:
         """Room for the largest bucket, used by one reduction after the other."""
@@ -238,6 +228,8 @@ class FsdpEngine:
             self.recover()
         self.order.begin(FORWARD)
         self._forwards += torch.is_grad_enabled()
+        self._in_flight += torch.is_grad_enabled()
+        self.gather.forward_follows = False
         for unit in self.units:
             unit.forward_calls = 0
 
@@ -288,6 +280,8 @@ class FsdpEngine:
             kept = not self.config.strategy.shard_grads
             self._at_the_end = kept and self.is_last_microbatch and self._forwards > 1
             self._forwards = 0
+            # In a pipeline, more forwards may wait for their backward: one of those is next.
+            self.gather.forward_follows = self._in_flight == 1 and not self.is_last_microbatch
             self._fired.clear()
             self._completed.clear()
             self.order.begin(BACKWARD)
@@ -318,7 +312,7 @@ class FsdpEngine:
     def _complete(self, unit: Unit) -> None:
         self._completed.add(unit.ordinal)
         unit.busy = False
-        self.gather.release(unit)
+        self.gather.release_used(unit)
         with torch.no_grad():
             is_last = self.is_last_microbatch
             self.reduce.backward_done(unit, is_last, is_last and self._knows_microbatches)
@@ -333,14 +327,15 @@ class FsdpEngine:
             if late or unit.ordinal not in self._completed:
                 self._complete(unit)
         self.gather.release_all()
+        self._in_flight -= 1
         self._backward_running = False
         if self.auto_sync and self.is_last_microbatch:
             self.finish_grads()
 
     def recover(self) -> None:
         """Forgets a forward or backward that raised: nothing is in flight or gathered after."""
-        self._backward_running = False
-        self._active_root = None
+        self._backward_running = self.gather.forward_follows = False
+        self._active_root, self._in_flight = None, 0
         self.reduce.abandon(self.units)
         self.gather.release_all()
 
@@ -380,6 +375,7 @@ class FsdpEngine:
         """Forgets all gradients. Gradient shards take no memory until the next backward."""
         if self._backward_running or self._active_root is not None:
             self.recover()
+        self._in_flight = 0
         self.reduce.finish()
         if self.reduce.check is not None:
             self.reduce.check.clear()

@@ -26,6 +26,9 @@ class GatherPipeline:
     """Args:
     units: in module order, root last.
     communicators, outer: by domain name, the ones that gathers run on, over each axis.
+
+    forward_follows: whether a forward comes right after the backward that runs and now hides the
+    gather of what it begins with.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class GatherPipeline:
         self.units, self.config, self.runtime = units, config, runtime
         self.communicators, self.outer = communicators, outer
         self.order = order
+        self.forward_follows = False
         self._ahead: list[Unit] = []
         self._holders: dict[int, Unit] = {}
 
@@ -52,6 +56,8 @@ class GatherPipeline:
             self._make_way(unit)
             self.launch(unit)
         self._finish(unit)
+        if self.forward_follows and self.order.ends:
+            upcoming = (i for i in self.order.first() if self.units[i].phase is not Phase.READY)
         if self.config.overlap_param_gather:
             self._prefetch(self._within_budget(upcoming))
 
@@ -161,6 +167,11 @@ class GatherPipeline:
         """Reshards every unit, a gather that nobody used included."""
         for unit in self.units:
             unit.busy = False
+            self.release_used(unit)
+
+    def release_used(self, unit: Unit) -> None:
+        """Reshards `unit`, unless a forward follows and begins with it."""
+        if not (self.forward_follows and unit.ordinal in self.order.first()):
             self.release(unit)
 
     def invalidate(self) -> None:

@@ -14,9 +14,8 @@ of that. `bucket` is in the communication dtype, `grad` in the main-gradient dty
 
 * A full, transient copy where the two dtypes differ: made for the reduction, freed after it.
 
-With an outer axis that splits shards again, "shard" of `main` is a part of the shard elsewhere.
-There, and with `keep_weight_shards`, optim_grads_params keeps its shard of the compute weights
-(`inner_weight`) between steps.
+With an outer axis that splits shards again, "shard" of `main` is a part of the shard elsewhere, and
+optim_grads_params keeps its shard of the compute weights (`inner_weight`) between steps.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from megatron_fsdp_adapter.layout.ranges import nested_shard_rank
 from megatron_fsdp_adapter.runtime.device import Runtime
 from megatron_fsdp_adapter.topology import ShardDomain
 
-from .buffer import FlatBuffer, Held, items_in, segments_in
+from .buffer import FlatBuffer, Held, copy_each, items_in, segments_in
 from .direct import DirectGrads
 from .guard import unchecked
 from .partition import GroupKey, ManagedParam
@@ -91,7 +90,7 @@ class ParamGroup:
         self._set_parts()
         self.grad_state = GradState.EMPTY
         with torch.no_grad():
-            self._build_weights()
+            self._build_weights(runtime)
             self._build_main(runtime)
             if key.requires_grad:
                 self._build_grads(runtime)
@@ -118,13 +117,7 @@ class ParamGroup:
         """Whether the main weights are a slice of the kept compute weights."""
         return self.main_dtype == self.key.dtype and not self.config.strategy.shard_weights
 
-    @property
-    def keeps_shard(self) -> bool:
-        """Whether this rank's shard of sharded compute weights has memory of its own."""
-        kept = self.splits_outer or self.config.keep_weight_shards
-        return kept and self.config.strategy.shard_weights
-
-    def _build_weights(self) -> None:
+    def _build_weights(self, runtime: Runtime) -> None:
         self.weight = self.staging.weight(self.layout.total_numel, self.key.dtype)
         self.weight_items = self._full_items(self.weight)
         for param, view in zip(self.params, self.weight_items, strict=True):
@@ -132,10 +125,12 @@ class ParamGroup:
             param.data = view
         inner = segments_in(self.weight, self.full, self.inner)
         self.inner_weight, stored = self.weight, self.full
-        if self.keeps_shard:
-            # So the outer axis, the slow network, is gathered once a step and not at every use.
+        if self.splits_outer and self.config.strategy.shard_weights:
+            # Kept, so that the outer axis is gathered once a step and not at every use: it is the
+            # slow network. Costs one shard in the compute dtype. Keeping it without an outer axis
+            # was tried (docs/performance.md): a gather then copies this rank's own piece.
             stored = self.inner
-            self.inner_weight = self.staging.shard(stored.layout.shard_numel, self.key.dtype)
+            self.inner_weight = FlatBuffer(stored.layout.shard_numel, self.key.dtype, runtime)
             kept = segments_in(self.inner_weight, stored, self.inner)
             torch._foreach_copy_(kept, inner)
             inner = kept
@@ -184,11 +179,10 @@ class ParamGroup:
         return self.bucket is not self.grad
 
     def fill_bucket(self) -> None:
-        """Makes ready what is communicated: that is done, unless gradients are kept in another
-        dtype."""
+        """Makes ready what is communicated: a copy, where gradients are kept in another dtype."""
         self.bucket.allocate()
         if self.bucket is not self.collected:
-            torch._foreach_copy_(self.bucket_segments, self.collected_segments)
+            copy_each(self.bucket_segments, self.collected_segments)
 
     def release_bucket(self) -> None:
         """Gives back what only a reduction needs."""
@@ -203,7 +197,7 @@ class ParamGroup:
     def write_own_weights(self) -> None:
         """Casts the main weights into what this rank holds of the compute weights."""
         if not self.main_is_weight:
-            torch._foreach_copy_(self.held_weights, self.main_segments)
+            copy_each(self.held_weights, self.main_segments)
 
     def take_grads(self, accumulate: bool) -> None:
         """Moves the raw parameters' `.grad` into `collected` and drops them; what modules have
@@ -230,8 +224,7 @@ class ParamGroup:
                 zeroed.append(view)
         if added[0]:
             torch._foreach_add_(*added)
-        if copied[0]:
-            torch._foreach_copy_(*copied)
+        copy_each(*copied)
         if zeroed:
             torch._foreach_zero_(zeroed)
 

@@ -61,6 +61,11 @@ class PrefetchOrder:
             self._upcoming = []
         return iter(self._upcoming)
 
+    @property
+    def ends(self) -> bool:
+        """Whether a backward pass has asked for the last unit that it is expected to."""
+        return self._direction == BACKWARD and self._position == len(self._known[BACKWARD])
+
     def first(self) -> Sequence[int]:
         """The ordinals that a forward pass is expected to ask for before any computation: the
         root unit, which a pass asks for when it starts, and the first unit that computes."""

@@ -27,6 +27,7 @@ from megatron_fsdp_adapter.config import EngineConfig
 from megatron_fsdp_adapter.runtime.comm import Communicator
 from megatron_fsdp_adapter.runtime.device import COMPUTE, REDUCE, Runtime
 
+from .buffer import copy_each
 from .group import GradState, ParamGroup, by_domain
 from .unit import Unit
 
@@ -184,7 +185,8 @@ class ReducePipeline:
         for group in groups:
             group.fill_bucket()
             if self.config.scale_before_sum and group.domain.grad_scale != 1.0:
-                torch._foreach_mul_(group.bucket_segments, group.domain.grad_scale)
+                for segment in group.bucket_segments:  # one kernel each: see `copy_each`
+                    segment.mul_(group.domain.grad_scale)
             group.grad.allocate()
             group.grad_state = GradState.REDUCED
         self.runtime.wait(REDUCE, self.runtime.record(COMPUTE))
@@ -274,12 +276,12 @@ class ReducePipeline:
                     shard.add_(result, alpha=scale)
                 continue
             # Multiplied in the dtype with more bits, so that scaling adds no rounding there.
-            if scale != 1.0 and wider:
-                torch._foreach_mul_(results, scale)
+            for result in results if scale != 1.0 and wider else ():
+                result.mul_(scale)
             if group.has_transient_bucket and not lands:
-                torch._foreach_copy_(shards, results)
-            if scale != 1.0 and not wider:
-                torch._foreach_mul_(shards, scale)
+                copy_each(shards, results)
+            for shard in shards if scale != 1.0 and not wider else ():
+                shard.mul_(scale)
 
     def _make_room(self, groups: Sequence[ParamGroup]) -> None:
         """Frees the oldest buckets until one more may exist and none of `groups` is in flight: a

@@ -101,19 +101,12 @@ class Slots:
 
 @dataclass(frozen=True)
 class UnitStaging:
-    """Makes the buffers of unit number `ordinal` for communication. Without slots, weights and
-    buckets come and go. `shards` has room for all kept shards: gathers into slots read the same
-    kind of memory."""
+    """Makes the transient buffers of unit number `ordinal`; without slots they come and go."""
 
     runtime: Runtime
     ordinal: int = 0
     weights: Slots | None = None
     buckets: Slots | None = None
-    shards: Slots | None = None
-
-    def shard(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
-        place = None if self.shards is None else self.shards.take(0, numel * dtype.itemsize)
-        return FlatBuffer(numel, dtype, self.runtime, place)
 
     def weight(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
         return self._buffer(self.weights, numel, dtype)

@@ -84,10 +84,7 @@ class Communicator:
         return self._launch(pairs, self._reduce_scatter_one)
 
     def reduce_scatter_by_exchange(
-        self,
-        pairs: Sequence[Pair],
-        memory: torch.Tensor | None = None,
-        scale: float = 1.0,
+        self, pairs: Sequence[Pair], memory: torch.Tensor | None = None, scale: float = 1.0,
         accumulate: bool = False,
     ) -> list[Any]:
         """Sums in float32 of what travels in the inputs' dtype, times `scale`. Each pair is

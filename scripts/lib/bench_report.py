@@ -75,8 +75,7 @@ class Deviation:
 def deviation(result: Result, reference: Result) -> Deviation:
     """How far `result` trained from `reference`. The floor's weights stay, so its losses are
     compared at the first step alone."""
-    floor = result.subject == FLOOR
-    common = 1 if floor else min(len(result.steps), len(reference.steps))
+    common = 1 if result.subject.is_floor else min(len(result.steps), len(reference.steps))
     pairs = list(zip(result.steps[:common], reference.steps[:common], strict=True))
     start = max(abs(pairs[0][1][0]), 1e-30)
     loss = _largest([abs(mine[0] - other[0]) / start for mine, other in pairs])
@@ -96,7 +95,7 @@ def _largest(values: Sequence[float]) -> float:
 
 def reference_of(results: Sequence[Result]) -> Result | None:
     """What losses are compared with: DDP if it ran, else the first wrapper that trained."""
-    able = [r for r in results if r.error is None and r.subject != FLOOR]
+    able = [r for r in results if r.error is None and not r.subject.is_floor]
     return next((r for r in able if r.subject == Subject("ddp")), able[0] if able else None)
 
 

@@ -34,9 +34,6 @@ KINDS: dict[str, Kind] = {
                        STRATEGIES, ZERO_3),
     "ours-ce-graph": Kind("copy engines for weights and gradients, in one CUDA graph",
                           ZERO_3, ZERO_3),
-    "ours-kept": Kind("this package, shards of compute weights kept", ZERO_3, ZERO_3),
-    "ours-ce-kept-graph": Kind("copy engines for both, kept shards, in one CUDA graph",
-                               ZERO_3, ZERO_3),
     "floor-graph": Kind("the floor in one CUDA graph"),
     "fsdp2": Kind("torch fully_shard with AdamW"),
     "fsdp2-symm": Kind("the same with symmetric memory and zero-CTA collectives of NCCL"),
@@ -62,6 +59,11 @@ class Subject:
     def is_captured(self) -> bool:
         """Whether core captures forward and backward of a step in one CUDA graph."""
         return self.kind.endswith("-graph")
+
+    @property
+    def is_floor(self) -> bool:
+        """Whether it trains nothing."""
+        return self.kind.split("-")[0] == "floor"
 
     @property
     def is_ours(self) -> bool:

@@ -125,9 +125,6 @@ def _plain(norm: Any) -> float | None:
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-CARRYING = ("ours-ce-rs", "ours-ce-graph", "ours-ce-kept-graph")
-
-
 def row_options(subject: Subject, options: Options) -> Options:
     """The options of one wrapper: what all have in common, and what selects it.
 
@@ -149,8 +146,7 @@ def row_options(subject: Subject, options: Options) -> Options:
         fsdp_double_buffer=subject.kind in ("ours-db", "ours-ub", "ours-graph"),
         nccl_ub=subject.kind in ("ours-ub", "ours-ce-ub"),
         fsdp_copy_engine_all_gather=subject.kind.startswith("ours-ce"),
-        fsdp_copy_engine_reduce_scatter=subject.kind in CARRYING,
-        fsdp_keep_weight_shards="-kept" in subject.kind,
+        fsdp_copy_engine_reduce_scatter=subject.kind in ("ours-ce-rs", "ours-ce-graph"),
         ddp_bucket_size=options.ddp_bucket_size if subject.kind == "ddp" else None,
         # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,
         # and wrappers that know nothing of tokens reach the same gradients with the latter.

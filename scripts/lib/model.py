@@ -108,7 +108,6 @@ FIXED_BUFFERS = (
     "fsdp_double_buffer",
     "fsdp_copy_engine_all_gather",
     "fsdp_copy_engine_reduce_scatter",
-    "fsdp_keep_weight_shards",
 )
 
 

@@ -144,7 +144,6 @@ class Options:
     fsdp_double_buffer: bool = option(False, "communication buffers in fixed memory")
     fsdp_copy_engine_all_gather: bool = option(False, "weights gathered by the copy engines")
     fsdp_copy_engine_reduce_scatter: bool = option(False, "gradients carried by the copy engines")
-    fsdp_keep_weight_shards: bool = option(False, "shards of compute weights cast once a step")
     separate_all_gather_groups: bool = option(
         False, "with --use-megatron-fsdp: gather on process groups of its own"
     )

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.config import STRATEGIES
 from tests.distributed.gpt import (
     Case,
     Trainer,
@@ -24,9 +23,6 @@ from tests.distributed.gpt import (
     forward_step,
     init_megatron,
 )
-
-KEPT = "fsdp_keep_weight_shards"
-"""Of the DDP config; only for strategies that shard weights."""
 
 SCALAR_BYTES = 8
 """Storages of this size or less are not counted: step counts and flags of the optimizer."""
@@ -116,12 +112,11 @@ def measure_all(
     rank: int, world: int, cases: list[tuple[Case, dict[str, Any]]], strategies: list[str]
 ) -> dict[tuple[int, str], dict[str, int]]:
     """`measure` of every case with its fields of the DDP config (by its number) under every
-    strategy that has them."""
+    strategy."""
     return {
         (number, strategy): measure(rank, world, case, strategy, ddp=ddp)
         for number, (case, ddp) in enumerate(cases)
         for strategy in strategies
-        if STRATEGIES[strategy].shard_weights or not ddp.get(KEPT)
     }
 
 

@@ -99,17 +99,13 @@ def test_the_plan_of_slots() -> None:
     ]
     units = {name: [(one, 0)] for name, one in zip(("1", "2", "3", ROOT), layouts, strict=True)}
     row = STRATEGIES["optim_grads_params"]
-    slots = {
-        "weight_slots": True, "bucket_slots": True, "exchange_gradients": True,
-        "keep_weight_shards": True,
-    }  # fmt: skip
+    slots = {"weight_slots": True, "bucket_slots": True, "exchange_gradients": True}
     kinds = ["Linear"] * 3 + ["Sequential"]
     plan = memory_plan(units, EngineConfig(row, **slots), kinds)
     big, small = 128 * 64, 64 * 64
     for line in (f"weight slots: {2 * (2 * big + small)} bytes",
                  f"bucket slots: {4 * (2 * big + small)} bytes",
-                 f"received pieces: {4 * big} bytes",
-                 f"weight shards: {2 * (big + small)} bytes"):  # fmt: skip
+                 f"received pieces: {4 * big} bytes"):  # fmt: skip
         assert line in plan, plan
     assert not any("slots" in line for line in memory_plan(units, EngineConfig(row), kinds))
 

@@ -162,7 +162,6 @@ class Setup:
     main_params: torch.dtype | None = torch.float32
     main_grads: torch.dtype | None = None
     fp32_accumulation: bool = False
-    keep_shards: bool = False
     scale_before_sum: bool = False
 
     def but(self, **changes: Any) -> Setup:
@@ -182,7 +181,6 @@ class Setup:
             bucket_slots=self.slots,
             exchange_gradients=self.exchange,
             fp32_accumulation=self.fp32_accumulation,
-            keep_weight_shards=self.keep_shards,
             scale_before_sum=self.scale_before_sum,
         )
 

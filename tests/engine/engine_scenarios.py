@@ -255,13 +255,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "slots_fused": {"slots": True, "fused": GradWriter.OVERWRITES},
     "slots_recompute": {"slots": True, "recompute": "non_reentrant"},
     "slots_two_domains": {"slots": True, "split": True, "world": 4, "rank": 1},
-    "kept_shards": {"keep_shards": True},
-    "slots_kept_shards": {"slots": True, "keep_shards": True},
     "shared_instances": {"split": True, "outer": 2, "shard_outer": True, "world": 8, "rank": 6},
 }
 
 RARE = ("fused_recompute", "fused_two_domains", "slots_far_prefetch", "slots_exchange",
-        "slots_fused", "slots_recompute", "slots_two_domains", "slots_kept_shards")  # fmt: skip
+        "slots_fused", "slots_recompute", "slots_two_domains")  # fmt: skip
 
 
 def variant_cells(names: Iterable[str]) -> list[Any]:
@@ -272,6 +270,5 @@ def variant_cells(names: Iterable[str]) -> list[Any]:
         for name in names
         for strategy, row in STRATEGIES.items()
         # Copy engines carry gradients to where they are sharded, nowhere else.
-        if (row.shard_grads or not VARIANTS[name].get("exchange"))
-        and (row.shard_weights or not VARIANTS[name].get("keep_shards"))
+        if row.shard_grads or not VARIANTS[name].get("exchange")
     ]

@@ -171,3 +171,56 @@ def test_the_last_unit_of_a_forward_is_not_resharded_before_its_backward():
             assert head.name == "head" and all(g.weight.allocated for g in head.groups)
             loss.backward()
             assert not any(g.weight.allocated for g in head.groups)
+
+
+def marks(rig: Rig) -> list[str]:
+    return [entry.what for entry in rig.runtime.log if entry.action == MARK]
+
+
+def test_the_backward_of_the_first_layers_hides_the_next_microbatchs_first_gather():
+    """The embedding's is launched before the first layer's gradients are reduced; with the last
+    microbatch none is: the optimizer comes next."""
+    with pretended_world(2):
+        rig = build(Setup(ZERO_3))
+        with rig.watch():
+            rig.step()
+            rig.zero()
+            rig.runtime.log.clear()
+            rig.forward_backward(2)
+            found = marks(rig)
+    gathers = [i for i, what in enumerate(found) if what == "all_gather embedding"]
+    reduced = [i for i, what in enumerate(found) if what == "reduce_scatter layers.0"]
+    forwards = [i for i, what in enumerate(found) if what == "forward layers.0"]
+    assert len(gathers) == 1, "the first was launched with the step"
+    assert gathers[0] < reduced[0] < forwards[1]
+
+
+def test_with_a_forward_in_flight_its_backward_comes_next():
+    """As in a pipeline: nothing is gathered for a forward that may not come."""
+    with pretended_world(2):
+        rig = build(Setup(ZERO_3))
+        with rig.watch():
+            rig.step()
+            rig.zero()
+            rig.last(False)
+            one, other = rig.loss(0), rig.loss(1)
+            rig.runtime.log.clear()
+            one.backward()
+            rig.last(True)
+            other.backward()
+            assert "all_gather embedding" not in marks(rig)
+            assert not any(group.weight.allocated for group in rig.engine.groups)
+
+
+def test_what_was_gathered_for_a_forward_that_did_not_come_is_outdated():
+    """A caller that ends the step after a microbatch that was not said to be the last."""
+    with pretended_world(2):
+        rig = build(Setup(ZERO_3))
+        rig.step()
+        rig.zero()
+        rig.last(False)
+        rig.loss(0).backward()
+        rig.finish()
+        rig.optimizer_step()
+        assert not any(group.weight.allocated for group in rig.engine.groups)
+        assert all(unit.outdated for unit in rig.engine.units)

@@ -3,14 +3,12 @@ slots gives the same weights, and orders every access, is in test_engine_values 
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.engine.group import ParamGroup
 from megatron_fsdp_adapter.engine.staging import plan_slots
 from megatron_fsdp_adapter.engine.unit import Phase
 from tests.engine.engine_cases import Layer, Setup, build, pretended_world
@@ -61,30 +59,6 @@ def test_buffers_of_slots_keep_their_memory():
         assert all(buffer.allocated for buffer in buffers)
         assert [buffer.tensor.data_ptr() for buffer in buffers] == places
         assert len(storages) == 8, "two of layers, one of the ends, the root's; weights and buckets"
-
-
-@pytest.mark.parametrize("slots", [False, True])
-def test_kept_shards_are_cast_once_a_step(monkeypatch, slots):
-    """And otherwise for each gather: forward and backward of two microbatches."""
-    cast = Counter()
-    plain = ParamGroup.write_own_weights
-
-    def counting(group):
-        cast[group.name] += 1
-        plain(group)
-
-    monkeypatch.setattr(ParamGroup, "write_own_weights", counting)
-    counts = []
-    with pretended_world(2):
-        for kept in (True, False):
-            rig = build(Setup(slots=slots, keep_shards=kept, layers=5))
-            rig.step(microbatches=2)
-            cast.clear()
-            rig.step(microbatches=2)
-            counts.append({unit.groups[0].name: cast[unit.groups[0].name]
-                           for unit in rig.engine.units if unit.name.startswith("layers")})
-    assert set(counts[0].values()) == {1}
-    assert set(counts[1].values()) == {4}
 
 
 def test_a_unit_kept_for_its_backward_gives_way_and_comes_back():

@@ -31,20 +31,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "both by copy engines": {
         "fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True
     },
-    "kept shards": {"fsdp_keep_weight_shards": True},
-    "kept shards, copy engines for both": {
-        "fsdp_keep_weight_shards": True,
-        "fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True,
-    },
     "bf16 gradients by copy engines": {
         "fsdp_copy_engine_reduce_scatter": True,
         "megatron_fsdp_grad_comm_dtype": torch.bfloat16,
         "reduce_scatter_with_fp32_accumulation": True,
     },
 }
-
-
-FIXED = ("double buffer", "copy engines", "kept shards, copy engines for both")
 
 
 def same_bits(rank: int, world: int, name: str) -> None:
@@ -100,7 +92,7 @@ def fixed_memory(rank: int, world: int, name: str) -> str:
 CHECKS = {
     **{name: Check(same_bits, (name,)) for name in OPTIONS},
     "two wrappers": Check(two_wrappers),
-    **{f"fixed, {n}": Check(fixed_memory, (n,)) for n in FIXED},
+    **{f"fixed, {n}": Check(fixed_memory, (n,)) for n in ("double buffer", "copy engines")},
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=150.0)
 
