@@ -169,8 +169,11 @@ WORK = {
     "products": ("nvjet", "gemm", "cutlass", "xmma"),
     "optimizer": ("adam",),
     "norm": ("l2norm", "lpnorm"),
-    "scaling": ("binaryopscalarfunctor", "scalefunctor"),
-    "casts and copies": ("copyfunctor", "memcpy dtod"),
+    "scaling": (
+        "binaryopscalarfunctor", "scalefunctor",
+        "unaryfunctor<float, float, float, at::native::binary_internal::mulfunctor",
+    ),
+    "casts and copies": ("copyfunctor", "bfloat16_copy", "memcpy dtod"),
     "sums": ("reduce_kernel", "_sum_rows"),
     "clearing": ("zerofunctor", "memset"),
 }
