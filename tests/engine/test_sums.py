@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.runtime.sums import SumsOfReceived, sum_rows
+from megatron_fsdp_adapter.runtime.sums import SumsOfReceived, _kernel, sum_rows
 
 DTYPES = (torch.float32, torch.bfloat16)
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
@@ -58,3 +58,9 @@ def test_without_scale_a_sum_of_one_row_is_that_row(accumulate):
     row, output = torch.randn(1, 7), torch.zeros(7)
     sum_rows(row, output, accumulate=accumulate)
     assert torch.equal(output, row[0])
+
+
+def test_where_triton_cannot_run_torch_sums_and_a_warning_says_so():
+    """Here it is missing, or finds no GPU."""
+    with pytest.warns(UserWarning, match="left to torch.*Triton cannot be used here"):
+        assert _kernel.__wrapped__(torch.device("cpu")) is None
