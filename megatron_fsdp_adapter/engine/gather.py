@@ -164,13 +164,13 @@ class GatherPipeline:
             group.weight.release()
 
     def release_all(self) -> None:
-        """Reshards every unit, a gather that nobody used included."""
+        """Reshards every unit, a gather that nobody used included; see `release_used`."""
         for unit in self.units:
             unit.busy = False
             self.release_used(unit)
 
     def release_used(self, unit: Unit) -> None:
-        """Reshards `unit`, unless a forward follows and begins with it."""
+        """Reshards `unit`, unless the forward that follows begins with it."""
         if not (self.forward_follows and unit.ordinal in self.order.first()):
             self.release(unit)
 
