@@ -1,0 +1,31 @@
+"""Copies of many tensors: the same whatever kernel does them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fsdp_adapter.engine import buffer
+from tests.engine.test_sums import DTYPES
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=6), st.integers(1, 10),
+    st.sampled_from(DTYPES), st.sampled_from(DTYPES),
+)  # fmt: skip
+def test_small_and_large_tensors_are_cast_alike(sizes, large, given_dtype, wanted):
+    """With the border between the two anywhere."""
+    inputs = [torch.randn(size).to(given_dtype) for size in sizes]
+    outputs = [torch.full((size,), torch.nan, dtype=wanted) for size in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffer, "LARGE", large)
+        buffer.copy_each(outputs, inputs)
+    for output, source in zip(outputs, inputs, strict=True):
+        assert output.dtype == wanted and torch.equal(output, source.to(wanted))
+
+
+def test_as_many_outputs_as_inputs():
+    with pytest.raises(ValueError, match="zip"):
+        buffer.copy_each([torch.zeros(2)], [])
