@@ -125,9 +125,7 @@ class NamedCommunicator(Communicator):
     def reduce_scatter(self, pairs: Sequence[Pair]) -> list[Any]:
         return self._named(REDUCE, pairs[0][1], partial(super().reduce_scatter, pairs))
 
-    def reduce_scatter_by_exchange(
-        self, pairs: Sequence[Pair], *options: Any
-    ) -> list[Any]:
+    def reduce_scatter_by_exchange(self, pairs: Sequence[Pair], *options: Any) -> list[Any]:
         run = partial(super().reduce_scatter_by_exchange, pairs, *options)
         return self._named(REDUCE, pairs[0][1], run)
 

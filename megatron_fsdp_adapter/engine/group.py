@@ -132,7 +132,7 @@ class ParamGroup:
             stored = self.inner
             self.inner_weight = FlatBuffer(stored.layout.shard_numel, self.key.dtype, runtime)
             kept = segments_in(self.inner_weight, stored, self.inner)
-            torch._foreach_copy_(kept, inner)
+            copy_each(kept, inner)
             inner = kept
         self.held_weights = segments_in(self.inner_weight, stored, self.held)
         full = segments_in(self.weight, self.full, self.full)
@@ -153,7 +153,7 @@ class ParamGroup:
         self.main_segments = segments_in(self.main, stored, self.held)
         self.main_items = items_in(self.main, stored, self.held)
         if not self.main_is_weight:
-            torch._foreach_copy_(self.main_segments, self.held_weights)
+            copy_each(self.main_segments, self.held_weights)
 
     def _build_grads(self, runtime: Runtime) -> None:
         sharded, policy = self.config.strategy.shard_grads, self.config.policy

@@ -228,16 +228,16 @@ class ReducePipeline:
         works = []
         for domain, mine in largest_domain_first(groups):
             communicator = self.communicators[domain]
-            segments = [segment for group in mine for segment in group.bucket_segments]
-            if not self.config.strategy.shard_main:
-                works += communicator.all_reduce(segments)
-                continue
             if self._exchanges:
                 for group in mine:
                     works += communicator.reduce_scatter_by_exchange(
                         list(zip(group.grad_segments, group.bucket_segments, strict=True)),
                         self._received, self._scale_after(group), not is_first[id(group)],
                     )  # fmt: skip
+                continue
+            segments = [segment for group in mine for segment in group.bucket_segments]
+            if not self.config.strategy.shard_main:
+                works += communicator.all_reduce(segments)
                 continue
             results = []
             for group in mine:
