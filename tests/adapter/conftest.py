@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp_adapter import cpu_mode
+from tests.distributed.gpt import STRATEGIES, Trainer, build_trainer
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +23,12 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]
         yield torch.device("cpu")
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+@pytest.fixture(params=STRATEGIES)
+def trainer(request: pytest.FixtureRequest, one_rank: torch.device) -> Trainer:
+    """The module's `CASE` under every strategy."""
+    return build_trainer(request.module.CASE, request.param, one_rank)
 
 
 @pytest.fixture

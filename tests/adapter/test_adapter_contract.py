@@ -24,7 +24,6 @@ from megatron_fsdp_adapter import (
 from megatron_fsdp_adapter.inner import ShardedModule
 from megatron_fsdp_adapter.param_attrs import MARKED_BY_MEGATRON
 from tests.distributed.gpt import (
-    STRATEGIES,
     Case,
     Trainer,
     batches,
@@ -42,11 +41,6 @@ CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2)
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 DEVICE = torch.device("cpu")
-
-
-@pytest.fixture(params=STRATEGIES)
-def trainer(request: pytest.FixtureRequest) -> Trainer:
-    return build_trainer(CASE, request.param, DEVICE)
 
 
 @pytest.fixture

@@ -11,11 +11,9 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
 from tests.distributed.gpt import (
-    STRATEGIES,
     Case,
     Trainer,
     batches,
-    build_trainer,
     forward_step,
     train_step,
 )
@@ -24,11 +22,6 @@ CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2)
 DEVICE = torch.device("cpu")
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-@pytest.fixture(params=STRATEGIES)
-def trainer(request: pytest.FixtureRequest) -> Trainer:
-    return build_trainer(CASE, request.param, DEVICE)
 
 
 def data() -> list[torch.Tensor]:

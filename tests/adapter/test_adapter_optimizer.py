@@ -33,11 +33,6 @@ DEVICE = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-@pytest.fixture(params=STRATEGIES)
-def trainer(request: pytest.FixtureRequest) -> Trainer:
-    return build_trainer(CASE, request.param, DEVICE)
-
-
 @pytest.fixture
 def not_installed() -> Iterator[None]:
     seam.uninstall()

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.checkpoint.chunks import has_chunks
 from tests.distributed.gpt import (
-    STRATEGIES,
     Case,
     Trainer,
     batches,
@@ -27,11 +26,6 @@ CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=1)
 DEVICE = torch.device("cpu")
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-@pytest.fixture(params=STRATEGIES)
-def trainer(request: pytest.FixtureRequest) -> Trainer:
-    return build_trainer(CASE, request.param, DEVICE)
 
 
 def data(number: int = 0) -> list[torch.Tensor]:
