@@ -43,7 +43,7 @@ from .engine.partition import UnitPlan, managed_params, partition, unit_modules
 from .fp8 import CACHE_OPTION, switch_off_weight_cache
 from .fused_wgrad import grad_writer
 from .inner import ShardedModule
-from .installation import installed
+from .installation import installed, require_supported_core
 from .materialize import meta_problems, target_device
 from .module_problems import module_problems
 from .param_attrs import copy_attributes
@@ -197,7 +197,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         ValueError: an unsupported option (all are listed at once), a unit class that matches
             nothing, no trainable parameter, groups that are missing or disagree, modules on the
             meta device that cannot be initialised, ranks whose models differ.
-        CommunicationError, RuntimeError: another rank failed, or is late.
+        CommunicationError, RuntimeError: another rank failed or is late; unsupported megatron-core.
     """
 
     def __init__(
@@ -211,6 +211,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         pg_collection: Any | None = None,
         module_placements: Mapping[str, str] | None = None,
     ) -> None:
+        require_supported_core()
         super().__init__(config=config, module=module)
         self._placements = Placements(module_placements or {})
         self.device, self.ddp_config = target_device(module, device), ddp_config

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from megatron_fsdp_adapter import megatron_saves
+from megatron_fsdp_adapter import megatron_saves, releases
 from megatron_fsdp_adapter.checkpoint import megatron_names
 
 _FSDP = "megatron.core.distributed.fsdp"
@@ -106,15 +106,17 @@ def install() -> None:
 
     May be called before or after Megatron's modules are imported, and any number of times: a
     later call also reaches names that were bound to the originals in between. Raises
-    RuntimeError, before anything is changed, with every name that this Megatron-Core lacks.
+    RuntimeError, before anything is changed, for a megatron-core that is not supported, and with
+    every name that it lacks.
     """
+    require_supported_core()
     from megatron_fsdp_adapter import checkpoint_drivers, fused_wgrad, optimizer
 
     missing = [*missing_names(), *optimizer.missing()]
     if missing:
         raise RuntimeError(
-            f"this megatron-core ({core_version()}) has no {', '.join(missing)}; install "
-            "megatron-core 0.16.1"
+            f"this megatron-core ({core_version()}) has no {', '.join(missing)}; "
+            f"{releases.remedy()}"
         )
     optimizer.install()
     fused_wgrad.install()
@@ -213,6 +215,13 @@ def core_version() -> str:
     import megatron.core
 
     return str(getattr(megatron.core, "__version__", "of no known version"))
+
+
+def require_supported_core() -> None:
+    """RuntimeError, with version and remedy, if the imported megatron-core is not supported."""
+    found = releases.core_problem(core_version())
+    if found is not None:
+        raise RuntimeError(found)
 
 
 def _module_of(rebinding: Rebinding) -> ModuleType | None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from . import releases
 from .config import STRATEGIES
 from .settings import Change, format_changes
 from .support import MODEL_CONFIG_RULES
@@ -234,8 +235,8 @@ def hook_arguments(
     missing = missing_features(arguments)
     if missing:
         raise RuntimeError(
-            f"this Megatron-LM has no {', '.join(missing)}: {FSDP_FLAG} cannot be completed; use "
-            "core_v0.16.1, or call megatron_fsdp_adapter.install() in the script"
+            f"this Megatron-LM has no {', '.join(missing)}: {FSDP_FLAG} cannot be completed; "
+            f"{releases.remedy()}, or call megatron_fsdp_adapter.install() in the script"
         )
     reported: list[bool] = []
     add_original, parse_original = arguments.add_megatron_arguments, arguments.parse_args

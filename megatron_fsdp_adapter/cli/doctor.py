@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter import megatron_lm, runner, validation
+from megatron_fsdp_adapter import megatron_lm, releases, runner, validation
 from megatron_fsdp_adapter.cli import machine
 from megatron_fsdp_adapter.settings import Change, format_changes
 
@@ -29,14 +29,6 @@ PACKAGES = (
     "megatron-fsdp-adapter", "megatron-core", "megatron-bridge", "transformer-engine", "torch",
     "numpy", "triton",
 )  # fmt: skip
-TESTED: Mapping[str, tuple[str, ...]] = {
-    "megatron-core": ("0.16.1",),
-    "megatron-bridge": ("0.3.1",),
-    "transformer-engine": ("2.11.0",),
-    "torch": ("2.11", "2.13"),
-}
-"""Releases that the tests run with, by the beginning of the version."""
-
 DEFAULTS: Mapping[str, Any] = {
     "use_megatron_fsdp": True,
     "use_distributed_optimizer": True,
@@ -58,9 +50,7 @@ def versions() -> dict[str, dict[str, Any]]:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        wanted = TESTED.get(name)
-        tested = None if wanted is None else version.startswith(wanted)
-        found[name] = {"version": version, "tested": tested}
+        found[name] = {"version": version, "tested": releases.is_tested(name, version)}
     return found
 
 
@@ -155,7 +145,7 @@ def render(report: Mapping[str, Any]) -> str:
     """The report as text."""
     lines = ["versions"]
     for name, row in report["versions"].items():
-        untested = f"not tested; tested are {', '.join(TESTED.get(name, ()))}"
+        untested = f"not tested; tested are {', '.join(releases.TESTED.get(name, ()))}"
         remark = {True: "tested", False: untested}
         lines.append(f"  {name:<22} {row['version']:<18} {remark.get(row['tested'], '')}".rstrip())
     lines.append("machine")
