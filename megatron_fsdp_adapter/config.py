@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -82,6 +83,18 @@ class MixedPrecisionPolicy:
         return self.grads_dtype if self.grad_comm_dtype is None else self.grad_comm_dtype
 
 
+POISON_VARIABLE = "MEGATRON_FSDP_ADAPTER_POISON"
+
+
+def poison_asked() -> bool:
+    """Whether the environment asks for poisoned buffers; ValueError for a value that is neither 0
+    nor 1. An environment variable, so that any run can be repeated with it, unchanged."""
+    value = os.environ.get(POISON_VARIABLE, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{POISON_VARIABLE}={value!r}: use 1 (fill buffers with NaN) or 0")
+    return value == "1"
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Everything the engine is told.
@@ -102,6 +115,9 @@ class EngineConfig:
         max_segments: most segments of a flat buffer; 1 packs by least common multiple.
         weight_slots, bucket_slots: gathered weights and reduce buckets are in fixed memory that
             units use in turn, where the strategy makes them transient at all.
+        poison_buffers: buffers hold NaN whenever they are handed out or given back, to find what
+            reads or adds to what nobody wrote. For tests; on wherever the environment variable
+            `MEGATRON_FSDP_ADAPTER_POISON` is 1.
         shard_outer: main weights and optimizer state are split again over the outer axis of a
             domain that has one; otherwise its instances hold the same (HSDP).
     """
@@ -119,6 +135,7 @@ class EngineConfig:
     shard_outer: bool = False
     weight_slots: bool = False
     bucket_slots: bool = False
+    poison_buffers: bool = field(default_factory=poison_asked)
 
     def __post_init__(self) -> None:
         if self.strategy.shard_grads and not self.overlap_grad_reduce:

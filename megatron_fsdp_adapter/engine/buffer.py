@@ -9,7 +9,7 @@ import torch
 
 from megatron_fsdp_adapter.layout.group import GroupLayout
 from megatron_fsdp_adapter.layout.ranges import FlatRange
-from megatron_fsdp_adapter.runtime.device import Runtime, storage_bytes
+from megatron_fsdp_adapter.runtime.device import Runtime, fill_with_nan, storage_bytes
 
 LARGE = 1 << 20
 """Elements from which a tensor is copied by a kernel of its own."""
@@ -47,6 +47,7 @@ class FlatBuffer:
         self, numel: int, dtype: torch.dtype, runtime: Runtime, place: torch.Tensor | None = None
     ) -> None:
         self.runtime, self.fixed = runtime, place is not None
+        self._in_use = True
         if place is None:
             self.tensor = torch.zeros(numel, dtype=dtype, device=runtime.device)
         else:
@@ -62,14 +63,25 @@ class FlatBuffer:
         return self.tensor.numel() * self.tensor.element_size()
 
     def allocate(self) -> None:
-        """Takes storage on the current stream; contents are undefined."""
+        """Takes storage on the current stream; contents are undefined, NaN where the runtime
+        poisons. Nothing where it is taken already."""
         if not self.fixed:
             self.runtime.allocate(self.tensor)
+        self._in_use = True
 
     def release(self) -> None:
-        """Gives the storage back on the current stream."""
+        """Gives the storage back on the current stream. Where the runtime poisons, what stays in
+        fixed memory is NaN from here on: a late reader is seen, and so is who adds to it."""
         if not self.fixed:
             self.runtime.release(self.tensor)
+        elif self._in_use:
+            self.forget()
+        self._in_use = False
+
+    def forget(self) -> None:
+        """Nobody needs the contents any more; the storage stays."""
+        if self.runtime.poison:
+            fill_with_nan(self.tensor)
 
     def keep(self) -> None:
         """Keeps the storage that is there for good: a CUDA graph writes to it."""

@@ -83,6 +83,7 @@ class FsdpEngine:
         prepare: Callable[[UnitPlan], None] = lambda plan: None,
     ) -> None:
         self.config, self.runtime = config, runtime
+        runtime.poison = config.poison_buffers
         used = {d: domains[d] for d in dict.fromkeys(k.domain for p in plans for k in p.groups)}
         gathers = {d: make_communicator(v.gather_group, runtime.device) for d, v in used.items()}
         reduces = {d: make_communicator(v.reduce_group, runtime.device) for d, v in used.items()}

@@ -193,6 +193,8 @@ class ParamGroup:
         self.release_bucket()
         if self.config.strategy.shard_grads:
             self.grad.release()
+        else:
+            self.grad.forget()
 
     def write_own_weights(self) -> None:
         """Casts the main weights into what this rank holds of the compute weights."""

@@ -25,7 +25,7 @@ import torch
 
 from megatron_fsdp_adapter.config import EngineConfig
 from megatron_fsdp_adapter.runtime.comm import Communicator
-from megatron_fsdp_adapter.runtime.device import COMPUTE, REDUCE, Runtime
+from megatron_fsdp_adapter.runtime.device import COMPUTE, REDUCE, Runtime, fill_with_nan
 
 from .buffer import copy_each
 from .group import GradState, ParamGroup, by_domain
@@ -230,6 +230,8 @@ class ReducePipeline:
             communicator = self.communicators[domain]
             if self._exchanges:
                 for group in mine:
+                    if self.runtime.poison and self._received is not None:
+                        fill_with_nan(self._received)
                     works += communicator.reduce_scatter_by_exchange(
                         list(zip(group.grad_segments, group.bucket_segments, strict=True)),
                         self._received, self._scale_after(group), not is_first[id(group)],

@@ -29,9 +29,11 @@ Works = Iterable[Any] | None
 
 class Runtime(Protocol):
     """What the engine needs of a device. `on_out_of_memory` is told what could not be allocated,
-    and may raise an error that says more."""
+    and may raise an error that says more. `poison`: storage is filled with NaN when it is handed
+    out, so that whatever reads what nobody wrote becomes NaN."""
 
     device: torch.device
+    poison: bool
     on_out_of_memory: Callable[[torch.Tensor, RuntimeError], None]
 
     def submit(self, role: str, *tasks: Callable[[], Works]) -> None:
@@ -65,6 +67,12 @@ class Runtime(Protocol):
         """Forgets what was submitted and has not started: nobody needs it any more."""
 
 
+def fill_with_nan(flat: torch.Tensor) -> None:
+    """Makes every element of the contiguous `flat` NaN, whatever its dtype: all bits set are NaN in
+    each floating-point format that has one."""
+    flat.view(torch.uint8).fill_(0xFF)
+
+
 def storage_bytes(flat: torch.Tensor) -> int:
     """Bytes of `flat`'s storage at this moment: 0 when released."""
     return flat.untyped_storage().nbytes()
@@ -74,6 +82,7 @@ class _StorageMixin:
     """Storage resizing: the caching allocator takes and gives blocks on the current stream."""
 
     on_out_of_memory: Callable[[torch.Tensor, RuntimeError], None] = staticmethod(lambda *_: None)
+    poison = False
 
     def allocate(self, flat: torch.Tensor) -> None:
         if storage_bytes(flat) == 0:
@@ -82,6 +91,8 @@ class _StorageMixin:
             except RuntimeError as error:
                 self.on_out_of_memory(flat, error)
                 raise
+            if self.poison:
+                fill_with_nan(flat)
 
     def release(self, flat: torch.Tensor) -> None:
         flat.untyped_storage().resize_(0)

@@ -186,7 +186,7 @@ class RecordingRuntime:
     """
 
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
+        self.device, self.poison = torch.device("cpu"), False
         self.log: list[Entry] = []
         self._clocks = {role: {name: int(name == role) for name in ROLES} for role in ROLES}
         self._role = COMPUTE
