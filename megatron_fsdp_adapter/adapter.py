@@ -34,7 +34,6 @@ from . import (
 )
 from . import optimizer as optimizer_seam
 from .building import build_engine
-from .config import forced_overlaps
 from .core_init import core_initialisers
 from .description import describe
 from .engine.engine import FsdpEngine
@@ -180,8 +179,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
 
     Args:
         config: the model's `TransformerConfig`.
-        ddp_config: `DistributedDataParallelConfig`. Overlaps that the strategy needs are switched
-            on in it, since Megatron's training loop reads them there.
+        ddp_config: `DistributedDataParallelConfig`. Overlaps that the strategy needs, and
+            `use_distributed_optimizer`, are switched on in it: Megatron reads them there.
         module: the model, on its device; usually `Float16Module(GPTModel)`. With the config's
             `init_model_with_meta_device` any part of it may be on the meta device.
         fsdp_unit_modules: module classes to gather and reduce as units; by default the
@@ -235,11 +234,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self._broadcast_left_alone(module)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed())
-        forced = {
-            option: value
-            for option, value in forced_overlaps(self.engine.config.strategy).items()
-            if getattr(ddp_config, option) != value
-        }
+        forced = ddp_options.forced_options(ddp_config)
         for option, value in forced.items():
             setattr(ddp_config, option, value)
         if config.fp8 and self.engine.config.strategy.shard_weights:

@@ -88,11 +88,6 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         f"use one of {list(STRATEGIES)}",
     ),
     Rule(
-        "use_distributed_optimizer",
-        lambda config: not config.use_distributed_optimizer,
-        "the optimizer must be Megatron's DistributedOptimizer; set it to True",
-    ),
-    Rule(
         "num_distributed_optimizer_instances",
         lambda config: config.num_distributed_optimizer_instances < 1,
         "it is a number of replicas of the shards; set it to 1 or more",
@@ -195,6 +190,15 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         "per-bucket checks are not supported yet; set it to False",
     ),
 )
+
+
+def forced_options(ddp_config: Any) -> dict[str, bool]:
+    """What must be set in a config that has no problems and is not, with its values: the overlaps
+    that the strategy needs, and the distributed optimizer, by which core picks process groups. As
+    in Megatron-LM main, whoever asks for this wrapper need not ask for that as well."""
+    strategy = strategy_named(ddp_config.data_parallel_sharding_strategy)
+    needed = {"use_distributed_optimizer": True, **forced_overlaps(strategy)}
+    return {name: value for name, value in needed.items() if getattr(ddp_config, name) != value}
 
 
 def shards_outer(ddp_config: Any) -> bool:

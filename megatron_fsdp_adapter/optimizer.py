@@ -53,7 +53,22 @@ def _param_groups(
                 *_precision_problems(config, _ours(model_chunks)),
             ],
         )
+        _use_distributed_optimizer(config)
     return original(model_chunks, *args, **kwargs)
+
+
+def _use_distributed_optimizer(config: Any) -> None:
+    """Sets the option in an optimizer config that lacks it, and says so. Without it core would make
+    an optimizer that steps on DTensors and never tells the wrapper that weights have changed."""
+    if config.use_distributed_optimizer:
+        return
+    config.use_distributed_optimizer = True
+    if dist.get_rank() == 0:
+        print(
+            "Megatron's optimizer with FullyShardedDataParallel: set for you: "
+            "use_distributed_optimizer=True",
+            flush=True,
+        )
 
 
 def _precision_problems(config: Any, chunks: Sequence[Any]) -> list[str]:
@@ -220,6 +235,16 @@ def _params_by_name(self: Any) -> dict[str, Any]:
     return {self._param_name(param): param for param in params}
 
 
+def _sharded_state(
+    original: Callable[..., Any], self: Any, *args: Any, metadata: Any = None, **kwargs: Any
+) -> Any:
+    """In the one form that there is for sharded weights. Megatron-LM names it only if its argument
+    `use_distributed_optimizer` is set, which a script that wraps the model itself may leave out."""
+    if _our_chunks(self):
+        metadata = {"distrib_optim_sharding_type": "fsdp_dtensor", **(metadata or {})}
+    return original(self, *args, metadata=metadata, **kwargs)
+
+
 def _save_state(original: Callable[..., Any], self: Any, is_loading: bool = False) -> Any:
     """Every rank emits the same keys for the same parameters: state exists for each of them, steps
     or no steps."""
@@ -262,6 +287,7 @@ REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (DistributedOptimizer, "_init_optimizer_states_with_dummy_values", _init_states),
     (DistributedOptimizer, "_collect_main_grad_data_for_unscaling", _unscaling_data),
     (DistributedOptimizer, "_param_name", _param_name),
+    (DistributedOptimizer, "sharded_state_dict", _sharded_state),
     (DistributedOptimizer, "sharded_param_state_fsdp_dtensor", _save_state),
     (DistributedOptimizer, "load_state_dict", _load_state),
 )

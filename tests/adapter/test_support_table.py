@@ -37,7 +37,6 @@ TRIGGERS: dict[str, Values] = {
     # DDP config: one value for each rule of that option, in the order of the rules
     "use_megatron_fsdp": (False,),
     "data_parallel_sharding_strategy": ("zero3",),
-    "use_distributed_optimizer": (False,),
     "num_distributed_optimizer_instances": (0,),
     "outer_dp_sharding_strategy": ("optim_grads", "optim"),
     "preserve_fp32_weights": (False,),

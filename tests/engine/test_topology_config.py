@@ -193,7 +193,6 @@ def good(**changes) -> DistributedDataParallelConfig:
 REFUSED = {
     "use_megatron_fsdp": False,
     "data_parallel_sharding_strategy": "zero3",
-    "use_distributed_optimizer": False,
     "num_distributed_optimizer_instances": 0,
     "outer_dp_sharding_strategy": "optim_grads",
     "preserve_fp32_weights": False,
