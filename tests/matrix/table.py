@@ -1,0 +1,273 @@
+"""The table of the matrix: what is combined with what, and what excludes what.
+
+A cell gives every dimension one value. The first value of a dimension is the plain one: a cell is
+named by what differs from that. A rule excludes cells; it is a predicate over the dimensions that
+its parameters name, with a reason. `target` (CPU or GPU) is a dimension too, fixed for each
+array, so that "needs a GPU" is a rule like any other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megatron_fsdp_adapter.config import STRATEGIES
+from megatron_fsdp_adapter.support import FP8_RECIPES
+
+Value = str | int
+Cell = Mapping[str, Value]
+"""A value for each dimension; in a partial cell, for some."""
+
+DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
+    "target": ("cpu", "gpu"),
+    "strategy": tuple(reversed(STRATEGIES)),
+    "precision": ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise"),
+    "fusion": ("off", "on"),
+    "overlap": ("on", "off"),
+    "buffers": ("plain", "slots", "nccl_ub", "ce_gather", "ce_gather_reduce"),
+    "graph": ("off", "on"),
+    "recompute": ("none", "full", "attention", "mlp"),
+    "microbatches": (1, 3),
+    "trained": ("all", "tied", "frozen", "adapter"),
+    "layers": ("local", "te", "moe", "te_grouped", "mtp", "mla"),
+    "tp": (1, 2),
+    "sp": ("off", "on"),
+    "cp": (1, 2),
+    "ep": (1, 2),
+    "etp": (1, 2),
+    "pp": (1, 2),
+    "vpp": (1, 2),
+    "outer": ("plain", "hsdp", "hybrid"),
+    "start": ("usual", "meta"),
+    "wire": ("fp32", "bf16"),
+    "ranks": (2, 1, 3, 4),
+}
+
+MEANING: Mapping[str, str] = {
+    "target": "gloo on CPUs, or NCCL on GPUs",
+    "strategy": "`data_parallel_sharding_strategy`",
+    "precision": "of compute; FP8 is the recipe, with bf16 parameters",
+    "fusion": "`gradient_accumulation_fusion`",
+    "overlap": "`overlap_grad_reduce` and `overlap_param_gather`",
+    "buffers": "none, `fsdp_double_buffer`, `nccl_ub`, `fsdp_copy_engine_all_gather`, that with "
+    "`fsdp_copy_engine_reduce_scatter`",
+    "graph": "a step in one CUDA graph",
+    "recompute": "none, full (uniform), selective: `core_attn`, `mlp` (`moe` with experts)",
+    "microbatches": "of a step",
+    "trained": "all, embedding and output layer tied, a part frozen, only low-rank adapters",
+    "layers": "core's local spec, Transformer Engine's, local with sequential experts, Transformer "
+    "Engine with grouped experts, multi-token prediction, latent attention",
+    "tp": "`tensor_model_parallel_size`",
+    "sp": "`sequence_parallel`",
+    "cp": "`context_parallel_size`",
+    "ep": "`expert_model_parallel_size`",
+    "etp": "`expert_tensor_parallel_size`",
+    "pp": "`pipeline_model_parallel_size`",
+    "vpp": "model chunks of a stage",
+    "outer": "one optimizer instance; two that hold replicas; two that split shards again",
+    "start": "parameters made on the device, or on the meta device",
+    "wire": "`megatron_fsdp_grad_comm_dtype`",
+    "ranks": "processes",
+}
+
+_UNSPLIT: Cell = {
+    name: 1 if values[0] == 1 else "off"
+    for name, values in DIMENSIONS.items()
+    if name in ("tp", "sp", "cp", "ep", "etp", "pp", "vpp")
+}
+
+ARRAYS: Mapping[str, Cell] = {
+    "cpu": {"target": "cpu"},
+    "gpu_dp": {"target": "gpu", "ranks": 2, **_UNSPLIT},
+    "gpu": {"target": "gpu", "ranks": 2},
+}
+"""What is fixed in each array. Those of two GPUs: `gpu_dp` shards over both, whatever else is
+chosen; `gpu`, which begins with its cells, has the model-parallel axes too, which leave one rank to
+shard over."""
+
+WITH_EXPERTS = ("moe", "te_grouped")
+
+
+def uses_te(target: Value, layers: Value) -> bool:
+    """Whether the layers are Transformer Engine's. MTP and latent attention are made of either."""
+    return layers in ("te", "te_grouped") or (target == "gpu" and layers in ("mtp", "mla"))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A cell for which `broken` holds cannot be run. Its parameters are the dimensions it reads."""
+
+    name: str
+    reason: str
+    broken: Callable[..., bool]
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(self.broken).parameters)
+
+    def breaks(self, cell: Cell) -> bool:
+        """False for a partial cell that lacks what the rule reads."""
+        if not all(name in cell for name in self.reads):
+            return False
+        return self.broken(*(cell[name] for name in self.reads))
+
+
+def _fp8(precision: Value) -> bool:
+    return str(precision).startswith("fp8")
+
+
+RULES: tuple[Rule, ...] = (
+    # What a machine must have.
+    Rule(
+        "needs a GPU: buffers",
+        "registered memory and copy engines are NCCL's",
+        lambda target, buffers: target == "cpu" and buffers not in ("plain", "slots"),
+    ),
+    Rule(
+        "needs a GPU: graph", "there are no CUDA graphs on a CPU",
+        lambda target, graph: target == "cpu" and graph == "on",
+    ),
+    Rule(
+        "needs Transformer Engine: layers", "its layers need a GPU",
+        lambda target, layers: target == "cpu" and layers in ("te", "te_grouped"),
+    ),
+    Rule(
+        "needs Transformer Engine: FP8", "FP8 compute is that of Transformer Engine's layers",
+        lambda target, precision, layers: _fp8(precision) and not uses_te(target, layers),
+    ),
+    Rule(
+        "needs ranks: model-parallel", "TP, CP and PP multiply to a divisor of the ranks",
+        lambda tp, cp, pp, ranks: ranks % (tp * cp * pp) != 0,
+    ),
+    Rule(
+        "needs ranks: experts", "EP, ETP and PP multiply to a divisor of the ranks",
+        lambda ep, etp, pp, ranks: ranks % (ep * etp * pp) != 0,
+    ),
+    Rule(
+        "needs ranks: outer axis", "two optimizer instances share out the ranks of dense weights",
+        lambda outer, tp, pp, ranks: outer != "plain" and (ranks // (tp * pp)) % 2 != 0,
+    ),
+    Rule(
+        "needs ranks: outer axis of experts",
+        "two optimizer instances share out the ranks of an expert",
+        lambda outer, layers, ep, etp, pp, ranks: (
+            outer != "plain" and layers in WITH_EXPERTS and (ranks // (ep * etp * pp)) % 2 != 0
+        ),
+    ),
+    # What this package refuses.
+    Rule(
+        "refused: FP8 recipe", "`support.py` does not accept it",
+        lambda precision: (
+            _fp8(precision) and str(precision).removeprefix("fp8_") not in FP8_RECIPES
+        ),
+    ),
+    Rule(
+        "refused: copy engines without ZeRO-3", "weights that are kept are gathered once a step",
+        lambda buffers, strategy: (
+            buffers in ("ce_gather", "ce_gather_reduce") and strategy != "optim_grads_params"
+        ),
+    ),
+    Rule(
+        "refused: ETP unlike TP without EP", "core marks such experts as dense",
+        lambda layers, tp, ep, etp: layers in WITH_EXPERTS and ep == 1 and etp != tp,
+    ),
+    # What has no meaning.
+    Rule(
+        "no experts", "EP and ETP are axes of experts",
+        lambda layers, ep, etp: layers not in WITH_EXPERTS and (ep > 1 or etp > 1),
+    ),
+    Rule("no TP", "SP splits what TP does not", lambda sp, tp: sp == "on" and tp == 1),
+    Rule("no PP", "model chunks are those of a pipeline", lambda vpp, pp: vpp > 1 and pp == 1),
+    # What core cannot do with any wrapper.
+    Rule(
+        "core: experts with TP need SP", "MoELayer raises in training without it",
+        lambda layers, tp, sp: layers in WITH_EXPERTS and tp > 1 and sp == "off",
+    ),
+    Rule(
+        "core: interleaving needs microbatches", "as many as stages, at least",
+        lambda vpp, pp, microbatches: vpp > 1 and microbatches < pp,
+    ),
+    Rule(
+        "core: no CP in local attention on GPUs", "only Transformer Engine's attention has it; the "
+        "CPU cells use an attention of the tests",
+        lambda target, layers, cp: target == "gpu" and cp > 1 and not uses_te(target, layers),
+    ),
+    Rule(
+        "core: graph and experts", "the host reads how many tokens each expert got",
+        lambda graph, layers: graph == "on" and layers in WITH_EXPERTS,
+    ),
+    Rule(
+        "core: graph and PP", "sends between stages are followed by a synchronisation of the host",
+        lambda graph, pp: graph == "on" and pp > 1,
+    ),
+    Rule(
+        "core: graph and CP", "a batch is cut with numbers copied from the host",
+        lambda graph, cp: graph == "on" and cp > 1,
+    ),
+    Rule(
+        "core: graph and fp16", "the loss scaler replaces the tensor that the graph has read",
+        lambda graph, precision: graph == "on" and precision == "fp16",
+    ),
+)  # fmt: skip
+
+
+REFERENCE: Mapping[str, Value | None] = {
+    "strategy": None,
+    "overlap": "off",
+    "buffers": "plain",
+    "graph": "off",
+    "outer": "plain",
+    "start": "usual",
+    "wire": "fp32",
+}
+"""How a cell becomes its reference, stock DDP: these dimensions are set, the others stay. Strategy
+None is DDP; it has no such buffers, outer axis, meta start or dtype on the wire, and overlap and
+graph do not change what is computed. Without the distributed optimizer, so that each rank has whole
+gradients and main weights and nothing has to be put together."""
+
+
+def plain_value(dimension: str) -> Value:
+    return DIMENSIONS[dimension][0]
+
+
+def name_of(cell: Cell) -> str:
+    """What differs from the plain values, as "strategy=optim tp=2"."""
+    words = [
+        f"{dimension}={cell[dimension]}"
+        for dimension in DIMENSIONS
+        if dimension != "target" and cell[dimension] != plain_value(dimension)
+    ]
+    return " ".join([str(cell["target"]), *words])
+
+
+def cell_named(name: str) -> dict[str, Value]:
+    """The reverse of `name_of`. Raises ValueError for an unknown dimension or value."""
+    target, *words = name.split()
+    cell = {dimension: plain_value(dimension) for dimension in DIMENSIONS} | {"target": target}
+    for word in words:
+        dimension, _, text = word.partition("=")
+        known = {str(value): value for value in DIMENSIONS.get(dimension, ())}
+        if text not in known:
+            raise ValueError(f"{word}: not a dimension and value of the matrix")
+        cell[dimension] = known[text]
+    return cell
+
+
+def broken_rules(cell: Cell) -> list[Rule]:
+    return [rule for rule in RULES if rule.breaks(cell)]
+
+
+def problems(cells: list[dict[str, Any]]) -> list[str]:
+    """A line for each cell that is not one of the table's or breaks a rule."""
+    found = []
+    for cell in cells:
+        if list(cell) != list(DIMENSIONS):
+            found.append(f"{cell}: not the dimensions of the table")
+            continue
+        strange = [n for n, value in cell.items() if value not in DIMENSIONS[n]]
+        found += [f"{name_of(cell)}: {n}={cell[n]} is not in the table" for n in strange]
+        found += [f"{name_of(cell)}: {rule.name}" for rule in broken_rules(cell)]
+    return found

@@ -1,0 +1,157 @@
+"""The matrix's table, its rules and its covering arrays, without any training."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fsdp_adapter.support import FP8_RECIPES
+from tests.matrix import cells
+from tests.matrix.cover import Space, covered, covering_array
+from tests.matrix.table import (
+    ARRAYS,
+    DIMENSIONS,
+    MEANING,
+    REFERENCE,
+    RULES,
+    Rule,
+    cell_named,
+    name_of,
+    problems,
+)
+
+OUTDATED = "run `python -m tests.matrix generate`"
+
+
+@functools.cache
+def space(array: str) -> Space:
+    return cells.space(array)
+
+
+@pytest.mark.parametrize("array", ARRAYS)
+def test_cached_cells_are_possible_and_all_different(array: str) -> None:
+    rows = cells.cached(array)
+    assert problems(rows) == [], OUTDATED
+    assert len({name_of(row) for row in rows}) == len(rows)
+    for row in rows:
+        assert {name: row[name] for name in ARRAYS[array]} == dict(ARRAYS[array])
+
+
+@pytest.mark.parametrize("array", ARRAYS)
+def test_cached_cells_have_every_possible_pair(array: str) -> None:
+    missing = set(space(array).possible_pairs) - covered(cells.cached(array), space(array))
+    assert not missing, OUTDATED
+
+
+@pytest.mark.full
+def test_cached_cells_are_what_the_table_yields() -> None:
+    made = {name: [name_of(row) for row in rows] for name, rows in cells.computed().items()}
+    assert json.loads(cells.FILE.read_text()) == made, OUTDATED
+
+
+@pytest.mark.parametrize("array", ARRAYS)
+def test_every_pair_that_is_left_out_names_its_rules(array: str) -> None:
+    """And without any one of these rules the pair is possible."""
+    one = space(array)
+    for pair in sorted(set(one.all_pairs) - set(one.possible_pairs), key=repr):
+        rules = one.reasons(pair)
+        assert rules and all(rule.name and rule.reason for rule in rules), pair
+        partial = {pair[0]: pair[1], pair[2]: pair[3]}
+        assert Space(DIMENSIONS, rules, ARRAYS[array]).complete(partial) is None, pair
+
+
+def _reversed(rule: Rule) -> Rule:
+    broken = functools.wraps(rule.broken)(lambda *values: not rule.broken(*values))
+    return Rule(f"not {rule.name}", rule.reason, broken)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_every_rule_excludes_what_no_other_does(rule: Rule) -> None:
+    if rule.name == "refused: FP8 recipe" and "blockwise" in FP8_RECIPES:
+        return  # all recipes of the table are accepted
+    others = [other for other in RULES if other is not rule]
+    assert any(
+        Space(DIMENSIONS, [*others, _reversed(rule)], fixed).complete({}) is not None
+        for fixed in ({"target": "cpu"}, {"target": "gpu"})
+    )
+
+
+def test_rules_have_names_of_their_own_and_read_what_there_is() -> None:
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert {name for rule in RULES for name in rule.reads} <= set(DIMENSIONS)
+    assert set(MEANING) == set(DIMENSIONS) and set(REFERENCE) <= set(DIMENSIONS)
+
+
+def test_recipes_that_are_accepted_are_in_the_table() -> None:
+    assert {f"fp8_{recipe}" for recipe in FP8_RECIPES} <= set(DIMENSIONS["precision"])
+
+
+@pytest.mark.parametrize("array", ARRAYS)
+def test_a_name_tells_its_cell(array: str) -> None:
+    for cell in cells.cached(array):
+        assert cell_named(name_of(cell)) == cell
+
+
+def test_a_name_that_tells_no_cell_is_an_error() -> None:
+    for name in ("cpu tp=3", "cpu nonsense=1", "cpu tp"):
+        with pytest.raises(ValueError, match="not a dimension and value"):
+            cell_named(name)
+
+
+# The algorithm, on small tables of which all cells can be listed.
+
+
+def _forbids(values: Mapping[str, int], name: str) -> Rule:
+    """The cells that have `values` are excluded."""
+    body = " and ".join(f"{dim} == {value}" for dim, value in values.items())
+    return Rule(name, "drawn", eval(f"lambda {', '.join(values)}: {body}"))
+
+
+@st.composite
+def tables(draw: Any) -> Space:
+    sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=5))
+    dimensions = {f"d{i}": tuple(range(size)) for i, size in enumerate(sizes)}
+    rules = []
+    for number in range(draw(st.integers(0, 6))):
+        names = draw(st.lists(st.sampled_from(list(dimensions)), unique=True, max_size=3))
+        if names:
+            values = {name: draw(st.sampled_from(dimensions[name])) for name in names}
+            rules.append(_forbids(values, f"rule {number}"))
+    return Space(dimensions, rules, {})
+
+
+def _by_listing(one: Space) -> list[dict[str, Any]]:
+    every = itertools.product(*one.dimensions.values())
+    listed = [dict(zip(one.dimensions, values, strict=True)) for values in every]
+    return [cell for cell in listed if not any(rule.breaks(cell) for rule in one.rules)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(tables(), st.integers(0, 99))
+def test_arrays_have_the_pairs_that_listing_finds_and_no_others(one: Space, seed: int) -> None:
+    listed = _by_listing(one)
+    rows = covering_array(one, seed=seed, tries=3)
+    assert all(row in listed for row in rows)
+    assert covered(rows, one) == covered(listed, one) == set(one.possible_pairs)
+    assert rows == covering_array(one, seed=seed, tries=3)
+    begun = covering_array(one, begin=listed[:1], seed=seed, tries=3)
+    assert begun[:1] == listed[:1] and covered(begun, one) == covered(listed, one)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tables())
+def test_reasons_of_a_pair_are_needed_each(one: Space) -> None:
+    listed = covered(_by_listing(one), one)
+    for pair in set(one.all_pairs) - listed:
+        rules, partial = one.reasons(pair), {pair[0]: pair[1], pair[2]: pair[3]}
+        assert Space(one.dimensions, rules, {}).complete(partial) is None
+        for rule in rules:
+            fewer = [other for other in rules if other is not rule]
+            assert Space(one.dimensions, fewer, {}).complete(partial) is not None
