@@ -264,7 +264,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         return [
             *validation.wrapper_problems(config, ddp_config),
             *cuda_graphs.problems(config, ddp_config, self.device),
-            *module_problems(module, unit_classes, device, main_dtype),
+            *module_problems(module, unit_classes, device, main_dtype, self._placements.manages),
             *meta_problems(module, on_meta, self._initialiser_of),
             *self._placements.problems(module, ddp_options.shards_outer(ddp_config)),
             *arguments.group_problems(config, arguments.group_ranks(pg_collection)),
@@ -318,7 +318,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             writer_of=functools.partial(
                 grad_writer, fused=bool(getattr(self.config, "gradient_accumulation_fusion", False))
             ),
-            manages=lambda managed: self._placements.of(managed.fqns[0]) != LEAVE,
+            manages=lambda managed: self._placements.manages(managed.fqns[0]),
         )
         self._slot_memory = staging_options.slot_memory(self.ddp_config, index, self.device)
         return build_engine(

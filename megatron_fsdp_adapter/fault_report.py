@@ -23,6 +23,7 @@ from .config import EngineConfig
 from .cuda_graphs import is_capturing
 from .engine.engine import FsdpEngine
 from .engine.group import ParamGroup, plan_layout
+from .engine.guard import unchecked
 from .engine.hooks import in_backward
 from .engine.partition import ROOT, UnitPlan
 from .late_collectives import LaunchLog
@@ -232,10 +233,12 @@ class FaultReport:
         for unit in engine.units if engine is not None else ():
             if any(carried is tensor for group in unit.groups for tensor in _carried_by(group)):
                 return f"unit {unit.name} (phase {unit.phase.name})"
-        for plan in self._plans:
-            for entry in (entry for managed in plan.groups.values() for entry in managed):
-                if entry.param.data_ptr() == carried.data_ptr():
-                    return f"parameter {entry.fqns[0]} of unit {plan.name}"
+        # Parameters of units that were built are resharded, and guarded against being read.
+        with unchecked():
+            for plan in self._plans:
+                for entry in (entry for managed in plan.groups.values() for entry in managed):
+                    if entry.param.data_ptr() == carried.data_ptr():
+                        return f"parameter {entry.fqns[0]} of unit {plan.name}"
         return "a buffer that is no unit's"
 
     def explain_allocation(self, flat: torch.Tensor, error: RuntimeError) -> None:

@@ -5,10 +5,14 @@ Each function returns one line for each problem, so that a caller can raise all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What main gradients, of float32 at most, can be summed for."""
 
 
 def module_problems(
@@ -16,13 +20,17 @@ def module_problems(
     unit_classes: Sequence[type[nn.Module]] | None,
     device: torch.device | str | None,
     main_params_dtype: torch.dtype | None,
+    is_managed: Callable[[str], bool] = lambda fqn: True,
 ) -> list[str]:
     """Problems of the model, of the unit classes named for it, of the device asked for, and of the
-    main weights' dtype (None: of each parameter)."""
+    main weights' dtype (None: of each parameter). Parameters whose name `is_managed` refuses are
+    not to be sharded, and may be anything."""
     return [
         *_compiled(module),
         *_sharded_already(module),
         *_untrainable(module),
+        *_parameters(module, is_managed),
+        *_sparse_gradients(module),
         *_main_weights_that_lose_bits(module, main_params_dtype),
         *_units_that_match_nothing(module, unit_classes or ()),
         *_devices(module, device),
@@ -57,9 +65,63 @@ def _main_weights_that_lose_bits(module: nn.Module, main: torch.dtype | None) ->
         f"{param.dtype}, which has more bits; use torch.float32, or None for main weights in each "
         "parameter's own dtype"
         for name, param in module.named_parameters()
-        if main is not None and param.requires_grad
+        if main is not None and param.requires_grad and param.dtype in TRAINED_DTYPES
         and torch.promote_types(main, param.dtype) != main
     ][:1]
+
+
+def _parameters(module: nn.Module, is_managed: Callable[[str], bool]) -> list[str]:
+    found = []
+    for name, param in module.named_parameters():
+        problem = _parameter(param) if is_managed(name) else ""
+        if problem:
+            found.append(f"parameter {name} ({tuple(param.shape)}, {param.dtype}): {problem}")
+    return found[:8]
+
+
+def _parameter(param: nn.Parameter) -> str:
+    """Why a flat buffer cannot hold `param`, and what to do; empty if it can."""
+    if any(hasattr(param, mark) for mark in SHARDED_ALREADY):
+        return ""  # told of the whole module
+    if isinstance(param, DTensor):
+        return (
+            f"it is a DTensor, {param.placements} over {param.device_mesh}; ranks hold different "
+            "parts of it already. Wrap the module before it is parallelised, or use Megatron's "
+            "tensor-parallel layers"
+        )
+    if param.layout is not torch.strided:
+        return f"its layout is {param.layout}, and buffers are dense; use param.to_dense()"
+    if any(step == 0 and size > 1 for step, size in zip(param.stride(), param.shape, strict=True)):
+        return (
+            "it is an expanded tensor (a stride of 0): its elements share memory and would not in "
+            "a buffer; make it of .contiguous(), or keep the small tensor and expand it in forward"
+        )
+    if param.dtype.is_complex:
+        return (
+            "it is complex, and buffers and gradients are real; keep torch.view_as_real(...) as "
+            "the parameter and use torch.view_as_complex(...) in forward"
+        )
+    if param.dtype.is_floating_point and param.dtype.itemsize == 1:
+        return (
+            "not every process group carries 8-bit floats; convert it to torch.bfloat16, or keep "
+            "its .view(torch.uint8) as the parameter and view that as 8-bit floats in forward"
+        )
+    if param.requires_grad and param.dtype not in TRAINED_DTYPES:
+        return (
+            "its gradients would be summed in float32 at most; train it in one of "
+            f"{[str(dtype) for dtype in TRAINED_DTYPES]}, or freeze it"
+        )
+    return ""
+
+
+def _sparse_gradients(module: nn.Module) -> list[str]:
+    return [
+        f"module {name or type(child).__name__}: sparse=True gives its weight sparse gradients, "
+        "and gradients are reduced in dense buffers; use sparse=False"
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag)
+        and child.sparse and child.weight.requires_grad
+    ]
 
 
 def _untrainable(module: nn.Module) -> list[str]:

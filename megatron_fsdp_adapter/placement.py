@@ -45,6 +45,10 @@ class Placements:
                 found = placement
         return found
 
+    def manages(self, fqn: str) -> bool:
+        """Whether the parameter of this name is the wrapper's: it is not left alone."""
+        return self.of(fqn) != LEAVE
+
     def problems(self, module: nn.Module, shards_outer: bool) -> list[str]:
         """What is wrong with them for `module`."""
         names = {name for fqn, _ in module.named_parameters() for name in _holders(fqn)}
