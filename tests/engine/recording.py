@@ -181,14 +181,18 @@ def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], li
 class RecordingRuntime:
     """A `Runtime` on the CPU with a vector clock per role. See the module's text.
 
+    Args:
+        others: names of streams that the model has beside the engine's roles.
+
     Attributes:
         log: what happened to labelled buffers and events, in host order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *others: str) -> None:
         self.device, self.poison = torch.device("cpu"), False
         self.log: list[Entry] = []
-        self._clocks = {role: {name: int(name == role) for name in ROLES} for role in ROLES}
+        roles = (*ROLES, *others)
+        self._clocks = {role: {name: int(name == role) for name in roles} for role in roles}
         self._role = COMPUTE
         self._storages: dict[int, _Tracked] = {}
         self._late: list[str] = []
@@ -246,7 +250,7 @@ class RecordingRuntime:
         flat.untyped_storage().resize_(0)
 
     def synchronize(self) -> None:
-        latest = {name: self._clocks[name][name] for name in ROLES}
+        latest = {name: self._clocks[name][name] for name in self._clocks}
         for role, clock in self._clocks.items():
             clock.update(latest)
             clock[role] += 1

@@ -18,7 +18,7 @@ from megatron_fsdp_adapter.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.runtime.device import COMPUTE, GATHER, REDUCE
 from tests.engine.engine_cases import Setup, build, pretended_world
 from tests.engine.engine_scenarios import SCENARIOS, VARIANTS, variant_cells
-from tests.engine.recording import RaceError, RecordingRuntime
+from tests.engine.recording import MARK, RaceError, RecordingRuntime
 
 ZERO_1, ZERO_2, ZERO_3 = "optim", "optim_grads", "optim_grads_params"
 VARIANT_SCENARIOS = ("microbatches", "evaluation_between", "layer_twice", "backward_raises")
@@ -68,6 +68,45 @@ def test_two_wrappers_on_one_runtime(strategy):
                 for rig in (one, two):
                     rig.optimizer_step()
                     rig.sync(wait=False)
+
+
+def hybrid_far_ahead(strategy: str) -> Setup:
+    """Instances hold parts of a shard; two layers are gathered ahead of the one that computes."""
+    layer_bytes = 1280
+    return Setup(
+        strategy, outer=2, shard_outer=True, world=4, rank=1, prefetch_bytes=2 * layer_bytes
+    )
+
+
+def outer_gather_on(role: str) -> Callable[[Any, Any], Any]:
+    """A fault: the gather over the outer axis runs on `role`, which nothing orders before what is
+    gathered next."""
+    gather_outer = gather.GatherPipeline._gather_outer
+
+    def elsewhere(self: Any, unit: Any) -> Any:
+        outer, self.runtime._role = self.runtime._role, role
+        try:
+            return gather_outer(self, unit)
+        finally:
+            self.runtime._role = outer
+
+    return elsewhere
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_prefetch_reads_weights_that_the_outer_axis_has_not_gathered(strategy, monkeypatch):
+    for scenario in ("evaluation_between", "weights_loaded", "steps"):
+        runtime = run(hybrid_far_ahead(strategy), scenario)
+    marks = [entry.what for entry in runtime.log if entry.action == MARK]
+    forward = len(marks) - 1 - marks[::-1].index("forward layers.0")
+    before = marks[:forward]
+    early = before[len(before) - before[::-1].index("backward layers.0") :]
+    assert "all_gather layers.2" in early, "two units ahead"
+    for role in (COMPUTE, REDUCE):
+        monkeypatch.setattr(gather.GatherPipeline, "_gather_outer", outer_gather_on(role))
+        with pytest.raises(RaceError, match="without waiting for"):
+            run(hybrid_far_ahead(strategy), "steps")
+        monkeypatch.undo()
 
 
 # The power of the recorder: each order that the engine asks for is taken away once.
