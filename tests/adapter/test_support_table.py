@@ -50,6 +50,7 @@ TRIGGERS: dict[str, Values] = {
     "fp8_recipe": ("mxfp8",),
     "fp4": ("e2m1",),
     "cuda_graph_impl": ("transformer_engine",),
+    "moe_token_dispatcher_type": ("flex",),
     # Optimizer config
     "exp_avg_dtype": (torch.uint8,),
     "exp_avg_sq_dtype": (torch.float16,),
@@ -61,6 +62,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "preserve_fp32_weights": {"megatron_fsdp_main_params_dtype": torch.float32},
     "grad_reduce_in_fp32": {"megatron_fsdp_main_grads_dtype": torch.bfloat16},
     "fp8_recipe": {"fp8": "hybrid"},
+    "moe_token_dispatcher_type": {"num_moe_experts": 4},
 }
 """What else has to be set: these are refused where they contradict another option."""
 

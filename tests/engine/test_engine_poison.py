@@ -16,6 +16,7 @@ from megatron_fsdp_adapter.config import (
 )
 from megatron_fsdp_adapter.engine.buffer import FlatBuffer
 from megatron_fsdp_adapter.engine.direct import DirectGrads, GradWriter
+from megatron_fsdp_adapter.engine.group import ParamGroup
 from megatron_fsdp_adapter.runtime.device import HostRuntime, fill_with_nan
 from tests.engine.engine_cases import PretendCommunicator, Setup, build, pretended_world
 from tests.engine.engine_scenarios import SCENARIOS, VARIANTS
@@ -44,7 +45,7 @@ def test_a_poisoned_engine_trains_to_the_same_bits(
         if variant == "slots_exchange" and not STRATEGIES[strategy].shard_grads:
             continue
         setup = Setup(strategy=strategy).but(**VARIANTS[variant])
-        for scenario in ("microbatches", "evaluation_between"):
+        for scenario in ("microbatches", "evaluation_between", "zero_before_finish"):
             monkeypatch.setenv(POISON_VARIABLE, "0")
             expected = _weights(setup, scenario)
             monkeypatch.setenv(POISON_VARIABLE, "1")
@@ -81,6 +82,20 @@ def test_a_reduction_into_gradients_that_were_not_cleared_is_seen(
         lambda self, groups, first: land(self, groups, [False] * len(groups)),
     )  # fmt: skip
     found = _weights(Setup(), "steps")
+    assert any(value.isnan().any() for value in found.values())
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.usefixtures("poisoned")
+def test_a_first_microbatch_that_adds_to_kept_gradients_is_seen(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory may have been lent between two steps: what is in it then is not a gradient."""
+    take = ParamGroup.take_grads
+    monkeypatch.setattr(
+        ParamGroup, "take_grads", lambda self, accumulate: take(self, accumulate=True)
+    )
+    found = _weights(Setup(strategy), "steps")
     assert any(value.isnan().any() for value in found.values())
 
 

@@ -8,23 +8,18 @@ engine on collectives that happen at once.
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.engine.direct import DirectGrads, GradWriter
-from megatron_fsdp_adapter.engine.group import ParamGroup
-from megatron_fsdp_adapter.runtime.device import HostRuntime, storage_bytes
+from megatron_fsdp_adapter.runtime.device import HostRuntime
 from tests.engine.engine_cases import (
     LateCommunicator,
     PretendCommunicator,
-    Rig,
     Setup,
     build,
     pretended_world,
@@ -46,12 +41,9 @@ add to `.grad` one by one; the engine sums each microbatch by itself first. A mo
 into the bucket adds each call by itself."""
 
 
-def weights_after(
-    setup: Setup, scenario: str, communicator: Any, change: Callable[[Rig], Any] = lambda rig: None
-) -> dict[str, torch.Tensor]:
+def weights_after(setup: Setup, scenario: str, communicator: Any) -> dict[str, torch.Tensor]:
     with pretended_world(setup.world, setup.rank):
         rig = build(setup, HostRuntime(), communicator)
-        change(rig)
         SCENARIOS[scenario](rig)
         return rig.weights()
 
@@ -113,77 +105,6 @@ def test_a_wait_that_is_missing_changes_the_weights(strategy):
         SCENARIOS["microbatches"](rig)
         found = rig.weights()
     assert any(not torch.equal(found[name], value) for name, value in expected.items())
-
-
-LENDING = ("untied", "bf16_comm", "overwrites", "accumulates", "slots", "slots_fused",
-           "slots_exchange")  # fmt: skip
-"""Where gradients lie in memory of their own, in that of a reduction, in what a module is given to
-write into, and in what units use in turn."""
-
-
-class Lent:
-    """Memory of gradients comes back full of NaN from whoever had it meanwhile: all of it between
-    two steps, a bucket after each of its reductions."""
-
-    def __init__(self, rig: Rig) -> None:
-        self.engine = rig.engine
-        zero_grads = rig.engine.zero_grads
-
-        def zero_and_lend() -> None:
-            zero_grads()
-            self._lend_all()
-
-        rig.engine.zero_grads = zero_and_lend  # type: ignore[method-assign]
-        for group in rig.engine.groups:
-            group.release_bucket = functools.partial(  # type: ignore[method-assign]
-                self._release_and_lend, group, group.release_bucket
-            )
-
-    def _release_and_lend(self, group: Any, release: Callable[[], None]) -> None:
-        release()
-        if group.has_transient_bucket:
-            self._lend(group.bucket.tensor)
-
-    def _lend_all(self) -> None:
-        for group in self.engine.groups:
-            self._lend(group.grad.tensor)
-            self._lend(group.bucket.tensor)
-        pieces = self.engine.reduce._received
-        if pieces is not None:
-            self._lend(pieces)
-
-    def _lend(self, flat: torch.Tensor) -> None:
-        if storage_bytes(flat):
-            flat.view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
-
-
-@pytest.mark.parametrize(("strategy", "variant"), variant_cells(LENDING))
-def test_what_gradient_memory_was_lent_for_is_not_added_to(strategy, variant):
-    """Bit for bit, over steps of one to three microbatches, given up ones among them."""
-    setup = Setup(strategy, dtype=torch.float32, **VARIANTS[variant])
-    for scenario in ("microbatches", "zero_before_finish", "backward_raises"):
-        found = weights_after(setup, scenario, LateCommunicator, Lent)
-        expected = weights_after(setup, scenario, LateCommunicator)
-        for name, value in expected.items():
-            assert torch.isfinite(value).all() and torch.equal(found[name], value), name
-
-
-@pytest.mark.parametrize("fault", ["gradients are added", "a module's part is not cleared"])
-def test_memory_that_is_not_cleared_is_seen(fault, monkeypatch):
-    """The comparison above can tell."""
-    if fault == "gradients are added":
-        take = ParamGroup.take_grads
-        monkeypatch.setattr(
-            ParamGroup, "take_grads", lambda self, accumulate: take(self, accumulate=True)
-        )
-    else:
-        opened = DirectGrads.open
-        monkeypatch.setattr(DirectGrads, "open", lambda self, fresh: opened(self, fresh=False))
-    fused = None if fault == "gradients are added" else GradWriter.ACCUMULATES
-    for strategy in ("optim", "optim_grads"):
-        setup = Setup(strategy, dtype=torch.float32, fused=fused, slots=True)
-        found = weights_after(setup, "microbatches", LateCommunicator, Lent)
-        assert any(value.isnan().any() for value in found.values())
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "untold"])
