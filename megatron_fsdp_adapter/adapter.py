@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.ssm.mamba_layer import MambaLayer
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from . import (
@@ -34,16 +32,18 @@ from . import (
 )
 from . import optimizer as optimizer_seam
 from .building import build_engine
+from .config import EngineConfig
 from .core_init import core_initialisers
 from .description import describe
 from .engine.engine import FsdpEngine
 from .engine.identity import ParamPair
-from .engine.partition import UnitPlan, managed_params, partition, unit_modules
+from .engine.partition import UnitPlan, managed_params, partition
 from .fp8 import CACHE_OPTION, switch_off_weight_cache
 from .fused_wgrad import grad_writer
 from .inner import ShardedModule
 from .installation import installed, require_supported_core
 from .materialize import meta_problems, target_device
+from .model_units import chosen_units
 from .module_problems import module_problems
 from .param_attrs import copy_attributes
 from .placement import LEAVE, REPLICATE, Placements, replicated_domain, replicated_name
@@ -66,9 +66,8 @@ from .sharded_module import (
 )
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 from .topology import DENSE, EXPERT, TP_DIM, FSDPDistributedIndex, ShardDomain
+from .wgrad_probe import Observer, precisions_of
 from .wiring import WiringCheck
-
-DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer, MambaLayer)
 
 
 def kind_of(param: nn.Parameter, fqn: str) -> str:
@@ -90,47 +89,6 @@ def domain_name(param: nn.Parameter, fqn: str) -> str:
     if getattr(param, "shared_embedding", False):
         return SHARED_EMBEDDING
     return kind_of(param, fqn)
-
-
-def _has_tied_weight(module: nn.Module) -> bool:
-    """Whether embedding and output layer use one parameter. With pipeline parallelism each stage
-    has a copy of its own, used once, but for a last one that predicts further tokens (MTP): its
-    embedding is called too."""
-    return any(
-        getattr(child, "share_embeddings_and_output_weights", False)
-        and (getattr(child, "pre_process", True) or getattr(child, "mtp_process", False))
-        and getattr(child, "post_process", True)
-        for child in module.modules()
-    )
-
-
-def _default_units(module: nn.Module) -> dict[str, nn.Module]:
-    """Transformer and Mamba layers, and embedding and output layer unless their weights are tied:
-    a tied weight is used by two modules and belongs to the root unit, which stays gathered."""
-    tied = _has_tied_weight(module)
-
-    def is_unit(child: nn.Module) -> bool:
-        return isinstance(child, DEFAULT_UNIT_MODULES) or (
-            not tied and isinstance(child, LanguageModelEmbedding)
-        )
-
-    units = unit_modules(module, is_unit)
-    if not tied:
-        outputs = unit_modules(module, lambda child: False)
-        for name, child in module.named_modules():
-            if name.split(".")[-1] == "output_layer":
-                outputs[name] = child
-        units.update(outputs)
-    return units
-
-
-def _chosen_units(
-    module: nn.Module, unit_classes: list[type[nn.Module]] | None
-) -> dict[str, nn.Module]:
-    """The units, by default or of the classes the user names."""
-    if unit_classes is None:
-        return _default_units(module)
-    return unit_modules(module, lambda child: isinstance(child, tuple(unit_classes)))
 
 
 def _grad_scale(config: Any, num_ranks: int) -> float:
@@ -237,7 +195,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         forced = ddp_options.forced_options(ddp_config)
         for option, value in forced.items():
             setattr(ddp_config, option, value)
-        if config.fp8 and self.engine.config.strategy.shard_weights:
+        if self._fuses_wgrads or (config.fp8 and self.engine.config.strategy.shard_weights):
             forced |= {CACHE_OPTION: True} if switch_off_weight_cache(module) else {}
         self.module = ShardedModule(config, module, self.engine)
         self.param_and_grad_buffer = ParamAndGradBuffer(self.engine, self._slot_memory)
@@ -304,7 +262,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self, module: nn.Module, unit_classes: list[type[nn.Module]] | None
     ) -> FsdpEngine:
         index = self.megatron_fsdp_dist_index
-        units = _chosen_units(module, unit_classes)
+        engine_config = ddp_options.engine_config(self.ddp_config)
+        units = chosen_units(module, unit_classes)
         self.fsdp_unit_modules = sorted({type(unit).__name__ for unit in units.values()})
         for managed in managed_params(module):
             owner, name = managed.slots[0]
@@ -316,7 +275,9 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             backward_reads_weights=lambda unit: not isinstance(unit, LanguageModelEmbedding),
             split_of=lambda param, fqn: getattr(param, "_tp_partition_dim", None),
             writer_of=functools.partial(
-                grad_writer, fused=bool(getattr(self.config, "gradient_accumulation_fusion", False))
+                grad_writer,
+                is_fresh=engine_config.strategy.shard_grads,
+                observe=self._observer(engine_config),
             ),
             manages=lambda managed: self._placements.manages(managed.fqns[0]),
         )
@@ -326,12 +287,25 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             module,
             plans,
             self._domains(plans),
-            ddp_options.engine_config(self.ddp_config),
+            engine_config,
             self.device,
             self._initialiser_of,
             grad_check=ddp_options.grad_check(self.ddp_config),
             allocate_slots=None if self._slot_memory is None else self._slot_memory.allocate,
         )
+
+    @property
+    def _fuses_wgrads(self) -> bool:
+        return bool(getattr(self.config, "gradient_accumulation_fusion", False))
+
+    def _observer(self, engine_config: EngineConfig) -> Observer | None:
+        """Looks at what fused modules write their gradients into; None without fusion."""
+        if not self._fuses_wgrads:
+            return None
+        policy = engine_config.policy
+        fresh = engine_config.strategy.shard_grads
+        written = policy.comm_dtype if fresh else policy.grads_dtype
+        return Observer(precisions_of(self.config), written, self.device)
 
     def _domain_of(self, param: nn.Parameter, fqn: str) -> str:
         if self._placements.of(fqn) == REPLICATE:

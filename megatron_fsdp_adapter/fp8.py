@@ -6,6 +6,13 @@ model on every rank, so the keeping is switched off: each call quantises what wa
 Core has an option for that, `disable_parameter_transpose_cache`, which its TE layers copy from the
 config when they are made.
 
+The same switch decides who overwrites a fused weight gradient: told that a microbatch is the first,
+TE overwrites `main_grad`, told that it is not, it adds, whatever else it is told. A module that is
+called twice in the first microbatch would lose its second call's gradient (backward comes to that
+one first), and a bucket that every microbatch fills anew would be added to. Told nothing, it does
+what `wgrad_probe` has seen. So with fused gradients the cache is off under every strategy, at the
+price of quantising kept weights once for each microbatch.
+
 What autograd saves of one call stays: the quantised weights of layers between their forward and
 their backward. Recomputing activations frees those too.
 """

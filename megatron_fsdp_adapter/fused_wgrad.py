@@ -1,5 +1,5 @@
-"""Fused weight gradients (`gradient_accumulation_fusion`): which modules write them, and Megatron's
-matrix product for them where apex is missing.
+"""Fused weight gradients (`gradient_accumulation_fusion`): which modules write them, in the way
+that `wgrad_probe` has seen, and Megatron's matrix product for them where apex is missing.
 
 Megatron's own linear layers call apex's `fused_weight_gradient_mlp_cuda`, and refuse to be built
 with the option, which is on by default, where apex is not installed: the output layer of every
@@ -10,6 +10,7 @@ Transformer Engine's matrix product, or torch's, in the place of a missing apex.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,35 +18,68 @@ import torch
 
 from .engine.direct import GradWriter
 from .engine.partition import ManagedParam
+from .wgrad_probe import Observed
 
 _EXTENSION = "fused_weight_gradient_mlp_cuda"
 
 
-def grad_writer(managed: ManagedParam, fused: bool) -> GradWriter:
+def grad_writer(
+    managed: ManagedParam, is_fresh: bool, observe: Callable[[Any, torch.dtype], Observed] | None
+) -> GradWriter:
     """Who writes the gradient of `managed`, from the modules that hold it.
 
-    `fused` is `gradient_accumulation_fusion`. Only matrices are written by modules. Where one
-    holder adds and another overwrites, both add; the engine adds what autograd has beside them.
+    Only matrices are written by modules. Where the holders differ, all of them add to what was
+    zeroed; the engine adds what autograd has beside them.
+
+    Args:
+        is_fresh: every backward begins with a bucket that holds nothing (gradients are sharded).
+        observe: what a module with weights of a dtype does to `main_grad`; None without
+            `gradient_accumulation_fusion`.
+
+    Raises:
+        ValueError: a module that neither adds nor overwrites as it is told to.
     """
-    if not fused or managed.param.ndim != 2:
+    param = managed.param
+    if observe is None or param.ndim != 2 or not param.requires_grad:
         return GradWriter.AUTOGRAD
-    writers = {_writer_of(owner) for owner, _ in managed.slots}
+    writers = {
+        _writer_that(observe(owner, param.dtype), is_fresh, type(owner).__name__)
+        for owner, _ in managed.slots
+        if fuses(owner)
+    }
     # A tied embedding weight is handed to the output layer, which does not hold it; Megatron marks
     # it with an attribute that is about the placeholder gradient, which nobody makes here.
-    if getattr(managed.param, "zero_out_wgrad", False):
+    if getattr(param, "zero_out_wgrad", False):
         writers.add(GradWriter.ACCUMULATES)
-    return next(one for one in _PRECEDENCE if one in writers)
-
-
-_PRECEDENCE = (GradWriter.ACCUMULATES, GradWriter.OVERWRITES, GradWriter.AUTOGRAD)
-
-
-def _writer_of(owner: Any) -> GradWriter:
-    if getattr(owner, "fuse_wgrad_accumulation", False):  # Transformer Engine
-        return GradWriter.OVERWRITES
-    if getattr(owner, "gradient_accumulation_fusion", False):  # Megatron
+    if len(writers) > 1:
         return GradWriter.ACCUMULATES
-    return GradWriter.AUTOGRAD
+    return writers.pop() if writers else GradWriter.AUTOGRAD
+
+
+def fuses(owner: Any) -> bool:
+    """Whether a module writes weight gradients by itself: one of Transformer Engine, one of its
+    operations, or one of Megatron's own."""
+    return any(
+        getattr(owner, option, False)
+        for option in (
+            "fuse_wgrad_accumulation", "_accumulate_into_main_grad", "gradient_accumulation_fusion"
+        )
+    )  # fmt: skip
+
+
+def _writer_that(seen: Observed, is_fresh: bool, name: str) -> GradWriter:
+    """The fastest protocol that modules of class `name` were seen to keep to."""
+    if seen.told_in_backward:
+        return GradWriter.OVERWRITES
+    if seen.told_in_forward and is_fresh:
+        return GradWriter.OVERWRITES_ALWAYS
+    if seen.adds:
+        return GradWriter.ACCUMULATES
+    raise ValueError(
+        f"gradient_accumulation_fusion=True: {name} neither adds its weight gradient to main_grad "
+        f"nor overwrites it when told to ({seen}); set gradient_accumulation_fusion=False "
+        "(--no-gradient-accumulation-fusion)"
+    )
 
 
 def accumulate_wgrad(

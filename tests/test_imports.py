@@ -28,7 +28,7 @@ ADAPTER_LEVEL = 4
 
 MEGATRON_IMPORTERS = {
     "adapter", "arguments", "bridge", "core_init", "cpu_mode", "ddp_config", "fused_wgrad", "inner",
-    "installation", "optimizer", "process_groups", "runner",
+    "installation", "model_units", "optimizer", "process_groups", "runner", "wgrad_probe",
 }  # fmt: skip
 """Files that may import Megatron."""
 

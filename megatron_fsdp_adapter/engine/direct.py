@@ -4,13 +4,17 @@ Autograd would make each weight gradient in the compute dtype, to be copied into
 module with a fused weight gradient (Transformer Engine, Megatron's own linear layers) lets its
 matrix product write or add in the bucket's dtype instead: no temporary, no copy, no rounding.
 `raw.main_grad` is a view of the bucket for life; the bucket has storage from the unit's first
-gradient on. Two protocols are spoken:
+gradient on. Three protocols are spoken:
 
-    OVERWRITES   asks `raw.get_main_grad()` in each backward and writes instead of adding where
-                 `raw.overwrite_main_grad` is set: the first write of a bucket needs no zeroes.
-    ACCUMULATES  adds to `raw.main_grad`, which must hold zeroes first.
+    OVERWRITES         asks `raw.get_main_grad()` in each backward, then overwrites where
+                       `raw.overwrite_main_grad` is set and adds where it is not: the first write
+                       of a bucket needs no zeroes.
+    OVERWRITES_ALWAYS  reads `raw.overwrite_main_grad` before backward, when nobody knows yet which
+                       write will be the first. It is set for good, and an earlier gradient is put
+                       aside while a module called twice writes the later one.
+    ACCUMULATES        adds to `raw.main_grad`, which must hold zeroes first.
 
-Both return no gradient to autograd: `grad_added_to_main_grad`, which would make them return a
+None returns a gradient to autograd: `grad_added_to_main_grad`, which would make modules return a
 placeholder the size of the weight, is left unset, since nothing here waits for autograd.
 """
 
@@ -26,10 +30,11 @@ from torch import nn
 
 class GradWriter(enum.Enum):
     """Who writes a parameter's gradient into the bucket: the engine, from what autograd leaves in
-    `.grad`, or the module itself, in one of two ways."""
+    `.grad`, or the module itself, in one of three ways."""
 
     AUTOGRAD = "autograd"
     OVERWRITES = "overwrites"
+    OVERWRITES_ALWAYS = "overwrites_always"
     ACCUMULATES = "accumulates"
 
 
@@ -51,15 +56,19 @@ class DirectGrads:
         self.label = label
         self._params, self._views = list(params), list(views)
         self._adding = [i for i, one in enumerate(writers) if one is GradWriter.ACCUMULATES]
+        always = GradWriter.OVERWRITES_ALWAYS
+        self._always = {i for i, one in enumerate(writers) if one is always}
         self.any = any(one is not GradWriter.AUTOGRAD for one in writers)
         self.is_open = False
         self._written: set[int] = set()
+        self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         me = weakref.ref(self)
         for index, (param, writer) in enumerate(zip(params, writers, strict=True)):
             if writer is not GradWriter.AUTOGRAD:
                 param.main_grad = views[index]  # type: ignore[attr-defined]
-            if writer is GradWriter.OVERWRITES:
+            if writer in (GradWriter.OVERWRITES, always):
                 param.__fsdp_param__ = True  # type: ignore[attr-defined]
+                param.overwrite_main_grad = writer is always  # type: ignore[attr-defined]
                 param.get_main_grad = _getter(me, index)  # type: ignore[attr-defined]
 
     def open(self, fresh: bool) -> None:
@@ -75,7 +84,9 @@ class DirectGrads:
     def close(self) -> set[int]:
         """Backward is over: returns the parameters whose part of the bucket holds a gradient."""
         written = self._written if self.is_open else set()
-        self.is_open, self._written = False, set()
+        for view, earlier in self._aside:
+            view.add_(earlier)
+        self.is_open, self._written, self._aside = False, set(), []
         return written
 
     def write(self, index: int) -> torch.Tensor:
@@ -85,9 +96,13 @@ class DirectGrads:
                 f"{self.label}: a module asked for main_grad outside of its unit's backward; call "
                 "the model through its wrapper, and run backward on what it returned"
             )
-        self._params[index].overwrite_main_grad = index not in self._written  # type: ignore[attr-defined]
+        view = self._views[index]
+        if index not in self._always:
+            self._params[index].overwrite_main_grad = index not in self._written  # type: ignore[attr-defined]
+        elif index in self._written:
+            self._aside.append((view, view.clone()))
         self._written.add(index)
-        return self._views[index]
+        return view
 
 
 def _getter(

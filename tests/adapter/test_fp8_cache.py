@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter import FullyShardedDataParallel, adapter
 from megatron_fsdp_adapter.fp8 import switch_off_weight_cache
+from megatron_fsdp_adapter.wgrad_probe import Precision
 from tests.distributed.gpt import STRATEGIES, Case, build_model, ddp_config
 
 CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
@@ -33,14 +34,18 @@ def test_every_layer_that_caches_is_told_not_to() -> None:
 
 
 @pytest.mark.parametrize("fp8", ("hybrid", None))
+@pytest.mark.parametrize("fused", (True, False))
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_is_switched_off_and_said_where_weights_are_sharded(
-    one_rank: torch.device, strategy: str, fp8: str | None, capsys: Any
+def test_it_is_switched_off_and_said_where_weights_are_sharded_or_gradients_fused(
+    one_rank: torch.device, strategy: str, fp8: str | None, fused: bool, capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(adapter, "precisions_of", lambda config: (Precision("weights"),))
     model = build_model(CASE, DEVICE)
     layer = model.decoder.layers[0].mlp.extra = QuantisingLinear()  # type: ignore[union-attr]
     model.config.fp8 = fp8  # type: ignore[assignment,union-attr]
+    model.config.gradient_accumulation_fusion = fused  # type: ignore[union-attr]
     FullyShardedDataParallel(model.config, ddp_config(CASE, strategy), model)
-    off = strategy == "optim_grads_params" and fp8 is not None
+    off = fused or (strategy == "optim_grads_params" and fp8 is not None)
     assert layer.disable_parameter_transpose_cache is off
     assert ("disable_parameter_transpose_cache=True" in capsys.readouterr().out) is off

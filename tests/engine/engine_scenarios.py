@@ -246,6 +246,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two_domains": {"split": True, "world": 4, "rank": 1},
     "two_instances": {"outer": 2, "world": 4, "rank": 1},
     "overwrites": {"fused": GradWriter.OVERWRITES},
+    "overwrites_always": {"fused": GradWriter.OVERWRITES_ALWAYS},
     "accumulates": {"fused": GradWriter.ACCUMULATES},
     "fused_recompute": {"fused": GradWriter.OVERWRITES, "recompute": "non_reentrant"},
     "fused_two_domains": {"fused": GradWriter.OVERWRITES, "split": True, "world": 4, "rank": 1},

@@ -34,7 +34,10 @@ ONE_SHARD = [
 
 SEPARATE_SUMS = {
     (variant, "layer_twice")
-    for variant in ("reentrant", "overwrites", "accumulates", "fused_recompute", "slots_fused")
+    for variant in (
+        "reentrant", "overwrites", "overwrites_always", "accumulates", "fused_recompute",
+        "slots_fused",
+    )
 }
 """Where gradients are summed in another order: the nested backwards of a reentrant recomputation
 add to `.grad` one by one; the engine sums each microbatch by itself first. A module that writes

@@ -1,0 +1,328 @@
+"""What a module with a fused weight gradient does to `main_grad`: seen, not believed.
+
+Whether a fused product overwrites `main_grad` or adds to it depends on the module's class, on the
+precision and on the release of Transformer Engine: 2.11 asks the *quantised* weight for the flag
+in some layers, which never has it; 2.20 reads the flag in forward. A bucket that is taken for
+overwritten and was added to holds garbage, and nothing says so. So a small module of each class
+runs once in a process, in each precision that the model computes in, on a `main_grad` whose
+content tells afterwards what was done to it. What was not seen to overwrite is zeroed first.
+
+Modules of a class without a row in `MAKERS` are taken to add, as Megatron's DDP takes them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+SIZE = 128
+"""Rows and columns of the weights: one block of every recipe for FP8."""
+
+TOKENS = 2 * SIZE
+
+MARK = 4096.0
+"""What `main_grad` holds where adding is looked for; gradients here are around 16 in size."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What modules of one class did.
+
+    adds: without being told anything, they add to `main_grad`.
+    told_in_backward: they overwrite where `get_main_grad()` sets `overwrite_main_grad`, and add
+    where it unsets it. told_in_forward: they overwrite where it was set before the forward.
+    """
+
+    adds: bool
+    told_in_backward: bool = False
+    told_in_forward: bool = False
+
+    def __and__(self, other: Observed) -> Observed:
+        """What holds for both."""
+        return Observed(
+            self.adds and other.adds,
+            self.told_in_backward and other.told_in_backward,
+            self.told_in_forward and other.told_in_forward,
+        )
+
+
+UNKNOWN = Observed(adds=True)
+"""Of a class that nobody knows how to make: the contract of Megatron's DDP."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a model computes in: a name, equal for equal precisions, and a context for forwards."""
+
+    name: str
+    context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, compare=False)
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes a small module with fused weight gradients and calls it.
+
+    make: of keyword arguments `dtype` and `device`. call: with the module and an input of shape
+    (TOKENS, SIZE); returns the output. can_be_told: whether there is a flag to try. Megatron's
+    layers take `get_main_grad()` for a `main_grad` of the weights' dtype, which it need not be.
+    """
+
+    make: Callable[..., nn.Module]
+    call: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda module, x: module(x)
+    can_be_told: bool = True
+
+
+def _te_module(name: str, *sizes: int) -> Callable[..., nn.Module]:
+    def make(dtype: torch.dtype, device: torch.device) -> nn.Module:
+        import transformer_engine.pytorch as te
+
+        return getattr(te, name)(
+            *sizes, bias=False, params_dtype=dtype, device=device, fuse_wgrad_accumulation=True
+        )
+
+    return make
+
+
+def _te_operation(name: str, *sizes: int) -> Callable[..., nn.Module]:
+    def make(dtype: torch.dtype, device: torch.device) -> nn.Module:
+        import transformer_engine.pytorch.ops as ops
+
+        return getattr(ops, name)(
+            *sizes, dtype=dtype, device=device, accumulate_into_main_grad=True
+        )
+
+    return make
+
+
+class _MegatronLinear(nn.Module):
+    """The product of Megatron's own layers, without their initialisation and their groups."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE, dtype=dtype, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from megatron.core.tensor_parallel.layers import (
+            linear_with_grad_accumulation_and_async_allreduce,
+        )
+
+        return linear_with_grad_accumulation_and_async_allreduce(
+            x, self.weight, None, gradient_accumulation_fusion=True, allreduce_dgrad=False,
+            sequence_parallel=False,
+        )  # fmt: skip
+
+
+def _in_groups(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """All tokens go to the first of two experts: the other one's gradient is zero, and has to be
+    written as well."""
+    return module(x, [TOKENS, 0])
+
+
+MAKERS: Mapping[str, Maker] = {
+    "transformer_engine.Linear": Maker(_te_module("Linear", SIZE, SIZE)),
+    "transformer_engine.LayerNormLinear": Maker(_te_module("LayerNormLinear", SIZE, SIZE)),
+    "transformer_engine.LayerNormMLP": Maker(_te_module("LayerNormMLP", SIZE, SIZE)),
+    "transformer_engine.GroupedLinear": Maker(
+        _te_module("GroupedLinear", 2, SIZE, SIZE), _in_groups
+    ),
+    "transformer_engine.ops.BasicLinear": Maker(_te_operation("BasicLinear", SIZE, SIZE)),
+    "megatron.core.ColumnParallelLinear": Maker(_MegatronLinear, can_be_told=False),
+    "megatron.core.RowParallelLinear": Maker(_MegatronLinear, can_be_told=False),
+}
+"""By package and class; a module is that of the first class in its resolution order that has a
+row."""
+
+
+def maker_name(kind: type) -> str | None:
+    """The key in `MAKERS` for modules of class `kind`; None if it has none."""
+    for base in kind.__mro__:
+        package = ".".join(base.__module__.split(".")[:2])
+        if package == "transformer_engine.pytorch":
+            package = "transformer_engine" + (".ops" if ".ops." in base.__module__ else "")
+        name = f"{package}.{base.__name__}"
+        if name in MAKERS:
+            return name
+    return None
+
+
+def observe(
+    maker: Maker,
+    context: Callable[[], AbstractContextManager[Any]],
+    dtype: torch.dtype,
+    main_dtype: torch.dtype,
+    device: torch.device,
+) -> Observed:
+    """Runs a module up to four times and looks at what became of `main_grad`. Leaves random states
+    and Transformer Engine's histories as they were. No collectives.
+
+    dtype: of the weights; main_dtype: of `main_grad`. An error of the module is the caller's.
+    """
+    devices = [device] if device.type == "cuda" else []
+
+    def run(fill: float, **told: bool) -> list[torch.Tensor]:
+        with torch.random.fork_rng(devices=devices), _te_histories_kept(), torch.enable_grad():
+            torch.manual_seed(1234)
+            return _main_grads(maker, context, dtype, main_dtype, device, fill, **told)
+
+    adds = _were_added_to(run(MARK))
+    if not maker.can_be_told:
+        return Observed(adds)
+    return Observed(
+        adds,
+        told_in_backward=(
+            _were_overwritten(run(float("nan"), in_backward=True))
+            and _were_added_to(run(MARK, in_backward=False))
+        ),
+        told_in_forward=_were_overwritten(run(float("nan"), in_forward=True)),
+    )
+
+
+def _main_grads(
+    maker: Maker,
+    context: Callable[[], AbstractContextManager[Any]],
+    dtype: torch.dtype,
+    main_dtype: torch.dtype,
+    device: torch.device,
+    fill: float,
+    in_backward: bool | None = None,
+    in_forward: bool | None = None,
+) -> list[torch.Tensor]:
+    """`main_grad` of every matrix after one forward and backward, with `fill` in it before. What
+    is not None is told to the module, then."""
+    module = maker.make(dtype=dtype, device=device)
+    weights: list[Any] = [param for param in module.parameters() if param.ndim == 2]
+    for weight in weights:
+        weight.main_grad = torch.full_like(weight, fill, dtype=main_dtype, requires_grad=False)
+        if in_backward is not None or in_forward is not None:
+            weight.__fsdp_param__ = True
+            weight.get_main_grad = functools.partial(_hand_out, weight, in_backward)
+        if in_forward is not None:
+            weight.overwrite_main_grad = in_forward
+    x = torch.randn(TOKENS, SIZE, dtype=dtype, device=device, requires_grad=True)
+    with context():
+        output = maker.call(module, x)
+    output.backward(torch.randn_like(output))
+    return [weight.main_grad for weight in weights]
+
+
+def _hand_out(weight: Any, overwrite: bool | None) -> torch.Tensor:
+    if overwrite is not None:
+        weight.overwrite_main_grad = overwrite
+    return weight.main_grad
+
+
+def _were_overwritten(grads: Sequence[torch.Tensor]) -> bool:
+    """Nothing is left of the NaN that was there."""
+    return all(bool(grad.isfinite().all()) for grad in grads) and _is_any(grads, 0.0)
+
+
+def _were_added_to(grads: Sequence[torch.Tensor]) -> bool:
+    """Everything is near the mark that was there."""
+    near = all(bool(((grad - MARK).abs() < MARK / 2).all()) for grad in grads)
+    return near and _is_any(grads, MARK)
+
+
+def _is_any(grads: Sequence[torch.Tensor], nothing: float) -> bool:
+    """A gradient was written: something differs from `nothing`."""
+    return any(bool((grad != nothing).any()) for grad in grads)
+
+
+@contextmanager
+def _te_histories_kept() -> Iterator[None]:
+    """Transformer Engine registers every module that ran under delayed scaling in tables of the
+    process, and updates all of them after each forward."""
+    try:
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+    except ImportError:
+        yield
+        return
+    holder = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
+    tables = {
+        name: _copy_of_table(value)
+        for name, value in vars(holder).items()
+        if isinstance(value, (dict, list))
+    }
+    try:
+        yield
+    finally:
+        for name, table in tables.items():
+            setattr(holder, name, table)
+
+
+def _copy_of_table(table: Any) -> Any:
+    """Tables hold lists that grow, of tensors that stay what they are."""
+    if isinstance(table, list):
+        return list(table)
+    return {
+        key: list(value) if isinstance(value, list) else copy.copy(value)
+        for key, value in table.items()
+    }
+
+
+def precisions_of(config: Any) -> tuple[Precision, ...]:
+    """What layers of a model with this `TransformerConfig` may compute in. Some stay in the
+    weights' dtype under FP8: the output layer, and the first and last ones if asked for."""
+    if not getattr(config, "fp8", None):
+        return (Precision("weights"),)
+    from megatron.core.fp8_utils import get_fp8_recipe
+
+    recipe, name = get_fp8_recipe(config), f"FP8 {config.fp8} {config.fp8_recipe}"
+    if hasattr(recipe, "reduce_amax"):
+        # The only collective of a forward in FP8; ranks need not have the same classes of modules.
+        recipe = replace(recipe, reduce_amax=False)
+    return Precision("weights"), Precision(name, functools.partial(_quantised, recipe))
+
+
+def _quantised(recipe: Any) -> AbstractContextManager[Any]:
+    import transformer_engine.pytorch as te
+
+    if hasattr(te, "autocast"):
+        return te.autocast(enabled=True, recipe=recipe)
+    return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+
+
+@functools.cache
+def observed_once(
+    name: str, precision: Precision, dtype: torch.dtype, main_dtype: torch.dtype, device_type: str
+) -> Observed:
+    """`observe` for a row of `MAKERS`, once in a process. What cannot be run is taken to add."""
+    device = torch.device(device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        return observe(MAKERS[name], precision.context, dtype, main_dtype, device)
+    except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
+        warnings.warn(
+            f"{name} in {precision.name} ({dtype}) could not be tried out ({error}): its weight "
+            "gradients are taken to be added to main_grad, which is zeroed first",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
+        return UNKNOWN
+
+
+@dataclass(frozen=True)
+class Observer:
+    """What modules of a model do to `main_grad`, which is of `main_dtype`."""
+
+    precisions: tuple[Precision, ...]
+    main_dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, owner: nn.Module, dtype: torch.dtype) -> Observed:
+        """What holds in every precision that `owner`, with weights of `dtype`, may compute in."""
+        name = maker_name(type(owner))
+        if name is None:
+            return UNKNOWN
+        seen = [
+            observed_once(name, precision, dtype, self.main_dtype, self.device.type)
+            for precision in self.precisions
+        ]
+        return functools.reduce(lambda one, other: one & other, seen)

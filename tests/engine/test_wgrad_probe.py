@@ -1,0 +1,266 @@
+"""What a probe sees of modules that fuse weight gradients, whatever they do with `main_grad`.
+
+Transformer Engine's own classes: tests/gpu/test_gpu_wgrad.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp_adapter import fused_wgrad, wgrad_probe
+from megatron_fsdp_adapter.engine.direct import GradWriter
+from megatron_fsdp_adapter.engine.partition import ManagedParam
+from megatron_fsdp_adapter.fused_wgrad import grad_writer
+from megatron_fsdp_adapter.wgrad_probe import (
+    SIZE,
+    UNKNOWN,
+    Maker,
+    Observed,
+    Observer,
+    Precision,
+    maker_name,
+    observe,
+)
+
+CPU = torch.device("cpu")
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, habit: str) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.habit = weight, habit
+        ctx.early = getattr(weight, "overwrite_main_grad", False)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        weight, by_weight = ctx.weight, grad.t() @ ctx.saved_tensors[0]
+        main = weight.get_main_grad() if hasattr(weight, "__fsdp_param__") else weight.main_grad
+        overwrites = {
+            "asks in backward": getattr(weight, "overwrite_main_grad", False),
+            "asks in forward": ctx.early,
+            "asks the quantised weight": False,
+            "adds": False,
+            "always overwrites": True,
+        }
+        if ctx.habit == "writes nothing":
+            return grad @ weight, by_weight, None
+        if overwrites[ctx.habit]:
+            main.copy_(by_weight)
+        else:
+            main.add_(by_weight)
+        return grad @ weight, None, None
+
+
+class Fusing(nn.Module):
+    """Two weights, one of which has a habit of its own if asked for."""
+
+    def __init__(self, habit: str, second: str | None = None, **options: Any) -> None:
+        super().__init__()
+        self.habits = (habit, second or habit)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(SIZE, SIZE)) for _ in range(2))
+        self.norm = nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight, habit in zip(self.weights, self.habits, strict=True):
+            x = _Product.apply(x, weight, habit)
+        return x * self.norm
+
+
+SEEN = {
+    "asks in backward": Observed(adds=True, told_in_backward=True, told_in_forward=True),
+    "asks in forward": Observed(adds=True, told_in_backward=False, told_in_forward=True),
+    "asks the quantised weight": Observed(adds=True),
+    "adds": Observed(adds=True),
+    "always overwrites": Observed(adds=False, told_in_backward=False, told_in_forward=True),
+    "writes nothing": Observed(adds=False),
+}
+
+
+def _maker(*habits: str) -> Maker:
+    return Maker(lambda **options: Fusing(*habits))
+
+
+def _observe(maker: Maker) -> Observed:
+    return observe(maker, Precision("weights").context, torch.float32, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("habit", SEEN)
+def test_each_protocol_is_seen_for_what_it_is(habit: str) -> None:
+    assert _observe(_maker(habit)) == SEEN[habit]
+
+
+def test_a_class_is_as_good_as_its_worst_weight() -> None:
+    assert _observe(_maker("asks in backward", "adds")) == Observed(adds=True)
+
+
+def test_megatrons_product_adds() -> None:
+    fused_wgrad.install()
+    try:
+        seen = _observe(wgrad_probe.MAKERS["megatron.core.ColumnParallelLinear"])
+    finally:
+        fused_wgrad.uninstall()
+    assert seen == Observed(adds=True)
+
+
+def test_looking_draws_no_random_numbers() -> None:
+    before = torch.get_rng_state()
+    _observe(_maker("adds"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_histories_of_transformer_engine_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both of the forms that its tables have had."""
+    import sys
+
+    for nested in (False, True):
+        tables = SimpleNamespace(amax={"key": [1]}, order=[2], depth=3)
+        manager = SimpleNamespace(quantization_state=tables) if nested else tables
+        module = SimpleNamespace(FP8GlobalStateManager=manager)
+        monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace())
+        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace())
+        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", module)
+        with wgrad_probe._te_histories_kept():
+            tables.amax["key"].append(7)
+            tables.amax["other"] = [8]
+            tables.order.append(9)
+        assert (tables.amax, tables.order, tables.depth) == ({"key": [1]}, [2], 3)
+
+
+class _Base(nn.Module):
+    __module__ = "transformer_engine.pytorch.module.layernorm_linear"
+    __qualname__ = __name__ = "LayerNormLinear"
+
+
+_Base.__name__ = "LayerNormLinear"
+
+
+class ColumnParallel(_Base):
+    pass
+
+
+def test_a_subclass_is_looked_at_as_its_nearest_known_base() -> None:
+    assert maker_name(ColumnParallel) == "transformer_engine.LayerNormLinear"
+    assert maker_name(nn.Linear) is None
+
+
+@pytest.fixture
+def makers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Maker]:
+    """Rows for classes of this file; what was seen before is forgotten before and after."""
+    rows: dict[str, Maker] = {}
+    monkeypatch.setattr(wgrad_probe, "MAKERS", rows)
+    wgrad_probe.observed_once.cache_clear()
+    yield rows
+    wgrad_probe.observed_once.cache_clear()
+
+
+NAME = "transformer_engine.LayerNormLinear"
+
+
+def test_each_class_is_run_once_in_each_precision(makers: dict[str, Maker]) -> None:
+    made: list[str] = []
+
+    def make(**options: Any) -> nn.Module:
+        made.append("made")
+        return Fusing("adds")
+
+    makers[NAME] = Maker(make)
+    observer = Observer((Precision("weights"), Precision("FP8")), torch.float32, CPU)
+    runs = []
+    for _ in range(3):
+        assert observer(ColumnParallel(), torch.float32) == Observed(adds=True)
+        runs.append(len(made))
+    assert runs[0] % 2 == 0 and runs == [runs[0]] * 3
+
+
+def test_what_holds_in_one_precision_only_does_not_hold(makers: dict[str, Maker]) -> None:
+    """As with Transformer Engine 2.11: in FP8 the flag is looked for on the quantised weight."""
+    from contextlib import contextmanager
+
+    quantised = []
+
+    @contextmanager
+    def context() -> Any:
+        quantised.append(True)
+        yield
+        quantised.pop()
+
+    class Fickle(Fusing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.habits = ("adds",) * 2 if quantised else ("asks in backward",) * 2
+            return super().forward(x)
+
+    makers[NAME] = Maker(lambda **options: Fickle("adds"))
+    one = Observer((Precision("weights"),), torch.float32, CPU)
+    both = Observer((Precision("weights"), Precision("FP8", context)), torch.float32, CPU)
+    assert one(ColumnParallel(), torch.float32).told_in_backward
+    assert both(ColumnParallel(), torch.float32) == Observed(adds=True)
+
+
+def test_what_cannot_be_run_is_said_and_cleared_first(makers: dict[str, Maker]) -> None:
+    def make(**options: Any) -> nn.Module:
+        raise RuntimeError("no kernel for this")
+
+    makers[NAME] = Maker(make)
+    with pytest.warns(RuntimeWarning, match="could not be tried out .no kernel for this"):
+        observer = Observer((Precision("weights"),), torch.float32, CPU)
+        seen = observer(ColumnParallel(), torch.float32)
+    assert seen == UNKNOWN
+
+
+@dataclass
+class _Owner:
+    fuse_wgrad_accumulation: bool = True
+
+
+def _managed(*owners: Any, frozen: bool = False, ndim: int = 2) -> ManagedParam:
+    param = nn.Parameter(torch.zeros((2,) * ndim), requires_grad=not frozen)
+    return ManagedParam(param, ("weight",), tuple((owner, "weight") for owner in owners))
+
+
+WRITERS = {
+    # what was seen: who writes, into a bucket that is fresh in each backward, and into one that
+    # keeps the microbatches before
+    Observed(True, True, True): (GradWriter.OVERWRITES, GradWriter.OVERWRITES),
+    Observed(True, False, True): (GradWriter.OVERWRITES_ALWAYS, GradWriter.ACCUMULATES),
+    Observed(True, False, False): (GradWriter.ACCUMULATES, GradWriter.ACCUMULATES),
+}
+
+
+@pytest.mark.parametrize("seen", WRITERS)
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_what_was_not_seen_to_overwrite_is_cleared_first(seen: Observed, is_fresh: bool) -> None:
+    writer = grad_writer(_managed(_Owner()), is_fresh, lambda owner, dtype: seen)
+    assert writer is WRITERS[seen][0 if is_fresh else 1]
+
+
+def test_who_neither_adds_nor_overwrites_is_refused() -> None:
+    for seen, is_fresh in ((Observed(False), True), (Observed(False, False, True), False)):
+        with pytest.raises(ValueError, match="_Owner neither adds .* set gradient_accum"):
+            grad_writer(_managed(_Owner()), is_fresh, lambda owner, dtype, s=seen: s)
+
+
+def test_a_weight_of_two_kinds_of_modules_is_cleared_first() -> None:
+    habits = {"one": Observed(True, True, True), "other": Observed(True, False, True)}
+    owners = [SimpleNamespace(fuse_wgrad_accumulation=True, habit=name) for name in habits]
+    writer = grad_writer(_managed(*owners), True, lambda owner, dtype: habits[owner.habit])
+    assert writer is GradWriter.ACCUMULATES
+
+
+def test_only_trained_matrices_of_fusing_modules_are_theirs_to_write() -> None:
+    def never(owner: Any, dtype: torch.dtype) -> Observed:
+        raise AssertionError("looked at without need")
+
+    for managed in (
+        _managed(SimpleNamespace()), _managed(_Owner(), frozen=True), _managed(_Owner(), ndim=1),
+        _managed(_Owner(fuse_wgrad_accumulation=False)),
+    ):  # fmt: skip
+        assert grad_writer(managed, True, never) is GradWriter.AUTOGRAD
+    assert grad_writer(_managed(_Owner()), True, None) is GradWriter.AUTOGRAD
