@@ -1,0 +1,242 @@
+"""Who writes a fused weight gradient, and how: every class of Transformer Engine that can, in every
+precision that is accepted, on the release that is installed.
+
+    python -m tests.gpu.test_gpu_wgrad                       prints the table; one GPU
+    python -m pytest -q -rA tests/gpu/test_gpu_wgrad.py      two GPUs of the Hopper kind or newer
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_adapter import fused_wgrad, wgrad_probe
+from megatron_fsdp_adapter.config import (
+    STRATEGIES,
+    EngineConfig,
+    MixedPrecisionPolicy,
+)
+from megatron_fsdp_adapter.engine.direct import GradWriter
+from megatron_fsdp_adapter.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.engine.partition import partition, unit_modules
+from megatron_fsdp_adapter.runtime.device import CudaRuntime
+from megatron_fsdp_adapter.topology import DENSE, FSDPDistributedIndex
+from megatron_fsdp_adapter.wgrad_probe import MAKERS, Observed, Observer, Precision
+from tests.gpu.gpu_ranks import Check, Outcomes
+
+RECIPES = ("bf16", "tensorwise", "delayed", "blockwise")
+CLASSES = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
+SIZE, TOKENS = 256, 128
+
+
+def _recipe(name: str) -> Any:
+    from transformer_engine.common import recipe
+
+    return {
+        "tensorwise": recipe.Float8CurrentScaling, "blockwise": recipe.Float8BlockScaling,
+        "delayed": functools.partial(recipe.DelayedScaling, reduce_amax=False),
+    }[name]()  # fmt: skip
+
+
+def context_of(name: str) -> Callable[[], AbstractContextManager[Any]]:
+    if name == "bf16":
+        return nullcontext
+    return functools.partial(wgrad_probe._quantised, _recipe(name))
+
+
+def table() -> list[str]:
+    """A line for each class and precision."""
+    fused_wgrad.install()
+    device, lines = torch.device("cuda"), []
+    for maker in MAKERS:
+        for name in RECIPES:
+            for main in (torch.float32, torch.bfloat16):
+                try:
+                    seen: Any = wgrad_probe.observe(
+                        MAKERS[maker], context_of(name), torch.bfloat16, main, device
+                    )
+                except Exception as error:
+                    seen = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
+                lines.append(f"{maker:<40} {name:<11} {str(main)[6:]:<9} {seen}")
+    return lines
+
+
+class Pair(nn.Module):
+    """One fused layer of Transformer Engine, called `calls` times in a forward."""
+
+    def __init__(self, name: str, calls: int) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        sizes = (2, SIZE, SIZE) if name == "GroupedLinear" else (SIZE, SIZE)
+        self.name, self.calls = name, calls
+        self.layer = getattr(te, name)(
+            *sizes, bias=False, params_dtype=torch.bfloat16, device="cuda",
+            fuse_wgrad_accumulation=True,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.calls):
+            x = self.layer(x, [TOKENS, 0]) if self.name == "GroupedLinear" else self.layer(x)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, name: str, calls: int) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Pair(name, calls) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for unit in self.units:
+            x = unit(x)
+        return x
+
+
+def _model(name: str, calls: int) -> Model:
+    torch.manual_seed(1)
+    model = Model(name, calls)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim == 2:
+                param.copy_(torch.randn_like(param) / SIZE**0.5)
+    return model
+
+
+def _gradients(model: Model, context: Any, microbatches: int, run: Callable[..., Any]) -> None:
+    for index in range(microbatches):
+        torch.manual_seed(10 + index + 100 * dist.get_rank())
+        x = torch.randn(TOKENS, SIZE, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        grad = torch.randn(TOKENS, SIZE, dtype=torch.bfloat16, device="cuda")
+        run(x, grad, index == microbatches - 1)
+
+
+def _reference(name: str, calls: int, context: Any, microbatches: int) -> dict[str, torch.Tensor]:
+    """The contract of Megatron's DDP: a zeroed float32 `main_grad`, modules told nothing."""
+    model = _model(name, calls)
+    for param in model.parameters():
+        if param.ndim == 2:
+            param.main_grad = torch.zeros_like(param, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def run(x: torch.Tensor, grad: torch.Tensor, is_last: bool) -> None:
+        with context():
+            output = model(x)
+        output.backward(grad)
+
+    _gradients(model, context, microbatches, run)
+    found = {}
+    for key, param in model.named_parameters():
+        total = getattr(param, "main_grad", param.grad).float()
+        dist.all_reduce(total)
+        found[key] = total / dist.get_world_size()
+    return found
+
+
+def _ours(
+    name: str, calls: int, recipe: str, strategy: str, microbatches: int, slots: bool
+) -> tuple[dict[str, torch.Tensor], str]:
+    model, context, row = _model(name, calls), context_of(recipe), STRATEGIES[strategy]
+    device = torch.device("cuda", torch.cuda.current_device())
+    index = FSDPDistributedIndex(
+        dist.group.WORLD, device_type="cuda", grad_scale=1.0 / dist.get_world_size()
+    )
+    precisions = [Precision("weights")]
+    if recipe != "bf16":
+        precisions.append(Precision(recipe, context))
+    observer = Observer(tuple(precisions), torch.float32, device)
+    names = {f"units.{i}": unit for i, unit in enumerate(model.units)}
+    plans = partition(
+        model, unit_modules(model, lambda child: child in names.values()),
+        domain_of=lambda param, fqn: DENSE,
+        writer_of=lambda managed: fused_wgrad.grad_writer(managed, row.shard_grads, observer),
+    )  # fmt: skip
+    config = EngineConfig(
+        row, MixedPrecisionPolicy(), weight_slots=slots, bucket_slots=slots, poison_buffers=True
+    )
+    engine = FsdpEngine(model, plans, dict(index.domains), config, CudaRuntime(device))
+
+    def run(x: torch.Tensor, grad: torch.Tensor, is_last: bool) -> None:
+        engine.is_last_microbatch = is_last
+        with context():
+            output = model(x)
+        output.backward(grad)
+
+    _gradients(model, context, microbatches, run)
+    engine.finish_grads()
+    found = {}
+    for pair in engine.pairs:
+        found[pair.managed.fqns[0]] = _whole(pair)
+    writers = {p.managed.writer.value for p in engine.pairs if p.raw.ndim == 2}
+    return found, "/".join(sorted(writers))
+
+
+def _whole(pair: Any) -> torch.Tensor:
+    from tests.distributed.gpt import full
+
+    return full(pair.grad).float().cuda()
+
+
+def writes_what_ddp_writes(rank: int, world: int, name: str, recipe: str) -> str:
+    """Gradients of two units under poison, every strategy; one call and two of a module in a
+    forward; one microbatch and three; in slots."""
+    said = []
+    for calls, microbatches in ((1, 1), (1, 3), (2, 1), (2, 2)):
+        expected = _reference(name, calls, context_of(recipe), microbatches)
+        for strategy, row in STRATEGIES.items():
+            for slots in (False, True) if row.shard_weights else (False,):
+                found, writers = _ours(name, calls, recipe, strategy, microbatches, slots)
+                label = f"{strategy}, {calls} calls, {microbatches} microbatches, slots {slots}"
+                for key, value in expected.items():
+                    error = (found[key] - value).norm() / value.norm().clamp(min=1e-6)
+                    assert error < 2e-2, f"{label}: {key} is off by {error:.3g} ({writers})"
+                if calls == microbatches == 1 and not slots:
+                    said.append(f"{strategy}: {writers}")
+    return "; ".join(said)
+
+
+def guarantee_removed_is_seen(rank: int, world: int) -> str:
+    """Taken for one that overwrites, a layer in FP8 adds to a bucket that nobody cleared."""
+    seen = []
+    blind = Observed(adds=True, told_in_backward=True)
+    for name in ("LayerNormLinear", "LayerNormMLP"):
+        with mock.patch.object(Observer, "__call__", lambda self, owner, dtype: blind):
+            found, writers = _ours(name, 1, "tensorwise", "optim_grads_params", 1, False)
+        assert writers == GradWriter.OVERWRITES.value
+        broken = [key for key, value in found.items() if value.isnan().any()]
+        assert broken, f"{name}: nothing is NaN"
+        seen.append(f"{name}: NaN in {len(broken)} of {len(found)}")
+    return "; ".join(seen)
+
+
+CHECKS = {
+    **{
+        f"{name}, {recipe}": Check(writes_what_ddp_writes, (name, recipe))
+        for name in CLASSES
+        for recipe in RECIPES
+    },
+    "guarantee removed": Check(guarantee_removed_is_seen),
+}
+OUTCOMES = Outcomes(CHECKS, timeout_s=170.0)
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+
+
+@pytest.mark.skipif(not HAS_TE, reason="Transformer Engine is not installed")
+@pytest.mark.parametrize("name", CHECKS)
+def test_fused_weight_gradients(name: str) -> None:
+    OUTCOMES.expect(name)
+
+
+if __name__ == "__main__":
+    import transformer_engine
+
+    print("Transformer Engine", transformer_engine.__version__)
+    print("\n".join(table()))
