@@ -4,9 +4,9 @@ Megatron-LM and Megatron-Bridge write an fsdp_dtensor checkpoint into its final 
 tracker, which they truncate first. A process that is killed meanwhile leaves half a folder under a
 name of its own, or an empty tracker. Their module lets us choose two things: it takes torch DCP's
 storage writer from `torch.distributed.checkpoint`, and opens the tracker by a global name. So these
-globals, as that one module sees them, are replaced: the writer by `SafeWriter`, opening a tracker
-for writing by a file that takes the tracker's place when it is closed. Nothing else in the process
-sees another torch.
+globals, as that one module sees them, are replaced: the writer by `SafeWriter`, torch DCP's `save`
+by one that removes what a failed save wrote, opening a tracker for writing by a file that takes the
+tracker's place when it is closed. Nothing else in the process sees another torch.
 
 The module must be imported already. It has no name of its own to rebind before: hence a second
 call, when a wrapper is constructed.
@@ -70,11 +70,9 @@ def copying(original: Callable[..., Any]) -> Callable[..., Any]:
     def copy(source: Any, target: Any, **kwargs: Any) -> Any:
         if not _is_local(target) or Path(target).is_dir():
             return original(source, target, **kwargs)
-        beside = folders.temporary_name(Path(target))
-        original(source, beside, **kwargs)
-        folders.sync_files([beside])
-        beside.replace(target)
-        folders.sync_folder(Path(target).parent)
+        with folders.replacing(Path(target)) as beside:
+            original(source, beside, **kwargs)
+            folders.sync_files([beside])
         return target
 
     return copy
@@ -102,7 +100,16 @@ def _torch_view(module: ModuleType, torch: Any) -> ModuleView:
             folders.require_ours(Path(path).parent, Path(path))
         return FileSystemReader(path, *args, **kwargs)
 
-    answers = {"FileSystemWriter": writer, "FileSystemReader": reader}
+    def save(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return torch.distributed.checkpoint.save(*args, **kwargs)
+        except BaseException:
+            used = kwargs.get("storage_writer")
+            if isinstance(used, SafeWriter):
+                used.discard()
+            raise
+
+    answers = {"FileSystemWriter": writer, "FileSystemReader": reader, "save": save}
     checkpoint = ModuleView(torch.distributed.checkpoint, answers)
     distributed = ModuleView(torch.distributed, {"checkpoint": checkpoint})
     return ModuleView(torch, {"distributed": distributed})

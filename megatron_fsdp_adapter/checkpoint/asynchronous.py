@@ -16,6 +16,7 @@ interpreter's lock between the long calls, which release it (copying, digests, f
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -32,6 +33,7 @@ from megatron_fsdp_adapter.checkpoint.chunks import stored_alike
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator
 from megatron_fsdp_adapter.checkpoint.dcp import PathLike, begin_save, make_writer
 from megatron_fsdp_adapter.checkpoint.state import to_stored
+from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 
 
 class AsyncSaver:
@@ -54,6 +56,7 @@ class AsyncSaver:
         self._ranks = Coordinator(group, dist.get_rank(group), dist.get_world_size(group))
         self._stager = HostStager()
         self._writing: Future[Any] | None = None
+        self._writer: SafeWriter | None = None
 
     def save(
         self,
@@ -77,14 +80,17 @@ class AsyncSaver:
         staged, _ = ranks.run(
             "copying the state", lambda: self._stager.copy(to_stored(state, ranks.rank))
         )
+        writer = make_writer(folder, iteration, keep_last, topology)
         writing = torch_dcp.async_save(
             staged,
-            storage_writer=make_writer(folder, iteration, keep_last, topology),
+            storage_writer=writer,
             planner=torch_dcp.DefaultSavePlanner(),
             process_group=ranks.group,
             async_stager=self._stager,
         )
-        self._writing = cast("Future[Any]", writing)
+        self._writing, self._writer = cast("Future[Any]", writing), writer
+        # In the thread, as soon as it has failed, whenever somebody waits for it.
+        self._writing.add_done_callback(lambda done: _discard_if_failed(done, writer))
 
     @property
     def busy(self) -> bool:
@@ -94,9 +100,12 @@ class AsyncSaver:
     def wait(self) -> None:
         """Returns when nothing is under way. Raises CheckpointError on every rank, once, if the
         save that was failed on any."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            self._ranks.run("writing the checkpoint in the background", writing.result)
+        writing, writer = self._writing, self._writer
+        self._writing = self._writer = None
+        if writing is not None and writer is not None:
+            self._ranks.run(
+                "writing the checkpoint in the background", lambda: _result(writing, writer)
+            )
 
     def close(self) -> None:
         """Waits, and gives memory and process group back, also if the save failed."""
@@ -115,6 +124,19 @@ class AsyncSaver:
             self.close()
         elif self._writing is not None:
             self._writing.exception()
+
+
+def _discard_if_failed(writing: Future[Any], writer: SafeWriter) -> None:
+    if writing.exception() is not None:
+        writer.discard()
+
+
+def _result(writing: Future[Any], writer: SafeWriter) -> None:
+    """Waits; what a failed save wrote is gone before its error is raised. (The future wakes who
+    waits before it calls back.)"""
+    concurrent.futures.wait([writing])
+    _discard_if_failed(writing, writer)
+    writing.result()
 
 
 class HostStager(AsyncStager):

@@ -120,11 +120,17 @@ def _kind_of(error: BaseException) -> int:
 
 def _message_of(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
-        parts = [f"rank {r}: {_message_of(e)}" for r, (e, _) in sorted(error.failures.items())]
-        return "; ".join(parts)
+        ranks_of: dict[str, list[int]] = {}
+        for rank, (failure, _) in sorted(error.failures.items()):
+            ranks_of.setdefault(_message_of(failure), []).append(rank)
+        return "; ".join(f"rank {_listed(ranks)}: {text}" for text, ranks in ranks_of.items())
     # The arguments of OSError are (errno, text, file) when the system raised it.
     named = isinstance(error, _KINDS) and len(error.args) == 1
     return str(error) if named else f"{type(error).__name__}: {error}"
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _report(stage: str, failures: dict[int, _Failure], size: int) -> str:
@@ -133,5 +139,5 @@ def _report(stage: str, failures: dict[int, _Failure], size: int) -> str:
         ranks_of.setdefault(failure.message, []).append(rank)
     if len(ranks_of) == 1 and len(failures) == size:
         return next(iter(ranks_of))
-    lines = [f"  rank {', '.join(map(str, r))}: {message}" for message, r in ranks_of.items()]
+    lines = [f"  rank {_listed(r)}: {message}" for message, r in ranks_of.items()]
     return "\n".join([f"{stage} failed on {len(failures)} of {size} ranks:", *lines])

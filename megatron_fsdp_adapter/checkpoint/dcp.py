@@ -86,21 +86,14 @@ def save_checkpoint(
 
     Whenever a process dies, the checkpoint that was the newest before stays loadable, also if it
     is of the same iteration. Returns the folder. Raises on every rank: ValueError for bad
-    arguments or an unusable state, CheckpointError if writing fails anywhere.
+    arguments or an unusable state, CheckpointError if writing fails anywhere, or if another job
+    saves the same iteration meanwhile; what was written is then deleted.
     """
     root = Path(root)
     with coordination(group) as ranks:
         begin_save(ranks, root, iteration, state, keep_last)
         writer = make_writer(root, iteration, keep_last, topology)
-        ranks.run(
-            "writing the checkpoint",
-            lambda: torch_dcp.save(
-                to_stored(state, ranks.rank),
-                storage_writer=writer,
-                planner=torch_dcp.DefaultSavePlanner(),
-                process_group=ranks.group,
-            ),
-        )
+        ranks.run("writing the checkpoint", lambda: _write(state, writer, ranks))
     return folders.final_folder(root, iteration)
 
 
@@ -177,11 +170,25 @@ def make_writer(
 ) -> SafeWriter:
     """The writer of a save: it makes the checkpoint the newest of `root` when it is complete."""
 
-    def publish(_: Path) -> None:
-        folders.publish(root, iteration, keep_last)
+    def publish(temporary: Path, _: Path) -> None:
+        folders.publish(root, iteration, temporary, keep_last)
 
     folder = folders.final_folder(root, iteration)
     return SafeWriter(folder, dict(topology or {}), iteration, publish)
+
+
+def _write(state: Mapping[str, Any], writer: SafeWriter, ranks: Coordinator) -> None:
+    try:
+        torch_dcp.save(
+            to_stored(state, ranks.rank),
+            storage_writer=writer,
+            planner=torch_dcp.DefaultSavePlanner(),
+            process_group=ranks.group,
+        )
+    except BaseException:
+        # Before the ranks tell each other: when they raise, the space is free.
+        writer.discard()
+        raise
 
 
 def _checked_call(

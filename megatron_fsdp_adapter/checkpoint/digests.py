@@ -70,19 +70,27 @@ class Problem:
 class DigestingFile:
     """A file that is written from front to back, whose digest is known at any time.
 
-    Closing forces it to disk. What `torch.save` needs of a file.
+    Closing forces it to disk. What `torch.save` needs of a file. The first OSError is raised again
+    on leaving the `with` block: torch.save, which goes on to write the end of its archive, makes
+    another error of it that says nothing of a full disk.
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = path.open("wb", buffering=1 << 20)
         self._size = 0
+        self._failed: OSError | None = None
         self.crc = 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self.crc = zlib.crc32(view, self.crc)
         self._size += len(view)
-        return self._file.write(view)
+        try:
+            return self._file.write(view)
+        except OSError as error:
+            self._note(error)
+            raise
 
     def tell(self) -> int:
         return self._size
@@ -94,10 +102,19 @@ class DigestingFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._file:
-            if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+        try:
+            with self._file:
+                if kind is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+        except OSError as error:
+            self._note(error)
+        if self._failed is not None:
+            raise self._failed
+
+    def _note(self, error: OSError) -> None:
+        if self._failed is None:
+            self._failed = OSError(error.errno, error.strerror, str(self._path))
 
 
 def digest_of(path: Path) -> FileDigest:

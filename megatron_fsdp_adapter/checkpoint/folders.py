@@ -2,7 +2,7 @@
 
     root/latest_checkpointed_iteration.txt   the tracker: number of the newest complete checkpoint
     root/iter_0000010/                       a complete checkpoint (torch DCP: .metadata, *.distcp)
-    root/tmp.iter_0000010/                   one being written; half-written if nobody writes it
+    root/tmp.iter_0000010.5f0c2a91/          one being written; half-written if nobody writes it
     root/old.iter_0000010/                   the previous iter_0000010, while it is being replaced
 
 A folder gets its final name only when all of it is on disk, the tracker is changed after that,
@@ -10,19 +10,28 @@ and what is replaced or pruned is deleted last. A process killed between any two
 checkpoint that the tracker names loadable. Everything here is done by one process; the file
 system is assumed to rename atomically. The two other names are prefixes because Megatron takes
 every `iter_*` for a checkpoint and reads a number from what follows.
-"""
 
+A temporary folder has a name that no other job has, so that two jobs which save the same iteration
+(such as one that was preempted and still runs) never write into one folder. Whoever begins later
+takes the other's folder away by renaming it, and the other's save ends in an error: an exclusive
+lock was turned down, for a job that hangs would keep the one that replaces it from saving.
+"""
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_fsdp_adapter.checkpoint.coordination import CheckpointError
 from megatron_fsdp_adapter.checkpoint.record import read_record
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -40,7 +49,8 @@ _FOREIGN = (
      "convert it with `python -m megatron_fsdp_adapter convert`"),
 )  # fmt: skip
 """What only other formats have in their folder: (pattern, what it is, what to do)."""
-_NAME = re.compile(r"(tmp\.|old\.)?iter_(\d{7,})")
+_NONCE = r"\.[0-9a-f]{8}"
+_NAME = re.compile(rf"(?:(old\.)?iter_(\d{{7,}})|(tmp\.)iter_(\d{{7,}})(?:{_NONCE})?)")
 
 
 def final_folder(root: Path, iteration: int) -> Path:
@@ -48,14 +58,9 @@ def final_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def temporary_folder(root: Path, iteration: int) -> Path:
-    """Where the checkpoint of `iteration` is written."""
-    return temporary_name(final_folder(root, iteration))
-
-
-def temporary_name(folder: Path) -> Path:
-    """Where what will be `folder` is written. The same on every rank, so not random."""
-    return folder.with_name(TEMPORARY + folder.name)
+def fresh_name(path: Path) -> Path:
+    """A temporary name for what will be `path`, or is no longer to be: another at each call."""
+    return path.with_name(f"{TEMPORARY}{path.name}.{secrets.token_hex(4)}")
 
 
 def replaced_name(folder: Path) -> Path:
@@ -63,58 +68,83 @@ def replaced_name(folder: Path) -> Path:
     return folder.with_name(REPLACED + folder.name)
 
 
-def prepare(root: Path, iteration: int) -> None:
-    """`prepare_folder` of an iteration's folder."""
-    prepare_folder(final_folder(root, iteration))
-
-
-def prepare_folder(folder: Path) -> None:
-    """Makes an empty temporary folder for `folder`; undoes what a killed save of it left."""
+def prepare_folder(folder: Path) -> Path:
+    """Makes an empty temporary folder for `folder`, and returns it; undoes what a killed save of
+    it left. The folder of a save that is not killed is taken away too: that save then fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary, old = temporary_name(folder), replaced_name(folder)
-    if old.exists() and not _has_content(folder):
-        os.rename(old, folder)
+    old = replaced_name(folder)
+    if os.path.lexists(old) and not _is_taken(folder):
+        _rename(old, folder)
         sync_folder(folder.parent)
-    _delete(path for path in (temporary, old) if path.exists())
+    remove_or_warn([old, *_temporaries(folder)])
+    temporary = fresh_name(folder)
     temporary.mkdir()
+    return temporary
 
 
-def rename_into_place(folder: Path) -> None:
+def rename_into_place(temporary: Path, folder: Path) -> None:
     """Gives the temporary folder, all of which is on disk, its final name.
 
     A complete checkpoint of that name becomes the replaced one, and is left to be deleted; an empty
-    folder, as Megatron makes one before it saves, is overwritten.
+    folder, as Megatron makes one before it saves, is overwritten. Raises CheckpointError if another
+    job has taken one of the names; what was complete has its name again then.
     """
-    if _has_content(folder):
-        os.rename(folder, replaced_name(folder))
-    os.rename(temporary_name(folder), folder)
+    require_temporary(temporary, folder)
+    replaced = False
+    try:
+        if _is_taken(folder):
+            os.rename(folder, replaced_name(folder))
+            replaced = True
+        os.rename(temporary, folder)
+    except OSError as error:
+        if replaced and not _is_taken(folder):
+            _rename(replaced_name(folder), folder)
+        raise taken_away(temporary, folder) from error
     sync_folder(folder.parent)
+
+
+def require_temporary(temporary: Path, folder: Path) -> None:
+    """CheckpointError if the temporary folder of a save is no longer there."""
+    if not temporary.is_dir():
+        raise taken_away(temporary, folder)
+
+
+def taken_away(temporary: Path, folder: Path) -> CheckpointError:
+    """The error of a save into `folder` whose temporary folder another job has taken."""
+    return CheckpointError(
+        f"{folder} was not saved: another job saves to {folder.parent} too, and has taken "
+        f"{temporary.name} or the final name; end one of the two, or give them different folders"
+    )
 
 
 def iteration_of(folder: Path) -> int | None:
     """The number in a final folder's name; None if it has none."""
-    match = _NAME.fullmatch(folder.name)
-    return int(match[2]) if match and not match[1] else None
+    prefix, number = _parsed(folder)
+    return None if prefix else number
 
 
-def publish_without_tracker(folder: Path) -> None:
+def publish_without_tracker(temporary: Path, folder: Path) -> None:
     """Gives the temporary folder its name, and deletes what killed saves left. For Megatron's own
     saves, which write the tracker, and prune, themselves."""
-    rename_into_place(folder)
+    rename_into_place(temporary, folder)
     number = iteration_of(folder)
     if number is not None:
-        _delete(_stale(folder.parent, number, None))
+        remove_or_warn(_stale(folder.parent, number, None))
 
 
-def publish(root: Path, iteration: int, keep_last: int | None) -> None:
+def publish(root: Path, iteration: int, temporary: Path, keep_last: int | None) -> None:
     """Gives the temporary folder its name, then updates the tracker, then deletes what is stale.
 
     Stale are a replaced checkpoint, what killed saves of earlier iterations left, and with
-    `keep_last` every complete checkpoint but this one and the keep_last - 1 nearest before it.
+    `keep_last` every complete checkpoint but this one and the keep_last - 1 nearest before it; of
+    one that is a link the link alone is removed. What cannot be deleted is one warning: the new
+    checkpoint is complete by then.
     """
-    rename_into_place(final_folder(root, iteration))
-    write_tracker(root, iteration)
-    _delete(_stale(root, iteration, keep_last))
+    # The tracker's text is on disk first: a full disk must not leave a checkpoint without it.
+    with replacing(root / TRACKER) as tracker:
+        _write_synced(tracker, str(iteration))
+        rename_into_place(temporary, final_folder(root, iteration))
+    remove_or_warn(_stale(root, iteration, keep_last))
 
 
 def write_tracker(root: Path, iteration: int) -> None:
@@ -124,13 +154,33 @@ def write_tracker(root: Path, iteration: int) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a file: whenever a process dies it has the text of before or all of the new one."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
-    with temporary.open("w") as file:
+    with replacing(path) as temporary:
+        _write_synced(temporary, text)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a name beside `path`; the file that is written there, and is on disk, takes the place
+    of `path` when the block ends without error. What killed processes left there is deleted."""
+    for left in _temporaries(path):
+        left.unlink(missing_ok=True)
+    temporary = fresh_name(path)
+    try:
+        yield temporary
+        if not temporary.is_file():
+            raise CheckpointError(f"{temporary} is gone: another job writes {path} too")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
 
 
 def read_tracker(root: Path) -> int:
@@ -180,27 +230,30 @@ def find_folder(root: Path, iteration: int) -> Path:
 
 def complete_iterations(root: Path) -> tuple[int, ...]:
     """Numbers of the folders with a final name and a .metadata file, ascending."""
-    found = (
-        int(match[2])
-        for path in root.iterdir()
-        if (match := _NAME.fullmatch(path.name))
-        and not match[1]
-        and (path / _METADATA).is_file()
-    )
+    found = (number for p in root.iterdir() if (number := iteration_of(p)) is not None
+             and (p / _METADATA).is_file())  # fmt: skip
     return tuple(sorted(found))
 
 
 def half_written(root: Path) -> tuple[str, ...]:
     """Names of the folders that a killed save left."""
-    names = (path.name for path in root.iterdir() if _NAME.fullmatch(path.name))
-    return tuple(
-        sorted(
-            name
-            for name in names
-            if name.startswith(TEMPORARY)
-            or (not name.startswith(REPLACED) and not (root / name / _METADATA).is_file())
-        )
-    )
+    return tuple(sorted(path.name for path in root.iterdir() if _is_half(path)))
+
+
+def _is_half(path: Path) -> bool:
+    prefix, number = _parsed(path)
+    if number is None or prefix == REPLACED:
+        return False
+    # A link that leads nowhere is not for us to explain.
+    return prefix == TEMPORARY or (path.exists() and not (path / _METADATA).is_file())
+
+
+def _parsed(path: Path) -> tuple[str, int | None]:
+    """The prefix in a folder's name and its iteration; no iteration if it is another thing."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        return "", None
+    return match[1] or match[3] or "", int(match[2] or match[4])
 
 
 def read_metadata(root: Path, folder: Path) -> Metadata:
@@ -229,6 +282,25 @@ def sync_folder(folder: Path) -> None:
 
 def _has_content(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
+
+
+def _is_taken(folder: Path) -> bool:
+    """Whether there is something under that name that is not to be overwritten. A link is, be what
+    it leads to empty or on a disk that is not there."""
+    return folder.is_symlink() or _has_content(folder)
+
+
+def _rename(source: Path, target: Path) -> None:
+    """Renames, over an empty folder too if what is renamed is a link."""
+    if source.is_symlink() and target.is_dir():
+        target.rmdir()
+    os.rename(source, target)
+
+
+def _temporaries(path: Path) -> list[Path]:
+    """What lies beside `path` under one of its temporary names, that of earlier releases too."""
+    name = re.compile(rf"{re.escape(TEMPORARY + path.name)}(?:{_NONCE})?")
+    return [found for found in path.parent.iterdir() if name.fullmatch(found.name)]
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -306,16 +378,12 @@ def _remedy(root: Path) -> str:
 
 
 def _stale(root: Path, iteration: int, keep_last: int | None) -> list[Path]:
-    leftovers = [
-        path
-        for path in root.iterdir()
-        if (match := _NAME.fullmatch(path.name))
+    leftovers = []
+    for path in root.iterdir():
+        prefix, number = _parsed(path)
         # Megatron makes the final folder, empty, before it saves.
-        and (match[1] or not _has_content(path))
-        and int(match[2]) <= iteration
-    ]
-    # Those that are renamed before they are deleted come last: the name must be free by then.
-    leftovers.sort(key=lambda path: not path.name.startswith((TEMPORARY, REPLACED)))
+        if number is not None and number <= iteration and (prefix or not _is_taken(path)):
+            leftovers.append(path)
     if keep_last is None:
         return leftovers
     before = [i for i in complete_iterations(root) if i < iteration]
@@ -323,11 +391,46 @@ def _stale(root: Path, iteration: int, keep_last: int | None) -> list[Path]:
     return leftovers + [final_folder(root, i) for i in before[: max(kept, 0)]]
 
 
-def _delete(folders: Iterable[Path]) -> None:
-    """Deletes the folders; each first loses its final name, so that no half of one bears it."""
-    for folder in list(folders):
-        doomed = folder
-        if not folder.name.startswith((TEMPORARY, REPLACED)):
-            doomed = temporary_name(folder)
-            os.rename(folder, doomed)
-        shutil.rmtree(doomed)
+def _undeleted(paths: Iterable[Path]) -> list[str]:
+    """Deletes, and returns a line for each that could not be."""
+    problems = []
+    for path in paths:
+        try:
+            _remove(path)
+        except OSError as error:
+            problems.append(f"{path}: {error}")
+    return problems
+
+
+def _remove(path: Path) -> None:
+    """A folder first loses its name: no half of one bears it, and a job that would give it its
+    final name meanwhile cannot. What another process deletes at the same time is no error."""
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    _, number = _parsed(path)
+    doomed = fresh_name(path if number is None else final_folder(path.parent, number))
+    try:
+        os.rename(path, doomed)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(doomed, onerror=_unless_gone)
+
+
+def _unless_gone(_: Any, __: str, info: Any) -> None:
+    if not isinstance(info[1], FileNotFoundError):
+        raise info[1]
+
+
+def remove_or_warn(paths: Iterable[Path]) -> None:
+    """Deletes folders, and links without what they lead to. One warning lists what could not be
+    deleted."""
+    problems = _undeleted(paths)
+    if problems:
+        warnings.warn(
+            "old checkpoints could not be deleted, and take up space:\n"
+            + "\n".join(f"  {line}" for line in problems),
+            stacklevel=3,
+        )

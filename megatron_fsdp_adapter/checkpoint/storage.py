@@ -4,7 +4,8 @@ All that makes a save safe happens in the four calls that DCP makes anyway: the 
 prepares the temporary folder before the plans are exchanged, each rank writes its file and forces
 it to disk, and `finish`, which runs on the coordinator after all ranks have reported, gives the
 folder its name. So saves of ours, asynchronous ones, and Megatron's own, which only let us choose
-the writer, are safe in the same way and exchange nothing of their own.
+the writer, are safe in the same way and exchange nothing of their own. The name of the temporary
+folder, which no other job has, travels with the plan that DCP gives each rank.
 
 The files are what torch's writer makes, for torch's reader. What is written otherwise: one tensor
 at a time, where torch's writer keeps a copy of every tensor that is a view (ours all are) until the
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +26,11 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    _StorageInfo,
+    _StoragePrefix,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -32,8 +38,15 @@ from torch.futures import Future
 
 from megatron_fsdp_adapter.checkpoint import digests, folders, record
 
-Publish = Callable[[Path], None]
-"""What gives a finished folder its name."""
+Publish = Callable[[Path, Path], None]
+"""What gives a finished temporary folder, its first argument, its name, the second."""
+
+
+@dataclass
+class _Place(_StoragePrefix):
+    """Where a rank writes: what its files' names begin with, and the temporary folder."""
+
+    folder: str = ""
 
 
 @dataclass
@@ -48,8 +61,8 @@ class SafeWriter(FileSystemWriter):
     """Writes a checkpoint beside its folder, and renames it when all of it is on disk.
 
     folder: its final name; topology: what the record says of it (`record.topology_of`);
-    iteration: likewise; publish: called on the coordinator with `folder`, once the temporary
-    folder is complete; by default the rename alone.
+    iteration: likewise; publish: called on the coordinator, once the temporary folder is complete;
+    by default the rename alone. Of a save that fails, `discard` removes what it wrote.
     """
 
     def __init__(
@@ -60,9 +73,11 @@ class SafeWriter(FileSystemWriter):
         publish: Publish = folders.rename_into_place,
     ) -> None:
         # `complete_folder` syncs what torch would, and does so after it is flushed.
-        super().__init__(folders.temporary_name(folder), sync_files=False)
+        super().__init__(folder, sync_files=False)
         self._folder, self._publish = folder, publish
         self._topology, self._iteration = topology, iteration
+        self._temporary: Path | None = None
+        self._discarding = threading.Lock()
 
     @property
     def checkpoint_id(self) -> str:
@@ -73,27 +88,58 @@ class SafeWriter(FileSystemWriter):
         """Makes the temporary folder, before any rank is told what to write."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
-            folders.prepare_folder(self._folder)
+            self._temporary = self.path = folders.prepare_folder(self._folder)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing: the coordinator makes the folder; others would race with it."""
         return plan
 
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tells each rank where to write. Runs on the coordinator."""
+        return [
+            dataclasses.replace(plan, storage_data=_Place(f"__{rank}_", str(self._temporary)))
+            for rank, plan in enumerate(plans)
+        ]
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items into one file, and forces it to disk."""
-        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        place: _Place = plan.storage_data
+        path = Path(place.folder) / f"{place.prefix}0{DEFAULT_SUFFIX}"
         done: Future[list[WriteResult]] = Future()
-        done.set_result(_write_file(Path(self.path) / name, plan.items, planner))
+        with _unless_taken(path.parent, self._folder):
+            done.set_result(_write_file(path, plan.items, planner))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes metadata, record and digests, forces them to disk, and publishes."""
         temporary = Path(self.path)
-        super().finish(metadata, [_without_digests(part) for part in results])
-        saved_by = record.make_record(len(results), self._iteration, self._topology)
-        record.write_record(temporary, saved_by)
-        complete_folder(temporary, _file_digests(item for part in results for item in part))
-        self._publish(self._folder)
+        with _unless_taken(temporary, self._folder):
+            super().finish(metadata, [_without_digests(part) for part in results])
+            saved_by = record.make_record(len(results), self._iteration, self._topology)
+            record.write_record(temporary, saved_by)
+            complete_folder(temporary, _file_digests(item for part in results for item in part))
+        self._publish(temporary, self._folder)
+        self._temporary = None
+
+    def discard(self) -> None:
+        """Removes what this save wrote, if it was not published; for when it has failed. On the
+        coordinator alone; does nothing on other ranks, or a second time. What cannot be removed is
+        a warning, since there is an error to be raised already."""
+        with self._discarding:
+            temporary, self._temporary = self._temporary, None
+            if temporary is not None:
+                folders.remove_or_warn([temporary])
+
+
+@contextmanager
+def _unless_taken(temporary: Path, folder: Path) -> Iterator[None]:
+    """An OSError because another job has taken the temporary folder away says so."""
+    try:
+        yield
+    except OSError as error:
+        if temporary.is_dir():
+            raise
+        raise folders.taken_away(temporary, folder) from error
 
 
 def complete_folder(folder: Path, files: dict[str, digests.FileDigest]) -> None:

@@ -141,7 +141,7 @@ FAILING: tuple[tuple[Any, str, int], ...] = (
     (digests.DigestingFile, "write", 1),
     (folders, "sync_files", 0),
     (folders, "publish", 0),
-    (folders, "write_tracker", 0),
+    (folders, "rename_into_place", 0),
 )
 """What fails, and on which rank: everything but the data is written by the first."""
 

@@ -289,8 +289,7 @@ def _write_megatron(
 ) -> tuple[int, int, Path]:
     contents = _CONTENTS[target_format](state, style_of(state, options))
     total = sum(tensor.nbytes for tensor in contents.tensors.values())
-    folders.prepare(root, state.iteration)
-    temporary = folders.temporary_folder(root, state.iteration)
+    temporary = folders.prepare_folder(folders.final_folder(root, state.iteration))
     try:
         write_folder(temporary, contents, options.block_bytes, begin(total))
         if target_format == FSDP_DTENSOR:
@@ -299,7 +298,7 @@ def _write_megatron(
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise _cause(error) from error
-    folders.publish(root, state.iteration, None)
+    folders.publish(root, state.iteration, temporary, None)
     return len(contents.tensors), total, folders.final_folder(root, state.iteration)
 
 
