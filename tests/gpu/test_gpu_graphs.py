@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -71,11 +71,18 @@ def _run(trainer: Trainer, schedule: Any, step: int, rank: int, training: bool) 
     return torch.stack([report["loss"] for report in reports]).mean().clone()
 
 
-def _train(trainer: Trainer, schedule: Any, rank: int) -> tuple[list[float], dict[str, Any]]:
+def train(
+    trainer: Trainer,
+    schedule: Any,
+    rank: int,
+    steps: int = STEPS,
+    after_backward: Callable[[int], None] = lambda step: None,
+) -> tuple[list[float], dict[str, Any]]:
     """Losses and norms of all steps and evaluations, and the weights at the end."""
     numbers: list[float] = []
-    for step in range(STEPS):
+    for step in range(steps):
         numbers.append(_run(trainer, schedule, step, rank, training=True).item())
+        after_backward(step)
         success, norm, _ = trainer.optimizer.step()
         assert success
         numbers.append(float(norm))
@@ -87,7 +94,7 @@ def _train(trainer: Trainer, schedule: Any, rank: int) -> tuple[list[float], dic
     return numbers, full_weights(trainer)
 
 
-def _forget_graphs() -> None:
+def forget_graphs() -> None:
     """Core keeps them on the class. A communicator cannot go before the graphs that use it."""
     torch.cuda.synchronize()
     for stage in ("training", "validation"):
@@ -106,17 +113,17 @@ def same_bits(rank: int, world: int, name: str) -> str:
     )
     ddp = {"check_for_nan_in_grad": False, **options}
     eager = build_trainer(case, strategy, device, ddp=ddp)
-    expected = _train(eager, get_forward_backward_func(), rank)
+    expected = train(eager, get_forward_backward_func(), rank)
     del eager
     gc.collect()
     graphed = build_trainer(case, strategy, device, ddp=ddp)
     schedule = FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=WARMUP)
     try:
-        found = _train(graphed, schedule, rank)
+        found = train(graphed, schedule, rank)
         replayed = FullCudaGraphWrapper.cuda_graph
         assert all(replayed.values()), f"not captured: {replayed}"
     finally:
-        _forget_graphs()
+        forget_graphs()
     assert found[0] == expected[0], f"{name}: {found[0]} for {expected[0]}"
     check_same_bits(found[1], expected[1], name)
     dist.barrier()

@@ -89,9 +89,31 @@ def fixed_memory(rank: int, world: int, name: str) -> str:
     return str(late)
 
 
+def registers_once(rank: int, world: int) -> str:
+    """Each pool with each communicator: at construction, or when told to; never in training."""
+    device = init_megatron()
+    for manual in (False, True):
+        options = {"nccl_ub": True, "fsdp_manual_registration": manual}
+        trainer = build_trainer(WIDE, ZERO_3, device, ddp=options)
+        memory = trainer.wrapper._slot_memory
+        every = len(memory._pools) * len(memory._groups)
+        assert every > 0 and len(memory._registered) == (0 if manual else every)
+        _steps(trainer, rank, 2, device)
+        assert len(memory._registered) == (0 if manual else every)
+        for _ in range(2):
+            trainer.wrapper.param_and_grad_buffer.manual_buffer_registration()
+            assert len(memory._registered) == every
+        _steps(trainer, rank, 2, device)
+        assert len({(id(ref()), id(pool)) for ref, pool in memory._registered}) == every
+        del trainer, memory
+        gc.collect()
+    return f"{every} registrations"
+
+
 CHECKS = {
     **{name: Check(same_bits, (name,)) for name in OPTIONS},
     "two wrappers": Check(two_wrappers),
+    "registers once": Check(registers_once),
     **{f"fixed, {n}": Check(fixed_memory, (n,)) for n in ("double buffer", "copy engines")},
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=150.0)
