@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.enums import CudaGraphScope
+from torch.autograd.graph import get_gradient_edge
 
 from megatron_fsdp_adapter import cuda_graphs, support
 from megatron_fsdp_adapter.engine.unit import Phase
@@ -148,6 +149,58 @@ def test_an_evaluation_keeps_the_gradients_of_the_graph(one_rank: torch.device) 
         with torch.no_grad():
             forward_backward(trainer, batches(CASE, 5, 0, CPU), forward_only=True)
     assert [piece.data_ptr() for piece in pieces(trainer)] == places
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_twenty_replays_with_evaluations_between_bind_no_gradient_anew(
+    one_rank: torch.device, strategy: str
+) -> None:
+    """What the training loop does around a replay, which itself runs no Python."""
+    trainer, _ = captured_trainer(strategy)
+
+    def gradients() -> list[tuple[int, int]]:
+        grads = [pair.optimizer.grad for pair in trainer.wrapper.engine.pairs]
+        return [(id(grad), grad._local_tensor.data_ptr()) for grad in grads]
+
+    bound = gradients()
+    for replay in range(20):
+        trainer.optimizer.step()
+        trainer.wrapper.start_param_sync()
+        if replay % 2:
+            with torch.no_grad():
+                forward_backward(trainer, batches(CASE, 90 + replay, 0, CPU), forward_only=True)
+        trainer.wrapper.zero_grad_buffer()
+        trainer.optimizer.zero_grad()
+        for piece in pieces(trainer):
+            piece.normal_()  # the replay
+        assert gradients() == bound, f"replay {replay}"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_node_that_accumulates_a_gradient_outlives_its_graph(
+    one_rank: torch.device, strategy: str
+) -> None:
+    """Such a node works on the stream that was current when it was made. A wrapper that holds one
+    from its construction would take a capture on another stream out of it."""
+    trainer = build_trainer(CASE, strategy, CPU)
+    engine = trainer.wrapper.engine
+
+    def nodes() -> list[Any]:
+        engine.show_raw_params()
+        engine.gather.gather_all()
+        return [get_gradient_edge(pair.raw).node for pair in engine.pairs]
+
+    def mark(found: list[Any]) -> list[Any]:
+        for node in found:
+            node.metadata["made before"] = True
+        return found
+
+    for _ in range(2):
+        mark(nodes())
+        assert not any(node.metadata for node in nodes())
+        free_run(trainer, 0, 1, CPU)
+    held = mark(nodes())  # this can tell
+    assert len(held) == sum(bool(node.metadata) for node in nodes())
 
 
 def model(impl: str, scope: Any) -> Any:
