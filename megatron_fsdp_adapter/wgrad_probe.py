@@ -17,7 +17,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -275,10 +275,18 @@ def precisions_of(config: Any) -> tuple[Precision, ...]:
     from megatron.core.fp8_utils import get_fp8_recipe
 
     recipe, name = get_fp8_recipe(config), f"FP8 {config.fp8} {config.fp8_recipe}"
-    if hasattr(recipe, "reduce_amax"):
-        # The only collective of a forward in FP8; ranks need not have the same classes of modules.
-        recipe = replace(recipe, reduce_amax=False)
-    return Precision("weights"), Precision(name, functools.partial(_quantised, recipe))
+    context = functools.partial(_quantised, without_reductions(recipe))
+    return Precision("weights"), Precision(name, context)
+
+
+def without_reductions(recipe: Any) -> Any:
+    """A recipe for FP8 without the only collective of a forward: ranks need not have the same
+    classes of modules. Core's subclasses cannot be made from their own fields."""
+    if not hasattr(recipe, "reduce_amax"):
+        return recipe
+    alone = copy.copy(recipe)
+    alone.reduce_amax = False
+    return alone
 
 
 def _quantised(recipe: Any) -> AbstractContextManager[Any]:

@@ -134,6 +134,25 @@ def test_histories_of_transformer_engine_are_as_before(monkeypatch: pytest.Monke
         assert (tables.amax, tables.order, tables.depth) == ({"key": [1]}, [2], 3)
 
 
+def test_a_recipe_reduces_nothing_while_looking() -> None:
+    @dataclass
+    class Delayed:
+        margin: int = 0
+        reduce_amax: bool = True
+
+    class OfConfig(Delayed):
+        def __init__(self, config: Any) -> None:
+            super().__init__(margin=config.margin)
+
+    given = OfConfig(SimpleNamespace(margin=3))
+    alone = wgrad_probe.without_reductions(given)
+    assert (alone.margin, alone.reduce_amax, given.reduce_amax) == (3, False, True)
+    assert wgrad_probe.without_reductions(Format) is Format
+
+
+Format = SimpleNamespace(margin=1)
+
+
 class _Base(nn.Module):
     __module__ = "transformer_engine.pytorch.module.layernorm_linear"
     __qualname__ = __name__ = "LayerNormLinear"
