@@ -235,6 +235,13 @@ def _is_any(grads: Sequence[torch.Tensor], nothing: float) -> bool:
     return any(bool((grad != nothing).any()) for grad in grads)
 
 
+TABLES = (
+    "global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer",
+    "autocast_arguments", "fp8_tensors_recompute_buffer",
+)  # fmt: skip
+"""Of Transformer Engine's `FP8GlobalStateManager`: what grows with the modules that have run."""
+
+
 @contextmanager
 def _te_histories_kept() -> Iterator[None]:
     """Transformer Engine registers every module that ran under delayed scaling in tables of the
@@ -247,8 +254,8 @@ def _te_histories_kept() -> Iterator[None]:
     holder = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
     tables = {
         name: _copy_of_table(value)
-        for name, value in vars(holder).items()
-        if isinstance(value, (dict, list))
+        for name in TABLES
+        if isinstance(value := getattr(holder, name, None), (dict, list))
     }
     try:
         yield

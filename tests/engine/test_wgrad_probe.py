@@ -120,18 +120,25 @@ def test_histories_of_transformer_engine_are_as_before(monkeypatch: pytest.Monke
     """In both of the forms that its tables have had."""
     import sys
 
+
+    class Tables:
+        __slots__ = ("autocast_depth", "fp8_tensors_recompute_buffer", "global_amax_buffer")
+
     for nested in (False, True):
-        tables = SimpleNamespace(amax={"key": [1]}, order=[2], depth=3)
+        tables = Tables()
+        tables.global_amax_buffer, tables.autocast_depth = {"key": [1]}, 3
+        tables.fp8_tensors_recompute_buffer = [2]
         manager = SimpleNamespace(quantization_state=tables) if nested else tables
         module = SimpleNamespace(FP8GlobalStateManager=manager)
         monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace())
         monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace())
         monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", module)
         with wgrad_probe._te_histories_kept():
-            tables.amax["key"].append(7)
-            tables.amax["other"] = [8]
-            tables.order.append(9)
-        assert (tables.amax, tables.order, tables.depth) == ({"key": [1]}, [2], 3)
+            tables.global_amax_buffer["key"].append(7)
+            tables.global_amax_buffer["other"] = [8]
+            tables.fp8_tensors_recompute_buffer.append(9)
+        assert tables.global_amax_buffer == {"key": [1]} and tables.autocast_depth == 3
+        assert tables.fp8_tensors_recompute_buffer == [2]
 
 
 def test_a_recipe_reduces_nothing_while_looking() -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_adapter import fused_wgrad
-from tests.distributed.gpt import Case, batches, build_trainer, init_megatron, train_step
+from tests.distributed.gpt import Case, batches, build_trainer, give_up, init_megatron, train_step
 from tests.gpu.test_gpu_fp8 import fp8_layers
 
 CASE = Case(
@@ -46,6 +46,7 @@ def norms(case: Case, strategy: str | None, recipe: str, ddp: Mapping[str, Any])
         trainer = build_trainer(case, strategy, device, ddp=ddp)
     data = batches(case, 0, dist.get_rank(), device)
     found = [train_step(trainer, data)[1] for _ in range(STEPS)]
+    give_up(trainer)
     del trainer
     gc.collect()
     torch.cuda.empty_cache()
