@@ -43,6 +43,7 @@ from .fused_wgrad import grad_writer
 from .inner import ShardedModule
 from .installation import installed, require_supported_core
 from .materialize import meta_problems, target_device
+from .model_problems import model_problems
 from .model_units import chosen_units
 from .module_problems import module_problems
 from .param_attrs import copy_attributes
@@ -223,6 +224,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             *validation.wrapper_problems(config, ddp_config),
             *cuda_graphs.problems(config, ddp_config, self.device),
             *module_problems(module, unit_classes, device, main_dtype, self._placements.manages),
+            *model_problems(module, config),
             *meta_problems(module, on_meta, self._initialiser_of),
             *self._placements.problems(module, ddp_options.shards_outer(ddp_config)),
             *arguments.group_problems(config, arguments.group_ranks(pg_collection)),

@@ -23,7 +23,7 @@ from .config import (
 )
 from .grad_check import GradCheck
 from .staging_options import slots_wanted
-from .support import Rule
+from .support import MXFP8_PARAMETERS, Rule
 
 
 def _is_set(option: str) -> Callable[[Any], bool]:
@@ -176,7 +176,7 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(
         "reuse_grad_buf_for_mxfp8_param_ag",
         _is_set("reuse_grad_buf_for_mxfp8_param_ag"),
-        "MXFP8 parameters are not supported; set it to False",
+        MXFP8_PARAMETERS,
     ),
     Rule("keep_fp8_transpose_cache", _is_set("keep_fp8_transpose_cache"), "needs FP8 parameters"),
     Rule(

@@ -14,17 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
+from megatron.core.optimizer import muon as core_muon
 from megatron.core.optimizer.clip_grads import (
     clip_grad_by_total_norm_fp32,
     get_grad_norm_fp32,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from . import optimizer_state, support
 from .local_optimizer import LocalShards, adopt, initialize_state
 from .placement import replicated_name
+from .topology import TP_DIM
 
 # The methods of DistributedOptimizer.
 
@@ -102,6 +103,28 @@ def _precision_problems(config: Any, chunks: Sequence[Any]) -> list[str]:
     return found
 
 
+def _refuse_whole_matrices(
+    original: Callable[..., Any], model_chunks: Sequence[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Core's Muon asks for parameter groups by a name of its own, and would be made on shards."""
+    if _ours(model_chunks):
+        raise ValueError(
+            "optimizer='muon' with FullyShardedDataParallel: Muon needs whole matrices, and "
+            "weights are sharded; use 'adam', by get_megatron_optimizer"
+        )
+    return original(model_chunks, *args, **kwargs)
+
+
+def _refuse_offload(original: Callable[..., None], self: Any) -> None:
+    if _our_chunks(self):
+        raise RuntimeError(
+            f"{original.__name__}() of Megatron's optimizer with FullyShardedDataParallel: main "
+            "weights are views of flat buffers, which a copy elsewhere leaves behind; delete the "
+            "wrapper and load a checkpoint, or keep them where they are"
+        )
+    original(self)
+
+
 def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any, *args: Any,
           **kwargs: Any) -> None:
     self.model_chunks = kwargs.get("model_chunks", [])
@@ -148,10 +171,22 @@ def _unscaling_data(original: Callable[..., Any], self: Any) -> Any:
     ]
 
 
+def _tensor_parallel_rank(mesh: Any) -> int:
+    """In the mesh of a parameter's own kind: of experts, another than of dense layers."""
+    names = mesh.mesh_dim_names or ()
+    return mesh.get_local_rank(TP_DIM) if names and names[-1] == TP_DIM else 0
+
+
+def _is_split(param: Any) -> bool:
+    """Over tensor-parallel ranks: by core's mark, and where there is none by ours."""
+    return bool(getattr(param, "tensor_model_parallel", getattr(param, "_mcore_tp", False)))
+
+
 def _replicas(chunks: Sequence[Any]) -> set[int]:
     """Ids of the optimizer parameters whose gradient another rank counts: without sharding, or in
     a replicated module, every rank of a domain holds the whole gradient, and the first rank of the
-    shards of its kind counts it."""
+    shards of its kind counts it; what tensor-parallel ranks hold alike, the first of them. Core of
+    0.16.1 takes the dense ranks for that of experts too, and misses some where the sizes differ."""
     found = set()
     for chunk in chunks:
         sharded = chunk.megatron_fsdp_dist_index.domains
@@ -160,7 +195,8 @@ def _replicas(chunks: Sequence[Any]) -> set[int]:
             kind = kinds.get(pair.group.key.domain)
             domain = pair.group.domain if kind is None else sharded[kind]
             is_whole = kind is not None or not chunk.engine.config.strategy.shard_main
-            if is_whole and domain.axis.rank != 0:
+            is_duplicate = not _is_split(pair.optimizer) and _tensor_parallel_rank(domain.mesh) != 0
+            if is_duplicate or (is_whole and domain.axis.rank != 0):
                 found.add(id(pair.optimizer))
     return found
 
@@ -176,14 +212,12 @@ def _norm_grads(original: Callable[..., Any], self: Any) -> Any:
     if not ours:
         return original(self)
     elsewhere = _replicas(ours)
-    tp_group = getattr(self, "tp_group", None)
     grads = [
         param.grad._local_tensor
         for param in self.get_parameters()
         if param.grad is not None
         and id(param) not in elsewhere
         and param_is_not_shared(param)
-        and param_is_not_tensor_parallel_duplicate(param, tp_group)
     ]
     return [grad for grad in grads if grad.numel() > 0]
 
@@ -279,6 +313,9 @@ def _load_state(original: Callable[..., None], self: Any, state_dict: dict[str, 
 REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     # owner, name, replacement: called with the original first
     (core_optimizer, "_get_param_groups_and_buffers", _param_groups),
+    (core_muon, "_get_param_groups", _refuse_whole_matrices),
+    (DistributedOptimizer, "offload_to_cpu", _refuse_offload),
+    (DistributedOptimizer, "restore_from_cpu", _refuse_offload),
     (DistributedOptimizer, "__init__", _init),
     (DistributedOptimizer, "get_grad_stats_parallel_group", _grad_stats_group),
     (DistributedOptimizer, "get_main_grads_for_grad_norm", _norm_grads),

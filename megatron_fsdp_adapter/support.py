@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,16 @@ def _is_on(option: str, message: str) -> Rule:
     return Rule(option, lambda config: bool(getattr(config, option, False)), message)
 
 
+def _is_not_none(option: str, message: str) -> Rule:
+    return Rule(option, lambda config: getattr(config, option, None) is not None, message)
+
+
+def _above_one(option: str, message: str) -> Rule:
+    return Rule(option, lambda config: (getattr(config, option, None) or 1) > 1, message)
+
+
 FP8_RECIPES = ("delayed", "tensorwise")
+MXFP8_PARAMETERS = "MXFP8 parameters are not supported; set it to False"
 
 
 MODEL_CONFIG_RULES: tuple[Rule, ...] = (
@@ -75,7 +85,76 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
     _is_on(
         "hybrid_context_parallel", "its schedule changes groups between batches; set it to False"
     ),
+    _is_on(
+        "moe_use_legacy_grouped_gemm",
+        "all experts of a rank are one tensor, which a checkpoint cannot tell from another rank's; "
+        "set it to False, and moe_grouped_gemm takes Transformer Engine's layers",
+    ),
+    _is_on(
+        "use_kitchen",
+        "nobody has seen how its layers write weight gradients; set it to False, Transformer "
+        "Engine's FP8 recipes are supported",
+    ),
+    _is_not_none(
+        "quant_recipe",
+        "it quantises the layers that it names by recipes that are supported only as fp8_recipe, "
+        "for the whole model; leave it unset",
+    ),
+    _is_on(
+        "enable_autocast",
+        "autocast keeps casts of weights beyond the time for which they are gathered; set it to "
+        "False, and params_dtype (bf16, fp16) to the dtype to compute in",
+    ),
 )
+
+
+def _interleaves_split_halves(option: str) -> Rule:
+    sizes = ("tensor_model_parallel_size", "expert_tensor_parallel_size")
+    return Rule(
+        option,
+        lambda config: (
+            bool(getattr(config, option, None))
+            and any((getattr(config, size, None) or 1) > 1 for size in sizes)
+        ),
+        "gate and linear rows are mixed on each tensor-parallel rank, which a checkpoint cannot "
+        "tell; leave it unset, or use no tensor parallelism",
+    )
+
+
+_REMAT = "its ranks hold parts of a weight, and data-parallel groups contain them; set it to 1"
+_STASH = "it runs a step again after gradients were finalised; leave it unset"
+_FUSED_OPS = "nobody has seen how its layers write weight gradients; set it to False"
+_ONE_TENSOR = "experts in one quantised tensor are not supported; set it to False"
+
+LATER_MODEL_RULES: tuple[Rule, ...] = (
+    _is_on(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "weight gradients arrive after the layer's backward, when its bucket is on its way; set it "
+        "to False",
+    ),
+    _is_on(
+        "mtp_detach_heads",
+        "gradients of the prediction heads have a norm of their own, which is not supported yet; "
+        "set it to False",
+    ),
+    _above_one("gtp_weight_remat_size", _REMAT),
+    _above_one("expert_gtp_weight_remat_size", _REMAT),
+    _above_one("tensor_parallel_num_weight_shards", _REMAT),
+    _above_one("expert_tensor_parallel_num_weight_shards", _REMAT),
+    _interleaves_split_halves("moe_mlp_glu_interleave_size"),
+    _interleaves_split_halves("moe_shared_expert_glu_interleave_size"),
+    _is_on("moe_paged_stash", _STASH),
+    _is_not_none("moe_expert_rank_capacity_factor", _STASH),
+    _is_on("moe_single_grouped_weight", _ONE_TENSOR),
+    _is_on("moe_single_grouped_bias", _ONE_TENSOR),
+    _is_on("use_transformer_engine_op_fuser", _FUSED_OPS),
+    _is_on("use_grouped_gemm_for_dense_mlp", _FUSED_OPS),
+    _is_on("use_grouped_gemm_for_shared_expert", _FUSED_OPS),
+)
+"""Options that 0.16.1 does not have: one of them would otherwise pass in silence when the release
+that brought it is supported."""
+
+MODEL_CONFIG_RULES += LATER_MODEL_RULES
 
 
 def _moment_dtype(option: str) -> Rule:
@@ -102,6 +181,20 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
         "overlap_param_gather_with_optimizer_step",
         "one optimizer holds all parameters here, so there is no second step to overlap with; "
         "weights are gathered under the forward pass; set it to False",
+    ),
+    _is_on("reuse_grad_buf_for_mxfp8_param_ag", MXFP8_PARAMETERS),
+    _is_on(
+        "optimizer_cuda_graph",
+        "a replayed step does not tell the wrapper that weights have changed; set it to False",
+    ),
+    Rule(
+        "grad_norm_skip_threshold",
+        lambda config: getattr(config, "grad_norm_skip_threshold", math.inf) != math.inf,
+        "core asks it only of several optimizers in a chain, and there is one here; leave it unset",
+    ),
+    _is_on(
+        "use_layer_wise_distributed_optimizer",
+        "it gives whole matrices to single ranks, and weights are sharded; set it to False",
     ),
 )
 

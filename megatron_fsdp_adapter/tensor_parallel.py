@@ -57,6 +57,10 @@ LAYER_RULES: Mapping[str, LayerRule] = {
 }
 """By class name, so that Transformer Engine need not be there."""
 
+SPLIT_WITHOUT_MARKS = ("softmax_offset",)
+"""Parameters with a number for each attention head of this rank, which core does not mark. Taken
+for replicated ones, a checkpoint would hold one rank's."""
+
 
 def _marked_mode(param: nn.Parameter) -> TensorParallelMode | None:
     """What the attributes say; None where there are none."""
@@ -79,6 +83,8 @@ def tensor_parallel_mode(param: nn.Parameter, owner: nn.Module, name: str) -> Te
     marked = _marked_mode(param)
     if marked is not None and (rule is None or rule.marks_tell):
         return marked
+    if marked is None and name in SPLIT_WITHOUT_MARKS:
+        return TensorParallelMode.COLUMN
     if rule is not None and name.startswith("weight"):
         return rule.weight
     if rule is not None and name.startswith("bias"):

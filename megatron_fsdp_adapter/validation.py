@@ -99,6 +99,29 @@ LAUNCH_RULES: tuple[Rule, ...] = (
         lambda args: bool(getattr(args, "use_legacy_models", False)),
         "the wrapper takes models of megatron-core; leave it out",
     ),
+    Rule(
+        "save_wgrads_interval",
+        lambda args: getattr(args, "save_wgrads_interval", None) is not None,
+        "it saves whole gradients from main_grad, which sharded parameters do not have; leave it "
+        "out, or run with Megatron's DDP",
+    ),
+    Rule(
+        "moe_use_upcycling",
+        lambda args: bool(getattr(args, "moe_use_upcycling", False)),
+        "it rewrites the state of a wrapped model, tensor by tensor; upcycle without "
+        "use_megatron_fsdp, and convert the checkpoint",
+    ),
+    Rule(
+        "non_persistent_ckpt_type",
+        lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
+        f"local checkpoints are not made of {CKPT_FORMAT!r}; use 'global', or leave it out",
+    ),
+    Rule(
+        "perform_rl_step",
+        lambda args: bool(getattr(args, "perform_rl_step", False)),
+        "weights are handed to the inference model as whole tensors, which no rank has; leave it "
+        "out",
+    ),
 )
 """What a training run of Megatron-LM can get wrong beside the configs that it makes."""
 

@@ -50,11 +50,19 @@ TRIGGERS: dict[str, Values] = {
     "fp8_recipe": ("mxfp8",),
     "fp4": ("e2m1",),
     "cuda_graph_impl": ("transformer_engine",),
+    "gtp_weight_remat_size": (2,),
+    "expert_gtp_weight_remat_size": (2,),
+    "tensor_parallel_num_weight_shards": (2,),
+    "expert_tensor_parallel_num_weight_shards": (2,),
+    "moe_mlp_glu_interleave_size": (32,),
+    "moe_shared_expert_glu_interleave_size": (32,),
+    "moe_expert_rank_capacity_factor": (1.5,),
     "moe_token_dispatcher_type": ("flex",),
     # Optimizer config
     "exp_avg_dtype": (torch.uint8,),
     "exp_avg_sq_dtype": (torch.float16,),
     "optimizer": ("sgd",),
+    "grad_norm_skip_threshold": (100.0,),
 }
 """What breaks a rule; True for the options that are not listed."""
 
@@ -62,6 +70,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "preserve_fp32_weights": {"megatron_fsdp_main_params_dtype": torch.float32},
     "grad_reduce_in_fp32": {"megatron_fsdp_main_grads_dtype": torch.bfloat16},
     "fp8_recipe": {"fp8": "hybrid"},
+    "moe_mlp_glu_interleave_size": {"tensor_model_parallel_size": 2},
+    "moe_shared_expert_glu_interleave_size": {"expert_tensor_parallel_size": 2},
     "moe_token_dispatcher_type": {"num_moe_experts": 4},
 }
 """What else has to be set: these are refused where they contradict another option."""

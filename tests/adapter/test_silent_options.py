@@ -1,0 +1,134 @@
+"""Options and calls of core that would change weights or gradients without a word: each works, or
+is one early error. Those that a field of a config tells are in test_support_table.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import get_megatron_optimizer, muon
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe import experts
+from torch import nn
+
+from megatron_fsdp_adapter import FullyShardedDataParallel, fused_wgrad
+from megatron_fsdp_adapter.tensor_parallel import TensorParallelMode, tensor_parallel_mode
+from tests.distributed.gpt import (
+    Case,
+    build_model,
+    build_trainer,
+    ddp_config,
+    model_config,
+    optimizer_config,
+)
+
+CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
+
+
+# Experts in one tensor.
+
+
+def test_experts_in_one_tensor_are_refused_however_they_were_asked_for(
+    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Core takes this class for `moe_grouped_gemm` with its own layers, whatever else is set."""
+    available = SimpleNamespace(assert_grouped_gemm_is_available=lambda: None)
+    monkeypatch.setattr(experts, "gg", available)
+    model = build_model(CASE.but(bias=False), one_rank)
+    config = model.config
+    config.moe_ffn_hidden_size, config.moe_latent_size = 8, None
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model.decoder.layers[0].mlp = experts.GroupedMLP(2, config, groups)
+    with pytest.raises(ValueError, match=r"module decoder\.layers\.0\.mlp .*one tensor.*moe_group"):
+        FullyShardedDataParallel(config, ddp_config(CASE, "no_shard"), model)
+
+
+# Learnable softmax offsets.
+
+
+def test_softmax_offsets_are_split_by_heads(one_rank: torch.device) -> None:
+    """Core does not mark them: a checkpoint would have held one tensor-parallel rank's."""
+    config = model_config(CASE)
+    config.softmax_type = "learnable"
+    attention = DotProductAttention(
+        config, 1, AttnMaskType.causal, "self",
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )  # fmt: skip
+    [(name, param)] = attention.named_parameters()
+    assert name == "softmax_offset" and not hasattr(param, "tensor_model_parallel")
+    assert tensor_parallel_mode(param, attention, name) is TensorParallelMode.COLUMN
+
+
+# Optimizers that need whole matrices, or move weights.
+
+
+def test_core_makes_no_muon_on_shards(
+    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not ask as other optimizers do, and calls itself 'adam'."""
+    made: list[Any] = []
+    monkeypatch.setattr(muon, "HAVE_EMERGING_OPTIMIZERS", True)
+    monkeypatch.setattr(muon, "TensorParallelMuon", lambda *args, **kwargs: made.append(args))
+    wrapper = build_trainer(CASE, "optim_grads_params", one_rank).wrapper
+    config = optimizer_config(CASE, use_distributed_optimizer=False, optimizer="muon")
+    with pytest.raises(ValueError, match=r"optimizer='muon'.*whole matrices.*use 'adam'"):
+        muon.get_megatron_muon_optimizer(config, [wrapper], use_gloo_process_groups=False)
+    assert not made
+
+
+@pytest.mark.parametrize("call", ["offload_to_cpu", "restore_from_cpu"])
+def test_main_weights_are_not_moved_away_from_their_buffers(
+    one_rank: torch.device, call: str
+) -> None:
+    optimizer = build_trainer(CASE, "optim", one_rank).optimizer
+    with pytest.raises(RuntimeError, match=rf"{call}\(\).*views of flat buffers"):
+        getattr(optimizer, call)()
+    stock = build_trainer(CASE, None, one_rank).optimizer
+    for one in getattr(stock, "chained_optimizers", [stock]):
+        one.offload_to_cpu()
+
+
+# Gradient hooks of a user on fused weights.
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_a_hook_on_a_fused_weight_is_refused_by_name_and_gets_the_gradient_without_fusion(
+    one_rank: torch.device, kind: str, strategy: str
+) -> None:
+    """The fused module writes past autograd: the hook would have been called with None."""
+    fused_wgrad.install()
+    seen: list[Any] = []
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    for fused in (True, False):
+        model = build_model(CASE.but(fused=fused), one_rank)
+        after = kind == "register_post_accumulate_grad_hook"
+        getattr(model.get_parameter(name), kind)(
+            lambda value, after=after: seen.append((value.grad if after else value).clone())
+        )
+        config = ddp_config(CASE, strategy)
+        if fused:
+            with pytest.raises(ValueError, match=f"parameter {name}: it has a gradient hook"):
+                FullyShardedDataParallel(model.config, config, model)
+            continue
+        wrapper = FullyShardedDataParallel(model.config, config, model)
+        get_megatron_optimizer(optimizer_config(CASE), [wrapper], use_gloo_process_groups=False)
+        tokens = torch.arange(CASE.seq)[None] % CASE.vocab
+        mask = torch.ones(CASE.seq, CASE.seq, dtype=torch.bool).triu(1)[None, None]
+        wrapper(tokens, torch.arange(CASE.seq)[None], mask, labels=tokens).mean().backward()
+        [gradient] = seen
+        assert gradient.shape == (CASE.ffn, CASE.hidden) and gradient.abs().sum() > 0
+
+
+def test_a_hook_on_a_weight_that_no_module_writes_stays(one_rank: torch.device) -> None:
+    model = build_model(CASE.but(fused=True), one_rank)
+    fused_wgrad.install()
+    norm = next(m for m in model.modules() if isinstance(m, nn.LayerNorm))
+    norm.weight.register_hook(lambda value: value)
+    FullyShardedDataParallel(model.config, ddp_config(CASE, "optim"), model)
+    assert parallel_state.model_parallel_is_initialized()
