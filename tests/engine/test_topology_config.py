@@ -122,6 +122,20 @@ def test_an_outer_axis_and_every_mesh_over_it():
         assert index.expt_device_mesh is None
 
 
+def test_models_on_other_ranks_have_meshes_of_the_same_names(world):
+    """As with several modules of one model, or two models in a process."""
+    halves = dist.new_group([0, 2]), dist.new_group([2, 3])
+    outer = dist.new_group([0, 2])
+    one, other = index_of(halves[0]), index_of(halves[1], outer_fsdp_group=outer)
+    again = index_of(halves[0])
+    names = ("dp_cp",)
+    assert one.get_submesh(names).mesh.tolist() == [0, 2] == again.get_submesh(names).mesh.tolist()
+    assert other.get_submesh(names).mesh.tolist() == [2, 3]
+    assert other.device_mesh.mesh_dim_names == ("outer_fsdp_dp", "dp_cp")
+    for index, group in ((one, halves[0]), (other, halves[1])):
+        assert index.get_submesh(names).get_group() is group
+
+
 def test_an_outer_group_has_one_rank_in_common_with_the_shards(world):
     shard, mesh = Axis.of("dp_cp", world), index_of(world).get_root_mesh()
     outer = Axis("outer_fsdp_dp", world, (2, 3), 0)
