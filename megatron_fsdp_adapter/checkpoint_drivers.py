@@ -26,8 +26,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader
-
+from .checkpoint import folders
 from .checkpoint.coordination import coordination
 from .checkpoint.names import MODEL
 from .checkpoint.state import compare, flatten, from_stored, to_stored
@@ -222,7 +221,7 @@ def _prepared(
 ) -> tuple[dict[str, Any], _Found]:
     """What to read in place of `wanted`, with containers of its own. ValueError lists what does
     not fit."""
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = folders.read_metadata(folder.parent, folder)
     asked = merged_chunks(wanted)
     parts = to_stored({key: asked[key] for key in (MODEL, OPTIMIZER) if key in asked}, rank)
     if vocab_size is not None:

@@ -3,7 +3,7 @@
 CRC-32 (zlib), for it is what finds damage at least cost: of what the standard library has it is
 twice as fast as SHA-1 and SHA-256 where the processor helps all of them, and torch.save computes
 one of its own, which no reader ever looks at and which is therefore switched off during a save. It
-does not protect against forgery; a checkpoint is unpickled, so it has to be trusted anyway.
+does not protect against forgery; a load unpickles objects, so it has to trust them anyway.
 
 A file's digest runs from its first byte and is noted at the end of every item (a block of a tensor
 or a pickled object). From two notes next to each other an item can be checked by itself, and all

@@ -28,9 +28,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_fsdp_adapter.checkpoint import unpickling
 from megatron_fsdp_adapter.checkpoint.coordination import CheckpointError
 from megatron_fsdp_adapter.checkpoint.record import read_record
 
@@ -337,7 +337,12 @@ def _unpickled(root: Path, folder: Path) -> Metadata:
     if not (folder / _METADATA).is_file():
         raise _broken(root, folder, "it has no .metadata file")
     try:
-        metadata = FileSystemReader(folder).read_metadata()
+        metadata = unpickling.read_metadata(folder / _METADATA)
+    except unpickling.RefusedName as error:
+        raise ValueError(
+            f"{folder} is not to be trusted: torch.distributed.checkpoint did not write its "
+            f".metadata, since {error}; nothing of it was run"
+        ) from error
     except Exception as error:
         # pickle raises whatever the damaged bytes happen to spell
         why = f".metadata cannot be read ({type(error).__name__}: {error})"

@@ -1,4 +1,7 @@
-"""What is in a checkpoint, and how two differ, without loading either."""
+"""What is in a checkpoint, and how two differ, without loading either.
+
+Nothing that a checkpoint names is run (`unpickling.py`): one looks into it before one trusts it.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +139,7 @@ def describe(path: Path, iteration: int | None = None) -> Description:
             for name, t in read_tensors(path).items()
         ]
         return Description(found, str(path), None, {}, config, tuple(entries))
-    folder = DcpFolder.open(path, iteration, found == TORCH_DIST)
+    folder = DcpFolder.open(path, iteration, found == TORCH_DIST, trusted=False)
     rest = _arguments(folder)
     writers = {m[1] for p in folder.folder.iterdir() if (m := _WRITER.fullmatch(p.name))}
     saved_by = {"processes that wrote files": len(writers), **_known(rest, TOPOLOGY)}
@@ -194,7 +197,7 @@ def _arguments(folder: DcpFolder) -> dict[str, Any]:
     if "args" in folder.object_keys:
         return {"args": folder.object("args")}
     if (folder.folder / COMMON).is_file():
-        return load_common(folder.folder)
+        return load_common(folder.folder, trusted=False)
     prefix = "args."
     keys = [key for key in folder.object_keys if key.startswith(prefix)]
     return {"args": {key.removeprefix(prefix): folder.object(key) for key in keys}}
@@ -234,7 +237,7 @@ _Contents = tuple[dict[str, LazyTensor], dict[str, Callable[[], Any]]]
 def _by_key(path: Path, iteration: int | None, found: str, weights_only: bool) -> _Contents:
     if found == HUGGING_FACE:
         return read_tensors(path), {}
-    folder = DcpFolder.open(path, iteration, found == TORCH_DIST)
+    folder = DcpFolder.open(path, iteration, found == TORCH_DIST, trusted=False)
 
     def wanted(key: str) -> bool:
         return not weights_only or _entry(folder, key).part == WEIGHTS
@@ -245,7 +248,7 @@ def _by_key(path: Path, iteration: int | None, found: str, weights_only: bool) -
         if not weights_only
     }
     if not weights_only and (folder.folder / COMMON).is_file():
-        for name, value in load_common(folder.folder).items():
+        for name, value in load_common(folder.folder, trusted=False).items():
             objects[f"{COMMON}: {name}"] = lambda value=value: value  # type: ignore[misc]
     return {key: folder.tensor(key) for key in folder.tensor_keys if wanted(key)}, objects
 
@@ -253,7 +256,7 @@ def _by_key(path: Path, iteration: int | None, found: str, weights_only: bool) -
 def _by_name(path: Path, iteration: int | None, found: str, weights_only: bool) -> _Contents:
     # Padding belongs to a format, not to a model, so none is added.
     options = Options(weights_only=weights_only, make_vocab_size_divisible_by=1)
-    state = open_state(path, found, iteration, options).state
+    state = open_state(path, found, iteration, options, trusted=False).state
     tensors = {f"weights.{name}": tensor for name, tensor in state.weights.items()}
     for name, moments in state.moments.items():
         tensors.update({f"{kind}.{name}": moment for kind, moment in moments.items()})
@@ -289,7 +292,7 @@ def _different_objects(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two unpickled values are the same, tensors and arrays in them bit by bit."""
+    """Whether two values are the same, tensors and arrays in them bit by bit."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         fits = a.dtype == b.dtype and a.shape == b.shape
         return fits and torch.equal(_bits(a), _bits(b))

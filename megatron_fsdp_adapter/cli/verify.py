@@ -1,7 +1,8 @@
 """`python -m megatron_fsdp_adapter verify`: whether a checkpoint is what was saved.
 
 Reads every byte and compares it with the digests that were recorded. Needs no process group, no
-GPU and no Megatron.
+GPU and no Megatron, and runs nothing that the checkpoint names. (Who can write the checkpoint can
+write the digests: they find damage, not forgery.)
 
     verify checkpoints                  the newest checkpoint of a root
     verify checkpoints --iteration 100  another one
@@ -21,6 +22,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp_adapter.checkpoint import digests, folders
 
@@ -81,10 +84,10 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _problems(folder: Path, found: Sequence[digests.Problem]) -> list[dict[str, Any]]:
-    if not found:
-        return []
-    # Damaged metadata cannot be asked for names; they are then left out.
-    metadata = folders.readable_metadata(folder)
+    # Of a checkpoint that is as it was saved nothing but bytes was read. Damaged metadata cannot be
+    # asked for names; they are then left out.
+    asked = found and all(problem.file != ".metadata" for problem in found)
+    metadata = folders.readable_metadata(folder) if asked else Metadata({})
     texts = digests.described(found, metadata)
     return [{**vars(one), "text": text} for one, text in zip(found, texts, strict=True)]
 

@@ -150,15 +150,17 @@ def open_state(
     source_format: str | None = None,
     iteration: int | None = None,
     options: Options | None = None,
+    trusted: bool = True,
 ) -> Opened:
-    """The state at `path`, tensors lazy. Raises FileNotFoundError or ValueError with one message
-    that says what is wrong with it."""
+    """The state at `path`, tensors lazy. trusted: whether its objects may be unpickled, as of
+    `DcpFolder`. Raises FileNotFoundError or ValueError with one message that says what is wrong
+    with it."""
     with _naming(path):
-        return _open(path, source_format, iteration, options or Options())
+        return _open(path, source_format, iteration, options or Options(), trusted)
 
 
 def _open(
-    path: Path, source_format: str | None, iteration: int | None, options: Options
+    path: Path, source_format: str | None, iteration: int | None, options: Options, trusted: bool
 ) -> Opened:
     found = source_format or detect_format(path, iteration)
     if found not in FORMATS:
@@ -171,7 +173,7 @@ def _open(
         number = _HUGGING_FACE_ITERATION if iteration is None else iteration
         rest = {**state.rest, "iteration": number}
         return Opened(found, path, replace(state, iteration=number, rest=rest), 0)
-    folder = DcpFolder.open(path, iteration, found == TORCH_DIST)
+    folder = DcpFolder.open(path, iteration, found == TORCH_DIST, trusted)
     number = locate(path, iteration)[1]
     state = _READERS[found](folder, number, options.weights_only)
     if options.params_dtype is not None:

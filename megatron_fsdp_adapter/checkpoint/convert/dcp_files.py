@@ -4,7 +4,8 @@ What DCP's own `load` and `save` cannot do here is work on less than a whole sta
 planners want every tensor allocated. The reader finds the stored chunks that a block needs; the
 writer is DCP's file writer under a planner that makes each block when it is to be written.
 
-Objects are unpickled: convert only checkpoints that you trust.
+Objects are unpickled, unless the folder is opened as one that is not trusted: convert only
+checkpoints that you trust.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Shape, _slices, blocks
+from megatron_fsdp_adapter.checkpoint.unpickling import load_inert
 from megatron_fsdp_adapter.layout.ranges import Box
 
 KeyPath = tuple[str | int, ...]
@@ -77,16 +79,22 @@ def locate(path: Path, iteration: int | None = None) -> tuple[Path, int]:
 
 @dataclass
 class DcpFolder:
-    """A complete DCP folder. Tensors are lazy; one stored chunk at a time is kept in memory."""
+    """A complete DCP folder. Tensors are lazy; one stored chunk at a time is kept in memory.
+
+    trusted: whether its objects may be unpickled, which runs what they name; if not, they are read
+    by `unpickling.load_inert`.
+    """
 
     folder: Path
     metadata: Metadata
+    trusted: bool = True
     _kept: tuple[MetadataIndex, torch.Tensor] | None = field(default=None, repr=False)
 
     @classmethod
     def open(
-        cls, path: Path, iteration: int | None = None, is_torch_dist: bool = False
-    ) -> DcpFolder:
+        cls, path: Path, iteration: int | None = None, is_torch_dist: bool = False,
+        trusted: bool = True,
+    ) -> DcpFolder:  # fmt: skip
         """Raises FileNotFoundError if there is none, ValueError if it is half-written or not one
         of DCP's. is_torch_dist: it is core's, which a load refuses."""
         root, number = locate(path, iteration)
@@ -101,7 +109,7 @@ class DcpFolder:
                 f"{folder}: version {version} of torch.distributed.checkpoint's format is newer "
                 "than this converter knows (1); update torch and megatron_fsdp_adapter"
             )
-        return cls(folder, metadata)
+        return cls(folder, metadata, trusted)
 
     @property
     def tensor_keys(self) -> tuple[str, ...]:
@@ -157,7 +165,7 @@ class DcpFolder:
         return LazyTensor(tuple(stored.size), stored.properties.dtype, fill)
 
     def object(self, key: str) -> Any:
-        """The unpickled object under `key`. ValueError if it cannot be read."""
+        """The object under `key`. ValueError if it cannot be read."""
         return self._load(MetadataIndex(key), weights_only=False)
 
     def largest_chunk(self) -> int:
@@ -194,10 +202,10 @@ class DcpFolder:
             )
         try:
             with (self.folder / info.relative_path).open("rb") as file:
-                view = _create_file_view(file, info.offset, info.length)
-                return torch.load(
-                    cast(IO[bytes], view), map_location="cpu", weights_only=weights_only
-                )
+                view = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
+                if weights_only or self.trusted:
+                    return torch.load(view, map_location="cpu", weights_only=weights_only)
+                return load_inert(view)
         except _DAMAGE as error:
             if "allocate memory" in str(error):
                 raise  # torch has no error of its own for it

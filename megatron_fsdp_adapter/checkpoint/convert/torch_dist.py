@@ -44,6 +44,7 @@ from megatron_fsdp_adapter.checkpoint.convert.training_state import (
     moe_layers,
     style_record,
 )
+from megatron_fsdp_adapter.checkpoint.unpickling import load_inert
 
 COMMON, CONFIG = "common.pt", "metadata.json"
 BACKENDS = {
@@ -78,7 +79,7 @@ def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> Train
     format or a newer version, if its optimizer is not in model space, or if files are damaged.
     """
     _check_config(folder.folder)
-    common = load_common(folder.folder)
+    common = load_common(folder.folder, folder.trusted)
     if not weights_only:
         _check_optimizer(folder)
     model: dict[str, LazyTensor] = {}
@@ -358,18 +359,25 @@ def _check_config(folder: Path) -> None:
             raise ValueError(f"{folder / CONFIG}: {name}={value!r}, only {known!r} can be read")
 
 
-def load_common(folder: Path) -> dict[str, Any]:
-    """What common.pt of a folder holds. ValueError if it is missing or damaged."""
+def load_common(folder: Path, trusted: bool = True) -> dict[str, Any]:
+    """What common.pt of a folder holds; read by `load_inert` if it is not trusted. ValueError if it
+    is missing or damaged."""
     path = folder / COMMON
     if not path.is_file():
         raise ValueError(f"{folder} is half-written: it has no {COMMON}")
     try:
-        common = torch.load(path, map_location="cpu", weights_only=False)
+        if trusted:
+            common = torch.load(path, map_location="cpu", weights_only=False)
+        else:
+            with path.open("rb") as file:
+                common = load_inert(file)
     except ModuleNotFoundError as error:
         raise ValueError(f"{path} holds an object of {error.name}: install that") from error
     except Exception as error:
         # pickle raises whatever the damaged bytes happen to spell
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+    if isinstance(common, bytes):
+        raise ValueError(f"{path} cannot be read without running what it names; nothing was run")
     if not isinstance(common, dict):
         raise ValueError(f"{path} holds a {type(common).__name__}, not a dict")
     return common
