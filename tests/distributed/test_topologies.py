@@ -273,7 +273,7 @@ def _unsplit_gradients(
         param.data.copy_(weights[name])
     for data_rank in range(data_ranks):
         for tokens in batches(case, 0, data_rank, torch.device("cpu")):
-            output, loss_func = topologies._forward_step(case, iter([tokens]), model)
+            output, loss_func = topologies.forward_step(case, iter([{"tokens": tokens}]), model)
             (loss_func(output)[0] / case.microbatches / data_ranks).backward()
     return {name: param.grad for name, param in params.items() if param.grad is not None}
 

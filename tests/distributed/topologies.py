@@ -99,8 +99,12 @@ def case_for(topology: Topology, **changes: Any) -> Case:
 
 def init_topology(topology: Topology, instances: int = 1) -> torch.device:
     """Makes the groups, for so many optimizer instances, in place of those that were there;
-    collective."""
-    cpu_mode.enable_cpu_mode()
+    collective. CPU mode where there is no GPU."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        cpu_mode.enable_cpu_mode()
     if ps.model_parallel_is_initialized():
         ps.destroy_model_parallel()
     ps.initialize_model_parallel(
@@ -113,7 +117,7 @@ def init_topology(topology: Topology, instances: int = 1) -> torch.device:
         num_distributed_optimizer_instances=instances,
         create_gloo_process_groups=False,
     )
-    return torch.device("cpu")
+    return device
 
 
 # The model.
@@ -231,7 +235,7 @@ def _block(topology: Topology, config: TransformerConfig, chunk: int) -> Transfo
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=PlainNorm)
 
 
-def _coordinates(param: torch.nn.Parameter, name: str, chunk: int) -> tuple[Any, ...]:
+def coordinates(param: torch.nn.Parameter, name: str, chunk: int) -> tuple[Any, ...]:
     """What makes this rank's parameter another one than that of the same name elsewhere."""
     if getattr(param, "shared_embedding", False):
         return ("embedding", ps.get_tensor_model_parallel_rank())
@@ -266,7 +270,7 @@ def build_chunk(
     )
     with torch.no_grad():
         for name, param in model.named_parameters():
-            place = repr((case.seed, *_coordinates(param, name, chunk))).encode()
+            place = repr((case.seed, *coordinates(param, name, chunk))).encode()
             generator = torch.Generator().manual_seed(zlib.crc32(place))
             param.add_(torch.randn(param.shape, generator=generator) * 0.02)
     return model
@@ -275,7 +279,7 @@ def build_chunk(
 # Training.
 
 
-def _shard_groups(group: Any) -> tuple[Any, ...]:
+def shard_groups(group: Any) -> tuple[Any, ...]:
     """The process groups that share a parameter group out, from the finest split on."""
     groups = [group.domain.outer.group] if group.splits_outer else []
     if group.config.strategy.shard_main:
@@ -321,7 +325,7 @@ class TopologyTrainer:
         for name, pair in self._pairs():
             local = value_of(pair.optimizer)._local_tensor.detach().clone()
             found[name] = local
-            by_groups.setdefault(_shard_groups(pair.group), {})[name] = local.reshape(-1)
+            by_groups.setdefault(shard_groups(pair.group), {})[name] = local.reshape(-1)
         # A stage may lack a domain, but all ranks of the domain's groups are of one stage.
         for groups, mine in by_groups.items():
             for group in groups:
@@ -385,11 +389,11 @@ def build_topology_trainer(
     for group in optimizer.param_groups:  # what OptimizerParamScheduler does at every step
         group["lr"] = case.lr * group["lr_mult"]
         group["weight_decay"] = case.weight_decay * group["wd_mult"]
-    _wire_schedule(config, topology, chunks, optimizer)
+    wire_schedule(config, topology, chunks, optimizer)
     return TopologyTrainer(topology, case, chunks, optimizer, strategy)
 
 
-def _wire_schedule(
+def wire_schedule(
     config: TransformerConfig, topology: Topology, chunks: list[Any], optimizer: Any
 ) -> None:
     """As Megatron-LM's training loop does."""
@@ -408,20 +412,23 @@ def _wire_schedule(
     config.grad_scale_func = optimizer.scale_loss
 
 
-def _forward_step(case: Case, iterator: Iterator[torch.Tensor], model: Any) -> Any:
-    tokens = next(iterator)
+def forward_step(case: Case, iterator: Iterator[Mapping[str, torch.Tensor]], model: Any) -> Any:
+    """What core's schedule calls; `iterator` gives a dict with the tokens (batch, seq + 1)."""
+    tokens = next(iterator)["tokens"]
+    device = tokens.device
     batch = get_batch_on_this_cp_rank(
         {
             "tokens": tokens[:, :-1],
             "labels": tokens[:, 1:],
-            "position_ids": torch.arange(case.seq).expand(case.batch, -1),
+            "position_ids": torch.arange(case.seq, device=device).expand(case.batch, -1),
         }
     )
-    mask = torch.ones(case.seq, case.seq, dtype=torch.bool).triu(1)[None, None]
+    mask = torch.ones(case.seq, case.seq, dtype=torch.bool, device=device).triu(1)[None, None]
     losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
     counted = batch["labels"] % 3 != 0
 
     def loss_func(output: torch.Tensor) -> Any:
+        output = output.float()
         report = {"loss": output.detach().mean()}
         if case.per_token_loss:
             return (output * counted).sum(), counted.sum().int(), report
@@ -431,17 +438,22 @@ def _forward_step(case: Case, iterator: Iterator[torch.Tensor], model: Any) -> A
     return losses, loss_func
 
 
-def run_schedule(trainer: TopologyTrainer, step: int, forward_only: bool = False) -> float:
-    """Forwards and backwards of a step; this rank's mean loss, 0 but on the last stage."""
+def run_schedule(
+    trainer: TopologyTrainer, step: int, forward_only: bool = False, schedule: Any = None
+) -> float:
+    """Forwards and backwards of a step; this rank's mean loss, 0 but on the last stage. `schedule`
+    in place of core's."""
     case = trainer.case
-    data = batches(case, step, ps.get_data_parallel_rank(), torch.device("cpu"))
+    device = next(trainer.chunks[0].parameters()).device
+    tokens = batches(case, step, ps.get_data_parallel_rank(), device)
+    data = [{"tokens": microbatch} for microbatch in tokens]
     iterators = [iter(data) for _ in trainer.chunks]
     if not forward_only:
         for chunk in trainer.chunks:
             chunk.zero_grad_buffer()
         trainer.optimizer.zero_grad()
-    reports = get_forward_backward_func()(
-        forward_step_func=functools.partial(_forward_step, case),
+    reports = (schedule or get_forward_backward_func())(
+        forward_step_func=functools.partial(forward_step, case),
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=trainer.chunks if len(iterators) > 1 else trainer.chunks[0],
         num_microbatches=len(data),

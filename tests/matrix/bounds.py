@@ -1,0 +1,76 @@
+"""How far a cell may be from its reference, by the roundings on the way.
+
+A sum with k roundings of unit roundoff u is off by at most gamma(k, u) of the sum of absolute
+values (`tests/distributed/exact.py`). Errors are measured in the Euclidean norm of a tensor,
+relative to the tensor's.
+
+gradient of the first step
+    Both start from the same weights and run the same kernels on the same data, so that only the
+    sums over ranks and microbatches are taken in another order: ranks * microbatches + 2 roundings
+    in float32, of terms that may cancel (`CANCELLATION`). Beside that
+    - on a GPU kernels may add in another order in each call (scatters, atomics): `KERNEL` roundings
+      of the compute dtype;
+    - with bf16 on the wire a rounding for the cast and one for each rank;
+    - FP8: a flipped rounding moves a tensor's scale, and with it every element by a rounding of
+      E5M2, the dtype of gradients. The recipe `delayed` quantises sharded weights in every
+      microbatch, stock DDP's once a step.
+norm of all gradients
+    The same, by the triangle inequality. With FP8 1%: the roundings of many tensors are of either
+    sign.
+loss of the first step
+    One forward: the kernels' part alone.
+later steps, and the movement of the weights
+    Updates are nearly proportional to gradients (`Width.adam_eps`), so a gradient's error is the
+    update's. It grows from step to step: `GROWTH` times, over three. Compute weights of 16 bits
+    add their own roundings, since main weights that differ a little may round differently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.distributed.exact import U_BFLOAT16, U_FLOAT32, gamma
+
+from .table import WITH_EXPERTS, Cell
+
+U_FLOAT16, U_E5M2 = 2.0**-11, 2.0**-3
+COMPUTE = {"fp32": U_FLOAT32, "bf16": U_BFLOAT16, "fp16": U_FLOAT16}
+"""Unit roundoff of the compute dtype; FP8 has bf16 beside it."""
+
+CANCELLATION, KERNEL, GROWTH = 8, 2, 8
+FP8_NORM = 1e-2
+PEAK = 4
+"""Largest error of an element, relative to the largest element, in units of the tensor's bound."""
+REROUTED = 4
+"""A token that one flipped rounding sends to another expert: in units of the later bounds."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """All relative: of a tensor's norm, of the norm of all gradients, of the loss, of how far a
+    weight tensor has moved."""
+
+    gradient: float
+    norm: float
+    loss: float
+    later: float
+    movement: float
+
+
+def bounds_of(cell: Cell) -> Bounds:
+    ranks, microbatches = int(cell["ranks"]), int(cell["microbatches"])
+    fp8 = str(cell["precision"]).startswith("fp8")
+    compute = COMPUTE.get(str(cell["precision"]), U_BFLOAT16)
+    kernel = gamma(KERNEL, compute) if cell["target"] == "gpu" else 0.0
+    sums = CANCELLATION * gamma(ranks * microbatches + 2, U_FLOAT32)
+    wire = gamma(1 + ranks, U_BFLOAT16) if cell["wire"] == "bf16" else 0.0
+    gradient = sums + kernel + wire
+    loss = CANCELLATION * U_FLOAT32 + kernel
+    casts = gamma(KERNEL, compute) if compute != U_FLOAT32 else 0.0
+    later = GROWTH * (gradient + casts)
+    if cell["layers"] in WITH_EXPERTS and compute != U_FLOAT32:
+        later *= REROUTED
+    if fp8:
+        gradient += gamma(1, U_E5M2)
+        return Bounds(gradient, FP8_NORM + wire, FP8_NORM, 2 * FP8_NORM + wire, 2 * gradient)
+    return Bounds(gradient, gradient, loss, later, later)

@@ -1,0 +1,367 @@
+"""The model of a cell: core's GPT with the cell's layers, cut as its topology says."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.enums import CudaGraphScope
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import nn
+
+from tests.distributed.gpt import Case
+from tests.distributed.topologies import GatheringAttention, PlainNorm, Topology, coordinates
+
+from .table import WITH_EXPERTS, Cell, uses_te
+
+
+@dataclass(frozen=True)
+class Width:
+    """Sizes of a model; `latent`: query and key-value ranks, key, positional and value widths of
+    latent attention. `adam_eps` is large beside the gradients, so that updates are nearly
+    proportional to them and an error in a gradient is the same error in the update."""
+
+    sizes: Mapping[str, Any]
+    latent: tuple[int, int, int, int, int]
+    adam_eps: float
+
+
+WIDTHS: Mapping[str, Width] = {
+    # Of each size tensor parallelism leaves something that the data-parallel ranks split unevenly.
+    "tiny": Width(
+        {"hidden": 24, "heads": 4, "ffn": 44, "vocab": 54, "seq": 8, "batch": 2},
+        (10, 12, 8, 4, 8), 1e-1,
+    ),
+    # FP8 takes multiples of 16.
+    "small": Width(
+        {"hidden": 256, "heads": 4, "ffn": 544, "vocab": 1010, "seq": 128, "batch": 2},
+        (96, 64, 64, 32, 64), 1e-2,
+    ),
+    "real": Width(
+        {"hidden": 4096, "heads": 32, "ffn": 14336, "vocab": 32010, "seq": 4096, "batch": 1},
+        (1536, 512, 128, 64, 128), 1e-3,
+    ),
+}  # fmt: skip
+
+
+def topology_of(cell: Cell) -> Topology:
+    moe = cell["layers"] in WITH_EXPERTS
+    # gloo cannot gather pieces of unequal sizes, which alltoall does over expert-tensor groups.
+    dispatcher = "allgather" if cell["etp"] != 1 else "alltoall"
+    return Topology(
+        "of the cell", tp=cell["tp"], cp=cell["cp"], pp=cell["pp"],
+        vpp=cell["vpp"] if cell["vpp"] != 1 else None, ep=cell["ep"],
+        etp=cell["etp"] if moe else None, sp=cell["sp"] == "on", experts=4 if moe else None,
+        dispatcher=dispatcher, aligned=cell["vpp"] != 1,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def case_of(cell: Cell, width: str) -> Case:
+    """With biases where core can have them: experts take none on a tensor-parallel axis of their
+    own, and a recomputed MLP returns its bias, whose backward then never ends."""
+    on_gpu = cell["target"] == "gpu"
+    bias = not on_gpu and cell["layers"] in ("local", "mtp") and cell["recompute"] != "mlp"
+    return Case(
+        num_layers=max(2, cell["pp"] * cell["vpp"]),  # type: ignore[operator, type-var]
+        microbatches=cell["microbatches"], tied=cell["trained"] == "tied",
+        swiglu=on_gpu, bias=bias,
+        bf16=cell["precision"] == "bf16" or str(cell["precision"]).startswith("fp8"),
+        fp16=cell["precision"] == "fp16", fused=cell["fusion"] == "on",
+        overlap=cell["overlap"] == "on", adam_eps=WIDTHS[width].adam_eps, **WIDTHS[width].sizes,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+# The config.
+
+
+def _recompute(cell: Cell) -> dict[str, Any]:
+    kind = cell["recompute"]
+    if kind == "none":
+        return {}
+    if kind == "full":
+        return {
+            "recompute_granularity": "full", "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }  # fmt: skip
+    feed_forward = "moe" if cell["layers"] in WITH_EXPERTS else "mlp"
+    modules = {"attention": "core_attn", "mlp": feed_forward}
+    return {"recompute_granularity": "selective", "recompute_modules": [modules[str(kind)]]}
+
+
+def _experts(cell: Cell, case: Case, topology: Topology) -> dict[str, Any]:
+    if not topology.experts:
+        return {}
+    return {
+        "num_moe_experts": topology.experts, "moe_ffn_hidden_size": case.ffn,
+        "moe_router_topk": 2, "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": topology.dispatcher,
+        "moe_grouped_gemm": cell["layers"] == "te_grouped",
+    }  # fmt: skip
+
+
+def _latent(cell: Cell, width: str) -> dict[str, Any]:
+    if cell["layers"] != "mla":
+        return {}
+    names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    return {"rope_type": "rope", **dict(zip(names, WIDTHS[width].latent, strict=True))}
+
+
+def _precision(cell: Cell, case: Case) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "bf16": case.bf16, "fp16": case.fp16, "params_dtype": case.dtype,
+        "pipeline_dtype": case.dtype, "gradient_accumulation_fusion": case.fused,
+    }  # fmt: skip
+    if str(cell["precision"]).startswith("fp8"):
+        recipe = str(cell["precision"]).removeprefix("fp8_")
+        found |= {
+            "fp8": "hybrid", "fp8_recipe": recipe, "fp8_amax_history_len": 16,
+            "fp8_amax_compute_algo": "max",
+        }  # fmt: skip
+    return found
+
+
+def _pipeline(topology: Topology, case: Case) -> dict[str, Any]:
+    """As tests/distributed/topologies.py has it, with the reasons."""
+    interleaved = topology.vpp is not None
+    return {
+        "pipeline_model_parallel_size": topology.pp,
+        "virtual_pipeline_model_parallel_size": topology.vpp,
+        "microbatch_group_size_per_vp_stage": case.microbatches if interleaved else None,
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "deallocate_pipeline_outputs": not interleaved,
+    }
+
+
+def config_of(cell: Cell, width: str) -> TransformerConfig:
+    case, topology = case_of(cell, width), topology_of(cell)
+    graph: dict[str, Any] = {}
+    if cell["graph"] == "on":
+        graph = {
+            "cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.full_iteration],
+        }  # fmt: skip
+    cls = MLATransformerConfig if cell["layers"] == "mla" else TransformerConfig
+    return cls(
+        num_layers=case.num_layers,
+        hidden_size=case.hidden,
+        num_attention_heads=case.heads,
+        ffn_hidden_size=case.ffn,
+        gated_linear_unit=case.swiglu,
+        add_bias_linear=case.bias,
+        activation_func=nn.functional.silu if case.swiglu else nn.functional.gelu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        init_model_with_meta_device=cell["start"] == "meta",
+        mtp_num_layers=1 if cell["layers"] == "mtp" else None,
+        tensor_model_parallel_size=topology.tp,
+        sequence_parallel=topology.sp,
+        context_parallel_size=topology.cp,
+        expert_model_parallel_size=topology.ep,
+        expert_tensor_parallel_size=topology.etp,
+        **_pipeline(topology, case),
+        **_precision(cell, case),
+        **_recompute(cell),
+        **_experts(cell, case, topology),
+        **_latent(cell, width),
+        **graph,
+    )
+
+
+# The layers.
+
+
+def _layer(cell: Cell, with_experts: bool) -> ModuleSpec:
+    """Every second layer of a model with experts has them."""
+    kind = cell["layers"]
+    options = {
+        "num_experts": 4 if with_experts else None, "moe_grouped_gemm": kind == "te_grouped",
+        "multi_latent_attention": kind == "mla",
+    }  # fmt: skip
+    if uses_te(cell["target"], kind):
+        return get_gpt_layer_with_transformer_engine_spec(**options)
+    spec = get_gpt_layer_local_spec(**options)
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = PlainNorm
+    if kind == "mla" or cell["cp"] != 1:
+        spec.submodules.self_attention.submodules.core_attention = GatheringAttention
+    return spec
+
+
+def _block(cell: Cell, config: TransformerConfig, vp_stage: int | None) -> Any:
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    moe = cell["layers"] in WITH_EXPERTS
+    specs = [_layer(cell, moe and i % 2 == 1) for i in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(cell))
+
+
+def _norm(cell: Cell) -> Any:
+    if not uses_te(cell["target"], cell["layers"]):
+        return PlainNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def _further_tokens(cell: Cell, config: TransformerConfig, vp_stage: int | None) -> Any:
+    """Layers of multi-token prediction, on the stage that has them; None on the others."""
+    if cell["layers"] != "mtp":
+        return None
+    te = uses_te(cell["target"], "mtp")
+    block = get_gpt_mtp_block_spec(config, _layer(cell, False), te, vp_stage=vp_stage)
+    if block is not None and not te:
+        for layer in block.layer_specs:
+            for name in ("enorm", "hnorm", "layer_norm"):
+                setattr(layer.submodules, name, PlainNorm)
+    return block
+
+
+# What of a model is trained.
+
+
+class Adapter(nn.Module):
+    """A frozen module with a trained bypass of rank 2. Its weights are replicated over
+    tensor-parallel ranks; with sequence parallelism core adds up their gradients."""
+
+    def __init__(self, base: nn.Module, config: TransformerConfig) -> None:
+        super().__init__()
+        self.base = base
+        dtype = config.params_dtype
+        self.down = nn.Parameter(torch.empty(2, config.hidden_size, dtype=dtype))
+        self.up = nn.Parameter(torch.empty(config.hidden_size, 2, dtype=dtype))
+        for param in (self.down, self.up):
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if not self.down.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for param in (self.down, self.up):
+            nn.init.normal_(param, std=0.1)
+
+    def forward(self, x: torch.Tensor, **more: Any) -> Any:
+        out, bias = self.base(x, **more)
+        return out + x @ self.down.t() @ self.up.t(), bias
+
+
+def _need_gradients(model: Any) -> None:
+    """Core's checkpoints are reentrant: without an input that needs a gradient they give none to
+    the weights inside. Under a frozen embedding users of core have its output need one."""
+    for embedding in _embeddings(model):
+        embedding.register_forward_hook(
+            lambda module, args, output: output.requires_grad_(torch.is_grad_enabled())
+        )
+
+
+def _embeddings(model: Any) -> list[nn.Module]:
+    """The first stage has one, and that of multi-token prediction."""
+    return [model.embedding] if hasattr(model, "embedding") else []
+
+
+def _freeze_part(model: Any) -> None:
+    """The embedding, and the attention of each chunk's first layer."""
+    for module in [model.decoder.layers[0].self_attention, *_embeddings(model)]:
+        for param in module.parameters():
+            param.requires_grad_(False)
+    _need_gradients(model)
+
+
+def _adapt(model: Any) -> None:
+    """Everything frozen but a bypass of each layer's MLP."""
+    for param in model.parameters():
+        param.requires_grad_(False)
+    for layer in model.decoder.layers:
+        device = next(layer.parameters()).device
+        with torch.device(device):
+            layer.mlp = Adapter(layer.mlp, model.config)
+    _need_gradients(model)
+
+
+CHANGES: Mapping[str, Callable[[Any], None]] = {
+    "all": lambda model: None,
+    "tied": lambda model: None,
+    "frozen": _freeze_part,
+    "adapter": _adapt,
+}
+
+
+# A chunk.
+
+
+@contextlib.contextmanager
+def _where(cell: Cell, device: torch.device) -> Iterator[None]:
+    """The meta device, if the cell starts there. Without Transformer Engine core takes what stands
+    in for its classes for the classes."""
+    has_te = isinstance(multi_latent_attention.TELinear, type)
+    with contextlib.ExitStack() as stack:
+        if cell["start"] == "meta":
+            stack.enter_context(torch.device("meta"))
+        stack.enter_context(mock.patch.object(multi_latent_attention, "HAVE_TE", has_te))
+        yield
+
+
+def chunk_of(
+    cell: Cell, width: str, config: TransformerConfig, chunk: int, device: torch.device
+) -> nn.Module:
+    """A model chunk whose weights are the same on all ranks that hold the same parameters and
+    different on all others; on the meta device without values."""
+    case, topology = case_of(cell, width), topology_of(cell)
+    torch.manual_seed(case.seed)
+    graph = cell["graph"] == "on"
+    model_parallel_cuda_manual_seed(
+        case.seed, use_cudagraphable_rng=graph, force_reset_rng=torch.cuda.is_available()
+    )
+    vp_stage = chunk if topology.vpp else None
+    with _where(cell, device):
+        model = GPTModel(
+            config,
+            _block(cell, config, vp_stage),
+            vocab_size=case.vocab,
+            max_sequence_length=case.seq,
+            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=case.tied,
+            position_embedding_type="rope",
+            mtp_block_spec=_further_tokens(cell, config, vp_stage),
+            vp_stage=vp_stage,
+        )
+        CHANGES[str(cell["trained"])](model)
+    if cell["start"] != "meta":
+        model = model.to(device)
+        _vary(model, case.seed, chunk)
+    return Float16Module(config, model) if case.bf16 or case.fp16 else model
+
+
+def _vary(model: nn.Module, seed: int, chunk: int) -> None:
+    """Biases start at zero otherwise, and experts alike: both hide mistakes."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            place = repr((seed, *coordinates(param, name, chunk))).encode()
+            generator = torch.Generator(param.device).manual_seed(zlib.crc32(place))
+            noise = torch.randn(param.shape, generator=generator, device=param.device)
+            param.add_(noise.to(param.dtype), alpha=0.02)

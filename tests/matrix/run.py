@@ -1,0 +1,209 @@
+"""Runs cells: one set of processes for each number of ranks, cells looped inside.
+
+A cell that fails or raises does not end the run. If a rank dies, or a cell takes longer than
+`SLOWEST_S`, the cell is noted with what is known of it and a new set of processes goes on with the
+next. Every outcome is written at once; a later run skips what has been done.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed.launch import settle_ranks
+
+from . import results
+from .results import RAISED, Result, Setting
+from .table import Cell, name_of
+
+SLOWEST_S = {"tiny": 100.0, "small": 60.0, "real": 120.0}
+"""Of one cell and its reference, by width. A CPU machine may be shared."""
+START_S = 120.0
+"""From the start of processes to the first cell."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a set of processes is given. `deadline`: no cell is begun after it (`time.time()`).
+    `notes`: a folder in which each rank notes what it is at."""
+
+    cells: tuple[Cell, ...]
+    setting: Setting
+    results: str
+    notes: str
+    deadline: float
+
+
+def _note(plan: Plan, rank: int, **values: Any) -> None:
+    path = Path(plan.notes) / f"rank{rank}"
+    path.write_text(json.dumps(values))
+
+
+def _attempt(cell: Cell, setting: Setting) -> tuple[dict[str, Any], str | None]:
+    """(measures of this rank, traceback or None)."""
+    from .training import check_cell
+
+    try:
+        found = check_cell(cell, setting.width)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return {name: (f.error, f.bound, f.where) for name, f in found.items()}, None
+    except Exception:
+        return {}, traceback.format_exc()
+
+
+def _is_healthy() -> bool:
+    """Whether the device still works: an error inside of a capture or a kernel may end it."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.zeros(1, device="cuda").item()
+        return True
+    except Exception:
+        return False
+
+
+def _everyones(value: Any, group: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def run_cells(rank: int, world: int, plan: Plan) -> str:
+    """On a rank: all cells of the plan, or until the time is up, or until an error after which the
+    processes cannot be trusted. Returns why it stopped."""
+    limit = SLOWEST_S[plan.setting.width]
+    side = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit + 60))
+    stacks = (Path(plan.notes) / f"stacks{rank}").open("w")
+    for cell in plan.cells:
+        if _everyones(time.time() > plan.deadline, side)[0]:
+            return "time"
+        started = time.monotonic()
+        _note(plan, rank, cell=name_of(cell), error=None)
+        stacks.seek(0)
+        stacks.truncate()
+        faulthandler.dump_traceback_later(limit, exit=True, file=stacks)
+        measures, error = _attempt(cell, plan.setting)
+        if error:
+            _note(plan, rank, cell=name_of(cell), error=error)
+        found = _everyones((measures, error, _is_healthy()), side)
+        faulthandler.cancel_dump_traceback_later()
+        errors = [f"rank {i}: {e}" for i, (_, e, _) in enumerate(found) if e]
+        if rank == 0:
+            _write(plan, cell, time.monotonic() - started, [m for m, _, _ in found], errors)
+        gc.collect()
+        if torch.cuda.is_available() and _is_healthy():
+            torch.cuda.empty_cache()
+        if errors and (len(errors) < world or not all(healthy for _, _, healthy in found)):
+            return "error"
+    return "done"
+
+
+def _write(
+    plan: Plan, cell: Cell, seconds: float, measures: Sequence[Any], errors: list[str]
+) -> None:
+    outcome: Any = results.verdict(measures)
+    if errors:
+        outcome = {"status": RAISED, "problems": [_short(error) for error in errors]}
+    _append(plan, cell, seconds, outcome)
+
+
+def _append(plan: Plan, cell: Cell, seconds: float, outcome: Any) -> None:
+    setting = plan.setting
+    result = Result(
+        name_of(cell), setting.digest(cell), setting.width, setting.poison,
+        seconds=round(seconds, 1), **outcome,
+    )  # fmt: skip
+    results.append(Path(plan.results), result)
+    print(f"{result.status:8} {seconds:5.1f} s  {result.cell}", flush=True)
+
+
+def _short(error: str, lines: int = 14) -> str:
+    """The end of a traceback: where it was raised, and what."""
+    return "\n".join(error.strip().splitlines()[-lines:])[-2000:]
+
+
+def _note_fatal(plan: Plan, world: int, said: str) -> None:
+    """The cell at which the processes ended without an outcome."""
+    notes = {}
+    for rank in range(world):
+        path = Path(plan.notes) / f"rank{rank}"
+        if path.exists():
+            notes[rank] = json.loads(path.read_text())
+    at = next(iter(notes.values()))["cell"] if notes else name_of(plan.cells[0])
+    problems = [f"rank {r}: {_short(n['error'])}" for r, n in notes.items() if n["error"]]
+    for rank in range(world):
+        path = Path(plan.notes) / f"stacks{rank}"
+        if path.exists() and path.read_text().strip():
+            problems.append(f"rank {rank} did not end: {_innermost(path.read_text())}")
+    problems = problems or [f"the processes ended: {_short(said)}"]
+    cell = next(cell for cell in plan.cells if name_of(cell) == at)
+    if plan.setting.digest(cell) not in results.known(results.read(Path(plan.results))):
+        _append(plan, cell, 0.0, {"status": RAISED, "problems": problems})
+
+
+def _innermost(stacks: str, frames: int = 8) -> str:
+    """Of the main thread, which a dump has last; without torch's own frames."""
+    thread = stacks.strip().split("\n\n")[-1].splitlines()[1:]
+    told = [line.strip() for line in thread if "/torch/" not in line] or thread
+    return " < ".join(line.replace("/site-packages", " ")[-90:] for line in told[:frames])
+
+
+def run_world(
+    cells: Sequence[Cell], world: int, setting: Setting, path: Path, notes: Path, deadline: float
+) -> None:
+    """All `cells`, which are of `world` ranks, that `path` has no result of."""
+    backend = "nccl" if setting.device == "cuda" else "gloo"
+    while True:
+        done = results.known(results.read(path))
+        left = tuple(cell for cell in cells if setting.digest(cell) not in done)
+        if not left or time.time() > deadline:
+            return
+        for note in notes.iterdir():
+            note.unlink()
+        plan = Plan(left, setting, str(path), str(notes), deadline)
+        limit = START_S + (len(left) + 1) * SLOWEST_S[setting.width]
+        said = _settled(world, plan, backend, limit)
+        if said is not None:
+            _note_fatal(plan, world, said)
+
+
+def _settled(world: int, plan: Plan, backend: str, limit: float) -> str | None:
+    """Runs the plan; what was said if the processes did not all return."""
+    try:
+        found = settle_ranks(run_cells, world, plan, timeout=limit, backend=backend)
+    except AssertionError as error:
+        return str(error)
+    wrong = [str(value) for ok, value in found if not ok]
+    return "\n".join(wrong) if wrong else None
+
+
+def run(
+    cells: Sequence[Cell],
+    setting: Setting,
+    path: Path,
+    notes: Path,
+    seconds: float = 1e9,
+    say: Callable[[str], None] = print,
+) -> list[Result]:
+    """Runs what is left of `cells`, for about so many seconds; all results of the file."""
+    deadline = time.time() + seconds
+    path.parent.mkdir(parents=True, exist_ok=True)
+    notes.mkdir(parents=True, exist_ok=True)
+    for world in sorted({int(cell["ranks"]) for cell in cells}):
+        chosen = [cell for cell in cells if cell["ranks"] == world]
+        run_world(chosen, world, setting, path, notes, deadline)
+    found = results.read(path)
+    say(results.report(cells, setting, found))
+    return found

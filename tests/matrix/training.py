@@ -1,0 +1,309 @@
+"""A cell and its reference, trained for three steps, and how far they are apart.
+
+The reference keeps whole gradients and weights; of ours each rank compares the shards that it
+holds. Sums of squares are added up over the ranks that share a tensor out, so that nothing is
+gathered, at any width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_fsdp_adapter import FullyShardedDataParallel, fused_wgrad
+from tests.distributed.exact import U_FLOAT32, gamma
+from tests.distributed.gpt import ddp_config, optimizer_config
+from tests.distributed.topologies import (
+    TopologyTrainer,
+    init_topology,
+    run_schedule,
+    shard_groups,
+    wire_schedule,
+)
+
+from .bounds import PEAK, bounds_of
+from .model import case_of, chunk_of, config_of, topology_of
+from .table import REFERENCE, Cell
+
+STEPS = 3
+WARMUP = 1
+"""Steps before the one that is captured, which is replayed right away."""
+
+UPDATES = gamma(STEPS * 2, U_FLOAT32)
+"""Of a weight: each update rounds it, in the reference and in ours."""
+
+Tensors = dict[str, torch.Tensor]
+
+BUFFERS: Mapping[str, Mapping[str, bool]] = {
+    "plain": {},
+    "slots": {"fsdp_double_buffer": True},
+    "nccl_ub": {"nccl_ub": True},
+    "ce_gather": {"fsdp_copy_engine_all_gather": True},
+    "ce_gather_reduce": {
+        "fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True,
+    },
+}  # fmt: skip
+
+
+def _ddp_options(cell: Cell) -> dict[str, Any]:
+    options: dict[str, Any] = dict(BUFFERS[str(cell["buffers"])])
+    if cell["outer"] != "plain":
+        outer = "optim" if cell["outer"] == "hybrid" else "no_shard"
+        options |= {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": outer}
+    if cell["wire"] == "bf16":
+        options["megatron_fsdp_grad_comm_dtype"] = torch.bfloat16
+    if cell["graph"] == "on":
+        options["check_for_nan_in_grad"] = False
+    return options
+
+
+def build(cell: Cell, width: str, device: torch.device) -> TopologyTrainer:
+    """Groups have been made. Strategy None is stock DDP."""
+    case, topology, config = case_of(cell, width), topology_of(cell), config_of(cell, width)
+    models = [chunk_of(cell, width, config, i, device) for i in range(topology.num_chunks)]
+    strategy = cell["strategy"]
+    wrap: Any = DistributedDataParallel if strategy is None else FullyShardedDataParallel
+    ddp = (
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+        if strategy is None
+        else ddp_config(case, str(strategy), _ddp_options(cell))
+    )
+    chunks = [
+        wrap(config, ddp, model, disable_bucketing=at > 0) for at, model in enumerate(models)
+    ]
+    ours = strategy is not None
+    optimizer = get_megatron_optimizer(
+        optimizer_config(
+            case, use_distributed_optimizer=ours, overlap_param_gather=ours and case.overlap
+        ),
+        chunks,
+        use_gloo_process_groups=False,
+    )
+    for group in optimizer.param_groups:  # what OptimizerParamScheduler does at every step
+        group["lr"] = case.lr * group["lr_mult"]
+        group["weight_decay"] = case.weight_decay * group["wd_mult"]
+    wire_schedule(config, topology, chunks, optimizer)
+    return TopologyTrainer(topology, case, chunks, optimizer, strategy)  # type: ignore[arg-type]
+
+
+# The reference.
+
+
+@dataclass(frozen=True)
+class Record:
+    """Losses and norms of all steps; the reference's whole tensors: gradients of the first step
+    and main weights before and after all."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: Tensors
+    before: Tensors
+    after: Tensors
+
+
+def _ddp_params(trainer: TopologyTrainer) -> Iterator[tuple[str, Any]]:
+    yield from trainer._named(lambda chunk: chunk)
+
+
+def _main_weights(trainer: TopologyTrainer) -> Tensors:
+    return {
+        name: getattr(param, "main_param", param).detach().float().clone()
+        for name, param in _ddp_params(trainer)
+    }
+
+
+def _updated(trainer: TopologyTrainer) -> float:
+    """The norm before clipping."""
+    success, norm, _ = trainer.optimizer.step()
+    assert success, "the optimizer skipped the step"
+    return float(norm)
+
+
+def trained_reference(cell: Cell, width: str) -> Record:
+    """Stock DDP of the cell, three steps; collective."""
+    device = init_topology(topology_of(cell))
+    trainer = build({**cell, **REFERENCE}, width, device)
+    before, gradients = _main_weights(trainer), {}
+    losses, norms = [], []
+    for step in range(STEPS):
+        losses.append(run_schedule(trainer, step))
+        if step == 0:
+            gradients = {
+                name: param.main_grad.detach().float().clone()
+                for name, param in _ddp_params(trainer)
+                if param.requires_grad
+            }
+        norms.append(_updated(trainer))
+    return Record(losses, norms, gradients, before, _main_weights(trainer))
+
+
+# What ours is measured by.
+
+
+@dataclass
+class Finding:
+    """One measure: the largest relative error, its bound, and where it is."""
+
+    error: float
+    bound: float
+    where: str
+
+    @property
+    def used(self) -> float:
+        """Of the bound."""
+        return self.error / self.bound
+
+    @property
+    def holds(self) -> bool:
+        """False for not-a-number as well."""
+        return self.error <= self.bound
+
+
+Findings = dict[str, Finding]
+
+
+def _is_worse(one: Finding, other: Finding | None) -> bool:
+    return other is None or math.isnan(one.error) or one.error > other.error
+
+
+def _note(findings: Findings, measure: str, found: Finding) -> None:
+    if _is_worse(found, findings.get(measure)):
+        findings[measure] = found
+
+
+def _relative(error: float, size: float) -> float:
+    return error / size if size > 0 else error
+
+
+def check_shards(
+    findings: Findings,
+    measure: str,
+    bound: float,
+    trainer: TopologyTrainer,
+    local_of: Callable[[Any], torch.Tensor],
+    expected: Tensors,
+    base: Tensors | None = None,
+) -> None:
+    """Compares what `local_of` gives of each pair with its part of `expected`. Errors are relative
+    to `expected`, less `base` where that is given; collective."""
+    by_groups: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
+    for name, pair in trainer._pairs():
+        if name in expected:
+            by_groups.setdefault(shard_groups(pair.group), []).append((name, pair))
+    compared = {name for pairs in by_groups.values() for name, _ in pairs}
+    assert compared == set(expected), f"names {compared ^ set(expected)}"
+    for groups, pairs in by_groups.items():
+        sums, peaks = [], []
+        for name, pair in pairs:
+            held = pair.optimizer.megatron_fsdp_slice
+            local = local_of(pair).reshape(-1).double()
+            theirs = expected[name].reshape(-1)[held].double()
+            size = theirs - base[name].reshape(-1)[held].double() if base else theirs
+            error = local - theirs
+            if base:  # the weights themselves are rounded in every step
+                error = error.sign() * (error.abs() - UPDATES * theirs.abs()).clamp(min=0)
+            sums.append([error.square().sum(), size.square().sum(), local.new_tensor(len(local))])
+            peaks.append([_peak(error), _peak(size)])
+        added, largest = (torch.stack([torch.stack(r) for r in rows]) for rows in (sums, peaks))
+        for group in groups:
+            dist.all_reduce(added, group=group)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        rows = zip(pairs, added.tolist(), largest.tolist(), strict=True)
+        for (name, pair), (error, size, count), (peak, of) in rows:
+            assert count == pair.raw.numel(), f"{name}: {count} of {pair.raw.numel()} are held"
+            found = Finding(_relative(math.sqrt(error), math.sqrt(size)), bound, name)
+            _note(findings, measure, found)
+            _note(findings, f"{measure}, element", Finding(_relative(peak, of), PEAK * bound, name))
+
+
+def _peak(values: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude; 0 of nothing. Not-a-number is infinite, or MAX over ranks may lose
+    it."""
+    if values.numel() == 0:
+        return values.new_zeros(())
+    return values.abs().max().nan_to_num(nan=math.inf)
+
+
+def _check_number(
+    findings: Findings, measure: str, bound: float, mine: float, theirs: float, step: int
+) -> None:
+    error = _relative(abs(mine - theirs), abs(theirs))
+    _note(findings, measure, Finding(error, bound, f"step {step}: {mine:.7g} for {theirs:.7g}"))
+
+
+# A cell.
+
+
+@contextlib.contextmanager
+def _schedule(cell: Cell) -> Iterator[Any]:
+    """Core's schedule, or the one that captures it. Core keeps graphs on the class, and a
+    communicator cannot go before the graphs that use it."""
+    if cell["graph"] == "off":
+        yield None
+        return
+    try:
+        yield FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=WARMUP)
+        assert FullCudaGraphWrapper.cuda_graph["training"] is not None, "no graph was captured"
+    finally:
+        torch.cuda.synchronize()
+        for stage in ("training", "validation"):
+            FullCudaGraphWrapper.curr_iteration[stage] = 0
+            FullCudaGraphWrapper.cuda_graph[stage] = None
+            FullCudaGraphWrapper.result[stage] = None
+            StaticBufferLoader.static_buffers[stage] = []
+        gc.collect()
+
+
+def check_cell(cell: Cell, width: str) -> Findings:
+    """Trains reference and cell; this rank's findings by measure; collective."""
+    if cell["fusion"] == "on":
+        fused_wgrad.install()
+    reference = trained_reference(cell, width)
+    gc.collect()
+    instances = 1 if cell["outer"] == "plain" else 2
+    device = init_topology(topology_of(cell), instances)
+    trainer = build(cell, width, device)
+    if cell["start"] == "meta":
+        trainer.load(reference.before)
+    findings: Findings = {}
+    with _schedule(cell) as schedule:
+        _train(findings, cell, trainer, reference, schedule)
+    return findings
+
+
+def _train(
+    findings: Findings, cell: Cell, trainer: TopologyTrainer, reference: Record, schedule: Any
+) -> None:
+    bounds = bounds_of(cell)
+    for step in range(STEPS):
+        loss = run_schedule(trainer, step, schedule=schedule)
+        if step == 0:
+            check_shards(
+                findings, "gradient", bounds.gradient, trainer,
+                lambda pair: pair.optimizer.grad._local_tensor, reference.gradients,
+            )  # fmt: skip
+        norm = _updated(trainer)
+        later = "" if step == 0 else ", later"
+        for measure, bound, mine, theirs in (
+            ("loss", bounds.loss, loss, reference.losses[step]),
+            ("norm", bounds.norm, norm, reference.norms[step]),
+        ):
+            bound = bounds.later if step else bound
+            _check_number(findings, measure + later, bound, mine, theirs, step)
+    for chunk in trainer.chunks:
+        chunk.stop_communication()
+    check_shards(
+        findings, "movement", bounds.movement, trainer,
+        lambda pair: pair.optimizer._local_tensor, reference.after, reference.before,
+    )  # fmt: skip
