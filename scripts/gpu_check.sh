@@ -4,12 +4,14 @@
 # does not take the others with it; logs, tables and charts go to $OUT, short tables are printed last.
 #
 #   OUT=folder bash scripts/gpu_check.sh [part ...]
-#   parts: tests bench8b bench1b trace moe_tests dropin moe moe_overlap (the last two on 4 GPUs or
-#   more; dropin needs MEGATRON_LM_PATH, see gpu_dropin.sh)
+#   parts: tests matrix bench8b bench1b trace moe_tests dropin moe moe_overlap (the last two on 4
+#   GPUs or more; dropin needs MEGATRON_LM_PATH, see gpu_dropin.sh)
 #
 # Environment: OUT (default runs/gpu), PYTHON (python3), RANKS (all GPUs), PRESET_8B, PRESET_1B,
 # PRESET_MOE, MOE_EP and MOE_OVERLAP_EP (ranks that share out the experts; 4 and 2), and ARGS_8B,
-# ARGS_1B, ARGS_MOE to change or add options of benchmark.py.
+# ARGS_1B, ARGS_MOE to change or add options of benchmark.py. Of `matrix` (docs/matrix.md):
+# MATRIX_RESULTS (default $OUT/matrix.jsonl; what it holds already is not run again), MATRIX_SECONDS
+# (560), MATRIX_WIDTH (small, or real), ARGS_MATRIX (other options of `python -m tests.matrix run`).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-runs/gpu}
@@ -60,6 +62,15 @@ do_tests() { # together: they check numbers, not times
       "tests/gpu/test_gpu_$name.py" &
   done
   wait
+}
+
+# On two GPUs. No cell is begun after MATRIX_SECONDS; the table of outcomes ends the log.
+do_matrix() {
+  local seconds=${MATRIX_SECONDS:-560} width=${MATRIX_WIDTH:-small}
+  # shellcheck disable=SC2086
+  part "matrix_$width" $((seconds + 150)) "$PYTHON" -m tests.matrix run --array gpu \
+    --results "${MATRIX_RESULTS:-$OUT/matrix.jsonl}" --seconds "$seconds" --width "$width" \
+    ${ARGS_MATRIX:-}
 }
 
 do_bench8b() {
@@ -118,6 +129,9 @@ for log in "$OUT"/test_gpu_*.log; do
   echo "-- $log"
   grep -hE " \([0-9.]+ s\)$" "$log" | cut -c1-200 | sort -u | tail -25
   grep -E "^(FAILED|ERROR)|[0-9]+ (passed|failed|skipped|error)" "$log" | cut -c1-180 | tail -12
+done
+for log in "$OUT"/matrix_*.log; do
+  [ -f "$log" ] && echo "-- $log" && sed -n '/^outcomes/,$p' "$log" | cut -c1-260
 done
 [ -f "$OUT/dropin.log" ] && cut -c1-260 "$OUT/dropin.log"
 for log in "$OUT"/{bench8b,bench1b,trace,moe_ep*,moe_overlap}.log; do

@@ -58,11 +58,11 @@ WIDTHS: Mapping[str, Width] = {
     ),
     # FP8 takes multiples of 16.
     "small": Width(
-        {"hidden": 256, "heads": 4, "ffn": 544, "vocab": 1010, "seq": 128, "batch": 2},
+        {"hidden": 256, "heads": 4, "ffn": 544, "vocab": 1040, "seq": 128, "batch": 2},
         (96, 64, 64, 32, 64), 1e-2,
     ),
     "real": Width(
-        {"hidden": 4096, "heads": 32, "ffn": 14336, "vocab": 32010, "seq": 4096, "batch": 1},
+        {"hidden": 4096, "heads": 32, "ffn": 14336, "vocab": 32064, "seq": 4096, "batch": 1},
         (1536, 512, 128, 64, 128), 1e-3,
     ),
 }  # fmt: skip

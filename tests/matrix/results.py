@@ -111,13 +111,13 @@ def report(wanted: Iterable[Cell], setting: Setting, results: Iterable[Result]) 
     cells = list(wanted)
     by_digest = known(results)
     found = {name_of(cell): by_digest.get(setting.digest(cell)) for cell in cells}
-    lines = []
+    lines = ["outcomes"]
     for name, result in found.items():
         if result is None:
             lines.append(f"not run  {name}")
         elif result.status != PASSED:
             lines.append(f"{result.status}   {name}  ({result.seconds:.0f} s)")
-            lines += [f"         {line[:300]}" for line in result.problems[:8]]
+            lines += [f"         {line[:600]}" for line in result.problems[:8]]
     counts = {
         status: sum(result is not None and result.status == status for result in found.values())
         for status in (PASSED, FAILED, RAISED)

@@ -26,6 +26,7 @@ from tests.distributed.launch import settle_ranks
 from . import results
 from .results import RAISED, Result, Setting
 from .table import Cell, name_of
+from .training import Groups, check_cell
 
 SLOWEST_S = {"tiny": 100.0, "small": 60.0, "real": 120.0}
 """Of one cell and its reference, by width. A CPU machine may be shared."""
@@ -50,17 +51,26 @@ def _note(plan: Plan, rank: int, **values: Any) -> None:
     path.write_text(json.dumps(values))
 
 
-def _attempt(cell: Cell, setting: Setting) -> tuple[dict[str, Any], str | None]:
-    """(measures of this rank, traceback or None)."""
-    from .training import check_cell
-
+def _attempt(
+    cell: Cell, setting: Setting, groups: Groups
+) -> tuple[dict[str, Any], str | None]:
+    """(measures of this rank, what was raised or None)."""
     try:
-        found = check_cell(cell, setting.width)
+        found = check_cell(cell, setting.width, groups)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return {name: (f.error, f.bound, f.where) for name, f in found.items()}, None
-    except Exception:
-        return {}, traceback.format_exc()
+    except Exception as error:
+        return {}, _told(error)
+
+
+def _told(error: Exception, frames: int = 7) -> str:
+    """An error in a line or a few: what, and the innermost frames outside of torch."""
+    stack = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
+    places = [
+        f"{'/'.join(Path(f.filename).parts[-2:])}:{f.lineno} {f.name}" for f in stack[-frames:]
+    ]
+    return f"{type(error).__name__}: {str(error)[:1500]} ({' < '.join(reversed(places))})"
 
 
 def _is_healthy() -> bool:
@@ -85,6 +95,7 @@ def run_cells(rank: int, world: int, plan: Plan) -> str:
     processes cannot be trusted. Returns why it stopped."""
     limit = SLOWEST_S[plan.setting.width]
     side = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit + 60))
+    groups = Groups()
     stacks = (Path(plan.notes) / f"stacks{rank}").open("w")
     for cell in plan.cells:
         if _everyones(time.time() > plan.deadline, side)[0]:
@@ -94,7 +105,7 @@ def run_cells(rank: int, world: int, plan: Plan) -> str:
         stacks.seek(0)
         stacks.truncate()
         faulthandler.dump_traceback_later(limit, exit=True, file=stacks)
-        measures, error = _attempt(cell, plan.setting)
+        measures, error = _attempt(cell, plan.setting, groups)
         if error:
             _note(plan, rank, cell=name_of(cell), error=error)
         found = _everyones((measures, error, _is_healthy()), side)
@@ -115,7 +126,7 @@ def _write(
 ) -> None:
     outcome: Any = results.verdict(measures)
     if errors:
-        outcome = {"status": RAISED, "problems": [_short(error) for error in errors]}
+        outcome = {"status": RAISED, "problems": errors}
     _append(plan, cell, seconds, outcome)
 
 
@@ -129,11 +140,6 @@ def _append(plan: Plan, cell: Cell, seconds: float, outcome: Any) -> None:
     print(f"{result.status:8} {seconds:5.1f} s  {result.cell}", flush=True)
 
 
-def _short(error: str, lines: int = 14) -> str:
-    """The end of a traceback: where it was raised, and what."""
-    return "\n".join(error.strip().splitlines()[-lines:])[-2000:]
-
-
 def _note_fatal(plan: Plan, world: int, said: str) -> None:
     """The cell at which the processes ended without an outcome."""
     notes = {}
@@ -142,12 +148,12 @@ def _note_fatal(plan: Plan, world: int, said: str) -> None:
         if path.exists():
             notes[rank] = json.loads(path.read_text())
     at = next(iter(notes.values()))["cell"] if notes else name_of(plan.cells[0])
-    problems = [f"rank {r}: {_short(n['error'])}" for r, n in notes.items() if n["error"]]
+    problems = [f"rank {r}: {n['error']}" for r, n in notes.items() if n["error"]]
     for rank in range(world):
         path = Path(plan.notes) / f"stacks{rank}"
         if path.exists() and path.read_text().strip():
             problems.append(f"rank {rank} did not end: {_innermost(path.read_text())}")
-    problems = problems or [f"the processes ended: {_short(said)}"]
+    problems = problems or [f"the processes ended: {said[-1500:]}"]
     cell = next(cell for cell in plan.cells if name_of(cell) == at)
     if plan.setting.digest(cell) not in results.known(results.read(Path(plan.results))):
         _append(plan, cell, 0.0, {"status": RAISED, "problems": problems})

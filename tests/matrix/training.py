@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.optimizer import get_megatron_optimizer
@@ -25,6 +26,7 @@ from megatron_fsdp_adapter import FullyShardedDataParallel, fused_wgrad
 from tests.distributed.exact import U_FLOAT32, gamma
 from tests.distributed.gpt import ddp_config, optimizer_config
 from tests.distributed.topologies import (
+    Topology,
     TopologyTrainer,
     init_topology,
     run_schedule,
@@ -97,6 +99,30 @@ def build(cell: Cell, width: str, device: torch.device) -> TopologyTrainer:
     return TopologyTrainer(topology, case, chunks, optimizer, strategy)  # type: ignore[arg-type]
 
 
+class Groups:
+    """Model-parallel states of a process, made once each: communicators are kept until the process
+    ends, and a hundred cells need a dozen states."""
+
+    def __init__(self) -> None:
+        self._states: dict[tuple[Topology, int], tuple[torch.device, dict[str, Any]]] = {}
+
+    def use(self, topology: Topology, instances: int = 1) -> torch.device:
+        """Makes it the current state; collective."""
+        key = (topology, instances)
+        if key not in self._states:
+            device = init_topology(topology, instances)
+            self._states[key] = (device, self._variables())
+        device, variables = self._states[key]
+        vars(parallel_state).update(variables)
+        return device
+
+    @staticmethod
+    def _variables() -> dict[str, Any]:
+        """Core keeps its state in module variables named _LIKE_THIS."""
+        found = vars(parallel_state).items()
+        return {name: value for name, value in found if name[0] == "_" and name.isupper()}
+
+
 # The reference.
 
 
@@ -130,9 +156,9 @@ def _updated(trainer: TopologyTrainer) -> float:
     return float(norm)
 
 
-def trained_reference(cell: Cell, width: str) -> Record:
+def trained_reference(cell: Cell, width: str, groups: Groups) -> Record:
     """Stock DDP of the cell, three steps; collective."""
-    device = init_topology(topology_of(cell))
+    device = groups.use(topology_of(cell))
     trainer = build({**cell, **REFERENCE}, width, device)
     before, gradients = _main_weights(trainer), {}
     losses, norms = [], []
@@ -265,14 +291,13 @@ def _schedule(cell: Cell) -> Iterator[Any]:
         gc.collect()
 
 
-def check_cell(cell: Cell, width: str) -> Findings:
+def check_cell(cell: Cell, width: str, groups: Groups) -> Findings:
     """Trains reference and cell; this rank's findings by measure; collective."""
     if cell["fusion"] == "on":
         fused_wgrad.install()
-    reference = trained_reference(cell, width)
+    reference = trained_reference(cell, width, groups)
     gc.collect()
-    instances = 1 if cell["outer"] == "plain" else 2
-    device = init_topology(topology_of(cell), instances)
+    device = groups.use(topology_of(cell), 1 if cell["outer"] == "plain" else 2)
     trainer = build(cell, width, device)
     if cell["start"] == "meta":
         trainer.load(reference.before)
