@@ -57,18 +57,30 @@ bench() { # bench NAME SECONDS ARGUMENTS...
 
 do_tests() { # together: they check numbers, not times
   local name
-  for name in numerics habits memory te slots precision fp8 graphs replays; do
-    part "test_gpu_$name" 185 "$PYTHON" -m pytest -q -rA --tb=short -p no:cacheprovider \
+  for name in numerics habits memory te slots precision fp8 graphs replays wgrad; do
+    MEGATRON_FSDP_ADAPTER_POISON=1 part "test_gpu_$name" 185 "$PYTHON" -m pytest -q -rA --tb=short -p no:cacheprovider \
       "tests/gpu/test_gpu_$name.py" &
   done
   wait
+}
+
+# FP8 with fused gradients at a real width, beside stock DDP; each pair of processes frees what the
+# one before could not.
+do_norms() {
+  local recipe count
+  for recipe in ${NORMS_RECIPES:-tensorwise delayed}; do
+    for count in ${NORMS_MICROBATCHES:-1 3}; do
+      RANKS=2 part "norms_${recipe}_$count" 90 "$PYTHON" -m torch.distributed.run \
+        --nproc_per_node 2 -m tests.gpu.wide_norms --recipes "$recipe" --microbatches "$count"
+    done
+  done
 }
 
 # On two GPUs. No cell is begun after MATRIX_SECONDS; the table of outcomes ends the log.
 do_matrix() {
   local seconds=${MATRIX_SECONDS:-560} width=${MATRIX_WIDTH:-small}
   # shellcheck disable=SC2086
-  part "matrix_$width" $((seconds + 150)) "$PYTHON" -m tests.matrix run --array gpu \
+  MEGATRON_FSDP_ADAPTER_POISON=1 part "matrix_$width" $((seconds + 150)) "$PYTHON" -m tests.matrix run --array gpu \
     --results "${MATRIX_RESULTS:-$OUT/matrix.jsonl}" --seconds "$seconds" --width "$width" \
     ${ARGS_MATRIX:-}
 }
@@ -129,6 +141,9 @@ for log in "$OUT"/test_gpu_*.log; do
   echo "-- $log"
   grep -hE " \([0-9.]+ s\)$" "$log" | cut -c1-200 | sort -u | tail -25
   grep -E "^(FAILED|ERROR)|[0-9]+ (passed|failed|skipped|error)" "$log" | cut -c1-180 | tail -12
+done
+for log in "$OUT"/norms_*.log; do
+  [ -f "$log" ] && grep -E "off by|not run|Error" "$log" | cut -c1-200
 done
 for log in "$OUT"/matrix_*.log; do
   [ -f "$log" ] && echo "-- $log" && sed -n '/^outcomes/,$p' "$log" | cut -c1-260
