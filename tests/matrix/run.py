@@ -12,8 +12,8 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,24 +26,32 @@ from tests.distributed.launch import settle_ranks
 from . import results
 from .results import RAISED, Result, Setting
 from .table import Cell, name_of
-from .training import Groups, check_cell
+from .training import Finding, Groups, check_cell
 
 SLOWEST_S = {"tiny": 100.0, "small": 60.0, "real": 120.0}
 """Of one cell and its reference, by width. A CPU machine may be shared."""
 START_S = 120.0
 """From the start of processes to the first cell."""
+STARTS = 4
+"""Attempts to start processes: a port that was free may have been taken meanwhile."""
+
+
+Check = Callable[[Cell, str, Groups], Mapping[str, Finding]]
 
 
 @dataclass(frozen=True)
 class Plan:
     """What a set of processes is given. `deadline`: no cell is begun after it (`time.time()`).
-    `notes`: a folder in which each rank notes what it is at."""
+    `slowest_s`: what one cell may take. `notes`: a folder in which each rank notes what it is at.
+    `check`: trains a cell and measures it."""
 
     cells: tuple[Cell, ...]
     setting: Setting
     results: str
     notes: str
     deadline: float
+    slowest_s: float
+    check: Check
 
 
 def _note(plan: Plan, rank: int, **values: Any) -> None:
@@ -51,12 +59,10 @@ def _note(plan: Plan, rank: int, **values: Any) -> None:
     path.write_text(json.dumps(values))
 
 
-def _attempt(
-    cell: Cell, setting: Setting, groups: Groups
-) -> tuple[dict[str, Any], str | None]:
+def _attempt(cell: Cell, plan: Plan, groups: Groups) -> tuple[dict[str, Any], str | None]:
     """(measures of this rank, what was raised or None)."""
     try:
-        found = check_cell(cell, setting.width, groups)
+        found = plan.check(cell, plan.setting.width, groups)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return {name: (f.error, f.bound, f.where) for name, f in found.items()}, None
@@ -93,8 +99,7 @@ def _everyones(value: Any, group: Any) -> list[Any]:
 def run_cells(rank: int, world: int, plan: Plan) -> str:
     """On a rank: all cells of the plan, or until the time is up, or until an error after which the
     processes cannot be trusted. Returns why it stopped."""
-    limit = SLOWEST_S[plan.setting.width]
-    side = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit + 60))
+    side = dist.new_group(backend="gloo", timeout=timedelta(seconds=plan.slowest_s + 60))
     groups = Groups()
     stacks = (Path(plan.notes) / f"stacks{rank}").open("w")
     for cell in plan.cells:
@@ -104,8 +109,8 @@ def run_cells(rank: int, world: int, plan: Plan) -> str:
         _note(plan, rank, cell=name_of(cell), error=None)
         stacks.seek(0)
         stacks.truncate()
-        faulthandler.dump_traceback_later(limit, exit=True, file=stacks)
-        measures, error = _attempt(cell, plan.setting, groups)
+        faulthandler.dump_traceback_later(plan.slowest_s, exit=True, file=stacks)
+        measures, error = _attempt(cell, plan, groups)
         if error:
             _note(plan, rank, cell=name_of(cell), error=error)
         found = _everyones((measures, error, _is_healthy()), side)
@@ -140,14 +145,17 @@ def _append(plan: Plan, cell: Cell, seconds: float, outcome: Any) -> None:
     print(f"{result.status:8} {seconds:5.1f} s  {result.cell}", flush=True)
 
 
-def _note_fatal(plan: Plan, world: int, said: str) -> None:
-    """The cell at which the processes ended without an outcome."""
+def _note_fatal(plan: Plan, world: int, said: str) -> bool:
+    """Writes down the cell at which the processes ended without an outcome; False if they had
+    begun none."""
     notes = {}
     for rank in range(world):
         path = Path(plan.notes) / f"rank{rank}"
         if path.exists():
             notes[rank] = json.loads(path.read_text())
-    at = next(iter(notes.values()))["cell"] if notes else name_of(plan.cells[0])
+    if not notes:
+        return False
+    at = next(iter(notes.values()))["cell"]
     problems = [f"rank {r}: {n['error']}" for r, n in notes.items() if n["error"]]
     for rank in range(world):
         path = Path(plan.notes) / f"stacks{rank}"
@@ -157,6 +165,7 @@ def _note_fatal(plan: Plan, world: int, said: str) -> None:
     cell = next(cell for cell in plan.cells if name_of(cell) == at)
     if plan.setting.digest(cell) not in results.known(results.read(Path(plan.results))):
         _append(plan, cell, 0.0, {"status": RAISED, "problems": problems})
+    return True
 
 
 def _innermost(stacks: str, frames: int = 8) -> str:
@@ -166,27 +175,30 @@ def _innermost(stacks: str, frames: int = 8) -> str:
     return " < ".join(line.replace("/site-packages", " ")[-90:] for line in told[:frames])
 
 
-def run_world(
-    cells: Sequence[Cell], world: int, setting: Setting, path: Path, notes: Path, deadline: float
-) -> None:
-    """All `cells`, which are of `world` ranks, that `path` has no result of."""
-    backend = "nccl" if setting.device == "cuda" else "gloo"
+def run_world(world: int, plan: Plan) -> None:
+    """All cells of the plan, which are of `world` ranks, that its file has no result of. Raises
+    RuntimeError if processes do not get as far as a cell, several times."""
+    starts = 0
     while True:
-        done = results.known(results.read(path))
-        left = tuple(cell for cell in cells if setting.digest(cell) not in done)
-        if not left or time.time() > deadline:
+        done = results.known(results.read(Path(plan.results)))
+        left = tuple(cell for cell in plan.cells if plan.setting.digest(cell) not in done)
+        if not left or time.time() > plan.deadline:
             return
-        for note in notes.iterdir():
+        for note in Path(plan.notes).iterdir():
             note.unlink()
-        plan = Plan(left, setting, str(path), str(notes), deadline)
-        limit = START_S + (len(left) + 1) * SLOWEST_S[setting.width]
-        said = _settled(world, plan, backend, limit)
-        if said is not None:
-            _note_fatal(plan, world, said)
+        plan = replace(plan, cells=left)
+        said = _settled(world, plan)
+        if said is None:
+            continue
+        starts = 0 if _note_fatal(plan, world, said) else starts + 1
+        if starts == STARTS:
+            raise RuntimeError(f"no cell was begun in {STARTS} attempts: {said}")
 
 
-def _settled(world: int, plan: Plan, backend: str, limit: float) -> str | None:
+def _settled(world: int, plan: Plan) -> str | None:
     """Runs the plan; what was said if the processes did not all return."""
+    backend = "nccl" if plan.setting.device == "cuda" else "gloo"
+    limit = START_S + (len(plan.cells) + 1) * plan.slowest_s
     try:
         found = settle_ranks(run_cells, world, plan, timeout=limit, backend=backend)
     except AssertionError as error:
@@ -201,15 +213,18 @@ def run(
     path: Path,
     notes: Path,
     seconds: float = 1e9,
-    say: Callable[[str], None] = print,
+    slowest_s: float | None = None,
+    check: Check = check_cell,
 ) -> list[Result]:
-    """Runs what is left of `cells`, for about so many seconds; all results of the file."""
+    """Runs what is left of `cells`, for about so many seconds; all results of the file. A cell may
+    take `slowest_s`, by default what is right for the width."""
     deadline = time.time() + seconds
     path.parent.mkdir(parents=True, exist_ok=True)
     notes.mkdir(parents=True, exist_ok=True)
     for world in sorted({int(cell["ranks"]) for cell in cells}):
-        chosen = [cell for cell in cells if cell["ranks"] == world]
-        run_world(chosen, world, setting, path, notes, deadline)
+        chosen = tuple(cell for cell in cells if cell["ranks"] == world)
+        limit = slowest_s or SLOWEST_S[setting.width]
+        run_world(world, Plan(chosen, setting, str(path), str(notes), deadline, limit, check))
     found = results.read(path)
-    say(results.report(cells, setting, found))
+    print(results.report(cells, setting, found))
     return found
