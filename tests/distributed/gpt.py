@@ -177,17 +177,14 @@ class Trainer:
         return ddp_gradients(self) if self.strategy is None else our_gradients(self)
 
 
-def give_up(trainer: Trainer) -> None:
-    """Gives back the memory of a stock DDP trainer that nobody needs any more. Its hooks on
+def give_up(ddp: DistributedDataParallel) -> None:
+    """Gives back the memory of a stock DDP model that nobody needs any more. Its hooks on
     autograd's nodes are cycles that the collector cannot see, so deleting it frees nothing."""
-    if trainer.strategy is not None:
-        return
-    wrapper = trainer.wrapper
-    for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
+    for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
         for held in (buffer.param_data, buffer.grad_data):
             if held is not None:
                 held.untyped_storage().resize_(0)
-    for param in wrapper.parameters():
+    for param in ddp.parameters():
         main = getattr(param, "main_param", None)
         if main is not None:
             main.untyped_storage().resize_(0)

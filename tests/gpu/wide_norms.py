@@ -46,7 +46,8 @@ def norms(case: Case, strategy: str | None, recipe: str, ddp: Mapping[str, Any])
         trainer = build_trainer(case, strategy, device, ddp=ddp)
     data = batches(case, 0, dist.get_rank(), device)
     found = [train_step(trainer, data)[1] for _ in range(STEPS)]
-    give_up(trainer)
+    if strategy is None:
+        give_up(trainer.wrapper)
     del trainer
     gc.collect()
     torch.cuda.empty_cache()

@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_fsdp_adapter import FullyShardedDataParallel, fused_wgrad
 from tests.distributed.exact import U_FLOAT32, gamma
-from tests.distributed.gpt import ddp_config, optimizer_config
+from tests.distributed.gpt import ddp_config, give_up, optimizer_config
 from tests.distributed.topologies import (
     Topology,
     TopologyTrainer,
@@ -171,7 +171,10 @@ def trained_reference(cell: Cell, width: str, groups: Groups) -> Record:
                 if param.requires_grad
             }
         norms.append(_updated(trainer))
-    return Record(losses, norms, gradients, before, _main_weights(trainer))
+    record = Record(losses, norms, gradients, before, _main_weights(trainer))
+    for chunk in trainer.chunks:
+        give_up(chunk)
+    return record
 
 
 # What ours is measured by.
