@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,16 +26,14 @@ from .building import build_engine
 from .config import OUTER_STRATEGIES, EngineConfig, MixedPrecisionPolicy, strategy_named
 from .description import describe
 from .engine.engine import FsdpEngine
-from .engine.group import GradState
 from .engine.partition import partition, unit_modules
 from .grad_check import GradCheck
-from .local_optimizer import adopt
+from .local_optimizer import adopt, end_step
 from .materialize import meta_problems, own_initialiser, target_device
 from .module_problems import module_problems
 from .sharded_module import (
     GradSync,
     ShardedStateDict,
-    check_trained,
     mark_shard,
     refuse_compilation,
     refuse_conversions,
@@ -78,23 +76,50 @@ class FullyShardedModel(GradSync, ShardedStateDict):
         """Forgets all gradients; their memory is given back, whatever `set_to_none` says."""
         self.engine.zero_grads()
 
+    def main_weights_changed(self) -> None:
+        """Parameters were written while a forward waited for its backward: later forwards, of every
+        rank, read the new values. At any other time writes are seen without this call."""
+        self.engine.main_weights_changed()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same DTensors at any time, except while a forward runs or waits for its backward."""
+        self.engine.show_between_passes()
+        return super().named_parameters(*args, **kwargs)
+
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales all gradients so that their Euclidean norm is at most `max_norm`; returns the norm
-        before, 0-dim float32, equal on all ranks. To be called between backward and step."""
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their norm is at most `max_norm`; returns the norm before,
+        0-dim float32, equal on all ranks. To be called between backward and step.
+
+        Args:
+            norm_type: p of the p-norm over all elements of all gradients, above 0; `inf` for the
+                largest magnitude.
+        """
+        if not norm_type > 0:
+            raise ValueError(f"norm_type={norm_type}: give a number above 0, or float('inf')")
         finish_gradients(self.engine)
-        total = torch.zeros((), device=self.engine.runtime.device)
-        for group in self.engine.groups:
-            if group.grad_state is not GradState.EMPTY:
-                total += sum(grad.float().square().sum() for grad in group.grad_items)
-        [domain] = {id(g.domain): g.domain for g in self.engine.groups}.values()
-        if self.engine.config.strategy.shard_main:
-            dist.all_reduce(total, group=domain.reduce_group)
-        if self.engine.config.shard_outer and domain.outer is not None:
-            dist.all_reduce(total, group=domain.outer.group)
-        norm = total.sqrt()
-        self.engine.scale_grads((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        grads = [param.grad for param in self.parameters() if param.grad is not None]
+        shards = [getattr(grad, "_local_tensor", grad) for grad in grads]
+        norm = self._norm([shard for shard in shards if shard.numel() > 0], float(norm_type))
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for shard in shards:
+            shard.mul_(factor.to(shard.dtype))
         return norm
+
+    def _norm(self, shards: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Of the elements of all ranks' `shards`, none of which is empty; collective."""
+        config, largest = self.engine.config, norm_type == float("inf")
+        total = torch.zeros((), device=self.engine.runtime.device)
+        if shards:
+            norms = torch.stack(torch._foreach_norm([s.float() for s in shards], norm_type))
+            total = norms.max() if largest else norms.pow(norm_type).sum()
+        [domain] = {id(g.domain): g.domain for g in self.engine.groups}.values()
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        if config.strategy.shard_main:
+            dist.all_reduce(total, op, domain.reduce_group)
+        if config.shard_outer and domain.outer is not None:
+            dist.all_reduce(total, op, domain.outer.group)
+        return total if largest else total.pow(1.0 / norm_type)
 
     def describe(self) -> str:
         """A table of every parameter with where it lies."""
@@ -103,7 +128,7 @@ class FullyShardedModel(GradSync, ShardedStateDict):
 
 def finish_gradients(engine: FsdpEngine) -> None:
     """Completes the reductions of a step that has gradients; nothing after a step without any."""
-    if any(group.grad_state is not GradState.EMPTY for group in engine.groups):
+    if engine.has_grads:
         engine.finish_grads()
 
 
@@ -224,13 +249,12 @@ def fully_shard_model(
     checked = check_for_nan_in_grad or report_nan_in_param_grad
     check = GradCheck(report_nan_in_param_grad) if checked else None
     engine = _engine(module, tuple(fsdp_unit_modules or ()), index, config, check)
-    engine.auto_sync = sync_model_each_microbatch
+    engine.auto_sync, engine.own_loop = sync_model_each_microbatch, True
     return FullyShardedModel(module, engine)
 
 
-def _engines_of(optimizer: torch.optim.Optimizer) -> list[FsdpEngine]:
-    """The engines whose parameters `optimizer` has; ValueError if some are of no engine."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+def _engines_of(params: Sequence[torch.Tensor]) -> list[FsdpEngine]:
+    """The engines that an optimizer's parameters belong to; ValueError if some are of none."""
     if any(getattr(param, "__fsdp_param__", False) for param in params):
         raise ValueError(
             "optimizer: its parameters are those of FullyShardedDataParallel, whose optimizer is "
@@ -246,42 +270,61 @@ def _engines_of(optimizer: torch.optim.Optimizer) -> list[FsdpEngine]:
     return list(engines.values())
 
 
+def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _complete_gradients(optimizer: Any) -> None:
+    """Before a step."""
+    for engine in optimizer._fsdp_engines:
+        finish_gradients(engine)
+        engine.show_optimizer_params()
+
+
+def _weights_changed(optimizer: Any, *unused: Any) -> None:
+    """After a step."""
+    for engine in optimizer._fsdp_engines:
+        engine.main_weights_changed()
+
+
+def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
+    """Forgets the gradients of this optimizer's parameters, whatever `set_to_none` says."""
+    end_step(optimizer)
+    params = _params_of(optimizer)
+    for engine in optimizer._fsdp_engines:
+        engine.zero_grads_of(params)
+
+
 @functools.cache
 def _training_class(base: type) -> type:
-    """A subclass of an adopted optimizer's class that keeps the model's weights and gradients in
-    step with it."""
+    """A subclass of an adopted optimizer's class, for what torch has no hooks."""
 
-    def step(self: Any, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for engine in self._fsdp_engines:
-            check_trained(engine)
-            finish_gradients(engine)
-            engine.show_optimizer_params()
-        base.step(self)  # type: ignore[attr-defined]
-        for engine in self._fsdp_engines:
-            engine.main_weights_changed()
-        return loss
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        base.add_param_group(self, param_group)  # type: ignore[attr-defined]
+        try:
+            self._fsdp_engines = _engines_of(_params_of(self))
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        for engine in self._fsdp_engines:
-            engine.zero_grads()
-
-    return type(base.__name__, (base,), {"step": step, "zero_grad": zero_grad})
+    return type(
+        base.__name__, (base,), {"zero_grad": _zero_grad, "add_param_group": add_param_group}
+    )
 
 
 def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Makes `optimizer`, over the parameters of one or several sharded models, step on this rank's
-    shards; returns it. State is of local shape and shown as DTensors. `zero_grad` frees gradients.
+    shards; returns it. State is of local shape and shown as DTensors. `zero_grad` frees the
+    gradients of its parameters, and those of no others.
 
     Where main gradients have another dtype than main weights, a step makes a copy of the gradient
-    shards in the weights' dtype for its duration, since torch's optimizers take no other.
+    shards in the weights' dtype for its duration, since torch's optimizers take no other. Step
+    hooks that were registered before see DTensors, and those registered later local shards.
 
     Raises:
-        ValueError: parameters that are not of `fully_shard_model`, an optimizer that is sharded
-            already, or one whose step needs whole tensors.
+        ValueError: parameters that are not of `fully_shard_model`, now or in a later
+            `add_param_group`, an optimizer that is sharded already, or one whose step needs whole
+            tensors.
     """
     if hasattr(optimizer, "_fsdp_engines"):
         raise ValueError("optimizer: it is sharded already")
@@ -291,7 +334,8 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optim
             f"optimizer={kind}: its step needs whole tensors, and shards are rows; use an "
             "elementwise one (Adam, AdamW, SGD, ...)"
         )
-    optimizer._fsdp_engines = _engines_of(optimizer)  # type: ignore[attr-defined]
-    adopt(optimizer)
+    optimizer._fsdp_engines = _engines_of(_params_of(optimizer))  # type: ignore[attr-defined]
+    adopt(optimizer, _complete_gradients)
+    optimizer.register_step_post_hook(_weights_changed)
     optimizer.__class__ = _training_class(type(optimizer))  # type: ignore[assignment,arg-type]
     return optimizer

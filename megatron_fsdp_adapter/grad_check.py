@@ -43,7 +43,7 @@ class GradCheck:
     def note(self, unit: Unit) -> None:
         """Looks at the gradients that `unit`'s backward has just added to its buffers."""
         names, tensors = [], []
-        for group in unit.trainable_groups:
+        for group in unit.active_groups:
             if self.by_param:
                 names += [f"unit {unit.name}, parameter {m.fqns[0]}" for m in group.managed]
                 tensors += group.bucket_items

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .checkpoint.chunks import copy_chunks, dtensor_like, has_chunks
+
+Prepare = Callable[[Any], None]
+"""Called with an optimizer before its step reads gradients."""
 
 
 class LocalShards:
@@ -36,16 +39,41 @@ class LocalShards:
         self, optimizer: torch.optim.Optimizer, skip_empty: bool, decoupled: bool
     ) -> None:
         self.skip_empty, self.decoupled = skip_empty, decoupled
-        self.pairs = [
-            [(param, param._local_tensor) for param in group["params"]]
-            for group in optimizer.param_groups
-        ]
+        self.pairs: list[list[tuple[Any, torch.Tensor]]] = []
         self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        for pairs in self.pairs:  # some optimizers make their state with themselves
-            for param, local in pairs:
+        self._handed: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._shown: tuple[Any, list[Any]] | None = None
+        self._add_groups(optimizer)
+
+    def _add_groups(self, optimizer: Any) -> None:
+        """Takes in the groups of `optimizer` that are new."""
+        for group in optimizer.param_groups[len(self.pairs) :]:
+            pairs = [(param, param._local_tensor) for param in group["params"]]
+            self.pairs.append(pairs)
+            for param, local in pairs:  # some optimizers make their state with themselves
                 if param in optimizer.state:
                     made = optimizer.state[param].items()
                     self.state[local] = {n: getattr(v, "_local_tensor", v) for n, v in made}
+
+    def enter(self, optimizer: Any) -> None:
+        """Makes the inner optimizer's parameters and state the local ones, until `leave`."""
+        if self._shown is not None:
+            return
+        self._add_groups(optimizer)
+        self._shown = optimizer.state, [group["params"] for group in optimizer.param_groups]
+        for index, group in enumerate(optimizer.param_groups):
+            group["params"] = self.locals_of(index)
+        optimizer.state = self.state
+
+    def leave(self, optimizer: Any) -> None:
+        """Undoes `enter`, if it was called."""
+        if self._shown is None:
+            return
+        optimizer.state, params = self._shown
+        for group, shown in zip(optimizer.param_groups, params, strict=True):
+            group["params"] = shown
+        self._shown = None
+        self.show_state(optimizer)
 
     def locals_of(self, index: int) -> list[torch.Tensor]:
         """What the inner optimizer is given in place of group `index`'s parameters."""
@@ -56,21 +84,27 @@ class LocalShards:
     def hand_out_grads(self) -> None:
         """Each local tensor's gradient is the local tensor of its parameter's. Where the inner
         optimizer cannot take its dtype, a copy in the main weights' dtype, until it is taken back.
+        One that the inner optimizer has put in its place stays.
         """
+        name = "decoupled_grad" if self.decoupled else "grad"
         for pairs in self.pairs:
             for param, local in pairs:
+                present = getattr(local, name, None)
+                if present is not None and present is not self._handed.get(local):
+                    continue
                 grad = None if param.grad is None else param.grad._local_tensor
-                if self.decoupled:
-                    local.decoupled_grad = grad
-                else:
-                    local.grad = None if grad is None else grad.to(local.dtype)
+                if grad is not None and not self.decoupled:
+                    grad = grad.to(local.dtype)
+                setattr(local, name, grad)
+                self._handed[local] = grad
 
     def take_back_grads(self) -> None:
+        self._handed.clear()
         for pairs in self.pairs:
             for _, local in pairs:
                 local.grad = None
                 if self.decoupled:
-                    local.decoupled_grad = None
+                    local.decoupled_grad = None  # type: ignore[attr-defined]
 
     def show_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Puts state that is new since the last call under the parameters, as DTensors."""
@@ -93,27 +127,44 @@ def _shown(param: Any, local: torch.Tensor, value: Any) -> Any:
 def _on_locals(optimizer: Any) -> Iterator[LocalShards]:
     """Inside, the inner optimizer's parameters and state are the local ones."""
     shards: LocalShards = optimizer._fsdp_shards
-    shown_state = optimizer.state
-    shown_params = [group["params"] for group in optimizer.param_groups]
-    for index, group in enumerate(optimizer.param_groups):
-        group["params"] = shards.locals_of(index)
-    optimizer.state = shards.state
+    shards.enter(optimizer)
     try:
         yield shards
     finally:
-        optimizer.state = shown_state
-        for group, params in zip(optimizer.param_groups, shown_params, strict=True):
-            group["params"] = params
-        shards.show_state(optimizer)
+        shards.leave(optimizer)
 
 
-def _step(optimizer: Any, base: type, closure: Any = None) -> Any:
-    with _on_locals(optimizer) as shards:
-        shards.hand_out_grads()
-        try:
-            return base.step(optimizer, closure)  # type: ignore[attr-defined]
-        finally:
-            shards.take_back_grads()
+def _begin_step(optimizer: Any, prepare: Prepare) -> None:
+    prepare(optimizer)
+    optimizer._fsdp_shards.enter(optimizer)
+    optimizer._fsdp_shards.hand_out_grads()
+
+
+def end_step(optimizer: Any, *unused: Any) -> None:
+    """Also for a step that raised, or one inside another: a subclass's that calls its base's."""
+    optimizer._fsdp_shards.take_back_grads()
+    optimizer._fsdp_shards.leave(optimizer)
+
+
+def _before_step(
+    optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A closure, which is the user's, runs on the DTensors, and gives the gradients of the step."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        _begin_step(optimizer, prepare)
+        return None
+
+    def on_shards() -> Any:
+        end_step(optimizer)
+        with torch.enable_grad():
+            loss = closure()
+        _begin_step(optimizer, prepare)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": on_shards}
+    return (args[0], on_shards, *args[2:]), kwargs
 
 
 def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
@@ -178,6 +229,7 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
     Raises:
         ValueError: its groups do not have this optimizer's numbers of parameters.
     """
+    end_step(optimizer)
     current, saved = optimizer.param_groups, state_dict["param_groups"]
     sizes = [len(group["params"]) for group in current]
     if sizes != [len(group["params"]) for group in saved]:
@@ -222,17 +274,14 @@ def _global_numel(param: Any) -> int:
 
 
 @functools.cache
-def local_step_class(base: type) -> type:
-    """A subclass of the inner optimizer's class that steps, and loads, on local shards."""
-
-    def step(self: Any, closure: Any = None) -> Any:
-        return _step(self, base, closure)
-
+def _local_class(base: type) -> type:
+    """A subclass of the inner optimizer's class whose state dict is that of the shards. Torch's
+    hooks on state dicts do not do: a load replaces the state instead of writing into it, and casts
+    it to the parameters' dtype."""
     return type(
         base.__name__,
         (base,),
         {
-            "step": step,
             "load_state_dict": _load_state_dict,
             # Not the class's own: TE's gives float32 copies, which know no place in a checkpoint
             # and which a load in place would not reach.
@@ -242,11 +291,15 @@ def local_step_class(base: type) -> type:
     )
 
 
-def adopt(optimizer: torch.optim.Optimizer) -> None:
+def adopt(optimizer: torch.optim.Optimizer, prepare: Prepare = lambda optimizer: None) -> None:
     """Makes the inner `optimizer` step on local shards. Its parameters must be DTensors.
 
     TE's FusedAdam keeps no main weights of its own here, which would be a second copy of the
     shards it is given, and reads `decoupled_grad`, since it alone takes gradients of any dtype.
+
+    `prepare` is called before gradients are read in a step. Steps are seen by torch's hooks on
+    them: a subclass with a `step` of its own was rejected, as a learning rate scheduler that was
+    made before puts the class's `step` on the optimizer itself.
     """
     skip_empty = not _is_torch_optimizer(optimizer)  # TE's kernel skips a group with one
     decoupled = hasattr(optimizer, "use_decoupled_grad")
@@ -256,4 +309,7 @@ def adopt(optimizer: torch.optim.Optimizer) -> None:
         if hasattr(optimizer, option):
             setattr(optimizer, option, value)
     optimizer._fsdp_shards = LocalShards(optimizer, skip_empty, decoupled)  # type: ignore[attr-defined]
-    optimizer.__class__ = local_step_class(type(optimizer))  # type: ignore[arg-type]
+    optimizer.__class__ = _local_class(type(optimizer))  # type: ignore[arg-type]
+    optimizer.register_step_pre_hook(functools.partial(_before_step, prepare=prepare))
+    optimizer.register_step_post_hook(end_step)
+    optimizer.register_state_dict_pre_hook(end_step)

@@ -51,13 +51,14 @@ class GradSync:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Microbatches but the last run inside. ZeRO-0/1 only accumulate there; ZeRO-2/3 reduce
-        every microbatch, since they hold no full gradients."""
+        """Microbatches but the last run inside, at any depth of such contexts. ZeRO-0/1 only
+        accumulate there; ZeRO-2/3 reduce every microbatch, since they hold no full gradients."""
+        before = self.engine.is_last_microbatch
         self.engine.is_last_microbatch = False
         try:
             yield
         finally:
-            self.engine.is_last_microbatch = True
+            self.engine.is_last_microbatch = before
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Whether each backward outside `no_sync` ends a step by itself: reductions are waited for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from megatron_fsdp_adapter.runtime.device import Runtime
 from megatron_fsdp_adapter.topology import ShardDomain
 
 from . import hooks
+from .attached import AttachedGrads
 from .gather import GatherPipeline
-from .group import ParamGroup, plan_layout
+from .group import GradState, ParamGroup, plan_layout
+from .guard import unchecked
 from .identity import Identity, IdentitySwitch, ParamPair, make_pairs
 from .partition import ROOT, UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
@@ -68,6 +70,12 @@ class FsdpEngine:
         prepare: called with each plan before its parameters are read, to give them their values.
 
     After construction the module tree shows optimizer parameters.
+
+    Attributes:
+        auto_sync: whether the last backward of a step also finishes its gradients.
+        own_loop: whether the training loop is the user's own, who may do with parameters and
+            gradients what torch allows: freeze, write, clear and hook them. A loop of Megatron's
+            says by calls what it does, and is spared the looking.
     """
 
     def __init__(
@@ -102,14 +110,15 @@ class FsdpEngine:
             len(self.units), [u.ordinal for u in self.units if not u.backward_reads_weights]
         )
         self.gather = GatherPipeline(self.units, config, runtime, gathers, outer, self.order)
-        self.gather.follow_compute()
         self.reduce = ReducePipeline(
             config, runtime, reduces, outer, grad_check, self._memory_of_exchanges()
         )
         self.pairs = make_pairs(self.groups)
         self.switch = IdentitySwitch(self.pairs)
+        self.grads = AttachedGrads(self.pairs)
         self._is_last_microbatch, self._knows_microbatches = True, False
-        self.auto_sync = False
+        self.auto_sync = self.own_loop = self._has_frozen = False
+        self._shown_before = Identity.OPTIMIZER
         self._active_root: str | None = None
         self._backward_running = self._at_the_end = False
         self._forwards = self._in_flight = 0
@@ -208,20 +217,46 @@ class FsdpEngine:
     # Identities. Main weights may be read and written while optimizer parameters are shown.
 
     def show_raw_params(self) -> None:
-        self.switch.show(Identity.RAW)
+        """Whoever had the optimizer parameters may have written them: compute weights of before
+        count as outdated."""
+        self.switch.show(Identity.RAW, before=self._take_over)
 
     def show_optimizer_params(self) -> None:
         self.switch.show(Identity.OPTIMIZER, before=self.gather.quiesce)
+
+    def show_between_passes(self) -> None:
+        """Shows optimizer parameters, unless a forward runs or waits for its backward."""
+        if self._active_root is None and not self._backward_running and self._in_flight <= 0:
+            self.show_optimizer_params()
+
+    def _take_over(self) -> None:
+        self.main_weights_changed()
+        if self.own_loop:
+            self._follow_user()
+
+    def _follow_user(self) -> None:
+        """Takes over what the user has done to gradients and `requires_grad` since the last pass.
+        A group is idle if it was frozen in every forward whose backward is still to come."""
+        self._follow_grads()
+        if self.switch.follow_user() or self._has_frozen:
+            self._has_frozen = False
+            for group in (group for unit in self.units for group in unit.trainable_groups):
+                with unchecked():
+                    frozen = not any(param.requires_grad for param in group.params)
+                group.idle = frozen and (group.idle or self._in_flight <= 0)
+                self._has_frozen |= frozen
 
     # Forward.
 
     def root_pre_forward(self, name: str) -> None:
         """A module that holds all parameters is called."""
-        if not hooks.in_backward():
+        if not hooks.in_backward() and self._active_root in (None, name):
+            self._shown_before = self.switch.shown
+            if self.own_loop and self._shown_before is Identity.RAW:
+                self._follow_user()
             self.show_raw_params()
-            if self._active_root in (None, name):
-                self._begin_forward()
-                self._active_root = name
+            self._begin_forward()
+            self._active_root = name
         self.gather.need(self.root)
 
     def _begin_forward(self) -> None:
@@ -241,8 +276,11 @@ class FsdpEngine:
         self._active_root = None
         if hooks.has_grad_output(output):
             hooks.on_outputs_needed(output, hooks.grad_callback(self.pre_backward, self.root))
-        else:
-            self.gather.release_all()
+            return
+        self.gather.release_all()
+        found = self._shown_before is Identity.OPTIMIZER
+        if self.own_loop and found and not torch.is_grad_enabled():
+            self.show_optimizer_params()
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         """A unit's module is called, in forward or while recomputing in backward."""
@@ -277,6 +315,9 @@ class FsdpEngine:
     def _begin_backward(self) -> None:
         if not self._backward_running:
             self._backward_running = True
+            if self.own_loop:
+                self._follow_grads()
+            self.grads.attached = False
             # It may be that of several forwards, and kept gradients are reduced only once.
             kept = not self.config.strategy.shard_grads
             self._at_the_end = kept and self.is_last_microbatch and self._forwards > 1
@@ -355,13 +396,24 @@ class FsdpEngine:
         Raises:
             RuntimeError: gradients of this rank were not finite, with a `grad_check`.
         """
-        self.reduce_grads()
-        self.reduce.finish()
+        if not self.grads.attached and not self._is_idle:
+            self.reduce_grads()
+            self.reduce.finish()
+            self.show_optimizer_params()
+            self.grads.attach()
+            if self.reduce.check is not None:
+                self.reduce.check.raise_found()
+            if self.own_loop:
+                # Of several forwards that one backward has joined, each was counted.
+                self._in_flight = 0
+                self.grads.run_hooks()
         self.show_optimizer_params()
-        for pair in self.pairs:
-            pair.attach_grad()
-        if self.reduce.check is not None:
-            self.reduce.check.raise_found()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether the user has frozen all parameters, and there are no gradients of before."""
+        trainable = [group for unit in self.units for group in unit.trainable_groups]
+        return all(g.idle and g.grad_state is GradState.EMPTY for g in trainable)
 
     @torch.no_grad()
     def scale_grads(self, factor: float | torch.Tensor) -> None:
@@ -380,10 +432,39 @@ class FsdpEngine:
         self.reduce.finish()
         if self.reduce.check is not None:
             self.reduce.check.clear()
-        for pair in self.pairs:
-            pair.drop_grad()
+        self.grads.drop_all()
         for group in self.groups:
             group.drop_grads()
+
+    def zero_grads_of(self, params: Iterable[torch.Tensor]) -> None:
+        """Forgets the gradients of these optimizer parameters."""
+        ids = {id(param) for param in params}
+        chosen = [pair for pair in self.pairs if id(pair.optimizer) in ids]
+        if len(chosen) == sum(pair.grad is not None for pair in self.pairs):
+            self.zero_grads()
+        else:
+            self._clear(chosen, collected=True)
+
+    def _follow_grads(self) -> None:
+        """Takes over what the user has done to `.grad` of the optimizer parameters."""
+        cleared, replaced = self.grads.changed_by_user()
+        if cleared or replaced:
+            self.reduce.finish()
+        for pair in replaced:
+            pair.take_over_grad()
+        if cleared:
+            self._clear(cleared, collected=False)
+
+    def _clear(self, chosen: list[ParamPair], collected: bool) -> None:
+        self.reduce.finish()
+        self.grads.clear(chosen, collected)
+        if self.reduce.check is not None and not self.has_grads:
+            self.reduce.check.clear()
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether a backward of this step has left gradients on this rank."""
+        return any(group.grad_state is not GradState.EMPTY for group in self.groups)
 
     @torch.no_grad()
     def main_weights_changed(self) -> None:

@@ -58,6 +58,8 @@ class ParamGroup:
 
     Attributes:
         params: raw parameters, in layout order; `managed[i]` tells their names and places.
+        idle: whether the user has frozen all of them, for all forwards in flight: their backward
+            collects and reduces nothing.
         full, inner, held: of the group's buffer everything, what this rank has of it after a
             reduction over the shard axis, and what its optimizer updates.
         held_weights, main_segments: `held` of each segment, in both dtypes.
@@ -88,7 +90,7 @@ class ParamGroup:
         self.splits_outer = splits_outer(domain, config)
         self.layout = plan_layout(managed, domain, config)
         self._set_parts()
-        self.grad_state = GradState.EMPTY
+        self.grad_state, self.idle = GradState.EMPTY, False
         with torch.no_grad():
             self._build_weights(runtime)
             self._build_main(runtime)
@@ -201,6 +203,11 @@ class ParamGroup:
         if not self.main_is_weight:
             copy_each(self.held_weights, self.main_segments)
 
+    def has_grads(self) -> bool:
+        """Whether backward has left a gradient that `take_grads` has not taken."""
+        with unchecked():
+            return self.direct.is_open or any(param.grad is not None for param in self.params)
+
     def take_grads(self, accumulate: bool) -> None:
         """Moves the raw parameters' `.grad` into `collected` and drops them; what modules have
         written there by themselves stays, and `.grad` adds to it.
@@ -232,13 +239,31 @@ class ParamGroup:
 
     def drop_grads(self) -> None:
         """Forgets the step's gradients, whatever state they are in."""
-        with unchecked():
-            for param in self.params:
-                param.grad = None
-        self.grad_state = GradState.EMPTY
+        self.forget_grads(collected=True)
         if self.key.requires_grad:
             self.direct.close()
+
+    def forget_grads(self, collected: bool) -> None:
+        """Forgets the step's gradients; with `collected` also those of the raw parameters."""
+        if collected:
+            self._drop_collected(self.params)
+        self.grad_state = GradState.EMPTY
+        if self.key.requires_grad:
             self._release_grads()
+
+    def zero_grads_of(self, indices: Sequence[int], collected: bool) -> None:
+        """The same for some parameters: zeros, wherever their gradients are by now."""
+        if collected:
+            self._drop_collected([self.params[index] for index in indices])
+        if self.grad_state is not GradState.EMPTY:
+            reduced = self.grad_state is not GradState.ACCUMULATED
+            items = self.grad_items if reduced else self.bucket_items
+            torch._foreach_zero_([items[index] for index in indices])
+
+    def _drop_collected(self, params: Sequence[torch.nn.Parameter]) -> None:
+        with unchecked():
+            for param in params:
+                param.grad = None
 
 
 def splits_outer(domain: ShardDomain, config: EngineConfig) -> bool:

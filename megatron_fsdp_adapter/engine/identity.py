@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .group import ParamGroup
+from .guard import unchecked
 from .partition import ManagedParam
 
 
@@ -82,8 +84,37 @@ class ParamPair:
         return self.managed.param
 
     def attach_grad(self) -> None:
-        """One DTensor under both names that optimizers look at."""
+        """One DTensor under both names that optimizers look at. A gradient that is there already,
+        of a loss that reads the optimizer parameter, is part of it."""
+        given: Any = self.optimizer.grad
+        if given is not None and given is not self.grad:
+            self._local_grad.add_(self._local_of(given))
         self.optimizer.grad = self.optimizer.decoupled_grad = self.grad  # type: ignore[assignment,attr-defined]
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether the attached gradient has been taken away, under either name."""
+        decoupled = getattr(self.optimizer, "decoupled_grad", None)
+        return self.optimizer.grad is None or decoupled is None
+
+    def take_over_grad(self) -> None:
+        """What the user has put in the place of the gradient becomes the gradient."""
+        self._local_grad.copy_(self._local_of(self.optimizer.grad))
+        self.optimizer.grad = self.grad
+
+    @property
+    def _local_grad(self) -> torch.Tensor:
+        return self.grad._local_tensor  # type: ignore[union-attr]
+
+    def _local_of(self, given: Any) -> torch.Tensor:
+        """This rank's rows of a gradient that is not ours."""
+        if getattr(given, "placements", None) != self.grad.placements:  # type: ignore[union-attr]
+            raise RuntimeError(
+                f"grad of parameter {self.managed.fqns[0]} was set to a {type(given).__name__} "
+                f"that is not sharded like the parameter ({self.grad.placements}); make it from "  # type: ignore[union-attr]
+                "the .grad that is there, by operations that keep its placement"
+            )
+        return given._local_tensor
 
     def drop_grad(self) -> None:
         self.optimizer.grad = self.optimizer.decoupled_grad = None  # type: ignore[attr-defined]
@@ -111,6 +142,8 @@ class IdentitySwitch:
 
     def __init__(self, pairs: Sequence[ParamPair]) -> None:
         self.shown = Identity.RAW
+        self._pairs = pairs
+        self._trained = [pair.group.key.requires_grad for pair in pairs]
         self._slots = [
             (module._parameters, name, pair.raw, pair.optimizer)
             for pair in pairs
@@ -126,3 +159,43 @@ class IdentitySwitch:
         for slot in self._slots:
             slot[0][slot[1]] = slot[position]  # type: ignore[assignment]
         self.shown = identity
+
+    def follow_user(self) -> bool:
+        """Gives both identities the `requires_grad` that the user has given one of them since the
+        last call; tells whether there was any.
+
+        Raises:
+            RuntimeError: a parameter that was frozen when it was wrapped is to be trained, or has
+                a hook that cannot run.
+        """
+        changed = []
+        with unchecked():
+            for number, (pair, known) in enumerate(zip(self._pairs, self._trained, strict=True)):
+                if pair.optimizer._backward_hooks:
+                    raise RuntimeError(_unheard(pair))
+                if pair.raw.requires_grad is known is pair.optimizer.requires_grad:
+                    continue
+                if pair.grad is None:
+                    raise RuntimeError(_untrainable(pair))
+                changed.append(number)
+            for number in changed:
+                self._trained[number] = not self._trained[number]
+                for param in (self._pairs[number].raw, self._pairs[number].optimizer):
+                    param.requires_grad = self._trained[number]
+        return bool(changed)
+
+
+def _untrainable(pair: ParamPair) -> str:
+    return (
+        f"requires_grad of {pair.managed.fqns[0]} was set to True, but it was frozen when the "
+        "model was wrapped, and has no buffers for gradients; wrap the model with requires_grad="
+        "True, and freeze the parameter after that"
+    )
+
+
+def _unheard(pair: ParamPair) -> str:
+    return (
+        f"register_hook on parameter {pair.managed.fqns[0]}: no gradient passes through a sharded "
+        "parameter in backward, so the hook would never run; use register_post_accumulate_grad_hook"
+        ", which runs when the reduced gradient is in .grad"
+    )

@@ -100,12 +100,12 @@ class ReducePipeline:
 
     def backward_begins(self, unit: Unit) -> None:
         """Gives storage to the buckets that `unit`'s modules will write into by themselves."""
-        groups = unit.direct_groups
+        groups = [group for group in unit.direct_groups if not group.idle]
         if not groups or all(group.direct.is_open for group in groups):
             return
         self._refuse_late(unit)
         if self.config.strategy.shard_grads:
-            self._make_room(unit.trainable_groups)
+            self._make_room(unit.active_groups)
         for group in groups:
             group.collected.allocate()
             group.direct.open(fresh=group.grad_state is not GradState.ACCUMULATED)
@@ -125,7 +125,7 @@ class ReducePipeline:
         is_last: no backward is known to follow in this step. is_known_last: none will, so that
         even what cannot be repeated, the reduction over an outer axis, may start.
         """
-        groups = unit.trainable_groups
+        groups = unit.active_groups
         if not groups:
             return
         self._refuse_late(unit)
@@ -154,11 +154,11 @@ class ReducePipeline:
         over = {GradState.FINISHED}
         if not self.config.strategy.shard_grads:
             over.add(GradState.REDUCED)
-        if any(group.grad_state in over for group in unit.trainable_groups):
+        if any(group.grad_state in over for group in unit.active_groups):
             raise RuntimeError(
                 f"unit {unit.name}: a backward ran after this step's gradients had been reduced. "
-                "Run all backwards of a step but the last under no_sync(), and call "
-                "zero_grad_buffer() before the next step"
+                "Run all backwards of a step but the last under no_sync(), and clear the gradients "
+                "before the next step: all of them, to None"
             )
 
     def reduce_rest(self, units: Sequence[Unit]) -> None:
@@ -166,7 +166,12 @@ class ReducePipeline:
         not overlapped, groups that no backward reached (their gradients are zero), and what is
         missing over the outer axis."""
         for unit in reversed(units):
-            groups = [g for g in unit.trainable_groups if g.grad_state not in REDUCED_STATES]
+            groups = [
+                group
+                for group in unit.trainable_groups
+                if group.grad_state not in REDUCED_STATES
+                and not (group.idle and group.grad_state is GradState.EMPTY)
+            ]
             self._make_room(groups)
             for group in groups:
                 if group.grad_state is GradState.EMPTY:

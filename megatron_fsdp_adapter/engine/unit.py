@@ -60,6 +60,11 @@ class Unit:
             for entry in group.managed:
                 entry.param._fsdp_label = f"parameter {entry.fqns[0]} of unit {name}"  # type: ignore[attr-defined]
 
+    @property
+    def active_groups(self) -> list[ParamGroup]:
+        """Those whose gradients the present backward collects."""
+        return [group for group in self.trainable_groups if not group.idle or group.has_grads()]
+
     def advance(self, phase: Phase) -> None:
         """Moves to `phase`; RuntimeError when that is not a legal transition."""
         if (self.phase, phase) not in TRANSITIONS:

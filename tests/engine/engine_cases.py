@@ -335,11 +335,15 @@ class Rig:
         self.engine.main_weights_changed()
 
     @torch.no_grad()
-    def load(self) -> None:
-        """Writes main weights as a load does: half of what they are."""
+    def write(self) -> None:
+        """Writes the main weights that are shown: half of what they are."""
         self.engine.show_optimizer_params()
         for pair in self.engine.pairs:
             pair.optimizer._local_tensor.mul_(0.5)  # type: ignore[attr-defined]
+
+    def load(self) -> None:
+        """The same, as a load does."""
+        self.write()
         self.engine.main_weights_changed()
 
     def step(self, microbatches: int = 1, sync: bool = True) -> None:

@@ -62,6 +62,9 @@ class PlainRig:
         self.forward_backward(microbatches)
         self.optimizer_step()
 
+    def write(self) -> None:
+        self.load()
+
     @torch.no_grad()
     def load(self) -> None:
         for param in self.model.parameters():
@@ -222,13 +225,30 @@ def weights_loaded(rig: Any) -> None:
         rig.load()
 
 
+def weights_written(rig: Any) -> None:
+    """Main weights are written from outside, and nobody says so: before the first step, after one,
+    and between a backward and its step."""
+    rig.write()
+    rig.step()
+    rig.write()
+    rig.evaluate()
+    rig.step(sync=False)
+    rig.zero()
+    rig.forward_backward()
+    rig.finish()
+    rig.write()
+    rig.optimizer_step()
+    rig.write()
+    rig.step()
+
+
 SCENARIOS: dict[str, Scenario] = {
     scenario.__name__: scenario
     for scenario in (
         steps, steps_without_sync, steps_with_full_sync, microbatches, forwards_in_flight,
         evaluation_between, layer_twice, layer_again_later, layers_skipped, forward_raises,
         backward_raises, zero_before_finish, forward_without_backward, inner_module_called,
-        weights_read_between, weights_loaded,
+        weights_read_between, weights_loaded, weights_written,
     )
 }  # fmt: skip
 

@@ -183,10 +183,8 @@ WAITS: dict[Site, tuple[str, str]] = {
     ("_finish",): (ZERO_1, "steps"),
     # the release of weights behind their use
     ("_drop",): (ZERO_3, "steps"),
-    # gathers behind the optimizer's writes
-    ("follow_compute", "invalidate"): (ZERO_3, "steps"),
-    # gathers behind initialisation
-    ("follow_compute", "__init__"): (ZERO_3, "steps"),
+    # gathers behind initialisation, the optimizer's writes, and those of nobody who says so
+    ("follow_compute", "invalidate"): (ZERO_3, "weights_written"),
     # the optimizer's writes behind gathers that nobody waited for
     ("quiesce",): (ZERO_3, "layers_skipped"),
     # a reduction behind the filling of its bucket
