@@ -99,6 +99,7 @@ def _grad_scale(config: Any, num_ranks: int) -> float:
 
 
 def _told(dtype: torch.dtype | None) -> str:
+    """How the line that the wrapper prints names a dtype of the policy."""
     return "in each parameter's dtype" if dtype is None else str(dtype)
 
 

@@ -22,6 +22,7 @@ from .runtime.registered import RegisteredMemory
 from .topology import FSDPDistributedIndex
 
 COPY_ENGINES, CARRIED = "fsdp_copy_engine_all_gather", "fsdp_copy_engine_reduce_scatter"
+"""Copy engines gather weights; copy engines carry gradients, which are then summed here."""
 
 ROLES = {COPY_ENGINES: "ag", CARRIED: "rs"}
 """Option -> end of the role of the groups that the wrapper makes for it."""

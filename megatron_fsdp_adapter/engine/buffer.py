@@ -94,7 +94,9 @@ class FlatBuffer:
 
 @dataclass(frozen=True)
 class Held:
-    """A part of a group's full buffer: shard number `rank` of `layout`, in every segment."""
+    """Which part of a group's full buffer is meant: shard number `rank` of `layout`, in every
+    segment. A parameter called `stored` says what a buffer has memory for; one called `held`,
+    which part of that is wanted."""
 
     layout: GroupLayout
     rank: int

@@ -318,11 +318,13 @@ class FsdpEngine:
             if self.own_loop:
                 self._follow_grads()
             self.grads.attached = False
-            # It may be that of several forwards, and kept gradients are reduced only once.
+            # One backward may be that of several forwards at once. Kept gradients can be reduced
+            # only once, so units are completed when all of it is over.
             kept = not self.config.strategy.shard_grads
             self._at_the_end = kept and self.is_last_microbatch and self._forwards > 1
             self._forwards = 0
-            # In a pipeline, more forwards may wait for their backward: one of those is next.
+            # In a pipeline, other forwards may still wait for their backward. One of those
+            # backwards comes next then, and no forward does.
             self.gather.forward_follows = self._in_flight == 1 and not self.is_last_microbatch
             self._fired.clear()
             self._completed.clear()

@@ -27,8 +27,8 @@ class GatherPipeline:
     units: in module order, root last.
     communicators, outer: by domain name, the ones that gathers run on, over each axis.
 
-    forward_follows: whether a forward comes right after the backward that runs and now hides the
-    gather of what it begins with.
+    forward_follows: whether a forward pass comes right after the backward pass that is running.
+    If so, the end of that backward launches the gathers that the forward asks for first.
     """
 
     def __init__(

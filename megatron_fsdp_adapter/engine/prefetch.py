@@ -63,7 +63,7 @@ class PrefetchOrder:
 
     @property
     def ends(self) -> bool:
-        """Whether a backward pass has asked for the last unit that it is expected to."""
+        """Whether this is a backward pass that has asked for the last unit of the known order."""
         return self._direction == BACKWARD and self._position == len(self._known[BACKWARD])
 
     def first(self) -> Sequence[int]:

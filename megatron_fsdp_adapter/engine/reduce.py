@@ -263,14 +263,15 @@ class ReducePipeline:
         return 1.0 if self.config.scale_before_sum else group.domain.grad_scale
 
     def _lands(self, group: ParamGroup, is_first: bool) -> bool:
-        """Whether a reduce-scatter writes into the gradient shard by itself."""
+        """Whether the reduce-scatter is given the gradient shard as its output, so that nothing is
+        left to copy or add."""
         same_dtype = group.results[0].dtype == group.grad_segments[0].dtype
         sharded = self.config.strategy.shard_main and group.has_transient_bucket
         return sharded and is_first and same_dtype
 
     def _land(self, groups: Sequence[ParamGroup], first: Sequence[bool]) -> None:
-        """Scales what was reduced, and puts or adds it to the main gradients where the reduction
-        has not done that by itself."""
+        """What follows a reduction on its stream: scales what came out, and, unless that is in the
+        gradient shard already, copies it there (`first`) or adds it to what is there."""
         if self._exchanges:
             return
         for group, is_first in zip(groups, first, strict=True):
