@@ -5,8 +5,10 @@ does not do, and two of its functions are wrapped for them:
 
 - several model chunks of a rank (interleaved pipelines): it looks for one. They are merged, which
   their global keys allow, before a save and a load, and taken apart again after a load;
-- the state of random generators, which it stores for each pipeline and tensor-parallel rank, when
-  there was no such rank: the generators of this run stay as they were seeded, and that is printed;
+- the state of random generators, which it stores for each pipeline and tensor-parallel rank (with
+  `data_parallel_random_init` as many as there are data-parallel ranks), when there was no such rank
+  or another number of them: the generators of this run stay as they were seeded, and that is
+  printed;
 - another padded vocabulary: rows that are not padding are read.
 
 And what a load asks for and the checkpoint does not have, or has in another shape, is one error
@@ -20,7 +22,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -231,6 +233,13 @@ def _prepared(
         raise ValueError(f"the model does not fit {folder}:\n{mismatch.describe()}")
     stored = metadata.state_dict_metadata
     placed = all(
-        any(key.startswith(f"{_RNG}.{place}") for key in stored) for place in asked.get(_RNG, ())
+        _stored_entries(stored, place) == len(entries)
+        for place, entries in asked.get(_RNG, {}).items()
     )
     return {**asked, **parts}, _Found(placed, mismatch.missing)
+
+
+def _stored_entries(stored: Iterable[str], place: str) -> int:
+    """How many generator states are stored for a place: a list, by number."""
+    start = f"{_RNG}.{place}."
+    return len({key.removeprefix(start).split(".")[0] for key in stored if key.startswith(start)})

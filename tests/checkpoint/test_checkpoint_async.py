@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,38 @@ def _full_state(rank: int, size: int, poison: bool = False) -> dict[str, Any]:
     return state
 
 
+@contextmanager
+def _on_the_group_of_training() -> Iterator[list[str]]:
+    """Names of the collectives that are called on it, by whichever thread."""
+    called: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in COLLECTIVES:
+            original = getattr(dist, name)
+
+            def noted(*args: Any, name: str = name, original: Any = original, **kw: Any) -> Any:
+                if (kw.get("group") or dist.group.WORLD) is dist.group.WORLD:
+                    called.append(name)
+                return original(*args, **kw)
+
+            patch.setattr(dist, name, noted)
+        yield called
+
+
+COLLECTIVES = (
+    "all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list",
+    "all_reduce", "all_gather", "gather", "scatter", "broadcast", "barrier",
+)  # fmt: skip
+
+
+def _nothing_of_training_is_used(rank: int, size: int, work: str) -> None:
+    with AsyncSaver() as saver, _on_the_group_of_training() as called:
+        saver.save(work, 1, _full_state(rank, size))
+        saver.wait()
+        assert called == [], called
+        dist.barrier()
+        assert called == ["barrier"], "the test sees nothing"
+
+
 def _what_was_there_when_the_call_returned(rank: int, size: int, work: str) -> None:
     with pytest.MonkeyPatch.context() as patch, AsyncSaver() as saver:
         for cut in (0, 1):
@@ -105,6 +139,10 @@ def _what_was_there_when_the_call_returned(rank: int, size: int, work: str) -> N
 
 def test_what_is_saved_is_what_was_there_when_the_call_returned(tmp_path: Path) -> None:
     run_ranks(_what_was_there_when_the_call_returned, 2, str(tmp_path))
+
+
+def test_nothing_is_exchanged_on_the_group_of_training(tmp_path: Path) -> None:
+    run_ranks(_nothing_of_training_is_used, 2, str(tmp_path))
 
 
 def _state(rank: int, size: int, number: float) -> dict[str, Any]:

@@ -149,6 +149,28 @@ def test_generators_of_another_split_are_left_as_they_are(
     assert "generators stay as it seeded them" in capsys.readouterr().out
 
 
+def test_generators_of_another_number_of_data_parallel_ranks_are_left_as_they_are(
+    driver: ModuleType, trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With `data_parallel_random_init` there is one for each; otherwise one for all of them."""
+
+    def states(count: int, value: float) -> dict[str, Any]:
+        return {"(0, 0)": [{"torch_rng_state": torch.full((3,), value)} for _ in range(count)]}
+
+    folder = _saved(trainer, tmp_path / "saved", rng_state=states(4, 1.0))
+    for count in (1, 2, 8, 4):
+        own = states(count, 0.0)
+        state = _load(driver, folder, _asked(trainer, rng_state=own))
+        told = capsys.readouterr().out
+        if count == 4:
+            assert all(one["torch_rng_state"].all() for one in state["rng_state"]["(0, 0)"])
+            assert "generator" not in told
+            continue
+        assert state["rng_state"] is own
+        assert not any(one["torch_rng_state"].any() for one in own["(0, 0)"])
+        assert "generators stay as it seeded them" in told
+
+
 def test_options_of_parameter_groups_are_those_that_were_read(
     driver: ModuleType, trainer: Trainer, tmp_path: Path
 ) -> None:

@@ -74,6 +74,8 @@ DEFAULT = (
     _split(4, ZERO1, ep=2, outer="no_shard"),
 )
 
+TP4 = _split(4, ZERO3, tp=4)
+
 DENSE = (
     _split(1, ZERO0),
     _split(2, ZERO3, tp=2),
@@ -298,12 +300,14 @@ def test_the_splits_cover_every_pair_of_values_and_every_change_of_one(
 
 
 def _padded(root: str) -> dict[str, Any]:
-    """Of vocabularies that are padded to other lengths than 54."""
-    saved = DEFAULT[1]
-    whole = torch.load(f"{root}/{saved.name}.pt")
+    """Of vocabularies that are padded to other lengths than 54. The last saved under tensor
+    parallelism too: Megatron pads to a multiple of its size."""
     outcome: dict[str, Any] = {}
-    for rows in (60, 52):
-        trainer = trainer_of(replace(DEFAULT[0], case={"vocab": rows}))
+    for saved, target, rows in (
+        (DEFAULT[1], DEFAULT[0], 60), (DEFAULT[1], DEFAULT[0], 52), (DEFAULT[0], TP4, 56)
+    ):  # fmt: skip
+        whole = torch.load(f"{root}/{saved.name}.pt")
+        trainer = trainer_of(replace(target, case={"vocab": rows}))
         _poison(trainer)
         state = training_state(trainer.chunks, trainer.optimizer, is_loading=True)
         state["iteration"] = 0
@@ -337,6 +341,9 @@ def test_a_vocabulary_with_other_padding_loads_if_its_real_size_is_said(
         assert outcome["60 {'vocab_size': 53}"] == []
         for said in ("{}", "{'vocab_size': 53}"):
             assert "stored with shape (54, 24), wanted with (52, 24)" in outcome[f"52 {said}"]
+        # From two tensor-parallel ranks with 27 rows each to four with 14.
+        assert "stored with shape (54, 24), wanted with (56, 24)" in outcome["56 {}"]
+        assert outcome["56 {'vocab_size': 53}"] == []
 
 
 def _other_layers(rank: int, root: str) -> str:
