@@ -28,7 +28,8 @@ ADAPTER_LEVEL = 4
 
 MEGATRON_IMPORTERS = {
     "adapter", "arguments", "bridge", "core_init", "cpu_mode", "ddp_config", "fused_wgrad", "inner",
-    "installation", "model_units", "optimizer", "process_groups", "runner", "wgrad_probe",
+    "installation", "local_spec", "model_units", "optimizer", "process_groups", "prove", "runner",
+    "wgrad_probe",
 }  # fmt: skip
 """Files that may import Megatron."""
 

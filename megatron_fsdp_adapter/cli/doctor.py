@@ -1,9 +1,10 @@
 """`python -m megatron_fsdp_adapter doctor`: what is installed, what this machine can do, and what a
-configuration will do or be refused for. Starts no training and no process group.
+configuration will do or be refused for. Starts no training and no process group, but with --prove.
 
     doctor                                              versions, machine, environment, bindings
     doctor path/to/pretrain_gpt.py --use-megatron-fsdp ...       and what that command line does
     doctor --set data_parallel_sharding_strategy=optim --set ...        and what these options do
+    doctor --prove path/to/pretrain_gpt.py --use-megatron-fsdp ...      train it, small, and compare
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter import megatron_lm, releases, runner, validation
-from megatron_fsdp_adapter.cli import machine
+from megatron_fsdp_adapter.cli import machine, prove
 from megatron_fsdp_adapter.settings import Change, format_changes
 
 PACKAGES = (
@@ -192,15 +193,19 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE",
                         help="an option by the name it has in Megatron's configs")  # fmt: skip
+    prove.add_arguments(parser)
     parser.add_argument("script", nargs="?", help="a training script of Megatron-LM")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its command line")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the report. Returns 0, 1 if the configuration is refused, 2 for bad input."""
+    """Prints the report. Returns 0, 1 if the configuration is refused (or, with --prove, differs),
+    2 for bad input."""
     given = _parser().parse_args(argv)
     try:
+        if given.prove:
+            return prove.main(given, dict(map(_assignment, given.set)))
         report = examine(given)
     except ValueError as error:
         print(f"doctor: {error}", file=sys.stderr)

@@ -1,135 +1,22 @@
 """What a transformer layer is made of: a `ModuleSpec` for the CPU and for a GPU.
 
-"local" uses core's tensor-parallel linear layers with attention and norms out of torch, and runs
-anywhere. "transformer_engine" uses TE's modules and needs a GPU.
+"local" is the package's `local_spec`, which runs anywhere. "transformer_engine" uses TE's modules
+and needs a GPU.
 """
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
-import torch
-from megatron.core import tensor_parallel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
+from megatron_fsdp_adapter.local_spec import TorchAttention, TorchNorm, local_layer_spec
 
-class TorchAttention(torch.nn.Module):
-    """Scaled dot product attention from torch, with core's `core_attention` interface.
-
-    Core's own DotProductAttention keeps the whole score matrix and, without fused kernels, masks
-    and normalises it in separate steps: several times slower on a CPU. Causal or unmasked,
-    grouped queries, dropout. No packed sequences, no bias, no context parallelism.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-    ) -> None:
-        super().__init__()
-        if config.context_parallel_size != 1:
-            raise ValueError(
-                f"context_parallel_size is {config.context_parallel_size}, which the local "
-                "attention does not support: use --transformer-impl transformer_engine"
-            )
-        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
-            raise ValueError(
-                f"attn_mask_type is {attn_mask_type}: the local attention knows causal and no_mask"
-            )
-        self.config = config
-        self.causal = attn_mask_type == AttnMaskType.causal
-        self.softmax_scale = softmax_scale
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> Tensor:
-        """(sq, batch, heads, d), (sk, batch, groups, d) twice -> (sq, batch, heads * d)."""
-        if attention_bias is not None or packed_seq_params is not None:
-            raise ValueError("the local attention takes neither a bias nor packed sequences")
-        dropout = self.dropout if self.training else 0.0
-        # (s, batch, heads, d) -> (batch, heads, s, d)
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        with self._random_numbers(dropout):
-            context = torch.nn.functional.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                dropout_p=dropout,
-                is_causal=self.causal and query.size(2) > 1,
-                scale=self.softmax_scale,
-                enable_gqa=key.size(1) != query.size(1),
-            )
-        return context.permute(2, 0, 1, 3).flatten(2)
-
-    def _random_numbers(self, dropout: float) -> contextlib.AbstractContextManager[Any]:
-        """Heads are split over tensor ranks, so each of these draws numbers of its own."""
-        if dropout == 0.0 or self.config.sequence_parallel:
-            return contextlib.nullcontext()
-        return tensor_parallel.get_cuda_rng_tracker().fork()
-
-
-class TorchNorm:
-    """LayerNorm or RMSNorm from torch; an instance is never made, only the torch module.
-
-    Core's WrappedTorchNorm refuses sequence parallelism. What that needs is the mark on the
-    parameters by which finalize_model_grads knows to add their gradients up over the tensor ranks.
-    """
-
-    def __new__(  # type: ignore[misc]
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
-    ) -> torch.nn.Module:
-        kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
-        norm = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
-        for param in norm.parameters():
-            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
-
-
-def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """A layer out of core's linear layers (with experts, one MLP for each), `TorchAttention` and
-    `TorchNorm`."""
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
-    )
-    layer = spec.submodules
-    layer.input_layernorm = TorchNorm
-    layer.pre_mlp_layernorm = TorchNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = TorchAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = TorchNorm
-        attention.k_layernorm = TorchNorm
-    return spec
+__all__ = ["TorchAttention", "TorchNorm", "layer_spec", "local_layer_spec"]
 
 
 def layer_spec(

@@ -1,168 +1,36 @@
-"""Runs a function on several processes and brings back what each returned.
-
-A run that takes too long, or in which one rank fails, ends with every rank's stack in the error.
+"""Runs a function on several processes and brings back what each returned, as the package does it;
+what goes wrong is an AssertionError here.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import gc
-import multiprocessing as mp
-import os
-import signal
-import socket
-import tempfile
-import time
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from megatron_fsdp_adapter.prove import ranks
 
-PRELOADED = (
-    "torch.distributed.tensor",
-    "megatron.core.models.gpt",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel.schedules",
-)
-"""What the server that gloo ranks are forked from has imported: it saves each rank 7 s."""
-
-GRACE_S = 5.0
-"""How long the other ranks may go on after one has failed, so that their errors are seen too."""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _context(backend: str) -> Any:
-    """Ranks with a GPU start afresh: a CUDA context does not survive a fork. The others are forked
-    from a server that never runs anything, so that no lock or thread is inherited."""
-    if backend == "nccl":
-        return mp.get_context("spawn")
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    return context
-
-
-def _child(
-    fn: Callable[..., Any], rank: int, world: int, port: int, stacks: str, backend: str, args: Any,
-    environment: dict[str, str], connection: Any,
-) -> None:
-    # What was imported beforehand need not be looked through at every collection: tests that count
-    # live tensors take a tenth of the time.
-    gc.freeze()
-    with open(stacks, "w") as stack_file:
-        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
-        os.environ.clear()
-        os.environ.update(environment)
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        )  # fmt: skip
-        try:
-            torch.set_num_threads(1)
-            if backend == "nccl":
-                torch.cuda.set_device(rank)
-            dist.init_process_group(backend, timeout=timedelta(seconds=120))
-            try:
-                result = fn(rank, world, *args)
-            finally:
-                dist.destroy_process_group()
-            connection.send(("ok", result))
-        except BaseException:
-            connection.send(("error", traceback.format_exc()))
-
-
-def _stacks_of(processes: list[Any], files: list[Path]) -> str:
-    for process in processes:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(1.0)
-    return "\n".join(f"--- rank {i}\n{file.read_text()}" for i, file in enumerate(files))
+PRELOADED = ranks.PRELOADED
 
 
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0,
     backend: str = "gloo",
 ) -> list[Any]:
-    """`[fn(rank, world_size, *args) for each rank]`, each in a process of its own with a default
-    process group. `fn` must be importable and its result picklable.
-
-    Raises:
-        AssertionError: a rank raised (its traceback), or the time (seconds) ran out (all stacks).
-    """
-    found = settle_ranks(fn, world_size, *args, timeout=timeout, backend=backend)
-    errors = [f"--- rank {rank}\n{value}" for rank, (ok, value) in enumerate(found) if not ok]
-    if errors:
-        raise AssertionError("\n".join(errors))
-    return [value for _, value in found]
+    """As `ranks.run_ranks`; an AssertionError if a rank raised, or the time (seconds) ran out."""
+    try:
+        return ranks.run_ranks(fn, world_size, *args, timeout=timeout, backend=backend)
+    except ranks.RanksError as error:
+        raise AssertionError(str(error)) from None
 
 
 def settle_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0,
-    backend: str = "gloo", grace: float = GRACE_S,
+    backend: str = "gloo", grace: float = ranks.GRACE_S,
 ) -> list[tuple[bool, Any]]:
-    """What became of each rank: (True, what it returned) or (False, its traceback). `grace`: for
-    how many seconds the others may go on after one has failed.
-
-    Raises:
-        AssertionError: the time (seconds) ran out (all stacks).
-    """
-    context = _context(backend)
-    port = _free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"rank{rank}" for rank in range(world_size)]
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        processes = [
-            context.Process(
-                target=_child,
-                args=(
-                    fn, r, world_size, port, str(files[r]), backend, args, dict(os.environ),
-                    pipes[r][1],
-                ),
-            )
-            for r in range(world_size)
-        ]
-        try:
-            for process in processes:
-                process.start()
-            for _, sender in pipes:
-                sender.close()
-            return _collect([receiver for receiver, _ in pipes], processes, files, timeout, grace)
-        finally:
-            for process in processes:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
-
-
-def _collect(
-    receivers: list[Any], processes: list[Any], files: list[Path], timeout: float, grace: float
-) -> list[tuple[bool, Any]]:
-    found: dict[int, tuple[bool, Any]] = {}
-    deadline = time.monotonic() + timeout
-    while len(found) < len(receivers):
-        waiting = [receiver for i, receiver in enumerate(receivers) if i not in found]
-        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            stacks = _stacks_of(processes, files)
-            errors = {rank: value for rank, (ok, value) in found.items() if not ok}
-            what = f"failed: {errors}" if errors else f"no answer within {timeout:.0f} s"
-            raise AssertionError(f"{what}\n{stacks}")
-        for receiver in ready:
-            rank = receivers.index(receiver)
-            try:
-                status, value = receiver.recv()
-            except EOFError:
-                status, value = "error", f"process ended without an answer, see exit code {rank}"
-            found[rank] = (status == "ok", value)
-            if status != "ok":
-                deadline = min(deadline, time.monotonic() + grace)
-    return [found[rank] for rank in range(len(receivers))]
+    """As `ranks.settle_ranks`; an AssertionError if the time (seconds) ran out."""
+    try:
+        return ranks.settle_ranks(
+            fn, world_size, *args, timeout=timeout, backend=backend, grace=grace
+        )
+    except ranks.RanksError as error:
+        raise AssertionError(str(error)) from None

@@ -1,0 +1,110 @@
+"""`doctor --prove`: this configuration, made small, trained on this machine and compared.
+
+    doctor --prove path/to/pretrain_gpt.py --use-megatron-fsdp ...
+    doctor --prove scripts/pretrain_gpt.py --config configs/llama-1.5b.yaml --use-megatron-fsdp ...
+    doctor --prove --preset llama3-8b --set data_parallel_sharding_strategy=optim
+
+Exit status: 0 if all is proven, 1 if something differs, 2 for what cannot be proven.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fsdp_adapter.cli import gpt
+from megatron_fsdp_adapter.proof import PROOF, write_certificate
+from megatron_fsdp_adapter.prove import ranks, report, run, source
+from megatron_fsdp_adapter.prove.shrink import Room, shrink
+
+GLOO_RANKS = 4
+"""Processes that a proof without GPUs takes at most, unless it is told."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a proof."""
+    group = parser.add_argument_group("with --prove")
+    add = group.add_argument
+    add("--prove", action="store_true", help="train it, made small, and compare")
+    add("--config", metavar="FILE", help="a preset (YAML: flag names as keys) in place of a script")
+    add("--preset", choices=tuple(gpt.PRESETS), help="a known model in place of a script")
+    add("--ranks", type=int, help=f"processes at most; default: the GPUs, else {GLOO_RANKS}")
+    add("--steps", type=int, default=3, help="before the save; default %(default)s")
+    add("--more", type=int, default=2, help="after the load; default %(default)s")
+    add("--keep", action="append", default=[], metavar="SIZE", help="a size that is not made "
+        "smaller, by its name, such as hidden_size")  # fmt: skip
+    add("--proof", type=Path, default=Path(PROOF), help="the certificate; default %(default)s")
+    add("--timeout", type=float, default=900.0, help="seconds; default %(default)s")
+    add("--no-poison", dest="poison", action="store_false",
+        help="do not fill fresh buffers with NaN")  # fmt: skip
+
+
+def this_room(asked: int | None) -> Room:
+    """What this machine has."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    if gpus and asked is not None and asked > gpus:
+        raise ValueError(f"--ranks {asked}: there are {gpus} GPUs")
+    return Room(asked if asked is not None else gpus or GLOO_RANKS, bool(gpus), has_te)
+
+
+def read_recipe(given: argparse.Namespace, settings: Mapping[str, Any]) -> source.Recipe:
+    """The run that is asked for. ValueError or FileNotFoundError if there is none."""
+    if given.script is not None:
+        if given.config or given.preset or settings:
+            raise ValueError("give a script, or --config, --preset and --set; not both")
+        return source.of_script(Path(given.script), given.arguments, given.world_size)
+    options: dict[str, Any] = {}
+    if given.preset:
+        options |= gpt.PRESETS[given.preset]
+    if given.config:
+        options |= gpt.read_options(given.config)
+    if not options and not settings:
+        raise ValueError("--prove: give a script with its command line, --config or --preset")
+    name = " and ".join(filter(None, (given.preset, given.config))) or "the options given"
+    return source.of_options({**options, **settings}, name, given.world_size)
+
+
+def main(
+    given: argparse.Namespace, settings: Mapping[str, Any],
+    prepare: Callable[[], None] | None = None,
+) -> int:
+    """Proves and prints. prepare: see `run.Plan`."""
+    try:
+        if given.steps < 1 or given.more < 1:
+            raise ValueError(f"--steps {given.steps}, --more {given.more}: at least 1 each")
+        recipe = read_recipe(given, settings)
+        room = this_room(given.ranks)
+        shrunk = shrink(recipe.options, room, frozenset(given.keep))
+    except (ValueError, FileNotFoundError) as error:
+        print(f"doctor --prove: {error}", file=sys.stderr)
+        return 2
+    if recipe.folder is not None:  # what ranks import Megatron from
+        paths = [str(recipe.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    with tempfile.TemporaryDirectory(prefix="prove-") as folder:
+        plan = run.Plan(shrunk, Path(folder), given.steps, given.more, prepare)
+        if not given.json:
+            print(report.render_plan(recipe, plan), flush=True)
+        try:
+            rows = run.prove(plan, "nccl" if room.cuda else "gloo", given.timeout, given.poison)
+        except ranks.RanksError as error:
+            print(f"doctor --prove: a rank failed, nothing is proven\n{error}", file=sys.stderr)
+            return 1
+        found = report.certificate(recipe, plan, rows)
+        write_certificate(given.proof, found)
+        if given.json:
+            print(json.dumps(json.loads(found.to_json()), indent=2))
+        else:
+            print(report.render(plan, rows))
+            print(f"certificate: {given.proof}", flush=True)
+    return 0 if found.holds else 1

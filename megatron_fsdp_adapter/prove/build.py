@@ -1,0 +1,464 @@
+"""A small GPT on megatron-core out of options by Megatron's names, wrapped by ours or by stock DDP,
+and what a step of it gives: loss, norm, whole gradients, whole weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from megatron_fsdp_adapter import cpu_mode, fused_wgrad
+from megatron_fsdp_adapter.adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.ddp_config import DistributedDataParallelConfig as FsdpConfig
+from megatron_fsdp_adapter.local_spec import TorchNorm, local_layer_spec
+from megatron_fsdp_adapter.process_groups import create_all_gather_groups
+from megatron_fsdp_adapter.validation import DTYPES
+
+Options = Mapping[str, Any]
+SEED = 1234
+
+NOT_COPIED = frozenset(
+    {
+        "activation_func", "init_method", "output_layer_init_method", "embedding_init_method",
+        "timers", "cuda_graph_scope", "enable_cuda_graph", "external_cuda_graph", "quant_recipe",
+        "params_dtype", "config_logger_dir", "microbatch_group_size_per_vp_stage", "fp8_param",
+        "moe_extended_tp", "inference_sampling_seed", "no_sync_func", "grad_sync_func",
+        "param_sync_func", "finalize_model_grads_func", "grad_scale_func", "bucket_size",
+        "num_buckets", "preserve_fp32_weights", "mrope_section", "hybrid_context_parallel",
+    }
+)  # fmt: skip
+"""Fields of Megatron's configs that are made here, or that no small model has."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training step gave on this rank: mean loss (0 but on the last pipeline stage), norm
+    before clipping, whole gradients and whole main weights, float32 on the CPU, by name."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+def params_dtype(options: Options) -> torch.dtype:
+    """The compute dtype."""
+    if options.get("bf16"):
+        return torch.bfloat16
+    return torch.float16 if options.get("fp16") else torch.float32
+
+
+def start(options: Options) -> torch.device:
+    """Makes Megatron's groups in place of those that were there; collective."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        cpu_mode.enable_cpu_mode()
+        device = torch.device("cpu")
+    if ps.model_parallel_is_initialized():
+        ps.destroy_model_parallel()
+    etp = options.get("expert_tensor_parallel_size")
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=options.get("tensor_model_parallel_size") or 1,
+        pipeline_model_parallel_size=options.get("pipeline_model_parallel_size") or 1,
+        virtual_pipeline_model_parallel_size=options.get("virtual_pipeline_model_parallel_size"),
+        context_parallel_size=options.get("context_parallel_size") or 1,
+        expert_model_parallel_size=options.get("expert_model_parallel_size") or 1,
+        expert_tensor_parallel_size=etp,
+        num_distributed_optimizer_instances=options.get("num_distributed_optimizer_instances") or 1,
+        create_gloo_process_groups=False,
+    )
+    unset_num_microbatches_calculator()
+    data = ps.get_data_parallel_world_size()
+    micro = options["micro_batch_size"]
+    init_num_microbatches_calculator(
+        dist.get_rank(), None, options["microbatches"] * micro * data, micro, data
+    )
+    return device
+
+
+def _fields(kind: type, options: Options) -> dict[str, Any]:
+    names = {item.name for item in dataclasses.fields(kind) if item.init} - NOT_COPIED
+    found = {n: options[n] for n in names if n in options}
+    for name, value in found.items():
+        if name.endswith("_dtype") and name != "moe_router_dtype" and isinstance(value, str):
+            found[name] = DTYPES.get(value, value)
+    return {n: v for n, v in found.items() if v is not None or n.startswith("megatron_fsdp_main_p")}
+
+
+def model_config(options: Options) -> TransformerConfig:
+    """Core's model configuration."""
+    o, dtype = options, params_dtype(options)
+    kind = MLATransformerConfig if o.get("multi_latent_attention") else TransformerConfig
+    fields = _fields(kind, o)
+    gated = bool(o.get("swiglu"))
+    stages, virtual = o.get("pipeline_model_parallel_size") or 1, bool(
+        o.get("virtual_pipeline_model_parallel_size"))  # fmt: skip
+    on_gpu = torch.cuda.is_available()
+    cp_kinds = o.get("cp_comm_type")
+    fields |= {
+        "gated_linear_unit": gated,
+        "activation_func": torch.nn.functional.silu if gated else torch.nn.functional.gelu,
+        "bias_activation_fusion": bool(
+            o.get("bias_swiglu_fusion" if gated else "bias_gelu_fusion")
+            and (gated or o.get("add_bias_linear", True))),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "num_query_groups": o.get("num_query_groups") if o.get("group_query_attention") else None,
+        "overlap_p2p_comm": virtual,
+        "batch_p2p_comm": not virtual,
+        # gloo reads an output after the send was launched; the overlapped schedule frees it then.
+        "deallocate_pipeline_outputs": on_gpu or not virtual,
+        "microbatch_group_size_per_vp_stage": stages if virtual else None,
+        "use_cpu_initialization": not on_gpu,
+        "cp_comm_type": cp_kinds[0] if isinstance(cp_kinds, list) and len(cp_kinds) == 1
+        else cp_kinds,
+    }  # fmt: skip
+    if o.get("squared_relu") or o.get("quick_geglu"):
+        raise ValueError("squared_relu, quick_geglu: a proof cannot build that activation")
+    if not o.get("num_moe_experts"):
+        fields = {n: v for n, v in fields.items() if not n.startswith(("moe_", "num_moe"))}
+        fields |= {"expert_model_parallel_size": 1}
+        fields.pop("expert_tensor_parallel_size", None)
+    return kind(**fields)
+
+
+def _layers(config: TransformerConfig, options: Options, chunk: int | None) -> Any:
+    specs: Any = gpt_layer_specs
+    if options.get("transformer_impl") != "local":
+        if config.num_moe_experts:
+            return specs.get_gpt_decoder_block_spec(
+                config, use_transformer_engine=True, normalization=config.normalization,
+                qk_l2_norm=config.qk_l2_norm, vp_stage=chunk,
+            )  # fmt: skip
+        return specs.get_gpt_layer_with_transformer_engine_spec(
+            None, False, config.qk_layernorm, config.multi_latent_attention,
+            qk_l2_norm=config.qk_l2_norm,
+        )  # fmt: skip
+    first = get_transformer_layer_offset(config, chunk)
+    numbers = range(first, first + get_num_layers_to_build(config, chunk))
+    frequency = config.moe_layer_freq
+    has = (lambda i: bool(frequency[i])) if isinstance(frequency, list) else (
+        lambda i: i % frequency == 0)  # fmt: skip
+    layers = [local_layer_spec(config, with_experts=has(i)) for i in numbers]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)  # type: ignore[arg-type]
+
+
+def build_chunk(
+    options: Options, config: TransformerConfig, chunk: int, device: torch.device
+) -> torch.nn.Module:
+    """A model chunk whose weights depend on their names and places alone."""
+    torch.manual_seed(SEED)
+    model_parallel_cuda_manual_seed(SEED)
+    if config.gradient_accumulation_fusion:
+        fused_wgrad.install()
+    virtual = config.virtual_pipeline_model_parallel_size
+    stage = chunk if virtual else None
+    layers = _layers(config, options, stage)
+    mtp = None
+    if options.get("mtp_num_layers"):
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, layers, use_transformer_engine=options.get("transformer_impl") != "local",
+            vp_stage=stage,
+        )  # fmt: skip
+    model: Any = GPTModel(
+        config,
+        layers,
+        vocab_size=options["padded_vocab_size"],
+        max_sequence_length=options["max_position_embeddings"],
+        pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        share_embeddings_and_output_weights=not options.get("untie_embeddings_and_output_weights"),
+        position_embedding_type=options["position_embedding_type"],
+        rotary_percent=options.get("rotary_percent") or 1.0,
+        rotary_base=options.get("rotary_base") or 10000,
+        mtp_block_spec=mtp,
+        vp_stage=stage,
+    )
+    model.model_type = ModelType.encoder_or_decoder
+    model.to(device)
+    for name, param in model.named_parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+        _set_weight(param, _place(param, name, chunk))
+    return Float16Module(config, model) if config.bf16 or config.fp16 else model
+
+
+def _place(param: torch.nn.Parameter, name: str, chunk: int) -> tuple[Any, ...]:
+    """What makes this rank's parameter another one than that of the same name elsewhere."""
+    if getattr(param, "shared_embedding", False):
+        return ("embedding", ps.get_tensor_model_parallel_rank())
+    stage = (ps.get_pipeline_model_parallel_rank(), chunk)
+    if not getattr(param, "allreduce", True):
+        expert = (ps.get_expert_model_parallel_rank(), ps.get_expert_tensor_parallel_rank())
+        return (name, *stage, *expert)
+    if getattr(param, "tensor_model_parallel", False):
+        return (name, *stage, ps.get_tensor_model_parallel_rank())
+    return (name, *stage)
+
+
+def _set_weight(param: torch.nn.Parameter, place: tuple[Any, ...]) -> None:
+    """Random values, the same in every process: of a matrix like one that keeps the size of what it
+    multiplies; biases and norms near what they are, but not zero, which hides mistakes."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr((SEED, *place)).encode()))
+    noise = torch.randn(param.shape, generator=generator)
+    with torch.no_grad():
+        if param.ndim == 1:
+            base = float(param.float().mean().round())
+            param.copy_(base + 0.05 * noise)
+        else:
+            param.copy_(noise * param.shape[-1] ** -0.5)
+
+
+def _strip(name: str) -> str:
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+@dataclass
+class Trainer:
+    """Model chunks with one optimizer; `ours` or stock DDP. `share`: of the run's data-parallel
+    ranks, those whose data this rank computes with."""
+
+    options: Options
+    device: torch.device
+    config: TransformerConfig
+    chunks: list[Any]
+    optimizer: Any
+    ours: bool
+    share: range
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Whole main weights of what this rank computes with; collective."""
+        if not self.ours:
+            return {name: _host(getattr(p, "main_param", p)) for name, p in self._named()}
+        for chunk in self.chunks:
+            chunk.stop_communication()
+        return self._whole(lambda param: param)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Whole reduced gradients, between the backwards and the optimizer's step; collective."""
+        if not self.ours:
+            return {name: _host(p.main_grad) for name, p in self._named() if p.requires_grad}
+        return self._whole(lambda param: param.grad)
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        for number, chunk in enumerate(self.chunks):
+            for name, param in chunk.named_parameters():
+                yield _label(self.chunks, number, name), param
+
+    def _pairs(self) -> Iterator[tuple[str, Any]]:
+        for number, chunk in enumerate(self.chunks):
+            for pair in chunk.engine.pairs:
+                yield _label(self.chunks, number, pair.managed.fqns[0]), pair
+
+    def _whole(self, value_of: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        by_groups: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
+        for name, pair in self._pairs():
+            value = value_of(pair.optimizer)
+            if value is None:  # frozen
+                continue
+            by_groups.setdefault(_shard_groups(pair.group), {})[name] = _host(
+                value._local_tensor).reshape(-1)  # fmt: skip
+        # A stage may lack a domain, but all ranks of the domain's groups are of one stage.
+        for groups, mine in by_groups.items():
+            for group in groups:
+                pieces: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(pieces, mine, group=group)
+                mine = {name: torch.cat([piece[name] for piece in pieces]) for name in mine}
+            found |= mine
+        return {
+            name: found[name].view(pair.raw.shape) for name, pair in self._pairs() if name in found
+        }
+
+
+def _label(chunks: list[Any], number: int, name: str) -> str:
+    return _strip(name) if len(chunks) == 1 else f"chunk {number}: {_strip(name)}"
+
+
+def _host(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().float().cpu().clone()
+
+
+def _shard_groups(group: Any) -> tuple[Any, ...]:
+    """The process groups that share a parameter group out, from the finest split on."""
+    groups = [group.domain.outer.group] if group.splits_outer else []
+    if group.config.strategy.shard_main:
+        groups.append(group.domain.axis.group)
+    return tuple(groups)
+
+
+def build_trainer(
+    options: Options, device: torch.device, ours: bool, data_ranks: int
+) -> Trainer:
+    """Ours, or stock DDP without any sharding, fusion or overlap. data_ranks: data-parallel ranks
+    of the run whose data is computed with."""
+    if not ours:
+        options = {**options, "gradient_accumulation_fusion": False}
+    config = model_config(options)
+    number = config.virtual_pipeline_model_parallel_size or 1
+    models = [build_chunk(options, config, i, device) for i in range(number)]
+    chunks = [_wrap(options, config, model, ours, i) for i, model in enumerate(models)]
+    optimizer = _optimizer(options, chunks, ours)
+    _wire(config, chunks, optimizer, ours)
+    size, rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
+    each = data_ranks // size
+    share = range(rank * each, (rank + 1) * each)
+    return Trainer(options, device, config, chunks, optimizer, ours, share)
+
+
+def _wrap(options: Options, config: Any, model: Any, ours: bool, number: int) -> Any:
+    if not ours:
+        plain = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+        return DistributedDataParallel(config, plain, model, disable_bucketing=number > 0)
+    fields = {**_fields(FsdpConfig, options), "check_for_nan_in_grad": False}
+    arguments: dict[str, Any] = {}
+    if options.get("create_all_gather_group") or options.get("separate_all_gather_groups"):
+        arguments["pg_collection"] = create_all_gather_groups(
+            ProcessGroupCollection.use_mpu_process_groups()
+        )
+    return FullyShardedDataParallel(
+        config, FsdpConfig(**fields), model, disable_bucketing=number > 0, **arguments
+    )
+
+
+def _optimizer(options: Options, chunks: list[Any], ours: bool) -> Any:
+    fields = {**_fields(OptimizerConfig, options), "params_dtype": params_dtype(options)}
+    if not ours:
+        fields |= {
+            "use_distributed_optimizer": False, "overlap_param_gather": False,
+            "use_precision_aware_optimizer": False, "main_grads_dtype": torch.float32,
+            "main_params_dtype": torch.float32, "exp_avg_dtype": torch.float32,
+            "exp_avg_sq_dtype": torch.float32,
+        }  # fmt: skip
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(**fields), chunks, use_gloo_process_groups=False
+    )
+    set_rate(optimizer, options)
+    return optimizer
+
+
+def set_rate(optimizer: Any, options: Options) -> None:
+    """What Megatron's scheduler does at every step."""
+    decay = options.get("weight_decay")
+    for group in optimizer.param_groups:
+        group["lr"] = options["lr"] * group.get("lr_mult", 1.0)
+        group["weight_decay"] = (0.01 if decay is None else decay) * group.get("wd_mult", 1.0)
+
+
+def _wire(config: Any, chunks: list[Any], optimizer: Any, ours: bool) -> None:
+    """As Megatron-LM's training loop does it."""
+
+    def each(name: str) -> Any:
+        functions = [getattr(chunk, name) for chunk in chunks]
+        return functions if len(functions) > 1 else functions[0]
+
+    if ours and chunks[0].ddp_config.overlap_grad_reduce:
+        config.no_sync_func = each("no_sync")
+        if len(chunks) > 1:
+            config.grad_sync_func = each("start_grad_sync")
+    if ours and chunks[0].ddp_config.overlap_param_gather and len(chunks) > 1:
+        config.param_sync_func = each("start_param_sync")
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+
+
+def _batches(trainer: Trainer, step: int) -> list[torch.Tensor]:
+    """Fresh tokens (micro batch, seq + 1) of each microbatch: another one for every data-parallel
+    rank of the run, and the same whoever computes with them."""
+    o = trainer.options
+    found = []
+    for micro in range(o["microbatches"]):
+        for rank in trainer.share:
+            generator = torch.Generator().manual_seed(
+                SEED + 7919 * step + 104729 * rank + 1299709 * micro
+            )
+            tokens = torch.randint(
+                0, o["padded_vocab_size"], (o["micro_batch_size"], o["seq_length"] + 1),
+                generator=generator,
+            )  # fmt: skip
+            found.append(tokens.to(trainer.device))
+    return found
+
+
+def _forward_step(options: Options, iterator: Iterator[torch.Tensor], model: Any) -> Any:
+    tokens = next(iterator)
+    length = options["seq_length"]
+    batch = get_batch_on_this_cp_rank(
+        {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": tokens[:, 1:].contiguous(),
+            "position_ids": torch.arange(length, device=tokens.device).expand(tokens.size(0), -1),
+        }
+    )
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    counted = batch["labels"] % 3 != 0
+
+    def loss_func(output: torch.Tensor) -> Any:
+        report = {"loss": output.detach().float().mean()}
+        if options.get("calculate_per_token_loss"):
+            return (output.float() * counted).sum(), counted.sum().int(), report
+        # The schedule multiplies by the number of context-parallel ranks.
+        return output.float().mean() / ps.get_context_parallel_world_size(), report
+
+    return losses, loss_func
+
+
+def train_step(trainer: Trainer, step: int) -> Step:
+    """A training step on core's schedule; collective."""
+    data = _batches(trainer, step)
+    for chunk in trainer.chunks:
+        chunk.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+    several = len(trainer.chunks) > 1
+    reports = get_forward_backward_func()(
+        forward_step_func=functools.partial(_forward_step, trainer.options),
+        data_iterator=[iter(data) for _ in trainer.chunks] if several else iter(data),
+        model=trainer.chunks if several else trainer.chunks[0],
+        num_microbatches=len(data),
+        seq_length=trainer.options["seq_length"],
+        micro_batch_size=trainer.options["micro_batch_size"],
+        forward_only=False,
+    )
+    loss = torch.zeros((), device=trainer.device)
+    if reports:
+        loss = torch.stack([report["loss"] for report in reports]).mean()
+    dist.all_reduce(loss, group=ps.get_data_parallel_group(with_context_parallel=True))
+    gradients = trainer.gradients()
+    success, norm, _ = trainer.optimizer.step()
+    if not success:
+        raise RuntimeError(f"step {step}: the optimizer skipped it (gradients are not finite)")
+    loss_value = float(loss) / dist.get_world_size(
+        ps.get_data_parallel_group(with_context_parallel=True)
+    )
+    return Step(loss_value, float(norm or 0.0), gradients, trainer.weights())

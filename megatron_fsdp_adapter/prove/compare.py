@@ -1,0 +1,291 @@
+"""How far two steps are apart, what that is measured by, and what a difference looks like.
+
+Pure functions of tensors. All differences of tensors are sums of magnitudes, relative to those of
+the reference: |a - b| summed, over |b| summed. Adam makes large differences of tiny gradients
+(their sign decides), and those few elements would rule a sum of squares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+
+EPS: Mapping[str, float] = {
+    "fp32": 2.0**-23,
+    "fp16": 2.0**-10,
+    "bf16": 2.0**-7,
+    "fp8": 2.0**-3,
+}
+"""The distance of 1 to the next number. fp8 is E4M3."""
+
+FACTORS: Mapping[str, Mapping[str, float]] = {
+    "fp32": {"loss": 32, "norm": 64, "gradients": 256, "update": 2048},
+    "fp16": {"loss": 4, "norm": 8, "gradients": 16, "update": 32},
+    "bf16": {"loss": 1, "norm": 2, "gradients": 4, "update": 8},
+    "fp8": {"loss": 0.25, "norm": 0.25, "gradients": 1.5, "update": 3},
+}
+"""Times EPS is the bound in the first step; in step n it is n times that. Wide dtypes have more
+room: sums of thousands of terms in another order need it there, and 3e-5 is far below a mistake."""
+
+ROW = 4.0
+"""A single row may differ by so many times more than the whole tensor."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: `quantity` of `run` in `step`; the worst parameter's name (empty for loss and
+    norm), its difference and the bound, and what the difference looks like where it is too large.
+    """
+
+    run: str
+    step: int
+    quantity: str
+    difference: float
+    bound: float
+    name: str = ""
+    remark: str = ""
+    compared: int = 1
+    differing: int = 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether the difference is a number within the bound."""
+        return math.isfinite(self.difference) and self.difference <= self.bound
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far a tensor is from the reference: `difference` as a whole or `ROW` times less the worst
+    row's, whichever is larger; `rows` beyond the bound."""
+
+    difference: float
+    rows: tuple[int, ...] = ()
+
+
+def bound(dtype: str, quantity: str, step: int) -> float:
+    """Of a quantity in a step (from 1), for the narrowest dtype on its way."""
+    return EPS[dtype] * FACTORS[dtype][quantity] * step
+
+
+def gap(mine: torch.Tensor, theirs: torch.Tensor, allowed: float, floor: float = 0.0) -> Gap:
+    """Of two tensors of one shape. floor: magnitude of an element below which everything is taken
+    for rounding."""
+    if mine.shape != theirs.shape:
+        return Gap(math.inf)
+    if not bool(torch.isfinite(mine).all()):
+        bad = _as_rows(~torch.isfinite(mine)).any(1)
+        return Gap(math.nan, tuple(bad.nonzero().flatten().tolist()))
+    if mine.numel() == 0:
+        return Gap(0.0)
+    off = _as_rows((mine.double() - theirs.double()).abs()).sum(1)
+    size = _as_rows(theirs.double().abs()).sum(1)
+    width = mine.numel() / len(size)
+    total = float(off.sum() / size.sum().clamp_min(max(floor * mine.numel(), 1e-300)))
+    typical = size.mean().clamp_min(max(floor * width, 1e-300))
+    per_row = off / size.clamp_min(typical) / ROW
+    beyond = (per_row > allowed).nonzero().flatten().tolist()
+    return Gap(max(total, float(per_row.max())), tuple(beyond))
+
+
+def _as_rows(value: torch.Tensor) -> torch.Tensor:
+    """A vector's elements are its rows, in chunks of 8: single ones are too noisy to be judged."""
+    if value.ndim >= 2:
+        return value.reshape(value.shape[0], -1)
+    short = value.reshape(-1)
+    pad = -short.numel() % 8
+    return torch.nn.functional.pad(short, (0, pad)).reshape(-1, 8)
+
+
+def compare_tensors(
+    run: str, step: int, quantity: str, mine: Tensors, theirs: Tensors, allowed: float,
+    parts: int = 1,
+) -> Row:
+    """All tensors of one quantity as a row about the worst. parts: microbatches of the step."""
+    missing = sorted(mine.keys() ^ theirs.keys())
+    if missing:
+        return Row(run, step, quantity, math.inf, allowed, missing[0], "only one of both has it",
+                   len(theirs), len(missing))  # fmt: skip
+    total = sum(float(v.double().abs().sum()) for v in theirs.values())
+    number = sum(v.numel() for v in theirs.values())
+    floor = 1e-3 * total / max(number, 1)
+    gaps = {name: gap(mine[name], theirs[name], allowed, floor) for name in theirs}
+    bad = [n for n, g in gaps.items() if not g.difference <= allowed]
+    worst = max(gaps, key=lambda n: _rank(gaps[n].difference))
+    remark = ""
+    if bad:
+        remark = explain(quantity, {n: mine[n] for n in bad}, {n: theirs[n] for n in bad},
+                         gaps[worst].rows, worst, list(theirs), parts)  # fmt: skip
+    return Row(run, step, quantity, gaps[worst].difference, allowed, worst, remark, len(theirs),
+               len(bad))  # fmt: skip
+
+
+def _rank(difference: float) -> float:
+    return math.inf if math.isnan(difference) else difference
+
+
+def compare_numbers(
+    run: str, step: int, quantity: str, mine: float, theirs: float, allowed: float
+) -> Row:
+    """Loss or norm, relative to the reference's."""
+    scale = max(abs(theirs), 1e-30)
+    difference = abs(mine - theirs) / scale
+    row = Row(run, step, quantity, difference, allowed)
+    if row.holds:
+        return row
+    return Row(run, step, quantity, difference, allowed, "", f"{mine:.6g} for {theirs:.6g}",
+               1, 1)  # fmt: skip
+
+
+def significant_update(
+    before: Tensors, after: Tensors, gradients: Sequence[Tensors], allowed: float
+) -> dict[str, torch.Tensor]:
+    """What a step changed, with zeros where no gradient so far was larger than the differences that
+    gradients may have: Adam steps by the sign of those, which is nobody's."""
+    found = {}
+    for name, new in after.items():
+        if name not in before:
+            continue
+        largest = None
+        for step in gradients:
+            if name in step:
+                size = step[name].abs()
+                decided = (size > allowed * size.mean()).to(new.dtype)
+                largest = decided if largest is None else torch.maximum(largest, decided)
+        change = new - before[name]
+        found[name] = change if largest is None else change * largest
+    return found
+
+
+# What a difference looks like.
+
+
+def explain(
+    quantity: str, mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str,
+    everything: Sequence[str], parts: int,
+) -> str:
+    """In words, for the parameters that differ."""
+    found = [text for text in (look(mine, theirs, rows, worst, parts) for look in _LOOKS) if text]
+    return "; ".join([_where(list(mine), everything), *found[:2]])
+
+
+def unit_of(name: str) -> str:
+    """The layer that a parameter belongs to, or the first part of its name."""
+    words = name.split(".")
+    for i, word in enumerate(words):
+        if word == "layers" and i + 1 < len(words):
+            return ".".join(words[: i + 2])
+    return words[0]
+
+
+def _where(names: list[str], everything: Sequence[str]) -> str:
+    units = list(dict.fromkeys(unit_of(name) for name in names))
+    if len(names) == len(everything):
+        return f"all {len(names)} parameters"
+    if len(units) == 1:
+        inside = sum(unit_of(name) == units[0] for name in everything)
+        return f"only {units[0]} ({len(names)} of its {inside} parameters)"
+    return f"{len(names)} of {len(everything)} parameters, in {', '.join(units[:4])}"
+
+
+def _not_finite(
+    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str, parts: int
+) -> str | None:
+    bad = mine[worst]
+    if bool(torch.isfinite(bad).all()):
+        return None
+    kind = "NaN" if bool(torch.isnan(bad).any()) else "infinite"
+    return f"{kind}: memory was read that nobody had written, or a number overflowed{_span(rows)}"
+
+
+def _zero(
+    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str, parts: int
+) -> str | None:
+    if any(bool(value.any()) for value in mine.values()):
+        return None
+    return "zero: it is missing"
+
+
+def _factor(
+    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str, parts: int
+) -> str | None:
+    """One number that all are multiplied by."""
+    if any(not bool(torch.isfinite(v).all()) or v.shape != theirs[n].shape
+           for n, v in mine.items()):  # fmt: skip
+        return None
+    a = torch.cat([v.double().reshape(-1) for v in mine.values()])
+    b = torch.cat([theirs[n].double().reshape(-1) for n in mine])
+    if not bool(b.any()) or not bool(a.any()):
+        return None
+    factor = float(a @ b / (b @ b))
+    cosine = float(a @ b / (a.norm() * b.norm()))
+    if cosine > 0.98 and abs(factor - 1) > 0.02:
+        return f"a constant factor {factor:.4g}: a scale is applied twice, or not at all"
+    if parts > 1:
+        for lacking in range(1, parts):
+            share = 1 - lacking / parts
+            if abs(cosine - share**0.5) < 0.1 and abs(factor - share) < 0.12:
+                return (
+                    f"{factor:.2f} of the gradient, at a cosine of {cosine:.2f}: like a sum that "
+                    f"lacks {lacking} of {parts} microbatches"
+                )
+    return None
+
+
+def _permuted(
+    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str, parts: int
+) -> str | None:
+    """Rows that hold what belongs to others."""
+    a, b = mine[worst], theirs[worst]
+    if a.ndim < 2 or a.shape != b.shape or not rows or a.shape[0] > 8192:
+        return None
+    for row in list(rows)[:4]:
+        at = int((b - a[row]).flatten(1).abs().sum(1).argmin())
+        if at != row and torch.allclose(b[at], a[row], rtol=1e-3, atol=1e-6):
+            return f"row {row} holds what belongs to row {at}: wrong rows"
+    return None
+
+
+def _some_rows(
+    mine: Tensors, theirs: Tensors, rows: Sequence[int], worst: str, parts: int
+) -> str | None:
+    value = mine[worst]
+    if value.ndim < 2 or not rows or len(rows) == value.shape[0]:
+        return None
+    return f"of {worst}{_span(rows)} of {value.shape[0]}"
+
+
+def _span(rows: Sequence[int]) -> str:
+    return f" rows {min(rows)} to {max(rows)}" if rows else ""
+
+
+_LOOKS: tuple[Callable[[Tensors, Tensors, Sequence[int], str, int], str | None], ...] = (
+    _not_finite, _zero, _factor, _permuted, _some_rows,
+)  # fmt: skip
+
+
+def conclusion(rows: Sequence[Row]) -> str | None:
+    """What the first difference of a run says about its cause, from what still held before it."""
+    wrong = [row for row in rows if not row.holds]
+    if not wrong:
+        return None
+    first = wrong[0]
+    earlier = {(row.step, row.quantity) for row in rows if row.holds and row.run == first.run}
+    where = f"first difference: {first.quantity} in step {first.step} of {first.run}"
+    if first.quantity == "weights as loaded":
+        return f"{where}: the checkpoint gives back other weights than were saved"
+    before = first.step - 1
+    if first.quantity in ("loss", "gradients") and (before, "update") in earlier:
+        return (
+            f"{where}, after an update that was right: forward and backward computed with other "
+            "weights than the optimizer wrote, such as those of the step before"
+        )
+    if first.quantity == "update" and (first.step, "gradients") in earlier:
+        return f"{where}, from gradients that were right: the optimizer's side"
+    if first.quantity in ("gradients", "norm") and (first.step, "loss") in earlier:
+        return f"{where}, with a loss that is right: the backward's side, or the reduction"
+    return where

@@ -1,0 +1,115 @@
+"""What a proof prints, and the certificate that it leaves."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_fsdp_adapter.checkpoint.record import TOPOLOGY_OPTIONS, versions
+from megatron_fsdp_adapter.proof import Certificate, Comparison
+from megatron_fsdp_adapter.prove import compare
+from megatron_fsdp_adapter.prove.compare import Row
+from megatron_fsdp_adapter.prove.run import Plan, narrowest
+from megatron_fsdp_adapter.prove.source import Recipe
+from megatron_fsdp_adapter.settings import format_changes
+
+REFERENCES: Mapping[str, str] = {
+    "unsharded": "one rank that shards nothing and computes all ranks' microbatches",
+    "ddp": "Megatron's DDP without a distributed optimizer, on the same ranks",
+}
+
+
+def render_plan(recipe: Recipe, plan: Plan) -> str:
+    """What is proven: where it is from, what was set, what was made smaller, what was left out."""
+    o = plan.shrunk.options
+    lines = [
+        f"proof of {recipe.source}",
+        format_changes("sets", recipe.changes),
+        format_changes("made smaller, for the proof alone", plan.shrunk.changes),
+        "not compared",
+        *(f"  - {line}" for line in plan.shrunk.left_out),
+        *(["  - the fused or overlapped path of the reference: it has none"]),
+    ]
+    if plan.splits_model:
+        lines.append("  - a load on one rank: the model itself is split")
+    lines.append(
+        f"runs {o['data_parallel_sharding_strategy']} on {plan.shrunk.world_size} ranks, "
+        f"{plan.steps} steps of {o['microbatches']} microbatches, against "
+        f"{REFERENCES[plan.kind]}; then saves, loads ({', '.join(plan.loads)}), {plan.more} more"
+    )
+    return "\n".join(lines)
+
+
+def render(plan: Plan, rows: Sequence[Row]) -> str:
+    """The table, one line for each quantity and step, and the verdict."""
+    return "\n".join(_lines(plan, rows))
+
+
+def _lines(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
+    dtype = narrowest(plan.shrunk.options)
+    factors = ", ".join(f"{name} {value:g}" for name, value in compare.FACTORS[dtype].items())
+    yield (
+        f"differences, relative; bound in step n: n x {compare.EPS[dtype]:.2e} (eps of {dtype}) x "
+        f"factor ({factors}); weights as loaded: equal bits"
+    )
+    run = None
+    for row in rows:
+        if row.run != run:
+            run = row.run
+            yield f"{run}"
+        what = f"{row.quantity} of {row.compared} parameters" if row.name else row.quantity
+        verdict = "proven " if row.holds else "DIFFERS"
+        worst = f"  worst {row.name}" if row.name and row.difference else ""
+        yield (
+            f"  step {row.step}  {what:<34} {verdict}  {row.difference:9.2e}  of "
+            f"{row.bound:8.2e}{worst}"
+        )
+        if not row.holds and row.remark:
+            yield f"          {row.remark}"
+    wrong = [row for row in rows if not row.holds]
+    yield f"{len(rows) - len(wrong)} of {len(rows)} comparisons hold: " + (
+        "DIFFERS" if wrong else "proven"
+    )
+    cause = compare.conclusion(rows)
+    if cause is not None:
+        yield cause
+
+
+def certificate(recipe: Recipe, plan: Plan, rows: Sequence[Row]) -> Certificate:
+    """Of the run as it was asked for: sizes in `small` say what was computed instead."""
+    asked = {name: value for name, value in recipe.options.items() if _speaks(value)}
+    options: dict[str, Any] = {name: plain(value) for name, value in asked.items()}
+    for name in TOPOLOGY_OPTIONS:
+        options.setdefault(name, None)
+    options["small"] = {c.option: plain(c.after) for c in plan.shrunk.changes}
+    options["not_compared"] = list(plan.shrunk.left_out)
+    comparisons = tuple(
+        Comparison(
+            f"{row.run}, step {row.step}, {row.quantity}" + (f" ({row.name})" if row.name else ""),
+            row.bound,
+            float(row.difference),
+        )
+        for row in rows
+    )
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return Certificate(options, versions(), comparisons, now)
+
+
+def _speaks(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+def plain(value: Any) -> Any:
+    """A value that JSON has."""
+    if isinstance(value, (bool, int, str)) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else str(value)
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return str(value)

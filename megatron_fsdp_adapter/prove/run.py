@@ -1,0 +1,282 @@
+"""What the ranks of a proof do, and what is made of what they leave.
+
+Two worlds: the run's own ranks train, save, load under another strategy and go on; one rank alone
+trains as reference (unless the model is split: then stock DDP does, on the run's ranks), loads what
+the others saved, and goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fsdp_adapter.config import POISON_VARIABLE
+from megatron_fsdp_adapter.prove import compare, ranks
+from megatron_fsdp_adapter.prove.compare import Row
+from megatron_fsdp_adapter.prove.shrink import Shrunk, reference_kind
+
+Options = Mapping[str, Any]
+
+REFERENCE, TRAINED = "reference", "trained"
+OTHER_STRATEGY: Mapping[str, str] = {
+    "no_shard": "optim",
+    "optim": "optim_grads_params",
+    "optim_grads": "optim_grads_params",
+    "optim_grads_params": "optim",
+}
+SIMPLER: Mapping[str, Any] = {
+    "outer_dp_sharding_strategy": "no_shard",
+    "nccl_ub": False,
+    "fsdp_double_buffer": False,
+    "fsdp_copy_engine_all_gather": False,
+    "fsdp_copy_engine_reduce_scatter": False,
+    "fsdp_manual_registration": False,
+    "reduce_scatter_with_fp32_accumulation": False,
+}
+"""What goes with some strategies only, and is off where a checkpoint is loaded under another."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to prove: steps before the save and after it; folder: of traces and checkpoints;
+    prepare: called on every rank of ours before it builds (tests break the engine with it)."""
+
+    shrunk: Shrunk
+    folder: Path
+    steps: int = 3
+    more: int = 2
+    prepare: Callable[[], None] | None = None
+
+    @property
+    def kind(self) -> str:
+        """Which reference: "unsharded" or "ddp"."""
+        return reference_kind(self.shrunk)
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether one rank cannot load into the model that this run has."""
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size",
+                 "context_parallel_size", "expert_model_parallel_size")  # fmt: skip
+        return any((self.shrunk.options.get(name) or 1) > 1 for name in names)
+
+    @property
+    def data_ranks(self) -> int:
+        """Data-parallel ranks of the run."""
+        o = self.shrunk.options
+        split = 1
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size",
+                     "context_parallel_size"):  # fmt: skip
+            split *= o.get(name) or 1
+        return self.shrunk.world_size // split
+
+    @property
+    def other(self) -> str:
+        """The strategy under which the run's own ranks load."""
+        return OTHER_STRATEGY[self.shrunk.options["data_parallel_sharding_strategy"]]
+
+    @property
+    def loads(self) -> tuple[str, ...]:
+        """Names of the runs that load."""
+        found = [f"loaded as {self.other} on {self.shrunk.world_size} ranks"]
+        if not self.splits_model:
+            found.append("loaded on 1 rank")
+        return tuple(found)
+
+    def trace(self, run: str, rank: int, step: int) -> Path:
+        """The file of what a rank had after a step."""
+        return self.folder / "traces" / f"{run.replace(' ', '-')}.{rank}.{step}.pt"
+
+
+def _record(plan: Plan, run: str, rank: int, trainer: Any, first: int, last: int) -> None:
+    from megatron_fsdp_adapter.prove import build
+
+    if first == 0 or run != REFERENCE:
+        torch.save(trainer.weights(), plan.trace(run, rank, first))
+    for number in range(first, last):
+        step = build.train_step(trainer, number)
+        build.set_rate(trainer.optimizer, trainer.options)
+        torch.save(
+            (step.loss, step.norm, step.gradients, step.weights), plan.trace(run, rank, number + 1)
+        )
+
+
+def _load(plan: Plan, run: str, rank: int, options: Options, device: torch.device) -> None:
+    from megatron_fsdp_adapter.checkpoint import (
+        load_checkpoint,
+        load_training_state,
+        training_state,
+    )
+    from megatron_fsdp_adapter.prove import build
+
+    trainer = build.build_trainer(options, device, True, plan.data_ranks)
+    with torch.no_grad():  # what a load leaves out would otherwise be right by chance
+        for chunk in trainer.chunks:
+            chunk.stop_communication()
+            for pair in chunk.engine.pairs:
+                pair.optimizer._local_tensor.add_(1.0)
+    state = {**training_state(trainer.chunks, trainer.optimizer, is_loading=True), "iteration": 0}
+    _, loaded = load_checkpoint(plan.folder / "checkpoint", state)
+    load_training_state(trainer.chunks, loaded, trainer.optimizer)
+    build.set_rate(trainer.optimizer, options)
+    _record(plan, run, rank, trainer, plan.steps, plan.steps + plan.more)
+
+
+def run_ranks_part(rank: int, world: int, plan: Plan) -> None:
+    """The run's own ranks: reference if it is DDP, training, save, load under another strategy."""
+    from megatron_fsdp_adapter.checkpoint import save_checkpoint, training_state
+    from megatron_fsdp_adapter.checkpoint.record import topology_of
+    from megatron_fsdp_adapter.prove import build
+
+    options = plan.shrunk.options
+    device = build.start(options)
+    if plan.kind == "ddp":
+        reference = build.build_trainer(options, device, False, plan.data_ranks)
+        _record(plan, REFERENCE, rank, reference, 0, plan.steps + plan.more)
+        del reference
+    if plan.prepare is not None:
+        plan.prepare()
+    trainer = build.build_trainer(options, device, True, plan.data_ranks)
+    _record(plan, TRAINED, rank, trainer, 0, plan.steps)
+    state = {**training_state(trainer.chunks, trainer.optimizer), "iteration": plan.steps}
+    save_checkpoint(plan.folder / "checkpoint", plan.steps, state,
+                    topology=topology_of(_Named(options)))  # fmt: skip
+    other = {**options, **SIMPLER, "data_parallel_sharding_strategy": plan.other}
+    _load(plan, plan.loads[0], rank, other, device)
+
+
+class _Named:
+    """Options as attributes."""
+
+    def __init__(self, options: Options) -> None:
+        self.__dict__.update(options)
+
+
+def run_alone_part(rank: int, world: int, plan: Plan) -> None:
+    """One rank: reference if it is unsharded, and load of what the run's ranks saved."""
+    from megatron_fsdp_adapter.prove import build
+
+    alone = {**plan.shrunk.options, "num_distributed_optimizer_instances": 1,
+             "outer_dp_sharding_strategy": "no_shard", "world_size": 1}  # fmt: skip
+    device = build.start(alone)
+    if plan.kind == "unsharded":
+        reference = build.build_trainer(alone, device, False, plan.data_ranks)
+        _record(plan, REFERENCE, rank, reference, 0, plan.steps + plan.more)
+        del reference
+    if not plan.splits_model:
+        if plan.prepare is not None:
+            plan.prepare()
+        _load(plan, plan.loads[1], rank, alone, device)
+
+
+def prove(plan: Plan, backend: str, timeout: float, poison: bool = True) -> list[Row]:
+    """Runs both worlds and compares. Raises `ranks.RanksError` if a rank fails or hangs."""
+    (plan.folder / "traces").mkdir(parents=True, exist_ok=True)
+    before = {name: os.environ.get(name) for name in (POISON_VARIABLE, *ENVIRONMENT)}
+    os.environ.update({POISON_VARIABLE: "1" if poison else "0", **ENVIRONMENT})
+    try:
+        ranks.run_ranks(run_ranks_part, plan.shrunk.world_size, plan, timeout=timeout,
+                        backend=backend)  # fmt: skip
+        if plan.kind == "unsharded" or not plan.splits_model:
+            ranks.run_ranks(run_alone_part, 1, plan, timeout=timeout, backend=backend)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+    return compare_all(plan)
+
+
+ENVIRONMENT: Mapping[str, str] = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+def narrowest(options: Options) -> str:
+    """The narrowest dtype on the way of a gradient: of compute, wire, or sums."""
+    if options.get("fp8"):
+        return "fp8"
+    policy = [str(options.get(f"megatron_fsdp_{name}_dtype"))
+              for name in ("main_params", "main_grads", "grad_comm")]  # fmt: skip
+    policy += [str(options.get(f"exp_avg{name}_dtype")) for name in ("", "_sq")]
+    if options.get("bf16") or any("bf16" in name or "bfloat16" in name for name in policy):
+        return "bf16"
+    return "fp16" if options.get("fp16") else "fp32"
+
+
+def compare_all(plan: Plan) -> list[Row]:
+    """Rows of all runs, the worst rank of each quantity in each step."""
+    here = [0] if plan.kind == "unsharded" else list(range(plan.shrunk.world_size))
+    rows: list[Row] = []
+    for run, first, last in _runs(plan):
+        if run != TRAINED:
+            rows.append(_loaded(plan, run, here))
+        for number in range(first + 1, last + 1):
+            by_rank = [_compare_step(plan, run, rank, number) for rank in here]
+            rows += [_worst(list(same)) for same in zip(*by_rank, strict=True)]
+    return rows
+
+
+def _runs(plan: Plan) -> list[tuple[str, int, int]]:
+    end = plan.steps + plan.more
+    return [(TRAINED, 0, plan.steps), *((name, plan.steps, end) for name in plan.loads)]
+
+
+def _worst(rows: list[Row]) -> Row:
+    return max(rows, key=lambda row: compare._rank(row.difference))
+
+
+def _read(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _loaded(plan: Plan, run: str, here: list[int]) -> Row:
+    rows = []
+    for rank in here:
+        saved = _read(plan.trace(TRAINED, rank, plan.steps))[3]
+        found = _read(plan.trace(run, rank, plan.steps))
+        rows.append(compare.compare_tensors(run, plan.steps, "weights as loaded", found, saved,
+                                            0.0))  # fmt: skip
+    return _worst(rows)
+
+
+def _compare_step(plan: Plan, run: str, rank: int, number: int) -> list[Row]:
+    o, parts = plan.shrunk.options, plan.shrunk.options["microbatches"]
+    dtype = narrowest(o)
+
+    def limit(quantity: str) -> float:
+        return compare.bound(dtype, quantity, number)
+
+    loss, norm, gradients, weights = _read(plan.trace(run, rank, number))
+    ref_loss, ref_norm, ref_gradients, ref_weights = _read(plan.trace(REFERENCE, rank, number))
+    so_far = [_read(plan.trace(REFERENCE, rank, n))[2] for n in range(1, number)]
+    so_far.append(ref_gradients)
+    updates = []
+    for name, after in ((run, weights), (REFERENCE, ref_weights)):
+        before = _weights_before(plan, name, rank, number)
+        updates.append(compare.significant_update(before, after, so_far, limit("gradients")))
+    return [
+        compare.compare_numbers(run, number, "loss", loss, ref_loss, limit("loss")),
+        compare.compare_tensors(run, number, "gradients", gradients, ref_gradients,
+                                limit("gradients"), parts),
+        compare.compare_numbers(run, number, "norm", norm, ref_norm, limit("norm")),
+        compare.compare_tensors(run, number, "update", updates[0], updates[1],
+                                limit("update")),
+    ]  # fmt: skip
+
+
+def _weights_before(plan: Plan, run: str, rank: int, number: int) -> dict[str, torch.Tensor]:
+    found = _read(plan.trace(run, rank, number - 1))
+    return found[3] if isinstance(found, tuple) else found
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder for traces and checkpoints, gone when closed."""
+    return tempfile.TemporaryDirectory(prefix="prove-")

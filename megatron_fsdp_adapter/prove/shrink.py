@@ -1,0 +1,398 @@
+"""A run's options made small enough to be proven here, by rule.
+
+Sizes shrink; kinds stay: strategy, precision, fusion, overlap, recompute, which axes of parallelism
+there are. Every change has its reason. What this machine cannot do is left out, and listed as not
+compared. Pure rules over a mapping from Megatron-LM's names of options to values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fsdp_adapter.settings import Change
+
+Options = Mapping[str, Any]
+
+AXES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "num_distributed_optimizer_instances",
+)
+"""What multiplies the number of ranks, in the order in which it is kept where ranks are few."""
+
+SIZES = frozenset(
+    {
+        *AXES, "world_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+        "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank", "num_layers", "mtp_num_layers",
+        "recompute_num_layers", "moe_layer_freq", "hidden_size", "ffn_hidden_size", "kv_channels",
+        "num_attention_heads", "num_query_groups", "num_moe_experts", "num_experts",
+        "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+        "moe_router_num_groups", "moe_router_group_topk", "q_lora_rank", "kv_lora_rank",
+        "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "padded_vocab_size", "seq_length",
+        "max_position_embeddings", "micro_batch_size", "global_batch_size", "microbatches",
+    }
+)  # fmt: skip
+"""Options that are sizes: these may shrink. All others stay, or are in `DROPPED`."""
+
+STEP_LR = 1e-2
+
+
+@dataclass(frozen=True)
+class Room:
+    """What there is to prove with: ranks, and whether they have GPUs and Transformer Engine."""
+
+    ranks: int
+    cuda: bool
+    transformer_engine: bool
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"--ranks {self.ranks} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A run that fits: its options, what was changed and why, and what is not compared."""
+
+    options: Options
+    changes: tuple[Change, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return int(self.options["world_size"])
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """An option that cannot be kept: `when` it is so, its neutral value, and why."""
+
+    option: str
+    when: Callable[[Options, Room], bool]
+    value: Any
+    reason: str
+
+
+def _on(name: str) -> Callable[[Options, Room], bool]:
+    return lambda o, room: bool(o.get(name))
+
+
+def _on_cpu(name: str) -> Callable[[Options, Room], bool]:
+    return lambda o, room: bool(o.get(name)) and not room.cuda
+
+
+def _without_te(name: str) -> Callable[[Options, Room], bool]:
+    return lambda o, room: bool(o.get(name)) and not (room.cuda and room.transformer_engine)
+
+
+_GPU, _TE = "needs a GPU", "needs a GPU and Transformer Engine"
+DROPPED: tuple[Dropped, ...] = (
+    Dropped("hidden_dropout", _on("hidden_dropout"), 0.0, "ranks draw other random numbers"),
+    Dropped("attention_dropout", _on("attention_dropout"), 0.0, "ranks draw other random numbers"),
+    Dropped("moe_input_jitter_eps", _on("moe_input_jitter_eps"), None,
+            "ranks draw other random numbers"),
+    Dropped("transformer_impl",
+            lambda o, room: o.get("transformer_impl") != "local" and not (
+                room.cuda and room.transformer_engine), "local", _TE),
+    *(Dropped(name, _without_te(name), value, _TE) for name, value in (
+        ("fp8", None), ("moe_grouped_gemm", False), ("moe_permute_fusion", False),
+        ("moe_router_fusion", False), ("apply_rope_fusion", False),
+        ("use_precision_aware_optimizer", False), ("tp_comm_overlap", False),
+        ("first_last_layers_bf16", False),
+    )),
+    *(Dropped(name, _on_cpu(name), value, _GPU) for name, value in (
+        ("bias_gelu_fusion", False), ("bias_swiglu_fusion", False), ("bias_dropout_fusion", False),
+        ("bias_activation_fusion", False), ("masked_softmax_fusion", False),
+        ("persist_layer_norm", False), ("cross_entropy_loss_fusion", False), ("nccl_ub", False),
+        ("fsdp_copy_engine_all_gather", False), ("fsdp_copy_engine_reduce_scatter", False),
+        ("fsdp_manual_registration", False), ("moe_shared_expert_overlap", False),
+    )),
+    Dropped("cuda_graph_impl", lambda o, room: o.get("cuda_graph_impl") not in (None, "none"),
+            "none", "a proof looks at gradients between backward and step"),
+    Dropped("enable_cuda_graph", _on("enable_cuda_graph"), False,
+            "a proof looks at gradients between backward and step"),
+    Dropped("init_model_with_meta_device", _on("init_model_with_meta_device"), False,
+            "both models are given the same weights before they are wrapped"),
+    Dropped("fine_grained_activation_offloading", _on("fine_grained_activation_offloading"), False,
+            "activations of a small model need no offload"),
+    Dropped("cpu_offloading", _on("cpu_offloading"), False,
+            "activations of a small model need no offload"),
+    Dropped("pipeline_model_parallel_layout", _on("pipeline_model_parallel_layout"), None,
+            "it names the layers that were taken away"),
+    *(Dropped(name, _on(name), None, "stages are made even") for name in (
+        "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+        "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    )),
+    *(Dropped(name, _on(name), False, "stages are made even") for name in (
+        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    )),
+    *(Dropped(name, _on(name), None, "the small model has too few experts for groups of them")
+      for name in ("moe_router_num_groups", "moe_router_group_topk",
+                   "moe_router_topk_limited_devices")),
+    *(Dropped(name, _on(name), None, "it moves where other ranks' tokens go; random data is short")
+      for name in ("moe_expert_capacity_factor",)),
+    Dropped("heterogeneous_layers_config_path", _on("heterogeneous_layers_config_path"), None,
+            "it names the layers that were taken away"),
+)  # fmt: skip
+"""Options that a proof cannot keep."""
+
+UNSUPPORTED: Mapping[str, Any] = {
+    "yaml_cfg": None,
+    "spec": None,
+    "use_legacy_models": False,
+    "experimental_attention_variant": None,
+    "is_hybrid_model": False,
+    "hybrid_override_pattern": None,
+}
+"""Options of models that a proof cannot build, with the value that is allowed."""
+
+
+def _number(options: Options, name: str, default: int) -> int:
+    return int(options.get(name) or default)
+
+
+def _up(value: float, multiple: int) -> int:
+    return max(1, -(-int(value) // multiple)) * multiple
+
+
+class _Work:
+    """Options while they shrink, with a row for each change."""
+
+    def __init__(self, options: Options, keep: frozenset[str]) -> None:
+        self.options = dict(options)
+        self.keep = keep
+        self.changes: list[Change] = []
+        self.left_out: list[str] = []
+
+    def set(self, name: str, value: Any, reason: str) -> None:
+        before = self.options.get(name)
+        if name in self.keep or before == value:
+            return
+        self.options[name] = value
+        self.changes.append(Change(name, before, value, reason))
+
+    def least(self, name: str, value: int, reason: str) -> None:
+        """Lowers a size that is larger."""
+        before = self.options.get(name)
+        if before is not None and before > value:
+            self.set(name, value, reason)
+
+
+def shrink(options: Options, room: Room, keep: frozenset[str] = frozenset()) -> Shrunk:
+    """The small run. options: by Megatron's names; keep: sizes that stay as they are.
+
+    ValueError for options of `keep` that are no sizes, and for models that cannot be built.
+    """
+    unknown = sorted(keep - SIZES)
+    if unknown:
+        raise ValueError(f"--keep {', '.join(unknown)}: no size that a proof changes")
+    for name, allowed in UNSUPPORTED.items():
+        if options.get(name, allowed) not in (allowed, None):
+            raise ValueError(f"{name}={options[name]!r}: a proof cannot build that model")
+    work = _Work(options, keep)
+    for row in DROPPED:
+        if row.when(work.options, room):
+            work.left_out.append(f"{row.option}={work.options.get(row.option)}: {row.reason}")
+            work.set(row.option, row.value, row.reason)
+    _ranks(work, room)
+    _layers(work)
+    _widths(work, room)
+    _experts(work, room)
+    _batches(work, room)
+    _schedule(work)
+    work.left_out.append("data, tokenizer and learning-rate schedule: random tokens, one rate")
+    return Shrunk(work.options, tuple(work.changes), tuple(dict.fromkeys(work.left_out)))
+
+
+def _ranks(work: _Work, room: Room) -> None:
+    """Two ranks of each axis, two data-parallel ones first: these are what is proven."""
+    o = work.options
+    work.set("num_query_groups", None if not o.get("group_query_attention")
+             else o.get("num_query_groups"), "only with group_query_attention")  # fmt: skip
+    data = min(2, room.ranks)
+    world = data
+    if data < 2:
+        work.left_out.append("shards of several ranks: there is one rank")
+    for name in AXES:
+        if name == "context_parallel_size" and not room.cuda:
+            if _number(o, name, 1) > 1:
+                work.left_out.append(f"{name}={o[name]}: {_TE}")
+            work.set(name, 1, _TE)
+        size = _number(o, name, 1)
+        if size == 1:
+            continue
+        if world * 2 <= room.ranks:
+            work.set(name, 2, "the fewest ranks that have this axis")
+            world *= 2
+        else:
+            work.left_out.append(
+                f"{name}={size}: needs {world * 2} ranks, there are {room.ranks}"
+            )
+            work.set(name, 1, f"there are {room.ranks} ranks")
+    if "world_size" in work.keep:
+        world = _number(o, "world_size", world)
+    experts = _number(o, "num_moe_experts", 0)
+    tensor, pipeline = (_number(o, name, 1) for name in AXES[:2])
+    if experts and _number(o, "expert_model_parallel_size", 1) > 1:
+        room_for = world // pipeline
+        if room_for < 2:
+            work.left_out.append(f"expert_model_parallel_size: there are {room.ranks} ranks")
+        if room_for == 2 and room.ranks >= 2 * world:
+            world, room_for = 2 * world, 4
+        if room_for < 4 and room_for > 1:
+            work.left_out.append("shards of experts: each expert is on one rank")
+        work.set("expert_model_parallel_size", 2 if room_for > 1 else 1, "the fewest that split")
+    etp = o.get("expert_tensor_parallel_size")
+    if experts and etp is not None and etp > 1:
+        fits = tensor > 1 and world // pipeline >= 2 * _number(o, "expert_model_parallel_size", 1)
+        if not fits:
+            work.left_out.append(f"expert_tensor_parallel_size={etp}: too few ranks")
+        work.set("expert_tensor_parallel_size", 2 if fits else 1, "the fewest that split")
+    if tensor == 1 and o.get("sequence_parallel"):
+        work.left_out.append("sequence_parallel: it goes with tensor parallelism")
+        work.set("sequence_parallel", False, "one tensor-parallel rank")
+    work.set("world_size", world, "the fewest ranks that have all axes")
+
+
+def _layers(work: _Work) -> None:
+    o = work.options
+    stages = _number(o, "pipeline_model_parallel_size", 1)
+    virtual = o.get("virtual_pipeline_model_parallel_size")
+    for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
+        if o.get(name) and not virtual:
+            virtual = 2
+        work.set(name, None, "said by virtual_pipeline_model_parallel_size")
+    if virtual and stages == 1:
+        work.left_out.append("virtual_pipeline_model_parallel_size: one pipeline stage")
+        virtual = None
+    work.set("virtual_pipeline_model_parallel_size", 2 if virtual else None, "two chunks")
+    pieces = stages * (2 if virtual else 1)
+    # Three layers where all are on one rank: a first, a last, and one between two of its kind.
+    layers = 3 if pieces == 1 else 2 * pieces
+    frequency = o.get("moe_layer_freq", 1)
+    if isinstance(frequency, int) and frequency > 1:
+        layers = _up(2 * frequency if frequency < 3 else frequency, pieces)
+        frequency = min(frequency, layers)
+    work.least("num_layers", layers, "a first, a last and one in between")
+    layers = _number(o, "num_layers", layers)
+    if isinstance(frequency, (list, tuple)):
+        kept = list(frequency[:layers])
+        if len(set(frequency)) > len(set(kept)):  # dense layers first: keep one of them
+            kept = [0] + [1] * (layers - 1)
+        work.set("moe_layer_freq", kept, "one entry a layer")
+    work.least("mtp_num_layers", 1, "one module")
+    if o.get("recompute_num_layers"):
+        work.least("recompute_num_layers", 1, "fewer layers")
+    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        work.least(name, 1, "fewer layers")
+
+
+def quantum(options: Options) -> int:
+    """What widths are multiples of: blocks of the FP8 recipe, vectors of GPU kernels."""
+    if not options.get("fp8"):
+        return 8
+    return {"blockwise": 128, "mxfp8": 32}.get(str(options.get("fp8_recipe")), 16)
+
+
+def _widths(work: _Work, room: Room) -> None:
+    """Heads, then what follows from them. Head size and ratios stay where they are small."""
+    o = work.options
+    tensor = _number(o, "tensor_model_parallel_size", 1)
+    heads = _number(o, "num_attention_heads", 1)
+    hidden = _number(o, "hidden_size", heads)
+    ratio = (_number(o, "ffn_hidden_size", 4 * hidden)) / hidden
+    unit, dim = quantum(o), _number(o, "kv_channels", hidden // heads)
+    small_dim = min(dim, 64 if room.cuda else 16)
+    groups = o.get("num_query_groups")
+    if groups:
+        few = tensor * min(2, max(1, groups // tensor))
+        per = min(3, max(1, heads // groups))
+        work.least("num_query_groups", few, "width")
+        groups = _number(o, "num_query_groups", few)
+        work.least("num_attention_heads", groups * per, "width, grouped as before")
+    else:
+        work.least("num_attention_heads", _up(3, tensor), "width")
+    heads = _number(o, "num_attention_heads", heads)
+    work.least("hidden_size", _up(heads * small_dim, unit * tensor), "width")
+    hidden = _number(o, "hidden_size", hidden)
+    if "hidden_size" not in work.keep:
+        work.set("kv_channels", small_dim, "width of a head")
+    _mlp(work, "ffn_hidden_size", hidden * min(ratio, 3.0), unit * tensor)
+    for name, size in (("q_lora_rank", 32), ("kv_lora_rank", 32), ("qk_head_dim", 16),
+                       ("qk_pos_emb_head_dim", 16), ("v_head_dim", 16)):  # fmt: skip
+        work.least(name, size, "width")
+    rows = _up(200, 8 * tensor)
+    if "padded_vocab_size" not in work.keep:
+        work.set("padded_vocab_size", rows, "a small vocabulary")
+
+
+def _mlp(work: _Work, name: str, wanted: float, multiple: int) -> None:
+    """Of a width that no power of two divides: shards then end inside matrices."""
+    size = _up(wanted, multiple) + multiple
+    if work.options.get(name) is None:
+        work.set(name, size, "width")
+    else:
+        work.least(name, size, "width")
+
+
+def _experts(work: _Work, room: Room) -> None:
+    o = work.options
+    if not o.get("num_moe_experts"):
+        return
+    number = 2 * max(2, _number(o, "expert_model_parallel_size", 1))
+    work.least("num_moe_experts", number, "experts")
+    if "num_experts" in o:
+        work.set("num_experts", o["num_moe_experts"], "experts")
+    work.least("moe_router_topk", 2, "fewer experts")
+    unit = quantum(o) * _number(o, "expert_tensor_parallel_size", 1)
+    hidden = _number(o, "hidden_size", 1)
+    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        if o.get(name) is not None:
+            work.least(name, _up(hidden, unit) + unit, "width")
+
+
+def _batches(work: _Work, room: Room) -> None:
+    o = work.options
+    context = _number(o, "context_parallel_size", 1)
+    stages = _number(o, "pipeline_model_parallel_size", 1)
+    work.least("seq_length", 128 if room.cuda else 16 * context, "tokens")
+    length = _number(o, "seq_length", 16)
+    if "max_position_embeddings" not in work.keep:
+        work.set("max_position_embeddings", length, "as many as tokens")
+    # Before sizes of the batch shrink: how many microbatches a rank has in the run itself.
+    micro, total = _number(o, "micro_batch_size", 1), o.get("global_batch_size")
+    work.least("micro_batch_size", 2, "samples")
+    several = total is not None and total > micro * _number(o, "original_data_parallel_size", 1)
+    if "microbatches" not in work.keep:
+        number = (2 * stages if stages > 1 else 3) if several or stages > 1 else 1
+        work.set("microbatches", number, "several, as in the run" if several else "one step")
+    if not several and stages == 1:
+        work.left_out.append("several microbatches: the run has one (or says no global batch size)")
+    ranks = o["world_size"] // (stages * context * _number(o, "tensor_model_parallel_size", 1))
+    work.set("global_batch_size", o["microbatches"] * ranks * _number(o, "micro_batch_size", 1),
+             "microbatches x ranks x samples")  # fmt: skip
+
+
+def _schedule(work: _Work) -> None:
+    """A rate at which a step changes what is computed: after a step of 1e-5, weights of the last
+    step round to the same bf16 as those of this one, and nothing could be seen."""
+    work.set("lr", STEP_LR, "a step that rounding does not hide")
+    work.set("min_lr", 0.0, "one learning rate")
+    if work.options.get("fp16") and not work.options.get("loss_scale"):
+        work.set("initial_loss_scale", 1024.0, "no step is skipped while a scale is looked for")
+
+
+def reference_kind(shrunk: Shrunk, names: tuple[str, ...] = AXES[:3]) -> str:
+    """"unsharded": one rank does all the work. "ddp": stock DDP on the same ranks, where the model
+    itself is split, or what a rank computes depends on the others."""
+    o = shrunk.options
+    split = any(_number(o, name, 1) > 1 for name in (*names, "expert_model_parallel_size"))
+    routing = o.get("moe_router_load_balancing_type")
+    kinds = routing if isinstance(routing, (list, tuple)) else [routing]
+    depends = bool(o.get("moe_router_enable_expert_bias")) or "global_aux_loss" in kinds
+    return "ddp" if split or depends or o.get("fp8") else "unsharded"

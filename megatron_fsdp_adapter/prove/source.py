@@ -1,0 +1,138 @@
+"""The options of a run, out of whatever its user has: a command line of Megatron-LM, one of this
+repository's training script, or a preset. Always under the names that Megatron's configs have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_fsdp_adapter import megatron_lm, runner, validation
+from megatron_fsdp_adapter.settings import Change
+
+SCRIPT_OPTIONS = Path("lib", "options.py")
+"""Beside a training script of this repository."""
+
+BASE: Mapping[str, Any] = {
+    "use_megatron_fsdp": True,
+    "use_distributed_optimizer": True,
+    "ckpt_format": validation.CKPT_FORMAT,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "outer_dp_sharding_strategy": "no_shard",
+    "num_distributed_optimizer_instances": 1,
+    "optimizer": "adam",
+    "num_experts": None,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "micro_batch_size": 1,
+}
+"""What a preset leaves unsaid."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run: where its options are from, the options, what was set on them, and the folder from
+    which Megatron is imported (None: the installed one)."""
+
+    source: str
+    options: Mapping[str, Any]
+    changes: tuple[Change, ...]
+    folder: Path | None = None
+
+
+def of_script(script: Path, arguments: Sequence[str], world_size: int) -> Recipe:
+    """What a training script makes of its command line. ValueError if it cannot be read or is
+    refused."""
+    if not script.is_file():
+        raise ValueError(f"no such script: {script}")
+    args: Any
+    beside = script.resolve().parent / SCRIPT_OPTIONS
+    if beside.is_file():
+        args, folder = _own_options(beside, arguments), None
+    else:
+        args, folder = _parsed(script, arguments), script.resolve().parent
+    changes = []
+    if not args.use_megatron_fsdp:
+        args.use_megatron_fsdp = True
+        reason = "not given; proven as if it were"
+        changes.append(Change(megatron_lm.FSDP_FLAG, False, True, reason))
+    return _finished(f"{script} with its command line", args, arguments, changes, world_size,
+                     folder)  # fmt: skip
+
+
+def of_options(options: Mapping[str, Any], source: str, world_size: int) -> Recipe:
+    """A preset with what it leaves unsaid. ValueError if it is refused."""
+    args = SimpleNamespace(**{**BASE, **{k.replace("-", "_"): v for k, v in options.items()}})
+    return _finished(source, args, [], [], world_size, None)
+
+
+def _parsed(script: Path, arguments: Sequence[str]) -> argparse.Namespace:
+    try:
+        return runner.parse_arguments(script, arguments)
+    except SystemExit as error:  # argparse has said what is wrong
+        raise ValueError(f"{script} does not take this command line") from error
+
+
+def _own_options(beside: Path, arguments: Sequence[str]) -> SimpleNamespace:
+    spec = importlib.util.spec_from_file_location("_training_script_options", beside)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return SimpleNamespace(**dataclasses.asdict(module.parse(list(arguments))))
+
+
+def _finished(
+    source: str, args: Any, arguments: Sequence[str], changes: list[Change], world_size: int,
+    folder: Path | None,
+) -> Recipe:
+    for name, value in (("outer_dp_sharding_strategy", "no_shard"), ("ckpt_format", None)):
+        if not hasattr(args, name):
+            setattr(args, name, value)
+    changes += megatron_lm.complete(args, arguments)
+    environment = {k: v for k, v in os.environ.items() if k != validation.CONNECTIONS}
+    wrong = validation.launch_problems(args, environment)
+    if wrong:
+        raise ValueError("the configuration is refused:\n" + "\n".join(f"  - {w}" for w in wrong))
+    options = vars(validation.launch_options(args))
+    return Recipe(source, _named_like_configs(options, world_size), tuple(changes), folder)
+
+
+ALIASES: Mapping[str, str] = {
+    "rope_fusion": "apply_rope_fusion",
+    "norm_epsilon": "layernorm_epsilon",
+}
+
+
+def _named_like_configs(options: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Fills in what Megatron derives from other options before it builds anything."""
+    found = dict(options)
+    for mine, theirs in ALIASES.items():
+        if mine in found:
+            found.setdefault(theirs, found.pop(mine))
+    if found.pop("disable_bias_linear", False):
+        found["add_bias_linear"] = False
+    if found.get("recompute_activations") and not found.get("recompute_granularity"):
+        found["recompute_granularity"] = "selective"
+    found.setdefault("position_embedding_type", "learned_absolute")
+    found["num_moe_experts"] = found.get("num_moe_experts") or found.get("num_experts")
+    split = 1
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size",
+                 "context_parallel_size"):  # fmt: skip
+        split *= found.get(name) or 1
+    found["original_data_parallel_size"] = max(1, world_size // split)
+    if not found.get("expert_tensor_parallel_size"):
+        found["expert_tensor_parallel_size"] = found.get("tensor_model_parallel_size") or 1
+    missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads")
+               if not found.get(name)]  # fmt: skip
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: not given")
+    return found
