@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_fsdp_adapter import staging_options
 from megatron_fsdp_adapter.ddp_options import engine_config
+from megatron_fsdp_adapter.topology import FSDPDistributedIndex
 from tests.distributed.gpt import Case, build_trainer, ddp_config, train_step
 from tests.distributed.gpt import batches as batches_of
+from tests.engine.engine_cases import pretended_world
 
 CASE = Case(num_layers=4, hidden=12, heads=2, ffn=20, vocab=23)
 ZERO_3, CPU, CUDA = "optim_grads_params", torch.device("cpu"), torch.device("cuda")
@@ -71,6 +74,25 @@ def test_memory_pools_exclude_expandable_segments(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     (line,) = staging_options.problems(config(**{CE: True}), CUDA, NO_GROUPS)
     assert "expandable_segments:True excludes memory pools" in line
+
+
+@pytest.mark.parametrize("option", ["nccl_ub", CE, CARRIED])
+def test_registration_is_between_the_ranks_of_one_instance(option):
+    """Several optimizer instances register side by side, over groups that have no rank in common:
+    none waits for another."""
+    seen = []
+    for rank in range(4):
+        with pretended_world(4, rank):
+            instances = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+            across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+            index = FSDPDistributedIndex(
+                instances[rank // 2], device_type="cpu", grad_scale=0.25,
+                outer_fsdp_group=across[rank % 2],
+            )  # fmt: skip
+            memory = staging_options.slot_memory(config(**{option: True}), index, CPU)
+            assert memory is not None
+            seen.append([tuple(dist.get_process_group_ranks(g)) for g in memory._groups])
+    assert seen == [[(0, 1)], [(0, 1)], [(2, 3)], [(2, 3)]]
 
 
 def test_the_wrapper_refuses_registered_buffers_on_the_cpu(one_rank):
