@@ -88,11 +88,16 @@ def accumulate_wgrad(
     """`main_grad += grad_output^T @ total_input`, summed in the dtype of `main_grad`.
 
     Shapes: (tokens, inputs), (tokens, outputs), (outputs, inputs), all contiguous; the first two of
-    one dtype, of 2 bytes or 4; `main_grad` float32 or that dtype. In place of apex's
+    one dtype, of 2 bytes or 4; `main_grad` of any: where that is neither float32 nor theirs, the
+    product is rounded to theirs before it is added. In place of apex's
     `wgrad_gemm_accum_fp32` and `wgrad_gemm_accum_fp16`.
     """
     total_input = total_input.reshape(-1, total_input.shape[-1])
     grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+    if main_grad.dtype not in (torch.float32, total_input.dtype):
+        # No kernel writes a product of one 16-bit dtype in the other, nor one of float32 in either.
+        main_grad.add_(grad_output.t() @ total_input)
+        return
     if main_grad.is_cuda and importlib.util.find_spec("transformer_engine") is not None:
         from transformer_engine.pytorch.cpp_extensions import general_gemm
 

@@ -332,10 +332,19 @@ class Observer:
     device: torch.device
 
     def __call__(self, owner: nn.Module, dtype: torch.dtype) -> Observed:
-        """What holds in every precision that `owner`, with weights of `dtype`, may compute in."""
+        """What holds in every precision that `owner`, with weights of `dtype`, may compute in.
+        ValueError where it cannot write into `main_dtype`."""
         name = maker_name(type(owner))
         if name is None:
             return UNKNOWN
+        if name.startswith("transformer_engine.") and self.main_dtype not in (torch.float32, dtype):
+            raise ValueError(
+                f"gradient_accumulation_fusion=True: {type(owner).__name__} has weights in {dtype} "
+                f"and is to write their gradients in {self.main_dtype}, which is on the wire; its "
+                "products are float32 or in the weights' dtype; leave "
+                "megatron_fsdp_grad_comm_dtype unset, or set gradient_accumulation_fusion=False "
+                "(--no-gradient-accumulation-fusion)"
+            )
         seen = [
             observed_once(name, precision, dtype, self.main_dtype, self.device.type)
             for precision in self.precisions

@@ -60,6 +60,15 @@ def test_a_bucket_that_is_not_zeroed_is_seen() -> None:
         run_ranks(_forget_to_zero, 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_product_is_added_to_a_main_gradient_of_another_dtype(dtype: torch.dtype) -> None:
+    x, grad = torch.randn(6, 5).to(dtype), torch.randn(6, 7).to(dtype)
+    main = torch.randn(7, 5).bfloat16()
+    expected = main.double() + grad.double().t() @ x.double()
+    fused_wgrad.accumulate_wgrad(x, grad, main)
+    torch.testing.assert_close(main.double(), expected, rtol=2**-7, atol=2**-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_product_in_place_of_apex_adds_in_the_dtype_of_the_main_gradient(dtype) -> None:
     generator = torch.Generator().manual_seed(torch.seed() % 2**31)

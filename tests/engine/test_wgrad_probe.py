@@ -239,6 +239,14 @@ def test_what_cannot_be_run_is_said_and_cleared_first(makers: dict[str, Maker]) 
     assert seen == UNKNOWN
 
 
+def test_products_that_no_kernel_writes_are_refused(makers: dict[str, Maker]) -> None:
+    makers[NAME] = _maker("adds")
+    observer = Observer((Precision("weights"),), torch.bfloat16, CPU)
+    with pytest.raises(ValueError, match="weights in torch.float16 .* leave megatron_fsdp_grad"):
+        observer(ColumnParallel(), torch.float16)
+    assert observer(nn.Linear(2, 2), torch.float16) == UNKNOWN
+
+
 @dataclass
 class _Owner:
     fuse_wgrad_accumulation: bool = True

@@ -174,6 +174,14 @@ RULES: tuple[Rule, ...] = (
         "refused: ETP unlike TP without EP", "core marks such experts as dense",
         lambda layers, tp, ep, etp: layers in WITH_EXPERTS and ep == 1 and etp != tp,
     ),
+    Rule(
+        "refused: fused products of another dtype",
+        "Transformer Engine's products write float32 or the weights' dtype",
+        lambda target, layers, fusion, wire, strategy, precision: (
+            fusion == "on" and wire == "bf16" and precision in ("fp32", "fp16")
+            and uses_te(target, layers) and STRATEGIES[str(strategy)].shard_grads
+        ),
+    ),
     # What has no meaning.
     Rule(
         "no experts", "EP and ETP are axes of experts",
@@ -194,6 +202,20 @@ RULES: tuple[Rule, ...] = (
         "core: no CP in local attention on GPUs", "only Transformer Engine's attention has it; the "
         "CPU cells use an attention of the tests",
         lambda target, layers, cp: target == "gpu" and cp > 1 and not uses_te(target, layers),
+    ),
+    Rule(
+        "core: no CP in float32 on GPUs", "no kernel of Transformer Engine's attention does it",
+        lambda target, cp, precision: target == "gpu" and cp > 1 and precision == "fp32",
+    ),
+    Rule(
+        "core: interleaving, recompute and FP8",
+        "stock DDP does not come out of its first backward",
+        lambda vpp, recompute, precision: vpp > 1 and recompute == "full" and _fp8(precision),
+    ),
+    Rule(
+        "core: graph, recompute and TP", "recomputing sets the generator of the tensor-parallel "
+        "ranks, of another seed than the capture's",
+        lambda graph, recompute, tp: graph == "on" and recompute == "full" and tp > 1,
     ),
     Rule(
         "core: graph and experts", "the host reads how many tokens each expert got",
