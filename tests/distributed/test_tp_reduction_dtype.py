@@ -1,0 +1,88 @@
+"""Gradients that core adds up over tensor-parallel ranks are added in the dtype of main gradients,
+whatever dtype the data-parallel reduction has on the wire."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+
+from tests.distributed.gpt import STRATEGIES
+from tests.distributed.launch import run_ranks
+from tests.distributed.topologies import (
+    TOPOLOGIES,
+    build_topology_trainer,
+    case_for,
+    init_topology,
+    run_schedule,
+)
+
+core_finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+"""The module, of which a function has the name."""
+
+TOPOLOGY = TOPOLOGIES["tp2-sp"]
+IN_BF16 = {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}
+"""Float32 main gradients, bf16 on the wire."""
+
+
+def _marked(trainer: Any) -> list[torch.Tensor]:
+    """Local gradients of what sequence-parallel ranks hold alike."""
+    return [
+        param.grad._local_tensor
+        for param in trainer.chunks[0].parameters()
+        if getattr(param, "sequence_parallel", False)
+    ]
+
+
+def _sum(rank: int, world: int) -> None:
+    init_topology(TOPOLOGY)
+    for strategy in STRATEGIES:
+        case = case_for(TOPOLOGY, microbatches=3)
+        trainer = build_topology_trainer(TOPOLOGY, case, strategy, ddp=IN_BF16)
+        original, before = core_finalize._allreduce_non_tensor_model_parallel_grads, []
+
+        def recording(*args: Any, of=original, to=before, what=trainer, **kwargs: Any) -> None:
+            to.extend(grad.clone() for grad in _marked(what))
+            of(*args, **kwargs)
+
+        name = "_allreduce_non_tensor_model_parallel_grads"
+        with mock.patch.object(core_finalize, name, recording):
+            run_schedule(trainer, 0)
+        after = _marked(trainer)
+        assert len(after) == len(before) > 0
+        assert any(grad.numel() for grad in before), "this rank has a part of them"
+        pieces: list[Any] = [None] * world
+        dist.all_gather_object(pieces, before, group=ps.get_tensor_model_parallel_group())
+        for index, found in enumerate(after):
+            assert found.dtype == torch.float32, f"{strategy}: {found.dtype}"
+            assert torch.equal(found, sum(piece[index] for piece in pieces)), strategy
+        lossy = [grad for grad in after if not torch.equal(grad.bfloat16().float(), grad)]
+        assert lossy, "a sum in bf16 would have been the same"
+
+
+def test_sums_over_tensor_parallel_ranks_are_in_the_dtype_of_main_gradients() -> None:
+    """Bit for bit: the reduction over the data-parallel axis alone is in bf16."""
+    run_ranks(_sum, 2)
+
+
+def _sum_in_bf16(rank: int, world: int) -> None:
+    """The fault that the test must see."""
+    reduce = dist.all_reduce
+
+    def rounded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        reduce(tensor, *args, **kwargs)
+        if kwargs.get("group") is ps.get_tensor_model_parallel_group() and tensor.dim() == 1:
+            tensor.copy_(tensor.bfloat16())
+
+    with mock.patch.object(dist, "all_reduce", rounded):
+        _sum(rank, world)
+
+
+def test_a_sum_in_bf16_is_seen() -> None:
+    with pytest.raises(AssertionError, match="no_shard"):
+        run_ranks(_sum_in_bf16, 2)
