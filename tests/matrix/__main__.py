@@ -20,7 +20,7 @@ from megatron_fsdp_adapter.config import poison_asked
 
 from . import cells as arrays
 from .cover import covered
-from .table import ARRAYS, RULES, name_of
+from .table import ARRAYS, DIMENSIONS, MEANING, REFERENCE, RULES, name_of
 
 WIDTHS = ("tiny", "small", "real")
 
@@ -68,6 +68,10 @@ def _forget(path, wanted, setting, results) -> None:  # type: ignore[no-untyped-
 
 
 def _count(options: argparse.Namespace) -> int:
+    print("| dimension | values | what |\n|---|---|---|")
+    for name, values in DIMENSIONS.items():
+        print(f"| {name} | {', '.join(map(str, values))} | {MEANING[name]} |")
+    print(f"\nReference: {', '.join(f'{n}={v}' for n, v in REFERENCE.items())}\n")
     print("| array | pairs | possible | in cells | excluded | cells |\n|---|---|---|---|---|---|")
     excluded: dict[str, dict[str, int]] = {rule.name: {} for rule in RULES}
     for array in ARRAYS:
@@ -79,8 +83,8 @@ def _count(options: argparse.Namespace) -> int:
             f"| {len(covered(rows, space) & possible)} | {len(out)} | {len(rows)} |"
         )
         for pair in out:
-            name = space.reasons(pair)[0].name
-            excluded[name][array] = excluded[name].get(array, 0) + 1
+            for rule in space.reasons(pair):
+                excluded[rule.name][array] = excluded[rule.name].get(array, 0) + 1
     print("\n| rule | why |", *(f"`{array}` |" for array in ARRAYS))
     print("|---|---|" + "---|" * len(ARRAYS))
     for rule in RULES:

@@ -21,7 +21,7 @@ loss of the first step
     One forward: the kernels' part alone.
 later steps, and the movement of the weights
     Updates are nearly proportional to gradients (`Width.adam_eps`), so a gradient's error is the
-    update's. It grows from step to step: `GROWTH` times, over three. Compute weights of 16 bits
+    update's, in each of three steps (`GROWTH`). Compute weights of 16 bits
     add their own roundings, since main weights that differ a little may round differently.
 """
 
@@ -37,7 +37,7 @@ U_FLOAT16, U_E5M2 = 2.0**-11, 2.0**-3
 COMPUTE = {"fp32": U_FLOAT32, "bf16": U_BFLOAT16, "fp16": U_FLOAT16}
 """Unit roundoff of the compute dtype; FP8 has bf16 beside it."""
 
-CANCELLATION, KERNEL, GROWTH = 8, 2, 8
+CANCELLATION, KERNEL, GROWTH = 8, 2, 3
 FP8_NORM = 1e-2
 PEAK = 4
 """Largest error of an element, relative to the largest element, in units of the tensor's bound."""

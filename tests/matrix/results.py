@@ -39,14 +39,16 @@ def code_digest() -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """How cells are run; a result of another setting is another result."""
+    """How cells are run; a result of another setting is another result. `code` is found out once,
+    so that processes agree on it though a file be edited meanwhile."""
 
     width: str
     device: str
     poison: bool
+    code: str = field(default_factory=code_digest)
 
     def digest(self, cell: Cell) -> str:
-        words = [code_digest(), name_of(cell), self.width, self.device, str(self.poison)]
+        words = [self.code, name_of(cell), self.width, self.device, str(self.poison)]
         return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
 
 

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.support import FP8_RECIPES
 from tests.matrix import cells
+from tests.matrix.__main__ import main
 from tests.matrix.cover import Space, covered, covering_array
+from tests.matrix.results import REPOSITORY
 from tests.matrix.table import (
     ARRAYS,
     DIMENSIONS,
@@ -103,6 +105,16 @@ def test_a_name_that_tells_no_cell_is_an_error() -> None:
     for name in ("cpu tp=3", "cpu nonsense=1", "cpu tp"):
         with pytest.raises(ValueError, match="not a dimension and value"):
             cell_named(name)
+
+
+@pytest.mark.full
+def test_the_document_has_the_tables_of_today(capsys: pytest.CaptureFixture[str]) -> None:
+    """`python -m tests.matrix count` prints them."""
+    assert main(["count"]) == 0
+    document = (REPOSITORY / "docs" / "matrix.md").read_text()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(lines) > len(DIMENSIONS) + len(RULES) + len(ARRAYS)
+    assert [line for line in lines if line not in document] == []
 
 
 # The algorithm, on small tables of which all cells can be listed.
