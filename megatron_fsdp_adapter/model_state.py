@@ -7,16 +7,20 @@ of them, the same for every way to split the model.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .checkpoint.chunks import copy_chunks
 from .checkpoint.names import EXTRA_STATE, GlobalNames
 from .checkpoint.parts import held_range, part_of
+from .uneven_dtensor import Chunks, chunks_of, even_chunks, is_replicated
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,6 @@ def values_of(form: Form, params: Mapping[str, nn.Parameter], plain: Mapping[str
         value = plain[place.name]
         param = params.get(place.name)
         if param is not None:
-            if value is not param:
-                copy_chunks(param, value)  # type: ignore[arg-type]
             value = part_of(value, param.fsdp_layout_ref, place.number, place.count)  # type: ignore[attr-defined]
         state[key] = value
     return state
@@ -108,48 +110,182 @@ def load_problems(
                   if not key.endswith(EXTRA_STATE)]
     for key, value in values.items():
         place = form.get(key)
-        param = params.get(place.name) if place else None
-        if place is None or param is None:
-            continue
-        expected = _shape_for(param, place, value)
-        if tuple(value.shape) != expected:
-            found.append(f"{key}: shape {tuple(value.shape)}, expected {expected}")
+        if place is not None and place.name in params:
+            found += shape_problems(key, params[place.name], place, value)
     return found
+
+
+def shape_problems(key: str, param: nn.Parameter, place: Place, value: Any) -> list[str]:
+    """What is wrong with `value` for `place` in the optimizer parameter `param`."""
+    if not isinstance(value, torch.Tensor):
+        return [f"{key}: a {type(value).__name__}, expected a tensor"]
+    expected = _shapes_for(param, place, value)
+    if tuple(value.shape) in expected:
+        return []
+    return [f"{key}: shape {tuple(value.shape)}, expected {' or '.join(map(str, expected))}"]
+
+
+def _shapes_for(param: nn.Parameter, place: Place, value: torch.Tensor) -> list[tuple[int, ...]]:
+    """The shapes that `value` may have: for a DTensor the whole tensor's, for a plain one that of
+    the module's parameter, which tensor parallelism may have split."""
+    ref = param.fsdp_layout_ref  # type: ignore[attr-defined]
+    shape = tuple(param.shape) if isinstance(value, DTensor) else ref.shape
+    shape = (shape[0] // place.count, *shape[1:])
+    own = ref.layout.specs[ref.index].shape
+    return [shape] if own else [own, shape]
+
+
+def incompatible_keys(form: Form, given: Mapping[str, str], result: Any) -> Any:
+    """What torch's `load_state_dict` would return for the whole module, in the form's keys.
+
+    given: the form's key for each given one. result: torch's own, of a load into the whole module
+    without the values that the form does not have.
+    """
+    absent, told = set(result.missing_keys), set(given.values())
+    names = {place.name for place in form.values()}
+    missing = [key for key, place in form.items() if place.name in absent and key not in told]
+    missing += [name for name in result.missing_keys if name not in names]
+    unexpected = [key for key, own in given.items() if own not in form]
+    return result._replace(
+        missing_keys=missing, unexpected_keys=[*result.unexpected_keys, *unexpected]
+    )
 
 
 def copy_values(
     form: Form, params: Mapping[str, nn.Parameter], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Writes what is for parameters into this rank's rows; returns the rest, by module's keys."""
-    rest = {}
-    for key, value in values.items():
-        place = form.get(key)
-        if place is None:
-            continue
-        if place.name in params:
-            _copy_into(params[place.name], place, value)
-        else:
-            rest[place.name] = value
-    return rest
+    """Writes what is for parameters into this rank's rows; returns the rest, by module's keys, and
+    with it the parameters that were written in all of their pieces, which are their own values.
+
+    Collective if a DTensor is among the values that is not known to be cut like its place.
+    ValueError, on all ranks and before anything is written, for one whose rows nobody knows.
+    """
+    places = {key: form[key] for key in values if key in form}
+    pieces = {
+        key: _Piece.of(params[place.name], place)
+        for key, place in places.items()
+        if place.name in params
+    }
+    write_pieces(pieces, values)
+    rest = {place.name: values[key] for key, place in places.items() if key not in pieces}
+    missing = {place.name for key, place in form.items() if key not in values}
+    written = {places[key].name for key in pieces} - missing
+    return {**rest, **{name: params[name] for name in written}}
 
 
-def _shape_for(param: nn.Parameter, place: Place, value: torch.Tensor) -> tuple[int, ...]:
-    """The shape that `value` must have: for a DTensor the whole tensor's, for a plain one that of
-    the module's parameter, which tensor parallelism may have split."""
-    shape = param.shape if hasattr(value, "_local_tensor") else param.fsdp_layout_ref.shape  # type: ignore[attr-defined]
-    return (shape[0] // place.count, *shape[1:])
+@dataclass(frozen=True)
+class _Piece:
+    """A place in an optimizer parameter: `target` is over this rank's rows of it; `rows` are their
+    elements in a plain tensor of the piece."""
+
+    target: DTensor
+    rows: slice
+
+    @staticmethod
+    def of(param: nn.Parameter, place: Place) -> _Piece:
+        ref = param.fsdp_layout_ref  # type: ignore[attr-defined]
+        target = part_of(param, ref, place.number, place.count)  # type: ignore[arg-type]
+        numel = torch.Size(ref.shape).numel() // place.count
+        start, held = place.number * numel, held_range(ref)
+        rows = slice(max(held.start - start, 0), min(max(held.stop - start, 0), numel))
+        return _Piece(target, rows)
 
 
-def _copy_into(param: nn.Parameter, place: Place, value: torch.Tensor) -> None:
-    """Writes this rank's rows of `value` into its place in the optimizer parameter `param`."""
-    ref = param.fsdp_layout_ref  # type: ignore[attr-defined]
-    target = part_of(param, ref, place.number, place.count)._local_tensor  # type: ignore[arg-type]
-    if hasattr(value, "_local_tensor"):
-        source = value._local_tensor
-    else:
-        start = place.number * value.numel()
-        held = held_range(ref)
-        rows = slice(max(held.start - start, 0), max(held.stop - start, 0))
-        source = value.detach().reshape(-1)[rows].view(target.shape)
-    if source.data_ptr() != target.data_ptr():
-        target.copy_(source)
+def pieces_of(params: Mapping[str, nn.Parameter]) -> dict[str, _Piece]:
+    """Whole parameters as places."""
+    return {key: _Piece.of(param, Place(key)) for key, param in params.items()}
+
+
+def load_own(module: nn.Module, state: dict[str, Any], prefix: str) -> list[str]:
+    """Writes what `state` has for the optimizer parameters that `module` itself holds, and puts
+    them in the values' places, so that torch's own load finds nothing left to do. Returns what is
+    wrong with the others."""
+    found, params = [], {}
+    for name, param in module._parameters.items():
+        key = prefix + name
+        if key in state and hasattr(param, "fsdp_layout_ref") and state[key] is not param:
+            wrong = shape_problems(key, param, Place(key), state[key])  # type: ignore[arg-type]
+            if wrong:
+                found += wrong
+                state[key] = param  # the error is told; nothing is written
+            else:
+                params[key] = param
+    write_pieces(pieces_of(params), state)  # type: ignore[arg-type]
+    state.update(params)
+    return found
+
+
+@torch.no_grad()
+def write_pieces(pieces: Mapping[str, _Piece], values: Mapping[str, torch.Tensor]) -> None:
+    """Copies this rank's rows of every value, of the right shape, into its piece. Collective and
+    with errors as `copy_values`."""
+    fits = _fits({key: piece.target for key, piece in pieces.items()}, values)
+    unknown = [key for key, fit in fits.items() if fit is _Fit.UNKNOWN]
+    if unknown:
+        raise ValueError(
+            f"load_state_dict: {', '.join(sorted(unknown)[:5])} ({len(unknown)} in all): a DTensor "
+            "that does not say which rows it has on each rank, and has not those of torch's even "
+            "split on every one; give whole tensors, or what a state dict of a sharded model has"
+        )
+    for key, piece in pieces.items():
+        _write(piece, values[key], fits.get(key, _Fit.SAME))
+
+
+class _Fit(enum.IntEnum):
+    """How a DTensor is cut: as its place is, in another way, or nobody knows how."""
+
+    SAME = 0
+    OTHER = 1
+    UNKNOWN = 2
+
+
+def _fits(
+    targets: Mapping[str, DTensor], values: Mapping[str, torch.Tensor]
+) -> dict[str, _Fit]:
+    """The worst on any rank for every sharded DTensor that is not known to be cut like its target
+    on all ranks. No rank may take a value for its own rows while another waits for it in a
+    collective, or writes while another refuses: hence one all-reduce for each mesh, if there is any
+    such DTensor at all, which every rank knows by itself."""
+    by_mesh: dict[DeviceMesh, list[str]] = {}
+    for key in sorted(targets):
+        value = values[key]
+        if isinstance(value, DTensor) and not is_replicated(value):
+            own, given = _chunks(targets[key]), chunks_of(value)
+            if given is None or given.cut is None or given.cut != own.cut:
+                by_mesh.setdefault(targets[key].device_mesh, []).append(key)
+    found: dict[str, _Fit] = {}
+    for mesh, keys in by_mesh.items():
+        local = [_fit_here(_chunks(targets[key]), values[key]) for key in keys]  # type: ignore[arg-type]
+        worst = torch.tensor(local, dtype=torch.int32, device=mesh.device_type)
+        for axis in range(mesh.ndim):
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        found.update(zip(keys, map(_Fit, worst.tolist()), strict=True))
+    return found
+
+
+def _chunks(target: DTensor) -> Chunks:
+    found = chunks_of(target)
+    assert found is not None  # part_of has refused it
+    return found
+
+
+def _fit_here(own: Chunks, value: DTensor) -> _Fit:
+    given = chunks_of(value)
+    if given is None:
+        if any(type(p) not in (Shard, Replicate) for p in value._spec.placements):
+            return _Fit.OTHER  # strided shards and partial sums, which torch makes whole
+        given = even_chunks(value)
+    if given is None:
+        return _Fit.UNKNOWN
+    return _Fit.SAME if given.boxes == own.boxes else _Fit.OTHER
+
+
+def _write(piece: _Piece, value: torch.Tensor, fit: _Fit) -> None:
+    local = piece.target._local_tensor
+    if not isinstance(value, DTensor):
+        local.copy_(value.detach().reshape(-1)[piece.rows].view(local.shape))
+    elif is_replicated(value) or fit is _Fit.OTHER:
+        whole = value._local_tensor if is_replicated(value) else value.full_tensor()
+        _chunks(piece.target).take_from(whole.view(piece.target.shape), local)
+    elif value._local_tensor.data_ptr() != local.data_ptr():
+        local.copy_(value._local_tensor)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from . import support
-from .checkpoint.chunks import LayoutRef, attach_chunks, copy_chunks
+from .checkpoint.chunks import LayoutRef, attach_chunks
 from .checkpoint.names import GlobalNames, global_names
 from .engine.engine import FsdpEngine
 from .engine.guard import unchecked
@@ -22,9 +22,17 @@ from .model_state import (
     checkpoint_form,
     chosen_form,
     copy_values,
+    incompatible_keys,
+    load_own,
     load_problems,
     module_form,
     values_of,
+)
+from .uneven_dtensor import whole_tensor
+
+ASSIGN = (
+    "load_state_dict(assign=True): weights are views of flat buffers and cannot be replaced; use "
+    "assign=False"
 )
 
 
@@ -44,7 +52,24 @@ def refuse_compilation() -> None:
         _raise_under_compilation()
 
 
-class GradSync:
+class OneOfItsKind:
+    """What a copy would not be: a module over flat buffers and process groups."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError(self._why_not("copy.deepcopy (AveragedModel of torch.optim, say)"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(self._why_not("pickle (torch.save of the module, say)"))
+
+    def _why_not(self, what: str) -> str:
+        return (
+            f"{what} of a {type(self).__name__}: its weights are views of flat buffers that belong "
+            "to process groups, and cannot be taken along; copy or save model.state_dict(), and "
+            "for a second model wrap another module and load that"
+        )
+
+
+class GradSync(OneOfItsKind):
     """Which backward of a step reduces, and who waits for it."""
 
     engine: FsdpEngine
@@ -77,7 +102,7 @@ class GradSync:
             self.set_model_auto_sync(before)
 
 
-class ShardedStateDict(nn.Module):
+class ShardedStateDict(OneOfItsKind, nn.Module):
     """A module whose state dict is of sharded weights."""
 
     engine: FsdpEngine
@@ -86,13 +111,29 @@ class ShardedStateDict(nn.Module):
         """Optimizer parameters (DTensors that share storage with the main weights and know their
         place in a checkpoint) and persistent buffers. Keys are the module's own names, which begin
         with "module."; see `checkpoint_state_dict` for those of the whole model."""
-        result = super().state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        for key, param in self._params_by_key().items():
-            value = result.get(prefix + key)
-            if value is not None and value is not param:
-                copy_chunks(param, value)  # type: ignore[arg-type]
-        return result
+        return super().state_dict(*args, **kwargs)
+
+    @torch.no_grad()
+    def full_state_dict(self, cpu_offload: bool = False) -> dict[str, Any]:
+        """Whole main weights and persistent buffers on every rank, under the names of the module
+        that was wrapped, which can load them. Tensors are copies, in the main weights' dtype.
+
+        cpu_offload: each goes to the CPU as it is made whole; otherwise the device has to hold the
+        whole model. Collective: every rank calls it.
+        """
+        params = self._params_by_key()
+        found = {}
+        for key, value in super().state_dict().items():
+            if key in params:
+                ref = params[key].fsdp_layout_ref  # type: ignore[attr-defined]
+                value = whole_tensor(params[key])  # type: ignore[arg-type]
+                value = value if ref.layout.specs[ref.index].shape else value.view(())
+            elif isinstance(value, torch.Tensor):
+                value = value.clone()
+            if cpu_offload and isinstance(value, torch.Tensor):
+                value = value.cpu()
+            found[key.removeprefix("module.")] = value
+        return found
 
     def checkpoint_state_dict(self, keep_vars: bool = False) -> dict[str, Any]:
         """The same values under the names, and in the pieces, that a checkpoint has on every rank
@@ -135,15 +176,17 @@ class ShardedStateDict(nn.Module):
         """Copies values into the main weights and refreshes the compute weights.
 
         Keys are those of `state_dict()` or of `checkpoint_state_dict()`, or the same one "module."
-        shorter or longer. A value is a DTensor sharded like ours, or a plain tensor of the
-        module's own shape, of which this rank takes its rows. ValueError lists missing, unexpected
-        (if `strict`) and mis-shaped entries before anything is written.
+        shorter or longer. A value is a plain tensor of the module's own shape, of which this rank
+        takes its rows, or a DTensor of the whole tensor's. One that is not cut like the parameter
+        (of FSDP2, of `distribute_tensor`, of a model with other units) is made whole for a moment,
+        which is collective. Returns what torch would for the module: missing and unexpected keys.
+
+        Raises:
+            ValueError: missing, unexpected (if `strict`) and mis-shaped entries, and DTensors whose
+                rows nobody knows; before anything is written on any rank.
         """
         if assign:
-            raise ValueError(
-                "load_state_dict(assign=True): weights are views of flat buffers and cannot be "
-                "replaced; use assign=False"
-            )
+            raise ValueError(ASSIGN)
         params = self._params_by_key()
         own = list(super().state_dict())
         forms = (module_form(own), checkpoint_form(own, global_names(self)))
@@ -152,11 +195,9 @@ class ShardedStateDict(nn.Module):
         found = load_problems(form, params, values, strict)
         if found:
             raise ValueError("load_state_dict:\n" + "\n".join(f"  - {line}" for line in found))
-        with torch.no_grad():
-            rest = copy_values(form, params, values)
-        result = super().load_state_dict(rest, strict=False)
+        result = super().load_state_dict(copy_values(form, params, values), strict=False)
         self.engine.main_weights_changed()
-        return result
+        return incompatible_keys(form, keys, result)
 
 
 def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
@@ -167,7 +208,9 @@ def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
     ref = LayoutRef(held.layout, pair.index, held.rank, offset)
     param.megatron_fsdp_slice = slice(rows.start, rows.stop)  # type: ignore[attr-defined]
     param.fsdp_layout_ref = ref  # type: ignore[attr-defined]
-    attach_chunks(param, ref.chunks())  # type: ignore[arg-type]
+    for value in (param, pair.grad):
+        if value is not None:
+            attach_chunks(value, ref.chunks(), ref.cut())  # type: ignore[arg-type]
 
 
 def check_trained(engine: FsdpEngine) -> None:
@@ -190,14 +233,25 @@ def check_trained(engine: FsdpEngine) -> None:
 
 
 def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
-    """A state dict of any module below shows main weights, and a load into any refreshes the
-    compute weights."""
+    """A state dict of any module below shows main weights. A load into any takes what the wrapper's
+    takes, and refreshes the compute weights."""
     ref = weakref.ref(engine)
 
     def before_save(*_: Any) -> None:
         alive = ref()
         if alive is not None:
             alive.show_optimizer_params()
+
+    def before_load(
+        child: nn.Module, state_dict: Any, prefix: str, metadata: Any, strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        alive = ref()
+        if alive is not None:
+            if metadata.get("assign_to_params_buffers", False):
+                raise ValueError(ASSIGN)
+            alive.show_optimizer_params()
+            errors += load_own(child, state_dict, prefix)
 
     def after_load(*_: Any) -> None:
         alive = ref()
@@ -206,6 +260,7 @@ def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
 
     for child in module.modules():
         child.register_state_dict_pre_hook(before_save)
+        child.register_load_state_dict_pre_hook(before_load)
         child.register_load_state_dict_post_hook(after_load)
 
 

@@ -19,6 +19,7 @@ LEVELS = {
     "runtime": 1,
     "topology": 1,
     "config": 1,
+    "uneven_dtensor": 1,
     "engine": 2,
     "checkpoint": 3,
 }

@@ -13,17 +13,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from megatron_fsdp_adapter.checkpoint.chunks import (
     LayoutRef,
     has_chunks,
-    is_replicated,
-    read_chunks,
 )
 from megatron_fsdp_adapter.checkpoint.parts import dtensor_of_piece
+from megatron_fsdp_adapter.uneven_dtensor import is_replicated, whole_tensor
 
 LAYOUT_REF = "fsdp_layout_ref"
 _SOURCE = "fsdp_split_source"
@@ -48,8 +46,7 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
     if missing:
         raise ValueError(
             f"{len(missing)} sharded DTensors carry no chunks: {', '.join(missing)}; take the "
-            "state from state_dict_for_save_checkpoint() and the optimizer's sharded_state_dict(), "
-            "or copy_chunks from the parameter that each was derived from"
+            "state from state_dict_for_save_checkpoint() and the optimizer's sharded_state_dict()"
         )
     return state_dict
 
@@ -116,10 +113,7 @@ def gather_uneven_dtensor_to_full_tensor(
 ) -> DTensor:
     """The whole tensor on every rank of the mesh, as a DTensor replicated over it.
 
-    Each rank writes its blocks into a tensor of zeros, whose bytes are then added up over each
-    mesh axis along which the tensor is sharded. Blocks are disjoint, so no byte changes, and one
-    collective per axis replaces an exchange of shapes and a gather of unequal sizes. Costs one
-    full tensor of memory. target_device: where the result goes (None: where `dtensor` is).
+    By `whole_tensor`. target_device: where the result goes (None: where `dtensor` is).
     Raises ValueError for a device of another type than the mesh's, and for a sharded DTensor
     whose place in the whole is unknown.
     """
@@ -131,16 +125,7 @@ def gather_uneven_dtensor_to_full_tensor(
             f"target_device={target_device}: a DTensor lives on the devices of its mesh, here "
             f"{device_type}; move what to_local() of the result gives instead"
         )
-    local = dtensor.to_local().detach()
-    if is_replicated(dtensor):
-        full = local.clone()
-    else:
-        full = _scatter_blocks(dtensor, local)
-        raw = full.view(-1).view(torch.uint8)
-        for axis, placement in enumerate(dtensor.placements):
-            if not placement.is_replicate():
-                dist.all_reduce(raw, group=dtensor.device_mesh.get_group(axis))
-    mesh = dtensor.device_mesh
+    full, mesh = whole_tensor(dtensor), dtensor.device_mesh
     full = full.to(target_device or full.device)
     return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
@@ -173,25 +158,3 @@ def _without_chunks(value: Any, path: str) -> list[str]:
     else:
         return []
     return [key for name, entry in entries for key in _without_chunks(entry, f"{path}{name}.")]
-
-
-def _scatter_blocks(dtensor: DTensor, local: torch.Tensor) -> torch.Tensor:
-    """Zeros of the whole shape with this rank's blocks written into their places."""
-    if has_chunks(dtensor):
-        chunks = read_chunks(dtensor)
-    else:
-        # A DTensor that torch split evenly, as the checkpoint tools of Megatron make them.
-        listed = dtensor.__create_chunk_list__()
-        chunks = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed)
-        if [sizes for _, sizes in chunks] != [tuple(local.shape)]:
-            raise ValueError(
-                f"a DTensor of shape {tuple(dtensor.shape)} is split unevenly (here "
-                f"{tuple(local.shape)}) and carries no chunks"
-            )
-    full = torch.zeros(tuple(dtensor.shape), dtype=local.dtype, device=local.device)
-    flat, start = local.reshape(-1), 0
-    for offsets, sizes in chunks:
-        block = full[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
-        block.copy_(flat[start : start + block.numel()].view(sizes))
-        start += block.numel()
-    return full

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.checkpoint.chunks import (
     LayoutRef,
-    copy_chunks,
+    dtensor_like,
     has_chunks,
     read_chunks,
     uneven_dtensor,
@@ -63,10 +63,11 @@ def dtensor_of_piece(
     return uneven_dtensor(
         local.view(-1, *shape[1:]),
         source.device_mesh,
-        source.placements,
+        source._spec.placements,
         whole,
         torch.empty(whole, device="meta").stride(),
         tuple((tuple(a + b for a, b in zip(o, offset, strict=True)), s) for o, s in boxes),
+        ref.cut(shape, start),
     )
 
 
@@ -92,7 +93,7 @@ def first_rows(value: DTensor, rows: int, total: int) -> DTensor:
     return uneven_dtensor(
         local.view(-1, *value.shape[1:])[:kept],
         value.device_mesh,
-        value.placements,
+        value._spec.placements,
         whole,
         torch.empty(whole, device="meta").stride(),
         boxes,
@@ -112,16 +113,7 @@ def join_parts(target: DTensor, ref: LayoutRef, parts: tuple[DTensor, ...]) -> D
     if all(same_storage(mine, given) for mine, given in zip(own, parts, strict=True)):
         return target
     flat = torch.cat([part._local_tensor.reshape(-1) for part in parts])
-    joined = DTensor.from_local(
-        flat.view(target._local_tensor.shape),
-        target.device_mesh,
-        target.placements,
-        run_check=False,
-        shape=target.shape,
-        stride=target.stride(),
-    )
-    copy_chunks(target, joined)
-    return joined
+    return dtensor_like(target, flat.view(target._local_tensor.shape))
 
 
 def same_storage(a: DTensor, b: DTensor) -> bool:

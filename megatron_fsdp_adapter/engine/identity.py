@@ -18,6 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from megatron_fsdp_adapter.uneven_dtensor import UnevenDTensor
+
 from .group import ParamGroup
 from .guard import unchecked
 from .partition import ManagedParam
@@ -37,13 +39,13 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> DTensor:
+def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> UnevenDTensor:
     """A DTensor of item `index`'s global shape over this rank's rows `local`.
 
     The mesh may end in an axis over which the model itself splits tensors: the global shape is
     then that of the whole tensor, of which the group's layout has one part. Rows are split
     unevenly and without communication: shape and stride are stated, so torch neither checks nor
-    infers them. `local` is aliased.
+    infers them. Which rows they are is told later, by `chunks`. `local` is aliased.
     """
     shape = group.layout.specs[index].layout_shape
     placements: list[Placement] = []
@@ -56,13 +58,8 @@ def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> DTensor:
         if split is not None:
             parts = group.domain.mesh.size(-1)
             shape = (*shape[:split], shape[split] * parts, *shape[split + 1 :])
-    return DTensor.from_local(
-        local,
-        group.domain.mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=contiguous_stride(shape),
+    return UnevenDTensor.over(
+        local, group.domain.mesh, placements, shape, contiguous_stride(shape)
     )
 
 
@@ -145,19 +142,24 @@ class IdentitySwitch:
         self._pairs = pairs
         self._trained = [pair.group.key.requires_grad for pair in pairs]
         self._slots = [
-            (module._parameters, name, pair.raw, pair.optimizer)
+            (module._parameters, name, pair.raw, pair.optimizer, fqn)
             for pair in pairs
-            for module, name in pair.managed.slots
+            for (module, name), fqn in zip(pair.managed.slots, pair.managed.fqns, strict=True)
         ]
 
     def show(self, identity: Identity, before: Callable[[], None] = lambda: None) -> None:
-        """Shows `identity`; runs `before` first if that is a change."""
+        """Shows `identity`; runs `before` first if that is a change. RuntimeError, before anything
+        is changed, if a slot does not hold what was put there: a weight that was tied or rebuilt
+        after sharding would be undone here in silence."""
         if identity is self.shown:
             return
-        before()
-        position = 2 if identity is Identity.RAW else 3
+        now, then = (3, 2) if identity is Identity.RAW else (2, 3)
         for slot in self._slots:
-            slot[0][slot[1]] = slot[position]  # type: ignore[assignment]
+            if slot[0].get(slot[1]) is not slot[now]:
+                raise RuntimeError(_replaced(slot[4]))
+        before()
+        for slot in self._slots:
+            slot[0][slot[1]] = slot[then]  # type: ignore[assignment]
         self.shown = identity
 
     def follow_user(self) -> bool:
@@ -198,4 +200,13 @@ def _unheard(pair: ParamPair) -> str:
         f"register_hook on parameter {pair.managed.fqns[0]}: no gradient passes through a sharded "
         "parameter in backward, so the hook would never run; use register_post_accumulate_grad_hook"
         ", which runs when the reduced gradient is in .grad"
+    )
+
+
+def _replaced(fqn: str) -> str:
+    return (
+        f"parameter {fqn} was replaced or removed after the model was sharded (by an assignment, "
+        "tie_weights(), a parametrization, functional_call): its values, and what is told on it, "
+        "are not those of the flat buffers. Do that before sharding the model; to change values, "
+        "use load_state_dict"
     )

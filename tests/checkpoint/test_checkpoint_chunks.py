@@ -100,16 +100,16 @@ def test_a_scalar_is_a_row_of_one(one_rank: None) -> None:
     assert tuple(tensor.shape) == (1,) and tensor.to_local().tolist() == [2.0]
 
 
-def test_detach_loses_the_chunks_and_copy_brings_them_back(one_rank: None) -> None:
+def test_what_has_the_geometry_has_the_chunks(one_rank: None) -> None:
+    """Detached, copied, worked on element by element; not what is of another shape."""
     layout, mesh = plan(2), data_mesh(1)
     index = list(SHAPES).index("embedding")
     source = shard(LayoutRef(layout, index, 0), mesh, whole("embedding", (13, 6), torch.float32))
     detached = source.detach()
-    assert not has_chunks(detached)
-    with pytest.raises(ValueError, match="carries no chunks"):
-        read_chunks(detached)
-    copy_chunks(source, detached)
-    assert read_chunks(detached) == read_chunks(source)
+    for value in (detached, source.clone(), torch.zeros_like(source), 2 * source, source.half()):
+        assert has_chunks(value) and read_chunks(value) == read_chunks(source)
+    assert not has_chunks(source.sum()) and not has_chunks(source[0])
+    assert detached.mul_(2) is detached
     detached._local_tensor.fill_(7)
     assert bool((source._local_tensor == 7).all())
 
@@ -171,17 +171,16 @@ def test_a_deep_copy_is_saved_and_loaded_by_itself(one_rank: None) -> None:
     chunks = (((2, 0), (3, 5)),)
     tensor = uneven_dtensor(torch.zeros(3, 5), data_mesh(1), [Shard(0)], (7, 5), (5, 1), chunks)
     twin = copy.deepcopy(tensor)
-    if has_chunks(twin):
-        twin.__get_tensor_shard__(MetadataIndex("w", torch.Size((2, 0)))).fill_(3)
-        assert bool((tensor._local_tensor == 0).all())
-    else:
-        copy_chunks(tensor, twin)
+    twin.__get_tensor_shard__(MetadataIndex("w", torch.Size((2, 0)))).fill_(3)
+    assert bool((tensor._local_tensor == 0).all())
     assert read_chunks(twin) == chunks and math.prod(twin.to_local().shape) == 15
 
 
-def test_attach_is_by_object(one_rank: None) -> None:
-    mesh = data_mesh(1)
-    tensor = DTensor.from_local(torch.zeros(3, 5), mesh, [Shard(0)])
+def test_only_a_dtensor_of_our_own_is_told_its_chunks(one_rank: None) -> None:
+    """Attributes on other tensors' insides were lost with the next operation."""
+    tensor = DTensor.from_local(torch.zeros(3, 5), data_mesh(1), [Shard(0)])
     assert not has_chunks(tensor)
-    attach_chunks(tensor, (((0, 0), (3, 5)),))
-    assert has_chunks(tensor)
+    with pytest.raises(ValueError, match="carries no chunks"):
+        read_chunks(tensor)
+    with pytest.raises(ValueError, match="make it with uneven_dtensor"):
+        attach_chunks(tensor, (((0, 0), (3, 5)),))
