@@ -138,8 +138,9 @@ class OwnRows(Shard):
 
 
 class UnevenDTensor(DTensor):
-    """A DTensor that knows its chunks, and hands them on to what has its geometry: `detach()`,
-    `clone()`, `zeros_like` and whatever works element by element. `chunks` is None until told.
+    """A DTensor that knows its chunks, and hands them on to what has its geometry: `detach()` and
+    `clone()`, and whatever works element by element if torch asks a subclass of DTensor at all what
+    its operators give (2.13 does, 2.11 does not). `chunks` is None until told.
 
     What it gives as a whole (`full_tensor`, `redistribute`) carries no gradient back.
     """
@@ -196,6 +197,16 @@ class UnevenDTensor(DTensor):
             return _with_chunks(value, like[0].chunks)
 
         return tree_map(uneven, result)
+
+    def detach(self) -> UnevenDTensor:
+        """As torch's; `nn.Parameter` and `state_dict` call it."""
+        detached: Any = super().detach()
+        return _with_chunks(detached, self.chunks)
+
+    def clone(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
+        """As torch's; of torch's class if a gradient flows through it."""
+        cloned: Any = super().clone(*args, **kwargs)
+        return cloned if cloned.requires_grad else _with_chunks(cloned, self.chunks)
 
     @property
     def placements(self) -> tuple[Placement, ...]:

@@ -257,7 +257,8 @@ def test_a_parameter_of_another_engine_is_refused(one_rank: None) -> None:
 
 def test_preprocess_names_what_has_no_chunks(one_rank: None) -> None:
     param = _one_param()
-    state = {"model": {"good": param, "lost": param.detach(), "plain": torch.zeros(2)}}
+    lost = DTensor(param._local_tensor, param._spec, requires_grad=False)
+    state = {"model": {"good": param.detach(), "lost": lost, "plain": torch.zeros(2)}}
     with pytest.raises(ValueError, match=r"1 sharded DTensors carry no chunks: model\.lost;"):
         megatron_names.preprocess_state_dict_for_uneven_dtensor(state)
     del state["model"]["lost"]

@@ -11,6 +11,7 @@ import torch
 from checkpoint_cases import SHAPES, data_mesh, plan, shard, whole
 from megatron.core import parallel_state
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.checkpoint import load_model_state, model_state
 from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef, read_chunks
@@ -195,7 +196,7 @@ def test_pieces_of_another_sharding_and_uneven_cuts_are_refused(one_rank: None) 
     with pytest.raises(ValueError, match="into 3 equal pieces"):
         part_of(value, ref, 0, 3)
     with pytest.raises(ValueError, match="carries no chunks"):
-        part_of(value.detach(), ref, 0, 1)
+        part_of(DTensor(value._local_tensor, value._spec, requires_grad=False), ref, 0, 1)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -95,7 +95,7 @@ def _whole_tensors(rank: int, world: int) -> None:
             whole = param.full_tensor()
             assert torch.equal(whole, plain.detach().view(whole.shape)), label
             torch.testing.assert_close(param.grad.full_tensor(), plain.grad.view(whole.shape))
-            assert torch.equal((param.detach() * 2).full_tensor(), whole * 2), label
+            assert torch.equal(param.detach().clone().mul_(2).full_tensor(), whole * 2), label
             for dim in range(param.ndim):
                 even = param.redistribute(placements=[Shard(dim)])
                 assert type(even) is DTensor and even.placements == (Shard(dim),), label
