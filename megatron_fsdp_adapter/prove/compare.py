@@ -279,6 +279,8 @@ def conclusion(rows: Sequence[Row]) -> str | None:
     if first.quantity == "weights as loaded":
         return f"{where}: the checkpoint gives back other weights than were saved"
     before = first.step - 1
+    if first.quantity in ("loss", "gradients") and (before, "weights as loaded") in earlier:
+        return f"{where}, with weights loaded right: forward and backward computed with others"
     if first.quantity in ("loss", "gradients") and (before, "update") in earlier:
         return (
             f"{where}, after an update that was right: forward and backward computed with other "

@@ -92,8 +92,11 @@ def _without_te(name: str) -> Callable[[Options, Room], bool]:
 
 _GPU, _TE = "needs a GPU", "needs a GPU and Transformer Engine"
 DROPPED: tuple[Dropped, ...] = (
-    Dropped("hidden_dropout", _on("hidden_dropout"), 0.0, "ranks draw other random numbers"),
-    Dropped("attention_dropout", _on("attention_dropout"), 0.0, "ranks draw other random numbers"),
+    # Core's default is not 0: an option that is not given counts.
+    Dropped("hidden_dropout", lambda o, room: o.get("hidden_dropout") != 0.0, 0.0,
+            "ranks draw other random numbers"),
+    Dropped("attention_dropout", lambda o, room: o.get("attention_dropout") != 0.0, 0.0,
+            "ranks draw other random numbers"),
     Dropped("moe_input_jitter_eps", _on("moe_input_jitter_eps"), None,
             "ranks draw other random numbers"),
     Dropped("transformer_impl",

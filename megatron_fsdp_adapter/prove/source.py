@@ -79,6 +79,8 @@ def _parsed(script: Path, arguments: Sequence[str]) -> argparse.Namespace:
         return runner.parse_arguments(script, arguments)
     except SystemExit as error:  # argparse has said what is wrong
         raise ValueError(f"{script} does not take this command line") from error
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{script} needs {error.name}, which is not installed") from error
 
 
 def _own_options(beside: Path, arguments: Sequence[str]) -> SimpleNamespace:

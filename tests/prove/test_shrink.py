@@ -107,6 +107,11 @@ def test_an_axis_that_is_lost_is_not_compared(run: dict[str, Any], room: Room) -
             assert any(line.startswith(f"{name}=") for line in after.left_out)
 
 
+def test_dropout_is_off_also_where_nobody_gave_it() -> None:
+    after = small({}, Room(2, True, True))
+    assert after.options["hidden_dropout"] == after.options["attention_dropout"] == 0.0
+
+
 def test_data_parallel_ranks_come_first() -> None:
     after = small({"tensor_model_parallel_size": 8}, Room(2, True, True))
     assert after.world_size == 2 and after.options["tensor_model_parallel_size"] == 1

@@ -1,0 +1,75 @@
+"""Proofs on processes: a right engine is proven, a broken one is told what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fsdp_adapter.cli import doctor
+from megatron_fsdp_adapter.proof import read_certificate
+from megatron_fsdp_adapter.prove import compare, run, source
+from megatron_fsdp_adapter.prove.compare import Row
+from megatron_fsdp_adapter.prove.shrink import Room, shrink
+from tests.prove import faults
+
+MODEL: dict[str, Any] = {
+    "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48,
+    "seq_length": 8, "swiglu": True, "global_batch_size": 8, "position_embedding_type": "rope",
+}  # fmt: skip
+
+
+def prove(folder: Path, prepare: Callable[[], None] | None, **options: Any) -> list[Row]:
+    recipe = source.of_options({**MODEL, **options}, "a test", 1)
+    plan = run.Plan(shrink(recipe.options, Room(2, False, False)), folder, 2, 1, prepare)
+    return run.prove(plan, "gloo", 300.0)
+
+
+def test_a_right_engine_is_proven_with_a_certificate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"--set={name}={value!r}" for name, value in MODEL.items()]
+    place = tmp_path / "proof.json"
+    status = doctor.main(["--prove", "--ranks=2", "--steps=1", "--more=1", f"--proof={place}",
+                          *words])  # fmt: skip
+    out = capsys.readouterr().out
+    assert status == 0, out
+    assert "step 1  gradients of" in out and "hold: proven" in out
+    found = read_certificate(place)
+    assert found.holds and found.options["num_layers"] == 3
+    assert found.options["small"]["microbatches"] == 3
+    assert json.loads(place.read_text())["holds"] is True
+
+
+FAULTS = [
+    (faults.scale_twice, "optim_grads_params", "gradients", "a constant factor 0.5"),
+    (faults.lose_last_microbatch_of_a_unit, "optim_grads_params", "gradients",
+     "only decoder.layers.1"),
+    (faults.keep_old_weights, "optim", "loss", ""),
+    (faults.load_rows_of_others, "optim_grads_params", "weights as loaded", "wrong rows"),
+]  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("fault", "strategy", "quantity", "says"), FAULTS)
+def test_a_broken_engine_is_told_what_is_wrong(
+    tmp_path: Path, fault: Callable[[], None], strategy: str, quantity: str, says: str
+) -> None:
+    rows = prove(tmp_path, fault, data_parallel_sharding_strategy=strategy)
+    first = next(row for row in rows if not row.holds)
+    assert first.quantity == quantity
+    assert says in first.remark
+    assert compare.conclusion(rows)
+    print("\n".join(f"{r.run} {r.step} {r.quantity} {r.difference:.2e} {r.name} {r.remark}"
+                    for r in rows if not r.holds), compare.conclusion(rows), sep="\n")  # fmt: skip
+
+
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--prove"]) == 2
+    assert doctor.main(["--prove", str(tmp_path / "absent.py")]) == 2
+    assert doctor.main(["--prove", "--preset=llama3-8b", "--keep=bf16"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["doctor --prove"] * 3
