@@ -6,7 +6,7 @@
 #
 # Of the checkout (core_v0.16.1) it needs gpt_builders.py, model_provider.py, megatron/{training,rl},
 # megatron/legacy, and of tests/: __init__.py, unit_tests/__init__.py, unit_tests/test_utilities.py
-# and unit_tests/distributed/megatron_fsdp: 1.5 MB. megatron.core comes from there or is installed.
+# and unit_tests/distributed/megatron_fsdp: 2 MB. megatron.core comes from there or is installed.
 # Needs 2 GPUs (RANKS), pytest, megatron-core 0.16.1, Transformer Engine 2.7 or newer (what the tests
 # switch on), and what Megatron-LM's training modules import: six, regex, pydantic.
 #

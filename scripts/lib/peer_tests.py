@@ -121,6 +121,8 @@ def verdict(by_rank: Mapping[str, list[dict[str, str]]], world_size: int) -> tup
         for rank, row in rows:
             if row["outcome"] == outcome:
                 return outcome, f"rank {rank}, {row['when']}: {row['reason']}"
+    if not by_rank:
+        return "not finished", "no rank came to its end"
     if len(by_rank) < world_size:
         return "not finished", f"only ranks {', '.join(sorted(by_rank))} came to its end"
     return "passed", ""
@@ -157,7 +159,7 @@ def _remarks(test: str, cells: Mapping[str, tuple[str, str]], why: str | None) -
         yield f"{test}: {why}"
     for who, (outcome, reason) in cells.items():
         if outcome != "passed":
-            yield f"{test}: {who} {outcome}: {reason or 'no rank came to its end'}"
+            yield f"{test}: {who} {outcome}: {reason}"
 
 
 def main(argv: list[str]) -> int:
