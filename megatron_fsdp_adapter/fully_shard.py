@@ -97,7 +97,7 @@ class FullyShardedModel(GradSync, ShardedStateDict):
         """
         if not norm_type > 0:
             raise ValueError(f"norm_type={norm_type}: give a number above 0, or float('inf')")
-        finish_gradients(self.engine)
+        self.engine.complete_grads()
         grads = [param.grad for param in self.parameters() if param.grad is not None]
         shards = [getattr(grad, "_local_tensor", grad) for grad in grads]
         norm = self._norm([shard for shard in shards if shard.numel() > 0], float(norm_type))
@@ -124,12 +124,6 @@ class FullyShardedModel(GradSync, ShardedStateDict):
     def describe(self) -> str:
         """A table of every parameter with where it lies."""
         return describe(self.engine)
-
-
-def finish_gradients(engine: FsdpEngine) -> None:
-    """Completes the reductions of a step that has gradients; nothing after a step without any."""
-    if engine.has_grads:
-        engine.finish_grads()
 
 
 def _groups_of(
@@ -277,7 +271,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _complete_gradients(optimizer: Any) -> None:
     """Before a step."""
     for engine in optimizer._fsdp_engines:
-        finish_gradients(engine)
+        engine.complete_grads()
         engine.show_optimizer_params()
 
 

@@ -126,6 +126,10 @@ class FsdpEngine:
         self._completed: set[int] = set()
         self._register_hooks(module, plans)
         self.show_optimizer_params()
+        # Of the last backward; before the first one, what most models do. Their first unit's inputs
+        # need no gradient, so that it is completed at the end, with the root.
+        inner = [unit.ordinal for unit in self.units[:-1]]
+        self._last_order = [*inner[:0:-1], self.root.ordinal, *inner[:1]]
         # What waits in a queue of the runtime refers to the runtime: a cycle, if not cut here.
         # The runtime is held weakly: finalize's registry would keep alive all that its queue
         # reaches: the engine itself, once a model config refers to the wrapper (`no_sync_func`).
@@ -328,6 +332,7 @@ class FsdpEngine:
             self.gather.forward_follows = self._in_flight == 1 and not self.is_last_microbatch
             self._fired.clear()
             self._completed.clear()
+            self._last_order = []
             self.order.begin(BACKWARD)
             hooks.at_end_of_backward(self.end_backward)
             if self.root.groups:
@@ -355,6 +360,7 @@ class FsdpEngine:
 
     def _complete(self, unit: Unit) -> None:
         self._completed.add(unit.ordinal)
+        self._last_order.append(unit.ordinal)
         unit.busy = False
         self.gather.release_used(unit)
         with torch.no_grad():
@@ -388,7 +394,10 @@ class FsdpEngine:
     @torch.no_grad()
     def reduce_grads(self) -> None:
         """Starts every reduction of this step that has not been started."""
-        self.reduce.reduce_rest(self.units)
+        order = self._last_order
+        self.reduce.reduce_rest(
+            reversed(self.units) if self.has_grads else [self.units[i] for i in order]
+        )
 
     @torch.no_grad()
     def finish_grads(self) -> None:
@@ -398,10 +407,15 @@ class FsdpEngine:
         Raises:
             RuntimeError: gradients of this rank were not finite, with a `grad_check`.
         """
+        began = self.has_grads
         if not self.grads.attached and not self._is_idle:
             self.reduce_grads()
+            ran = self._ranks_with_grads(began)
             self.reduce.finish()
             self.show_optimizer_params()
+            if ran is not None and not began and ran.item() == 0:
+                self.zero_grads()
+                return
             self.grads.attach()
             if self.reduce.check is not None:
                 self.reduce.check.raise_found()
@@ -410,6 +424,25 @@ class FsdpEngine:
                 self._in_flight = 0
                 self.grads.run_hooks()
         self.show_optimizer_params()
+
+    @torch.no_grad()
+    def complete_grads(self) -> None:
+        """Before a step, or clipping: finishes what the backwards of all ranks have begun. A rank
+        on which none ran joins the others' gathers and reductions, with zeros; there are no
+        gradients after if none ran anywhere. With sharded weights it cannot join, as the others
+        wait for it in forward; and gradients that the user has given stay."""
+        if not self.has_grads:
+            if self.config.strategy.shard_weights or self.grads.given_by_user:
+                return
+            self.show_raw_params()
+            self.gather.gather_all(as_forward=True)
+        self.finish_grads()
+
+    def _ranks_with_grads(self, here: bool) -> torch.Tensor | None:
+        """On how many ranks a backward has left gradients, in a loop of the user's own."""
+        if not self.own_loop or self.config.strategy.shard_weights:
+            return None
+        return self.reduce.count(here)
 
     @property
     def _is_idle(self) -> bool:

@@ -196,14 +196,14 @@ class GatherPipeline:
         """Launches what the next forward pass asks for first, ahead of it."""
         self._prefetch([self.units[ordinal] for ordinal in self.order.first()])
 
-    def gather_all(self) -> None:
+    def gather_all(self, as_forward: bool = False) -> None:
         """Gathers every unit and orders the compute stream behind it; with slots, which do not
         hold them all, what the next forward pass asks for first."""
         if any(unit.weight_slot is not None for unit in self.units):
             self.gather_first()
             return
-        for unit in self.units:
-            if unit.phase is Phase.SHARDED:
-                self.launch(unit)
+        for ordinal in self.order.forward() if as_forward else range(len(self.units)):
+            if self.units[ordinal].phase is Phase.SHARDED:
+                self.launch(self.units[ordinal])
         for unit in self.units:
             self._finish(unit)

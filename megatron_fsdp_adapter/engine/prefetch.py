@@ -71,6 +71,10 @@ class PrefetchOrder:
         root unit, which a pass asks for when it starts, and the first unit that computes."""
         return self._known[FORWARD][:2]
 
+    def forward(self) -> Sequence[int]:
+        """The ordinals in the order in which a forward pass is expected to ask for them."""
+        return list(self._known[FORWARD])
+
     def is_last(self, ordinal: int) -> bool:
         """Whether `ordinal` ended the last known forward pass."""
         return self._known[FORWARD][-1:] == [ordinal]

@@ -16,8 +16,9 @@ for the whole reduce stream was rejected, as it would wait for the reduction jus
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -161,11 +162,11 @@ class ReducePipeline:
                 "before the next step: all of them, to None"
             )
 
-    def reduce_rest(self, units: Sequence[Unit]) -> None:
+    def reduce_rest(self, units: Iterable[Unit]) -> None:
         """Reduces whatever the backwards of this step have not: kept gradient buffers that were
         not overlapped, groups that no backward reached (their gradients are zero), and what is
         missing over the outer axis."""
-        for unit in reversed(units):
+        for unit in units:
             groups = [
                 group
                 for group in unit.trainable_groups
@@ -180,6 +181,16 @@ class ReducePipeline:
             if groups:
                 self._launch(groups)
             self._finish_outer(unit.trainable_groups)
+
+    def count(self, here: bool) -> torch.Tensor:
+        """The number of ranks, over all axes, that call this with True: one element on the device,
+        valid after `finish`. For models of one domain."""
+        total = torch.full((1,), float(here), device=self.runtime.device)
+        self.runtime.wait(REDUCE, self.runtime.record(COMPUTE))
+        for communicators in (self.communicators, self.outer):
+            for communicator in communicators.values():
+                self.runtime.submit(REDUCE, functools.partial(communicator.all_reduce, [total]))
+        return total
 
     def _launch(self, groups: Sequence[ParamGroup]) -> None:
         """Starts reducing what was collected; coalesced per domain."""

@@ -22,6 +22,11 @@ def test_loops_train_to_the_same_weights() -> None:
     run_ranks(check_loops, 2, list(LOOPS), timeout=400)
 
 
+def test_loops_on_three_ranks() -> None:
+    names = ("a_rank_without_data", "clipped_by_norms", "some_gradients_taken_away", "adversaries")
+    run_ranks(check_loops, 3, names, timeout=400)
+
+
 def _errors(rank: int, world: int) -> None:
     for strategy, row in STRATEGIES.items():
         _frozen_when_wrapped(rank, strategy)

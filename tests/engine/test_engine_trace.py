@@ -31,6 +31,8 @@ ZERO_1, ZERO_2, ZERO_3 = "optim", "optim_grads", "optim_grads_params"
 
 # One step with sharded weights and gradients, once the order is known. Everything that is
 # allocated, launched, waited for and freed is here; a line is the stream, what, and of which unit.
+# At the end gathers wait for compute twice: for the optimizer, which says that it has written, and
+# for whoever may have written after it without saying so.
 GOLDEN_ZERO_3 = """
 compute wait reduce
 compute release embedding.grad
@@ -105,6 +107,7 @@ compute wait reduce
 compute release embedding.bucket
 compute wait reduce
 compute wait gather
+gather wait compute
 gather wait compute
 gather allocate root.weight
 gather all_gather root
