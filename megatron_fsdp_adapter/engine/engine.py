@@ -17,8 +17,9 @@ from megatron_fsdp_adapter.topology import ShardDomain
 
 from . import hooks
 from .attached import AttachedGrads
+from .construction import broadcast_weights, make_slots
 from .gather import GatherPipeline
-from .group import GradState, ParamGroup, plan_layout
+from .group import GradState, ParamGroup
 from .guard import unchecked
 from .identity import Identity, IdentitySwitch, ParamPair, make_pairs
 from .partition import ROOT, UnitPlan
@@ -26,25 +27,12 @@ from .prefetch import BACKWARD, FORWARD, PrefetchOrder
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
 from .staging import (
     AllocateSlots,
-    Slots,
     UnitStaging,
     ordinary_memory,
-    plan_weights_and_buckets,
 )
 from .unit import Phase, Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
-
-
-def _broadcast_weights(plan: UnitPlan, *axes: Mapping[str, Communicator]) -> None:
-    """Gives all ranks of a domain the first rank's weights, along one axis after the other. Every
-    rank keeps other rows, so ranks that were initialised differently would otherwise shard a model
-    that none of them had."""
-    for key, managed in plan.groups.items():
-        for entry in managed:
-            for communicators in axes:
-                if key.domain in communicators:
-                    communicators[key.domain].broadcast(entry.param.data)
 
 
 def _abandon(runtime: Callable[[], Runtime | None]) -> None:
@@ -101,7 +89,7 @@ class FsdpEngine:
 
         def make_ready(plan: UnitPlan) -> None:
             prepare(plan)
-            _broadcast_weights(plan, outer, reduces)
+            broadcast_weights(plan, outer, reduces)
 
         self._allocate_slots = allocate_slots or ordinary_memory(runtime.device)
         self.units = self._build_units(plans, used, make_ready)
@@ -141,7 +129,7 @@ class FsdpEngine:
     ) -> list[Unit]:
         """Builds one unit at a time and reshards it at once, so that initialisation needs no more
         than the shards and one unit beside the module's own weights."""
-        weights, buckets = self._make_slots(plans, domains)
+        weights, buckets = make_slots(plans, domains, self.config, self._allocate_slots)
         units = []
         for ordinal, plan in enumerate(plans):
             make_ready(plan)
@@ -160,32 +148,6 @@ class FsdpEngine:
                     group.weight.release()
             units.append(unit)
         return units
-
-    def _make_slots(
-        self, plans: list[UnitPlan], domains: Mapping[str, ShardDomain]
-    ) -> tuple[Slots | None, Slots | None]:
-        """Of weights and of buckets, as far as both are transient and slots are asked for."""
-        config, strategy = self.config, self.config.strategy
-        wanted = (
-            config.weight_slots and strategy.shard_weights,
-            config.bucket_slots and strategy.shard_grads,
-        )
-        if not any(wanted):
-            return None, None
-        kinds = [type(plan.module).__name__ for plan in plans]
-        layouts = [
-            [plan_layout(held, domains[key.domain], config) for key, held in plan.groups.items()]
-            for plan in plans
-        ]
-        weights, buckets = (
-            Slots(slots, self._allocate_slots) if want else None
-            for want, slots in zip(
-                wanted,
-                plan_weights_and_buckets(kinds, layouts, config.policy.comm_dtype),
-                strict=True,
-            )
-        )
-        return weights, buckets
 
     def _memory_of_exchanges(self) -> torch.Tensor | None:
         """Room for the largest bucket, used by one reduction after the other."""

@@ -1,0 +1,54 @@
+"""What the engine makes once, before its units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_fsdp_adapter.config import EngineConfig
+from megatron_fsdp_adapter.runtime.comm import Communicator
+from megatron_fsdp_adapter.topology import ShardDomain
+
+from .group import plan_layout
+from .partition import UnitPlan
+from .staging import AllocateSlots, Slots, plan_weights_and_buckets
+
+
+def broadcast_weights(plan: UnitPlan, *axes: Mapping[str, Communicator]) -> None:
+    """Gives all ranks of a domain the first rank's weights, along one axis after the other. Every
+    rank keeps other rows, so ranks that were initialised differently would otherwise shard a model
+    that none of them had."""
+    for key, managed in plan.groups.items():
+        for entry in managed:
+            for communicators in axes:
+                if key.domain in communicators:
+                    communicators[key.domain].broadcast(entry.param.data)
+
+
+def make_slots(
+    plans: Sequence[UnitPlan],
+    domains: Mapping[str, ShardDomain],
+    config: EngineConfig,
+    allocate: AllocateSlots,
+) -> tuple[Slots | None, Slots | None]:
+    """Of weights and of buckets, as far as both are transient and slots are asked for."""
+    strategy = config.strategy
+    wanted = (
+        config.weight_slots and strategy.shard_weights,
+        config.bucket_slots and strategy.shard_grads,
+    )
+    if not any(wanted):
+        return None, None
+    kinds = [type(plan.module).__name__ for plan in plans]
+    layouts = [
+        [plan_layout(held, domains[key.domain], config) for key, held in plan.groups.items()]
+        for plan in plans
+    ]
+    weights, buckets = (
+        Slots(slots, allocate) if want else None
+        for want, slots in zip(
+            wanted,
+            plan_weights_and_buckets(kinds, layouts, config.policy.comm_dtype),
+            strict=True,
+        )
+    )
+    return weights, buckets
