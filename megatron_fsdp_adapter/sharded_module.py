@@ -276,17 +276,25 @@ def _apply_guard(
     module: nn.Module, dtypes: frozenset[torch.dtype], device: torch.device, where: str
 ) -> Any:
     """Stands in for `nn.Module._apply` of a wrapped module: a conversion would detach parameters
-    from the flat buffers. One that changes no parameter passes and reaches the buffers."""
+    from the flat buffers. One that leaves every parameter where it is passes and reaches the
+    module's buffers."""
     ref = weakref.ref(module)
 
     def apply(fn: Any, *_: Any, **__: Any) -> nn.Module | None:
         for dtype in dtypes:
-            probe = fn(torch.empty(0, dtype=dtype, device=device))
+            given = torch.zeros(1, dtype=dtype, device=device)
+            probe = fn(given)
             if probe.dtype != dtype or probe.device != device:
                 raise RuntimeError(
                     f"{where}: converting a wrapped module from {dtype} on {device} to "
                     f"{probe.dtype} on {probe.device} would detach its parameters from their "
                     "flat buffers; convert the module before wrapping it"
+                )
+            if probe.data_ptr() != given.data_ptr():
+                raise RuntimeError(
+                    f"{where}: giving the parameters of a wrapped module other memory (to_empty, "
+                    "a copy) would detach them from their flat buffers; convert the module before "
+                    "wrapping it, and write values in place after"
                 )
         alive = ref()
         for child in alive.modules() if alive is not None else ():

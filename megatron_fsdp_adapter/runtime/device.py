@@ -202,8 +202,12 @@ class HostRuntime(_StorageMixin):
         queue = self._queues[role]
         while self._finished[role] < position:
             head = queue[0]
-            works = list(head() or ()) if callable(head) else head
-            for work in works:
+            if callable(head):
+                # What has started stays as what runs: the wait may be interrupted, and the next
+                # one must not start it again.
+                queue[0] = list(head() or ())
+                continue
+            for work in head:
                 work.wait()
             queue.popleft()
             self._finished[role] += 1

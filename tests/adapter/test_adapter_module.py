@@ -34,6 +34,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "double": lambda module: module.double(),
     "to dtype": lambda module: module.to(torch.float16),
     "to meta": lambda module: module.to("meta"),
+    "to empty memory": lambda module: module.to_empty(device="cpu"),
     "to_empty": lambda module: module.to_empty(device="meta"),
 }
 

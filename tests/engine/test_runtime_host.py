@@ -147,6 +147,25 @@ def test_a_task_that_raises_is_raised_where_it_is_waited_for(runtime, diary):
         runtime.wait(COMPUTE, runtime.record(GATHER))
 
 
+def test_a_wait_that_is_interrupted_starts_nothing_twice(runtime, diary):
+    class Interrupted:
+        def wait(self) -> None:
+            diary.lines.append("wait")
+            if diary.lines.count("wait") == 1:
+                raise KeyboardInterrupt
+
+    def collective():
+        diary.lines.append("start late")
+        return [Interrupted()]
+
+    runtime.submit(GATHER, diary.task("a", works=1))
+    runtime.submit(GATHER, collective)
+    with pytest.raises(KeyboardInterrupt):
+        runtime.wait(COMPUTE, runtime.record(GATHER))
+    runtime.wait(COMPUTE, runtime.record(GATHER))
+    assert diary.lines == ["start a", "wait a", "start late", "wait", "wait"]
+
+
 def test_storage_comes_and_goes(runtime):
     flat = torch.arange(4.0)
     runtime.allocate(flat)
