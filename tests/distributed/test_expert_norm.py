@@ -13,9 +13,9 @@ import torch.distributed as dist
 from tests.distributed.launch import run_ranks
 from tests.distributed.topologies import (
     Topology,
-    _coordinates,
     build_topology_trainer,
     case_for,
+    coordinates,
     init_topology,
     run_schedule,
 )
@@ -30,7 +30,7 @@ def _norm_and_reference(strategy: str) -> tuple[float, float]:
     mine: dict[Any, float] = {}
     gradients = trainer.gradients()
     for name, pair in trainer._pairs():
-        place = _coordinates(pair.raw, name, 0)
+        place = coordinates(pair.raw, name, 0)
         mine[place] = float(gradients[name].double().square().sum())
     pieces: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pieces, mine)
