@@ -1,14 +1,17 @@
-"""What the engine makes once, before its units."""
+"""What the engine makes once, around its units."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
 
 from megatron_fsdp_adapter.config import EngineConfig
 from megatron_fsdp_adapter.runtime.comm import Communicator
+from megatron_fsdp_adapter.runtime.device import Runtime
 from megatron_fsdp_adapter.topology import ShardDomain
 
-from .group import plan_layout
+from .group import ParamGroup, plan_layout
 from .partition import UnitPlan
 from .staging import AllocateSlots, Slots, plan_weights_and_buckets
 
@@ -52,3 +55,20 @@ def make_slots(
         )
     )
     return weights, buckets
+
+
+def memory_of_exchanges(
+    groups: Sequence[ParamGroup], config: EngineConfig, allocate: AllocateSlots
+) -> torch.Tensor | None:
+    """Room for the largest bucket, used by one reduction after the other."""
+    if not config.exchange_gradients:
+        return None
+    trained = [group.bucket for group in groups if group.key.requires_grad]
+    return allocate([max(bucket.nbytes for bucket in trained)])[0]
+
+
+def abandon(runtime: Callable[[], Runtime | None]) -> None:
+    """Empties the queues of a runtime that is still there."""
+    alive = runtime()
+    if alive is not None:
+        alive.abandon()

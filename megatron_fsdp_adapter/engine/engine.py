@@ -17,7 +17,7 @@ from megatron_fsdp_adapter.topology import ShardDomain
 
 from . import hooks
 from .attached import AttachedGrads
-from .construction import broadcast_weights, make_slots
+from .construction import abandon, broadcast_weights, make_slots, memory_of_exchanges
 from .gather import GatherPipeline
 from .group import GradState, ParamGroup
 from .guard import unchecked
@@ -33,13 +33,6 @@ from .staging import (
 from .unit import Phase, Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
-
-
-def _abandon(runtime: Callable[[], Runtime | None]) -> None:
-    """Empties the queues of a runtime that is still there."""
-    alive = runtime()
-    if alive is not None:
-        alive.abandon()
 
 
 class FsdpEngine:
@@ -99,8 +92,9 @@ class FsdpEngine:
         )
         self.gather = GatherPipeline(self.units, config, runtime, gathers, outer, self.order)
         self.reduce = ReducePipeline(
-            config, runtime, reduces, outer, grad_check, self._memory_of_exchanges()
-        )
+            config, runtime, reduces, outer, grad_check,
+            memory_of_exchanges(self.groups, config, self._allocate_slots),
+        )  # fmt: skip
         self.pairs = make_pairs(self.groups)
         self.switch = IdentitySwitch(self.pairs)
         self.grads = AttachedGrads(self.pairs)
@@ -108,7 +102,8 @@ class FsdpEngine:
         self.auto_sync = self.own_loop = self._has_frozen = False
         self._shown_before = Identity.OPTIMIZER
         self._active_root: str | None = None
-        self._backward_running = self._at_the_end = False
+        self._backward_running = self._at_the_end = self._late_seen = False
+        self._accumulates = self._counts_calls = True
         self._forwards = self._in_flight = 0
         self._fired: Counter[int] = Counter()
         self._completed: set[int] = set()
@@ -121,7 +116,7 @@ class FsdpEngine:
         # What waits in a queue of the runtime refers to the runtime: a cycle, if not cut here.
         # The runtime is held weakly: finalize's registry would keep alive all that its queue
         # reaches: the engine itself, once a model config refers to the wrapper (`no_sync_func`).
-        weakref.finalize(self, _abandon, weakref.ref(runtime)).atexit = False
+        weakref.finalize(self, abandon, weakref.ref(runtime)).atexit = False
 
     def _build_units(
         self, plans: list[UnitPlan], domains: Mapping[str, ShardDomain],
@@ -148,13 +143,6 @@ class FsdpEngine:
                     group.weight.release()
             units.append(unit)
         return units
-
-    def _memory_of_exchanges(self) -> torch.Tensor | None:
-        """Room for the largest bucket, used by one reduction after the other."""
-        if not self.config.exchange_gradients:
-            return None
-        trained = [group.bucket for group in self.groups if group.key.requires_grad]
-        return self._allocate_slots([max(bucket.nbytes for bucket in trained)])[0]
 
     def _register_hooks(self, module: nn.Module, plans: list[UnitPlan]) -> None:
         for unit, plan in zip(self.units, plans, strict=True):
@@ -229,11 +217,14 @@ class FsdpEngine:
         if self._backward_running or self._active_root is not None:
             self.recover()
         self.order.begin(FORWARD)
-        self._forwards += torch.is_grad_enabled()
-        self._in_flight += torch.is_grad_enabled()
         self.gather.forward_follows = False
-        for unit in self.units:
-            unit.forward_calls = 0
+        # Evaluations between a forward and its backward do not count; recomputed units do.
+        self._counts_calls = torch.is_grad_enabled()
+        if self._counts_calls:
+            self._forwards += 1
+            self._in_flight += 1
+            for unit in self.units:
+                unit.forward_calls = 0
 
     def root_post_forward(self, name: str, output: Any) -> None:
         """That module returns."""
@@ -254,22 +245,26 @@ class FsdpEngine:
             self._begin_backward()
         else:
             self.show_raw_params()
-            unit.forward_calls += 1
+            if self._active_root is None or self._counts_calls:
+                unit.forward_calls += 1
             if 2 * unit.ordinal >= len(self.units):
                 self.reduce.retire_all()
         self.gather.need(unit)
         unit.busy = True
         if torch.is_grad_enabled():
-            callback = hooks.grad_callback(self.inputs_done, unit)
-            return hooks.on_inputs_done(args, kwargs, callback)
+            done = hooks.grad_callback(self.inputs_done, unit)
+            again = hooks.grad_callback(self.pre_backward, unit)
+            return hooks.on_inputs_done(args, kwargs, done, again)
         return args, kwargs
 
-    def post_forward(self, unit: Unit, output: Any) -> None:
-        """A unit's module returns. While recomputing, the unit's own backward comes next; so it
-        does for the last unit of a forward pass: neither is resharded."""
+    def post_forward(self, unit: Unit, output: Any, given: Any = ()) -> None:
+        """A unit's module, which was `given` inputs, returns. While recomputing, the unit's own
+        backward comes next; so it does for the last unit of a forward pass: neither is resharded.
+        """
         unit.busy = hooks.in_backward()
         if torch.is_grad_enabled():
-            hooks.on_outputs_needed(output, hooks.grad_callback(self.pre_backward, unit))
+            callback = hooks.grad_callback(self.pre_backward, unit)
+            hooks.on_outputs_needed(output, callback, given)
             if hooks.in_backward() or self.order.is_last(unit.ordinal):
                 return
         elif hooks.in_backward():
@@ -279,28 +274,35 @@ class FsdpEngine:
     # Backward.
 
     def _begin_backward(self) -> None:
-        if not self._backward_running:
-            self._backward_running = True
-            if self.own_loop:
-                self._follow_grads()
-            self.grads.attached = False
-            # One backward may be that of several forwards at once. Kept gradients can be reduced
-            # only once, so units are completed when all of it is over.
-            kept = not self.config.strategy.shard_grads
-            self._at_the_end = kept and self.is_last_microbatch and self._forwards > 1
-            self._forwards = 0
-            # In a pipeline, other forwards may still wait for their backward. One of those
-            # backwards comes next then, and no forward does.
-            self.gather.forward_follows = self._in_flight == 1 and not self.is_last_microbatch
-            self._fired.clear()
-            self._completed.clear()
-            self._last_order = []
-            self.order.begin(BACKWARD)
-            hooks.at_end_of_backward(self.end_backward)
-            if self.root.groups:
-                self.gather.need(self.root)
-            with torch.no_grad():
-                self.reduce.backward_begins(self.root)
+        if self._backward_running:
+            return
+        self._backward_running = True
+        self._accumulates = hooks.accumulates(self.groups)
+        self._at_the_end = False
+        self._fired.clear()
+        self._completed.clear()
+        self.order.begin(BACKWARD)
+        hooks.at_end_of_backward(self.end_backward)
+        if self._accumulates:
+            self._begin_accumulation()
+        if self.root.groups:
+            self.gather.need(self.root)
+        with torch.no_grad():
+            self.reduce.backward_begins(self.root, self._accumulates)
+
+    def _begin_accumulation(self) -> None:
+        if self.own_loop:
+            self._follow_grads()
+        self.grads.attached, self._last_order = False, []
+        # One backward may be that of several forwards at once. Kept gradients can be reduced only
+        # once, so units are completed when all of it is over.
+        kept = not self.config.strategy.shard_grads
+        several = self._forwards > 1 or self._late_seen
+        self._at_the_end = kept and self.is_last_microbatch and several
+        self._forwards = 0
+        # In a pipeline, other forwards may still wait for their backward. One of those backwards
+        # comes next then, and no forward does.
+        self.gather.forward_follows = self._in_flight == 1 and not self.is_last_microbatch
 
     def pre_backward(self, unit: Unit) -> None:
         """The first gradient of a unit's output arrives."""
@@ -308,41 +310,53 @@ class FsdpEngine:
         if unit.backward_reads_weights:
             self.gather.need(unit)
             unit.busy = True
-        if unit.direct_groups:
-            with torch.no_grad():
-                self.reduce.backward_begins(unit)
+        with torch.no_grad():
+            self.reduce.backward_begins(unit, self._accumulates)
 
     def inputs_done(self, unit: Unit) -> None:
         """All gradients of one call of a unit are known. A unit that was called several times in
         forward is done after as many."""
         self._begin_backward()
+        unit.check_gathered()
         self._fired[unit.ordinal] += 1
         if self._fired[unit.ordinal] == unit.forward_calls and not self._at_the_end:
             self._complete(unit)
 
     def _complete(self, unit: Unit) -> None:
+        if self._accumulates and unit.ordinal not in self._completed:
+            self._last_order.append(unit.ordinal)
         self._completed.add(unit.ordinal)
-        self._last_order.append(unit.ordinal)
         unit.busy = False
         self.gather.release_used(unit)
-        with torch.no_grad():
+        if self._accumulates:
             is_last = self.is_last_microbatch
-            self.reduce.backward_done(unit, is_last, is_last and self._knows_microbatches)
+            with torch.no_grad():
+                self.reduce.backward_done(unit, is_last, is_last and self._knows_microbatches)
 
     def end_backward(self) -> None:
-        """The backward has finished: completes the units whose inputs needed no gradient, that
-        were not reached, or that ran more often than in forward, in the same order on all ranks."""
-        for unit in reversed(self.units):
-            late = self._fired[unit.ordinal] > max(unit.forward_calls, 1) or any(
-                group.direct.is_open for group in unit.direct_groups
-            )
-            if late or unit.ordinal not in self._completed:
+        """The backward has finished: completes the units whose inputs needed no gradient or that
+        were not reached, and those to which gradients came later, in the same order on all ranks.
+        They come late where part of the graph between a weight and the loss is older than the call
+        of the unit (autocast keeps casts), or a unit ran more often than was counted."""
+        for unit in reversed(self.units) if self._accumulates else ():
+            if unit.ordinal not in self._completed:
                 self._complete(unit)
+            elif any(group.has_grads() for group in unit.trainable_groups):
+                self._complete_late(unit)
         self.gather.release_all()
-        self._in_flight -= 1
         self._backward_running = False
+        if not self._accumulates:
+            return
+        self._in_flight -= 1
         if self.auto_sync and self.is_last_microbatch:
             self.finish_grads()
+
+    def _complete_late(self, unit: Unit) -> None:
+        if self.config.strategy.shard_grads:
+            self._complete(unit)
+            return
+        with torch.no_grad():
+            self._late_seen |= self.reduce.take_late(unit)
 
     def recover(self) -> None:
         """Forgets a forward or backward that raised: nothing is in flight or gathered after."""

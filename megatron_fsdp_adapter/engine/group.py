@@ -208,6 +208,19 @@ class ParamGroup:
         with unchecked():
             return self.direct.is_open or any(param.grad is not None for param in self.params)
 
+    def collect_late(self) -> tuple[FlatBuffer, list[torch.Tensor]]:
+        """Moves the raw parameters' `.grad` into a buffer of their own, in the communication dtype
+        and zero where there is none; returns it with its segments."""
+        late = FlatBuffer(self.layout.total_numel, self.bucket.tensor.dtype, self.bucket.runtime)
+        with unchecked():
+            grads = [param.grad for param in self.params]
+            for param in self.params:
+                param.grad = None
+        views = self._full_items(late)
+        found = [pair for pair in zip(views, grads, strict=True) if pair[1] is not None]
+        copy_each([view for view, _ in found], [grad for _, grad in found])  # type: ignore[misc]
+        return late, segments_in(late, self.full, self.full)
+
     def take_grads(self, accumulate: bool) -> None:
         """Moves the raw parameters' `.grad` into `collected` and drops them; what modules have
         written there by themselves stays, and `.grad` adds to it.

@@ -12,16 +12,21 @@ never completes when one gets no gradient.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
+import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
 
+from .group import ParamGroup
+from .guard import unchecked
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -29,6 +34,12 @@ if TYPE_CHECKING:
 
 _LEAVES = (torch.Tensor, type(None), bool, int, float, str)
 """What certainly holds no tensors besides itself."""
+
+_OPAQUE = (
+    *_LEAVES, bytes, type, enum.Enum, torch.dtype, torch.device, torch.Size, nn.Module,
+    types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
+)  # fmt: skip
+"""What is not searched for tensors."""
 
 EngineRef = Callable[[], "FsdpEngine | None"]
 
@@ -42,42 +53,101 @@ def needs_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
+def accumulates(groups: Iterable[ParamGroup]) -> bool:
+    """Whether the running backward accumulates gradients of any of `groups`; one for gradients of
+    inputs alone (`torch.autograd.grad`, `backward(inputs=...)`) does not. Looks at parameters only
+    where that backward is for chosen tensors.
+    """
+    # What torch's checkpoint asks, to refuse such a backward: true where nothing was chosen.
+    if torch.autograd._is_checkpoint_valid():
+        return True
+    with unchecked(), torch.enable_grad():
+        trained = (group.params for group in groups if group.key.requires_grad)
+        return any(_accumulates(param) for params in trained for param in params)
+
+
+def _accumulates(param: nn.Parameter) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
+    except RuntimeError as error:
+        # What `torch.autograd.grad` was asked for, it returns instead of accumulating it.
+        if "currently running autograd.grad()" not in str(error):
+            raise
+        return False
+
+
 def on_inputs_done(
-    args: tuple[Any, ...], kwargs: dict[str, Any], callback: Callable[..., None]
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    callback: Callable[..., None],
+    again: Callable[..., None] = lambda: None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Calls `callback` in backward when the gradients of all inputs are known.
 
-    Returns the inputs to use instead. Without an input that needs a gradient nothing is caught. A
-    parameter among them is left: its gradient is accumulated only after a hook on it has run.
+    Returns the inputs to use instead: tensors, also those in tuples, are replaced by views. Lists,
+    dicts and other objects are given on as they are, since a module may write into them; their
+    tensors are watched themselves, whose gradients are known when all uses of them are. Without an
+    input that needs a gradient nothing is caught, and with one in a container that cannot be
+    watched: backward's end then is the unit's. A parameter is left: its gradient is accumulated
+    only after a hook on it has run.
+
+    again: called when a backward through that backward needs the gradients of inputs.
     """
-    # Most layers are given tensors and plain values; a walk through a tree of them takes longer
-    # than all else here.
-    nested = not all(isinstance(value, _LEAVES) for value in (*args, *kwargs.values()))
-    if nested:
-        flat, tree = tree_flatten((args, kwargs))
-    else:
-        flat = [*args, *kwargs.values()]
-    watched = [
-        index
-        for index, value in enumerate(flat)
-        if needs_grad(value) and not isinstance(value, nn.Parameter)
-    ]
+    watched: list[torch.Tensor] = []
+    new_args = tuple(_watch(value, watched) for value in args)
+    new_kwargs = {name: _watch(value, watched) for name, value in kwargs.items()}
     if not watched:
         return args, kwargs
-    for index in watched:
-        flat[index] = flat[index].view_as(flat[index])
+    if any(value.grad_fn is None for value in watched):
+        # A hook on a leaf stays for life: later passes would call it too.
+        return new_args, new_kwargs
+
+    def done(grads: Any) -> None:
+        if torch.is_grad_enabled():
+            on_outputs_needed(grads, again)
+        callback()
+
     if len(watched) == 1:
-        flat[watched[0]].register_hook(callback)
+        watched[0].register_hook(done)
     else:
-        register_multi_grad_hook([flat[index] for index in watched], callback, mode="all")
-    if nested:
-        return tree_unflatten(flat, tree)
-    return tuple(flat[: len(args)]), dict(zip(kwargs, flat[len(args) :], strict=True))
+        register_multi_grad_hook(watched, done, mode="all")
+    return new_args, new_kwargs
 
 
-def on_outputs_needed(output: Any, callback: Callable[..., None]) -> None:
-    """Calls `callback` in backward when the first gradient of an output arrives."""
-    tensors = [value for value in _leaves_of(output) if needs_grad(value)]
+def _watch(value: Any, watched: list[torch.Tensor]) -> Any:
+    """What a module is given in the place of its input `value`; appends what is to be watched."""
+    # Most layers are given tensors and plain values; a walk takes longer than all else here.
+    if isinstance(value, torch.Tensor):
+        if not value.requires_grad or isinstance(value, nn.Parameter):
+            return value
+        watched.append(value.view_as(value))
+        return watched[-1]
+    if isinstance(value, _LEAVES):
+        return value
+    if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        items = [_watch(item, watched) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return tuple(items) if type(value) is tuple else type(value)(*items)
+    watched.extend(
+        found
+        for found in _tensors_in(value)
+        if needs_grad(found) and not isinstance(found, nn.Parameter)
+    )
+    return value
+
+
+def on_outputs_needed(output: Any, callback: Callable[..., None], given: Any = ()) -> None:
+    """Calls `callback` in backward when the first gradient of an output arrives.
+
+    A view that is changed in place leaves the graph, and the gradient arrives at what it is a view
+    of; that is watched too, unless it is of the inputs `given`.
+    """
+    tensors = [value for value in _tensors_in(output) if value.grad_fn is not None]
+    bases = [t._base for t in tensors if t._base is not None and t._base.grad_fn is not None]
+    if bases:
+        theirs = {id(v if v._base is None else v._base) for v in _tensors_in(given)}
+        tensors += [base for base in bases if id(base) not in theirs]
     if len(tensors) == 1:
         tensors[0].register_hook(callback)
     elif tensors:
@@ -85,16 +155,36 @@ def on_outputs_needed(output: Any, callback: Callable[..., None]) -> None:
 
 
 def has_grad_output(output: Any) -> bool:
-    return any(needs_grad(value) for value in _leaves_of(output))
+    return any(needs_grad(value) for value in _tensors_in(output))
 
 
-def _leaves_of(output: Any) -> list[Any]:
-    """What a module returned, flat: mostly a tensor, or a tuple of tensors and plain values."""
-    if isinstance(output, _LEAVES):
-        return [output]
-    if type(output) is tuple and all(isinstance(value, _LEAVES) for value in output):
-        return list(output)
-    return tree_flatten(output)[0]
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors that a module was given or returned: mostly one, or a tuple of tensors and plain
+    values; else whatever pytree and the attributes of objects (dataclasses among them) lead to."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if type(value) is tuple and all(isinstance(item, _LEAVES) for item in value):
+        return [item for item in value if isinstance(item, torch.Tensor)]
+    found, seen, pending = [], set(), [value]
+    while pending:
+        for leaf in tree_leaves(pending.pop()):
+            if isinstance(leaf, torch.Tensor):
+                found.append(leaf)
+            elif not isinstance(leaf, _OPAQUE) and id(leaf) not in seen:
+                seen.add(id(leaf))
+                pending.append(_attributes(leaf))
+    return found
+
+
+def _attributes(value: Any) -> list[Any]:
+    """The values of an object's attributes, those of a dataclass with slots included."""
+    names = [field.name for field in dataclasses.fields(value)] if _has_fields(value) else []
+    inside = getattr(value, "__dict__", {})
+    return [*inside.values(), *(getattr(value, n, None) for n in names if n not in inside)]
+
+
+def _has_fields(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _unit_pre_forward(
@@ -105,11 +195,11 @@ def _unit_pre_forward(
 
 
 def _unit_post_forward(
-    engine: EngineRef, ordinal: int, module: nn.Module, args: Any, out: Any
+    engine: EngineRef, ordinal: int, module: nn.Module, args: Any, kwargs: Any, out: Any
 ) -> None:
     alive = engine()
     if alive is not None:
-        alive.post_forward(alive.units[ordinal], out)
+        alive.post_forward(alive.units[ordinal], out, (args, kwargs))
 
 
 def _root_pre_forward(engine: EngineRef, name: str, module: nn.Module, args: Any) -> None:
@@ -145,7 +235,9 @@ def register_unit(engine: FsdpEngine, unit: Unit, module: nn.Module) -> None:
     module.register_forward_pre_hook(
         functools.partial(_unit_pre_forward, ref, unit.ordinal), prepend=True, with_kwargs=True
     )
-    module.register_forward_hook(functools.partial(_unit_post_forward, ref, unit.ordinal))
+    module.register_forward_hook(
+        functools.partial(_unit_post_forward, ref, unit.ordinal), with_kwargs=True
+    )
 
 
 def register_root(engine: FsdpEngine, name: str, module: nn.Module) -> None:

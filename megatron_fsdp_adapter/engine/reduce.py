@@ -28,7 +28,7 @@ from megatron_fsdp_adapter.config import EngineConfig
 from megatron_fsdp_adapter.runtime.comm import Communicator
 from megatron_fsdp_adapter.runtime.device import COMPUTE, REDUCE, Runtime, fill_with_nan
 
-from .buffer import copy_each
+from .buffer import FlatBuffer, copy_each, segments_in
 from .group import GradState, ParamGroup, by_domain
 from .unit import Unit
 
@@ -41,10 +41,12 @@ REDUCED_STATES = (GradState.REDUCED, GradState.FINISHED)
 
 @dataclass(frozen=True)
 class InFlight:
-    """A reduction that was launched: the groups keep its buckets alive until `event`."""
+    """A reduction that was launched: the groups keep its buckets alive until `event`, and it keeps
+    `buffers`, which are no group's."""
 
     groups: Sequence[ParamGroup]
     event: Any
+    buffers: Sequence[FlatBuffer] = ()
 
 
 def _same_memory(one: ParamGroup, other: ParamGroup) -> bool:
@@ -99,11 +101,18 @@ class ReducePipeline:
         self._in_flight: deque[InFlight] = deque()
         self.check = check
 
-    def backward_begins(self, unit: Unit) -> None:
-        """Gives storage to the buckets that `unit`'s modules will write into by themselves."""
+    def backward_begins(self, unit: Unit, accumulates: bool) -> None:
+        """Gives storage to the buckets that `unit`'s modules will write into by themselves;
+        RuntimeError if the backward is not to accumulate gradients of weights."""
         groups = [group for group in unit.direct_groups if not group.idle]
         if not groups or all(group.direct.is_open for group in groups):
             return
+        if not accumulates:
+            raise RuntimeError(
+                f"unit {unit.name}: a backward for gradients of inputs alone (torch.autograd.grad, "
+                "backward(inputs=...)) goes through modules that add weight gradients to "
+                "main_grad by themselves; switch gradient_accumulation_fusion off"
+            )
         self._refuse_late(unit)
         if self.config.strategy.shard_grads:
             self._make_room(unit.active_groups)
@@ -146,6 +155,63 @@ class ReducePipeline:
                 self._launch(groups)
         if is_known_last:
             self._finish_outer(groups)
+
+    def take_late(self, unit: Unit) -> bool:
+        """Takes gradients that came after `backward_done` where gradients are kept. Returns whether
+        they had to be reduced by themselves, since the others had been."""
+        groups = unit.active_groups
+        if not any(group.grad_state in REDUCED_STATES for group in groups):
+            for group in groups:
+                group.take_grads(accumulate=True)
+            self._note(unit)
+            return False
+        if any(group.grad_state is GradState.FINISHED or group.direct.is_open for group in groups):
+            raise RuntimeError(
+                f"unit {unit.name}: gradients came after its reduction, over all axes, had been "
+                "launched, as a part of the graph is older than the unit's call. With autocast, "
+                "use a context for each forward or torch.autocast(cache_enabled=False); or set "
+                "overlap_grad_reduce=False"
+            )
+        self._reduce_again(groups)
+        return True
+
+    def _reduce_again(self, groups: Sequence[ParamGroup]) -> None:
+        """Reduces gradients that came late and adds them to the main gradients, which have been
+        reduced."""
+        self._make_room(groups)
+        late = [group.collect_late() for group in groups]
+        self.runtime.wait(REDUCE, self.runtime.record(COMPUTE))
+        for group, (buffer, segments) in zip(groups, late, strict=True):
+            scale = group.domain.grad_scale
+            self.runtime.submit(
+                REDUCE,
+                functools.partial(self._communicate_late, group, buffer, segments, scale),
+                functools.partial(self._add_late, group, buffer, scale),
+            )
+        buffers = [buffer for buffer, _ in late]
+        self._in_flight.append(InFlight((), self.runtime.record(REDUCE), buffers))
+
+    def _communicate_late(
+        self, group: ParamGroup, late: FlatBuffer, segments: list[torch.Tensor], scale: float
+    ) -> list[Any]:
+        communicator = self.communicators[group.key.domain]
+        if self._exchanges:
+            shards = list(zip(group.grad_segments, segments, strict=True))
+            return communicator.reduce_scatter_by_exchange(shards, self._received, scale, True)
+        if self.config.scale_before_sum:
+            for segment in segments:
+                segment.mul_(scale)
+        if not self.config.strategy.shard_main:
+            return communicator.all_reduce(segments)
+        results = segments_in(late, group.full, group.inner)
+        return communicator.reduce_scatter(list(zip(results, segments, strict=True)))
+
+    def _add_late(self, group: ParamGroup, late: FlatBuffer, scale: float) -> None:
+        if self._exchanges:
+            return
+        results = segments_in(late, group.full, group.inner)
+        for shard, result in zip(group.grad_segments, results, strict=True):
+            shard.add_(result, alpha=1.0 if self.config.scale_before_sum else scale)
 
     def _note(self, unit: Unit) -> None:
         if self.check is not None:

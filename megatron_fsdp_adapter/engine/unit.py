@@ -65,6 +65,17 @@ class Unit:
         """Those whose gradients the present backward collects."""
         return [group for group in self.trainable_groups if not group.idle or group.has_grads()]
 
+    def check_gathered(self) -> None:
+        """RuntimeError if a backward that is over had no weights to read. In a slot it may have
+        read those of another unit in their place."""
+        read = self.backward_reads_weights and self.weight_slot is not None
+        if read and self.phase is not Phase.READY:
+            raise RuntimeError(
+                f"unit {self.name}: its backward ran without its weights, as no output of it was "
+                "seen to need a gradient. Return tensors, or containers, dataclasses or objects "
+                "that have them as attributes"
+            )
+
     def advance(self, phase: Phase) -> None:
         """Moves to `phase`; RuntimeError when that is not a legal transition."""
         if (self.phase, phase) not in TRANSITIONS:

@@ -242,6 +242,18 @@ def weights_written(rig: Any) -> None:
     rig.step()
 
 
+def gradients_late(rig: Any) -> None:
+    """The second microbatch uses what the first has made of weights: those nodes are older than its
+    own, so that autograd comes to them when the units are done."""
+    for _ in range(2):
+        for layer in rig.model.layers:
+            layer.caches, layer.cached = True, None
+        rig.step(microbatches=2)
+    for layer in rig.model.layers:
+        layer.caches, layer.cached = False, None
+    rig.step(microbatches=2)
+
+
 SCENARIOS: dict[str, Scenario] = {
     scenario.__name__: scenario
     for scenario in (
@@ -249,6 +261,7 @@ SCENARIOS: dict[str, Scenario] = {
         evaluation_between, layer_twice, layer_again_later, layers_skipped, forward_raises,
         backward_raises, zero_before_finish, forward_without_backward, inner_module_called,
         weights_read_between, weights_loaded, weights_written,
+        gradients_late,
     )
 }  # fmt: skip
 

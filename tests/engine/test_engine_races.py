@@ -189,6 +189,8 @@ WAITS: dict[Site, tuple[str, str]] = {
     ("quiesce",): (ZERO_3, "layers_skipped"),
     # a reduction behind the filling of its bucket
     ("_launch",): (ZERO_2, "steps"),
+    # a reduction of gradients that came late behind their collection
+    ("_reduce_again",): (ZERO_1, "gradients_late"),
     # the release of a bucket behind its reduction
     ("_retire",): (ZERO_2, "steps"),
     # the optimizer behind reductions of kept gradients, whose buckets are never retired
@@ -200,6 +202,7 @@ RECORDS: dict[Site, tuple[str, str, torch.dtype]] = {
     # main weights are this rank's slice of the weights here, and what is gathered
     ("quiesce",): (ZERO_1, "weights_loaded", torch.float32),
     ("_launch",): (ZERO_2, "microbatches", torch.bfloat16),
+    ("_reduce_again",): (ZERO_1, "gradients_late", torch.bfloat16),
     ("finish",): (ZERO_1, "steps", torch.bfloat16),
 }
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fsdp_adapter.engine import hooks
 from megatron_fsdp_adapter.engine.staging import plan_slots
 from megatron_fsdp_adapter.engine.unit import Phase
 from tests.engine.engine_cases import Layer, Setup, build, pretended_world
@@ -46,6 +47,17 @@ def test_every_unit_fits_and_neighbours_do_not_share(case):
     for one, other in pairwise(repeated):
         assert plan.slot_of[one] != plan.slot_of[other]
     assert sum(plan.nbytes) <= sum(sizes) + max(sizes), "no more than dynamic memory could need"
+
+
+def test_a_backward_whose_beginning_is_not_seen_is_an_error(monkeypatch):
+    """Its slot may hold the weights of another unit."""
+    with pretended_world(2):
+        rig = build(Setup(slots=True))
+        rig.step()
+        monkeypatch.setattr(hooks, "on_outputs_needed", lambda *_: None)
+        rig.zero()
+        with pytest.raises(RuntimeError, match=r"unit layers\.\d: its backward ran without"):
+            rig.loss().backward()
 
 
 def test_buffers_of_slots_keep_their_memory():

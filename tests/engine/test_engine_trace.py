@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_fsdp_adapter
 from megatron_fsdp_adapter.config import STRATEGIES
 from megatron_fsdp_adapter.engine import prefetch
+from megatron_fsdp_adapter.engine.direct import GradWriter
 from megatron_fsdp_adapter.engine.reduce import MAX_BUCKETS
 from megatron_fsdp_adapter.runtime.device import COMPUTE, HostRuntime
-from tests.engine.engine_cases import Rig, Setup, build, pretended_world
+from tests.engine.engine_cases import HIDDEN, Rig, Setup, build, pretended_world
 from tests.engine.engine_scenarios import SCENARIOS
 from tests.engine.recording import (
     ALLOCATE,
@@ -373,6 +375,37 @@ def test_collectives_are_counted_by_unit_and_not_by_parameter(width):
     times = {"root": 1, "embedding": 3, "head": 3, **dict.fromkeys(layers, 6)}
     gathered = Counter({f"all_gather {unit}": times[unit] for unit in units})
     assert counted(ZERO_3) == gathered + reduced
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_of_inputs_alone_reduce_nothing(strategy):
+    """And leave the step as it was: a backward comes before, and another after."""
+    with pretended_world(2):
+        rig = build(Setup(strategy))
+        with rig.watch():
+            rig.step()
+            rig.zero()
+            rig.last(False)
+            rig.loss().backward()
+            states = [group.grad_state for group in rig.engine.groups]
+            rig.last(True)
+            rig.runtime.log.clear()
+            x = torch.ones(2, HIDDEN, dtype=rig.setup.dtype, requires_grad=True)
+            torch.autograd.grad(rig.model.layers[3](rig.model.layers[1](x)).float().sum(), x)
+            assert not any("reduce" in name for name in collectives(rig))
+            assert [group.grad_state for group in rig.engine.groups] == states
+            rig.loss().backward()
+            rig.finish()
+
+
+def test_gradients_of_inputs_alone_through_fused_weight_gradients_are_an_error():
+    with pretended_world(2):
+        rig = build(Setup(fused=GradWriter.OVERWRITES))
+        x = torch.ones(2, HIDDEN, dtype=rig.setup.dtype, requires_grad=True)
+        loss = rig.model.layers[1](x).float().sum()
+        with pytest.raises(RuntimeError, match="switch gradient_accumulation_fusion off"):
+            torch.autograd.grad(loss, x)
+        rig.step()
 
 
 @pytest.mark.parametrize("recompute", ["reentrant", "non_reentrant", "selective"])

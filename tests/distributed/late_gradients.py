@@ -1,0 +1,351 @@
+"""Plain models and loops in which gradients arrive late, outputs hide from pytree, containers are
+filled by the unit that is given them, or gradients of inputs are asked for: each as a model and a
+way to run the forwards and backwards of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
+from megatron_fsdp_adapter.config import STRATEGIES
+from tests.distributed.gpt import full_all
+
+WIDTH, ROWS, STEPS, LR = 6, 5, 3, 0.01
+
+NoSync = Callable[[], AbstractContextManager[None]]
+Drive = Callable[[nn.Module, int, int, NoSync], None]
+"""The forwards and backwards of a step: of (model, step, rank, no_sync)."""
+
+
+def inputs(step: int, number: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * number + rank)
+    return torch.randn(ROWS, WIDTH, generator=generator)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.compute(x)
+
+
+class Chain(nn.Module):
+    """Blocks between two linear layers of the root's. `times` is how often the first one runs
+    where gradients are enabled."""
+
+    block: type[Block] = Block
+    times = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
+        self.last = nn.Linear(WIDTH, 1, bias=False)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times if torch.is_grad_enabled() else 1):
+            x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.run(self.first(x)))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
+
+
+def plainly(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> None:
+    with no_sync():
+        loss_of(model, inputs(step, 0, rank)).backward()
+    loss_of(model, inputs(step, 1, rank)).backward()
+
+
+# Gradients that come late.
+
+
+def _autocast() -> AbstractContextManager[None]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def teacher_first(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> None:
+    """Autocast keeps the cast of a weight that the pass without gradients made."""
+    with _autocast():
+        with torch.no_grad():
+            target = model(inputs(step, 1, rank))
+        loss = (model(inputs(step, 0, rank)) - target).float().square().mean()
+    loss.backward()
+
+
+def microbatches_in_one_context(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> None:
+    """The second microbatch uses the casts of the first, whose nodes are older than its own."""
+    with _autocast():
+        with no_sync():
+            loss_of(model, inputs(step, 0, rank)).backward()
+        loss_of(model, inputs(step, 1, rank)).backward()
+
+
+def evaluation_in_between(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> None:
+    """Of a forward and its backward; it calls a unit another number of times."""
+    loss = loss_of(model, inputs(step, 0, rank))
+    with torch.no_grad():
+        model(inputs(step, 1, rank))
+    loss.backward()
+
+
+class Repeating(Chain):
+    times = 3
+
+
+# Outputs that pytree does not see.
+
+
+@dataclass
+class Answer:
+    hidden: torch.Tensor
+    note: str = ""
+
+
+@dataclass
+class Nested:
+    inner: list[Answer]
+
+
+class Plain:
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden, self.me = hidden, self
+
+
+class ReturnsDataclass(Block):
+    def forward(self, x: Any) -> Any:
+        return Answer(self.compute(getattr(x, "hidden", x)))
+
+
+class ReturnsNested(Block):
+    def forward(self, x: Any) -> Any:
+        hidden = x.inner[0].hidden if isinstance(x, Nested) else x
+        return Nested([Answer(self.compute(hidden))])
+
+
+class ReturnsObject(Block):
+    def forward(self, x: Any) -> Any:
+        return Plain(self.compute(getattr(x, "hidden", x)))
+
+
+class Unpacked(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: Any = self.run(self.first(x))
+        return self.last(found.inner[0].hidden if isinstance(found, Nested) else found.hidden)
+
+
+class ReturnsView(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(x).view(-1).view(ROWS, WIDTH)
+
+
+class ReturnsViewOfInput(Block):
+    """Computes something that it does not return."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(x).t() if x.shape[0] == ROWS else x.t()
+
+
+class ChangesInPlace(Chain):
+    block = ReturnsView
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            y = block(x)
+            y += 0.5 * x
+            x = y
+        return x
+
+
+# Containers that a unit is given.
+
+
+class Collects(Block):
+    """Appends to a list and fills a dict; reads a tensor of each, with weights of its own."""
+
+    def forward(self, x: torch.Tensor, found: list[Any], cache: dict[str, Any]) -> torch.Tensor:  # type: ignore[override]
+        older = self.up(cache["last"]) if "last" in cache else self.up(x)
+        x = 0.5 * self.compute(x) + 0.2 * self.down(older)
+        if found:
+            x = x + 0.2 * self.compute(found[-1])
+        found.append(x.square().mean(-1, keepdim=True))
+        found.append(x * 0.5)
+        cache["last"] = x
+        return x
+
+
+class Collecting(Chain):
+    block = Collects
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        cache: dict[str, torch.Tensor] = {}
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, found, cache)
+        assert len(found) == 8 and cache["last"] is x
+        return self.last(x) + sum(found[::2])
+
+
+class TakesTuples(Block):
+    def forward(self, given: tuple[torch.Tensor, list[torch.Tensor]]) -> Any:
+        return self.compute(given[0]), [self.compute(given[1][0])]
+
+
+class Tupled(Chain):
+    block = TakesTuples
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given: Any = (self.first(x), [x])
+        for block in self.blocks:
+            given = block(given)
+        return self.last(given[0] + given[1][0])
+
+
+# Gradients of inputs.
+
+
+def saliency_between(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> None:
+    """An adversarial example made before, between and after the backwards of a step."""
+    x = inputs(step, 0, rank)
+    for number in range(3):
+        adversary = x.clone().requires_grad_()
+        [grad] = torch.autograd.grad(loss_of(model, adversary), adversary)
+        assert grad.abs().sum() > 0
+        loss = loss_of(model, x + 0.1 * grad.sign())
+        if number == 0:
+            with no_sync():
+                loss.backward()
+        elif number == 1:
+            loss.backward()
+
+
+def saliency_of_the_trained_pass(
+    model: nn.Module, step: int, rank: int, no_sync: NoSync
+) -> None:
+    x = inputs(step, 0, rank).requires_grad_()
+    loss = loss_of(model, x)
+    [grad] = torch.autograd.grad(loss, x, retain_graph=True)
+    (loss * (1 + grad.square().sum())).backward()
+
+
+def gradient_penalty(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> None:
+    """As a critic is trained: the gradient's own gradient reaches the weights."""
+    x = inputs(step, 0, rank).requires_grad_()
+    out = model(x)
+    [grad] = torch.autograd.grad(out.sum(), x, create_graph=True)
+    other = model(inputs(step, 1, rank))
+    (out.mean() - other.mean() + (grad.norm(dim=-1) - 1).square().mean()).backward()
+
+
+def penalty_alone(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> None:
+    x = inputs(step, 0, rank).requires_grad_()
+    [grad] = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (grad.norm(dim=-1) - 1).square().mean().backward()
+
+
+@dataclass(frozen=True)
+class Habit:
+    model: type[Chain] = Chain
+    drive: Drive = plainly
+
+
+def with_blocks(kind: type[Block], model: type[Chain] = Chain) -> type[Chain]:
+    return type(f"{model.__name__}{kind.__name__}", (model,), {"block": kind})
+
+
+HABITS: dict[str, Habit] = {
+    "plain": Habit(),
+    "teacher first": Habit(drive=teacher_first),
+    "microbatches in one autocast": Habit(drive=microbatches_in_one_context),
+    "evaluation in between": Habit(Repeating, evaluation_in_between),
+    "dataclass": Habit(with_blocks(ReturnsDataclass, Unpacked)),
+    "dataclass in a list in a dataclass": Habit(with_blocks(ReturnsNested, Unpacked)),
+    "object": Habit(with_blocks(ReturnsObject, Unpacked)),
+    "view": Habit(with_blocks(ReturnsView)),
+    "view changed in place": Habit(ChangesInPlace),
+    "view of what was given": Habit(with_blocks(ReturnsViewOfInput)),
+    "list and dict are filled": Habit(Collecting),
+    "list in a tuple": Habit(Tupled),
+    "saliency between backwards": Habit(drive=saliency_between),
+    "saliency of the trained pass": Habit(drive=saliency_of_the_trained_pass),
+    "gradient penalty": Habit(drive=gradient_penalty),
+    "penalty alone": Habit(drive=penalty_alone),
+}
+
+
+def _seeded(kind: type[Chain]) -> Chain:
+    torch.manual_seed(3)
+    return kind()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def reference(habit: Habit, rank: int, world: int) -> dict[str, torch.Tensor]:
+    """The unsharded module, its gradients averaged over the ranks."""
+    model = _seeded(habit.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(STEPS):
+        habit.drive(model, step, rank, _nothing)
+        for param in model.parameters():
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            dist.all_reduce(param.grad)
+            param.grad /= world
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def sharded(habit: Habit, rank: int, strategy: str, **options: Any) -> dict[str, torch.Tensor]:
+    """The same, sharded: full weights; collective."""
+    kind = habit.model
+    model = fully_shard_model(
+        _seeded(kind), fsdp_unit_modules=[kind.block],
+        data_parallel_sharding_strategy=strategy, **options,
+    )  # fmt: skip
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=LR))
+    for step in range(STEPS):
+        habit.drive(model, step, rank, model.no_sync)
+        optimizer.step()
+        optimizer.zero_grad()
+    values = {name.removeprefix("module."): v for name, v in model.state_dict().items()}
+    return full_all(values)
+
+
+def check_habits(rank: int, world: int, names: list[str]) -> None:
+    """Trains with each habit under every strategy; all that differ are told at once."""
+    wrong = []
+    for name in names:
+        habit = HABITS[name]
+        expected = reference(habit, rank, world)
+        for strategy in STRATEGIES:
+            found = sharded(habit, rank, strategy)
+            error = max(
+                float((found[key] - value).norm() / value.norm())
+                for key, value in expected.items()
+            )
+            if not error <= 2e-5:
+                wrong.append(f"{name}, {strategy}: off by {error:.2e}")
+    assert not wrong, "\n".join(wrong)

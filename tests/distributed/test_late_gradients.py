@@ -1,0 +1,15 @@
+"""Gradients that reach a parameter after its unit seemed done, outputs that pytree does not see,
+containers that units fill, and gradients of inputs: plain modules train to the weights of the
+unsharded module."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.late_gradients import HABITS, check_habits
+from tests.distributed.launch import run_ranks
+
+
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
+def test_trains_to_the_same_weights(world: int) -> None:
+    run_ranks(check_habits, world, list(HABITS))
