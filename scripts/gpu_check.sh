@@ -67,11 +67,14 @@ do_tests() { # together: they check numbers, not times
 # FP8 with fused gradients at a real width, beside stock DDP; each pair of processes frees what the
 # one before could not.
 do_norms() {
-  local recipe count
+  local recipe count fusion
   for recipe in ${NORMS_RECIPES:-tensorwise delayed}; do
     for count in ${NORMS_MICROBATCHES:-1 3}; do
-      RANKS=2 part "norms_${recipe}_$count" 90 "$PYTHON" -m torch.distributed.run \
-        --nproc_per_node 2 -m tests.gpu.wide_norms --recipes "$recipe" --microbatches "$count"
+      for fusion in on off; do
+        RANKS=2 part "norms_${recipe}_${count}_$fusion" 90 "$PYTHON" -m torch.distributed.run \
+          --nproc_per_node 2 -m tests.gpu.wide_norms --recipes "$recipe" \
+          --microbatches "$count" --fusion "$fusion"
+      done
     done
   done
 }

@@ -84,7 +84,11 @@ class RegisteredMemory:
 
 
 def _deregister(registered: list[tuple[Any, Any]], pools: list[Any]) -> None:
-    """While the communicators are there: NCCL has forgotten what it knew when one is destroyed."""
+    """While the communicators are there: NCCL has forgotten what it knew when one is destroyed.
+    Collectives that were launched, a gather ahead of a forward that never came among them, are
+    waited for: memory that is no window any more is an illegal address to them."""
+    if registered and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     for ref, pool in registered:
         group = ref()
         if group is not None and dist.is_initialized():
