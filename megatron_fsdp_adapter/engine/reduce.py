@@ -98,6 +98,7 @@ class ReducePipeline:
         self.config, self.runtime = config, runtime
         self.communicators, self.outer = communicators, outer
         self._received = received
+        self._count = torch.zeros(1, device=runtime.device)  # only the reduce stream writes it
         self._in_flight: deque[InFlight] = deque()
         self.check = check
 
@@ -250,13 +251,16 @@ class ReducePipeline:
 
     def count(self, here: bool) -> torch.Tensor:
         """The number of ranks, over all axes, that call this with True: one element on the device,
-        valid after `finish`. For models of one domain."""
-        total = torch.full((1,), float(here), device=self.runtime.device)
-        self.runtime.wait(REDUCE, self.runtime.record(COMPUTE))
+        valid from `finish` to the next call. For models of one domain."""
+        self.runtime.submit(REDUCE, functools.partial(self._set_count, float(here)))
         for communicators in (self.communicators, self.outer):
             for communicator in communicators.values():
-                self.runtime.submit(REDUCE, functools.partial(communicator.all_reduce, [total]))
-        return total
+                reduce = functools.partial(communicator.all_reduce, [self._count])
+                self.runtime.submit(REDUCE, reduce)
+        return self._count
+
+    def _set_count(self, here: float) -> None:
+        self._count.fill_(here)
 
     def _launch(self, groups: Sequence[ParamGroup]) -> None:
         """Starts reducing what was collected; coalesced per domain."""
