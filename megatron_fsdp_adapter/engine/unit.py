@@ -34,7 +34,7 @@ class Unit:
     ordinal: position in module order; collectives are issued in an order made of ordinals.
     backward_reads_weights: False for an embedding, whose backward is not given weights.
     direct_groups: those with gradients that modules write into the bucket by themselves.
-    forward_calls: calls of the unit's module in the current forward pass.
+    forward_calls: calls of the unit's module in the last forward pass with gradients.
     gathered: event after which the weights are there, while GATHERING.
     busy: whether its module is between the hooks of a forward or of a backward.
     outdated: whether main weights have changed since they were last gathered.
