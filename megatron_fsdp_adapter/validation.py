@@ -27,6 +27,18 @@ from .support import (
 CKPT_FORMAT = "fsdp_dtensor"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
+PLAIN_OPTIONS: Mapping[str, Any] = {
+    "use_megatron_fsdp": True,
+    "use_distributed_optimizer": True,
+    "ckpt_format": CKPT_FORMAT,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "outer_dp_sharding_strategy": "no_shard",
+    "num_distributed_optimizer_instances": 1,
+    "optimizer": "adam",
+    "num_experts": None,
+}
+"""A configuration with nothing wrong, for what starts from single options."""
+
 ARGUMENT_OF: Mapping[str, str] = {
     "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
     "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",

@@ -30,17 +30,6 @@ PACKAGES = (
     "megatron-fsdp-adapter", "megatron-core", "megatron-bridge", "transformer-engine", "torch",
     "numpy", "triton",
 )  # fmt: skip
-DEFAULTS: Mapping[str, Any] = {
-    "use_megatron_fsdp": True,
-    "use_distributed_optimizer": True,
-    "ckpt_format": validation.CKPT_FORMAT,
-    "data_parallel_sharding_strategy": "optim_grads_params",
-    "outer_dp_sharding_strategy": "no_shard",
-    "num_distributed_optimizer_instances": 1,
-    "optimizer": "adam",
-    "num_experts": None,
-}
-"""What `--set` starts from: a configuration with nothing wrong."""
 
 
 def versions() -> dict[str, dict[str, Any]]:
@@ -103,7 +92,8 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
     args: Any
     changes: list[Change]
     if given.script is None:
-        args, changes = SimpleNamespace(**{**DEFAULTS, **dict(map(_assignment, given.set))}), []
+        chosen = dict(map(_assignment, given.set))
+        args, changes = SimpleNamespace(**{**validation.PLAIN_OPTIONS, **chosen}), []
     else:
         args = runner.parse_arguments(Path(given.script), given.arguments)
         if not args.use_megatron_fsdp:

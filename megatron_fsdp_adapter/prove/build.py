@@ -208,11 +208,11 @@ def build_chunk(
     model.to(device)
     for name, param in model.named_parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
-        _set_weight(param, _place(param, name, chunk))
+        _set_weight(param, coordinates(param, name, chunk))
     return Float16Module(config, model) if config.bf16 or config.fp16 else model
 
 
-def _place(param: torch.nn.Parameter, name: str, chunk: int) -> tuple[Any, ...]:
+def coordinates(param: torch.nn.Parameter, name: str, chunk: int) -> tuple[Any, ...]:
     """What makes this rank's parameter another one than that of the same name elsewhere."""
     if getattr(param, "shared_embedding", False):
         return ("embedding", ps.get_tensor_model_parallel_rank())

@@ -22,14 +22,7 @@ SCRIPT_OPTIONS = Path("lib", "options.py")
 """Beside a training script of this repository."""
 
 BASE: Mapping[str, Any] = {
-    "use_megatron_fsdp": True,
-    "use_distributed_optimizer": True,
-    "ckpt_format": validation.CKPT_FORMAT,
-    "data_parallel_sharding_strategy": "optim_grads_params",
-    "outer_dp_sharding_strategy": "no_shard",
-    "num_distributed_optimizer_instances": 1,
-    "optimizer": "adam",
-    "num_experts": None,
+    **validation.PLAIN_OPTIONS,
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
     "micro_batch_size": 1,

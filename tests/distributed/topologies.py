@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_fsdp_adapter import FullyShardedDataParallel, cpu_mode
+from megatron_fsdp_adapter.prove.build import coordinates
 
 from .checks import Step
 from .gpt import Case, _strip, batches, ddp_config, optimizer_config
@@ -233,19 +234,6 @@ def _block(topology: Topology, config: TransformerConfig, chunk: int) -> Transfo
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
     specs = [_layer_spec(topology, bool(topology.experts) and i % 2 == 1) for i in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=PlainNorm)
-
-
-def coordinates(param: torch.nn.Parameter, name: str, chunk: int) -> tuple[Any, ...]:
-    """What makes this rank's parameter another one than that of the same name elsewhere."""
-    if getattr(param, "shared_embedding", False):
-        return ("embedding", ps.get_tensor_model_parallel_rank())
-    stage = (ps.get_pipeline_model_parallel_rank(), chunk)
-    if not getattr(param, "allreduce", True):
-        expert = (ps.get_expert_model_parallel_rank(), ps.get_expert_tensor_parallel_rank())
-        return (name, *stage, *expert)
-    if getattr(param, "tensor_model_parallel", False):
-        return (name, *stage, ps.get_tensor_model_parallel_rank())
-    return (name, *stage)
 
 
 def build_chunk(
