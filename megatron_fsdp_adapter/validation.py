@@ -232,7 +232,8 @@ def launch_options(args: Any) -> SimpleNamespace:
     """Megatron-LM's parsed arguments under the names that its configs have."""
     values = {**UNSAID, **vars(args)}
     for field, argument in ARGUMENT_OF.items():
-        if argument in values:
+        # An argument that is not given does not unsay what the config's own name says.
+        if argument in values and (values[argument] is not None or field not in values):
             values[field] = values[argument]
     if values.get("expert_tensor_parallel_size") is None:
         values["expert_tensor_parallel_size"] = values.get("tensor_model_parallel_size", 1)

@@ -65,6 +65,13 @@ def test_text_has_every_section(capsys: Any, monkeypatch: pytest.MonkeyPatch) ->
         assert f"\n{line}" in f"\n{text}"
 
 
+def test_an_option_counts_under_the_name_that_the_config_has(capsys: Any) -> None:
+    """`num_moe_experts` is what Megatron-LM's arguments call `num_experts`."""
+    for name in ("num_moe_experts", "num_experts"):
+        found = report(capsys, "--world-size", "8", "--set", f"{name}=4")
+        assert found["configuration"]["groups"]["experts"] == 8, name
+
+
 def test_bad_input_is_one_line(capsys: Any, tmp_path: Path) -> None:
     assert doctor.main(["--set", "nothing"]) == 2
     assert doctor.main([str(tmp_path / "absent.py")]) == 2
