@@ -257,28 +257,26 @@ def _compare_step(plan: Plan, run: str, rank: int, number: int) -> list[Row]:
 
     loss, norm, gradients, weights = _read(plan.trace(run, rank, number))
     ref_loss, ref_norm, ref_gradients, ref_weights = _read(plan.trace(REFERENCE, rank, number))
+    numbers = [
+        compare.compare_numbers(run, number, "loss", loss, ref_loss, limit("loss")),
+        compare.compare_numbers(run, number, "norm", norm, ref_norm, limit("norm")),
+    ]
+    if number > 1 and routes_by_rounding(o):
+        return numbers
     so_far = [_read(plan.trace(REFERENCE, rank, n))[2] for n in range(1, number)]
     so_far.append(ref_gradients)
-    if number > 1 and routes_by_rounding(o):
-        gradients, ref_gradients = _unrouted(gradients), _unrouted(ref_gradients)
     updates = []
     for name, after in ((run, weights), (REFERENCE, ref_weights)):
         before = _weights_before(plan, name, rank, number)
-        update = compare.significant_update(before, after, so_far, limit("gradients"))
-        updates.append(_unrouted(update) if number > 1 and routes_by_rounding(o) else update)
+        updates.append(compare.significant_update(before, after, so_far, limit("gradients")))
     return [
-        compare.compare_numbers(run, number, "loss", loss, ref_loss, limit("loss")),
+        numbers[0],
         compare.compare_tensors(run, number, "gradients", gradients, ref_gradients,
                                 limit("gradients"), parts),
-        compare.compare_numbers(run, number, "norm", norm, ref_norm, limit("norm")),
+        numbers[1],
         compare.compare_tensors(run, number, "update", updates[0], updates[1],
                                 limit("update")),
     ]  # fmt: skip
-
-
-def _unrouted(values: compare.Tensors) -> dict[str, torch.Tensor]:
-    """Without what depends on which tokens an expert was given."""
-    return {n: v for n, v in values.items() if ".experts." not in n and ".router." not in n}
 
 
 def _weights_before(plan: Plan, run: str, rank: int, number: int) -> dict[str, torch.Tensor]:
