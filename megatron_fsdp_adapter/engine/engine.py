@@ -287,8 +287,7 @@ class FsdpEngine:
             self._begin_accumulation()
         if self.root.groups:
             self.gather.need(self.root)
-        with torch.no_grad():
-            self.reduce.backward_begins(self.root, self._accumulates)
+        self.reduce.backward_begins(self.root, self._accumulates)
 
     def _begin_accumulation(self) -> None:
         if self.own_loop:
@@ -310,8 +309,7 @@ class FsdpEngine:
         if unit.backward_reads_weights:
             self.gather.need(unit)
             unit.busy = True
-        with torch.no_grad():
-            self.reduce.backward_begins(unit, self._accumulates)
+        self.reduce.backward_begins(unit, self._accumulates)
 
     def inputs_done(self, unit: Unit) -> None:
         """All gradients of one call of a unit are known. A unit that was called several times in

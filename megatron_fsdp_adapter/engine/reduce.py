@@ -114,12 +114,13 @@ class ReducePipeline:
                 "backward(inputs=...)) goes through modules that add weight gradients to "
                 "main_grad by themselves; switch gradient_accumulation_fusion off"
             )
-        self._refuse_late(unit)
-        if self.config.strategy.shard_grads:
-            self._make_room(unit.active_groups)
-        for group in groups:
-            group.collected.allocate()
-            group.direct.open(fresh=group.grad_state is not GradState.ACCUMULATED)
+        with torch.no_grad():
+            self._refuse_late(unit)
+            if self.config.strategy.shard_grads:
+                self._make_room(unit.active_groups)
+            for group in groups:
+                group.collected.allocate()
+                group.direct.open(fresh=group.grad_state is not GradState.ACCUMULATED)
 
     def abandon(self, units: Sequence[Unit]) -> None:
         """Forgets backwards that did not come to their end, and what they have written."""

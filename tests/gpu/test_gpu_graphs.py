@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
-from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from tests.distributed.checks import check_same_bits
@@ -25,6 +25,7 @@ from tests.distributed.gpt import (
     full_weights,
     init_megatron,
 )
+from tests.gpu.captured import forget_graphs
 from tests.gpu.gpu_ranks import Check, Outcomes
 
 CASE = Case(
@@ -92,17 +93,6 @@ def train(
                 numbers.append(_run(trainer, schedule, 90 + step, rank, training=False).item())
             trainer.wrapper.train()
     return numbers, full_weights(trainer)
-
-
-def forget_graphs() -> None:
-    """Core keeps them on the class. A communicator cannot go before the graphs that use it."""
-    torch.cuda.synchronize()
-    for stage in ("training", "validation"):
-        FullCudaGraphWrapper.curr_iteration[stage] = 0
-        FullCudaGraphWrapper.cuda_graph[stage] = None
-        FullCudaGraphWrapper.result[stage] = None
-        StaticBufferLoader.static_buffers[stage] = []
-    gc.collect()
 
 
 def same_bits(rank: int, world: int, name: str) -> str:

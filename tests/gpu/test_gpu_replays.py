@@ -18,8 +18,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import Case, Trainer, build_trainer, init_megatron
+from tests.gpu.captured import forget_graphs
 from tests.gpu.gpu_ranks import Check, Outcomes
-from tests.gpu.test_gpu_graphs import STEPS, WARMUP, forget_graphs, train
+from tests.gpu.test_gpu_graphs import STEPS, WARMUP, train
 
 CASE = Case(
     num_layers=3, hidden=128, heads=4, ffn=320, vocab=500, seq=64, batch=2, swiglu=True, bf16=True,

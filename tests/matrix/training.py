@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -34,6 +34,7 @@ from tests.distributed.topologies import (
     shard_groups,
     wire_schedule,
 )
+from tests.gpu.captured import forget_graphs
 
 from .bounds import PEAK, bounds_of
 from .model import case_of, chunk_of, config_of, topology_of
@@ -281,8 +282,7 @@ def _check_number(
 
 @contextlib.contextmanager
 def _schedule(cell: Cell) -> Iterator[Any]:
-    """Core's schedule, or the one that captures it. Core keeps graphs on the class, and a
-    communicator cannot go before the graphs that use it."""
+    """Core's schedule, or the one that captures it."""
     if cell["graph"] == "off":
         yield None
         return
@@ -290,13 +290,7 @@ def _schedule(cell: Cell) -> Iterator[Any]:
         yield FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=WARMUP)
         assert FullCudaGraphWrapper.cuda_graph["training"] is not None, "no graph was captured"
     finally:
-        torch.cuda.synchronize()
-        for stage in ("training", "validation"):
-            FullCudaGraphWrapper.curr_iteration[stage] = 0
-            FullCudaGraphWrapper.cuda_graph[stage] = None
-            FullCudaGraphWrapper.result[stage] = None
-            StaticBufferLoader.static_buffers[stage] = []
-        gc.collect()
+        forget_graphs()
 
 
 def check_cell(cell: Cell, width: str, groups: Groups) -> Findings:
