@@ -29,7 +29,15 @@ def _chosen(options: argparse.Namespace) -> arrays.Cells:
     if options.cell:
         return [arrays.cell_named(name) for name in options.cell]
     found = arrays.cached(options.array)
-    return [cell for cell in found if all(word in name_of(cell) for word in options.match)]
+    at, of = options.share
+    return [c for c in found if all(word in name_of(c) for word in options.match)][at::of]
+
+
+def _share(text: str) -> tuple[int, int]:
+    at, _, of = text.partition("/")
+    if not (at.isdigit() and of.isdigit() and int(at) < int(of)):
+        raise argparse.ArgumentTypeError(f"{text!r}: wanted is which of how many, as 0/4")
+    return int(at), int(of)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -120,6 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
         one.set_defaults(act=act)
         one.add_argument("--array", choices=list(ARRAYS), default="cpu")
         one.add_argument("--match", nargs="*", default=[], help="words that a cell's name has")
+        one.add_argument("--share", type=_share, default=(0, 1), help="0/4: every fourth cell")
         one.add_argument("--cell", nargs="*", default=[], help="names of cells, of any array")
     running.add_argument("--results", type=Path, required=True, help="lines of JSON; added to")
     running.add_argument("--seconds", type=float, default=1e9, help="no cell is begun after")

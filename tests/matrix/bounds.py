@@ -72,5 +72,6 @@ def bounds_of(cell: Cell) -> Bounds:
         later *= REROUTED
     if fp8:
         gradient += gamma(1, U_E5M2)
-        return Bounds(gradient, FP8_NORM + wire, FP8_NORM, 2 * FP8_NORM + wire, 2 * gradient)
+        later = 2 * FP8_NORM + wire
+        return Bounds(gradient, FP8_NORM + wire, FP8_NORM, later, GROWTH * gradient)
     return Bounds(gradient, gradient, loss, later, later)

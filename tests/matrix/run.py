@@ -32,6 +32,9 @@ SLOWEST_S = {"tiny": 100.0, "small": 60.0, "real": 120.0}
 """Of one cell and its reference, by width. A CPU machine may be shared."""
 START_S = 120.0
 """From the start of processes to the first cell."""
+CROWDED_BYTES = 40 * 2**30
+"""Of device memory that a set of processes still holds after a cell: stock DDP, the reference, is
+not given back as a whole (its hooks are cycles), so that wide cells fill a GPU."""
 STARTS = 4
 """Attempts to start processes: a port that was free may have been taken meanwhile."""
 
@@ -90,6 +93,10 @@ def _is_healthy() -> bool:
         return False
 
 
+def _is_crowded() -> bool:
+    return torch.cuda.is_available() and torch.cuda.memory_allocated() > CROWDED_BYTES
+
+
 def _everyones(value: Any, group: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
@@ -98,7 +105,7 @@ def _everyones(value: Any, group: Any) -> list[Any]:
 
 def run_cells(rank: int, world: int, plan: Plan) -> str:
     """On a rank: all cells of the plan, or until the time is up, or until an error after which the
-    processes cannot be trusted. Returns why it stopped."""
+    processes cannot be trusted, or hold too much memory. Returns why it stopped."""
     side = dist.new_group(backend="gloo", timeout=timedelta(seconds=plan.slowest_s + 60))
     groups = Groups()
     stacks = (Path(plan.notes) / f"stacks{rank}").open("w")
@@ -123,6 +130,8 @@ def run_cells(rank: int, world: int, plan: Plan) -> str:
             torch.cuda.empty_cache()
         if errors and (len(errors) < world or not all(healthy for _, _, healthy in found)):
             return "error"
+        if any(_everyones(_is_crowded(), side)):
+            return "memory"
     return "done"
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,25 @@ def test_a_line_that_was_cut_short_is_no_result(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"cell": "cpu tp=2", "dig')
     assert results.read(path) == [one]
+
+
+def test_processes_that_hold_too_much_memory_make_way_for_new_ones(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Every cell has its outcome, whichever processes run it."""
+    started: list[int] = []
+    settled = run_module._settled
+
+    def counted(world: int, plan: Any) -> Any:
+        started.append(len(plan.cells))
+        return settled(world, replace(plan, cells=plan.cells[:1]))
+
+    monkeypatch.setattr(run_module, "_settled", counted)
+    cells = [cell_named("cpu overlap=off"), cell_named("cpu overlap=off microbatches=3")]
+    found = run(cells, SETTING, tmp_path / "results.jsonl", tmp_path / "notes", check=_passes)
+    assert [result.status for result in found] == [PASSED, PASSED]
+    assert started == [2, 1]
+
+
+def _passes(cell: Any, width: str, groups: Any) -> dict[str, Finding]:
+    return {"gradient": Finding(0.0, BOUND, "a weight")}
