@@ -176,9 +176,13 @@ class UnevenDTensor(DTensor):
     ) -> Any:
         originals: dict[int, UnevenDTensor] = {}
         kept: list[DTensor] = []
+        of_nothing = _norm_of_nothing(args) if func in _NORMS else None
 
         def plain(value: UnevenDTensor) -> DTensor:
-            made = DTensor(value._local_tensor, value._spec, requires_grad=value.requires_grad)
+            local = value._local_tensor
+            if of_nothing is not None and local.numel() == 0:
+                local = local.new_full((1,) * local.dim(), of_nothing)
+            made = DTensor(local, value._spec, requires_grad=value.requires_grad)
             originals[id(made)] = value
             kept.append(made)
             return made
@@ -292,6 +296,28 @@ class UnevenDTensor(DTensor):
                 "view of flat buffers, which a copy would not be of; use model.state_dict(), or "
                 "load that into another sharded model"
             )
+
+
+_NORMS = frozenset(
+    {torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar}
+)
+"""What `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `Tensor.norm` come down to."""
+
+
+def _norm_of_nothing(args: tuple[Any, ...]) -> float | None:
+    """The norm that a rank without elements contributes to one of `_NORMS`: what changes none of
+    the others'. None where torch has one of its own, 0: for a finite norm above 0. It refuses the
+    rest, on that rank alone, while the others wait for it.
+
+    args: the operator's: tensors, the order of the norm (2 if not given) and, for a norm along
+    dims, which is left to torch, those.
+    """
+    order = float(args[1]) if len(args) > 1 else 2.0
+    if len(args) > 2 and args[2] is not None:
+        return None
+    if order < 0:
+        return math.inf
+    return 0.0 if order == math.inf else None
 
 
 def _with_chunks(plain: DTensor, chunks: Chunks | None) -> UnevenDTensor:
