@@ -307,7 +307,9 @@ _NORMS = frozenset(
 def _norm_of_nothing(args: tuple[Any, ...]) -> float | None:
     """The norm that a rank without elements contributes to one of `_NORMS`: what changes none of
     the others'. None where torch has one of its own, 0: for a finite norm above 0. It refuses the
-    rest, on that rank alone, while the others wait for it.
+    rest, on that rank alone, while the others wait for it. (torch 2.11 asks no subclass and goes on
+    refusing them. A `__torch_function__` would be asked there, and would be in the way of every
+    read of `.grad`.)
 
     args: the operator's: tensors, the order of the norm (2 if not given) and, for a norm along
     dims, which is left to torch, those.

@@ -466,7 +466,7 @@ def clipped_by_norms(side: Side) -> None:
         optimizer = side.sgd(model.parameters())
         for step in range(STEPS):
             side.loss(model, step).backward()
-            if step % 2 or side.strategy is None:
+            if (step % 2 and norm_type < float("inf")) or side.strategy is None:
                 params = model.parameters()
                 norm = nn.utils.clip_grad_norm_(params, 0.05, norm_type, foreach=step != 3)
             else:
