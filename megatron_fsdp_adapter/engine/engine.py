@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from megatron_fsdp_adapter.topology import ShardDomain
 
 from . import hooks
 from .attached import AttachedGrads
+from .backward import BackwardPass
 from .construction import abandon, broadcast_weights, make_slots, memory_of_exchanges
 from .gather import GatherPipeline
 from .group import GradState, ParamGroup
@@ -95,6 +95,7 @@ class FsdpEngine:
             config, runtime, reduces, outer, grad_check,
             memory_of_exchanges(self.groups, config, self._allocate_slots),
         )  # fmt: skip
+        self.backward = BackwardPass(self.units, config, self.gather, self.reduce)
         self.pairs = make_pairs(self.groups)
         self.switch = IdentitySwitch(self.pairs)
         self.grads = AttachedGrads(self.pairs)
@@ -102,17 +103,10 @@ class FsdpEngine:
         self.auto_sync = self.own_loop = self._has_frozen = False
         self._shown_before = Identity.OPTIMIZER
         self._active_root: str | None = None
-        self._backward_running = self._at_the_end = self._late_seen = False
-        self._accumulates = self._counts_calls = True
+        self._counts_calls = True
         self._forwards = self._in_flight = 0
-        self._fired: Counter[int] = Counter()
-        self._completed: set[int] = set()
         self._register_hooks(module, plans)
         self.show_optimizer_params()
-        # Of the last backward; before the first one, what most models do. Their first unit's inputs
-        # need no gradient, so that it is completed at the end, with the root.
-        inner = [unit.ordinal for unit in self.units[:-1]]
-        self._last_order = [*inner[:0:-1], self.root.ordinal, *inner[:1]]
         # What waits in a queue of the runtime refers to the runtime: a cycle, if not cut here.
         # The runtime is held weakly: finalize's registry would keep alive all that its queue
         # reaches: the engine itself, once a model config refers to the wrapper (`no_sync_func`).
@@ -180,7 +174,7 @@ class FsdpEngine:
 
     def show_between_passes(self) -> None:
         """Shows optimizer parameters, unless a forward runs or waits for its backward."""
-        if self._active_root is None and not self._backward_running and self._in_flight <= 0:
+        if self._active_root is None and not self.backward.running and self._in_flight <= 0:
             self.show_optimizer_params()
 
     def _take_over(self) -> None:
@@ -214,7 +208,7 @@ class FsdpEngine:
         self.gather.need(self.root)
 
     def _begin_forward(self) -> None:
-        if self._backward_running or self._active_root is not None:
+        if self.backward.running or self._active_root is not None:
             self.recover()
         self.order.begin(FORWARD)
         self.gather.forward_follows = False
@@ -274,31 +268,22 @@ class FsdpEngine:
     # Backward.
 
     def _begin_backward(self) -> None:
-        if self._backward_running:
+        if self.backward.running:
             return
-        self._backward_running = True
-        self._accumulates = hooks.accumulates(self.groups)
-        self._at_the_end = False
-        self._fired.clear()
-        self._completed.clear()
+        accumulates = hooks.accumulates(self.groups)
         self.order.begin(BACKWARD)
         hooks.at_end_of_backward(self.end_backward)
-        if self._accumulates:
+        several = self._forwards > 1
+        if accumulates:
             self._begin_accumulation()
-        if self.root.groups:
-            self.gather.need(self.root)
-        self.reduce.backward_begins(self.root, self._accumulates)
+        self.backward.begin(
+            accumulates, self.is_last_microbatch, self._knows_microbatches, several
+        )
 
     def _begin_accumulation(self) -> None:
         if self.own_loop:
             self._follow_grads()
-        self.grads.attached, self._last_order = False, []
-        # One backward may be that of several forwards at once. Kept gradients can be reduced only
-        # once, so units are completed when all of it is over.
-        kept = not self.config.strategy.shard_grads
-        several = self._forwards > 1 or self._late_seen
-        self._at_the_end = kept and self.is_last_microbatch and several
-        self._forwards = 0
+        self.grads.attached, self._forwards = False, 0
         # In a pipeline, other forwards may still wait for their backward. One of those backwards
         # comes next then, and no forward does.
         self.gather.forward_follows = self._in_flight == 1 and not self.is_last_microbatch
@@ -306,59 +291,25 @@ class FsdpEngine:
     def pre_backward(self, unit: Unit) -> None:
         """The first gradient of a unit's output arrives."""
         self._begin_backward()
-        if unit.backward_reads_weights:
-            self.gather.need(unit)
-            unit.busy = True
-        self.reduce.backward_begins(unit, self._accumulates)
+        self.backward.reach(unit)
 
     def inputs_done(self, unit: Unit) -> None:
-        """All gradients of one call of a unit are known. A unit that was called several times in
-        forward is done after as many."""
+        """All gradients of one call of a unit are known."""
         self._begin_backward()
-        unit.check_gathered()
-        self._fired[unit.ordinal] += 1
-        if self._fired[unit.ordinal] == unit.forward_calls and not self._at_the_end:
-            self._complete(unit)
-
-    def _complete(self, unit: Unit) -> None:
-        if self._accumulates and unit.ordinal not in self._completed:
-            self._last_order.append(unit.ordinal)
-        self._completed.add(unit.ordinal)
-        unit.busy = False
-        self.gather.release_used(unit)
-        if self._accumulates:
-            is_last = self.is_last_microbatch
-            with torch.no_grad():
-                self.reduce.backward_done(unit, is_last, is_last and self._knows_microbatches)
+        self.backward.inputs_done(unit)
 
     def end_backward(self) -> None:
-        """The backward has finished: completes the units whose inputs needed no gradient or that
-        were not reached, and those to which gradients came later, in the same order on all ranks.
-        They come late where part of the graph between a weight and the loss is older than the call
-        of the unit (autocast keeps casts), or a unit ran more often than was counted."""
-        for unit in reversed(self.units) if self._accumulates else ():
-            if unit.ordinal not in self._completed:
-                self._complete(unit)
-            elif any(group.has_grads() for group in unit.trainable_groups):
-                self._complete_late(unit)
-        self.gather.release_all()
-        self._backward_running = False
-        if not self._accumulates:
+        """The backward has finished."""
+        self.backward.end()
+        if not self.backward.accumulates:
             return
         self._in_flight -= 1
         if self.auto_sync and self.is_last_microbatch:
             self.finish_grads()
 
-    def _complete_late(self, unit: Unit) -> None:
-        if self.config.strategy.shard_grads:
-            self._complete(unit)
-            return
-        with torch.no_grad():
-            self._late_seen |= self.reduce.take_late(unit)
-
     def recover(self) -> None:
         """Forgets a forward or backward that raised: nothing is in flight or gathered after."""
-        self._backward_running = self.gather.forward_follows = False
+        self.backward.running = self.gather.forward_follows = False
         self._active_root, self._in_flight = None, 0
         self.reduce.abandon(self.units)
         self.gather.release_all()
@@ -368,7 +319,7 @@ class FsdpEngine:
     @torch.no_grad()
     def reduce_grads(self) -> None:
         """Starts every reduction of this step that has not been started."""
-        order = self._last_order
+        order = self.backward.completed
         self.reduce.reduce_rest(
             reversed(self.units) if self.has_grads else [self.units[i] for i in order]
         )
@@ -435,7 +386,7 @@ class FsdpEngine:
 
     def zero_grads(self) -> None:
         """Forgets all gradients. Gradient shards take no memory until the next backward."""
-        if self._backward_running or self._active_root is not None:
+        if self.backward.running or self._active_root is not None:
             self.recover()
         self._in_flight = 0
         self.reduce.finish()
