@@ -28,6 +28,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from . import releases
 from .checkpoint import folders
 from .checkpoint.coordination import coordination
 from .checkpoint.names import MODEL
@@ -91,9 +92,25 @@ DRIVERS: tuple[Driver, ...] = (
 )
 
 
+def missing() -> list[str]:
+    """Functions that the drivers that are loaded do not have, as dotted paths."""
+    return [
+        f"{driver.module}.{name}"
+        for driver in DRIVERS
+        if (module := sys.modules.get(driver.module)) is not None
+        for name in (PREPROCESS, driver.loader)
+        if not hasattr(module, name)
+    ]
+
+
 def install() -> None:
     """Wraps the functions of the drivers that are loaded. Idempotent; called again when a wrapper
-    is made, by when whatever will save it has been imported."""
+    is made, by when whatever will save it has been imported. RuntimeError, before anything is
+    changed, with every function that is not there: checkpoints of another split of the model
+    would not load, or what is missing in one would not be said."""
+    absent = missing()
+    if absent:
+        raise RuntimeError(f"there is no {', no '.join(absent)}; {releases.remedy()}")
     for driver in DRIVERS:
         module = sys.modules.get(driver.module)
         if module is not None:
@@ -112,8 +129,8 @@ def uninstall() -> None:
 
 
 def _wrap(module: ModuleType, name: str, replacement: Callable[..., Any]) -> None:
-    original = getattr(module, name, None)
-    if original is None or hasattr(original, _ORIGINAL):
+    original = getattr(module, name)
+    if hasattr(original, _ORIGINAL):
         return
 
     @functools.wraps(original)

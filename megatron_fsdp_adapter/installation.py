@@ -77,6 +77,8 @@ REBINDINGS: tuple[Rebinding, ...] = (
         refused=True,
     ),
     # Megatron-LM main has two wrappers, and FullyShardedDataParallel is a function that picks one.
+    # Its V2 is left alone: that function alone makes one, and core's optimizer goes another way for
+    # what is one.
     Rebinding(
         f"{_FSDP}.mcore_fsdp_adapter", "FullyShardedDataParallelV1", _wrapper_class, refused=True
     ),
@@ -87,6 +89,8 @@ REBINDINGS: tuple[Rebinding, ...] = (
     ),
     _helper("uneven_dtensor", "preprocess_state_dict_for_uneven_dtensor"),
     _helper("uneven_dtensor", "gather_uneven_dtensor_to_full_tensor"),
+    _helper("uneven_dtensor", "redistribute_uneven_dtensor_to_replicated"),  # from 0.18 on
+    _helper("uneven_dtensor", "uneven_dtensor_to_full_tensor"),  # likewise
     _helper("param_and_grad_buffer", "make_fsdp_dtensor"),
     _helper("utils", "is_mcore_tensor_model_parallel"),
     _helper("utils", "get_mcore_tensor_parallel_partition_dim"),
@@ -112,7 +116,12 @@ def install() -> None:
     require_supported_core()
     from megatron_fsdp_adapter import checkpoint_drivers, fused_wgrad, optimizer
 
-    missing = [*missing_names(), *optimizer.missing()]
+    missing = [
+        *missing_names(),
+        *optimizer.missing(),
+        *checkpoint_drivers.missing(),
+        *megatron_saves.missing(),
+    ]
     if missing:
         raise RuntimeError(
             f"this megatron-core ({core_version()}) has no {', '.join(missing)}; "

@@ -24,7 +24,7 @@ from . import releases
 from .config import STRATEGIES
 from .settings import Change, format_changes
 from .support import MODEL_CONFIG_RULES
-from .validation import CKPT_FORMAT, CONNECTIONS, DTYPES, launch_problems
+from .validation import CKPT_FORMAT, CONNECTIONS, DTYPES, launch_options, launch_problems
 
 FSDP_FLAG = "--use-megatron-fsdp"
 
@@ -133,8 +133,10 @@ def _reduces_in_bf16(args: Any) -> bool:
 
 def _has_bf16_gradients(args: Any) -> bool:
     """Megatron-LM asks for float32 gradients with --bf16 unless it is told otherwise."""
+    options = launch_options(args)  # from 0.17 on dtypes are names until arguments are validated
     chosen = [
-        getattr(args, f"megatron_fsdp_{name}_dtype", None) for name in ("main_grads", "grad_comm")
+        getattr(options, f"megatron_fsdp_{name}_dtype", None)
+        for name in ("main_grads", "grad_comm")
     ]
     return bool(getattr(args, "bf16", False)) and torch.bfloat16 in chosen
 

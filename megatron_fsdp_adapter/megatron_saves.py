@@ -26,6 +26,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
+from megatron_fsdp_adapter import releases
 from megatron_fsdp_adapter.checkpoint import folders, record
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 from megatron_fsdp_adapter.module_view import ModuleView
@@ -130,52 +131,114 @@ class Replaced:
     make: Callable[[ModuleType, Any], Any]
     builtin: Any = None
 
+    def is_in(self, module: ModuleType) -> bool:
+        """Whether the module has it."""
+        return self.name in vars(module) or self.builtin is not None
 
-_TORCH = Replaced("torch", _torch_view)
-PLACES: dict[str, tuple[Replaced, ...]] = {
+
+@dataclass(frozen=True)
+class Seam:
+    """Where a module saves by what it takes from elsewhere.
+
+    purpose: what it takes it for; globals: under which names, those of all releases. A release has
+    some of them; a module that has none saves in a way that is not known here.
+    """
+
+    purpose: str
+    globals: tuple[Replaced, ...]
+
+    def held_by(self, module: ModuleType) -> list[Replaced]:
+        """The globals that the module has."""
+        return [one for one in self.globals if one.is_in(module)]
+
+
+def _opens(module: ModuleType, held: Any) -> Any:
+    return opening(held)
+
+
+def _client_opens(module: ModuleType, held: Any) -> Any:
+    """`held.open` is read at each call: it is another one once --enable-msc has been read."""
+    return ModuleView(
+        held, {"open": opening(lambda *args, **kwargs: held.open(*args, **kwargs))}
+    )
+
+
+_WRITER = Seam("writes checkpoints", (Replaced("torch", _torch_view),))
+PLACES: dict[str, tuple[Seam, ...]] = {
     "megatron.training.checkpointing": (
-        _TORCH,
-        Replaced("open_file", lambda module, held: opening(held)),
+        _WRITER,
+        Seam(
+            "opens the tracker",
+            (
+                Replaced("open_file", _opens),
+                Replaced("maybe_msc", _client_opens),
+            ),
+        ),
     ),
     "megatron.bridge.training.checkpointing": (
-        _TORCH,
-        Replaced("open", lambda module, held: opening(held), builtins.open),
-        Replaced(
-            "shutil", lambda module, held: ModuleView(held, {"copy": copying(held.copy)}), shutil
+        _WRITER,
+        Seam("opens the tracker", (Replaced("open", _opens, builtins.open),)),
+        Seam(
+            "replaces its train state",
+            (
+                Replaced(
+                    "shutil",
+                    lambda module, held: ModuleView(held, {"copy": copying(held.copy)}),
+                    shutil,
+                ),
+            ),
         ),
     ),
 }
 """Modules that save, and what of theirs is replaced."""
 
 
+def missing() -> list[str]:
+    """The seams of imported modules that are not as any known release has them."""
+    return [
+        f"{name}.{' or '.join(one.name for one in seam.globals)}, by which it {seam.purpose}"
+        for name, module in _loaded()
+        for seam in PLACES[name]
+        if not seam.held_by(module)
+    ]
+
+
 def install() -> None:
-    """Makes the modules of `PLACES` that are imported save safely. Idempotent."""
-    for name, replaced in PLACES.items():
-        module = sys.modules.get(name)
-        if not isinstance(module, ModuleType) or _ORIGINALS in vars(module):
+    """Makes the modules of `PLACES` that are imported save safely. Idempotent. Raises RuntimeError,
+    before anything is changed, with every seam that is not found: saves would go on, and a killed
+    one could leave nothing to load."""
+    absent = missing()
+    if absent:
+        raise RuntimeError(f"there is no {', no '.join(absent)}; {releases.remedy()}")
+    for name, module in _loaded():
+        if _ORIGINALS in vars(module):
             continue
+        replaced = [one for seam in PLACES[name] for one in seam.held_by(module)]
         before = {one.name: vars(module)[one.name] for one in replaced if one.name in vars(module)}
         setattr(module, _ORIGINALS, before)
         for one in replaced:
-            held = before.get(one.name, one.builtin)
-            if held is not None:
-                setattr(module, one.name, one.make(module, held))
+            setattr(module, one.name, one.make(module, before.get(one.name, one.builtin)))
 
 
 def uninstall() -> None:
     """Gives the modules back what they had. Harmless when not installed."""
-    for name, replaced in PLACES.items():
-        module = sys.modules.get(name)
-        if not isinstance(module, ModuleType) or _ORIGINALS not in vars(module):
+    for name, module in _loaded():
+        if _ORIGINALS not in vars(module):
             continue
         before = vars(module).pop(_ORIGINALS)
-        for one in replaced:
+        for one in (one for seam in PLACES[name] for one in seam.globals):
             if one.name in before:
                 setattr(module, one.name, before[one.name])
-            elif one.name in vars(module):
+            elif one.builtin is not None and one.name in vars(module):
                 delattr(module, one.name)
 
 
 def installed() -> list[str]:
     """Names of the modules that save safely now."""
-    return [name for name in PLACES if hasattr(sys.modules.get(name), _ORIGINALS)]
+    return [name for name, module in _loaded() if _ORIGINALS in vars(module)]
+
+
+def _loaded() -> list[tuple[str, ModuleType]]:
+    """The modules of `PLACES` that are imported."""
+    found = ((name, sys.modules.get(name)) for name in PLACES)
+    return [(name, module) for name, module in found if isinstance(module, ModuleType)]

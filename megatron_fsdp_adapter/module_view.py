@@ -21,4 +21,4 @@ class ModuleView:
         return getattr(self.__dict__["target"], name)
 
     def __repr__(self) -> str:
-        return f"ModuleView({self.__dict__['target'].__name__})"
+        return f"ModuleView({self.__dict__['target']!r})"

@@ -3,7 +3,7 @@
 Megatron's `fsdp_dtensor` path imports helpers from its bundled engine. Those find out where a
 shard lies by asking all ranks, once per tensor and dimension, and hang when ranks hold different
 tensors. These functions have the same names and signatures, take the answer from the layout, and
-never communicate; only `gather_uneven_dtensor_to_full_tensor`, whose purpose it is, does.
+never communicate; only those whose purpose it is, to make a whole tensor, do.
 `install()` puts them in the places of the originals.
 """
 
@@ -108,6 +108,16 @@ def make_fsdp_dtensor(
     )
 
 
+def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
+    """The whole tensor on every rank of the mesh, by `whole_tensor`. From 0.18 on core calls this.
+
+    Raises ValueError if it is no DTensor, or sharded and its place in the whole is unknown.
+    """
+    if not isinstance(dtensor, DTensor):
+        raise ValueError(f"{type(dtensor).__name__} is not a DTensor")
+    return whole_tensor(dtensor)
+
+
 def gather_uneven_dtensor_to_full_tensor(
     dtensor: DTensor, target_device: torch.device | None = None
 ) -> DTensor:
@@ -128,6 +138,12 @@ def gather_uneven_dtensor_to_full_tensor(
     full, mesh = whole_tensor(dtensor), dtensor.device_mesh
     full = full.to(target_device or full.device)
     return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
+    """`gather_uneven_dtensor_to_full_tensor` under its name from 0.18 on. A function of its own:
+    what is rebound is found again by identity."""
+    return gather_uneven_dtensor_to_full_tensor(dtensor)
 
 
 def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:

@@ -240,3 +240,14 @@ def test_uninstall_gives_the_functions_back(driver: ModuleType) -> None:
     checkpoint_drivers.uninstall()
     assert driver._load_base_checkpoint is _load_base_checkpoint
     assert driver.preprocess_fsdp_dtensor_state_dict is preprocess_fsdp_dtensor_state_dict
+
+
+@pytest.mark.parametrize("name", [checkpoint_drivers.PREPROCESS, "_load_base_checkpoint"])
+def test_a_driver_without_what_is_wrapped_is_an_error(driver: ModuleType, name: str) -> None:
+    """Left alone, a checkpoint of another split of the model would not load as it does."""
+    checkpoint_drivers.uninstall()
+    delattr(driver, name)
+    before = dict(vars(driver))
+    with pytest.raises(RuntimeError, match=rf"no {NAME}\.{name}"):
+        checkpoint_drivers.install()
+    assert vars(driver) == before

@@ -276,6 +276,9 @@ def _gather_all(rank: int, size: int) -> None:
             else whole(name, (2 * OTHER[name][0], *OTHER[name][1:]), torch.float32)
         )
         assert torch.equal(result.to_local(), expected), name
+        later_name = megatron_names.redistribute_uneven_dtensor_to_replicated(param)
+        assert torch.equal(later_name.to_local(), expected)
+        assert torch.equal(megatron_names.uneven_dtensor_to_full_tensor(param), expected)
         assert all(placement.is_replicate() for placement in result.placements)
     line = init_device_mesh("cpu", (size,), mesh_dim_names=("dp_cp",))
     for dtype in (torch.bfloat16, torch.bool, torch.int16):
@@ -307,6 +310,8 @@ def test_gather_refuses_another_device(one_rank: None) -> None:
         megatron_names.gather_uneven_dtensor_to_full_tensor(_one_param(), torch.device("meta"))
     with pytest.raises(ValueError, match="not a DTensor"):
         megatron_names.gather_uneven_dtensor_to_full_tensor(torch.zeros(2))
+    with pytest.raises(ValueError, match="not a DTensor"):
+        megatron_names.uneven_dtensor_to_full_tensor(torch.zeros(2))
 
 
 def test_tensor_parallel_attributes() -> None:

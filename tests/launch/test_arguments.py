@@ -72,9 +72,11 @@ def test_bf16_reduction_becomes_the_dtype_on_the_wire() -> None:
     assert validation.launch_problems(args, {}) == []
 
 
-def test_gradients_in_bf16_are_told_to_megatron_too() -> None:
+@pytest.mark.parametrize("given", [torch.bfloat16, "bf16"], ids=["added flag", "0.17's own flag"])
+@pytest.mark.parametrize("option", ["grad_comm", "main_grads"])
+def test_gradients_in_bf16_are_told_to_megatron_too(given: object, option: str) -> None:
     """With --bf16 it otherwise asks the DDP config for gradients in float32."""
-    args = parsed_arguments(bf16=True, megatron_fsdp_grad_comm_dtype=torch.bfloat16)
+    args = parsed_arguments(bf16=True, **{f"megatron_fsdp_{option}_dtype": given})
     megatron_lm.complete(args, [*FSDP, "--megatron-fsdp-grad-comm-dtype", "bf16"])
     assert args.grad_reduce_in_bf16 and validation.launch_problems(args, {}) == []
 

@@ -10,6 +10,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,31 @@ from megatron_fsdp_adapter.checkpoint import digests, folders, load_checkpoint, 
 LM, BRIDGE = megatron_saves.PLACES
 
 
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType]]:
+class StorageClient:
+    """`maybe_msc` of 0.19: answers names of Python's own until a client is enabled."""
+
+    opens: Any = staticmethod(open)
+
+    @property
+    def open(self) -> Any:
+        return self.opens
+
+
+OPENERS = {"open_file": open, "maybe_msc": StorageClient()}
+"""The global by which Megatron-LM opens the tracker: until 0.18, and from 0.19 on."""
+
+
+def opener_of(module: types.ModuleType) -> Any:
+    """The function by which the module opens the tracker now."""
+    if hasattr(module, "maybe_msc"):
+        return module.maybe_msc.open
+    return module.open_file if hasattr(module, "open_file") else module.open
+
+
+@pytest.fixture(params=OPENERS)
+def modules(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, types.ModuleType]]:
     """Stand-ins with the globals that the real modules have."""
     made = {name: types.ModuleType(name) for name in (LM, BRIDGE)}
     for name, module in made.items():
@@ -31,7 +55,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleT
         monkeypatch.setitem(sys.modules, name, module)
     arguments = SimpleNamespace(tensor_model_parallel_size=2, outer_dp_sharding_strategy=None)
     made[LM].get_args = lambda: arguments  # type: ignore[attr-defined]
-    made[LM].open_file = open  # type: ignore[attr-defined]
+    setattr(made[LM], request.param, OPENERS[request.param])
     megatron_saves.install()
     yield made
     megatron_saves.uninstall()
@@ -58,14 +82,16 @@ def test_only_these_modules_see_it(modules: dict[str, types.ModuleType]) -> None
     megatron_saves.uninstall()
     megatron_saves.uninstall()
     assert megatron_saves.installed() == []
-    assert modules[LM].torch is torch and modules[LM].open_file is open
+    assert modules[LM].torch is torch
+    held = {name: vars(modules[LM])[name] for name in OPENERS if hasattr(modules[LM], name)}
+    assert len(held) == 1 and all(held[name] is OPENERS[name] for name in held)
     assert modules[BRIDGE].torch is torch and modules[BRIDGE].shutil is shutil
     assert not hasattr(modules[BRIDGE], "open") and not hasattr(modules[LM], "open")
 
 
-@pytest.mark.parametrize(("name", "opener"), [(LM, "open_file"), (BRIDGE, "open")])
+@pytest.mark.parametrize("name", [LM, BRIDGE])
 def test_a_save_as_megatron_does_it(
-    modules: dict[str, types.ModuleType], one_rank: None, tmp_path: Path, name: str, opener: str
+    modules: dict[str, types.ModuleType], one_rank: None, tmp_path: Path, name: str
 ) -> None:
     module, root = modules[name], tmp_path / "root"
     for iteration in (1, 2, 2):
@@ -75,7 +101,7 @@ def test_a_save_as_megatron_does_it(
         checkpoint = module.torch.distributed.checkpoint
         writer = checkpoint.FileSystemWriter(str(folder))
         checkpoint.save(state_dict=state, storage_writer=writer)
-        with getattr(module, opener)(root / folders.TRACKER, "w") as file:
+        with opener_of(module)(root / folders.TRACKER, "w") as file:
             file.write(str(iteration))
     assert sorted(path.name for path in root.iterdir()) == [
         "iter_0000001", "iter_0000002", folders.TRACKER,
@@ -124,7 +150,7 @@ def test_a_tracker_is_replaced_as_a_whole(
 ) -> None:
     tracker, other = tmp_path / folders.TRACKER, tmp_path / "other.txt"
     tracker.write_text("5")
-    open_file = modules[LM].open_file
+    open_file = opener_of(modules[LM])
     with open_file(tracker, "w") as file:
         file.write("6")
         assert tracker.read_text() == "5"
@@ -137,6 +163,29 @@ def test_a_tracker_is_replaced_as_a_whole(
         assert not isinstance(file, megatron_saves.ReplacingFile)
     assert modules[BRIDGE].open is not builtins.open
     assert sorted(path.name for path in tmp_path.iterdir()) == [folders.TRACKER, "other.txt"]
+
+
+@pytest.mark.parametrize("name", [LM, BRIDGE])
+def test_a_module_that_saves_in_an_unknown_way_is_an_error(
+    modules: dict[str, types.ModuleType], name: str
+) -> None:
+    """Left alone, the tracker would be truncated before it is written again, without a word."""
+    megatron_saves.uninstall()
+    module = modules[name]
+    for one in ("open_file", "maybe_msc") if name == LM else ("torch",):
+        vars(module).pop(one, None)
+    purpose = "opens the tracker" if name == LM else "writes checkpoints"
+    with pytest.raises(RuntimeError, match=rf"no {name}\..*, by which it {purpose}"):
+        megatron_saves.install()
+    assert megatron_saves.installed() == []
+
+
+@pytest.mark.parametrize("modules", ["maybe_msc"], indirect=True)
+def test_a_storage_client_that_is_enabled_later_is_the_one_that_is_asked(
+    modules: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StorageClient, "opens", staticmethod(lambda *args: args))
+    assert modules[LM].maybe_msc.open("msc://x", "r") == ("msc://x", "r")
 
 
 def test_bridges_train_state_is_replaced_as_a_whole(
