@@ -113,20 +113,9 @@ def install() -> None:
     RuntimeError, before anything is changed, for a megatron-core that is not supported, and with
     every name that it lacks.
     """
-    require_supported_core()
+    require_supported_core(_missing_for_installation)
     from megatron_fsdp_adapter import checkpoint_drivers, fused_wgrad, optimizer
 
-    missing = [
-        *missing_names(),
-        *optimizer.missing(),
-        *checkpoint_drivers.missing(),
-        *megatron_saves.missing(),
-    ]
-    if missing:
-        raise RuntimeError(
-            f"this megatron-core ({core_version()}) has no {', '.join(missing)}; "
-            f"{releases.remedy()}"
-        )
     optimizer.install()
     fused_wgrad.install()
     checkpoint_drivers.install()
@@ -226,11 +215,25 @@ def core_version() -> str:
     return str(getattr(megatron.core, "__version__", "of no known version"))
 
 
-def require_supported_core() -> None:
-    """RuntimeError, with version and remedy, if the imported megatron-core is not supported."""
-    found = releases.core_problem(core_version())
+def _missing_for_installation() -> list[str]:
+    from megatron_fsdp_adapter import checkpoint_drivers
+
+    return [*missing_names(), *checkpoint_drivers.missing(), *megatron_saves.missing()]
+
+
+def require_supported_core(missing_also: Callable[[], Iterable[str]] = tuple) -> None:
+    """RuntimeError, with version and remedy, if the imported megatron-core is too old, or if it
+    lacks or has changed what the package replaces in it: methods of the optimizer, and what
+    `missing_also` names. One warning a process if it is not tested."""
+    version = core_version()
+    found = releases.core_problem(version)
+    if found is None:
+        from megatron_fsdp_adapter import optimizer
+
+        found = releases.seam_problem(version, [*optimizer.problems(), *missing_also()])
     if found is not None:
         raise RuntimeError(found)
+    releases.warn_if_untested(version)
 
 
 def _module_of(rebinding: Rebinding) -> ModuleType | None:

@@ -24,10 +24,17 @@ def _has_tied_weight(module: nn.Module) -> bool:
     )
 
 
+def _is_read_from_outside(module: nn.Module) -> bool:
+    """Whether prediction heads (MTP) read the output layer's weight past its forward, and call the
+    embedding without gradients."""
+    config = getattr(module, "config", None)
+    return bool(getattr(config, "mtp_detach_heads", False))
+
+
 def _default_units(module: nn.Module) -> dict[str, nn.Module]:
-    """Transformer and Mamba layers, and embedding and output layer unless their weights are tied:
-    a tied weight is used by two modules and belongs to the root unit, which stays gathered."""
-    tied = _has_tied_weight(module)
+    """Transformer and Mamba layers, and embedding and output layer unless their weights are tied
+    or read by other modules: such a weight belongs to the root unit, which stays gathered."""
+    tied = _has_tied_weight(module) or _is_read_from_outside(module)
 
     def is_unit(child: nn.Module) -> bool:
         return isinstance(child, DEFAULT_UNIT_MODULES) or (

@@ -20,9 +20,11 @@ from megatron.core.optimizer.clip_grads import (
     get_grad_norm_fp32,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import param_is_not_shared
 
-from . import optimizer_state, support
+from . import core_api, optimizer_state, support
+from .core_api import MORE, Replacement
 from .local_optimizer import LocalShards, adopt, initialize_state
 from .placement import replicated_name
 from .topology import TP_DIM
@@ -43,10 +45,11 @@ def _our_chunks(optimizer: Any) -> list[Any]:
 def _param_groups(
     original: Callable[..., Any], model_chunks: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """The first thing that core does for an optimizer. An unsupported option is refused here: the
-    inner optimizer is made next, and some options fail there, in ways that do not name them."""
+    """The first thing that core does for an optimizer of any kind. An unsupported option is refused
+    here: the inner optimizer is made next, and some options fail there, in ways that do not name
+    them."""
     if _ours(model_chunks):
-        config = kwargs["config"] if "config" in kwargs else args[1]
+        config = kwargs["config"] if "config" in kwargs else args[0]
         support.raise_problems(
             "Megatron's optimizer with FullyShardedDataParallel",
             [
@@ -134,14 +137,37 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
         adopt(optimizer)
 
 
+def _remember_groups(
+    original: Callable[..., Any], pg_collection: Any, model_chunks: Sequence[Any], *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Core is about to make an optimizer, and has looked up the groups for it."""
+    groups = original(pg_collection, model_chunks, *args, **kwargs)
+    for chunk in _ours(model_chunks):
+        chunk.optimizer_groups = groups
+    return groups
+
+
+def _instance_group(original: Callable[..., Any], self: Any, chunk: Any) -> Any:
+    """The ranks of an optimizer instance. With 'no_shard' 0.18 gives its optimizer the
+    model-parallel ranks, over which replicas counted on one data-parallel rank (`_replicas`) are
+    missing from the others' norm, and which misses experts of other expert-parallel ranks."""
+    if chunk.engine.config.strategy.shard_main or chunk.optimizer_groups is None:
+        return original(self)
+    return chunk.optimizer_groups["intra_dist_opt_group"]
+
+
 def _grad_stats_group(original: Callable[..., Any], self: Any) -> Any:
     """The ranks over which each gradient element is counted once: an optimizer instance, or all of
-    them where they split the shards again, which 0.16.1 does not know."""
+    them where they split the shards again, which core does not know."""
     ours = _our_chunks(self)
-    if not ours or not ours[0].megatron_fsdp_dist_index.hsdp_outer_dp_shard:
+    if not ours:
         return original(self)
+    instance = _instance_group(original, self, ours[0])
+    if not ours[0].megatron_fsdp_dist_index.hsdp_outer_dp_shard:
+        return instance
     instances = ours[0].ddp_config.num_distributed_optimizer_instances
-    counted = dist.get_world_size(original(self)) * instances
+    counted = dist.get_world_size(instance) * instances
     if counted != dist.get_world_size():
         raise ValueError(
             f"outer_dp_sharding_strategy='optim': {instances} optimizer instances have {counted} "
@@ -201,7 +227,9 @@ def _replicas(chunks: Sequence[Any]) -> set[int]:
     return found
 
 
-def _norm_grads(original: Callable[..., Any], self: Any) -> Any:
+def _norm_grads(
+    original: Callable[..., Any], self: Any, grad_norm_group: str | None = None
+) -> Any:
     """Each gradient element on one rank of the group that core adds up over, as stock DDP's shards
     are. 0.16.1 adds up replicated gradients as well and is off by sqrt(dp); the model-parallel
     group was rejected, as expert and dense parameters have different ones.
@@ -210,7 +238,7 @@ def _norm_grads(original: Callable[..., Any], self: Any) -> Any:
     tensor, so the norm came out too small and nothing was clipped."""
     ours = _our_chunks(self)
     if not ours:
-        return original(self)
+        return original(self, *(() if grad_norm_group is None else (grad_norm_group,)))
     elsewhere = _replicas(ours)
     grads = [
         param.grad._local_tensor
@@ -218,6 +246,7 @@ def _norm_grads(original: Callable[..., Any], self: Any) -> Any:
         if param.grad is not None
         and id(param) not in elsewhere
         and param_is_not_shared(param)
+        and core_api.norm_group(param) == grad_norm_group
     ]
     return [grad for grad in grads if grad.numel() > 0]
 
@@ -226,7 +255,7 @@ def _count_zeros(original: Callable[..., Any], self: Any) -> Any:
     """Zeros among the elements that the norm counts; 0.16.1 counts replicas too."""
     if not _our_chunks(self):
         return original(self)
-    grads = self.get_main_grads_for_grad_norm()
+    grads = [grad for group in (None, *core_api.SEPARATE_NORMS) for grad in _grads(self, group)]
     device = self.get_parameters()[0]._local_tensor.device
     zeros = torch.zeros(1, dtype=torch.float32, device=device)
     for grad in grads:
@@ -235,21 +264,38 @@ def _count_zeros(original: Callable[..., Any], self: Any) -> Any:
     return zeros.item()
 
 
+def _grads(optimizer: Any, group: str | None) -> list[torch.Tensor]:
+    """The gradients that a norm counts on this rank: the model's, or that of a group."""
+    found = getattr(optimizer, core_api.NORM_GRADIENTS)
+    return found() if group is None else found(group)
+
+
 def _clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
     """Core's own norm and clipping, given local tensors: none is empty (see `_norm_grads`), and
-    none pays DTensor dispatch."""
+    none pays DTensor dispatch. Parameters of a group with a norm of its own are clipped by it."""
     if not _our_chunks(self) or self.is_stub_optimizer:
         return original(self, clip_grad)
-    norm = get_grad_norm_fp32(
-        self.get_main_grads_for_grad_norm(),
-        grad_stats_parallel_group=self.get_grad_stats_parallel_group(),
-    )
+    norms = {
+        group: get_grad_norm_fp32(
+            _grads(self, group), grad_stats_parallel_group=self.get_grad_stats_parallel_group()
+        )
+        for group in (None, *core_api.present_norm_groups(self))
+    }
     shards: LocalShards = self.optimizer._fsdp_shards
     shards.hand_out_grads()
-    held = [local for pairs in shards.pairs for _, local in pairs if local.numel() > 0]
-    clip_grad_by_total_norm_fp32(held, clip_grad, norm, use_decoupled_grad=shards.decoupled)
+    for group, norm in norms.items():
+        held = [
+            local
+            for pairs in shards.pairs
+            for param, local in pairs
+            if local.numel() > 0 and core_api.norm_group(param) == group
+        ]
+        if held:
+            clip_grad_by_total_norm_fp32(held, clip_grad, norm, use_decoupled_grad=shards.decoupled)
     shards.take_back_grads()
-    return norm
+    total = norms.pop(None)
+    self.grad_norms_by_group = norms  # where a training loop of 0.19 reads them
+    return total
 
 
 def _param_name(original: Callable[..., str], self: Any, param: Any) -> str:
@@ -310,64 +356,98 @@ def _load_state(original: Callable[..., None], self: Any, state_dict: dict[str, 
     original(self, {optimizer_state.STATE: state, optimizer_state.META: meta})
 
 
-REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    # owner, name, replacement: called with the original first
-    (core_optimizer, "_get_param_groups_and_buffers", _param_groups),
-    (core_muon, "_get_param_groups", _refuse_whole_matrices),
-    (DistributedOptimizer, "offload_to_cpu", _refuse_offload),
-    (DistributedOptimizer, "restore_from_cpu", _refuse_offload),
-    (DistributedOptimizer, "__init__", _init),
-    (DistributedOptimizer, "get_grad_stats_parallel_group", _grad_stats_group),
-    (DistributedOptimizer, "get_main_grads_for_grad_norm", _norm_grads),
-    (DistributedOptimizer, "clip_grad_norm", _clip),
-    (DistributedOptimizer, "count_zeros", _count_zeros),
-    (DistributedOptimizer, "_init_optimizer_states_with_dummy_values", _init_states),
-    (DistributedOptimizer, "_collect_main_grad_data_for_unscaling", _unscaling_data),
-    (DistributedOptimizer, "_param_name", _param_name),
-    (DistributedOptimizer, "sharded_state_dict", _sharded_state),
-    (DistributedOptimizer, "sharded_param_state_fsdp_dtensor", _save_state),
-    (DistributedOptimizer, "load_state_dict", _load_state),
-)
+def _reload(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Main weights should follow the model's, which were loaded without the optimizer. Here a load
+    writes the main weights themselves; 0.18 refuses to reload under FSDP."""
+    if not _our_chunks(self):
+        original(self, *args, **kwargs)
+
+
+_OWN = ("self",)
+
+REPLACED: tuple[Replacement, ...] = (
+    Replacement(
+        core_optimizer, "_get_param_groups", _param_groups, (("model_chunks", "config", MORE),)
+    ),
+    *(
+        [Replacement(core_muon, "_get_param_groups", _refuse_whole_matrices, ((MORE,),))]
+        if hasattr(core_muon, "_get_param_groups") else []  # 0.18 asks for those of all optimizers
+    ),
+    Replacement(
+        ProcessGroupCollection, "setup_process_groups_for_optimizer", _remember_groups,
+        (("pg_collection", "model_chunks", MORE),),
+    ),
+    Replacement(DistributedOptimizer, "offload_to_cpu", _refuse_offload, (_OWN,)),
+    Replacement(DistributedOptimizer, "restore_from_cpu", _refuse_offload, (_OWN,)),
+    Replacement(
+        DistributedOptimizer, "__init__", _init, ((*_OWN, "optimizer", "config", MORE),)
+    ),
+    Replacement(DistributedOptimizer, "get_grad_stats_parallel_group", _grad_stats_group, (_OWN,)),
+    Replacement(
+        DistributedOptimizer, core_api.NORM_GRADIENTS, _norm_grads,
+        (_OWN, (*_OWN, "grad_norm_group")),
+    ),
+    Replacement(DistributedOptimizer, "clip_grad_norm", _clip, ((*_OWN, "clip_grad"),)),
+    Replacement(DistributedOptimizer, "count_zeros", _count_zeros, (_OWN,)),
+    Replacement(
+        DistributedOptimizer, "_init_optimizer_states_with_dummy_values", _init_states, (_OWN,)
+    ),
+    Replacement(
+        DistributedOptimizer, "_collect_main_grad_data_for_unscaling", _unscaling_data, (_OWN,)
+    ),
+    Replacement(
+        DistributedOptimizer, "_copy_model_params_to_main_params", _reload, ((*_OWN, MORE),)
+    ),
+    Replacement(DistributedOptimizer, "_param_name", _param_name, ((*_OWN, "param"),)),
+    Replacement(DistributedOptimizer, "sharded_state_dict", _sharded_state, ((*_OWN, MORE),)),
+    Replacement(
+        DistributedOptimizer, "sharded_param_state_fsdp_dtensor", _save_state,
+        ((*_OWN, "is_loading"),),
+    ),
+    Replacement(DistributedOptimizer, "load_state_dict", _load_state, ((*_OWN, "state_dict"),)),
+)  # fmt: skip
 
 
 def _is_ours(function: Any) -> bool:
     return hasattr(function, "_fsdp_original")
 
 
-def missing() -> list[str]:
-    """What `install()` replaces and this megatron-core does not have, as dotted paths."""
+def problems() -> list[str]:
+    """What `install()` replaces and this megatron-core does not have, or has with other parameters;
+    dotted paths, with what was found."""
     return [
-        f"{getattr(owner, '__qualname__', owner.__name__)}.{name}"
-        for owner, name, _ in REPLACED
-        if not hasattr(owner, name)
+        problem
+        for row in REPLACED
+        if not _is_ours(getattr(row.owner, row.name, None))
+        and (problem := row.problem()) is not None
     ]
 
 
 def install() -> None:
     """Puts the functions of `REPLACED` in place of core's. Idempotent."""
-    for owner, name, replacement in REPLACED:
-        original = getattr(owner, name)
+    for row in REPLACED:
+        original = getattr(row.owner, row.name)
         if _is_ours(original):
             continue
 
-        def function(
-            *args: Any, _to: Any = replacement, _from: Any = original, **kwargs: Any
-        ) -> Any:
+        def function(*args: Any, _to: Any = row.ours, _from: Any = original, **kwargs: Any) -> Any:
             return _to(_from, *args, **kwargs)
 
         functools.update_wrapper(function, original)
+        held = vars(row.owner).get(row.name)
         function._fsdp_original = original  # type: ignore[attr-defined]
-        function._fsdp_inherited = name not in vars(owner)  # type: ignore[attr-defined]
-        setattr(owner, name, function)
+        function._fsdp_held = held  # type: ignore[attr-defined]
+        is_static = isinstance(held, staticmethod)
+        setattr(row.owner, row.name, staticmethod(function) if is_static else function)
 
 
 def uninstall() -> None:
     """Puts the originals back. Optimizers that were adopted stay so."""
-    for owner, name, _ in REPLACED:
-        function = vars(owner).get(name)
+    for row in REPLACED:
+        function = getattr(row.owner, row.name, None)
         if not _is_ours(function):
             continue
-        if function._fsdp_inherited:  # type: ignore[union-attr]
-            delattr(owner, name)
+        if function._fsdp_held is None:  # type: ignore[union-attr]
+            delattr(row.owner, row.name)  # it was inherited
         else:
-            setattr(owner, name, function._fsdp_original)  # type: ignore[union-attr]
+            setattr(row.owner, row.name, function._fsdp_held)  # type: ignore[union-attr]

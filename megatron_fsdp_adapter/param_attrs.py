@@ -14,6 +14,7 @@ MARKED_BY_MEGATRON = (
     "allreduce",
     "average_gradients_across_tp_domain",
     "expert_tp",
+    "grad_norm_group",
     "is_embedding_or_output_parameter",
     "is_embedding_parameter",
     "is_qkv",

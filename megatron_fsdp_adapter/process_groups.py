@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from . import core_api
 from .topology import FSDPDistributedIndex
 
 GROUP_SOURCES: Mapping[str, tuple[str, ...]] = {
@@ -63,7 +64,7 @@ def groups_from_parallel_state(instances: int = 1) -> dict[str, dist.ProcessGrou
     has_expert = parallel_state._EXPERT_DATA_PARALLEL_GROUP is not None
     outer = parallel_state.get_inter_distributed_optimizer_instance_group
     # Megatron-LM's --create-all-gather-group; the group spans all optimizer instances.
-    has_gather_group = instances == 1 and parallel_state.has_separate_all_gather_group()
+    has_gather_group = instances == 1 and core_api.has_separate_all_gather_group()
     return {
         "dp_group": dense(with_context_parallel=True),
         "fsdp_group": dense(with_context_parallel=True, partial_data_parallel=True),

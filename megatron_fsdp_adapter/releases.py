@@ -1,49 +1,110 @@
-"""Which releases of other packages the tests run with, and what is said to another megatron-core.
+"""Which releases of other packages the tests run with, and what is said to others.
 
-Only megatron-core is refused by its release: the wrapper stands in for one of its classes, and a
-release that changed a meaning behind a name trains wrongly without an error (0.18 hands another
-group to the gradient norm). A look at the names alone was tried and let such releases pass. Other
-packages that are not tested are a remark of `doctor`.
+megatron-core is the one that can be refused: the wrapper stands in for one of its classes. A
+release older than the oldest tested one is. Any other that is not tested is tried, with one
+warning: whether it fits is seen from what it has (`core_api.py`), not from its number. Releases of
+other packages that are not tested are a remark of `doctor`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import warnings
+from collections.abc import Mapping, Sequence
 
 CORE = "megatron-core"
 
 TESTED: Mapping[str, tuple[str, ...]] = {
-    CORE: ("0.16.1",),
-    "megatron-bridge": ("0.3.1",),
-    "transformer-engine": ("2.11.0",),
+    CORE: ("0.16.1", "0.17.1", "0.18.2", "0.19.1", "0.19.2"),
+    "megatron-bridge": ("0.3.1", "0.6.2"),
+    "transformer-engine": ("2.11.0", "2.20.2"),
     "torch": ("2.11", "2.13"),
 }
 """Releases that the tests run with, by the beginning of the version; of megatron-core whole
-versions, and no other is used."""
+versions. In ascending order."""
+
+Release = tuple[tuple[int, ...], bool]
+"""Numbers of a version, and whether it is final: a candidate comes before its release."""
+
+
+def parse(version: str) -> Release | None:
+    """What can be compared of a version; None if it is none. A local label ("+abc", a build of
+    one's own) does not matter."""
+    found = re.match(r"(\d+(?:\.\d+)*)(.*)", version.partition("+")[0])
+    if found is None:
+        return None
+    numbers = tuple(map(int, found[1].split(".")))
+    is_early = re.match(r"[.\-_]?(a|b|c|rc|alpha|beta|pre|dev)", found[2]) is not None
+    return numbers, not is_early
 
 
 def is_tested(package: str, version: str) -> bool | None:
-    """Whether the tests run with that release; None if nothing is said about the package. A local
-    label ("+abc", a build of one's own) does not matter."""
+    """Whether the tests run with that release; None if nothing is said about the package."""
     if package not in TESTED:
         return None
-    if package == CORE:
-        return version.partition("+")[0] in TESTED[package]
-    return version.startswith(TESTED[package])
+    plain = version.partition("+")[0]
+    whole = package == CORE
+    return any(
+        plain == tested or (not whole and plain.startswith(f"{tested}."))
+        for tested in TESTED[package]
+    )
+
+
+def remark(package: str, version: str) -> str:
+    """What `doctor` says of an installed release; empty if nothing is known."""
+    tested = is_tested(package, version)
+    if tested is None:
+        return ""
+    if tested:
+        return "tested"
+    known = ", ".join(TESTED[package])
+    if _is_older(package, version):
+        return f"older than what is tested ({known}) and not supported"
+    return f"not tested; tested are {known}"
+
+
+def _is_older(package: str, version: str) -> bool:
+    """Than all that are tested; a version that says nothing counts as older."""
+    found, oldest = parse(version), parse(TESTED[package][0])
+    return found is None or oldest is None or found < oldest
 
 
 def core_problem(version: str) -> str | None:
     """What is wrong with a megatron-core of that version, with the remedy; None if nothing is."""
-    if is_tested(CORE, version):
+    if is_tested(CORE, version) or not _is_older(CORE, version):
         return None
-    supported = ", ".join(TESTED[CORE])
     return (
-        f"megatron-core {version} is not supported by megatron_fsdp_adapter, supported is "
-        f"{supported}: another release may train wrongly without an error; "
+        f"megatron-core {version} is not supported by megatron_fsdp_adapter: the oldest release "
+        f"that is supported is {TESTED[CORE][0]}, and others may train wrongly without an error; "
         f"{remedy()}"
     )
 
 
+def seam_problem(version: str, unexpected: Sequence[str]) -> str | None:
+    """What is wrong with a megatron-core that lacks or has changed what is replaced in it."""
+    if not unexpected:
+        return None
+    return (
+        f"megatron-core {version} is not what megatron_fsdp_adapter expects in the places that it "
+        f"replaces: {', '.join(unexpected)}; {remedy()}"
+    )
+
+
+def warn_if_untested(version: str) -> None:
+    """One warning a process for a megatron-core that is used and was not tested."""
+    if not is_tested(CORE, version):
+        warnings.warn(
+            f"megatron-core {version} was never run with megatron_fsdp_adapter (tested are "
+            f"{', '.join(TESTED[CORE])}): its names and parameters are as expected, but losses, "
+            "gradient norms and checkpoints were compared with no other; see 'doctor --prove'",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 def remedy() -> str:
     """What to install."""
-    return f"install {CORE}=={TESTED[CORE][-1]}, or use Megatron-LM's core_v{TESTED[CORE][-1]}"
+    return (
+        f"install one of {', '.join(f'{CORE}=={release}' for release in TESTED[CORE])}, or use "
+        "Megatron-LM's tag of one of them"
+    )

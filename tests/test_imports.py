@@ -28,9 +28,9 @@ adapter layer, level 4, whose files may import each other."""
 ADAPTER_LEVEL = 4
 
 MEGATRON_IMPORTERS = {
-    "adapter", "arguments", "bridge", "core_init", "cpu_mode", "ddp_config", "fused_wgrad", "inner",
-    "installation", "local_spec", "model_units", "optimizer", "process_groups", "prove", "runner",
-    "wgrad_probe",
+    "adapter", "arguments", "bridge", "core_api", "core_init", "cpu_mode", "ddp_config",
+    "fused_wgrad", "inner", "installation", "local_spec", "model_units", "optimizer",
+    "process_groups", "prove", "runner", "wgrad_probe",
 }  # fmt: skip
 """Files that may import Megatron."""
 

@@ -136,9 +136,8 @@ def render(report: Mapping[str, Any]) -> str:
     """The report as text."""
     lines = ["versions"]
     for name, row in report["versions"].items():
-        untested = f"not tested; tested are {', '.join(releases.TESTED.get(name, ()))}"
-        remark = {True: "tested", False: untested}
-        lines.append(f"  {name:<22} {row['version']:<18} {remark.get(row['tested'], '')}".rstrip())
+        remark = releases.remark(name, row["version"])
+        lines.append(f"  {name:<22} {row['version']:<18} {remark}".rstrip())
     lines.append("machine")
     lines += [f"  {name:<22} {value}" for name, value in report["machine"].items()]
     lines.append("environment")

@@ -49,7 +49,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def _methods() -> dict[str, Any]:
-    return {name: vars(owner).get(name, "inherited") for owner, name, _ in seam.REPLACED}
+    return {row.path: vars(row.owner).get(row.name, "inherited") for row in seam.REPLACED}
 
 
 def test_install_can_be_repeated_and_undone(not_installed: None) -> None:

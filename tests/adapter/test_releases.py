@@ -1,9 +1,12 @@
-"""A megatron-core that is not supported is one error, before anything is changed."""
+"""Which megatron-core is used: tested releases silently, newer ones with one warning, older ones
+and those that are not as expected not at all, before anything is changed."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +15,16 @@ import megatron.core
 import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_fsdp_adapter import FullyShardedDataParallel, install, releases
+from megatron_fsdp_adapter import FullyShardedDataParallel, core_api, install, releases, uninstall
 from megatron_fsdp_adapter.cli import doctor
+from megatron_fsdp_adapter.core_api import MORE, Replacement
 from megatron_fsdp_adapter.installation import installed
-from megatron_fsdp_adapter.optimizer import uninstall
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-OTHERS = ("0.16.0", "0.16.10", "0.16.1rc0", "0.17.1", "0.18.2", "0.19.2", "of no known version")
+OLDER = ("0.15.3", "0.16.0", "0.16.1rc0", "of no known version")
+NEWER = ("0.16.10", "0.19.3", "0.20.0", "0.20.0rc0", "1.0")
 
 
 def _construct() -> Any:
@@ -27,32 +32,131 @@ def _construct() -> Any:
     return FullyShardedDataParallel(SimpleNamespace(), SimpleNamespace(), torch.nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize("version", OTHERS)
-@pytest.mark.parametrize("act", [install, _construct])
-def test_another_release_is_refused_at_install_and_at_construction(
-    monkeypatch: pytest.MonkeyPatch, version: str, act: Any
-) -> None:
+ACTS = pytest.mark.parametrize("act", [install, _construct])
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed() -> Any:
     uninstall()
     before = dict(vars(DistributedOptimizer))
-    monkeypatch.setattr(megatron.core, "__version__", version)
+    yield
+    uninstall()
+    assert dict(vars(DistributedOptimizer)) == before
+
+
+def _refusal(act: Callable[[], Any]) -> str:
+    before = dict(vars(DistributedOptimizer))
     with pytest.raises(RuntimeError) as caught:
         act()
-    message = str(caught.value)
-    for part in (f"megatron-core {version} ", "supported is 0.16.1", "megatron-core==0.16.1"):
-        assert part in message
     assert dict(vars(DistributedOptimizer)) == before and not installed()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("version", OLDER)
+@ACTS
+def test_an_older_release_is_refused_at_install_and_at_construction(
+    monkeypatch: pytest.MonkeyPatch, version: str, act: Any
+) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    message = _refusal(act)
+    for part in (f"megatron-core {version} ", "oldest release that is supported is 0.16.1",
+                 "megatron-core==0.19.2"):  # fmt: skip
+        assert part in message
+
+
+def _warnings_of(act: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            act()
+    return [str(one.message) for one in caught if "megatron-core" in str(one.message)]
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_a_newer_release_is_tried_with_one_warning_that_says_what_was_not_tested(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    said = _warnings_of(install)
+    assert len(said) == 1
+    assert f"megatron-core {version} was never run" in said[0] and "gradient norms" in said[0]
+    assert installed()
+
+
+def test_construction_warns_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", "0.99")
+
+    def construct() -> None:
+        with pytest.raises((AttributeError, TypeError)):
+            _construct()
+
+    assert len(_warnings_of(construct)) == 1
+
+
+@pytest.mark.parametrize("version", releases.TESTED[releases.CORE])
+def test_a_tested_release_is_used_silently(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", f"{version}+built.here")
+    assert _warnings_of(install) == []
+
+
+def _with_another_parameter(self: Any, clip_grad: float, scale: float) -> float:
+    return clip_grad * scale
+
+
+@pytest.mark.parametrize("version", ["0.19.2", "0.20.0"])
+@ACTS
+def test_a_replaced_method_with_other_parameters_is_refused_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, version: str, act: Any
+) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    monkeypatch.setattr(MegatronOptimizer, "clip_grad_norm", _with_another_parameter)
+    message = _refusal(act)
+    assert "DistributedOptimizer.clip_grad_norm" in message
+    assert "(self, clip_grad, scale), expected (self, clip_grad)" in message
+
+
+@ACTS
+def test_a_replaced_method_that_is_gone_is_refused_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, act: Any
+) -> None:
+    monkeypatch.delattr(MegatronOptimizer, core_api.NORM_GRADIENTS)
+    assert f"DistributedOptimizer.{core_api.NORM_GRADIENTS} (there is none)" in _refusal(act)
+
+
+def test_parameters_are_compared_with_each_known_form() -> None:
+    owner = SimpleNamespace(name=lambda self, first, second: None, __name__="owner")
+    fits: tuple[tuple[str, ...], ...] = (
+        ("self", "first", "second"), ("self", MORE), ("self", "first", MORE), (MORE,)
+    )  # fmt: skip
+    for form in fits:
+        assert Replacement(owner, "name", len, ((), form)).problem() is None
+    for form in (("self", "first"), ("self", "second", MORE), ()):
+        assert "owner.name" in str(Replacement(owner, "name", len, (form,)).problem())
 
 
 def test_doctor_and_the_package_itself_say_the_same_releases() -> None:
-    pinned = re.search(r'"megatron-core==([^"]+)"', PROJECT.read_text())
-    assert pinned is not None and pinned[1] in releases.TESTED[releases.CORE]
-    installed_version = importlib.metadata.version("megatron-core")
+    pinned = re.search(r'"megatron-core>=([^,"]+),<([^"]+)"', PROJECT.read_text())
+    assert pinned is not None and pinned[1] == releases.TESTED[releases.CORE][0]
+    newest = releases.parse(releases.TESTED[releases.CORE][-1])
+    assert newest is not None and newest < releases.parse(pinned[2])  # type: ignore[operator]
     assert doctor.versions()["megatron-core"]["tested"] is True
-    assert releases.core_problem(installed_version) is None
-    assert releases.core_problem(f"{installed_version}+built.here") is None
+    assert releases.core_problem(importlib.metadata.version("megatron-core")) is None
+
+
+def test_releases_are_in_ascending_order() -> None:
+    for tested in releases.TESTED.values():
+        found = [releases.parse(release) for release in tested]
+        assert found == sorted(found)  # type: ignore[type-var]
 
 
 def test_other_packages_are_only_remarked_upon() -> None:
     assert releases.is_tested("torch", "2.11.0+cu130") is True
+    assert releases.is_tested("torch", "2.110.0") is False
     assert releases.is_tested("torch", "2.6.0") is False
     assert releases.is_tested("numpy", "2.0") is None
+    assert releases.remark("torch", "2.13.1") == "tested"
+    assert releases.remark("numpy", "2.0") == ""
+    assert "older than what is tested" in releases.remark("transformer-engine", "2.9.0")
+    newer = {"torch": "2.15.0", "transformer-engine": "2.21.0", "megatron-core": "0.20.0"}
+    for package, version in newer.items():
+        assert releases.remark(package, version).startswith("not tested; tested are")

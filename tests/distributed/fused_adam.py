@@ -28,6 +28,7 @@ class FusedAdam(torch.optim.Optimizer):
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         master_weights: bool = False,
+        capturable: bool = False,
         use_decoupled_grad: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,

@@ -195,17 +195,19 @@ def test_a_megatron_without_the_engine_keeps_its_names() -> None:
 
 
 def test_another_megatron_core_is_told_what_it_lacks() -> None:
-    """Megatron-LM main renamed methods of its optimizer; nothing is changed then."""
+    """A release that renamed methods of its optimizer; nothing is changed then."""
     run("""
         from megatron.core.distributed import FullyShardedDataParallel as original
         from megatron.core.optimizer.optimizer import MegatronOptimizer
-        del MegatronOptimizer.get_main_grads_for_grad_norm, MegatronOptimizer.count_zeros
+        for name in ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm", "count_zeros"):
+            if hasattr(MegatronOptimizer, name):
+                delattr(MegatronOptimizer, name)
         from megatron_fsdp_adapter import install
         from megatron_fsdp_adapter.installation import installed
         try:
             install()
         except RuntimeError as error:
-            for name in ("0.16.1", "DistributedOptimizer.get_main_grads_for_grad_norm",
+            for name in ("0.16.1", "DistributedOptimizer.get_grads_for_grad_norm",
                          "DistributedOptimizer.count_zeros"):
                 assert name in str(error), error
         else:

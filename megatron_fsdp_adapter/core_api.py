@@ -1,0 +1,93 @@
+"""What differs between the releases of megatron-core that the package runs with: one datum or small
+function for each seam, which all other modules ask.
+
+Each is decided by what is there (a name, a parameter, a field). Version numbers were rejected: a
+build of one's own may have either side of a change, and a later release tells nothing. What the
+package puts in the place of core's own functions is checked where it does so (`Replacement`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.optimizer import optimizer as core_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+MORE = "..."
+"""Last in a list of parameters: whatever follows is passed on."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A function of core's and ours in its place.
+
+    owner, name: where core has it; ours: called with core's first; parameters: the names of core's
+    parameters that `ours` was written for, one tuple for each form that a release has.
+    """
+
+    owner: Any
+    name: str
+    ours: Callable[..., Any]
+    parameters: tuple[tuple[str, ...], ...]
+
+    @property
+    def path(self) -> str:
+        return f"{getattr(self.owner, '__qualname__', self.owner.__name__)}.{self.name}"
+
+    def problem(self) -> str | None:
+        """What is not as expected of core's function; None if nothing is."""
+        held = getattr(self.owner, self.name, None)
+        if held is None:
+            return f"{self.path} (there is none)"
+        found = tuple(inspect.signature(held).parameters)
+        if any(_fits(found, expected) for expected in self.parameters):
+            return None
+        known = " or ".join(f"({', '.join(expected)})" for expected in self.parameters)
+        return f"{self.path} (its parameters are ({', '.join(found)}), expected {known})"
+
+
+def _fits(found: Sequence[str], expected: Sequence[str]) -> bool:
+    if expected and expected[-1] == MORE:
+        return tuple(found[: len(expected) - 1]) == tuple(expected[:-1])
+    return tuple(found) == tuple(expected)
+
+
+# Gradient norms. 0.19 has norms of their own for groups of parameters (`mtp_detach_heads`), and
+# names the method that gathers gradients for a norm anew.
+
+NORM_GRADIENTS = next(
+    (
+        name
+        for name in ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm")
+        if hasattr(DistributedOptimizer, name)
+    ),
+    "get_grads_for_grad_norm",
+)
+"""The optimizer's method that returns the gradients of a norm; where neither name is found, the
+newer one, which is then reported as missing."""
+
+SEPARATE_NORMS: tuple[str, ...] = tuple(getattr(core_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()))
+"""Names of the groups of parameters that have a norm of their own."""
+
+
+def norm_group(param: Any) -> str | None:
+    """The group whose norm counts the parameter; None for that of the model."""
+    tag = getattr(param, "grad_norm_group", None)
+    return tag if tag in SEPARATE_NORMS else None
+
+
+def present_norm_groups(optimizer: Any) -> list[str]:
+    """The groups of `SEPARATE_NORMS` that some rank of the optimizer has parameters of. Collective
+    over its ranks when it is asked first."""
+    return [name for name in SEPARATE_NORMS if optimizer.has_grad_norm_group(name)]
+
+
+def has_separate_all_gather_group() -> bool:
+    """Whether `parallel_state` has a second dense group for gathers. From 0.18 on such groups are
+    in a ProcessGroupCollection alone."""
+    asked = getattr(parallel_state, "has_separate_all_gather_group", None)
+    return asked is not None and asked()
