@@ -13,12 +13,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from .checkpoint.chunks import copy_chunks, dtensor_like, has_chunks
+from .checkpoint.chunks import dtensor_like, has_chunks
+from .model_state import Piece, Place, write_pieces
 
 Prepare = Callable[[Any], None]
 """Called with an optimizer before its step reads gradients."""
@@ -224,10 +226,13 @@ def _complete_empty_state(shards: LocalShards) -> None:
 
 @torch.no_grad()
 def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Copies a state dict into existing state, in place and in local shape.
+    """Copies this rank's rows of a state dict's values into the state, in place.
+
+    Collective if a DTensor is among the values that is not known to be cut like its parameter.
 
     Raises:
-        ValueError: its groups do not have this optimizer's numbers of parameters.
+        ValueError: before anything is written: the groups do not have this optimizer's numbers of
+            parameters, a value has not its parameter's shape, or nobody knows which rows it has.
     """
     end_step(optimizer)
     current, saved = optimizer.param_groups, state_dict["param_groups"]
@@ -240,37 +245,93 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
         )
     if not _is_torch_optimizer(optimizer) or isinstance(optimizer, torch.optim.Adam):
         initialize_state(optimizer)
+    moments, others = _sorted_out(optimizer, saved, state_dict["state"])
+    write_pieces(
+        {key: moment.piece for key, moment in moments.items()},
+        {key: moment.value for key, moment in moments.items()},
+    )
+    for moment in moments.values():
+        _put(optimizer, moment.param, moment.name, moment.piece.target)
+    for param, name, value in others:
+        target = optimizer.state[param].get(name)
+        if isinstance(target, torch.Tensor):
+            target.copy_(torch.as_tensor(value).view(target.shape))
+        else:
+            _put(optimizer, param, name, value)
     for group, saved_group in zip(current, saved, strict=True):
-        for param, key in zip(group["params"], saved_group["params"], strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                _load_value(optimizer, param, name, value)
         group.update({k: v for k, v in saved_group.items() if k != "params"})
 
 
-def _load_value(optimizer: Any, param: Any, name: str, value: Any) -> None:
-    shown, local = optimizer.state[param], param._local_tensor
-    state = optimizer._fsdp_shards.state[local]
-    target: Any = shown.get(name)
-    if isinstance(value, torch.Tensor) and value.dim() > 0 and target is None:
-        state[name] = torch.empty_like(local, dtype=value.dtype)
-        target = shown[name] = _shown(param, local, state[name])
-    if not isinstance(target, torch.Tensor):
-        shown[name] = state[name] = value
-        return
-    source = getattr(value, "_local_tensor", value)
-    local = getattr(target, "_local_tensor", target)
-    source = torch.as_tensor(source, dtype=local.dtype)
-    if source.numel() == _global_numel(param) != local.numel():
-        source = source.reshape(-1)[param.megatron_fsdp_slice]
-    if source.data_ptr() != local.data_ptr():
-        local.copy_(source.view(local.shape))
-    if isinstance(target, DTensor) and not has_chunks(target):
-        copy_chunks(param, target)
+@dataclass(frozen=True)
+class _Moment:
+    """State `name` of `param`, with rows like it: where it goes, and the value for it, a DTensor or
+    a plain whole tensor."""
+
+    param: Any
+    name: str
+    piece: Piece
+    value: torch.Tensor
 
 
-def _global_numel(param: Any) -> int:
-    """Elements of the module's own parameter, of which this rank holds rows."""
-    return math.prod(param.fsdp_layout_ref.shape)
+def _sorted_out(
+    optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, dict[str, Any]]
+) -> tuple[dict[str, _Moment], list[tuple[Any, str, Any]]]:
+    """The values of `state` that have a parameter's rows, by what they are; parameter, name and
+    value of the others. Nothing is written. ValueError naming the moments of a wrong shape."""
+    moments, others, wrong = {}, [], []
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for param, key in zip(group["params"], saved["params"], strict=True):
+            for name, value in state.get(key, {}).items():
+                shown = optimizer.state[param].get(name)
+                new = shown is None and isinstance(value, torch.Tensor) and value.dim() > 0
+                if not (new or isinstance(shown, DTensor)):
+                    others.append((param, name, value))
+                    continue
+                label = f"{name} of parameter {key}"
+                fitting = _fitting(param, value)
+                if fitting is None:
+                    given = tuple(getattr(value, "shape", ())) or type(value).__name__
+                    wrong.append(f"{label}: {given} for {tuple(param.shape)}")
+                else:
+                    target = _target(param, shown, value.dtype)
+                    piece = Piece.of(target, param, Place(label))
+                    moments[label] = _Moment(param, name, piece, fitting)
+    if wrong:
+        raise ValueError(
+            f"optimizer state does not have the shapes of the parameters: {', '.join(wrong[:5])} "
+            f"({len(wrong)} in all); give DTensors or whole tensors, of the same model"
+        )
+    return moments, others
+
+
+def _fitting(param: Any, value: Any) -> torch.Tensor | None:
+    """`value` as a DTensor or a whole tensor, if it is one, or is this rank's rows; else None."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, DTensor):
+        return value if value.shape == param.shape else None
+    local = param._local_tensor
+    if value.numel() == math.prod(param.fsdp_layout_ref.shape):
+        return value
+    if value.numel() != local.numel():
+        return None
+    return dtensor_like(param, value.detach().view(local.shape).to(local.device))
+
+
+def _target(param: Any, shown: DTensor | None, dtype: torch.dtype) -> DTensor:
+    """What a moment of `param` is written into; `shown` is what the optimizer has."""
+    if shown is not None and has_chunks(shown):
+        return shown
+    local = param._local_tensor
+    # An optimizer that made its state before it was adopted made DTensors that know no rows.
+    own = torch.empty_like(local, dtype=dtype) if shown is None else shown._local_tensor
+    return dtensor_like(param, own)
+
+
+def _put(optimizer: Any, param: Any, name: str, value: Any) -> None:
+    optimizer.state[param][name] = value
+    state = optimizer._fsdp_shards.state[param._local_tensor]
+    state[name] = getattr(value, "_local_tensor", value)
 
 
 @functools.cache

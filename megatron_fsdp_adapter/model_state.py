@@ -162,7 +162,7 @@ def copy_values(
     """
     places = {key: form[key] for key in values if key in form}
     pieces = {
-        key: _Piece.of(params[place.name], place)
+        key: Piece.of(params[place.name], params[place.name], place)
         for key, place in places.items()
         if place.name in params
     }
@@ -174,26 +174,27 @@ def copy_values(
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A place in an optimizer parameter: `target` is over this rank's rows of it; `rows` are their
-    elements in a plain tensor of the piece."""
+class Piece:
+    """A place in an optimizer parameter, or in a value of its geometry such as a moment: `target`
+    is over this rank's rows of it; `rows` are their elements in a plain tensor of the piece."""
 
     target: DTensor
     rows: slice
 
     @staticmethod
-    def of(param: nn.Parameter, place: Place) -> _Piece:
+    def of(value: torch.Tensor, param: nn.Parameter, place: Place) -> Piece:
+        """`place` in `value`, which is `param` or has its geometry."""
         ref = param.fsdp_layout_ref  # type: ignore[attr-defined]
-        target = part_of(param, ref, place.number, place.count)  # type: ignore[arg-type]
+        target = part_of(value, ref, place.number, place.count)  # type: ignore[arg-type]
         numel = torch.Size(ref.shape).numel() // place.count
         start, held = place.number * numel, held_range(ref)
         rows = slice(max(held.start - start, 0), min(max(held.stop - start, 0), numel))
-        return _Piece(target, rows)
+        return Piece(target, rows)
 
 
-def pieces_of(params: Mapping[str, nn.Parameter]) -> dict[str, _Piece]:
+def pieces_of(params: Mapping[str, nn.Parameter]) -> dict[str, Piece]:
     """Whole parameters as places."""
-    return {key: _Piece.of(param, Place(key)) for key, param in params.items()}
+    return {key: Piece.of(param, param, Place(key)) for key, param in params.items()}
 
 
 def load_own(module: nn.Module, state: dict[str, Any], prefix: str) -> list[str]:
@@ -216,7 +217,7 @@ def load_own(module: nn.Module, state: dict[str, Any], prefix: str) -> list[str]
 
 
 @torch.no_grad()
-def write_pieces(pieces: Mapping[str, _Piece], values: Mapping[str, torch.Tensor]) -> None:
+def write_pieces(pieces: Mapping[str, Piece], values: Mapping[str, torch.Tensor]) -> None:
     """Copies this rank's rows of every value, of the right shape, into its piece. Collective and
     with errors as `copy_values`."""
     fits = _fits({key: piece.target for key, piece in pieces.items()}, values)
@@ -280,7 +281,7 @@ def _fit_here(own: Chunks, value: DTensor) -> _Fit:
     return _Fit.SAME if given.boxes == own.boxes else _Fit.OTHER
 
 
-def _write(piece: _Piece, value: torch.Tensor, fit: _Fit) -> None:
+def _write(piece: Piece, value: torch.Tensor, fit: _Fit) -> None:
     local = piece.target._local_tensor
     if not isinstance(value, DTensor):
         local.copy_(value.detach().reshape(-1)[piece.rows].view(local.shape))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import tempfile
 from pathlib import Path
@@ -178,6 +179,70 @@ def _refused_before_anything_is_written(rank: int, world: int) -> None:
         assert_holds(sharded, before, strategy)
 
 
+def _moments_load(rank: int, world: int) -> None:
+    """Whole, split by torch, or by a model with other units: each rank gets its own rows, in an
+    optimizer that has stepped and in one that has not. What nobody knows the rows of, or has
+    another shape, is refused before anything is written."""
+    mesh = init_device_mesh("cpu", (world,))
+    forms: tuple[Any, ...] = (Shard(0), Shard(1), Replicate(), None)
+    for strategy, source in zip(STRATEGIES, OTHERS, strict=True):
+        for stepped, form in itertools.product((False, True), forms):
+            sharded = model(strategy)
+            optimizer = fully_shard_optimizer(torch.optim.SGD(sharded.parameters(), 0.1, 0.9))
+            if stepped:
+                sharded(batch(rank)).backward()
+                optimizer.step()
+            given, expected = optimizer.state_dict(), []
+            for number, param in enumerate(sharded.parameters()):
+                torch.manual_seed(number)
+                whole = value = torch.randn(param.shape)
+                expected.append(whole)
+                if form is not None:
+                    dim = min(getattr(form, "dim", 0), whole.ndim - 1)
+                    split = form if form == Replicate() else Shard(dim)
+                    value = distribute_tensor(whole, mesh, [split])
+                given["state"][number] = {"momentum_buffer": value}
+            optimizer.load_state_dict(given)
+            _assert_moments(sharded, optimizer, expected, (strategy, stepped, form))
+            rows, label = 10 if rank == 0 else 8, (strategy, stepped, form, "refused")
+            unknown = DTensor.from_local(
+                torch.ones(rows, WIDTH), mesh, [Shard(0)], shape=(VOCAB, WIDTH), stride=(WIDTH, 1)
+            )
+            of_head = [tuple(p.shape) for p in sharded.parameters()].index((VOCAB, WIDTH), 1)
+            for value, text in (
+                (unknown, r"momentum_buffer of parameter \d+ \(1 in all\): a DTensor that"),
+                (torch.ones(3, 2), r"momentum_buffer of parameter \d+: \(3, 2\) for \(19, 10\)"),
+            ):
+                other = {n: {"momentum_buffer": v * 2} for n, v in enumerate(expected)}
+                other[of_head] = {"momentum_buffer": value}
+                with pytest.raises(ValueError, match=text):
+                    optimizer.load_state_dict({**given, "state": other})
+                _assert_moments(sharded, optimizer, expected, label)
+        one_unit = fully_shard_model(Odd(), data_parallel_sharding_strategy=source)
+        theirs = fully_shard_optimizer(torch.optim.SGD(one_unit.parameters(), 0.1, 0.9))
+        one_unit(batch(rank)).backward()
+        theirs.step()
+        whole_ones = [
+            theirs.state[param]["momentum_buffer"].full_tensor() for param in one_unit.parameters()
+        ]
+        optimizer.load_state_dict(theirs.state_dict())
+        _assert_moments(sharded, optimizer, whole_ones, (strategy, source))
+        optimizer.zero_grad()
+        sharded(batch(rank)).backward()
+        optimizer.step()
+
+
+def _assert_moments(
+    sharded: FullyShardedModel, optimizer: Any, expected: list[torch.Tensor], label: Any
+) -> None:
+    """As shown, and as the step reads them."""
+    for param, whole in zip(sharded.parameters(), expected, strict=True):
+        moment = optimizer.state[param]["momentum_buffer"]
+        assert torch.equal(moment.full_tensor(), whole), label
+        read = optimizer._fsdp_shards.state[param._local_tensor]["momentum_buffer"]
+        assert read.data_ptr() == moment._local_tensor.data_ptr(), label
+
+
 def _keys_are_told(rank: int, world: int) -> None:
     """What `load_state_dict` returns is what torch's does for the whole module."""
     sharded, values = model("optim_grads_params"), other_values()
@@ -312,7 +377,7 @@ def _dcp(rank: int, world: int) -> None:
 def _all(rank: int, world: int) -> None:
     for check in (
         _whole_tensors, _whole_state_dicts_load, _foreign_dtensors_load,
-        _refused_before_anything_is_written, _keys_are_told, _modules_below_load,
+        _refused_before_anything_is_written, _moments_load, _keys_are_told, _modules_below_load,
         _copies_and_files, _modules_are_not_copied, _weights_replaced_afterwards, _dcp,
     ):  # fmt: skip
         try:
