@@ -169,16 +169,20 @@ def test_an_arrow_that_points_down_is_not(path, source):
     assert import_problems(path, source) == []
 
 
-def names_bundled_engine(source: str) -> bool:
-    """In an import or in any string but a docstring."""
+def strings(source: str) -> list[str]:
+    """All but docstrings."""
     tree = ast.parse(source)
     documents = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
-    strings = [
+    return [
         node.value for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         and id(node) not in documents
     ]  # fmt: skip
-    return any(BUNDLED in name for name in [*imported("x.py", source), *strings])
+
+
+def names_bundled_engine(source: str) -> bool:
+    """In an import or in any string but a docstring."""
+    return any(BUNDLED in name for name in [*imported("x.py", source), *strings(source)])
 
 
 def test_nothing_uses_the_bundled_engine():
@@ -196,6 +200,17 @@ def test_engine_and_layout_do_not_say_that_word():
     for path, text in PACKAGE_SOURCES.items():
         if part_of(path) in ("engine", "layout"):
             assert "expert" not in text.lower(), path
+
+
+OF_MEGATRONS_WRAPPER = ("megatron.core", "finish_grad_sync", "start_grad_sync", "zero_grad_buffer")
+
+
+def test_errors_of_the_engine_say_what_users_of_either_wrapper_can_do():
+    """A plain module has none of Megatron's methods to call."""
+    for path, text in PACKAGE_SOURCES.items():
+        if part_of(path) in CORE:
+            found = [s for s in strings(text) if any(name in s for name in OF_MEGATRONS_WRAPPER)]
+            assert not found, (path, found)
 
 
 def test_no_file_and_no_function_is_too_long():

@@ -65,8 +65,8 @@ class ReshardedParameter(nn.Parameter):
         raise RuntimeError(
             f"{getattr(func, '__name__', func)} reads {label}, whose weights are not gathered "
             "(phase SHARDED): call the module that owns it (a unit, or the whole model) instead "
-            "of reaching into it, or read the optimizer parameter from named_parameters() after "
-            "finish_grad_sync()"
+            "of reaching into it, or read the optimizer parameter, which named_parameters() of the "
+            "wrapped model gives from when a step's gradients are complete to the next forward"
         )
 
 
