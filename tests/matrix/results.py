@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -90,13 +91,17 @@ def known(results: Iterable[Result]) -> dict[str, Result]:
     return {result.digest: result for result in results}
 
 
+def _used(error: float, bound: float) -> float:
+    return error / bound if bound else math.inf * error if error else 0.0
+
+
 def verdict(per_rank: Iterable[Mapping[str, tuple[float, float, str]]]) -> Mapping[str, Any]:
     """Status, measures and problems from what each rank measured: (error, bound, where)."""
     worst: dict[str, list[Any]] = {}
     for rank, measures in enumerate(per_rank):
         for name, (error, bound, where) in measures.items():
             had = worst.get(name)
-            if had is None or not had[0] >= error:
+            if had is None or not _used(*had[:2]) >= _used(error, bound):
                 worst[name] = [error, bound, f"rank {rank}: {where}"]
     problems = [
         f"{name}: off by {error:.2e}, {bound:.2e} allowed ({where})"

@@ -61,7 +61,7 @@ def test_cell(outcomes: Mapping[str, Result], cell: Cell) -> None:
     assert result.status == PASSED, "\n".join(result.problems)
     assert set(result.measures) == {
         "gradient", "gradient, element", "norm", "norm, later", "loss", "loss, later", "movement",
-        "movement, element",
+        "movement, element", "weights at the start", "weights at the start, element",
     }  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from tests.distributed.topologies import (
 )
 from tests.gpu.captured import forget_graphs
 
-from .bounds import PEAK, bounds_of
+from .bounds import PEAK, SENSITIVITY, Bounds, bounds_of, is_sensitive
 from .model import case_of, chunk_of, config_of, topology_of
 from .table import REFERENCE, Cell
 
@@ -158,9 +158,12 @@ def _updated(trainer: TopologyTrainer) -> float:
     return float(norm)
 
 
-def trained_reference(cell: Cell, width: str, groups: Groups) -> Record:
+def trained_reference(
+    cell: Cell, width: str, groups: Groups, rounded: bool = False
+) -> Record:
     """Stock DDP of the cell, three steps; collective. It quantises weights as often as ours, where
-    that keeps nothing quantised: delayed scaling looks at the history of earlier casts."""
+    that keeps nothing quantised: delayed scaling looks at the history of earlier casts. `rounded`:
+    gradients are rounded to bf16 before each update."""
     device = groups.use(topology_of(cell))
     trainer = build({**cell, **REFERENCE}, width, device)
     if cell["fusion"] == "on" or cell["strategy"] == "optim_grads_params":
@@ -176,11 +179,24 @@ def trained_reference(cell: Cell, width: str, groups: Groups) -> Record:
                 for name, param in _ddp_params(trainer)
                 if param.requires_grad
             }
+        for _, param in _ddp_params(trainer) if rounded else ():
+            if param.requires_grad:
+                param.main_grad.copy_(param.main_grad.bfloat16())
         norms.append(_updated(trainer))
     record = Record(losses, norms, gradients, before, _main_weights(trainer))
     for chunk in trainer.chunks:
         give_up(chunk)
     return record
+
+
+def sensitivity(record: Record, other: Record) -> dict[str, float]:
+    """By name, how far the movements of two references are apart, relative to that of the first."""
+    return {
+        name: _relative(
+            float((other.after[name] - after).norm()), float((after - record.before[name]).norm())
+        )
+        for name, after in record.after.items()
+    }
 
 
 # What ours is measured by.
@@ -196,8 +212,8 @@ class Finding:
 
     @property
     def used(self) -> float:
-        """Of the bound."""
-        return self.error / self.bound
+        """Of the bound, which may be zero."""
+        return _relative(self.error, self.bound)
 
     @property
     def holds(self) -> bool:
@@ -209,7 +225,7 @@ Findings = dict[str, Finding]
 
 
 def _is_worse(one: Finding, other: Finding | None) -> bool:
-    return other is None or math.isnan(one.error) or one.error > other.error
+    return other is None or math.isnan(one.error) or one.used > other.used
 
 
 def _note(findings: Findings, measure: str, found: Finding) -> None:
@@ -224,14 +240,14 @@ def _relative(error: float, size: float) -> float:
 def check_shards(
     findings: Findings,
     measure: str,
-    bound: float,
+    bound: Callable[[str], float],
     trainer: TopologyTrainer,
     local_of: Callable[[Any], torch.Tensor],
     expected: Tensors,
     base: Tensors | None = None,
 ) -> None:
-    """Compares what `local_of` gives of each pair with its part of `expected`. Errors are relative
-    to `expected`, less `base` where that is given; collective."""
+    """Compares what `local_of` gives of each pair with its part of `expected`, by name. Errors are
+    relative to `expected`, less `base` where that is given; collective."""
     by_groups: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
     for name, pair in trainer._pairs():
         if name in expected:
@@ -257,9 +273,10 @@ def check_shards(
         rows = zip(pairs, added.tolist(), largest.tolist(), strict=True)
         for (name, pair), (error, size, count), (peak, of) in rows:
             assert count == pair.raw.numel(), f"{name}: {count} of {pair.raw.numel()} are held"
-            found = Finding(_relative(math.sqrt(error), math.sqrt(size)), bound, name)
+            found = Finding(_relative(math.sqrt(error), math.sqrt(size)), bound(name), name)
             _note(findings, measure, found)
-            _note(findings, f"{measure}, element", Finding(_relative(peak, of), PEAK * bound, name))
+            worst = Finding(_relative(peak, of), PEAK * bound(name), name)
+            _note(findings, f"{measure}, element", worst)
 
 
 def _peak(values: torch.Tensor) -> torch.Tensor:
@@ -298,26 +315,39 @@ def check_cell(cell: Cell, width: str, groups: Groups) -> Findings:
     if cell["fusion"] == "on":
         fused_wgrad.install()
     reference = trained_reference(cell, width, groups)
+    bounds = bounds_of(cell)
+    movement: Mapping[str, float] = {}
+    if is_sensitive(cell):
+        movement = sensitivity(reference, trained_reference(cell, width, groups, rounded=True))
     gc.collect()
     device = groups.use(topology_of(cell), 1 if cell["outer"] == "plain" else 2)
     trainer = build(cell, width, device)
     if cell["start"] == "meta":
         trainer.load(reference.before)
     findings: Findings = {}
+    check_shards(
+        findings, "weights at the start", lambda name: 0.0, trainer,
+        lambda pair: pair.optimizer._local_tensor, reference.before,
+    )  # fmt: skip
     with _schedule(cell) as schedule:
-        _train(findings, cell, trainer, reference, schedule)
+        _train(findings, bounds, trainer, reference, schedule)
+    check_shards(
+        findings, "movement",
+        lambda name: max(bounds.movement, SENSITIVITY * movement.get(name, 0.0)), trainer,
+        lambda pair: pair.optimizer._local_tensor, reference.after, reference.before,
+    )  # fmt: skip
     return findings
 
 
 def _train(
-    findings: Findings, cell: Cell, trainer: TopologyTrainer, reference: Record, schedule: Any
+    findings: Findings, bounds: Bounds, trainer: TopologyTrainer, reference: Record, schedule: Any
 ) -> None:
-    bounds = bounds_of(cell)
+    """All steps; afterwards the optimizer's weights can be read."""
     for step in range(STEPS):
         loss = run_schedule(trainer, step, schedule=schedule)
         if step == 0:
             check_shards(
-                findings, "gradient", bounds.gradient, trainer,
+                findings, "gradient", lambda name: bounds.gradient, trainer,
                 lambda pair: pair.optimizer.grad._local_tensor, reference.gradients,
             )  # fmt: skip
         norm = _updated(trainer)
@@ -330,7 +360,3 @@ def _train(
             _check_number(findings, measure + later, bound, mine, theirs, step)
     for chunk in trainer.chunks:
         chunk.stop_communication()
-    check_shards(
-        findings, "movement", bounds.movement, trainer,
-        lambda pair: pair.optimizer._local_tensor, reference.after, reference.before,
-    )  # fmt: skip
