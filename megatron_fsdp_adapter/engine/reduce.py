@@ -100,6 +100,8 @@ class ReducePipeline:
         self._received = received
         self._count = torch.zeros(1, device=runtime.device)  # only the reduce stream writes it
         self._in_flight: deque[InFlight] = deque()
+        # A rank without gradients goes by it, to meet the others in the order that they go in.
+        self._outer_in_backward = False
         self.check = check
 
     def backward_begins(self, unit: Unit, accumulates: bool) -> None:
@@ -140,6 +142,7 @@ class ReducePipeline:
         groups = unit.active_groups
         if not groups:
             return
+        self._outer_in_backward = is_known_last
         self._refuse_late(unit)
         if self.config.strategy.shard_grads:
             self._make_room(groups)
@@ -233,7 +236,8 @@ class ReducePipeline:
     def reduce_rest(self, units: Iterable[Unit]) -> None:
         """Reduces whatever the backwards of this step have not: kept gradient buffers that were
         not overlapped, groups that no backward reached (their gradients are zero), and what is
-        missing over the outer axis."""
+        missing over the outer axis: behind all that, or unit by unit if backwards do that."""
+        units = list(units)
         for unit in units:
             groups = [
                 group
@@ -248,6 +252,9 @@ class ReducePipeline:
                     group.take_grads(accumulate=False)
             if groups:
                 self._launch(groups)
+            if self._outer_in_backward:
+                self._finish_outer(unit.trainable_groups)
+        for unit in sorted(units, key=lambda unit: -unit.ordinal):
             self._finish_outer(unit.trainable_groups)
 
     def count(self, here: bool) -> torch.Tensor:

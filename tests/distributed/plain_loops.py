@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
 from megatron_fsdp_adapter.config import STRATEGIES
@@ -29,8 +30,10 @@ Batch = Callable[[nn.Module, int], torch.Tensor]
 class Side:
     """What a loop is given. `sharded` and `strategy` tell on which side it runs."""
 
-    def __init__(self, rank: int, world: int, strategy: str | None) -> None:
-        self.rank, self.world, self.strategy = rank, world, strategy
+    def __init__(
+        self, rank: int, world: int, strategy: str | None, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.rank, self.world, self.strategy, self.options = rank, world, strategy, options or {}
         self.models: list[nn.Module] = []
         self.numbers: list[float] = []
 
@@ -39,7 +42,8 @@ class Side:
         if module is None:
             module = net()
         if self.strategy is not None:
-            options = {"data_parallel_sharding_strategy": self.strategy, **options}
+            strategy = {"data_parallel_sharding_strategy": self.strategy}
+            options = {**strategy, **self.options, **options}
             kinds = {type(child) for child in module.modules()} & {Block, nn.Embedding}
             module = fully_shard_model(module, fsdp_unit_modules=list(kinds), **options)
         self.models.append(module)
@@ -367,6 +371,20 @@ def a_rank_without_data(side: Side) -> None:
         optimizer.step()
 
 
+def a_rank_without_microbatches(side: Side) -> None:
+    """As `a_rank_without_data`, in every other step, where others accumulate gradients."""
+    model = side.model()
+    optimizer = side.sgd(model.parameters())
+    for step in range(STEPS):
+        without = step % 2
+        if side.strategy is None or side.rank >= without:
+            with side.no_sync(model):
+                side.loss(model, step, 0, without=without).backward()
+            side.loss(model, step, 1, without=without).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def nested_no_sync(side: Side) -> None:
     model = side.model()
     optimizer = side.sgd(model.parameters())
@@ -560,8 +578,8 @@ LOOPS: Mapping[str, Loop] = {
         gradients_replaced_between_backwards, two_optimizers,
         two_optimizers_of_whole_units, an_optimizer_every_other_step, groups_added_later,
         scheduler_made_before, closures, scaled_losses, a_step_that_calls_its_base,
-        step_in_backward, a_rank_without_data, nested_no_sync, initialised_after_wrapping,
-        averaged_weights_evaluated,
+        step_in_backward, a_rank_without_data, a_rank_without_microbatches, nested_no_sync,
+        initialised_after_wrapping, averaged_weights_evaluated,
         clamped, clipped_after_an_evaluation, clipped_by_norms, adversaries,
         adversaries_cleared_late, layers_frozen_in_turn,
     )
@@ -573,9 +591,17 @@ NEEDS_KEPT_WEIGHTS = ("a_rank_without_data",)
 NEEDS_SHARDED_GRADS = ("an_optimizer_every_other_step", "gradients_replaced_between_backwards")
 """Several backwards outside of `no_sync`, or an optimizer's gradients kept for a later one."""
 
+NEEDS_KEPT_GRADS = ("a_rank_without_microbatches",)
+"""Where gradients are sharded all ranks reduce them in each backward."""
 
-def check_loops(rank: int, world: int, names: Iterable[str]) -> None:
-    """Every strategy against the unsharded side."""
+
+def check_loops(
+    rank: int, world: int, names: Iterable[str], outer: int = 0, **options: Any
+) -> None:
+    """Every strategy against the unsharded side. outer: the size of an outer axis, if there is to
+    be one; options: of `fully_shard_model`."""
+    if outer:
+        options["mesh"] = init_device_mesh(device().type, (outer, world // outer))
     problems = []
     for name in names:
         reference = Side(rank, world, None)
@@ -584,9 +610,11 @@ def check_loops(rank: int, world: int, names: Iterable[str]) -> None:
         for strategy, row in STRATEGIES.items():
             if name in NEEDS_SHARDED_GRADS and not row.shard_grads:
                 continue
+            if name in NEEDS_KEPT_GRADS and row.shard_grads:
+                continue
             if name in NEEDS_KEPT_WEIGHTS and row.shard_weights:
                 continue
-            side = Side(rank, world, strategy)
+            side = Side(rank, world, strategy, options)
             try:
                 LOOPS[name](side)
             except Exception as error:  # told with the others, by name

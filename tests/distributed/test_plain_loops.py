@@ -3,6 +3,8 @@ whose gradients are averaged over the ranks."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -25,6 +27,18 @@ def test_loops_train_to_the_same_weights() -> None:
 def test_loops_on_three_ranks() -> None:
     names = ("a_rank_without_data", "clipped_by_norms", "some_gradients_taken_away", "adversaries")
     run_ranks(check_loops, 3, names, timeout=400)
+
+
+@pytest.mark.parametrize(
+    "outer_strategy", (pytest.param("no_shard", marks=pytest.mark.full), "optim")
+)
+def test_a_rank_without_data_with_an_outer_axis(outer_strategy: str) -> None:
+    """It meets the others in the order in which they reduce over either axis."""
+    names = ("a_rank_without_data", "a_rank_without_microbatches")
+    run_ranks(
+        functools.partial(check_loops, outer=2, outer_dp_sharding_strategy=outer_strategy),
+        4, names, timeout=400,
+    )  # fmt: skip
 
 
 def _errors(rank: int, world: int) -> None:
