@@ -23,6 +23,7 @@ from torch import nn
 from . import (
     arguments,
     checkpoint_drivers,
+    core_api,
     cuda_graphs,
     ddp_options,
     megatron_saves,
@@ -224,7 +225,9 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         on_meta = config.init_model_with_meta_device
         return [
             *validation.wrapper_problems(config, ddp_config),
-            *cuda_graphs.problems(config, ddp_config, self.device),
+            *cuda_graphs.problems(
+                config, ddp_config, self.device, core_api.asks_tokens_on_the_host()
+            ),
             *module_problems(module, unit_classes, device, main_dtype, self._placements.manages),
             *model_problems(module, config),
             *meta_problems(module, on_meta, self._initialiser_of),

@@ -14,6 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
+from . import core_api
+
 Ranks = Mapping[str, tuple[int, ...]]
 """Global ranks of this rank's groups, by their names in ProcessGroupCollection."""
 
@@ -42,8 +44,10 @@ GROUP_ROWS: tuple[GroupRow, ...] = (
         "expert_tensor_parallel_size",
         only_with_experts=True,
     ),
-    GroupRow("dp_cp", partial(ps.get_data_parallel_group, with_context_parallel=True)),
-    GroupRow("expt_dp", partial(ps.get_expert_data_parallel_group, False), only_with_experts=True),
+    GroupRow("dp_cp", partial(core_api.data_parallel_group, with_context_parallel=True)),
+    GroupRow(
+        "expt_dp", partial(core_api.expert_data_parallel_group, False), only_with_experts=True
+    ),
 )
 
 CROSSING: tuple[tuple[str, str], ...] = (
@@ -82,7 +86,7 @@ def group_problems(config: Any, ranks: Ranks) -> list[str]:
         *_sizes_unlike_config(config, used),
         *_overlapping(used),
         *_outside_data_parallel(used),
-        *((*_unlike_dense_ranks(used), *_experts_marked_as_dense(config)) if with_experts else ()),
+        *(_unlike_dense_ranks(used) if with_experts else ()),
     ]
 
 
@@ -131,18 +135,4 @@ def _unlike_dense_ranks(ranks: Ranks) -> list[str]:
         f"process groups {sizes}: tp x dp_cp makes {totals[0]} ranks, expected as many from "
         f"expt_tp x ep x expt_dp, found {totals[1]}; choose expert_model_parallel_size and "
         "expert_tensor_parallel_size whose product divides them"
-    ]
-
-
-def _experts_marked_as_dense(config: Any) -> list[str]:
-    """Core marks the weights of experts (`allreduce=False`) by the expert-parallel size alone."""
-    size = config.expert_tensor_parallel_size
-    if config.expert_model_parallel_size > 1 or size == config.tensor_model_parallel_size:
-        return []
-    return [
-        f"expert_tensor_parallel_size={size} with expert_model_parallel_size=1 and "
-        f"tensor_model_parallel_size={config.tensor_model_parallel_size}: core marks the experts' "
-        "weights as dense ones, whose gradients are reduced over ranks that hold other parts of "
-        "them or miss some that hold the same; make both tensor-parallel sizes equal, or "
-        "expert_model_parallel_size larger than 1"
     ]

@@ -9,11 +9,14 @@ package puts in the place of core's own functions is checked where it does so (`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core import utils as core_utils
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import optimizer as core_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -91,3 +94,58 @@ def has_separate_all_gather_group() -> bool:
     in a ProcessGroupCollection alone."""
     asked = getattr(parallel_state, "has_separate_all_gather_group", None)
     return asked is not None and asked()
+
+
+# Data-parallel groups. From 0.19 on weights can also be sharded over an axis of "remat" ranks,
+# which hold parts of them: core's groups contain those ranks unless they are asked not to.
+
+_WITHOUT_REMAT = "with_gtp_remat"
+
+
+def _group_without_remat(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    if _WITHOUT_REMAT in inspect.signature(function).parameters:
+        options[_WITHOUT_REMAT] = False
+    return function(*args, **options)
+
+
+def data_parallel_group(*args: Any, **options: Any) -> Any:
+    """`parallel_state.get_data_parallel_group`: ranks that hold the same dense weights."""
+    return _group_without_remat(parallel_state.get_data_parallel_group, *args, **options)
+
+
+def expert_data_parallel_group(*args: Any, **options: Any) -> Any:
+    """`parallel_state.get_expert_data_parallel_group`: ranks that hold the same experts."""
+    return _group_without_remat(parallel_state.get_expert_data_parallel_group, *args, **options)
+
+
+# Full-iteration CUDA graphs.
+
+
+def asks_tokens_on_the_host() -> bool:
+    """Whether `finalize_model_grads` compares the number of tokens on the host, which waits for the
+    device. From 0.18 on it keeps the number away from zero by `clamp`, on the device."""
+    return "clamp" not in inspect.unwrap(finalize_model_grads).__code__.co_names
+
+
+# Steps that are left out.
+
+
+def norm_threshold(config: Any) -> float:
+    """The gradient norm above which an optimizer's step is left out; infinite where core has no
+    such option."""
+    return float(getattr(config, "grad_norm_skip_threshold", math.inf))
+
+
+# Batches.
+
+
+def batch_of_context_rank(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """This context-parallel rank's part of each tensor of `batch`, of (batch, sequence, ...). From
+    0.18 on core's function takes a further argument, and no group means the world to it."""
+    function = core_utils.get_batch_on_this_cp_rank
+    options = {"is_hybrid_cp": False}
+    known = inspect.signature(function).parameters
+    return function(
+        dict(batch), cp_group=parallel_state.get_context_parallel_group(),
+        **{name: value for name, value in options.items() if name in known},
+    )  # fmt: skip

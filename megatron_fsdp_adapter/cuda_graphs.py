@@ -1,4 +1,5 @@
-"""A whole iteration in one CUDA graph (`cuda_graph_impl="local"`, scope `full_iteration`).
+"""A whole iteration in one CUDA graph: `cuda_graph_impl="full_iteration"`, which before
+megatron-core 0.18 was `"local"` with the scope `full_iteration`.
 
 Megatron captures forward and backward of all microbatches with `finalize_model_grads`, once, and
 replays them; optimizer, `zero_grad_buffer` and `start_param_sync` run outside, in every iteration.
@@ -31,31 +32,38 @@ LOCAL, FULL_ITERATION = "local", "full_iteration"
 
 def captures_iteration(config: Any) -> bool:
     """Whether the model config asks for full-iteration graphs, and for no others."""
+    impl = getattr(config, "cuda_graph_impl", "none")
+    if impl == FULL_ITERATION:
+        return True
     scope = getattr(config, "cuda_graph_scope", None)
     scopes = scope if isinstance(scope, (list, tuple)) else [scope]
     names = {getattr(one, "name", one) for one in scopes}
-    return getattr(config, "cuda_graph_impl", "none") == LOCAL and names == {FULL_ITERATION}
+    return impl == LOCAL and names == {FULL_ITERATION}
 
 
-def problems(config: Any, ddp_config: Any, device: torch.device) -> list[str]:
-    """One line for each option that full-iteration graphs exclude."""
+def problems(
+    config: Any, ddp_config: Any, device: torch.device, asks_tokens: bool = True
+) -> list[str]:
+    """One line for each option that full-iteration graphs exclude. `asks_tokens`: core waits in
+    mid-step for the number of tokens (`core_api.asks_tokens_on_the_host`)."""
     if not captures_iteration(config):
         return []
     found = []
     if device.type != "cuda":
         found.append(
-            f"cuda_graph_impl={LOCAL!r}: the model is on {device}, where there are no CUDA graphs; "
-            "use 'none'"
+            f"cuda_graph_impl={config.cuda_graph_impl!r}: the model is on {device}, where there "
+            "are no CUDA graphs; use 'none'"
         )
-    if getattr(config, "calculate_per_token_loss", False):
+    if asks_tokens and getattr(config, "calculate_per_token_loss", False):
         found.append(
-            f"calculate_per_token_loss=True with cuda_graph_scope={FULL_ITERATION!r}: core asks on "
-            "the host how many tokens there were, in the middle of the step; set it to False"
+            "calculate_per_token_loss=True with full-iteration CUDA graphs: this megatron-core "
+            "asks on the host how many tokens there were, in the middle of the step; set it to "
+            "False, or use 0.18 or later"
         )
     if getattr(ddp_config, "check_for_nan_in_grad", False):
         found.append(
-            f"check_for_nan_in_grad=True with cuda_graph_scope={FULL_ITERATION!r}: a captured step "
-            "cannot raise; set it to False (--no-check-for-nan-in-loss-and-grad)"
+            "check_for_nan_in_grad=True with full-iteration CUDA graphs: a captured step cannot "
+            "raise; set it to False (--no-check-for-nan-in-loss-and-grad)"
         )
     return found
 

@@ -60,19 +60,19 @@ class DistributedDataParallelConfig(CoreConfig):
     """Accepted: there is one engine here."""
 
     megatron_fsdp_cuda_graph_mode: bool = False
-    """Refused."""
+    """Accepted: the model config says what is captured, and the wrapper sees when."""
 
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
     """Refused: weights are gathered unit by unit; `fsdp_unit_modules` chooses the units."""
 
     megatron_fsdp_max_pool_double_buffer: bool = False
-    """Refused."""
+    """Accepted: slots are sized by the largest unit that uses them."""
 
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False
-    """Refused."""
+    """Accepted: every unit fits its slot, so that there is nothing to fall back from."""
 
     fsdp_all_gather_in_start_param_sync: bool = True
-    """False is refused: it is for whole-iteration CUDA graphs."""
+    """Accepted: once there is a graph of the step, weights are gathered inside it alone."""
 
     def __post_init__(self) -> None:
         if self.bucket_size is not None and self.num_buckets is not None:

@@ -146,30 +146,10 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         f"{MAIN_GRADS} is one for all parameters, float32 unless set; leave it empty",
     ),
     Rule(
-        "megatron_fsdp_cuda_graph_mode",
-        _is_set("megatron_fsdp_cuda_graph_mode"),
-        "captured layers do not run the hooks that gather weights; set it to False",
-    ),
-    Rule(
         "megatron_fsdp_enable_fine_grained_param_gather",
         _is_set("megatron_fsdp_enable_fine_grained_param_gather"),
         "weights are gathered unit by unit; set it to False and choose units with the wrapper's "
         "argument fsdp_unit_modules",
-    ),
-    Rule(
-        "megatron_fsdp_max_pool_double_buffer",
-        _is_set("megatron_fsdp_max_pool_double_buffer"),
-        "slots are sized by the largest layer anyway (fsdp_double_buffer); set it to False",
-    ),
-    Rule(
-        "fsdp_db_use_persist_buf_on_alloc_fail",
-        _is_set("fsdp_db_use_persist_buf_on_alloc_fail"),
-        "slots fit every unit by construction (fsdp_double_buffer); set it to False",
-    ),
-    Rule(
-        "fsdp_all_gather_in_start_param_sync",
-        lambda config: not getattr(config, "fsdp_all_gather_in_start_param_sync", True),
-        "it is for CUDA graphs of whole iterations, which are not supported; set it to True",
     ),
     Rule("fp8_param_gather", _is_set("fp8_param_gather"), "FP8 parameters are not supported"),
     Rule("fp4_param_gather", _is_set("fp4_param_gather"), "FP4 parameters are not supported"),
@@ -187,7 +167,8 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(
         "check_for_large_grads",
         _is_set("check_for_large_grads"),
-        "per-bucket checks are not supported yet; set it to False",
+        "it compares norms of stock DDP's buckets with the largest so far, and units have no such "
+        "buckets; set it to False, and check_for_nan_in_grad finds what is not finite",
     ),
 )
 

@@ -20,7 +20,11 @@ Transformer Engine, so the option that asks for it does not tell."""
 def model_problems(module: nn.Module, config: Any) -> list[str]:
     """Problems of `module`, whose model config is `config`."""
     fused = bool(getattr(config, "gradient_accumulation_fusion", False))
-    return [*_experts_in_one_tensor(module), *_hooks_that_get_nothing(module, fused)]
+    return [
+        *_experts_in_one_tensor(module),
+        *_experts_marked_as_dense(module, config),
+        *_hooks_that_get_nothing(module, fused),
+    ]
 
 
 def _experts_in_one_tensor(module: nn.Module) -> list[str]:
@@ -33,6 +37,29 @@ def _experts_in_one_tensor(module: nn.Module) -> list[str]:
         f"module {found[0]} (and {len(found) - 1} more): all experts of this rank are one tensor, "
         "which a checkpoint cannot tell from another rank's; use Transformer Engine's grouped "
         "layers, or set moe_grouped_gemm=False"
+    ] if found else []
+
+
+def _experts_marked_as_dense(module: nn.Module, config: Any) -> list[str]:
+    """Up to 0.18 core marks the weights of experts (`allreduce=False`) by the expert-parallel size
+    alone, and later by the tensor-parallel sizes too."""
+    sizes = [
+        getattr(config, f"{name}_parallel_size", None)
+        for name in ("expert_tensor", "tensor_model", "expert_model")
+    ]
+    if not getattr(config, "num_moe_experts", None) or sizes[0] == sizes[1]:
+        return []
+    found = [
+        name
+        for name, param in module.named_parameters()
+        if ".experts." in f".{name}" and getattr(param, "allreduce", False)
+    ]
+    return [
+        f"expert_tensor_parallel_size={sizes[0]} with tensor_model_parallel_size={sizes[1]} and "
+        f"expert_model_parallel_size={sizes[2]}: core has marked {found[0]} (and {len(found) - 1} "
+        "more) as dense weights, whose gradients are reduced over ranks that hold other parts of "
+        "them or miss some that hold the same; make both tensor-parallel sizes equal, or "
+        "expert_model_parallel_size larger than 1, or use megatron-core 0.19"
     ] if found else []
 
 

@@ -8,6 +8,7 @@ AdamW, TE or apex FusedAdam) is made to step on local tensors (`local_optimizer.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -293,9 +294,19 @@ def _clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
         if held:
             clip_grad_by_total_norm_fp32(held, clip_grad, norm, use_decoupled_grad=shards.decoupled)
     shards.take_back_grads()
-    total = norms.pop(None)
+    total = self.clipped_norm = norms.pop(None)
     self.grad_norms_by_group = norms  # where a training loop of 0.19 reads them
     return total
+
+
+def _step_unless_large(original: Callable[..., bool], self: Any) -> bool:
+    """Leaves the step out, on all ranks, where the norm is above `grad_norm_skip_threshold`. Core
+    asks that only of a chain of optimizers, which ours is not in."""
+    threshold = core_api.norm_threshold(self.config)
+    if not _our_chunks(self) or self.is_stub_optimizer or math.isinf(threshold):
+        return original(self)
+    norm = self.clipped_norm if self.config.clip_grad > 0.0 else self.get_grad_norm()
+    return False if norm > threshold else original(self)
 
 
 def _param_name(original: Callable[..., str], self: Any, param: Any) -> str:
@@ -388,6 +399,7 @@ REPLACED: tuple[Replacement, ...] = (
         (_OWN, (*_OWN, "grad_norm_group")),
     ),
     Replacement(DistributedOptimizer, "clip_grad_norm", _clip, ((*_OWN, "clip_grad"),)),
+    Replacement(DistributedOptimizer, "step_with_ready_grads", _step_unless_large, (_OWN,)),
     Replacement(DistributedOptimizer, "count_zeros", _count_zeros, (_OWN,)),
     Replacement(
         DistributedOptimizer, "_init_optimizer_states_with_dummy_values", _init_states, (_OWN,)

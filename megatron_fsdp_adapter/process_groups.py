@@ -59,8 +59,7 @@ def groups_from_parallel_state(instances: int = 1) -> dict[str, dist.ProcessGrou
             "pg_collection=None, and parallel_state has no groups: pass a ProcessGroupCollection, "
             "or call parallel_state.initialize_model_parallel() first"
         )
-    dense = parallel_state.get_data_parallel_group
-    expert = parallel_state.get_expert_data_parallel_group
+    dense, expert = core_api.data_parallel_group, core_api.expert_data_parallel_group
     has_expert = parallel_state._EXPERT_DATA_PARALLEL_GROUP is not None
     outer = parallel_state.get_inter_distributed_optimizer_instance_group
     # Megatron-LM's --create-all-gather-group; the group spans all optimizer instances.

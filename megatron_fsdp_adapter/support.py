@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +55,9 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
             getattr(config, "cuda_graph_impl", "none") not in (None, "none")
             and not captures_iteration(config)
         ),
-        "captured layers do not run the hooks that gather weights; set it to 'none', or to 'local' "
-        "with cuda_graph_scope='full_iteration'",
+        "captured layers do not run the hooks that gather weights; set it to 'none', or to "
+        "'full_iteration' (before megatron-core 0.18: 'local' with "
+        "cuda_graph_scope='full_iteration')",
     ),
     _is_on("enable_cuda_graph", "captured layers do not run the hooks that gather weights"),
     _is_on("external_cuda_graph", "captured layers do not run the hooks that gather weights"),
@@ -132,11 +132,6 @@ LATER_MODEL_RULES: tuple[Rule, ...] = (
         "weight gradients arrive after the layer's backward, when its bucket is on its way; set it "
         "to False",
     ),
-    _is_on(
-        "mtp_detach_heads",
-        "gradients of the prediction heads have a norm of their own, which is not supported yet; "
-        "set it to False",
-    ),
     _above_one("gtp_weight_remat_size", _REMAT),
     _above_one("expert_gtp_weight_remat_size", _REMAT),
     _above_one("tensor_parallel_num_weight_shards", _REMAT),
@@ -150,9 +145,15 @@ LATER_MODEL_RULES: tuple[Rule, ...] = (
     _is_on("use_transformer_engine_op_fuser", _FUSED_OPS),
     _is_on("use_grouped_gemm_for_dense_mlp", _FUSED_OPS),
     _is_on("use_grouped_gemm_for_shared_expert", _FUSED_OPS),
+    Rule(
+        "flextron",
+        lambda config: bool(getattr(config, "flextron", False))
+        and (getattr(config, "pipeline_model_parallel_size", None) or 1) > 1,
+        "core adds up the routers' whole gradients over pipeline stages, and they are sharded; use "
+        "no pipeline parallelism, or set it to False",
+    ),
 )
-"""Options that 0.16.1 does not have: one of them would otherwise pass in silence when the release
-that brought it is supported."""
+"""Options that 0.16.1 does not have."""
 
 MODEL_CONFIG_RULES += LATER_MODEL_RULES
 
@@ -186,11 +187,6 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     _is_on(
         "optimizer_cuda_graph",
         "a replayed step does not tell the wrapper that weights have changed; set it to False",
-    ),
-    Rule(
-        "grad_norm_skip_threshold",
-        lambda config: getattr(config, "grad_norm_skip_threshold", math.inf) != math.inf,
-        "core asks it only of several optimizers in a chain, and there is one here; leave it unset",
     ),
     _is_on(
         "use_layer_wise_distributed_optimizer",

@@ -249,8 +249,8 @@ class FSDPDistributedIndex:
         everyone = self.kinds[self.domain(self._kind(is_expert_parallel)).name].everyone
         return self.get_fsdp_group(is_expert_parallel) if everyone is None else everyone
 
-    def get_outer_fsdp_group(self) -> dist.ProcessGroup | None:
-        """The outer data-parallel group; None without one."""
+    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
+        """The outer data-parallel group, the same for all parameters; None without one."""
         return self.hybrid_fsdp_group
 
     def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:

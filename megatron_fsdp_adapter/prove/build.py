@@ -34,10 +34,10 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_fsdp_adapter import cpu_mode, fused_wgrad
 from megatron_fsdp_adapter.adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.core_api import batch_of_context_rank
 from megatron_fsdp_adapter.ddp_config import DistributedDataParallelConfig as FsdpConfig
 from megatron_fsdp_adapter.local_spec import TorchNorm, local_layer_spec
 from megatron_fsdp_adapter.process_groups import create_all_gather_groups
@@ -54,6 +54,8 @@ NOT_COPIED = frozenset(
         "moe_extended_tp", "inference_sampling_seed", "no_sync_func", "grad_sync_func",
         "param_sync_func", "finalize_model_grads_func", "grad_scale_func", "bucket_size",
         "num_buckets", "preserve_fp32_weights", "mrope_section", "hybrid_context_parallel",
+        "cuda_graph_modules", "inference_cuda_graph_scope", "mtp_grad_scale_func",
+        "moe_grad_scale_func", "experimental_attention_variant_loss_scale_func",
     }
 )  # fmt: skip
 """Fields of Megatron's configs that are made here, or that no small model has."""
@@ -414,7 +416,7 @@ def _batches(trainer: Trainer, step: int) -> list[torch.Tensor]:
 def _forward_step(options: Options, iterator: Iterator[torch.Tensor], model: Any) -> Any:
     tokens = next(iterator)
     length = options["seq_length"]
-    batch = get_batch_on_this_cp_rank(
+    batch = batch_of_context_rank(
         {
             "tokens": tokens[:, :-1].contiguous(),
             "labels": tokens[:, 1:].contiguous(),

@@ -3,15 +3,18 @@ is captured runs, and what a replay would find is looked at."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.transformer.enums import CudaGraphScope
 from torch.autograd.graph import get_gradient_edge
 
-from megatron_fsdp_adapter import cuda_graphs, support
+from megatron_fsdp_adapter import core_api, cuda_graphs, support
 from megatron_fsdp_adapter.engine.unit import Phase
 from tests.distributed.checks import free_run, recorded_step
 from tests.distributed.gpt import (
@@ -20,6 +23,7 @@ from tests.distributed.gpt import (
     batches,
     build_trainer,
     forward_backward,
+    model_config,
     our_gradients,
 )
 
@@ -215,6 +219,7 @@ FULL = [CudaGraphScope.full_iteration]
     [
         (model("local", FULL), True),
         (model("local", "full_iteration"), True),
+        (model("full_iteration", None), True),
         (model("local", []), False),
         (model("local", [CudaGraphScope.attn]), False),
         (model("transformer_engine", [CudaGraphScope.attn]), False),
@@ -229,6 +234,31 @@ def test_only_whole_iterations_may_be_captured(config: Any, captures: bool) -> N
     assert rule.broken(config) is refused
 
 
+def test_core_s_own_config_is_understood_by_its_older_and_its_newer_name() -> None:
+    """From 0.18 on the scope becomes an implementation of its own, and the field None."""
+    config = model_config(CASE)
+    older = dataclasses.replace(
+        config, cuda_graph_impl="local", cuda_graph_scope="full_iteration", use_te_rng_tracker=True
+    )
+    assert cuda_graphs.captures_iteration(older)
+    assert not cuda_graphs.captures_iteration(config)
+    if hasattr(config, "cuda_graph_modules"):
+        newer = dataclasses.replace(
+            config, cuda_graph_impl="full_iteration", cuda_graph_modules=[], use_te_rng_tracker=True
+        )
+        assert cuda_graphs.captures_iteration(newer)
+        layers = dataclasses.replace(
+            config, cuda_graph_impl="local", cuda_graph_modules=["attn"], use_te_rng_tracker=True
+        )
+        assert not cuda_graphs.captures_iteration(layers)
+
+
+def test_whether_core_asks_for_the_number_of_tokens_is_read_off_its_function() -> None:
+    source = inspect.getsource(finalize_model_grads)
+    assert core_api.asks_tokens_on_the_host() is ("if num_tokens > 0" in source)
+    assert core_api.asks_tokens_on_the_host() is ("torch.clamp(num_tokens" not in source)
+
+
 def test_what_a_captured_step_excludes_is_told_with_its_remedy() -> None:
     checked = SimpleNamespace(check_for_nan_in_grad=True)
     unchecked = SimpleNamespace(check_for_nan_in_grad=False)
@@ -241,5 +271,6 @@ def test_what_a_captured_step_excludes_is_told_with_its_remedy() -> None:
     counted.calculate_per_token_loss = True
     (tokens,) = cuda_graphs.problems(counted, unchecked, CUDA)
     assert "calculate_per_token_loss=True" in tokens and "set it to False" in tokens
+    assert cuda_graphs.problems(counted, unchecked, CUDA, asks_tokens=False) == []
     (cpu,) = cuda_graphs.problems(config, unchecked, CPU)
     assert "the model is on cpu" in cpu and "use 'none'" in cpu

@@ -1,7 +1,9 @@
-"""Megatron-LM's --create-all-gather-group: the second communicator is used for gathers."""
+"""Megatron-LM's --create-all-gather-group: the second communicator is used for gathers. From 0.18
+on `parallel_state` has none, and they are in a ProcessGroupCollection alone."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -11,12 +13,14 @@ from megatron.core import parallel_state
 from megatron_fsdp_adapter.process_groups import build_index, groups_from_parallel_state
 from megatron_fsdp_adapter.topology import DENSE
 
+OPTION = "create_all_gather_group"
+CAN_MAKE = OPTION in inspect.signature(parallel_state.initialize_model_parallel).parameters
 
-@pytest.fixture(params=(True, False))
+
+@pytest.fixture(params=(True, False) if CAN_MAKE else (False,))
 def has_group(four_fake_ranks: None, request: pytest.FixtureRequest) -> Iterator[bool]:
-    parallel_state.initialize_model_parallel(
-        create_all_gather_group=request.param, create_gloo_process_groups=False
-    )
+    options = {OPTION: request.param} if CAN_MAKE else {}
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **options)
     yield request.param
     parallel_state.destroy_model_parallel()
 

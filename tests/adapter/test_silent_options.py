@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import optimizer as core_optimizer
 from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer, muon
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -33,17 +34,27 @@ CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
 # Experts in one tensor.
 
 
+class GroupedMLP(nn.Module):
+    """Stands for core's of up to 0.17."""
+
+    def __init__(self, num_local_experts: int, config: Any, groups: Any) -> None:
+        super().__init__()
+        self.weight1 = nn.Parameter(torch.randn(config.hidden_size, num_local_experts * 8))
+
+
 def test_experts_in_one_tensor_are_refused_however_they_were_asked_for(
     one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Core takes this class for `moe_grouped_gemm` with its own layers, whatever else is set."""
+    """Core takes this class for `moe_grouped_gemm` with its own layers, whatever else is set. From
+    0.18 on it has none, and a class of that name is a user's."""
     available = SimpleNamespace(assert_grouped_gemm_is_available=lambda: None)
-    monkeypatch.setattr(experts, "gg", available)
+    monkeypatch.setattr(experts, "gg", available, raising=False)
     model = build_model(CASE.but(bias=False), one_rank)
     config = model.config
     config.moe_ffn_hidden_size, config.moe_latent_size = 8, None
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    model.decoder.layers[0].mlp = experts.GroupedMLP(2, config, groups)
+    cls = getattr(experts, "GroupedMLP", GroupedMLP)
+    model.decoder.layers[0].mlp = cls(2, config, groups)
     with pytest.raises(ValueError, match=r"module decoder\.layers\.0\.mlp .*one tensor.*moe_group"):
         FullyShardedDataParallel(config, ddp_config(CASE, "no_shard"), model)
 
@@ -70,7 +81,9 @@ def test_softmax_offsets_are_split_by_heads(one_rank: torch.device) -> None:
 def test_core_makes_no_muon_on_shards(
     one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not ask as other optimizers do, and calls itself 'adam'."""
+    """Up to 0.17 it has a function of its own, and calls itself 'adam'."""
+    if not hasattr(muon, "TensorParallelMuon"):
+        pytest.skip("this release makes Muon as other optimizers, see the next test")
     made: list[Any] = []
     monkeypatch.setattr(muon, "HAVE_EMERGING_OPTIMIZERS", True)
     monkeypatch.setattr(muon, "TensorParallelMuon", lambda *args, **kwargs: made.append(args))
@@ -79,6 +92,21 @@ def test_core_makes_no_muon_on_shards(
     with pytest.raises(ValueError, match=r"optimizer='muon'.*whole matrices.*use 'adam'"):
         muon.get_megatron_muon_optimizer(config, [wrapper], use_gloo_process_groups=False)
     assert not made
+
+
+@pytest.mark.parametrize("name", ["muon", "dist_muon", "adaptive_muon", "soap", "lion"])
+def test_core_asks_for_parameter_groups_of_every_optimizer_where_others_are_refused(
+    one_rank: torch.device, name: str
+) -> None:
+    """From 0.18 on all of them begin with this function, and some with no other that we replace."""
+    trainers = [build_trainer(CASE, strategy, one_rank) for strategy in ("optim", None)]
+    config = optimizer_config(CASE)
+    config.optimizer = name
+    ours, stock = (trainer.wrapper for trainer in trainers)
+    with pytest.raises(ValueError, match=rf"optimizer='{name}'.*takes only Adam"):
+        core_optimizer._get_param_groups([ours], config, None)
+    config.optimizer = "adam"
+    assert core_optimizer._get_param_groups([stock], config, None)
 
 
 @pytest.mark.parametrize("call", ["offload_to_cpu", "restore_from_cpu"])

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
@@ -33,19 +34,21 @@ STATES = ("works", "accepted", "refused", "coming")
 
 Values = tuple[Any, ...]
 
+HAS_OLDER_NAME = hasattr(DistributedDataParallelConfig, "preserve_fp32_weights")
+"""The field is gone in 0.17, where core has the one that took its place."""
+
 TRIGGERS: dict[str, Values] = {
     # DDP config: one value for each rule of that option, in the order of the rules
     "use_megatron_fsdp": (False,),
     "data_parallel_sharding_strategy": ("zero3",),
     "num_distributed_optimizer_instances": (0,),
     "outer_dp_sharding_strategy": ("optim_grads", "optim"),
-    "preserve_fp32_weights": (False,),
+    "preserve_fp32_weights": (not HAS_OLDER_NAME,),
     "grad_reduce_in_fp32": (True,),
     "megatron_fsdp_main_params_dtype": (torch.float16,),
     "megatron_fsdp_main_grads_dtype": (torch.float16,),
     "megatron_fsdp_grad_comm_dtype": (torch.float16,),
     "param_name_patterns_for_fp32_local_accumulation": (("router",),),
-    "fsdp_all_gather_in_start_param_sync": (False,),
     # Model config
     "fp8_recipe": ("mxfp8",),
     "fp4": ("e2m1",),
@@ -62,17 +65,19 @@ TRIGGERS: dict[str, Values] = {
     "exp_avg_dtype": (torch.uint8,),
     "exp_avg_sq_dtype": (torch.float16,),
     "optimizer": ("sgd",),
-    "grad_norm_skip_threshold": (100.0,),
 }
 """What breaks a rule; True for the options that are not listed."""
 
 BESIDE: dict[str, dict[str, Any]] = {
-    "preserve_fp32_weights": {"megatron_fsdp_main_params_dtype": torch.float32},
+    "preserve_fp32_weights": {
+        "megatron_fsdp_main_params_dtype": torch.float32 if HAS_OLDER_NAME else torch.bfloat16
+    },
     "grad_reduce_in_fp32": {"megatron_fsdp_main_grads_dtype": torch.bfloat16},
     "fp8_recipe": {"fp8": "hybrid"},
     "moe_mlp_glu_interleave_size": {"tensor_model_parallel_size": 2},
     "moe_shared_expert_glu_interleave_size": {"expert_tensor_parallel_size": 2},
     "moe_token_dispatcher_type": {"num_moe_experts": 4},
+    "flextron": {"pipeline_model_parallel_size": 2},
 }
 """What else has to be set: these are refused where they contradict another option."""
 

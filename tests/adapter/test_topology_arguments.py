@@ -3,6 +3,8 @@ be right; and what it leaves alone."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -10,6 +12,7 @@ from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel, arguments
 from megatron_fsdp_adapter.adapter import SHARED_EMBEDDING, domain_name
+from megatron_fsdp_adapter.model_problems import model_problems
 from tests.distributed.gpt import Case, build_model, ddp_config
 
 CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
@@ -68,14 +71,29 @@ def test_expert_groups_do_not_matter_without_experts(one_rank: torch.device) -> 
     assert problems(None, expt_dp=(0, 2, 6), expt_tp=(0, 1)) == ""
 
 
-def test_experts_that_core_marks_as_dense(one_rank: torch.device) -> None:
-    """Under stock DDP too: tensor-parallel ranks get other gradients for the same weights."""
-    sizes = Sizes(4)
-    sizes.expert_model_parallel_size = 1
-    found = arguments.group_problems(sizes, {})
-    assert len(found) == 1 and "expert_tensor_parallel_size=1 with expert_model" in found[0]
-    sizes.expert_tensor_parallel_size = 2
-    assert arguments.group_problems(sizes, {}) == []
+@pytest.mark.parametrize(("sizes", "marked"), [((2, 1), True), ((2, 1), False), ((2, 2), True)])
+def test_experts_that_core_marks_as_dense_are_refused(
+    sizes: tuple[int, int], marked: bool
+) -> None:
+    """Up to 0.18 it does so with one expert-parallel rank, under stock DDP too: tensor-parallel
+    ranks get other gradients for the same weights."""
+    config = SimpleNamespace(
+        num_moe_experts=2, expert_model_parallel_size=1, tensor_model_parallel_size=sizes[0],
+        expert_tensor_parallel_size=sizes[1],
+    )  # fmt: skip
+    model = nn.ModuleDict(
+        {"experts": nn.ModuleList([nn.Linear(2, 2)]), "shared_experts": nn.Linear(2, 2)}
+    )
+    for param in model.parameters():
+        param.allreduce = True  # type: ignore[attr-defined]
+    for param in model["experts"].parameters():
+        param.allreduce = marked  # type: ignore[attr-defined]
+    found = model_problems(model, config)
+    if sizes[0] == sizes[1] or not marked:
+        assert found == []
+    else:
+        assert len(found) == 1 and "has marked experts.0.weight (and 1 more) as dense" in found[0]
+
 
 
 def test_groups_of_parallel_state_are_read(one_rank: torch.device) -> None:

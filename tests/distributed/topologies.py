@@ -32,9 +32,9 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_fsdp_adapter import FullyShardedDataParallel, cpu_mode
+from megatron_fsdp_adapter.core_api import batch_of_context_rank
 from megatron_fsdp_adapter.prove.build import coordinates
 
 from .checks import Step
@@ -404,7 +404,7 @@ def forward_step(case: Case, iterator: Iterator[Mapping[str, torch.Tensor]], mod
     """What core's schedule calls; `iterator` gives a dict with the tokens (batch, seq + 1)."""
     tokens = next(iterator)["tokens"]
     device = tokens.device
-    batch = get_batch_on_this_cp_rank(
+    batch = batch_of_context_rank(
         {
             "tokens": tokens[:, :-1],
             "labels": tokens[:, 1:],

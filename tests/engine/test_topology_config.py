@@ -204,12 +204,15 @@ def good(**changes) -> DistributedDataParallelConfig:
     return config
 
 
+HAS_OLDER_NAME = hasattr(DistributedDataParallelConfig, "preserve_fp32_weights")
+"""The field is gone in 0.17, where core has the one that took its place."""
+
 REFUSED = {
     "use_megatron_fsdp": False,
     "data_parallel_sharding_strategy": "zero3",
     "num_distributed_optimizer_instances": 0,
     "outer_dp_sharding_strategy": "optim_grads",
-    "preserve_fp32_weights": False,
+    "preserve_fp32_weights": not HAS_OLDER_NAME,
     "grad_reduce_in_fp32": True,
     "megatron_fsdp_main_params_dtype": torch.float16,
     "megatron_fsdp_main_grads_dtype": torch.float16,
@@ -222,17 +225,25 @@ REFUSED = {
     "check_for_large_grads": True,
     "reduce_scatter_with_fp32_accumulation": True,
     "param_name_patterns_for_fp32_local_accumulation": ("router",),
-    "megatron_fsdp_cuda_graph_mode": True,
     "megatron_fsdp_enable_fine_grained_param_gather": True,
+}
+BESIDE = {
+    "preserve_fp32_weights": {
+        "megatron_fsdp_main_params_dtype": torch.float32 if HAS_OLDER_NAME else torch.bfloat16
+    },
+    "grad_reduce_in_fp32": {"megatron_fsdp_main_grads_dtype": torch.bfloat16},
+}
+"""What else has to be set for an option to be refused: it contradicts the older name."""
+ACCEPTED = {
+    "bucket_size": 5,
+    "num_buckets": 5,
+    "megatron_fsdp_version": 2,
+    "megatron_fsdp_use_decoupled_grad": True,
+    "megatron_fsdp_cuda_graph_mode": True,
     "megatron_fsdp_max_pool_double_buffer": True,
     "fsdp_db_use_persist_buf_on_alloc_fail": True,
     "fsdp_all_gather_in_start_param_sync": False,
 }
-BESIDE = {
-    "preserve_fp32_weights": {"megatron_fsdp_main_params_dtype": torch.float32},
-    "grad_reduce_in_fp32": {"megatron_fsdp_main_grads_dtype": torch.bfloat16},
-}
-"""What else has to be set for an option to be refused: it contradicts the older name."""
 
 
 def test_every_rule_is_tried_below():
@@ -252,9 +263,19 @@ def test_refused_options_are_named_with_their_value(option):
     assert len(problem.split(": ", 1)[1]) > 10
 
 
+@pytest.mark.parametrize("option", ACCEPTED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accepted_options_change_nothing(strategy, option):
+    plain = good(data_parallel_sharding_strategy=strategy)
+    config = good(data_parallel_sharding_strategy=strategy, **{option: ACCEPTED[option]})
+    assert problems(config, DDP_CONFIG_RULES) == []
+    assert engine_config(config) == engine_config(plain)
+
+
 def test_all_problems_are_found_at_once():
     found = problems(good(**REFUSED), DDP_CONFIG_RULES)
-    others = set(REFUSED) - {"preserve_fp32_weights"}  # its contradiction is of another value
+    # A contradiction, which another value of main_params_dtype is not.
+    others = set(REFUSED) - ({"preserve_fp32_weights"} if HAS_OLDER_NAME else set())
     assert {line.split("=")[0] for line in found} == others
 
 
@@ -311,13 +332,15 @@ def read(config):
 
 
 def test_the_older_names_map_onto_the_policy_and_warn_once():
-    """Of the plain 0.16.1 config, and of ours."""
+    """Of core's plain config, and of ours."""
     for make in (DistributedDataParallelConfig, OurConfig):
         fp32 = torch.float32
         assert read(make()) == (MixedPrecisionPolicy(), [])
-        policy, shown = read(make(preserve_fp32_weights=False))
-        assert policy == MixedPrecisionPolicy(main_params_dtype=None)
-        assert [text.split(" is read as ")[0] for text in shown] == ["preserve_fp32_weights=False"]
+        if hasattr(make, "preserve_fp32_weights"):
+            policy, shown = read(make(preserve_fp32_weights=False))
+            assert policy == MixedPrecisionPolicy(main_params_dtype=None)
+            said = [text.split(" is read as ")[0] for text in shown]
+            assert said == ["preserve_fp32_weights=False"]
         policy, shown = read(make(grad_reduce_in_fp32=True))
         assert policy == MixedPrecisionPolicy(fp32, fp32, fp32)
         assert [text.split(" is read as ")[0] for text in shown] == ["grad_reduce_in_fp32=True"]

@@ -30,11 +30,7 @@ def names(text: str) -> list[str]:
 
 def test_every_flag_of_the_runner_has_a_row() -> None:
     written = set(re.findall(r"--[a-z0-9-]+", TABLE.read_text()))
-    refused = {
-        "--megatron-fsdp-enable-fine-grained-param-gather",
-        "--megatron-fsdp-max-pool-double-buffer",
-        "--fsdp-db-use-persist-buf-on-alloc-fail",
-    }
+    refused = {"--megatron-fsdp-enable-fine-grained-param-gather"}
     assert {flag.name for flag in megatron_lm.MAIN_FLAGS} - refused <= written
     elsewhere = {"--accumulate-allreduce-grads-in-fp32", "--no-gradient-accumulation-fusion"}
     assert {setting.flag for setting in megatron_lm.SETTINGS} - elsewhere <= written

@@ -1,0 +1,56 @@
+"""Checkpoints go from one release of megatron-core to another and back, ours and the bundled
+engine's: weights and moments bit for bit, and training goes on with the same losses.
+
+Needs a second interpreter: MEGATRON_FSDP_ADAPTER_OTHER_PYTHON is its path,
+MEGATRON_FSDP_ADAPTER_OTHER_PATH what is put in front of its module path, if anything.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.test_bundled_interop import _assert_same
+
+ROOT = Path(__file__).parents[2]
+OTHER = os.environ.get("MEGATRON_FSDP_ADAPTER_OTHER_PYTHON")
+OTHER_PATH = os.environ.get("MEGATRON_FSDP_ADAPTER_OTHER_PATH", "")
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(OTHER is None, reason="MEGATRON_FSDP_ADAPTER_OTHER_PYTHON is not set"),
+]
+
+
+def _half(python: str, path: str, engine: str, action: str, folder: Path) -> dict[str, Any]:
+    out = folder / f"{action}.pickle"
+    where = os.pathsep.join([str(ROOT), path] if path else [str(ROOT)])
+    done = subprocess.run(
+        [python, "-m", "tests.checkpoint.across", engine, action, str(folder), str(out)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": where}, capture_output=True, text=True,
+        timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return pickle.loads(out.read_bytes())
+
+
+@pytest.mark.parametrize("writer", ("here", "other"))
+@pytest.mark.parametrize(
+    ("saves", "loads"), [("ours", "ours"), ("bundled", "ours"), ("ours", "bundled")]
+)
+def test_a_checkpoint_of_one_release_loads_in_the_other(
+    tmp_path: Path, saves: str, loads: str, writer: str
+) -> None:
+    here = (sys.executable, os.environ.get("PYTHONPATH", ""))
+    other = (str(OTHER), OTHER_PATH)
+    first, second = (here, other) if writer == "here" else (other, here)
+    saved = _half(*first, saves, "save", tmp_path)
+    loaded = _half(*second, loads, "load", tmp_path)
+    assert saved["release"] != loaded["release"]
+    _assert_same(loaded, saved)

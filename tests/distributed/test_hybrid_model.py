@@ -1,0 +1,99 @@
+"""Core's HybridModel (0.18 on): layers of attention, of an MLP and of experts are units, and train
+like stock DDP. Mamba layers, whose kernels are CUDA only, are in test_call_habits.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.distributed import topologies
+from tests.distributed.checks import check_loss, check_norm, check_weights
+from tests.distributed.gpt import STRATEGIES
+from tests.distributed.launch import run_ranks
+from tests.distributed.topologies import (
+    PlainNorm,
+    Topology,
+    build_topology_trainer,
+    case_for,
+    init_topology,
+    topology_step,
+)
+
+hybrid_model = pytest.importorskip(
+    "megatron.core.models.hybrid.hybrid_model", reason="this megatron-core has no HybridModel"
+)
+
+PATTERN = "*-*E"
+"""Attention, MLP, attention, experts: each a layer, one a unit."""
+LAYERS = {"TransformerLayer", "MLPLayer", "MoETransformerLayer"}
+
+
+def _stack(experts: int) -> Any:
+    """Core's own stack is of Transformer Engine's layers; this is of local ones, the two halves of
+    GPT layers."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
+
+    def half(module: type, num_experts: int | None, attention: bool) -> ModuleSpec:
+        whole = topologies._layer_spec(Topology("", experts=num_experts), bool(num_experts))
+        other: dict[str, Any] = (
+            {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+            if attention
+            else {"input_layernorm": IdentityOp, "self_attention": IdentityOp,
+                  "self_attn_bda": IdentityFuncOp}
+        )  # fmt: skip
+        return ModuleSpec(module, submodules=dataclasses.replace(whole.submodules, **other))
+
+    layers = HybridStackSubmodules(
+        attention_layer=half(TransformerLayer, None, True),
+        mlp_layer=half(MLPLayer, None, False),
+        moe_layer=half(MoETransformerLayer, experts, False),
+    )
+    return ModuleSpec(HybridStack, submodules=layers)
+
+
+def _trains(rank: int, world: int, topology: Topology) -> None:
+    from megatron.core.models.hybrid import hybrid_block
+
+    init_topology(topology)
+    case = case_for(topology, num_layers=len(PATTERN), tied=False)
+    original = topologies.model_config
+
+    def model(config: Any, block: Any, **options: Any) -> Any:
+        stack = _stack(config.num_moe_experts)
+        return hybrid_model.HybridModel(config, stack, hybrid_layer_pattern=PATTERN, **options)
+
+    def config(*arguments: Any) -> Any:
+        return dataclasses.replace(original(*arguments), is_hybrid_model=True)
+
+    with (
+        mock.patch.object(topologies, "GPTModel", model),
+        mock.patch.object(topologies, "model_config", config),
+        mock.patch.object(hybrid_block, "TENorm", PlainNorm),
+    ):
+        reference = build_topology_trainer(topology, case, None)
+        ours = {s: build_topology_trainer(topology, case, s) for s in STRATEGIES}
+    for trainer in ours.values():
+        units = {unit.name for unit in trainer.chunks[0].engine.units}
+        assert units >= {f"decoder.layers.{i}" for i in range(len(PATTERN))}, units
+        assert set(trainer.chunks[0].fsdp_unit_modules) >= LAYERS
+    for step in range(3):
+        expected = topology_step(reference, step)
+        for strategy, trainer in ours.items():
+            label = f"{strategy}, {topology.name}, step {step}"
+            found = topology_step(trainer, step)
+            check_loss(found.loss, expected.loss, label)
+            check_norm(found.norm, expected.norm, label, 1e-5)
+            check_weights(found.weights, expected.weights, label)
+
+
+@pytest.mark.parametrize("ep", (1, 2))
+def test_layers_of_each_kind_train_like_stock_ddp(ep: int) -> None:
+    topology = Topology(f"hybrid-ep{ep}", ep=ep, experts=4)
+    run_ranks(_trains, 2, topology)
