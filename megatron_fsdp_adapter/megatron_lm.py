@@ -141,6 +141,11 @@ def _has_bf16_gradients(args: Any) -> bool:
     return bool(getattr(args, "bf16", False)) and torch.bfloat16 in chosen
 
 
+def _saves_asynchronously(args: Any) -> bool:
+    """In a release that can save `fsdp_dtensor` so; of others the flag is refused."""
+    return bool(getattr(args, "async_save", False)) and hasattr(args, "async_strategy")
+
+
 SETTINGS: tuple[Setting, ...] = (
     Setting(
         "use_distributed_optimizer", "--use-distributed-optimizer", _constant(True), _always,
@@ -179,6 +184,15 @@ SETTINGS: tuple[Setting, ...] = (
         "gradient_accumulation_fusion", "--no-gradient-accumulation-fusion", _constant(False),
         _fusion_is_refused,
         "the wrapper does not support the fusion, which Megatron-LM has on by default",
+    ),
+    Setting(
+        "use_persistent_ckpt_worker", "--use-persistent-ckpt-worker", _constant(True),
+        _saves_asynchronously,
+        "else 0.19 drops --async-save; a thread of the trainer writes, and no worker is started",
+    ),
+    Setting(
+        "async_strategy", "--async-strategy", _constant("mcore"), _saves_asynchronously,
+        "else a package is asked for that is not needed: either strategy's writer is replaced",
     ),
 )  # fmt: skip
 """In this order: later ones read what earlier ones set."""

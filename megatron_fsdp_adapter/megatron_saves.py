@@ -6,7 +6,8 @@ name of its own, or an empty tracker. Their module lets us choose two things: it
 storage writer from `torch.distributed.checkpoint`, and opens the tracker by a global name. So these
 globals, as that one module sees them, are replaced: the writer by `SafeWriter`, torch DCP's `save`
 by one that removes what a failed save wrote, opening a tracker for writing by a file that takes the
-tracker's place when it is closed. Nothing else in the process sees another torch.
+tracker's place when it is closed. Nothing else in the process sees another torch. Asynchronous
+saves take their writer from a table, and get another table (`background_saves.py`).
 
 The module must be imported already. It has no name of its own to rebind before: hence a second
 call, when a wrapper is constructed.
@@ -27,6 +28,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from megatron_fsdp_adapter import releases
+from megatron_fsdp_adapter.background_saves import AsyncStrategy
 from megatron_fsdp_adapter.checkpoint import folders, record
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 from megatron_fsdp_adapter.module_view import ModuleView
@@ -141,15 +143,27 @@ class Seam:
     """Where a module saves by what it takes from elsewhere.
 
     purpose: what it takes it for; globals: under which names, those of all releases. A release has
-    some of them; a module that has none saves in a way that is not known here.
+    some of them; a module that has none saves in a way that is not known here. needed: whether that
+    matters now.
     """
 
     purpose: str
     globals: tuple[Replaced, ...]
+    needed: Callable[[], bool] = lambda: True
 
     def held_by(self, module: ModuleType) -> list[Replaced]:
         """The globals that the module has."""
         return [one for one in self.globals if one.is_in(module)]
+
+
+def _saves_asynchronously() -> bool:
+    """Whether Megatron-LM has parsed --async-save."""
+    holder = sys.modules.get("megatron.training.global_vars")
+    return bool(getattr(getattr(holder, "_GLOBAL_ARGS", None), "async_save", False))
+
+
+def _strategy(module: ModuleType, held: Any) -> AsyncStrategy:
+    return AsyncStrategy(held, lambda: _topology(module))
 
 
 def _opens(module: ModuleType, held: Any) -> Any:
@@ -164,6 +178,9 @@ def _client_opens(module: ModuleType, held: Any) -> Any:
 
 
 _WRITER = Seam("writes checkpoints", (Replaced("torch", _torch_view),))
+_ASYNC = Seam(
+    "saves asynchronously", (Replaced("get_async_strategy", _strategy),), _saves_asynchronously
+)
 PLACES: dict[str, tuple[Seam, ...]] = {
     "megatron.training.checkpointing": (
         _WRITER,
@@ -174,7 +191,9 @@ PLACES: dict[str, tuple[Seam, ...]] = {
                 Replaced("maybe_msc", _client_opens),
             ),
         ),
+        _ASYNC,
     ),
+    "megatron.training.async_utils": (_ASYNC,),
     "megatron.bridge.training.checkpointing": (
         _WRITER,
         Seam("opens the tracker", (Replaced("open", _opens, builtins.open),)),
@@ -199,7 +218,7 @@ def missing() -> list[str]:
         f"{name}.{' or '.join(one.name for one in seam.globals)}, by which it {seam.purpose}"
         for name, module in _loaded()
         for seam in PLACES[name]
-        if not seam.held_by(module)
+        if seam.needed() and not seam.held_by(module)
     ]
 
 

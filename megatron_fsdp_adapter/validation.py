@@ -89,8 +89,16 @@ LAUNCH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "async_save",
-        lambda args: bool(getattr(args, "async_save", False)),
-        "Megatron saves asynchronously only in the torch_dist format; leave it out",
+        lambda args: bool(getattr(args, "async_save", False))
+        and not hasattr(args, "async_strategy"),
+        "this Megatron-LM saves asynchronously only in the torch_dist format; leave it out, or use "
+        "a release from 0.17 on",
+    ),
+    Rule(
+        "save",
+        lambda args: bool(getattr(args, "async_save", False)) and "://" in str(args.save),
+        "a checkpoint at an address cannot be saved asynchronously, for lack of a rename; leave "
+        "out --async-save, or save to a folder",
     ),
     Rule(
         "check_weight_hash_across_dp_replicas_interval",

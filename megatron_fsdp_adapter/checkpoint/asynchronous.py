@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +37,69 @@ from megatron_fsdp_adapter.checkpoint.state import to_stored
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 
 
+@dataclass(frozen=True)
+class Writing:
+    """A save that a thread writes."""
+
+    future: Future[Any]
+    writer: SafeWriter
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank has nothing left to do. Local."""
+        return self.future.done()
+
+    def finish(self, ranks: Coordinator) -> None:
+        """Waits. Collective; raises CheckpointError on every rank if the save failed on any.
+
+        ranks: all of them, on a group that no other save is written with meanwhile.
+        """
+        ranks.run(
+            "writing the checkpoint in the background", lambda: _result(self.future, self.writer)
+        )
+
+
+class BackgroundWriter:
+    """Copies states to the host and has them written in a thread. Making one, `start` and `close`
+    are collective: all ranks, in the same order. Whoever starts a second save has waited for the
+    first, whose copy is overwritten."""
+
+    def __init__(self) -> None:
+        """Raises ValueError if torch.distributed is not initialised."""
+        if not dist.is_initialized():
+            raise ValueError(
+                "torch.distributed is not initialised; call torch.distributed.init_process_group "
+                "first (a world of one is enough)"
+            )
+        group = dist.new_group(backend="gloo")
+        self.ranks = Coordinator(group, dist.get_rank(group), dist.get_world_size(group))
+        self._stager = HostStager()
+
+    def start(
+        self, state: Callable[[], Mapping[str, Any]], make_writer: Callable[[], SafeWriter]
+    ) -> Writing:
+        """Returns when the state, as torch DCP is to store it, is copied. Raises on every rank if a
+        rank has no memory for the copy; nothing is then written."""
+        staged, _ = self.ranks.run("copying the state", lambda: self._stager.copy(state()))
+        writer = make_writer()
+        future = torch_dcp.async_save(
+            staged,
+            storage_writer=writer,
+            planner=torch_dcp.DefaultSavePlanner(),
+            process_group=self.ranks.group,
+            async_stager=self._stager,
+        )
+        writing = Writing(cast("Future[Any]", future), writer)
+        # In the thread, as soon as it has failed, whenever somebody waits for it.
+        writing.future.add_done_callback(lambda done: _discard_if_failed(done, writer))
+        return writing
+
+    def close(self) -> None:
+        """Gives memory and process group back; nothing may be under way."""
+        self._stager.close()
+        dist.destroy_process_group(self.ranks.group)
+
+
 class AsyncSaver:
     """Saves in the background, one checkpoint at a time.
 
@@ -47,16 +111,8 @@ class AsyncSaver:
 
     def __init__(self) -> None:
         """Raises ValueError if torch.distributed is not initialised."""
-        if not dist.is_initialized():
-            raise ValueError(
-                "torch.distributed is not initialised; call torch.distributed.init_process_group "
-                "first (a world of one is enough)"
-            )
-        group = dist.new_group(backend="gloo")
-        self._ranks = Coordinator(group, dist.get_rank(group), dist.get_world_size(group))
-        self._stager = HostStager()
-        self._writing: Future[Any] | None = None
-        self._writer: SafeWriter | None = None
+        self._background = BackgroundWriter()
+        self._writing: Writing | None = None
 
     def save(
         self,
@@ -75,45 +131,31 @@ class AsyncSaver:
         nothing is then saved.
         """
         self.wait()
-        ranks, folder = self._ranks, Path(root)
+        ranks, folder = self._background.ranks, Path(root)
         begin_save(ranks, folder, iteration, state, keep_last)
-        staged, _ = ranks.run(
-            "copying the state", lambda: self._stager.copy(to_stored(state, ranks.rank))
+        self._writing = self._background.start(
+            lambda: to_stored(state, ranks.rank),
+            lambda: make_writer(folder, iteration, keep_last, topology),
         )
-        writer = make_writer(folder, iteration, keep_last, topology)
-        writing = torch_dcp.async_save(
-            staged,
-            storage_writer=writer,
-            planner=torch_dcp.DefaultSavePlanner(),
-            process_group=ranks.group,
-            async_stager=self._stager,
-        )
-        self._writing, self._writer = cast("Future[Any]", writing), writer
-        # In the thread, as soon as it has failed, whenever somebody waits for it.
-        self._writing.add_done_callback(lambda done: _discard_if_failed(done, writer))
 
     @property
     def busy(self) -> bool:
         """Whether a save is under way on this rank. Local."""
-        return self._writing is not None and not self._writing.done()
+        return self._writing is not None and not self._writing.is_over
 
     def wait(self) -> None:
         """Returns when nothing is under way. Raises CheckpointError on every rank, once, if the
         save that was failed on any."""
-        writing, writer = self._writing, self._writer
-        self._writing = self._writer = None
-        if writing is not None and writer is not None:
-            self._ranks.run(
-                "writing the checkpoint in the background", lambda: _result(writing, writer)
-            )
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.finish(self._background.ranks)
 
     def close(self) -> None:
         """Waits, and gives memory and process group back, also if the save failed."""
         try:
             self.wait()
         finally:
-            self._stager.close()
-            dist.destroy_process_group(self._ranks.group)
+            self._background.close()
 
     def __enter__(self) -> AsyncSaver:
         return self
@@ -123,20 +165,20 @@ class AsyncSaver:
         if kind is None:
             self.close()
         elif self._writing is not None:
-            self._writing.exception()
+            self._writing.future.exception()
 
 
-def _discard_if_failed(writing: Future[Any], writer: SafeWriter) -> None:
-    if writing.exception() is not None:
+def _discard_if_failed(future: Future[Any], writer: SafeWriter) -> None:
+    if future.exception() is not None:
         writer.discard()
 
 
-def _result(writing: Future[Any], writer: SafeWriter) -> None:
+def _result(future: Future[Any], writer: SafeWriter) -> None:
     """Waits; what a failed save wrote is gone before its error is raised. (The future wakes who
     waits before it calls back.)"""
-    concurrent.futures.wait([writing])
-    _discard_if_failed(writing, writer)
-    writing.result()
+    concurrent.futures.wait([future])
+    _discard_if_failed(future, writer)
+    future.result()
 
 
 class HostStager(AsyncStager):

@@ -92,6 +92,7 @@ BREAKING: dict[str, dict[str, Any]] = {
     "use_torch_fsdp2": {"use_torch_fsdp2": True},
     "ckpt_format": {"ckpt_format": "zarr"},
     "async_save": {"async_save": True},
+    "save": {"save": "msc://bucket", "async_save": True, "async_strategy": "nvrx"},
     "check_weight_hash_across_dp_replicas_interval": {
         "check_weight_hash_across_dp_replicas_interval": 10
     },
@@ -146,6 +147,25 @@ def test_a_checkpoint_in_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "iter_0000005" / "metadata.json").write_text("{}")
     [problem] = validation.launch_problems(_complete(load=str(tmp_path)), {})
     assert problem.startswith(f"load={str(tmp_path)!r}: iter_0000005 ")
+
+
+def test_asynchronous_saves_are_kept_and_need_no_package() -> None:
+    """0.19 drops them without the flag for a process that is not needed here, and asks for a
+    package with its default strategy. 0.16.1 cannot save so."""
+    given = {"async_save": True, "save": "there"}
+    later = {"async_strategy": "nvrx", "use_persistent_ckpt_worker": False}
+    args = _complete(**given)
+    for name, value in later.items():
+        setattr(args, name, value)
+    changes = megatron_lm.complete(args, [*FSDP, "--async-save"])
+    assert {"--use-persistent-ckpt-worker", "--async-strategy"} <= {c.option for c in changes}
+    assert args.use_persistent_ckpt_worker and args.async_strategy == "mcore"
+    assert validation.launch_problems(args, {}) == []
+    args.async_strategy = "nvrx"
+    megatron_lm.complete(args, [*FSDP, "--async-save", "--async-strategy", "nvrx"])
+    assert args.async_strategy == "nvrx"
+    [problem] = validation.launch_problems(_complete(**given), {})
+    assert problem.startswith("async_save=True: ") and "0.17" in problem
 
 
 def test_one_hardware_queue_is_set_right_or_refused() -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from megatron_fsdp_adapter import megatron_saves
 from megatron_fsdp_adapter.checkpoint import digests, folders, load_checkpoint, record
 
-LM, BRIDGE = megatron_saves.PLACES
+LM, _, BRIDGE = megatron_saves.PLACES
 
 
 class StorageClient:

@@ -1,0 +1,201 @@
+"""Megatron-LM's asynchronous saves (`--async-save`), with our writer in the place of its own.
+
+From 0.17 on Megatron-LM saves `fsdp_dtensor` checkpoints asynchronously. An async strategy (`nvrx`,
+`mcore`) is a table of names: a writer, a function that plans a save, a queue of saves, a request.
+Both strategies write into the final folder from another process: a job that is killed meanwhile
+leaves half a checkpoint under a name of its own, and no digests. So the two modules of Megatron-LM
+that ask for a strategy get the table of this file, whichever they ask for
+(`megatron_saves.PLACES`). A thread writes, for the reasons in `checkpoint/asynchronous.py`.
+
+What is kept of Megatron's order: a save is planned and copied, then queued; in every iteration the
+queue is asked whether all ranks have written; if so, the functions of the request are called in
+order. The first of them raises if a rank failed, so that the tracker, which is written by a later
+one, never names a folder that is not complete.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint.asynchronous import BackgroundWriter, Writing
+from megatron_fsdp_adapter.checkpoint.coordination import Coordinator
+from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
+
+STRATEGY = "mcore"
+"""The strategy whose table is completed: the other one's needs a package."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save that is being written, as the training loop sees it.
+
+    ranks: all of them, on a group that the writing thread does not use: a save may be asked for
+    while the thread is in the midst of the next.
+    """
+
+    writing: Writing
+    ranks: Coordinator
+
+    def is_over(self, blocking: bool) -> bool:
+        """Whether all ranks have written, the same on each. Collective; blocking: waits."""
+        if blocking:
+            concurrent.futures.wait([self.writing.future])
+            return True
+        everywhere = torch.tensor(int(self.writing.is_over))
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self.ranks.group)
+        return bool(everywhere)
+
+    def finish(self) -> None:
+        """Collective; CheckpointError on every rank if the save failed on any."""
+        self.writing.finish(self.ranks)
+
+
+class Target:
+    """Stands for `FileSystemWriterAsync`: where a save goes. The other arguments choose how a
+    process of Megatron's would write, and change nothing."""
+
+    def __init__(
+        self,
+        path: str,
+        thread_count: int | None = None,
+        use_msc: bool = False,
+        use_cpu_shm_for_gpu_tensors: bool = False,
+    ) -> None:
+        """Raises ValueError for an address (msc://...), for which there is no rename."""
+        if "://" in str(path):
+            raise ValueError(
+                f"{path}: a checkpoint at an address cannot be saved asynchronously; leave out "
+                "--async-save, or save to a folder"
+            )
+        self.folder = Path(path)
+        self.save: Save | None = None
+
+    def get_save_function_and_args(self) -> tuple[Save | None, None, tuple[()]]:
+        """What a request is made of. `Queue` knows what the first is."""
+        return self.save, None, ()
+
+
+class Queue:
+    """Stands for `AsyncCallsQueue`: saves in the order in which they were asked for."""
+
+    def __init__(self, persistent: bool = False, cpu_shm_mode: bool = False) -> None:
+        self._requests: deque[tuple[int, Any]] = deque()
+        self._next = 0
+
+    @staticmethod
+    def warmup_persistent_caller(
+        rank: int,
+        mp_mode: str = "spawn",
+        cpu_priority: int | None = None,
+        io_priority: int | None = None,
+        cpu_shm_mode: bool = False,
+    ) -> None:
+        """There is no other process to start."""
+
+    def schedule_async_request(self, request: Any) -> int:
+        """Queues a request; returns its number. What is not a save of ours is done at once."""
+        frozen = request.freeze()
+        if not isinstance(frozen.async_fn, Save) and frozen.async_fn is not None:
+            frozen.async_fn(*frozen.async_fn_args, **frozen.async_fn_kwargs)
+        self._requests.append((self._next, frozen))
+        self._next += 1
+        return self._requests[-1][0]
+
+    def maybe_finalize_async_calls(
+        self, blocking: bool = False, no_dist: bool = False
+    ) -> list[int]:
+        """Calls the functions of every request that all ranks have written, in order; returns their
+        numbers. Collective, also with `no_dist`. Raises what the functions raise."""
+        finalized = []
+        while self._requests:
+            number, request = self._requests[0]
+            if isinstance(request.async_fn, Save) and not request.async_fn.is_over(blocking):
+                break
+            self._requests.popleft()
+            for function in request.finalize_fns:
+                function()
+            finalized.append(number)
+        return finalized
+
+    def get_num_unfinalized_calls(self) -> int:
+        """How many requests are queued; the same on all ranks."""
+        return len(self._requests)
+
+    def close(self, abort: bool = False) -> None:
+        """Finalizes what is queued, unless `abort`."""
+        if not abort:
+            self.maybe_finalize_async_calls(blocking=True)
+
+
+class AsyncStrategy:
+    """Stands for `get_async_strategy`, as one module of Megatron-LM sees it.
+
+    original: Megatron's; topology: what the record of a save says (`record.topology_of`).
+    """
+
+    def __init__(
+        self, original: Callable[..., Any], topology: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self._original, self._topology = original, topology
+        self._background: BackgroundWriter | None = None
+        self._ranks: Coordinator | None = None
+        self._last: Save | None = None
+
+    def __call__(self, async_strategy: str = STRATEGY, module: str | None = None) -> Any:
+        """The strategy that was asked for, and our table, or what it has under `module`."""
+        _, table = self._original(STRATEGY)
+        ours = {
+            **table,
+            "AsyncCallsQueue": Queue,
+            "FileSystemWriterAsync": Target,
+            "get_write_results_queue": _no_results,
+            "save_state_dict_async_plan": self.plan,
+            "save_state_dict_async_finalize": Save.finish,
+        }
+        return async_strategy, ours if module is None else ours[module]
+
+    def plan(
+        self,
+        state_dict: Mapping[str, Any],
+        storage_writer: Target,
+        process_group: object = None,
+        coordinator_rank: int = 0,
+        planner: object = None,
+        enable_cache: bool = False,
+    ) -> tuple[Save]:
+        """Copies the state to the host and begins to write it; returns what
+        `save_state_dict_async_finalize` takes. Collective. First waits for the save before, since
+        there is memory for one copy. Only the first two arguments are used: who writes what is
+        known from the layout."""
+        if self._last is not None:
+            self._last.is_over(blocking=True)
+        if self._background is None:
+            self._background = BackgroundWriter()
+            group = dist.new_group(backend="gloo")
+            self._ranks = Coordinator(group, dist.get_rank(group), dist.get_world_size(group))
+        assert self._ranks is not None
+        folder = storage_writer.folder
+        writing = self._background.start(
+            lambda: state_dict,
+            lambda: SafeWriter(
+                folder,
+                dict(self._topology()),
+                folders.iteration_of(folder),
+                folders.publish_without_tracker,
+            ),
+        )
+        storage_writer.save = self._last = Save(writing, self._ranks)
+        return (self._last,)
+
+
+def _no_results(mp_mode: str = "spawn") -> None:
+    """In the place of the queue through which a process of Megatron's tells what it wrote."""

@@ -1,0 +1,231 @@
+"""Megatron-LM's asynchronous saves, with its calls in its order around our table."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_ranks
+
+from megatron_fsdp_adapter import background_saves, megatron_saves
+from megatron_fsdp_adapter.checkpoint import CheckpointError, folders, load_checkpoint, storage
+from megatron_fsdp_adapter.checkpoint.record import read_record
+
+LM, QUEUES = "megatron.training.checkpointing", "megatron.training.async_utils"
+
+
+class Request(NamedTuple):
+    """As `AsyncRequest` of megatron-core."""
+
+    async_fn: Any
+    async_fn_args: Any
+    finalize_fns: list[Callable[[], None]]
+    async_fn_kwargs: dict[str, Any] = {}
+    preload_fn: Any = None
+    is_frozen: bool = False
+
+    def freeze(self) -> Request:
+        return self._replace(is_frozen=True)
+
+
+def table_of(strategy: str = "nvrx", module: str | None = None) -> Any:
+    """As `get_async_strategy` where the package that nvrx asks for is missing."""
+    if strategy != "mcore":
+        raise ModuleNotFoundError("nvidia-resiliency-ext")
+    names = {"AsyncRequest": Request, "AsyncCallsQueue": None, "FileSystemWriterAsync": None}
+    return strategy, names if module is None else names[module]
+
+
+def stand_ins() -> tuple[ModuleType, ModuleType]:
+    """Megatron-LM's two modules with the globals that matter, installed."""
+    saving, queues = ModuleType(LM), ModuleType(QUEUES)
+    saving.torch, saving.open_file = torch, open
+    saving.get_args = lambda: SimpleNamespace(tensor_model_parallel_size=2)
+    saving.get_async_strategy = queues.get_async_strategy = table_of
+    sys.modules[LM], sys.modules[QUEUES] = saving, queues
+    megatron_saves.install()
+    return saving, queues
+
+
+class Loop:
+    """A training loop that saves to `root`: the calls of Megatron-LM 0.17 to 0.19."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.saving, queues = stand_ins()
+        _, table = queues.get_async_strategy("nvrx")
+        self.queue = table["AsyncCallsQueue"](persistent=True)
+
+    def save(self, iteration: int, state: dict[str, Any]) -> None:
+        folder = folders.final_folder(self.root, iteration)
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        _, table = self.saving.get_async_strategy("nvrx")
+        writer = table["FileSystemWriterAsync"](str(folder), thread_count=2, use_msc=False)
+        planned = table["save_state_dict_async_plan"](
+            state, writer, None, 0, planner=object(), enable_cache=False
+        )
+        function, preload, arguments = writer.get_save_function_and_args()
+        finish = functools.partial(table["save_state_dict_async_finalize"], *planned)
+        request = table["AsyncRequest"](
+            function, arguments, [finish], async_fn_kwargs={}, preload_fn=preload
+        )
+        if dist.get_rank() == 0:
+            request.finalize_fns.append(functools.partial(self._track, iteration))
+        self.queue.schedule_async_request(request)
+
+    def _track(self, iteration: int) -> None:
+        with self.saving.open_file(self.root / folders.TRACKER, "w") as file:
+            file.write(str(iteration))
+
+    @property
+    def tracked(self) -> int | None:
+        path = self.root / folders.TRACKER
+        return int(path.read_text()) if path.exists() else None
+
+
+class Gate:
+    """Holds this rank's writing back until it is opened; fails it if told to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.opened, original = threading.Event(), storage._write_file
+
+        def write(*args: Any) -> Any:
+            assert self.opened.wait(60)
+            if fails:
+                raise OSError(28, "No space left on device")
+            return original(*args)
+
+        storage._write_file = write
+
+
+def _state(value: float) -> dict[str, Any]:
+    return {"model": {"w": torch.full((5, 3), value)}, "iteration": int(value)}
+
+
+def _late(rank: int, size: int, root: str) -> None:
+    loop, gate, state = Loop(Path(root)), Gate(), _state(7.0)
+    loop.save(7, state)
+    state["model"]["w"].zero_()  # training goes on
+    for _ in range(3):
+        assert loop.queue.maybe_finalize_async_calls(blocking=False) == []
+    assert loop.queue.get_num_unfinalized_calls() == 1 and loop.tracked is None
+    assert folders.complete_iterations(loop.root) == ()
+    dist.barrier()
+    if rank == 0:
+        gate.opened.set()
+    assert loop.queue.maybe_finalize_async_calls(blocking=False) == []
+    gate.opened.set()
+    while loop.queue.maybe_finalize_async_calls(blocking=False) != [0]:
+        pass
+    dist.barrier()
+    assert loop.tracked == 7 and loop.queue.get_num_unfinalized_calls() == 0
+    empty = {"model": {"w": torch.zeros(5, 3)}, "iteration": 0}
+    iteration, loaded = load_checkpoint(loop.root, empty, check_digests=True)
+    assert iteration == loaded["iteration"] == 7 and bool((loaded["model"]["w"] == 7).all())
+    record = read_record(folders.final_folder(loop.root, 7))
+    assert record is not None and (record.world_size, record.iteration) == (2, 7)
+    assert record.topology == {"tensor_model_parallel_size": 2}
+    assert folders.half_written(loop.root) == ()
+
+
+def test_the_tracker_names_a_save_once_all_ranks_have_written_it(tmp_path: Path) -> None:
+    run_ranks(_late, 2, str(tmp_path))
+
+
+def _one_after_the_other(rank: int, size: int, root: str) -> None:
+    loop = Loop(Path(root))
+    for iteration in (1, 2, 3):
+        loop.save(iteration, _state(float(iteration)))  # waits for the one before
+    assert loop.queue.get_num_unfinalized_calls() == 3 and loop.tracked is None
+    loop.queue.close()  # what ends a training
+    dist.barrier()
+    assert loop.tracked == 3 and folders.complete_iterations(loop.root) == (1, 2, 3)
+    for iteration in (1, 2, 3):
+        loaded = load_checkpoint(loop.root, _state(0.0), iteration=iteration)[1]
+        assert bool((loaded["model"]["w"] == iteration).all())
+
+
+def test_a_save_that_is_asked_for_early_waits_for_the_one_before(tmp_path: Path) -> None:
+    """It would overwrite the copy that is being written; and the tracker goes up, never down."""
+    run_ranks(_one_after_the_other, 2, str(tmp_path))
+
+
+def _one_rank_fails(rank: int, size: int, root: str) -> None:
+    loop = Loop(Path(root))
+    loop.save(1, _state(1.0))
+    loop.queue.maybe_finalize_async_calls(blocking=True)
+    Gate(fails=rank == 1).opened.set()
+    loop.save(2, _state(2.0))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        loop.queue.maybe_finalize_async_calls(blocking=True)
+    dist.barrier()
+    assert loop.tracked == 1 and folders.complete_iterations(loop.root) == (1,)
+    assert not list(loop.root.glob(f"{folders.TEMPORARY}*"))
+
+
+def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_is_not_tracked(
+    tmp_path: Path,
+) -> None:
+    run_ranks(_one_rank_fails, 2, str(tmp_path))
+
+
+def test_a_request_that_is_no_save_is_done_before_its_functions_are_called() -> None:
+    """A teacher's logits (0.19) are queued behind the checkpoint, with its functions."""
+    seen: list[str] = []
+    queue = background_saves.Queue()
+    queue.schedule_async_request(Request(None, (), []))
+    queue.schedule_async_request(Request(seen.append, ("logits",), [lambda: seen.append("both")]))
+    assert seen == ["logits"]
+    assert queue.maybe_finalize_async_calls() == [0, 1] and seen == ["logits", "both"]
+
+
+def test_what_megatron_asks_of_signatures_is_there() -> None:
+    """It passes some arguments only to what takes them, or refuses to go on."""
+    parameters = {
+        name: inspect.signature(function).parameters
+        for name, function in {
+            "writer": background_saves.Target.__init__,
+            "queue": background_saves.Queue.__init__,
+            "worker": background_saves.Queue.warmup_persistent_caller,
+            "results": background_saves._no_results,
+        }.items()
+    }
+    assert "use_cpu_shm_for_gpu_tensors" in parameters["writer"]
+    assert "cpu_shm_mode" in parameters["queue"] and "cpu_shm_mode" in parameters["worker"]
+    assert {"mp_mode", "cpu_priority", "io_priority"} <= set(parameters["worker"])
+    assert "mp_mode" in parameters["results"]
+
+
+def test_an_address_is_refused() -> None:
+    with pytest.raises(ValueError, match="msc://bucket/iter_0000001: .*leave out --async-save"):
+        background_saves.Target("msc://bucket/iter_0000001")
+
+
+@pytest.mark.parametrize("lacking", [LM, QUEUES])
+def test_a_release_that_asks_otherwise_is_an_error_if_it_saves_asynchronously(
+    monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    """0.16.1 has no such table and is fine, as long as nothing is saved so."""
+    for name in (LM, QUEUES):
+        module = ModuleType(name)
+        module.torch, module.open_file = torch, open
+        module.get_async_strategy = table_of
+        monkeypatch.setitem(sys.modules, name, module)
+    del sys.modules[lacking].get_async_strategy
+    holder = ModuleType("megatron.training.global_vars")
+    monkeypatch.setitem(sys.modules, holder.__name__, holder)
+    megatron_saves.install()
+    megatron_saves.uninstall()
+    holder._GLOBAL_ARGS = SimpleNamespace(async_save=True)
+    with pytest.raises(RuntimeError, match=rf"no {lacking}\.get_async_strategy, by which it saves"):
+        megatron_saves.install()
