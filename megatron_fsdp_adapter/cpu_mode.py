@@ -1,11 +1,11 @@
-"""CPU mode: lets megatron-core 0.16.1 train on a CPU with gloo.
+"""CPU mode: lets megatron-core train on a CPU with gloo.
 
 megatron-core asks CUDA for things without looking whether there is any: the current device, a
 stream, a zero on ``device="cuda"``. `enable_cpu_mode` answers these questions for the CPU. Neither
 the engine nor the adapter of this package needs it; only megatron-core does. Nothing is switched
 on by an import, and it refuses where CUDA is present.
 
-How. Each module of core that asks is listed in `VIEWS` with the lines that do so. There the module
+How. Each module of core that asks is listed in `VIEWS` with what it asks. There the module
 global ``torch`` is replaced by a `TorchView`, which answers for the CPU and passes everything else
 on to torch. torch itself is left alone: ``torch.cuda.is_available()`` stays False, and other
 libraries see no change. What a view cannot reach (methods of a tensor, helpers that call C
@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp_adapter import releases
 from megatron_fsdp_adapter.module_view import ModuleView
 
 _CORE = "megatron.core"
@@ -44,10 +45,15 @@ _CORE = "megatron.core"
 
 @dataclass(frozen=True)
 class View:
-    """A module of core whose global ``torch`` is replaced, and the lines that are the reason."""
+    """A module of core whose global ``torch`` is replaced.
+
+    asks: the reason, over all releases: names of ``torch.cuda``, "cuda" for the literal device,
+    "pin_memory" for host memory that is locked. may_be_absent: some release has no such module.
+    """
 
     module: str
-    reason: str
+    asks: frozenset[str]
+    may_be_absent: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,62 +192,77 @@ def make_view() -> TorchView:
 
 
 # --------------------------------------------------------------------------------------------
-# The tables (lines of megatron-core 0.16.1)
+# The tables (megatron-core 0.16.1 to 0.19)
 
 _VIEW_ROWS = (
+    # module, what it asks in some release
     # Parallel state and utilities
-    ("parallel_state", "current_device, synchronize: :198, :931, :1317"),
-    ("utils", "current_device: :631; 'cuda': :656, :1207, :2117; nvtx: :2186, :2215"),
-    ("timers", "synchronize: :152, :165; current_device: :303"),
-    ("energy_monitor", "current_device: :41; 'cuda': :78, :88"),
-    ("rerun_state_machine", "'cuda': :261; current_device: :525, :660; RNG state: :957, :970"),
+    ("parallel_state", "current_device synchronize"),
+    ("utils", "cuda Event current_device nvtx pin_memory synchronize"),
+    ("timers", "current_device synchronize"),
+    ("energy_monitor", "cuda current_device"),
+    ("rerun_state_machine", "cuda current_device get_rng_state set_rng_state"),
     # Schedules
-    ("pipeline_parallel.schedules", "'cuda': :596, :983, :2138"),
-    ("pipeline_parallel.p2p_communication", "current_device: :190-202, :313; synchronize: :242"),
-    ("pipeline_parallel.utils", "streams: :332, :334; nvtx: :212"),
-    ("pipeline_parallel.combined_1f1b", "current_stream: :408"),
-    ("models.common.model_chunk_schedule_plan", "streams and events: :310, :376; nvtx: :476"),
-    ("models.gpt.fine_grained_callables", "nvtx: :319; current_stream: :576"),
+    ("pipeline_parallel.schedules", "cuda"),
+    ("pipeline_parallel.p2p_communication", "current_device synchronize"),
+    ("pipeline_parallel.utils", "cuda Event Stream current_stream nvtx stream"),
+    ("pipeline_parallel.combined_1f1b", "current_stream"),
+    ("models.common.model_chunk_schedule_plan", "Event current_stream nvtx stream"),
+    ("models.gpt.fine_grained_callables", "current_stream nvtx stream"),
     # Data parallelism and optimizer
-    ("distributed.distributed_data_parallel", "Stream: :230; synchronize, empty_cache: :588-611"),
-    ("distributed.param_and_grad_buffer", "streams: :417, :422, :529; current_device: :783-806"),
-    ("optimizer.optimizer", "'cuda': :473-485, :907; empty_cache: :362; current_device: :1141"),
-    ("optimizer.distrib_optimizer", "current_device: :791, :1077"),
-    ("optimizer.clip_grads", "'cuda': :90, :103, :115, :174, :207"),
-    ("optimizer.grad_scaler", "'cuda': :15, :88-94; current_device: :140"),
+    ("distributed.distributed_data_parallel", "Stream current_device empty_cache synchronize"),
+    (
+        "distributed.param_and_grad_buffer",
+        "cuda current_device current_stream default_stream stream",
+    ),
+    ("optimizer.optimizer", "cuda current_device empty_cache"),
+    ("optimizer.distrib_optimizer", "current_device"),
+    ("optimizer.clip_grads", "cuda"),
+    ("optimizer.grad_scaler", "cuda current_device"),
+    ("optimizer.layer_wise_optimizer", "cuda"),
     # Tensor parallelism
-    ("tensor_parallel.layers", "current_device: :261, :552-607, :873, :899, :1197, :1218"),
-    ("tensor_parallel.mappings", "current_device: :91, :141, :148, :181, :442"),
-    ("tensor_parallel.utils", "current_device: :70, :91"),
-    ("tensor_parallel.data", "'cuda': :37; current_device: :86"),
-    ("tensor_parallel.random", "RNG: :235-238, :422"),
+    ("tensor_parallel.layers", "current_device"),
+    ("tensor_parallel.mappings", "current_device"),
+    ("tensor_parallel.utils", "current_device"),
+    ("tensor_parallel.data", "cuda current_device"),
+    ("tensor_parallel.random", "current_device get_rng_state manual_seed"),
     # Layers
-    ("models.common.embeddings.rope_utils", "pin_memory: :63"),
-    ("models.common.embeddings.rotary_pos_embedding", "current_device: :78, :162, :297"),
-    ("models.common.embeddings.yarn_rotary_pos_embedding", "current_device: :76, :122, :126"),
-    ("models.gpt.gpt_model", "current_device: :415"),
-    ("transformer.module", "current_device: :249"),
-    ("transformer.mlp", "empty_cache: :346"),
-    ("transformer.attention", "current_device: :430"),
-    ("transformer.dot_product_attention", "current_device: :123, :132"),
-    ("transformer.transformer_layer", "current_device: :936, :1147"),
-    ("transformer.multi_token_prediction", "current_device: :179, :337"),
-    ("transformer.utils", "'cuda': :35, :40"),
-    ("transformer.moe.experts", "current_device: :184, :192"),
-    ("transformer.moe.router", "current_device: :90, :92, :169-198"),
-    ("transformer.moe.moe_utils", "'cuda': :998; current_stream: :1098"),
-    ("transformer.moe.shared_experts", "streams: :123-277"),
-    ("transformer.moe.token_dispatcher", "streams: :445, :871-874"),
-    ("transformer.experimental_attention_variant.dsa", "current_device: :77"),
+    ("models.common.embeddings.rope_utils", "pin_memory"),
+    ("models.common.embeddings.rotary_pos_embedding", "current_device"),
+    ("models.common.embeddings.yarn_rotary_pos_embedding", "current_device"),
+    ("models.gpt.gpt_model", "current_device"),
+    ("models.common.utils", "stream"),
+    ("models.hybrid.hybrid_block", "cuda"),
+    ("transformer.module", "current_device"),
+    ("transformer.mlp", "empty_cache"),
+    ("transformer.attention", "current_device"),
+    ("transformer.dot_product_attention", "current_device"),
+    ("transformer.transformer_layer", "Event current_device"),
+    ("transformer.multi_token_prediction", "current_device"),
+    ("transformer.utils", "cuda empty_cache"),
+    ("transformer.moe.experts", "current_device"),
+    ("transformer.moe.router", "current_device"),
+    ("transformer.moe.moe_utils", "cuda current_stream"),
+    ("transformer.moe.moe_layer", "cuda Event Stream current_stream stream"),
+    ("transformer.moe.moe_logging", "current_device"),
+    ("transformer.moe.shared_experts", "Stream current_stream stream"),
+    ("transformer.moe.token_dispatcher", "cuda Stream current_stream stream"),
+    ("transformer.experimental_attention_variant.dsa", "current_device"),
     # Checkpoints
-    ("dist_checkpointing.tensor_aware_state_dict", "synchronize: :304"),
-    ("dist_checkpointing.exchange_utils", "'cuda': :104, :110, :326"),
-    ("dist_checkpointing.strategies.filesystem_async", "synchronize: :230"),
-    ("dist_checkpointing.strategies.fully_parallel", "synchronize: :272, :281"),
-    ("dist_checkpointing.strategies.state_dict_saver", "'cuda': :204; current_device: :252"),
-    ("dist_checkpointing.strategies.async_utils", "current_device: :165, :604; synchronize: :212"),
+    ("dist_checkpointing.tensor_aware_state_dict", "synchronize"),
+    ("dist_checkpointing.exchange_utils", "cuda"),
+    ("dist_checkpointing.strategies.filesystem_async", "synchronize"),
+    ("dist_checkpointing.strategies.fully_parallel", "synchronize"),
+    ("dist_checkpointing.strategies.state_dict_saver", "cuda current_device"),
+    ("dist_checkpointing.strategies.async_utils", "current_device synchronize"),
 )
-VIEWS = tuple(View(f"{_CORE}.{module}", reason) for module, reason in _VIEW_ROWS)
+_LATER = ("models.common.utils", "models.hybrid.hybrid_block", "transformer.moe.moe_logging")
+"""Modules that 0.16.1 does not have."""
+
+VIEWS = tuple(
+    View(f"{_CORE}.{module}", frozenset(asks.split()), may_be_absent=module in _LATER)
+    for module, asks in _VIEW_ROWS
+)
 
 
 def _for_callers_in(package: str, answer: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -299,40 +320,38 @@ FUNCTIONS = (
         "torch.Tensor",
         "type",
         _for_callers_in(f"{_CORE}.optimizer", _type_as_on_cuda),
-        "compared with 'torch.cuda.*': optimizer/distrib_optimizer.py:361, :420, :582; "
-        "optimizer/optimizer.py:671, :690; optimizer/clip_grads.py:167",
+        "compared with 'torch.cuda.*' in optimizer: distrib_optimizer, optimizer, clip_grads",
     ),
     Function(
         "torch.Tensor",
         "cuda",
         _for_callers_in(_CORE, _stay_on_host),
-        "models/common/language_module/language_module.py:244; "
-        "models/common/embeddings/rope_utils.py:64; tensor_parallel/data.py:84; "
-        "optimizer/optimizer.py:375; dist_checkpointing/exchange_utils.py:336, :499",
+        "in models.common (language_module, rope_utils), tensor_parallel.data, "
+        "optimizer.optimizer, dist_checkpointing.exchange_utils",
     ),
     Function(
         f"{_CORE}.tensor_parallel.random",
         "_get_cuda_rng_state",
         _replaced_by(_get_host_rng_state),
-        "tensor_parallel/random.py:44 reads torch.cuda's generators",
+        "reads torch.cuda's generators",
     ),
     Function(
         f"{_CORE}.tensor_parallel.random",
         "_set_cuda_rng_state",
         _replaced_by(_set_host_rng_state),
-        "tensor_parallel/random.py:72 calls torch._C's CUDA functions",
+        "calls torch._C's CUDA functions",
     ),
     Function(
         f"{_CORE}.transformer.moe.token_dispatcher",
         "maybe_move_tensor_to_cpu",
         _splits_as_numpy,
-        "transformer/moe/moe_utils.py:1093 makes the split sizes numpy arrays only if is_cuda",
+        "makes the split sizes numpy arrays only if is_cuda",
     ),
     Function(
         f"{_CORE}.transformer.moe.moe_utils",
         "te_general_gemm",
         lambda original: original,
-        "read at transformer/moe/moe_utils.py:1192, :1225, bound only where Transformer Engine is",
+        "bound only where Transformer Engine is, and read everywhere",
         may_be_absent=True,
     ),
 )
@@ -341,7 +360,7 @@ FUNCTIONS = (
 class _OneGeneratorFilter(logging.Filter):
     """Drops core's warning that the CPU generator moved inside a CUDA RNG context.
 
-    tensor_parallel/random.py:265. In this mode both are one generator, so it always has.
+    In this mode both are one generator, so it always has.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -369,7 +388,14 @@ def _replacements() -> Iterator[tuple[Any, str, Any, bool, str]]:
     """(owner, attribute, make, may be absent, reason) for every row of both tables."""
     view = make_view()
     for row in VIEWS:
-        yield _resolve(row.module), "torch", lambda original: view, False, row.reason
+        try:
+            module = importlib.import_module(row.module)
+        except ModuleNotFoundError as error:
+            if row.may_be_absent and f"{row.module}.".startswith(f"{error.name}."):
+                continue
+            raise
+        reason = f"it asks for {', '.join(sorted(row.asks))}"
+        yield module, "torch", lambda original: view, False, reason
     for function in FUNCTIONS:
         owner = _resolve(function.owner)
         yield owner, function.attribute, function.make, function.may_be_absent, function.reason
@@ -389,13 +415,12 @@ def _missing() -> str:
     import megatron.core
 
     return (
-        f"CPU mode is written for megatron-core 0.16.1, installed is {megatron.core.__version__}: "
-        "install megatron-core==0.16.1"
+        f"CPU mode does not know megatron-core {megatron.core.__version__}: {releases.remedy()}"
     )
 
 
 def enable_cpu_mode() -> None:
-    """Make megatron-core 0.16.1 usable on a CPU, for this process. Calling it again does nothing.
+    """Make megatron-core usable on a CPU, for this process. Calling it again does nothing.
 
     Raises RuntimeError where CUDA is available (core needs no help there, and answers for the CPU
     would be wrong), and where the installed core has none of a place that the tables name.

@@ -77,7 +77,7 @@ def start(
         "WORLD_SIZE": str(world),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
     environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     if "--use-megatron-fsdp" not in arguments and "--tensor-model-parallel-size" in arguments:

@@ -25,7 +25,11 @@ import torch
 from megatron_fsdp_adapter import cpu_mode
 from megatron_fsdp_adapter.__main__ import main as run
 
+FUSED_KERNELS = "megatron.legacy.fused_kernels"
+"""Gone in 0.18."""
+
 LM_MODULES = (
+    # of all releases: one that a release does not have is passed over
     "megatron.training",
     "megatron.training.arguments",
     "megatron.training.async_utils",
@@ -36,7 +40,7 @@ LM_MODULES = (
     "megatron.training.training",
     "megatron.training.utils",
     "megatron.training.yaml_arguments",
-    "megatron.legacy.fused_kernels",
+    FUSED_KERNELS,
 )
 
 
@@ -95,12 +99,22 @@ def _for_megatron(original: Callable[..., Any]) -> Callable[..., Any]:
     return cuda
 
 
+def import_if_there(name: str) -> types.ModuleType | None:
+    """A module of Megatron's, None if this release has none of that name."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise
+        return None
+
+
 def prepare(modules: tuple[str, ...], prefixes: tuple[str, ...]) -> None:
     """CPU mode, and views for `modules`, which are imported, and all others below `prefixes`."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # core compiles its fused functions when warming up
     cpu_mode.enable_cpu_mode()
     for name in modules:
-        importlib.import_module(name)
+        import_if_there(name)
     put_views(prefixes)
     torch.nn.Module.cuda = _for_megatron(torch.nn.Module.cuda)  # type: ignore[method-assign]
     torch.Tensor.cuda = _for_megatron(torch.Tensor.cuda)  # type: ignore[method-assign]
@@ -112,14 +126,15 @@ def prepare_megatron_lm(checkout: Path) -> None:
     prepare(LM_MODULES, ("megatron.training", "megatron.legacy"))
     from megatron.core import datasets
     from megatron.core.datasets import utils as dataset_utils
-    from megatron.legacy import fused_kernels
 
     # Both build something. The wheel of megatron-core has the helpers; the kernels need nvcc.
     datasets.__path__.extend(
         str(Path(folder, "megatron", "core", "datasets")) for folder in sys.path
     )
     dataset_utils.compile_helpers = lambda: None
-    fused_kernels.load = lambda args: None
+    fused_kernels = import_if_there(FUSED_KERNELS)
+    if fused_kernels is not None:
+        fused_kernels.load = lambda args: None
 
     # Resuming stock DDP from torch_dist with torch's Adam. Megatron-LM has a `tests` of its own.
     sys.path.append(str(Path(__file__).parents[1] / "distributed"))

@@ -29,7 +29,7 @@ class Request(NamedTuple):
     async_fn: Any
     async_fn_args: Any
     finalize_fns: list[Callable[[], None]]
-    async_fn_kwargs: dict[str, Any] = {}
+    async_fn_kwargs: Any = None
     preload_fn: Any = None
     is_frozen: bool = False
 
@@ -184,7 +184,8 @@ def test_a_request_that_is_no_save_is_done_before_its_functions_are_called() -> 
     seen: list[str] = []
     queue = background_saves.Queue()
     queue.schedule_async_request(Request(None, (), []))
-    queue.schedule_async_request(Request(seen.append, ("logits",), [lambda: seen.append("both")]))
+    tell = [lambda: seen.append("both")]
+    queue.schedule_async_request(Request(seen.append, ("logits",), tell, {}))
     assert seen == ["logits"]
     assert queue.maybe_finalize_async_calls() == [0, 1] and seen == ["logits", "both"]
 
