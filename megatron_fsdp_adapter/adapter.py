@@ -52,9 +52,8 @@ from .placement import LEAVE, REPLICATE, Placements, replicated_domain, replicat
 from .process_groups import (
     GATHER_SOURCES,
     build_index,
-    groups_from_parallel_state,
-    groups_of,
     mirror_group,
+    read_groups,
 )
 from .runtime.comm import Communicator
 from .runtime.registered import RegisteredMemory, zero_cta_options
@@ -241,11 +240,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         instances = self.ddp_config.num_distributed_optimizer_instances
         found: list[str] = []
         try:
-            groups = (
-                groups_from_parallel_state(instances)
-                if pg_collection is None
-                else groups_of(pg_collection)
-            )
+            separate = ddp_options.gathers_separately(self.ddp_config)
+            groups = read_groups(pg_collection, instances, separate)
             found += staging_options.problems(self.ddp_config, self.device, groups)
             by_copy_engines = staging_options.copy_engine_roles(self.ddp_config)
             for end in by_copy_engines if not found else ():

@@ -44,6 +44,10 @@ class DistributedDataParallelConfig(CoreConfig):
     """Ours: the copy engines carry gradients to the ranks that add them up, each its own shard, in
     the order of the ranks. Buckets are in fixed buffers, and there is one more of them."""
 
+    create_all_gather_group: bool = False
+    """Ours: gathers get process groups of their own where the wrapper is given none. Megatron-LM's
+    flag of that name fills it; Megatron-LM itself makes such groups in some releases only."""
+
     report_nan_in_param_grad: bool = False
     """Like `check_for_nan_in_grad`, and names the parameter."""
 

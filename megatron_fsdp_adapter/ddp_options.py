@@ -188,6 +188,12 @@ def shards_outer(ddp_config: Any) -> bool:
     return OUTER_STRATEGIES.get(ddp_config.outer_dp_sharding_strategy, False)
 
 
+def gathers_separately(ddp_config: Any) -> bool:
+    """Whether gathers are to have process groups of their own. Ours: Megatron-LM has a flag of that
+    name, and none of its configs a field."""
+    return bool(getattr(ddp_config, "create_all_gather_group", False))
+
+
 def main_params_dtype(ddp_config: Any) -> torch.dtype | None:
     """Of the main weights; None for each parameter's own."""
     chosen = getattr(ddp_config, MAIN_PARAMS, torch.float32)

@@ -81,6 +81,26 @@ def groups_from_parallel_state(instances: int = 1) -> dict[str, dist.ProcessGrou
     }
 
 
+def read_groups(
+    pg_collection: Any | None, instances: int, separate_gathers: bool
+) -> dict[str, dist.ProcessGroup | None]:
+    """The groups by role: of the collection, or without one of `parallel_state`.
+
+    separate_gathers: those for gathers are made where there are none, collectively, and are given
+    to the collection, for the wrapper of the next model chunk. Megatron-LM's
+    --create-all-gather-group makes them by itself only until 0.17, and those of experts never.
+    """
+    if pg_collection is not None:
+        return groups_of(
+            create_all_gather_groups(pg_collection) if separate_gathers else pg_collection
+        )
+    groups = groups_from_parallel_state(instances)
+    for role, name in GATHER_SOURCES.items() if separate_gathers else ():
+        if groups[f"{role}_ag"] is None:
+            groups[f"{role}_ag"] = mirror_group(groups[role], name)
+    return groups
+
+
 def _check_instances(groups: Mapping[str, dist.ProcessGroup | None], instances: int) -> None:
     """The groups were made for as many optimizer instances as the options say."""
     for shard_role, everyone_role in (

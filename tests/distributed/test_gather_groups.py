@@ -192,6 +192,36 @@ def test_gathers_go_to_their_own_group_and_change_no_number() -> None:
     run_ranks(_with_and_without, WORLD)
 
 
+def _asked_by_option(rank: int, world: int) -> None:
+    topology = TOPOLOGIES["ep2"]
+    init_topology(topology)
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    case, option = case_for(topology), {"create_all_gather_group": True}
+
+    def recorded(ddp: dict[str, Any], groups: Any) -> tuple[list[str], list[tuple[float, float]]]:
+        return _recorded(
+            build_topology_trainer(
+                topology, case, "optim_grads_params", ddp=ddp, pg_collection=groups
+            )
+        )
+
+    _, expected = recorded({}, None)
+    for groups in (None, collection):
+        log, found = recorded(option, groups)
+        assert found == expected
+        gathers = {line for line in log if "gather" in line}
+        assert gathers == {"_all_gather_one on its own group"}, gathers
+    kept = [getattr(collection, name) for name in MIRRORED]
+    recorded(option, collection)
+    assert [getattr(collection, name) for name in MIRRORED] == kept
+
+
+def test_the_option_makes_the_groups_that_are_not_given() -> None:
+    """What Megatron-LM's --create-all-gather-group asks for and 0.19 does not make: dense and
+    expert, with and without a collection, once for all wrappers that share one."""
+    run_ranks(_asked_by_option, WORLD)
+
+
 def test_a_gather_group_with_other_ranks_is_refused() -> None:
     with pretended_world(4):
         everyone = dist.group.WORLD

@@ -208,14 +208,12 @@ def test_fields_of_main_are_those_of_the_flags() -> None:
     from megatron_fsdp_adapter.ddp_config import DistributedDataParallelConfig
 
     known = {field.name for field in fields(DistributedDataParallelConfig)}
-    elsewhere = {"create_all_gather_group"}  # an argument of initialize_model_parallel
     flags = {flag.name.removeprefix("--").replace("-", "_") for flag in megatron_lm.MAIN_FLAGS}
-    assert flags - elsewhere <= known
+    assert flags <= known
     defaults = DistributedDataParallelConfig()
     for flag in megatron_lm.MAIN_FLAGS:
         name = flag.name.removeprefix("--").replace("-", "_")
-        if name not in elsewhere:
-            assert getattr(defaults, name) == flag.default, name
+        assert getattr(defaults, name) == flag.default, name
 
 
 def test_table_of_changes() -> None:
