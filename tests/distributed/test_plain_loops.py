@@ -17,7 +17,8 @@ from megatron_fsdp_adapter import (
 from megatron_fsdp_adapter.config import STRATEGIES
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, tokens
-from tests.distributed.plain_loops import LOOPS, check_loops, net
+from tests.distributed.plain_loops import LOOPS, check_loops
+from tests.distributed.plain_side import net
 
 
 def test_loops_train_to_the_same_weights() -> None:
