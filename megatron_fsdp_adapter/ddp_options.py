@@ -23,11 +23,11 @@ from .config import (
 )
 from .grad_check import GradCheck
 from .staging_options import slots_wanted
-from .support import MXFP8_PARAMETERS, Rule
+from .support import MXFP8_PARAMETERS, Rule, is_on
 
 
 def _is_set(option: str) -> Callable[[Any], bool]:
-    return lambda config: bool(getattr(config, option, False))
+    return lambda config: is_on(config, option)
 
 
 def _dtype_is_not(option: str, *allowed: torch.dtype | None) -> Callable[[Any], bool]:

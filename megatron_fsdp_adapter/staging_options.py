@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from .config import STRATEGIES
 from .runtime.registered import RegisteredMemory
+from .support import is_on
 from .topology import FSDPDistributedIndex
 
 COPY_ENGINES, CARRIED = "fsdp_copy_engine_all_gather", "fsdp_copy_engine_reduce_scatter"
@@ -28,22 +29,18 @@ ROLES = {COPY_ENGINES: "ag", CARRIED: "rs"}
 """Option -> end of the role of the groups that the wrapper makes for it."""
 
 
-def _is_on(ddp_config: Any, option: str) -> bool:
-    return bool(getattr(ddp_config, option, False))
-
-
 def copy_engine_roles(ddp_config: Any) -> list[str]:
     """What the copy engines do: gathers ("ag"), reductions ("rs"). Each is on communicators of its
     own, with NCCL's zero-CTA policy: on one they would wait for each other."""
-    return [suffix for option, suffix in ROLES.items() if _is_on(ddp_config, option)]
+    return [suffix for option, suffix in ROLES.items() if is_on(ddp_config, option)]
 
 
 def slots_wanted(ddp_config: Any) -> dict[str, bool]:
     """The fields of `EngineConfig` about slots."""
-    fixed = _is_on(ddp_config, "fsdp_double_buffer") or _is_on(ddp_config, "nccl_ub")
-    carried = _is_on(ddp_config, CARRIED)
+    fixed = is_on(ddp_config, "fsdp_double_buffer") or is_on(ddp_config, "nccl_ub")
+    carried = is_on(ddp_config, CARRIED)
     return {
-        "weight_slots": fixed or _is_on(ddp_config, COPY_ENGINES),
+        "weight_slots": fixed or is_on(ddp_config, COPY_ENGINES),
         "bucket_slots": fixed or carried,
         "exchange_gradients": carried,
     }
@@ -54,7 +51,7 @@ def problems(ddp_config: Any, device: torch.device, groups: Any) -> list[str]:
     row = STRATEGIES.get(ddp_config.data_parallel_sharding_strategy)
     found = []
     for option in ("nccl_ub", *ROLES):
-        if not _is_on(ddp_config, option):
+        if not is_on(ddp_config, option):
             continue
         if device.type != "cuda":
             found.append(f"{option}=True: it needs NCCL, and the model is on {device}; set False")
@@ -63,7 +60,7 @@ def problems(ddp_config: Any, device: torch.device, groups: Any) -> list[str]:
                 f"{option}=True: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True excludes memory "
                 "pools; leave that setting out, or set this to False"
             )
-    gathers, carries = _is_on(ddp_config, COPY_ENGINES), _is_on(ddp_config, CARRIED)
+    gathers, carries = is_on(ddp_config, COPY_ENGINES), is_on(ddp_config, CARRIED)
     if carries and row is not None and not row.shard_grads:
         found.append(
             f"{CARRIED}=True with data_parallel_sharding_strategy={row.name!r}: gradients are "
@@ -83,7 +80,7 @@ def problems(ddp_config: Any, device: torch.device, groups: Any) -> list[str]:
             "expt_dp_ag), which take compute units; leave them out: the wrapper makes others"
         )
     for option in ("fsdp_manual_registration", "disable_symmetric_registration"):
-        if _is_on(ddp_config, option) and not _is_on(ddp_config, "nccl_ub"):
+        if is_on(ddp_config, option) and not is_on(ddp_config, "nccl_ub"):
             found.append(f"{option}=True: it is about nccl_ub, which is off; set nccl_ub=True")
     return found
 
@@ -93,7 +90,7 @@ def slot_memory(
 ) -> RegisteredMemory | None:
     """What allocates slots; None for ordinary memory. Copy engines need symmetric memory, so
     `disable_symmetric_registration` is about `nccl_ub` alone."""
-    registers, roles = _is_on(ddp_config, "nccl_ub"), copy_engine_roles(ddp_config)
+    registers, roles = is_on(ddp_config, "nccl_ub"), copy_engine_roles(ddp_config)
     groups: list[dist.ProcessGroup] = []
     for domain in index.domains.values():
         groups += [domain.gather_group] if registers or "ag" in roles else []
@@ -104,6 +101,6 @@ def slot_memory(
     return RegisteredMemory(
         groups,
         device,
-        symmetric=bool(roles) or not _is_on(ddp_config, "disable_symmetric_registration"),
-        at_once=not _is_on(ddp_config, "fsdp_manual_registration"),
+        symmetric=bool(roles) or not is_on(ddp_config, "disable_symmetric_registration"),
+        at_once=not is_on(ddp_config, "fsdp_manual_registration"),
     )

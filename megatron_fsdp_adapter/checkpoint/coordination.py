@@ -72,10 +72,6 @@ class Coordinator:
             raise kind(_report(stage, failures, self.size)) from cause
         return result, tuple(m for m in told if not isinstance(m, _Failure))
 
-    def run_on_first(self, stage: str, step: Callable[[], None]) -> None:
-        """Runs `step` on rank 0 alone; no rank returns before it has, all raise if it raised."""
-        self.run(stage, step if self.rank == 0 else lambda: None)
-
 
 @contextmanager
 def coordination(group: dist.ProcessGroup | None = None) -> Iterator[Coordinator]:

@@ -27,6 +27,7 @@ from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, blocks
 from megatron_fsdp_adapter.checkpoint.convert.safetensors_files import read_json, read_tensors
 from megatron_fsdp_adapter.checkpoint.convert.torch_dist import COMMON, load_common
 from megatron_fsdp_adapter.checkpoint.convert.training_state import argument_of
+from megatron_fsdp_adapter.checkpoint.record import RECORD
 
 TOPOLOGY = (
     "world_size",
@@ -48,9 +49,6 @@ MODEL = (
     "num_experts", "padded_vocab_size", "transformer_impl", "bf16", "fp16",
 )  # fmt: skip
 """Training arguments that are shown where a checkpoint has them."""
-
-RECORD = "adapter_metadata.json"
-"""File of a checkpoint in which a save notes ranks, topology, versions and time."""
 
 WEIGHTS, OPTIMIZER, OTHER = "weights", "optimizer", "other"
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp")

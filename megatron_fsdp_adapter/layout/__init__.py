@@ -8,18 +8,13 @@ from .ranges import (
     flat_range_to_boxes,
     nested_shard_rank,
     split_evenly,
-    split_nested,
 )
 from .spec import (
-    ELEMENT_GRANULARITY,
     ParamSpec,
     row_granularity,
-    rows_granularity,
-    tensor_granularity,
 )
 
 __all__ = [
-    "ELEMENT_GRANULARITY",
     "EMPTY",
     "Box",
     "FlatRange",
@@ -31,8 +26,5 @@ __all__ = [
     "nested_shard_rank",
     "plan_group",
     "row_granularity",
-    "rows_granularity",
     "split_evenly",
-    "split_nested",
-    "tensor_granularity",
 ]

@@ -64,21 +64,14 @@ def split_evenly(whole: FlatRange, num_parts: int, part: int) -> FlatRange:
 def nested_shard_rank(inner_rank: int, outer_rank: int, outer_size: int) -> int:
     """Shard number when a shard of the inner axis is split again over the outer axis.
 
-    The inner axis is the slow one, so that the finer shard lies inside the coarser one
-    (`split_nested` of the same ranks) and the two axes can be gathered one after the other.
+    The inner axis is the slow one, so that the finer shard lies inside the coarser one and the two
+    axes can be gathered one after the other.
     """
     if not 0 <= outer_rank < outer_size or inner_rank < 0:
         raise ValueError(
             f"inner rank {inner_rank} and outer rank {outer_rank} of {outer_size} do not exist"
         )
     return inner_rank * outer_size + outer_rank
-
-
-def split_nested(
-    whole: FlatRange, inner_size: int, inner_rank: int, outer_size: int, outer_rank: int
-) -> FlatRange:
-    """The inner rank's even part of `whole`, split evenly again over the outer axis."""
-    return split_evenly(split_evenly(whole, inner_size, inner_rank), outer_size, outer_rank)
 
 
 def flat_range_to_boxes(part: FlatRange, shape: tuple[int, ...]) -> tuple[Box, ...]:

@@ -13,28 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-ELEMENT_GRANULARITY = 1
-
 
 def row_granularity(shape: tuple[int, ...]) -> int:
     """Elements in one row of dim 0: product(shape[1:]), and 1 for 0-D and 1-D shapes."""
     return math.prod(shape[1:])
-
-
-def rows_granularity(shape: tuple[int, ...], rows: int) -> int:
-    """Elements in `rows` rows of dim 0.
-
-    Raises ValueError unless `rows` >= 1 divides the number of rows.
-    """
-    num_rows = shape[0] if shape else 1
-    if rows < 1 or num_rows % rows:
-        raise ValueError(f"rows={rows} must be a divisor of the {num_rows} rows of shape {shape}")
-    return rows * row_granularity(shape)
-
-
-def tensor_granularity(shape: tuple[int, ...]) -> int:
-    """All elements of the shape: the parameter then lies whole on one shard."""
-    return math.prod(shape)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,10 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.layout import (
-    ELEMENT_GRANULARITY,
     GroupLayout,
     ParamSpec,
     plan_group,
     row_granularity,
-    rows_granularity,
-    tensor_granularity,
 )
 
 Shape = tuple[int, ...]
@@ -46,10 +43,10 @@ def _granularity(draw: st.DrawFn, shape: Shape) -> int:
     kind = draw(st.sampled_from(["row", "row", "row", "rows", "tensor", "element"]))
     if kind == "rows":
         rows = shape[0] if shape else 1
-        return rows_granularity(shape, draw(st.sampled_from(divisors(rows))))
+        return draw(st.sampled_from(divisors(rows))) * row_granularity(shape)
     if kind == "tensor":
-        return tensor_granularity(shape)
-    return ELEMENT_GRANULARITY if kind == "element" else row_granularity(shape)
+        return math.prod(shape)
+    return 1 if kind == "element" else row_granularity(shape)
 
 
 @st.composite

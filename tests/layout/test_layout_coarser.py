@@ -9,7 +9,7 @@ from hypothesis import given
 from layout_cases import divisors, layouts, specs_of
 
 from megatron_fsdp_adapter.layout import GroupLayout, plan_group
-from megatron_fsdp_adapter.layout.ranges import EMPTY, split_nested
+from megatron_fsdp_adapter.layout.ranges import EMPTY, split_evenly
 
 
 @given(layout=layouts())
@@ -43,7 +43,8 @@ def test_parts_of_a_shard_lie_where_a_nested_split_puts_them(layout: GroupLayout
             for segment, (held, _) in zip(
                 layout.segments, layout.segment_shards(rank), strict=True
             ):
-                assert held == split_nested(segment.range, number, inner, parts, outer)
+                coarse = split_evenly(segment.range, number, inner)
+                assert held == split_evenly(coarse, parts, outer)
 
 
 @pytest.mark.parametrize("number", [0, -1, 3, 5, 8])

@@ -37,8 +37,6 @@ from megatron_fsdp_adapter.layout import (
     Placement,
     Segment,
     plan_group,
-    rows_granularity,
-    tensor_granularity,
 )
 
 
@@ -249,7 +247,7 @@ def test_a_group_smaller_than_the_aligned_shards() -> None:
 
 def test_whole_tensors_share_shards_as_long_as_the_largest() -> None:
     shapes = [(40, 80), (96, 100), (70, 100), (50, 64), (33,)]
-    whole = [tensor_granularity(shape) for shape in shapes[:-1]]
+    whole = [math.prod(shape) for shape in shapes[:-1]]
     layout = plan_group(specs_of(shapes, [*whole, 1]), 3, max_segments=1)
     assert layout.shard_numel == 9600
     assert [layout.holders(i)[0] for i in range(4)] == [2, 1, 0, 2]
@@ -257,7 +255,7 @@ def test_whole_tensors_share_shards_as_long_as_the_largest() -> None:
 
 
 def test_blocks_of_rows_stay_together() -> None:
-    layout = plan_group(specs_of([(24, 10)], [rows_granularity((24, 10), 8)]), 4)
+    layout = plan_group(specs_of([(24, 10)], [8 * 10]), 4)
     assert [layout.local_shape(0, r) for r in range(4)] == [(8, 10), (8, 10), (8, 10), (0, 10)]
 
 

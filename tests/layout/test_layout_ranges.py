@@ -15,7 +15,6 @@ from megatron_fsdp_adapter.layout import (
     flat_range_to_boxes,
     nested_shard_rank,
     split_evenly,
-    split_nested,
 )
 
 
@@ -60,7 +59,7 @@ def test_nested_shards_lie_inside_the_inner_shard(
     covered = []
     for inner, outer in itertools.product(range(inner_size), range(outer_size)):
         coarse = split_evenly(whole, inner_size, inner)
-        fine = split_nested(whole, inner_size, inner, outer_size, outer)
+        fine = split_evenly(coarse, outer_size, outer)
         assert coarse.start <= fine.start and fine.stop <= coarse.stop
         rank = nested_shard_rank(inner, outer, outer_size)
         assert fine == split_evenly(whole, inner_size * outer_size, rank)
