@@ -10,30 +10,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .adapter import FullyShardedDataParallel
-    from .bridge import apply_fsdp_overrides
-    from .config import MixedPrecisionPolicy
-    from .cpu_mode import enable_cpu_mode
-    from .ddp_config import DistributedDataParallelConfig
-    from .fully_shard import fully_shard_model, fully_shard_optimizer
-    from .installation import install, uninstall
-    from .process_groups import create_all_gather_groups
-    from .topology import FSDPDistributedIndex
+    from .core.config import MixedPrecisionPolicy
+    from .core.topology import FSDPDistributedIndex
+    from .launch.bridge import apply_fsdp_overrides
+    from .launch.cpu_mode import enable_cpu_mode
+    from .launch.installation import install, uninstall
+    from .megatron.adapter import FullyShardedDataParallel
+    from .megatron.options.ddp_config import DistributedDataParallelConfig
+    from .megatron.process_groups import create_all_gather_groups
+    from .plain.fully_shard import fully_shard_model, fully_shard_optimizer
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "DistributedDataParallelConfig": "ddp_config",
-    "FullyShardedDataParallel": "adapter",
-    "FSDPDistributedIndex": "topology",
-    "MixedPrecisionPolicy": "config",
-    "apply_fsdp_overrides": "bridge",
-    "create_all_gather_groups": "process_groups",
-    "enable_cpu_mode": "cpu_mode",
-    "fully_shard_model": "fully_shard",
-    "fully_shard_optimizer": "fully_shard",
-    "install": "installation",
-    "uninstall": "installation",
+    "DistributedDataParallelConfig": "megatron.options.ddp_config",
+    "FullyShardedDataParallel": "megatron.adapter",
+    "FSDPDistributedIndex": "core.topology",
+    "MixedPrecisionPolicy": "core.config",
+    "apply_fsdp_overrides": "launch.bridge",
+    "create_all_gather_groups": "megatron.process_groups",
+    "enable_cpu_mode": "launch.cpu_mode",
+    "fully_shard_model": "plain.fully_shard",
+    "fully_shard_optimizer": "plain.fully_shard",
+    "install": "launch.installation",
+    "uninstall": "launch.installation",
 }
 
 __all__ = [

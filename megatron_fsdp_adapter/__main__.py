@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     if argv and argv[0] in COMMANDS:
         return int(importlib.import_module(COMMANDS[argv[0]]).main(argv[1:]))
     if argv and argv[0].endswith(".py"):
-        from .runner import run
+        from .launch.runner import run
 
         return run(argv)
     print(USAGE, file=sys.stderr)

@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron_fsdp_adapter.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint
 from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef, uneven_dtensor
 from megatron_fsdp_adapter.checkpoint.storage import exact_storage
-from megatron_fsdp_adapter.layout import ParamSpec, plan_group, row_granularity
+from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group, row_granularity
 
 HIDDEN, FFN, VOCABULARY, QUERY_KEY_VALUE = 2048, 5632, 32000, 2560
 KINDS = ("main", "exp_avg", "exp_avg_sq")

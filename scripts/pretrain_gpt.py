@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 scripts/pretrain_gpt.py --config FILE --use-megatron-fsdp
 
 Flags have Megatron's names; ``--help`` lists them. Runs on GPUs with NCCL and on a CPU with gloo,
-there in CPU mode (`megatron_fsdp_adapter.cpu_mode`).
+there in CPU mode (`megatron_fsdp_adapter.launch.cpu_mode`).
 """
 
 from __future__ import annotations

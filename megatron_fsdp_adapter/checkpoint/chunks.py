@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron_fsdp_adapter.layout.group import GroupLayout
-from megatron_fsdp_adapter.layout.ranges import Box
-from megatron_fsdp_adapter.uneven_dtensor import (
+from megatron_fsdp_adapter.core.layout.group import GroupLayout
+from megatron_fsdp_adapter.core.layout.ranges import Box
+from megatron_fsdp_adapter.core.uneven_dtensor import (
     Chunks,
     UnevenDTensor,
     chunks_of,

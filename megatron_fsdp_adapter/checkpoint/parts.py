@@ -16,7 +16,7 @@ from megatron_fsdp_adapter.checkpoint.chunks import (
     read_chunks,
     uneven_dtensor,
 )
-from megatron_fsdp_adapter.layout.ranges import Box, FlatRange, flat_range_to_boxes
+from megatron_fsdp_adapter.core.layout.ranges import Box, FlatRange, flat_range_to_boxes
 
 
 def part_of(value: DTensor, ref: LayoutRef, number: int, count: int) -> DTensor:

@@ -3,8 +3,8 @@ checkpoint needs no collective to find out who writes which block."""
 
 from __future__ import annotations
 
-from megatron_fsdp_adapter.layout.group import GroupLayout
-from megatron_fsdp_adapter.layout.ranges import Box, flat_range_to_boxes
+from megatron_fsdp_adapter.core.layout.group import GroupLayout
+from megatron_fsdp_adapter.core.layout.ranges import Box, flat_range_to_boxes
 
 
 def chunks(

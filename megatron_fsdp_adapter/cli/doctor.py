@@ -22,9 +22,11 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter import megatron_lm, releases, runner, validation
 from megatron_fsdp_adapter.cli import machine, prove
-from megatron_fsdp_adapter.settings import Change, format_changes
+from megatron_fsdp_adapter.launch import megatron_lm, runner
+from megatron_fsdp_adapter.megatron.options import validation
+from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
+from megatron_fsdp_adapter.megatron.seams import releases
 
 PACKAGES = (
     "megatron-fsdp-adapter", "megatron-core", "megatron-bridge", "transformer-engine", "torch",
@@ -47,7 +49,7 @@ def versions() -> dict[str, dict[str, Any]]:
 def bindings() -> dict[str, Any]:
     """Where Megatron's names are rebound when `install()` is called now, and what is missing."""
     try:
-        from megatron_fsdp_adapter import installation
+        from megatron_fsdp_adapter.launch import installation
     except ModuleNotFoundError as error:
         return {"error": f"{error.name} is not installed"}
     try:

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.config import STRATEGIES, MixedPrecisionPolicy, Strategy
-from megatron_fsdp_adapter.layout import GroupLayout, ParamSpec, plan_group, row_granularity
-from megatron_fsdp_adapter.memory import (
+from megatron_fsdp_adapter.core.config import STRATEGIES, MixedPrecisionPolicy, Strategy
+from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group, row_granularity
+from megatron_fsdp_adapter.diagnostics.memory import (
     GATHERED_WEIGHTS,
     LIFE,
     Precision,
@@ -30,7 +30,7 @@ from megatron_fsdp_adapter.memory import (
     unit_bytes,
     with_slots,
 )
-from megatron_fsdp_adapter.staging_options import slots_wanted
+from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 
 from .gpt import (
     PRESETS,

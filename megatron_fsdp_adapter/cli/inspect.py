@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_fsdp_adapter.checkpoint.inspection import Description, Entry, describe
 from megatron_fsdp_adapter.checkpoint.record import read_record
-from megatron_fsdp_adapter.proof import (
+from megatron_fsdp_adapter.prove.proof import (
     Certificate,
     Match,
     find_certificate,

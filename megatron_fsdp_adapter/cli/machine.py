@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.validation import CONNECTIONS
+from megatron_fsdp_adapter.megatron.options.validation import CONNECTIONS
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.cli import gpt
-from megatron_fsdp_adapter.proof import PROOF, write_certificate
 from megatron_fsdp_adapter.prove import ranks, report, run, source
+from megatron_fsdp_adapter.prove.proof import PROOF, write_certificate
 from megatron_fsdp_adapter.prove.shrink import Room, shrink
 
 GLOO_RANKS = 4

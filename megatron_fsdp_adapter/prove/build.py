@@ -35,13 +35,16 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_fsdp_adapter import cpu_mode, fused_wgrad
-from megatron_fsdp_adapter.adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.core_api import batch_of_context_rank
-from megatron_fsdp_adapter.ddp_config import DistributedDataParallelConfig as FsdpConfig
-from megatron_fsdp_adapter.local_spec import TorchNorm, local_layer_spec
-from megatron_fsdp_adapter.process_groups import create_all_gather_groups
-from megatron_fsdp_adapter.validation import DTYPES
+from megatron_fsdp_adapter.launch import cpu_mode
+from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.megatron.local_spec import TorchNorm, local_layer_spec
+from megatron_fsdp_adapter.megatron.options.ddp_config import (
+    DistributedDataParallelConfig as FsdpConfig,
+)
+from megatron_fsdp_adapter.megatron.options.validation import DTYPES
+from megatron_fsdp_adapter.megatron.process_groups import create_all_gather_groups
+from megatron_fsdp_adapter.megatron.seams.core_api import batch_of_context_rank
 
 Options = Mapping[str, Any]
 SEED = 1234

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.checkpoint.record import TOPOLOGY_OPTIONS, versions
-from megatron_fsdp_adapter.proof import Certificate, Comparison
+from megatron_fsdp_adapter.megatron.options.settings import format_changes
 from megatron_fsdp_adapter.prove import compare
 from megatron_fsdp_adapter.prove.compare import Row
+from megatron_fsdp_adapter.prove.proof import Certificate, Comparison
 from megatron_fsdp_adapter.prove.run import Plan, narrowest
 from megatron_fsdp_adapter.prove.source import Recipe
-from megatron_fsdp_adapter.settings import format_changes
 
 REFERENCES: Mapping[str, str] = {
     "unsharded": "one rank that shards nothing and computes all ranks' microbatches",

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.config import POISON_VARIABLE
+from megatron_fsdp_adapter.core.config import POISON_VARIABLE
 from megatron_fsdp_adapter.prove import compare, ranks
 from megatron_fsdp_adapter.prove.compare import Row
 from megatron_fsdp_adapter.prove.shrink import Shrunk, reference_kind, routes_by_rounding

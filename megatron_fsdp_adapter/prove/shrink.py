@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fsdp_adapter.settings import Change
+from megatron_fsdp_adapter.megatron.options.settings import Change
 
 Options = Mapping[str, Any]
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_fsdp_adapter import megatron_lm, runner, validation
-from megatron_fsdp_adapter.settings import Change
+from megatron_fsdp_adapter.launch import megatron_lm, runner
+from megatron_fsdp_adapter.megatron.options import validation
+from megatron_fsdp_adapter.megatron.options.settings import Change
 
 SCRIPT_OPTIONS = Path("lib", "options.py")
 """Beside a training script of this repository."""

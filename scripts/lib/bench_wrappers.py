@@ -24,7 +24,7 @@ from lib.check import this_machine, validated
 from lib.distributed import Place
 from lib.loop import forward_step
 from lib.options import Options
-from megatron_fsdp_adapter.runtime.registered import zero_cta_options
+from megatron_fsdp_adapter.core.runtime.registered import zero_cta_options
 
 Batch = dict[str, torch.Tensor]
 

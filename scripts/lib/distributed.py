@@ -37,7 +37,7 @@ def start(options: Options) -> Place:
     On the CPU this switches on CPU mode, which must happen before core is asked for a device.
     """
     if options.distributed_backend == "gloo":
-        from megatron_fsdp_adapter.cpu_mode import enable_cpu_mode
+        from megatron_fsdp_adapter.launch.cpu_mode import enable_cpu_mode
 
         enable_cpu_mode()
     device = _device()

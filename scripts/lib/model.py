@@ -34,9 +34,11 @@ from lib.data import padded_vocab_size
 from lib.distributed import Place
 from lib.options import Options
 from lib.specs import layer_spec
-from megatron_fsdp_adapter import fused_wgrad
-from megatron_fsdp_adapter.ddp_config import DistributedDataParallelConfig as FsdpConfig
-from megatron_fsdp_adapter.process_groups import create_all_gather_groups
+from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.options.ddp_config import (
+    DistributedDataParallelConfig as FsdpConfig,
+)
+from megatron_fsdp_adapter.megatron.process_groups import create_all_gather_groups
 
 # Options that a core config takes under the same name.
 _TRANSFORMER_FIELDS = (

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_fsdp_adapter.local_spec import TorchAttention, TorchNorm, local_layer_spec
+from megatron_fsdp_adapter.megatron.local_spec import TorchAttention, TorchNorm, local_layer_spec
 
 __all__ = ["TorchAttention", "TorchNorm", "layer_spec", "local_layer_spec"]
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_fsdp_adapter import cpu_mode
+from megatron_fsdp_adapter.launch import cpu_mode
 from tests.distributed.gpt import STRATEGIES, Trainer, build_trainer
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_adapter import optimizer as seam
+from megatron_fsdp_adapter.megatron import optimizer as seam
 from tests.distributed.checks import free_run
 from tests.distributed.gpt import (
     STRATEGIES,

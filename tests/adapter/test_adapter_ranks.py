@@ -12,8 +12,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_adapter import FullyShardedDataParallel, cpu_mode
-from megatron_fsdp_adapter.runtime.comm import Communicator
+from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.core.runtime.comm import Communicator
+from megatron_fsdp_adapter.launch import cpu_mode
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,

@@ -18,8 +18,12 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron_fsdp_adapter.ddp_options import DDP_CONFIG_RULES
-from megatron_fsdp_adapter.support import MODEL_CONFIG_RULES, OPTIMIZER_CONFIG_RULES, Rule
+from megatron_fsdp_adapter.megatron.options.ddp_options import DDP_CONFIG_RULES
+from megatron_fsdp_adapter.megatron.options.support import (
+    MODEL_CONFIG_RULES,
+    OPTIMIZER_CONFIG_RULES,
+    Rule,
+)
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "fields.md").read_text()

@@ -15,8 +15,10 @@ from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import get_gradient_edge
 
-from megatron_fsdp_adapter import core_api, cuda_graphs, support
-from megatron_fsdp_adapter.engine.unit import Phase
+from megatron_fsdp_adapter.core.engine.unit import Phase
+from megatron_fsdp_adapter.megatron import cuda_graphs
+from megatron_fsdp_adapter.megatron.options import support
+from megatron_fsdp_adapter.megatron.seams import core_api
 from tests.distributed.checks import free_run, recorded_step
 from tests.distributed.gpt import (
     Case,

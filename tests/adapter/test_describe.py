@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megatron_fsdp_adapter.description import param_rows, ranks_text
+from megatron_fsdp_adapter.diagnostics.description import param_rows, ranks_text
 from tests.distributed.launch import run_ranks
 from tests.distributed.topologies import (
     TOPOLOGIES,

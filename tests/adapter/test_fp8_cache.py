@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter import FullyShardedDataParallel, adapter
-from megatron_fsdp_adapter.fp8 import switch_off_weight_cache
-from megatron_fsdp_adapter.wgrad_probe import Precision
+from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.megatron import adapter
+from megatron_fsdp_adapter.megatron.fp8 import switch_off_weight_cache
+from megatron_fsdp_adapter.megatron.wgrad_probe import Precision
 from tests.distributed.gpt import STRATEGIES, Case, build_model, ddp_config
 
 CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron_fsdp_adapter.process_groups import build_index, groups_from_parallel_state
-from megatron_fsdp_adapter.topology import DENSE
+from megatron_fsdp_adapter.core.topology import DENSE
+from megatron_fsdp_adapter.megatron.process_groups import build_index, groups_from_parallel_state
 
 OPTION = "create_all_gather_group"
 CAN_MAKE = OPTION in inspect.signature(parallel_state.initialize_model_parallel).parameters

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 
-from megatron_fsdp_adapter.late_collectives import KEPT, LaunchLog
+from megatron_fsdp_adapter.diagnostics.late_collectives import KEPT, LaunchLog
 
 
 def test_the_last_launches_are_told_once_when_nothing_follows() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard_model
-from megatron_fsdp_adapter.module_problems import module_problems
+from megatron_fsdp_adapter.sharding.module_problems import module_problems
 
 
 class Odd(nn.Module):

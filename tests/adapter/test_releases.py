@@ -17,10 +17,11 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_fsdp_adapter import FullyShardedDataParallel, core_api, install, releases, uninstall
+from megatron_fsdp_adapter import FullyShardedDataParallel, install, uninstall
 from megatron_fsdp_adapter.cli import doctor
-from megatron_fsdp_adapter.core_api import MORE, Replacement
-from megatron_fsdp_adapter.installation import installed
+from megatron_fsdp_adapter.launch.installation import installed
+from megatron_fsdp_adapter.megatron.seams import core_api, releases
+from megatron_fsdp_adapter.megatron.seams.core_api import MORE, Replacement
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 OLDER = ("0.15.3", "0.16.0", "0.16.1rc0", "of no known version")

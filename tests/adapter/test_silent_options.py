@@ -17,8 +17,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import experts
 from torch import nn
 
-from megatron_fsdp_adapter import FullyShardedDataParallel, fused_wgrad
-from megatron_fsdp_adapter.tensor_parallel import TensorParallelMode, tensor_parallel_mode
+from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.tensor_parallel import TensorParallelMode, tensor_parallel_mode
 from tests.distributed.gpt import (
     Case,
     build_model,

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter import staging_options
-from megatron_fsdp_adapter.ddp_options import engine_config
-from megatron_fsdp_adapter.topology import FSDPDistributedIndex
+from megatron_fsdp_adapter.core.topology import FSDPDistributedIndex
+from megatron_fsdp_adapter.megatron.options import staging_options
+from megatron_fsdp_adapter.megatron.options.ddp_options import engine_config
 from tests.distributed.gpt import Case, build_trainer, ddp_config, train_step
 from tests.distributed.gpt import batches as batches_of
 from tests.engine.engine_cases import pretended_world

@@ -15,8 +15,12 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.ddp_options import DDP_CONFIG_RULES
-from megatron_fsdp_adapter.support import MODEL_CONFIG_RULES, OPTIMIZER_CONFIG_RULES, Rule
+from megatron_fsdp_adapter.megatron.options.ddp_options import DDP_CONFIG_RULES
+from megatron_fsdp_adapter.megatron.options.support import (
+    MODEL_CONFIG_RULES,
+    OPTIMIZER_CONFIG_RULES,
+    Rule,
+)
 from tests.distributed.gpt import (
     Case,
     build_model,

@@ -8,11 +8,11 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.checkpoint.megatron_names import (
+from megatron_fsdp_adapter.megatron.checkpoint.megatron_names import (
     get_mcore_tensor_parallel_partition_dim,
     is_mcore_tensor_model_parallel,
 )
-from megatron_fsdp_adapter.tensor_parallel import (
+from megatron_fsdp_adapter.megatron.tensor_parallel import (
     TensorParallelMode,
     mark_tensor_parallel,
     tensor_parallel_mode,

@@ -10,9 +10,10 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch import nn
 
-from megatron_fsdp_adapter import FullyShardedDataParallel, arguments
-from megatron_fsdp_adapter.adapter import SHARED_EMBEDDING, domain_name
-from megatron_fsdp_adapter.model_problems import model_problems
+from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.megatron.adapter import SHARED_EMBEDDING, domain_name
+from megatron_fsdp_adapter.megatron.model_problems import model_problems
+from megatron_fsdp_adapter.megatron.options import arguments
 from tests.distributed.gpt import Case, build_model, ddp_config
 
 CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)

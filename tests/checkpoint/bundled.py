@@ -19,7 +19,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer import fsdp_dtensor_checkpoint as core
 from torch.distributed import DeviceMesh
 
-from megatron_fsdp_adapter import cpu_mode
+from megatron_fsdp_adapter.launch import cpu_mode
 from tests.distributed.gpt import Case, Trainer, build_model, ddp_config, optimizer_config
 
 _PACKAGE = "megatron.core.distributed.fsdp"

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef, uneven_dtensor
-from megatron_fsdp_adapter.layout import GroupLayout, ParamSpec, plan_group, row_granularity
+from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group, row_granularity
 
 # Uneven rows, a parameter smaller than any shard, one row, three dimensions, a scalar.
 SHAPES = {

@@ -16,8 +16,8 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed import checkpoint as dcp
 
-from megatron_fsdp_adapter import checkpoint_drivers
 from megatron_fsdp_adapter.checkpoint import training_state
+from megatron_fsdp_adapter.megatron.checkpoint import checkpoint_drivers
 from tests.distributed.gpt import Case, Trainer, build_trainer, init_megatron
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)

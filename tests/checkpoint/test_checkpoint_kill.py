@@ -27,9 +27,9 @@ from checkpoint_cases import data_mesh, plan, sharded_tensors
 from launch import PRELOADED
 from torch.distributed import checkpoint as torch_dcp
 
-from megatron_fsdp_adapter import megatron_saves
 from megatron_fsdp_adapter.checkpoint import AsyncSaver, folders, load_checkpoint, save_checkpoint
 from megatron_fsdp_adapter.cli import verify
+from megatron_fsdp_adapter.megatron.checkpoint import megatron_saves
 
 RANKS = 2
 SHAPES = {"embedding": (601, 512), "fc": (1024, 600), "norm": (3,)}

@@ -19,7 +19,6 @@ from launch import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_fsdp_adapter.checkpoint import megatron_names
 from megatron_fsdp_adapter.checkpoint.chunks import (
     LayoutRef,
     copy_chunks,
@@ -28,6 +27,7 @@ from megatron_fsdp_adapter.checkpoint.chunks import (
     uneven_dtensor,
 )
 from megatron_fsdp_adapter.checkpoint.dcp import load_checkpoint, save_checkpoint
+from megatron_fsdp_adapter.megatron.checkpoint import megatron_names
 
 # Halves of one tensor-parallel slice. The bias is smaller than a shard of the group.
 HALVES = {"decoder.layers.0.mlp.linear_fc1.weight": (5, 4), "x.mlp.linear_fc1.bias": (5,)}

@@ -18,8 +18,8 @@ from megatron_fsdp_adapter.checkpoint.chunks import LayoutRef, read_chunks
 from megatron_fsdp_adapter.checkpoint.names import GlobalNames
 from megatron_fsdp_adapter.checkpoint.parts import first_rows, join_parts, part_of
 from megatron_fsdp_adapter.checkpoint.vocabulary import fit_vocabulary
-from megatron_fsdp_adapter.model_state import checkpoint_form, chosen_form, module_form
-from megatron_fsdp_adapter.optimizer_state import in_pieces, joined, with_own_split
+from megatron_fsdp_adapter.megatron.optimizer_state import in_pieces, joined, with_own_split
+from megatron_fsdp_adapter.sharding.model_state import checkpoint_form, chosen_form, module_form
 from tests.distributed.gpt import Case, Trainer, build_trainer, forward_backward, init_megatron
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_fsdp_adapter import installation
 from megatron_fsdp_adapter.cli import doctor, machine
+from megatron_fsdp_adapter.launch import installation
 
 
 def report(capsys: Any, *argv: str, status: int = 0) -> dict[str, Any]:

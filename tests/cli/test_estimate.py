@@ -34,8 +34,8 @@ from megatron_fsdp_adapter.cli.gpt import (
     gpt_parameter_listing,
     read_options,
 )
-from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.layout import (
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.layout import (
     GroupLayout,
     ParamSpec,
     Placement,
@@ -43,7 +43,7 @@ from megatron_fsdp_adapter.layout import (
     plan_group,
     row_granularity,
 )
-from megatron_fsdp_adapter.memory import Precision, group_bytes
+from megatron_fsdp_adapter.diagnostics.memory import Precision, group_bytes
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
 GPT2 = {**SMALL, "max_position_embeddings": 64}

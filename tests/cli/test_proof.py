@@ -12,7 +12,7 @@ import torch
 
 from megatron_fsdp_adapter.__main__ import main
 from megatron_fsdp_adapter.checkpoint.record import SaveRecord, write_record
-from megatron_fsdp_adapter.proof import (
+from megatron_fsdp_adapter.prove.proof import (
     PROOF,
     Certificate,
     Comparison,

@@ -9,8 +9,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megatron_fsdp_adapter import adapter
-from megatron_fsdp_adapter.engine.group import ParamGroup
+from megatron_fsdp_adapter.core.engine.group import ParamGroup
+from megatron_fsdp_adapter.megatron import adapter
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
-from megatron_fsdp_adapter.config import STRATEGIES
+from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.distributed.gpt import full_all
 
 WIDTH, ROWS, STEPS, LR = 6, 5, 3, 0.01

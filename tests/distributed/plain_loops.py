@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp_adapter.config import STRATEGIES
+from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.distributed import gradient_loops, step_loops, weight_loops
 from tests.distributed.plain import device
 from tests.distributed.plain_side import Loop, Side

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
-from megatron_fsdp_adapter.config import STRATEGIES
+from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.distributed.exact import gamma
 from tests.distributed.gpt import full_all
 from tests.distributed.plain import Block, device, net, tokens

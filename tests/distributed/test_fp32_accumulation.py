@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.runtime import comm
-from megatron_fsdp_adapter.runtime.comm import Communicator
+from megatron_fsdp_adapter.core.runtime import comm
+from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from tests.distributed.launch import run_ranks
 
 NUMEL = 1 << 12

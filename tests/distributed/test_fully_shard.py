@@ -19,7 +19,7 @@ from megatron_fsdp_adapter import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from megatron_fsdp_adapter.config import STRATEGIES
+from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.distributed.gpt import full_all
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, net, tokens

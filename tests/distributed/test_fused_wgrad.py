@@ -10,8 +10,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fsdp_adapter import fused_wgrad
-from megatron_fsdp_adapter.engine.direct import GradWriter
+from megatron_fsdp_adapter.core.engine.direct import GradWriter
+from megatron_fsdp_adapter.megatron import fused_wgrad
 from tests.distributed.checks import check_step, steps_from_reference
 from tests.distributed.gpt import STRATEGIES, Case, build_trainer, init_megatron
 from tests.distributed.launch import run_ranks
@@ -46,7 +46,7 @@ def test_fused_and_unfused_stock_ddp_take_the_same_steps() -> None:
 
 def _forget_to_zero(rank: int, world: int) -> None:
     """What the comparison above must see: a bucket that is added to without having been zeroed."""
-    from megatron_fsdp_adapter.engine.direct import DirectGrads
+    from megatron_fsdp_adapter.core.engine.direct import DirectGrads
 
     def careless(self: DirectGrads, fresh: bool) -> None:
         self.is_open, self._written = True, set(self._adding)

@@ -14,9 +14,9 @@ from megatron.core.parallel_state import RankGenerator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.process_groups import create_all_gather_groups
-from megatron_fsdp_adapter.runtime.comm import Communicator
-from megatron_fsdp_adapter.topology import Axis, ShardDomain, mesh_over
+from megatron_fsdp_adapter.core.runtime.comm import Communicator
+from megatron_fsdp_adapter.core.topology import Axis, ShardDomain, mesh_over
+from megatron_fsdp_adapter.megatron.process_groups import create_all_gather_groups
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,

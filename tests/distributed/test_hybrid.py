@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
-from megatron_fsdp_adapter.engine.group import GradState
+from megatron_fsdp_adapter.core.engine.group import GradState
 from tests.distributed.checks import (
     Step,
     check_run,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megatron_fsdp_adapter.cli import estimate
-from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.memory import (
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.diagnostics.memory import (
     BACKWARD_TO_STEP,
     LIFE,
     OPTIMIZER_STATE,

@@ -17,7 +17,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel, fully_shard_model
-from megatron_fsdp_adapter.materialize import initialise, own_initialiser
+from megatron_fsdp_adapter.sharding.materialize import initialise, own_initialiser
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     STRATEGIES,

@@ -15,8 +15,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.memory import (
+from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.diagnostics.memory import (
     BACKWARD_TO_STEP,
     LIFE,
     OPTIMIZER_STATE,

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter import fully_shard_model
-from megatron_fsdp_adapter.config import STRATEGIES, EngineConfig
-from megatron_fsdp_adapter.engine.buffer import FlatBuffer
-from megatron_fsdp_adapter.engine.partition import ROOT
-from megatron_fsdp_adapter.fault_report import memory_plan
-from megatron_fsdp_adapter.layout import ParamSpec, plan_group
+from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig
+from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
+from megatron_fsdp_adapter.core.engine.partition import ROOT
+from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group
+from megatron_fsdp_adapter.diagnostics.fault_report import memory_plan
 from tests.distributed.launch import run_ranks
 
 WIDTH = 2048

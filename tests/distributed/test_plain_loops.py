@@ -14,7 +14,7 @@ from megatron_fsdp_adapter import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from megatron_fsdp_adapter.config import STRATEGIES
+from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, tokens
 from tests.distributed.plain_loops import LOOPS, check_loops

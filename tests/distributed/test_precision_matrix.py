@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fsdp_adapter.engine.group import GradState, ParamGroup
-from megatron_fsdp_adapter.engine.identity import ParamPair
-from megatron_fsdp_adapter.engine.reduce import ReducePipeline
+from megatron_fsdp_adapter.core.engine.group import GradState, ParamGroup
+from megatron_fsdp_adapter.core.engine.identity import ParamPair
+from megatron_fsdp_adapter.core.engine.reduce import ReducePipeline
 from tests.distributed.checks import passes
 from tests.distributed.launch import run_ranks
 from tests.distributed.precision import (

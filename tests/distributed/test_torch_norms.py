@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from megatron_fsdp_adapter import fully_shard_model
-from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.uneven_dtensor import UnevenDTensor
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import device
 

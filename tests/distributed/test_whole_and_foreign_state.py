@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim.swa_utils import AveragedModel
 
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
-from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.fully_shard import FullyShardedModel
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.plain.fully_shard import FullyShardedModel
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import VOCAB, WIDTH, Block, Net, tokens
 

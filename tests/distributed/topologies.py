@@ -33,8 +33,9 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_fsdp_adapter import FullyShardedDataParallel, cpu_mode
-from megatron_fsdp_adapter.core_api import batch_of_context_rank
+from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.launch import cpu_mode
+from megatron_fsdp_adapter.megatron.seams.core_api import batch_of_context_rank
 from megatron_fsdp_adapter.prove.build import coordinates
 
 from .checks import Step

@@ -11,9 +11,9 @@ from unittest import mock
 from megatron.core import parallel_state as ps
 from torch import nn
 
-from megatron_fsdp_adapter import optimizer as optimizer_seam
-from megatron_fsdp_adapter.adapter import SHARED_EMBEDDING
-from megatron_fsdp_adapter.topology import EXPERT
+from megatron_fsdp_adapter.core.topology import EXPERT
+from megatron_fsdp_adapter.megatron import optimizer as optimizer_seam
+from megatron_fsdp_adapter.megatron.adapter import SHARED_EMBEDDING
 
 from .topologies import TopologyTrainer
 

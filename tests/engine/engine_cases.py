@@ -17,16 +17,12 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp_adapter.config import (
-    STRATEGIES,
-    EngineConfig,
-    MixedPrecisionPolicy,
-)
-from megatron_fsdp_adapter.engine.direct import GradWriter
-from megatron_fsdp_adapter.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.engine.partition import ManagedParam, partition
-from megatron_fsdp_adapter.grad_check import GradCheck
-from megatron_fsdp_adapter.topology import DENSE, EXPERT, FSDPDistributedIndex
+from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig, MixedPrecisionPolicy
+from megatron_fsdp_adapter.core.engine.direct import GradWriter
+from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.core.engine.partition import ManagedParam, partition
+from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, FSDPDistributedIndex
+from megatron_fsdp_adapter.diagnostics.grad_check import GradCheck
 from tests.engine.fused_linear import FusedLinear
 from tests.engine.recording import RecordingRuntime
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.engine.direct import GradWriter
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from tests.engine.engine_cases import HIDDEN, Exploded, Net, Setup, microbatch
 
 Scenario = Callable[[Any], None]

@@ -35,7 +35,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp_adapter.runtime.device import COMPUTE, ROLES, Works, storage_bytes
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE, ROLES, Works, storage_bytes
 
 READ, WRITE, ALLOCATE, RELEASE = "read", "write", "allocate", "release"
 RECORD, WAIT, MARK = "record", "wait", "mark"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.engine import buffer
+from megatron_fsdp_adapter.core.engine import buffer
 from tests.engine.test_sums import DTYPES
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fsdp_adapter.config import STRATEGIES
+from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.engine.engine_cases import Setup, build, pretended_world
 from tests.engine.recording import RecordingRuntime
 

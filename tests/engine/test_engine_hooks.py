@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.engine.hooks import (
+from megatron_fsdp_adapter.core.engine.hooks import (
     accumulates,
     has_grad_output,
     on_inputs_done,

@@ -12,8 +12,8 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_fsdp_adapter
-from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.runtime.device import COMPUTE, HostRuntime
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE, HostRuntime
 from tests.engine.engine_cases import Rig, Setup, build, pretended_world
 from tests.engine.traces import ZERO_3
 

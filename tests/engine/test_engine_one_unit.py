@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fsdp_adapter.config import STRATEGIES
+from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.engine import engine_cases
 from tests.engine.engine_cases import Setup, build, pretended_world
 from tests.engine.engine_scenarios import microbatches, steps

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.engine.buffer import FlatBuffer, Held, items_in
-from megatron_fsdp_adapter.engine.partition import (
+from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer, Held, items_in
+from megatron_fsdp_adapter.core.engine.partition import (
     ROOT,
     managed_params,
     partition,
     unit_modules,
 )
-from megatron_fsdp_adapter.layout.planner import plan_group
-from megatron_fsdp_adapter.layout.ranges import FlatRange
-from megatron_fsdp_adapter.runtime.device import HostRuntime
+from megatron_fsdp_adapter.core.layout.planner import plan_group
+from megatron_fsdp_adapter.core.layout.ranges import FlatRange
+from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.engine.engine_cases import Setup, build, pretended_world
 
 

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp_adapter.config import (
+from megatron_fsdp_adapter.core.config import (
     POISON_VARIABLE,
     STRATEGIES,
     EngineConfig,
     poison_asked,
     strategy_named,
 )
-from megatron_fsdp_adapter.engine.buffer import FlatBuffer
-from megatron_fsdp_adapter.engine.direct import DirectGrads, GradWriter
-from megatron_fsdp_adapter.engine.group import ParamGroup
-from megatron_fsdp_adapter.runtime.device import HostRuntime, fill_with_nan
+from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
+from megatron_fsdp_adapter.core.engine.direct import DirectGrads, GradWriter
+from megatron_fsdp_adapter.core.engine.group import ParamGroup
+from megatron_fsdp_adapter.core.runtime.device import HostRuntime, fill_with_nan
 from tests.engine.engine_cases import PretendCommunicator, Setup, build, pretended_world
 from tests.engine.engine_scenarios import SCENARIOS, VARIANTS
 
@@ -73,7 +73,7 @@ def test_a_reduction_into_gradients_that_were_not_cleared_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever takes the first reduction of a step for a later one adds to what is not there."""
-    from megatron_fsdp_adapter.engine.reduce import ReducePipeline
+    from megatron_fsdp_adapter.core.engine.reduce import ReducePipeline
 
     land = ReducePipeline._land
     monkeypatch.setattr(ReducePipeline, "_lands", lambda self, group, is_first: False)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.memory import (
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.runtime.device import HostRuntime, storage_bytes
+from megatron_fsdp_adapter.diagnostics.memory import (
     GRADIENT_SHARD,
     LIFE,
     OPTIMIZER_STATE,
@@ -20,7 +21,6 @@ from megatron_fsdp_adapter.memory import (
     Precision,
     group_bytes,
 )
-from megatron_fsdp_adapter.runtime.device import HostRuntime, storage_bytes
 from tests.distributed.memory import Baseline
 from tests.engine.engine_cases import LateCommunicator, PretendCommunicator, Setup, build
 from tests.engine.engine_cases import pretended_world as world_of

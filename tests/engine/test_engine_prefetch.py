@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_fsdp_adapter.engine.prefetch import BACKWARD, FORWARD, LOOKAHEAD, PrefetchOrder
+from megatron_fsdp_adapter.core.engine.prefetch import BACKWARD, FORWARD, LOOKAHEAD, PrefetchOrder
 from tests.engine.engine_cases import Rig, Setup, build, pretended_world
 from tests.engine.recording import MARK
 

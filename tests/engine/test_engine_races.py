@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.engine import gather, group, reduce
-from megatron_fsdp_adapter.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.runtime.device import COMPUTE, GATHER, REDUCE
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.engine import gather, group, reduce
+from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, REDUCE
 from tests.engine.engine_cases import Setup, build, pretended_world
 from tests.engine.engine_scenarios import SCENARIOS, VARIANTS, variant_cells
 from tests.engine.recording import MARK, RaceError, RecordingRuntime

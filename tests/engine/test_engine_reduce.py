@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_fsdp_adapter.engine.reduce import largest_domain_first
+from megatron_fsdp_adapter.core.engine.reduce import largest_domain_first
 from tests.engine.engine_cases import Setup, build, pretended_world
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.runtime.device import COMPUTE
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE
 from tests.engine.engine_cases import Layer, Setup, build, pretended_world
 from tests.engine.engine_scenarios import SCENARIOS
 from tests.engine.recording import RaceError, RecordingRuntime

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.engine import hooks
-from megatron_fsdp_adapter.engine.staging import plan_slots
-from megatron_fsdp_adapter.engine.unit import Phase
+from megatron_fsdp_adapter.core.engine import hooks
+from megatron_fsdp_adapter.core.engine.staging import plan_slots
+from megatron_fsdp_adapter.core.engine.unit import Phase
 from tests.engine.engine_cases import Layer, Setup, build, pretended_world
 
 GPT = ["Embedding", "Layer", "Layer", "Layer", "Layer", "Linear", "NoneType"]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.engine.group import GradState
-from megatron_fsdp_adapter.engine.guard import ReshardedParameter
-from megatron_fsdp_adapter.engine.unit import TRANSITIONS, Phase, Unit
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.engine.group import GradState
+from megatron_fsdp_adapter.core.engine.guard import ReshardedParameter
+from megatron_fsdp_adapter.core.engine.unit import TRANSITIONS, Phase, Unit
 from tests.engine.engine_cases import Exploded, Rig, Setup, build, microbatch, pretended_world
 
 ZERO_1, ZERO_2, ZERO_3 = "optim", "optim_grads", "optim_grads_params"

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.engine.direct import GradWriter
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from tests.engine.engine_cases import HIDDEN, Setup, build, pretended_world
 from tests.engine.engine_scenarios import SCENARIOS
 from tests.engine.traces import ZERO_1, ZERO_2, ZERO_3, collectives, schedule, steady

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.runtime.device import HostRuntime
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.engine.engine_cases import (
     LateCommunicator,
     PretendCommunicator,

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.runtime import comm
-from megatron_fsdp_adapter.runtime.comm import CAPABILITIES, Communicator, capabilities_of
-from megatron_fsdp_adapter.runtime.device import (
+from megatron_fsdp_adapter.core.runtime import comm
+from megatron_fsdp_adapter.core.runtime.comm import CAPABILITIES, Communicator, capabilities_of
+from megatron_fsdp_adapter.core.runtime.device import (
     COMPUTE,
     GATHER,
     REDUCE,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.runtime.sums import SumsOfReceived, _kernel, sum_rows
+from megatron_fsdp_adapter.core.runtime.sums import SumsOfReceived, _kernel, sum_rows
 
 DTYPES = (torch.float32, torch.bfloat16)
 

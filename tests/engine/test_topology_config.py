@@ -11,24 +11,30 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from megatron_fsdp_adapter.config import (
+from megatron_fsdp_adapter.core.config import (
     STRATEGIES,
     EngineConfig,
     MixedPrecisionPolicy,
     forced_overlaps,
     strategy_named,
 )
-from megatron_fsdp_adapter.ddp_config import DistributedDataParallelConfig as OurConfig
-from megatron_fsdp_adapter.ddp_options import DDP_CONFIG_RULES, engine_config, precision_policy
-from megatron_fsdp_adapter.process_groups import build_index, groups_of
-from megatron_fsdp_adapter.support import problems
-from megatron_fsdp_adapter.topology import (
+from megatron_fsdp_adapter.core.topology import (
     DENSE,
     EXPERT,
     Axis,
     FSDPDistributedIndex,
     ShardDomain,
 )
+from megatron_fsdp_adapter.megatron.options.ddp_config import (
+    DistributedDataParallelConfig as OurConfig,
+)
+from megatron_fsdp_adapter.megatron.options.ddp_options import (
+    DDP_CONFIG_RULES,
+    engine_config,
+    precision_policy,
+)
+from megatron_fsdp_adapter.megatron.options.support import problems
+from megatron_fsdp_adapter.megatron.process_groups import build_index, groups_of
 from tests.engine.engine_cases import pretended_world
 
 CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter import fused_wgrad, wgrad_probe
-from megatron_fsdp_adapter.engine.direct import GradWriter
-from megatron_fsdp_adapter.engine.partition import ManagedParam
-from megatron_fsdp_adapter.fused_wgrad import grad_writer
-from megatron_fsdp_adapter.wgrad_probe import (
+from megatron_fsdp_adapter.core.engine.direct import GradWriter
+from megatron_fsdp_adapter.core.engine.partition import ManagedParam
+from megatron_fsdp_adapter.megatron import fused_wgrad, wgrad_probe
+from megatron_fsdp_adapter.megatron.fused_wgrad import grad_writer
+from megatron_fsdp_adapter.megatron.wgrad_probe import (
     SIZE,
     UNKNOWN,
     Maker,

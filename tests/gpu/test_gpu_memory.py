@@ -16,8 +16,8 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.memory import (
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.diagnostics.memory import (
     Precision,
     bytes_between_steps,
     model_bytes,

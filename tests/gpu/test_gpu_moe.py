@@ -29,7 +29,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_fsdp_adapter import FullyShardedDataParallel, cpu_mode
+from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.launch import cpu_mode
 from tests.distributed.checks import relative
 from tests.distributed.gpt import (
     STRATEGIES,

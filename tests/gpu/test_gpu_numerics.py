@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp_adapter.runtime.device import COMPUTE, GATHER, REDUCE
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, REDUCE
 from tests.distributed import test_numerics as numerics
 from tests.distributed.checks import check_run_bits, check_same_bits, free_run
 from tests.distributed.gpt import STRATEGIES, Case, Trainer, build_trainer, init_megatron

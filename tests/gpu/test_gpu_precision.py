@@ -19,8 +19,8 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.runtime.comm import Communicator
-from megatron_fsdp_adapter.runtime.sums import _kernel, sum_rows
+from megatron_fsdp_adapter.core.runtime.comm import Communicator
+from megatron_fsdp_adapter.core.runtime.sums import _kernel, sum_rows
 from tests.distributed.exact import gamma
 from tests.distributed.gpt import (
     STRATEGIES,

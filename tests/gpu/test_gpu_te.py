@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-from megatron_fsdp_adapter import fused_wgrad
+from megatron_fsdp_adapter.megatron import fused_wgrad
 from tests.distributed import gpt
 from tests.distributed.checks import check_loss, check_norm, check_run_bits, free_run
 from tests.distributed.gpt import STRATEGIES, Case, build_trainer, init_megatron

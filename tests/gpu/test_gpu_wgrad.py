@@ -19,18 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp_adapter import fused_wgrad, wgrad_probe
-from megatron_fsdp_adapter.config import (
-    STRATEGIES,
-    EngineConfig,
-    MixedPrecisionPolicy,
-)
-from megatron_fsdp_adapter.engine.direct import GradWriter
-from megatron_fsdp_adapter.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.engine.partition import partition, unit_modules
-from megatron_fsdp_adapter.runtime.device import CudaRuntime
-from megatron_fsdp_adapter.topology import DENSE, FSDPDistributedIndex
-from megatron_fsdp_adapter.wgrad_probe import MAKERS, Observed, Observer, Precision
+from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig, MixedPrecisionPolicy
+from megatron_fsdp_adapter.core.engine.direct import GradWriter
+from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.core.engine.partition import partition, unit_modules
+from megatron_fsdp_adapter.core.runtime.device import CudaRuntime
+from megatron_fsdp_adapter.core.topology import DENSE, FSDPDistributedIndex
+from megatron_fsdp_adapter.megatron import fused_wgrad, wgrad_probe
+from megatron_fsdp_adapter.megatron.wgrad_probe import MAKERS, Observed, Observer, Precision
 from tests.gpu.gpu_ranks import Check, Outcomes
 
 RECIPES = ("bf16", "tensorwise", "delayed", "blockwise")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter import fused_wgrad
+from megatron_fsdp_adapter.megatron import fused_wgrad
 from tests.distributed.gpt import Case, batches, build_trainer, give_up, init_megatron, train_step
 from tests.gpu.test_gpu_fp8 import fp8_layers
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter import cpu_mode
 from megatron_fsdp_adapter.__main__ import main as run
+from megatron_fsdp_adapter.launch import cpu_mode
 
 FUSED_KERNELS = "megatron.legacy.fused_kernels"
 """Gone in 0.18."""

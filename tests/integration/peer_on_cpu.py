@@ -17,7 +17,7 @@ import on_cpu
 from lib import peer_tests
 from lib.peer_tests import pytest_runtest_logreport, pytest_unconfigure  # noqa: F401
 
-from megatron_fsdp_adapter import cpu_mode
+from megatron_fsdp_adapter.launch import cpu_mode
 
 STEPS = 2
 """Of the 20 that a test trains for: a step has 8 microbatches."""

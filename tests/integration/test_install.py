@@ -68,7 +68,7 @@ def run(body: str, *path: str) -> str:
 def test_importing_the_package_imports_no_megatron() -> None:
     run("""
         import megatron_fsdp_adapter
-        from megatron_fsdp_adapter.installation import installed
+        from megatron_fsdp_adapter.launch.installation import installed
         assert not megatron_modules() and not installed()
     """)
 
@@ -119,7 +119,7 @@ def test_install_after_megatron_and_back() -> None:
         assert len(places["class"]) >= 5 and len(places["make_fsdp_dtensor"]) >= 2
 
         from megatron_fsdp_adapter import install, uninstall
-        from megatron_fsdp_adapter.installation import installed, original as original_of
+        from megatron_fsdp_adapter.launch.installation import installed, original as original_of
         from megatron_fsdp_adapter.checkpoint import megatron_names
         for _ in range(2):
             install()
@@ -166,7 +166,7 @@ def test_install_after_megatron_and_back() -> None:
 def test_a_second_install_reaches_what_was_bound_in_between() -> None:
     run("""
         from megatron_fsdp_adapter import install
-        from megatron_fsdp_adapter.installation import original
+        from megatron_fsdp_adapter.launch.installation import original
         install()
         late = types.ModuleType("megatron.late")
         late.FSDP = original("FullyShardedDataParallel")
@@ -184,8 +184,8 @@ def test_a_megatron_without_the_engine_keeps_its_names() -> None:
                 if name.startswith(ENGINE + ".uneven_dtensor"):
                     raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         sys.meta_path.insert(0, Absent())
-        import megatron_fsdp_adapter.installation as module
-        from megatron_fsdp_adapter.installation import Rebinding
+        import megatron_fsdp_adapter.launch.installation as module
+        from megatron_fsdp_adapter.launch.installation import Rebinding
         missing = [r for r in module.REBINDINGS if module._module_of(r) is None]
         assert {r.name for r in missing} >= {"preprocess_state_dict_for_uneven_dtensor"}
         required = Rebinding(ENGINE + ".uneven_dtensor", "x", lambda: None, required=True)
@@ -203,7 +203,7 @@ def test_another_megatron_core_is_told_what_it_lacks() -> None:
             if hasattr(MegatronOptimizer, name):
                 delattr(MegatronOptimizer, name)
         from megatron_fsdp_adapter import install
-        from megatron_fsdp_adapter.installation import installed
+        from megatron_fsdp_adapter.launch.installation import installed
         try:
             install()
         except RuntimeError as error:
@@ -239,7 +239,7 @@ def test_megatrons_own_wrapper_cannot_be_constructed_meanwhile() -> None:
 
 def test_importing_submodules_does_not_hide_the_functions() -> None:
     run("""
-        import megatron_fsdp_adapter.installation, megatron_fsdp_adapter.adapter
+        import megatron_fsdp_adapter.launch.installation, megatron_fsdp_adapter.megatron.adapter
         from megatron_fsdp_adapter import install, uninstall, FullyShardedDataParallel
         install()
         uninstall()

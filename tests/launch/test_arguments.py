@@ -11,9 +11,10 @@ import pytest
 import torch
 from launch_cases import parsed_arguments
 
-from megatron_fsdp_adapter import megatron_lm, validation
-from megatron_fsdp_adapter.settings import Change, format_changes
-from megatron_fsdp_adapter.support import Rule
+from megatron_fsdp_adapter.launch import megatron_lm
+from megatron_fsdp_adapter.megatron.options import validation
+from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
+from megatron_fsdp_adapter.megatron.options.support import Rule
 
 FSDP = ["--use-megatron-fsdp"]
 
@@ -205,7 +206,7 @@ def test_fields_of_main_are_those_of_the_flags() -> None:
     """A flag whose field is missing would be dropped without a word."""
     from dataclasses import fields
 
-    from megatron_fsdp_adapter.ddp_config import DistributedDataParallelConfig
+    from megatron_fsdp_adapter.megatron.options.ddp_config import DistributedDataParallelConfig
 
     known = {field.name for field in fields(DistributedDataParallelConfig)}
     flags = {flag.name.removeprefix("--").replace("-", "_") for flag in megatron_lm.MAIN_FLAGS}

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from launch import run_ranks
 
-from megatron_fsdp_adapter import background_saves, megatron_saves
 from megatron_fsdp_adapter.checkpoint import CheckpointError, folders, load_checkpoint, storage
 from megatron_fsdp_adapter.checkpoint.record import read_record
+from megatron_fsdp_adapter.megatron.checkpoint import background_saves, megatron_saves
 
 LM, QUEUES = "megatron.training.checkpointing", "megatron.training.async_utils"
 

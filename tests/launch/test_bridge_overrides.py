@@ -12,8 +12,10 @@ import torch
 import yaml
 from launch_cases import recipe
 
-from megatron_fsdp_adapter import apply_fsdp_overrides, installation, validation
-from megatron_fsdp_adapter.bridge import _always
+from megatron_fsdp_adapter import apply_fsdp_overrides
+from megatron_fsdp_adapter.launch import installation
+from megatron_fsdp_adapter.launch.bridge import _always
+from megatron_fsdp_adapter.megatron.options import validation
 
 ROOT = Path(__file__).parents[2]
 

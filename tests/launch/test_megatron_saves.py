@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from megatron_fsdp_adapter import megatron_saves
 from megatron_fsdp_adapter.checkpoint import digests, folders, load_checkpoint, record
+from megatron_fsdp_adapter.megatron.checkpoint import megatron_saves
 
 LM, _, BRIDGE = megatron_saves.PLACES
 

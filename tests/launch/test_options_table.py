@@ -12,8 +12,8 @@ from megatron_fsdp_adapter import (
     DistributedDataParallelConfig,
     apply_fsdp_overrides,
     fully_shard_model,
-    megatron_lm,
 )
+from megatron_fsdp_adapter.launch import megatron_lm
 
 TABLE = Path(__file__).parents[2] / "docs" / "options.md"
 ROWS = [

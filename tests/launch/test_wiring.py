@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_fsdp_adapter.wiring import WiringCheck
+from megatron_fsdp_adapter.megatron.wiring import WiringCheck
 
 UNWIRED = SimpleNamespace(no_sync_func=None)
 WIRED = SimpleNamespace(no_sync_func=print)

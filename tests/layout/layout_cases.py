@@ -10,12 +10,7 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.layout import (
-    GroupLayout,
-    ParamSpec,
-    plan_group,
-    row_granularity,
-)
+from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group, row_granularity
 
 Shape = tuple[int, ...]
 

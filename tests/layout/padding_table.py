@@ -9,7 +9,7 @@ import math
 
 from layout_cases import PUBLISHED, TABLE_SHARDS, Shape, lcm_total, specs_of
 
-from megatron_fsdp_adapter.layout import plan_group
+from megatron_fsdp_adapter.core.layout import plan_group
 
 ALIGN = 16
 HEADER = (

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from layout_cases import divisors, layouts, specs_of
 
-from megatron_fsdp_adapter.layout import GroupLayout, plan_group
-from megatron_fsdp_adapter.layout.ranges import EMPTY, split_evenly
+from megatron_fsdp_adapter.core.layout import GroupLayout, plan_group
+from megatron_fsdp_adapter.core.layout.ranges import EMPTY, split_evenly
 
 
 @given(layout=layouts())

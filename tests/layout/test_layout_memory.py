@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from layout_cases import layouts, specs_of
 
-from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.layout import GroupLayout, plan_group
-from megatron_fsdp_adapter.memory import (
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.layout import GroupLayout, plan_group
+from megatron_fsdp_adapter.diagnostics.memory import (
     Precision,
     bytes_between_steps,
     group_bytes,

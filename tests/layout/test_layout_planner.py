@@ -30,14 +30,8 @@ from layout_cases import (
 )
 from padding_table import rows
 
-import megatron_fsdp_adapter.layout as layout_package
-from megatron_fsdp_adapter.layout import (
-    GroupLayout,
-    ParamSpec,
-    Placement,
-    Segment,
-    plan_group,
-)
+import megatron_fsdp_adapter.core.layout as layout_package
+from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, Placement, Segment, plan_group
 
 
 @given(layouts())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.layout import (
+from megatron_fsdp_adapter.core.layout import (
     EMPTY,
     FlatRange,
     flat_range_to_boxes,

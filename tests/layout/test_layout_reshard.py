@@ -10,7 +10,7 @@ from hypothesis import given
 from layout_cases import layouts, scatter, specs_of
 
 from megatron_fsdp_adapter.checkpoint.reshard import chunks
-from megatron_fsdp_adapter.layout import GroupLayout, plan_group
+from megatron_fsdp_adapter.core.layout import GroupLayout, plan_group
 
 
 @given(layouts())

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from megatron_fsdp_adapter.config import poison_asked
+from megatron_fsdp_adapter.core.config import poison_asked
 
 from . import cells as arrays
 from .cover import covered

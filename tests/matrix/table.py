@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_fsdp_adapter.config import STRATEGIES
-from megatron_fsdp_adapter.support import FP8_RECIPES
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.megatron.options.support import FP8_RECIPES
 
 Value = str | int
 Cell = Mapping[str, Value]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.config import poison_asked
+from megatron_fsdp_adapter.core.config import poison_asked
 from tests.distributed.launch import run_ranks
 from tests.matrix import cells
 from tests.matrix.results import PASSED, Result, Setting, known

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.support import FP8_RECIPES
+from megatron_fsdp_adapter.megatron.options.support import FP8_RECIPES
 from tests.matrix import cells
 from tests.matrix.__main__ import main
 from tests.matrix.cover import Space, covered, covering_array

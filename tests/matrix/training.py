@@ -22,8 +22,9 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_fsdp_adapter import FullyShardedDataParallel, fused_wgrad
-from megatron_fsdp_adapter.fp8 import switch_off_weight_cache
+from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.fp8 import switch_off_weight_cache
 from tests.distributed.exact import U_FLOAT32, gamma
 from tests.distributed.gpt import ddp_config, give_up, optimizer_config
 from tests.distributed.topologies import (

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.engine.gather import GatherPipeline
-from megatron_fsdp_adapter.engine.reduce import ReducePipeline
+from megatron_fsdp_adapter.core.engine.gather import GatherPipeline
+from megatron_fsdp_adapter.core.engine.reduce import ReducePipeline
 
 UNIT = "decoder.layers.1"
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megatron_fsdp_adapter.cli import doctor
-from megatron_fsdp_adapter.proof import read_certificate
 from megatron_fsdp_adapter.prove import compare, run, source
 from megatron_fsdp_adapter.prove.compare import Row
+from megatron_fsdp_adapter.prove.proof import read_certificate
 from megatron_fsdp_adapter.prove.shrink import Room, shrink
 from tests.prove import faults
 

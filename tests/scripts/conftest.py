@@ -17,7 +17,7 @@ def cpu_mode_off() -> Iterator[None]:
 
     if torch.cuda.is_available():
         pytest.skip("CPU mode refuses where CUDA is")
-    from megatron_fsdp_adapter import cpu_mode
+    from megatron_fsdp_adapter.launch import cpu_mode
 
     was_on = cpu_mode.cpu_mode_enabled()
     cpu_mode.disable_cpu_mode()

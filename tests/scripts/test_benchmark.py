@@ -413,7 +413,7 @@ def test_two_ranks_isolated_and_a_faulty_wrapper(
         "import sys, importlib.abc\n"
         "class Finder(importlib.abc.MetaPathFinder):\n"
         "    def find_spec(self, name, path, target=None):\n"
-        "        if name != 'megatron_fsdp_adapter.adapter': return None\n"
+        "        if name != 'megatron_fsdp_adapter.megatron.adapter': return None\n"
         "        sys.meta_path.remove(self)\n"
         "        from importlib.util import find_spec\n"
         "        spec = find_spec(name)\n"

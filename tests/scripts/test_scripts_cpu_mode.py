@@ -9,7 +9,7 @@ import megatron.core
 import pytest
 import torch
 
-from megatron_fsdp_adapter import cpu_mode
+from megatron_fsdp_adapter.launch import cpu_mode
 
 CORE = Path(megatron.core.__file__).parent
 

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Shape, _slices, blocks
 from megatron_fsdp_adapter.checkpoint.unpickling import load_inert
-from megatron_fsdp_adapter.layout.ranges import Box
+from megatron_fsdp_adapter.core.layout.ranges import Box
 
 KeyPath = tuple[str | int, ...]
 Progress = Callable[[str, int], None]

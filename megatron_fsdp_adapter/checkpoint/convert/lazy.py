@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_fsdp_adapter.layout.ranges import Box
+from megatron_fsdp_adapter.core.layout.ranges import Box
 
 Shape = tuple[int, ...]
 

@@ -1,0 +1,109 @@
+"""A backward pass: which units it reaches, and what follows when one is done."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from megatron_fsdp_adapter.core.config import EngineConfig
+
+from .gather import GatherPipeline
+from .reduce import ReducePipeline
+from .unit import Unit
+
+
+class BackwardPass:
+    """The backward that runs, or the last one.
+
+    Args:
+        units: in module order, root last.
+
+    Attributes:
+        running: whether one is running.
+        accumulates: whether it accumulates gradients of weights.
+        completed: ordinals in the order in which the last one that accumulates completed the units;
+            before the first one, what most models do: their first unit's inputs need no gradient,
+            so that it is completed at the end, with the root.
+        late_seen: whether kept gradients came to some unit after it had been reduced.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        config: EngineConfig,
+        gather: GatherPipeline,
+        reduce: ReducePipeline,
+    ) -> None:
+        self.units, self.config, self.gather, self.reduce = units, config, gather, reduce
+        self.running, self.accumulates, self.late_seen = False, True, False
+        inner = [unit.ordinal for unit in units[:-1]]
+        self.completed = [*inner[:0:-1], units[-1].ordinal, *inner[:1]]
+        self._done: set[int] = set()
+        self._fired: Counter[int] = Counter()
+        self._at_the_end = self._is_last = self._is_known_last = False
+
+    def begin(
+        self, accumulates: bool, is_last: bool, is_known_last: bool, several: bool
+    ) -> None:
+        """The first gradient arrives. is_last, is_known_last: as of
+        `ReducePipeline.backward_done`; several: the backward may be that of several forwards."""
+        self.running, self.accumulates = True, accumulates
+        self._is_last, self._is_known_last = is_last, is_last and is_known_last
+        # Kept gradients can be reduced only once: then all units are completed at its end.
+        kept = not self.config.strategy.shard_grads
+        self._at_the_end = accumulates and kept and is_last and (several or self.late_seen)
+        self._fired.clear()
+        self._done.clear()
+        if accumulates:
+            self.completed = []
+        root = self.units[-1]
+        if root.groups:
+            self.gather.need(root)
+        self.reduce.backward_begins(root, accumulates)
+
+    def reach(self, unit: Unit) -> None:
+        """The first gradient of a unit's output arrives."""
+        if unit.backward_reads_weights:
+            self.gather.need(unit)
+            unit.busy = True
+        self.reduce.backward_begins(unit, self.accumulates)
+
+    def inputs_done(self, unit: Unit) -> None:
+        """All gradients of one call of a unit are known. A unit that was called several times in
+        forward is done after as many."""
+        unit.check_gathered()
+        self._fired[unit.ordinal] += 1
+        if self._fired[unit.ordinal] == unit.forward_calls and not self._at_the_end:
+            self._complete(unit)
+
+    def end(self) -> None:
+        """Completes the units whose inputs needed no gradient or that were not reached, and those
+        to which gradients came later, in the same order on all ranks. They come late where part of
+        the graph between a weight and the loss is older than the call of the unit (autocast keeps
+        casts), or a unit ran more often than was counted."""
+        for unit in reversed(self.units) if self.accumulates else ():
+            if unit.ordinal not in self._done:
+                self._complete(unit)
+            elif any(group.has_grads() for group in unit.trainable_groups):
+                self._complete_late(unit)
+        self.gather.release_all()
+        self.running = False
+
+    def _complete(self, unit: Unit) -> None:
+        if self.accumulates and unit.ordinal not in self._done:
+            self.completed.append(unit.ordinal)
+        self._done.add(unit.ordinal)
+        unit.busy = False
+        self.gather.release_used(unit)
+        if self.accumulates:
+            with torch.no_grad():
+                self.reduce.backward_done(unit, self._is_last, self._is_known_last)
+
+    def _complete_late(self, unit: Unit) -> None:
+        if self.config.strategy.shard_grads:
+            self._complete(unit)
+            return
+        with torch.no_grad():
+            self.late_seen |= self.reduce.take_late(unit)

@@ -1,0 +1,74 @@
+"""What the engine makes once, around its units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from megatron_fsdp_adapter.core.config import EngineConfig
+from megatron_fsdp_adapter.core.runtime.comm import Communicator
+from megatron_fsdp_adapter.core.runtime.device import Runtime
+from megatron_fsdp_adapter.core.topology import ShardDomain
+
+from .group import ParamGroup, plan_layout
+from .partition import UnitPlan
+from .staging import AllocateSlots, Slots, plan_weights_and_buckets
+
+
+def broadcast_weights(plan: UnitPlan, *axes: Mapping[str, Communicator]) -> None:
+    """Gives all ranks of a domain the first rank's weights, along one axis after the other. Every
+    rank keeps other rows, so ranks that were initialised differently would otherwise shard a model
+    that none of them had."""
+    for key, managed in plan.groups.items():
+        for entry in managed:
+            for communicators in axes:
+                if key.domain in communicators:
+                    communicators[key.domain].broadcast(entry.param.data)
+
+
+def make_slots(
+    plans: Sequence[UnitPlan],
+    domains: Mapping[str, ShardDomain],
+    config: EngineConfig,
+    allocate: AllocateSlots,
+) -> tuple[Slots | None, Slots | None]:
+    """Of weights and of buckets, as far as both are transient and slots are asked for."""
+    strategy = config.strategy
+    wanted = (
+        config.weight_slots and strategy.shard_weights,
+        config.bucket_slots and strategy.shard_grads,
+    )
+    if not any(wanted):
+        return None, None
+    kinds = [type(plan.module).__name__ for plan in plans]
+    layouts = [
+        [plan_layout(held, domains[key.domain], config) for key, held in plan.groups.items()]
+        for plan in plans
+    ]
+    weights, buckets = (
+        Slots(slots, allocate) if want else None
+        for want, slots in zip(
+            wanted,
+            plan_weights_and_buckets(kinds, layouts, config.policy.comm_dtype),
+            strict=True,
+        )
+    )
+    return weights, buckets
+
+
+def memory_of_exchanges(
+    groups: Sequence[ParamGroup], config: EngineConfig, allocate: AllocateSlots
+) -> torch.Tensor | None:
+    """Room for the largest bucket, used by one reduction after the other."""
+    if not config.exchange_gradients:
+        return None
+    trained = [group.bucket for group in groups if group.key.requires_grad]
+    return allocate([max(bucket.nbytes for bucket in trained)])[0]
+
+
+def abandon(runtime: Callable[[], Runtime | None]) -> None:
+    """Empties the queues of a runtime that is still there."""
+    alive = runtime()
+    if alive is not None:
+        alive.abandon()

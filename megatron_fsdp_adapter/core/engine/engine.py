@@ -1,0 +1,449 @@
+"""The engine: one wrapper's units, and what happens at each event of a training step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_fsdp_adapter.core.config import EngineConfig
+from megatron_fsdp_adapter.core.runtime.comm import Communicator
+from megatron_fsdp_adapter.core.runtime.device import Runtime
+from megatron_fsdp_adapter.core.topology import ShardDomain
+
+from . import hooks
+from .attached import AttachedGrads
+from .backward import BackwardPass
+from .construction import abandon, broadcast_weights, make_slots, memory_of_exchanges
+from .gather import GatherPipeline
+from .group import GradState, ParamGroup
+from .guard import unchecked
+from .identity import Identity, IdentitySwitch, ParamPair, make_pairs
+from .partition import ROOT, UnitPlan
+from .prefetch import BACKWARD, FORWARD, PrefetchOrder
+from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
+from .staging import (
+    AllocateSlots,
+    UnitStaging,
+    ordinary_memory,
+)
+from .unit import Phase, Unit
+
+MakeCommunicator = Callable[[Any, torch.device], Communicator]
+
+
+class FsdpEngine:
+    """Shards the parameters of `module` and trains them.
+
+    Args:
+        module: the model. Its parameters move into the engine's buffers.
+        plans: units with their parameters, root last, from `partition`.
+        domains: the `ShardDomain` behind each domain name in the plans.
+        config: strategy, dtypes, overlap.
+        runtime: streams and storage of the device the parameters are on.
+        make_communicator: of a process group and device; tests pass a recording one.
+        grad_check: looks at gradients before they are communicated; None costs nothing.
+        allocate_slots: makes the memory of fixed slots, for which the configuration asks; by
+            default ordinary memory.
+        prepare: called with each plan before its parameters are read, to give them their values.
+
+    After construction the module tree shows optimizer parameters.
+
+    Attributes:
+        auto_sync: whether the last backward of a step also finishes its gradients.
+        own_loop: whether the training loop is the user's own, who may do with parameters and
+            gradients what torch allows: freeze, write, clear and hook them. A loop of Megatron's
+            says by calls what it does, and is spared the looking.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plans: list[UnitPlan],
+        domains: Mapping[str, ShardDomain],
+        config: EngineConfig,
+        runtime: Runtime,
+        make_communicator: MakeCommunicator = Communicator,
+        grad_check: GradCheck | None = None,
+        allocate_slots: AllocateSlots | None = None,
+        prepare: Callable[[UnitPlan], None] = lambda plan: None,
+    ) -> None:
+        self.config, self.runtime = config, runtime
+        runtime.poison = config.poison_buffers
+        used = {d: domains[d] for d in dict.fromkeys(k.domain for p in plans for k in p.groups)}
+        gathers = {d: make_communicator(v.gather_group, runtime.device) for d, v in used.items()}
+        reduces = {d: make_communicator(v.reduce_group, runtime.device) for d, v in used.items()}
+        outer = {
+            d: make_communicator(v.outer.group, runtime.device) for d, v in used.items() if v.outer
+        }
+
+        def make_ready(plan: UnitPlan) -> None:
+            prepare(plan)
+            broadcast_weights(plan, outer, reduces)
+
+        self._allocate_slots = allocate_slots or ordinary_memory(runtime.device)
+        self.units = self._build_units(plans, used, make_ready)
+        self.root = self.units[-1]
+        self.order = PrefetchOrder(
+            len(self.units), [u.ordinal for u in self.units if not u.backward_reads_weights]
+        )
+        self.gather = GatherPipeline(self.units, config, runtime, gathers, outer, self.order)
+        self.reduce = ReducePipeline(
+            config, runtime, reduces, outer, grad_check,
+            memory_of_exchanges(self.groups, config, self._allocate_slots),
+        )  # fmt: skip
+        self.backward = BackwardPass(self.units, config, self.gather, self.reduce)
+        self.pairs = make_pairs(self.groups)
+        self.switch = IdentitySwitch(self.pairs)
+        self.grads = AttachedGrads(self.pairs)
+        self._is_last_microbatch, self._knows_microbatches = True, False
+        self.auto_sync = self.own_loop = self._has_frozen = False
+        self._shown_before = Identity.OPTIMIZER
+        self._active_root: str | None = None
+        self._counts_calls = True
+        self._forwards = self._in_flight = 0
+        self._register_hooks(module, plans)
+        self.show_optimizer_params()
+        # What waits in a queue of the runtime refers to the runtime: a cycle, if not cut here.
+        # The runtime is held weakly: finalize's registry would keep alive all that its queue
+        # reaches: the engine itself, once a model config refers to the wrapper (`no_sync_func`).
+        weakref.finalize(self, abandon, weakref.ref(runtime)).atexit = False
+
+    def _build_units(
+        self, plans: list[UnitPlan], domains: Mapping[str, ShardDomain],
+        make_ready: Callable[[UnitPlan], None],
+    ) -> list[Unit]:
+        """Builds one unit at a time and reshards it at once, so that initialisation needs no more
+        than the shards and one unit beside the module's own weights."""
+        weights, buckets = make_slots(plans, domains, self.config, self._allocate_slots)
+        units = []
+        for ordinal, plan in enumerate(plans):
+            make_ready(plan)
+            staging = UnitStaging(self.runtime, ordinal, weights, buckets)
+            groups = [
+                ParamGroup(
+                    f"{plan.name}/{key.domain}", key, managed, domains[key.domain], self.config,
+                    staging,
+                )
+                for key, managed in plan.groups.items()
+            ]
+            unit = Unit(plan.name, ordinal, groups, plan.backward_reads_weights)
+            if self.config.strategy.shard_weights:
+                unit.advance(Phase.SHARDED)
+                for group in groups:
+                    group.weight.release()
+            units.append(unit)
+        return units
+
+    def _register_hooks(self, module: nn.Module, plans: list[UnitPlan]) -> None:
+        for unit, plan in zip(self.units, plans, strict=True):
+            if plan.module is not None:
+                hooks.register_unit(self, unit, plan.module)
+        everything = {id(pair.raw) for pair in self.pairs}
+        for name, child in module.named_modules():
+            if {id(param) for param in child.parameters()} >= everything:
+                hooks.register_root(self, name or ROOT, child)
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        """All groups in unit order."""
+        return [group for unit in self.units for group in unit.groups]
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether no backward is known to follow in this step. True until somebody says so: a
+        caller that never does may still run several."""
+        return self._is_last_microbatch
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self._is_last_microbatch, self._knows_microbatches = value, True
+
+    # Identities. Main weights may be read and written while optimizer parameters are shown.
+
+    def show_raw_params(self) -> None:
+        """Whoever had the optimizer parameters may have written them: compute weights of before
+        count as outdated."""
+        self.switch.show(Identity.RAW, before=self._take_over)
+
+    def show_optimizer_params(self) -> None:
+        self.switch.show(Identity.OPTIMIZER, before=self.gather.quiesce)
+
+    def show_between_passes(self) -> None:
+        """Shows optimizer parameters, unless a forward runs or waits for its backward."""
+        if self._active_root is None and not self.backward.running and self._in_flight <= 0:
+            self.show_optimizer_params()
+
+    def _take_over(self) -> None:
+        self.main_weights_changed()
+        if self.own_loop:
+            self._follow_user()
+
+    def _follow_user(self) -> None:
+        """Takes over what the user has done to gradients and `requires_grad` since the last pass.
+        A group is idle if it was frozen in every forward whose backward is still to come."""
+        self._follow_grads()
+        if self.switch.follow_user() or self._has_frozen:
+            self._has_frozen = False
+            for group in (group for unit in self.units for group in unit.trainable_groups):
+                with unchecked():
+                    frozen = not any(param.requires_grad for param in group.params)
+                group.idle = frozen and (group.idle or self._in_flight <= 0)
+                self._has_frozen |= frozen
+
+    # Forward.
+
+    def root_pre_forward(self, name: str) -> None:
+        """A module that holds all parameters is called."""
+        if not hooks.in_backward() and self._active_root in (None, name):
+            self._shown_before = self.switch.shown
+            if self.own_loop and self._shown_before is Identity.RAW:
+                self._follow_user()
+            self.show_raw_params()
+            self._begin_forward()
+            self._active_root = name
+        self.gather.need(self.root)
+
+    def _begin_forward(self) -> None:
+        if self.backward.running or self._active_root is not None:
+            self.recover()
+        self.order.begin(FORWARD)
+        self.gather.forward_follows = False
+        # Evaluations between a forward and its backward do not count; recomputed units do.
+        self._counts_calls = torch.is_grad_enabled()
+        if self._counts_calls:
+            self._forwards += 1
+            self._in_flight += 1
+            for unit in self.units:
+                unit.forward_calls = 0
+
+    def root_post_forward(self, name: str, output: Any) -> None:
+        """That module returns."""
+        if hooks.in_backward() or name != self._active_root:
+            return
+        self._active_root = None
+        if hooks.has_grad_output(output):
+            hooks.on_outputs_needed(output, hooks.grad_callback(self.pre_backward, self.root))
+            return
+        self.gather.release_all()
+        found = self._shown_before is Identity.OPTIMIZER
+        if self.own_loop and found and not torch.is_grad_enabled():
+            self.show_optimizer_params()
+
+    def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+        """A unit's module is called, in forward or while recomputing in backward."""
+        if hooks.in_backward():
+            self._begin_backward()
+        else:
+            self.show_raw_params()
+            if self._active_root is None or self._counts_calls:
+                unit.forward_calls += 1
+            if 2 * unit.ordinal >= len(self.units):
+                self.reduce.retire_all()
+        self.gather.need(unit)
+        unit.busy = True
+        if torch.is_grad_enabled():
+            done = hooks.grad_callback(self.inputs_done, unit)
+            again = hooks.grad_callback(self.pre_backward, unit)
+            return hooks.on_inputs_done(args, kwargs, done, again)
+        return args, kwargs
+
+    def post_forward(self, unit: Unit, output: Any, given: Any = ()) -> None:
+        """A unit's module, which was `given` inputs, returns. While recomputing, the unit's own
+        backward comes next; so it does for the last unit of a forward pass: neither is resharded.
+        """
+        unit.busy = hooks.in_backward()
+        if torch.is_grad_enabled():
+            callback = hooks.grad_callback(self.pre_backward, unit)
+            hooks.on_outputs_needed(output, callback, given)
+            if hooks.in_backward() or self.order.is_last(unit.ordinal):
+                return
+        elif hooks.in_backward():
+            return
+        self.gather.release(unit)
+
+    # Backward.
+
+    def _begin_backward(self) -> None:
+        if self.backward.running:
+            return
+        accumulates = hooks.accumulates(self.groups)
+        self.order.begin(BACKWARD)
+        hooks.at_end_of_backward(self.end_backward)
+        several = self._forwards > 1
+        if accumulates:
+            self._begin_accumulation()
+        self.backward.begin(
+            accumulates, self.is_last_microbatch, self._knows_microbatches, several
+        )
+
+    def _begin_accumulation(self) -> None:
+        if self.own_loop:
+            self._follow_grads()
+        self.grads.attached, self._forwards = False, 0
+        # In a pipeline, other forwards may still wait for their backward. One of those backwards
+        # comes next then, and no forward does.
+        self.gather.forward_follows = self._in_flight == 1 and not self.is_last_microbatch
+
+    def pre_backward(self, unit: Unit) -> None:
+        """The first gradient of a unit's output arrives."""
+        self._begin_backward()
+        self.backward.reach(unit)
+
+    def inputs_done(self, unit: Unit) -> None:
+        """All gradients of one call of a unit are known."""
+        self._begin_backward()
+        self.backward.inputs_done(unit)
+
+    def end_backward(self) -> None:
+        """The backward has finished."""
+        self.backward.end()
+        if not self.backward.accumulates:
+            return
+        self._in_flight -= 1
+        if self.auto_sync and self.is_last_microbatch:
+            self.finish_grads()
+
+    def recover(self) -> None:
+        """Forgets a forward or backward that raised: nothing is in flight or gathered after."""
+        self.backward.running = self.gather.forward_follows = False
+        self._active_root, self._in_flight = None, 0
+        self.reduce.abandon(self.units)
+        self.gather.release_all()
+
+    # The step around forward and backward.
+
+    @torch.no_grad()
+    def reduce_grads(self) -> None:
+        """Starts every reduction of this step that has not been started."""
+        order = self.backward.completed
+        self.reduce.reduce_rest(
+            reversed(self.units) if self.has_grads else [self.units[i] for i in order]
+        )
+
+    @torch.no_grad()
+    def finish_grads(self) -> None:
+        """All gradients reduced on the current stream, attached to the optimizer parameters,
+        which are shown from now on.
+
+        Raises:
+            RuntimeError: gradients of this rank were not finite, with a `grad_check`.
+        """
+        began = self.has_grads
+        if not self.grads.attached and not self._is_idle:
+            self.reduce_grads()
+            ran = self._ranks_with_grads(began)
+            self.reduce.finish()
+            self.show_optimizer_params()
+            if ran is not None and not began and ran.item() == 0:
+                self.zero_grads()
+                return
+            self.grads.attach()
+            if self.reduce.check is not None:
+                self.reduce.check.raise_found()
+            if self.own_loop:
+                # Of several forwards that one backward has joined, each was counted.
+                self._in_flight = 0
+                self.grads.run_hooks()
+        self.show_optimizer_params()
+
+    @torch.no_grad()
+    def complete_grads(self) -> None:
+        """Before a step, or clipping: finishes what the backwards of all ranks have begun. A rank
+        on which none ran joins the others' gathers and reductions, with zeros; there are no
+        gradients after if none ran anywhere. With sharded weights it cannot join, as the others
+        wait for it in forward; and gradients that the user has given stay."""
+        if not self.has_grads:
+            if self.config.strategy.shard_weights or self.grads.given_by_user:
+                return
+            self.show_raw_params()
+            self.gather.gather_all(as_forward=True)
+        self.finish_grads()
+
+    def _ranks_with_grads(self, here: bool) -> torch.Tensor | None:
+        """On how many ranks a backward has left gradients, in a loop of the user's own."""
+        if not self.own_loop or self.config.strategy.shard_weights:
+            return None
+        return self.reduce.count(here)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether the user has frozen all parameters, and there are no gradients of before."""
+        trainable = [group for unit in self.units for group in unit.trainable_groups]
+        return all(g.idle and g.grad_state is GradState.EMPTY for g in trainable)
+
+    @torch.no_grad()
+    def scale_grads(self, factor: float | torch.Tensor) -> None:
+        """Multiplies the main gradients that the optimizer will read."""
+        for unit in self.units:
+            for group in unit.trainable_groups:
+                if group.grad_state in REDUCED_STATES:
+                    for segment in group.held_grads:
+                        segment.mul_(factor)
+
+    def zero_grads(self) -> None:
+        """Forgets all gradients. Gradient shards take no memory until the next backward."""
+        if self.backward.running or self._active_root is not None:
+            self.recover()
+        self._in_flight = 0
+        self.reduce.finish()
+        if self.reduce.check is not None:
+            self.reduce.check.clear()
+        self.grads.drop_all()
+        for group in self.groups:
+            group.drop_grads()
+
+    def zero_grads_of(self, params: Iterable[torch.Tensor]) -> None:
+        """Forgets the gradients of these optimizer parameters."""
+        ids = {id(param) for param in params}
+        chosen = [pair for pair in self.pairs if id(pair.optimizer) in ids]
+        if len(chosen) == sum(pair.grad is not None for pair in self.pairs):
+            self.zero_grads()
+        else:
+            self._clear(chosen, collected=True)
+
+    def _follow_grads(self) -> None:
+        """Takes over what the user has done to `.grad` of the optimizer parameters."""
+        cleared, replaced = self.grads.changed_by_user()
+        if cleared or replaced:
+            self.reduce.finish()
+        for pair in replaced:
+            pair.take_over_grad()
+        if cleared:
+            self._clear(cleared, collected=False)
+
+    def _clear(self, chosen: list[ParamPair], collected: bool) -> None:
+        self.reduce.finish()
+        self.grads.clear(chosen, collected)
+        if self.reduce.check is not None and not self.has_grads:
+            self.reduce.check.clear()
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether a backward of this step has left gradients on this rank."""
+        return any(group.grad_state is not GradState.EMPTY for group in self.groups)
+
+    @torch.no_grad()
+    def main_weights_changed(self) -> None:
+        """The optimizer, or a load, has written main weights: gathered weights are outdated."""
+        self.gather.invalidate()
+
+    @torch.no_grad()
+    def sync_weights(self, wait: bool) -> None:
+        """Makes weights current for the next forward: all of them now, or with overlap only the
+        first unit's gather is launched."""
+        self.show_raw_params()
+        if wait or not self.config.overlap_param_gather:
+            self.gather.gather_all()
+        else:
+            self.gather.gather_first()
+
+    def pair_of(self, raw: nn.Parameter) -> ParamPair:
+        """The pair whose raw parameter is `raw`; KeyError if it is not managed here."""
+        for pair in self.pairs:
+            if pair.raw is raw:
+                return pair
+        raise KeyError("not a parameter of this engine")

@@ -1,0 +1,209 @@
+"""Compute weights: gathered ahead of use, released after it.
+
+    gather stream    cast own slice, all-gather(1) | cast, all-gather(2) | release(1) ...
+    compute stream              wait(1)  unit 1 ............  wait(2)  unit 2 ....
+
+Storage is taken, filled and given back on the gather stream, so that a block freed by one unit is
+reused by the next one's gather in stream order, without the host waiting for anything. The next
+gather is launched after the wait for the present one, so that it is never in front of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from megatron_fsdp_adapter.core.config import EngineConfig
+from megatron_fsdp_adapter.core.runtime.comm import Communicator, Pair
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
+
+from .group import ParamGroup, by_domain
+from .prefetch import PrefetchOrder
+from .unit import Phase, Unit
+
+
+class GatherPipeline:
+    """Args:
+    units: in module order, root last.
+    communicators, outer: by domain name, the ones that gathers run on, over each axis.
+
+    forward_follows: whether a forward pass comes right after the backward pass that is running.
+    If so, the end of that backward launches the gathers that the forward asks for first.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        config: EngineConfig,
+        runtime: Runtime,
+        communicators: Mapping[str, Communicator],
+        outer: Mapping[str, Communicator],
+        order: PrefetchOrder,
+    ) -> None:
+        self.units, self.config, self.runtime = units, config, runtime
+        self.communicators, self.outer = communicators, outer
+        self.order = order
+        self.forward_follows = False
+        self._ahead: list[Unit] = []
+        self._holders: dict[int, Unit] = {}
+
+    def need(self, unit: Unit) -> None:
+        """Orders the compute stream behind `unit`'s weights and launches the next gathers."""
+        if not unit.groups:
+            return
+        upcoming = self.order.request(unit.ordinal)
+        if unit.phase is Phase.SHARDED:
+            self._make_way(unit)
+            self.launch(unit)
+        self._finish(unit)
+        if self.forward_follows and self.order.ends:
+            upcoming = (i for i in self.order.first() if self.units[i].phase is not Phase.READY)
+        if self.config.overlap_param_gather:
+            self._prefetch(self._within_budget(upcoming))
+
+    def _within_budget(self, upcoming: Iterable[int]) -> list[Unit]:
+        """The next unit, and further ones while the byte budget lasts."""
+        budget, chosen = self.config.prefetch_bytes, []
+        for ordinal in upcoming:
+            chosen.append(self.units[ordinal])
+            budget -= chosen[-1].weight_bytes
+            if budget <= 0:
+                break
+        return chosen
+
+    def _prefetch(self, chosen: list[Unit]) -> None:
+        """Launches `chosen`. What was launched ahead for nothing goes first, so that a model which
+        skips layers does not end up with all of them gathered."""
+        for unit in self._ahead:
+            if unit.phase is Phase.GATHERING and unit not in chosen:
+                self.release(unit)
+        for unit in chosen:
+            if unit.phase is Phase.SHARDED and self._holder(unit) is None:
+                self.launch(unit)
+        self._ahead = chosen
+
+    def _holder(self, unit: Unit) -> Unit | None:
+        """Another unit whose weights are in `unit`'s slot, if there is one."""
+        holder = None if unit.weight_slot is None else self._holders.get(unit.weight_slot)
+        return None if holder is None or holder is unit or holder.phase is Phase.SHARDED else holder
+
+    def _make_way(self, unit: Unit) -> None:
+        """Reshards the unit whose weights are in `unit`'s slot, if it does not compute."""
+        holder = self._holder(unit)
+        if holder is None:
+            return
+        if holder.busy:
+            raise RuntimeError(
+                f"unit {unit.name} is called inside unit {holder.name}, with which it shares a "
+                "fixed buffer (fsdp_double_buffer, nccl_ub): pass fsdp_unit_modules of which none "
+                "is inside another, or switch the option off"
+            )
+        self.release(holder)
+
+    def launch(self, unit: Unit) -> None:
+        """Starts gathering `unit`, which must be SHARDED, and its slot free."""
+        unit.advance(Phase.GATHERING)
+        if unit.weight_slot is not None:
+            self._holders[unit.weight_slot] = unit
+        outdated = unit.outdated
+        tasks: list[Callable[[], Any]] = [lambda: self._fill_own(unit, outdated)]
+        if self.config.shard_outer and outdated:
+            tasks.append(lambda: self._gather_outer(unit))
+        if self.config.strategy.shard_main:
+            tasks.append(lambda: self._all_gather(unit))
+        self.runtime.submit(GATHER, *tasks)
+        unit.outdated, unit.gathered = False, self.runtime.record(GATHER)
+
+    def _fill_own(self, unit: Unit, outdated: bool) -> None:
+        for group in unit.groups:
+            group.weight.allocate()
+            if outdated or group.inner_weight is group.weight:
+                group.write_own_weights()
+
+    def _gather_outer(self, unit: Unit) -> list[Any]:
+        return self._launch(self.outer, unit, lambda group: group.outer_pairs)
+
+    def _all_gather(self, unit: Unit) -> list[Any]:
+        return self._launch(self.communicators, unit, lambda group: group.gather_pairs)
+
+    def _launch(
+        self,
+        communicators: Mapping[str, Communicator],
+        unit: Unit,
+        pairs_of: Callable[[ParamGroup], list[Pair]],
+    ) -> list[Any]:
+        """One launch a domain; nothing in a domain without this axis."""
+        works = []
+        for domain, groups in by_domain(unit.groups).items():
+            if domain in communicators:
+                pairs = [pair for group in groups for pair in pairs_of(group)]
+                works += communicators[domain].all_gather(pairs)
+        return works
+
+    def _finish(self, unit: Unit) -> None:
+        if unit.phase is Phase.GATHERING:
+            self.runtime.wait(COMPUTE, unit.gathered)
+            unit.gathered = None
+            unit.advance(Phase.READY)
+
+    def release(self, unit: Unit) -> None:
+        """Reshards `unit` once the compute stream has passed this point; keeps kept weights."""
+        if unit.phase is Phase.SHARDED or not self.config.strategy.shard_weights:
+            return
+        self._drop(unit)
+
+    def _drop(self, unit: Unit) -> None:
+        unit.gathered = None
+        unit.advance(Phase.SHARDED)
+        self.runtime.wait(GATHER, self.runtime.record(COMPUTE))
+        if self.config.strategy.shard_weights:
+            self.runtime.submit(GATHER, lambda: self._give_back(unit))
+
+    def _give_back(self, unit: Unit) -> None:
+        for group in unit.groups:
+            group.weight.release()
+
+    def release_all(self) -> None:
+        """Reshards every unit, a gather that nobody used included; see `release_used`."""
+        for unit in self.units:
+            unit.busy = False
+            self.release_used(unit)
+
+    def release_used(self, unit: Unit) -> None:
+        """Reshards `unit`, unless the forward that follows begins with it."""
+        if not (self.forward_follows and unit.ordinal in self.order.first()):
+            self.release(unit)
+
+    def invalidate(self) -> None:
+        """The main weights have changed: whatever is gathered is outdated, and later gathers read
+        the new ones."""
+        for unit in self.units:
+            unit.outdated = True
+            if unit.phase is not Phase.SHARDED:
+                self._drop(unit)
+        self.follow_compute()
+
+    def follow_compute(self) -> None:
+        """Orders later gathers behind everything on the compute stream so far: main weights that
+        were written there may be gathered after this."""
+        self.runtime.wait(GATHER, self.runtime.record(COMPUTE))
+
+    def quiesce(self) -> None:
+        """Orders the compute stream behind all gathers: main weights may be written after this."""
+        self.runtime.wait(COMPUTE, self.runtime.record(GATHER))
+
+    def gather_first(self) -> None:
+        """Launches what the next forward pass asks for first, ahead of it."""
+        self._prefetch([self.units[ordinal] for ordinal in self.order.first()])
+
+    def gather_all(self, as_forward: bool = False) -> None:
+        """Gathers every unit and orders the compute stream behind it; with slots, which do not
+        hold them all, what the next forward pass asks for first."""
+        if any(unit.weight_slot is not None for unit in self.units):
+            self.gather_first()
+            return
+        for ordinal in self.order.forward() if as_forward else range(len(self.units)):
+            if self.units[ordinal].phase is Phase.SHARDED:
+                self.launch(self.units[ordinal])
+        for unit in self.units:
+            self._finish(unit)

@@ -1,0 +1,304 @@
+"""One group of parameters: its layout and its three buffers.
+
+                 no_shard       optim            optim_grads      optim_grads_params
+    weight       full, kept     full, kept       full, kept       full, while gathered
+    main         full           shard            shard            shard
+    grad         full, kept     full, kept       shard, released  shard, released
+    bucket       is grad *      is grad *        full, transient  full, transient
+
+`weight` is in the compute dtype and holds the raw parameters. `main` is what the optimizer
+updates; where its dtype is the weights' and the weights are kept, it *is* this rank's slice of
+them. Backward writes gradients into `collected`: the bucket where gradients are sharded, else the
+kept gradients. The reduction moves the bucket to `grad`, and the optimizer reads this rank's rows
+of that. `bucket` is in the communication dtype, `grad` in the main-gradient dtype.
+
+* A full, transient copy where the two dtypes differ: made for the reduction, freed after it.
+
+With an outer axis that splits shards again, "shard" of `main` is a part of the shard elsewhere, and
+optim_grads_params keeps its shard of the compute weights (`inner_weight`) between steps.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+
+from megatron_fsdp_adapter.core.config import EngineConfig
+from megatron_fsdp_adapter.core.layout.group import GroupLayout
+from megatron_fsdp_adapter.core.layout.planner import plan_group
+from megatron_fsdp_adapter.core.layout.ranges import nested_shard_rank
+from megatron_fsdp_adapter.core.runtime.device import Runtime
+from megatron_fsdp_adapter.core.topology import ShardDomain
+
+from .buffer import FlatBuffer, Held, copy_each, items_in, segments_in
+from .direct import DirectGrads
+from .guard import unchecked
+from .partition import GroupKey, ManagedParam
+from .staging import UnitStaging
+
+
+class GradState(enum.Enum):
+    """Where the step's gradients are: nowhere yet, summed on this rank, reduced over the shard
+    axis, or over the outer axis as well (only where there is one)."""
+
+    EMPTY = "empty"
+    ACCUMULATED = "accumulated"
+    REDUCED = "reduced"
+    FINISHED = "finished"
+
+
+class ParamGroup:
+    """The parameters of one unit that share domain, dtype and `requires_grad`.
+
+    Construction moves the parameters' values into the group's buffers and makes each raw
+    parameter's `.data` a view of `weight` for life. Afterwards the weights are present (the
+    caller releases them).
+
+    Attributes:
+        params: raw parameters, in layout order; `managed[i]` tells their names and places.
+        idle: whether the user has frozen all of them, for all forwards in flight: their backward
+            collects and reduces nothing.
+        full, inner, held: of the group's buffer everything, what this rank has of it after a
+            reduction over the shard axis, and what its optimizer updates.
+        held_weights, main_segments: `held` of each segment, in both dtypes.
+        gather_pairs, outer_pairs: output and input of the gather over each axis.
+        main_items: this rank's rows of each parameter, in the main dtype.
+        grad_segments: `inner` of each segment in `grad`; held_grads, grad_items: `held` of each
+            segment and parameter; valid between reduction and zeroing.
+        bucket_items, bucket_gaps, collected_segments: full-size views that backward's gradients
+            are written to, what lies between them, and all of `collected`; direct: those items
+            that modules write by themselves.
+        bucket_segments, results: what is communicated, and `inner` of it, where a reduction that
+            does not end in the main gradients leaves what comes out.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        key: GroupKey,
+        managed: list[ManagedParam],
+        domain: ShardDomain,
+        config: EngineConfig,
+        staging: UnitStaging,
+    ) -> None:
+        self.name, self.key, self.domain, self.config = name, key, domain, config
+        self.staging, runtime = staging, staging.runtime
+        self.managed = managed
+        self.params = [entry.param for entry in managed]
+        self.splits_outer = splits_outer(domain, config)
+        self.layout = plan_layout(managed, domain, config)
+        self._set_parts()
+        self.grad_state, self.idle = GradState.EMPTY, False
+        with torch.no_grad():
+            self._build_weights(runtime)
+            self._build_main(runtime)
+            if key.requires_grad:
+                self._build_grads(runtime)
+
+    def _set_parts(self) -> None:
+        """The shard axis is the slow one: what an outer rank holds lies inside its inner shard,
+        so that the two axes are gathered and reduced one after the other, in place."""
+        axis, outer = self.domain.axis, self.domain.outer
+        number, rank = (axis.size, axis.rank) if self.config.strategy.shard_main else (1, 0)
+        self.full = Held(self.layout.with_shards(1), 0)
+        self.inner = self.held = Held(self.layout.with_shards(number), rank)
+        if self.splits_outer and outer is not None:
+            number, rank = number * outer.size, nested_shard_rank(rank, outer.rank, outer.size)
+            self.held = Held(self.layout.with_shards(number), rank)
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """Frozen parameters have no optimizer, so their main weights stay in compute dtype."""
+        chosen = self.config.policy.main_params_dtype
+        return self.key.dtype if chosen is None or not self.key.requires_grad else chosen
+
+    @property
+    def main_is_weight(self) -> bool:
+        """Whether the main weights are a slice of the kept compute weights."""
+        return self.main_dtype == self.key.dtype and not self.config.strategy.shard_weights
+
+    def _build_weights(self, runtime: Runtime) -> None:
+        self.weight = self.staging.weight(self.layout.total_numel, self.key.dtype)
+        self.weight_items = self._full_items(self.weight)
+        for param, view in zip(self.params, self.weight_items, strict=True):
+            view.copy_(param.data)
+            param.data = view
+        inner = segments_in(self.weight, self.full, self.inner)
+        self.inner_weight, stored = self.weight, self.full
+        if self.splits_outer and self.config.strategy.shard_weights:
+            # Kept, so that the outer axis is gathered once a step and not at every use: it is the
+            # slow network. Costs one shard in the compute dtype. Keeping it without an outer axis
+            # was tried (docs/performance.md): a gather then copies this rank's own piece.
+            stored = self.inner
+            self.inner_weight = FlatBuffer(stored.layout.shard_numel, self.key.dtype, runtime)
+            kept = segments_in(self.inner_weight, stored, self.inner)
+            copy_each(kept, inner)
+            inner = kept
+        self.held_weights = segments_in(self.inner_weight, stored, self.held)
+        full = segments_in(self.weight, self.full, self.full)
+        self.gather_pairs = list(zip(full, inner, strict=True))
+        self.outer_pairs = list(zip(inner, self.held_weights, strict=True))
+
+    def _full_items(self, buffer: FlatBuffer) -> list[torch.Tensor]:
+        items = items_in(buffer, self.full, self.full)
+        shapes = [spec.shape for spec in self.layout.specs]
+        return [item.view(shape) for item, shape in zip(items, shapes, strict=True)]
+
+    def _build_main(self, runtime: Runtime) -> None:
+        if self.main_is_weight:
+            self.main, stored = self.weight, self.full
+        else:
+            stored = self.held
+            self.main = FlatBuffer(stored.layout.shard_numel, self.main_dtype, runtime)
+        self.main_segments = segments_in(self.main, stored, self.held)
+        self.main_items = items_in(self.main, stored, self.held)
+        if not self.main_is_weight:
+            copy_each(self.main_segments, self.held_weights)
+
+    def _build_grads(self, runtime: Runtime) -> None:
+        sharded, policy = self.config.strategy.shard_grads, self.config.policy
+        stored = self.inner if sharded else self.full
+        self.grad = self.bucket = FlatBuffer(stored.layout.shard_numel, policy.grads_dtype, runtime)
+        if sharded or policy.comm_dtype != policy.grads_dtype:
+            self.bucket = self.staging.bucket(self.layout.total_numel, policy.comm_dtype)
+        self.collected = self.bucket if sharded else self.grad
+        self.grad_segments = segments_in(self.grad, stored, self.inner)
+        self.held_grads = segments_in(self.grad, stored, self.held)
+        self.grad_items = items_in(self.grad, stored, self.held)
+        self.bucket_items = self._full_items(self.collected)
+        writers = [entry.writer for entry in self.managed]
+        self.direct = DirectGrads(self.params, writers, self.bucket_items, self.name)
+        self.bucket_gaps = self.collected.views(self.layout.gaps())
+        self.collected_segments = segments_in(self.collected, self.full, self.full)
+        self.bucket_segments = segments_in(self.bucket, self.full, self.full)
+        self.results = segments_in(self.bucket, self.full, self.inner)
+        self._release_grads()
+
+    @property
+    def has_transient_bucket(self) -> bool:
+        return self.bucket is not self.grad
+
+    def fill_bucket(self) -> None:
+        """Makes ready what is communicated: a copy, where gradients are kept in another dtype."""
+        self.bucket.allocate()
+        if self.bucket is not self.collected:
+            copy_each(self.bucket_segments, self.collected_segments)
+
+    def release_bucket(self) -> None:
+        """Gives back what only a reduction needs."""
+        if self.has_transient_bucket:
+            self.bucket.release()
+
+    def _release_grads(self) -> None:
+        self.release_bucket()
+        if self.config.strategy.shard_grads:
+            self.grad.release()
+        else:
+            self.grad.forget()
+
+    def write_own_weights(self) -> None:
+        """Casts the main weights into what this rank holds of the compute weights."""
+        if not self.main_is_weight:
+            copy_each(self.held_weights, self.main_segments)
+
+    def has_grads(self) -> bool:
+        """Whether backward has left a gradient that `take_grads` has not taken."""
+        with unchecked():
+            return self.direct.is_open or any(param.grad is not None for param in self.params)
+
+    def collect_late(self) -> tuple[FlatBuffer, list[torch.Tensor]]:
+        """Moves the raw parameters' `.grad` into a buffer of their own, in the communication dtype
+        and zero where there is none; returns it with its segments."""
+        late = FlatBuffer(self.layout.total_numel, self.bucket.tensor.dtype, self.bucket.runtime)
+        with unchecked():
+            grads = [param.grad for param in self.params]
+            for param in self.params:
+                param.grad = None
+        views = self._full_items(late)
+        found = [pair for pair in zip(views, grads, strict=True) if pair[1] is not None]
+        copy_each([view for view, _ in found], [grad for _, grad in found])  # type: ignore[misc]
+        return late, segments_in(late, self.full, self.full)
+
+    def take_grads(self, accumulate: bool) -> None:
+        """Moves the raw parameters' `.grad` into `collected` and drops them; what modules have
+        written there by themselves stays, and `.grad` adds to it.
+
+        A parameter without a gradient contributes zero. `accumulate` adds to what is there, else
+        that is replaced.
+        """
+        with unchecked():
+            every = [param.grad for param in self.params]
+            for param in self.params:
+                param.grad = None
+        written = self.direct.close()
+        added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        zeroed = [] if accumulate else list(self.bucket_gaps)
+        for index, (view, grad) in enumerate(zip(self.bucket_items, every, strict=True)):
+            kept = accumulate or index in written
+            if grad is not None:
+                views, grads = added if kept else copied
+                views.append(view)
+                grads.append(grad)
+            elif not kept:
+                zeroed.append(view)
+        if added[0]:
+            torch._foreach_add_(*added)
+        copy_each(*copied)
+        if zeroed:
+            torch._foreach_zero_(zeroed)
+
+    def drop_grads(self) -> None:
+        """Forgets the step's gradients, whatever state they are in."""
+        self.forget_grads(collected=True)
+        if self.key.requires_grad:
+            self.direct.close()
+
+    def forget_grads(self, collected: bool) -> None:
+        """Forgets the step's gradients; with `collected` also those of the raw parameters."""
+        if collected:
+            self._drop_collected(self.params)
+        self.grad_state = GradState.EMPTY
+        if self.key.requires_grad:
+            self._release_grads()
+
+    def zero_grads_of(self, indices: Sequence[int], collected: bool) -> None:
+        """The same for some parameters: zeros, wherever their gradients are by now."""
+        if collected:
+            self._drop_collected([self.params[index] for index in indices])
+        if self.grad_state is not GradState.EMPTY:
+            reduced = self.grad_state is not GradState.ACCUMULATED
+            items = self.grad_items if reduced else self.bucket_items
+            torch._foreach_zero_([items[index] for index in indices])
+
+    def _drop_collected(self, params: Sequence[torch.nn.Parameter]) -> None:
+        with unchecked():
+            for param in params:
+                param.grad = None
+
+
+def splits_outer(domain: ShardDomain, config: EngineConfig) -> bool:
+    """Whether shards of main weights are split again over the outer axis."""
+    return config.shard_outer and domain.outer is not None
+
+
+def plan_layout(
+    managed: Sequence[ManagedParam], domain: ShardDomain, config: EngineConfig
+) -> GroupLayout:
+    """The layout of the parameters of one group, over all shards of their main weights."""
+    return plan_group(
+        [entry.spec(index) for index, entry in enumerate(managed)],
+        domain.axis.size * (domain.outer_size if splits_outer(domain, config) else 1),
+        padding_bound=config.padding_bound,
+        max_segments=config.max_segments,
+    )
+
+
+def by_domain(groups: Sequence[ParamGroup]) -> dict[str, list[ParamGroup]]:
+    """The groups of each domain, in their order."""
+    found: dict[str, list[ParamGroup]] = {}
+    for group in groups:
+        found.setdefault(group.key.domain, []).append(group)
+    return found

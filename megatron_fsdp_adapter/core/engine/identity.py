@@ -1,0 +1,212 @@
+"""The two identities of a parameter, and which of them the module tree shows.
+
+Inside forward and backward a module's slot holds the *raw* parameter, a plain tensor over the
+gathered weights. Outside it holds the *optimizer* parameter, a DTensor over this rank's rows of
+the main weights. Both objects are made once: optimizer groups, name caches and state dicts go by
+object identity.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron_fsdp_adapter.core.uneven_dtensor import UnevenDTensor
+
+from .group import ParamGroup
+from .guard import unchecked
+from .partition import ManagedParam
+
+
+class Identity(enum.Enum):
+    RAW = "raw"
+    OPTIMIZER = "optimizer"
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor of `shape`."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> UnevenDTensor:
+    """A DTensor of item `index`'s global shape over this rank's rows `local`.
+
+    The mesh may end in an axis over which the model itself splits tensors: the global shape is
+    then that of the whole tensor, of which the group's layout has one part. Rows are split
+    unevenly and without communication: shape and stride are stated, so torch neither checks nor
+    infers them. Which rows they are is told later, by `chunks`. `local` is aliased.
+    """
+    shape = group.layout.specs[index].layout_shape
+    placements: list[Placement] = []
+    if group.domain.outer is not None:
+        placements.append(Shard(0) if group.splits_outer else Replicate())
+    placements.append(Shard(0) if group.config.strategy.shard_main else Replicate())
+    if group.domain.mesh.ndim > len(placements):
+        split = group.managed[index].split
+        placements.append(Replicate() if split is None else Shard(split))
+        if split is not None:
+            parts = group.domain.mesh.size(-1)
+            shape = (*shape[:split], shape[split] * parts, *shape[split + 1 :])
+    return UnevenDTensor.over(
+        local, group.domain.mesh, placements, shape, contiguous_stride(shape)
+    )
+
+
+@dataclass(frozen=True)
+class ParamPair:
+    """Both identities of one parameter, and its gradient as the optimizer sees it.
+
+    `grad` aliases this rank's rows of the main gradients; None for a frozen parameter.
+    """
+
+    managed: ManagedParam
+    group: ParamGroup
+    index: int
+    optimizer: nn.Parameter
+    grad: DTensor | None
+
+    @property
+    def raw(self) -> nn.Parameter:
+        return self.managed.param
+
+    def attach_grad(self) -> None:
+        """One DTensor under both names that optimizers look at. A gradient that is there already,
+        of a loss that reads the optimizer parameter, is part of it."""
+        given: Any = self.optimizer.grad
+        if given is not None and given is not self.grad:
+            self._local_grad.add_(self._local_of(given))
+        self.optimizer.grad = self.optimizer.decoupled_grad = self.grad  # type: ignore[assignment,attr-defined]
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether the attached gradient has been taken away, under either name."""
+        decoupled = getattr(self.optimizer, "decoupled_grad", None)
+        return self.optimizer.grad is None or decoupled is None
+
+    def take_over_grad(self) -> None:
+        """What the user has put in the place of the gradient becomes the gradient."""
+        self._local_grad.copy_(self._local_of(self.optimizer.grad))
+        self.optimizer.grad = self.grad
+
+    @property
+    def _local_grad(self) -> torch.Tensor:
+        return self.grad._local_tensor  # type: ignore[union-attr]
+
+    def _local_of(self, given: Any) -> torch.Tensor:
+        """This rank's rows of a gradient that is not ours."""
+        if getattr(given, "placements", None) != self.grad.placements:  # type: ignore[union-attr]
+            raise RuntimeError(
+                f"grad of parameter {self.managed.fqns[0]} was set to a {type(given).__name__} "
+                f"that is not sharded like the parameter ({self.grad.placements}); make it from "  # type: ignore[union-attr]
+                "the .grad that is there, by operations that keep its placement"
+            )
+        return given._local_tensor
+
+    def drop_grad(self) -> None:
+        self.optimizer.grad = self.optimizer.decoupled_grad = None  # type: ignore[attr-defined]
+
+
+def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
+    """Optimizer parameters and gradients for every parameter of `groups`. The gradient buffers
+    may be released."""
+    pairs = []
+    for group in groups:
+        trainable = group.key.requires_grad
+        for index, managed in enumerate(group.managed):
+            optimizer = nn.Parameter(
+                as_dtensor(group.main_items[index], group, index), requires_grad=trainable
+            )
+            grad = as_dtensor(group.grad_items[index], group, index) if trainable else None
+            if grad is not None and grad.dtype != optimizer.dtype:
+                optimizer.grad_dtype = grad.dtype  # type: ignore[attr-defined]
+            pairs.append(ParamPair(managed, group, index, optimizer, grad))
+    return pairs
+
+
+class IdentitySwitch:
+    """Puts one identity or the other into every slot of the module tree, tied slots included."""
+
+    def __init__(self, pairs: Sequence[ParamPair]) -> None:
+        self.shown = Identity.RAW
+        self._pairs = pairs
+        self._trained = [pair.group.key.requires_grad for pair in pairs]
+        self._slots = [
+            (module._parameters, name, pair.raw, pair.optimizer, fqn)
+            for pair in pairs
+            for (module, name), fqn in zip(pair.managed.slots, pair.managed.fqns, strict=True)
+        ]
+
+    def show(self, identity: Identity, before: Callable[[], None] = lambda: None) -> None:
+        """Shows `identity`; runs `before` first if that is a change. RuntimeError, before anything
+        is changed, if a slot does not hold what was put there: a weight that was tied or rebuilt
+        after sharding would be undone here in silence."""
+        if identity is self.shown:
+            return
+        now, then = (3, 2) if identity is Identity.RAW else (2, 3)
+        for slot in self._slots:
+            if slot[0].get(slot[1]) is not slot[now]:
+                raise RuntimeError(_replaced(slot[4]))
+        before()
+        for slot in self._slots:
+            slot[0][slot[1]] = slot[then]  # type: ignore[assignment]
+        self.shown = identity
+
+    def follow_user(self) -> bool:
+        """Gives both identities the `requires_grad` that the user has given one of them since the
+        last call; tells whether there was any.
+
+        Raises:
+            RuntimeError: a parameter that was frozen when it was wrapped is to be trained, or has
+                a hook that cannot run.
+        """
+        changed = []
+        with unchecked():
+            for number, (pair, known) in enumerate(zip(self._pairs, self._trained, strict=True)):
+                if pair.optimizer._backward_hooks:
+                    raise RuntimeError(_unheard(pair))
+                if pair.raw.requires_grad is known is pair.optimizer.requires_grad:
+                    continue
+                if pair.grad is None:
+                    raise RuntimeError(_untrainable(pair))
+                changed.append(number)
+            for number in changed:
+                self._trained[number] = not self._trained[number]
+                for param in (self._pairs[number].raw, self._pairs[number].optimizer):
+                    param.requires_grad = self._trained[number]
+        return bool(changed)
+
+
+def _untrainable(pair: ParamPair) -> str:
+    return (
+        f"requires_grad of {pair.managed.fqns[0]} was set to True, but it was frozen when the "
+        "model was wrapped, and has no buffers for gradients; wrap the model with requires_grad="
+        "True, and freeze the parameter after that"
+    )
+
+
+def _unheard(pair: ParamPair) -> str:
+    return (
+        f"register_hook on parameter {pair.managed.fqns[0]}: no gradient passes through a sharded "
+        "parameter in backward, so the hook would never run; use register_post_accumulate_grad_hook"
+        ", which runs when the reduced gradient is in .grad"
+    )
+
+
+def _replaced(fqn: str) -> str:
+    return (
+        f"parameter {fqn} was replaced or removed after the model was sharded (by an assignment, "
+        "tie_weights(), a parametrization, functional_call): its values, and what is told on it, "
+        "are not those of the flat buffers. Do that before sharding the model; to change values, "
+        "use load_state_dict"
+    )

@@ -1,0 +1,153 @@
+"""From a module tree to units and groups of parameters.
+
+A *unit* is what is gathered and reduced together: one transformer layer, the embedding, the output
+layer. Every parameter belongs to the unit module nearest above it; what lies outside all unit
+modules belongs to the root unit, which is always there and always last in order. A parameter
+that several modules hold belongs to the unit that holds all of its holders, else to the root.
+
+Within a unit, parameters that share domain, dtype and `requires_grad` form a *group*: one flat
+buffer, one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from megatron_fsdp_adapter.core.layout.spec import ParamSpec, row_granularity
+
+from .direct import GradWriter
+
+ROOT = "root"
+
+Slot = tuple[nn.Module, str]
+"""A place in the module tree that holds a parameter: `module._parameters[name]`."""
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """What the parameters of one flat buffer have in common."""
+
+    domain: str
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class ManagedParam:
+    """One parameter, deduplicated: where it is held, and under which names. `split` is the dim
+    along which the model itself split the whole tensor over the last axis of its mesh; None if it
+    is whole, or if there is no such axis. `writer`: who writes its gradient."""
+
+    param: nn.Parameter
+    fqns: tuple[str, ...]
+    slots: tuple[Slot, ...]
+    split: int | None = None
+    writer: GradWriter = GradWriter.AUTOGRAD
+
+    def spec(self, index: int) -> ParamSpec:
+        """What the layout planner needs to know. Shards are cut between rows of dim 0."""
+        shape = tuple(self.param.shape)
+        return ParamSpec(
+            index=index,
+            fqns=self.fqns,
+            shape=shape,
+            dtype=self.param.dtype,
+            requires_grad=self.param.requires_grad,
+            granularity=row_granularity(shape),
+        )
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """The parameters of one unit by group, in module order.
+
+    `module` is None for the root unit. `backward_reads_weights` is False for units whose backward
+    needs no weights (an embedding look-up), which are not gathered in backward.
+    """
+
+    name: str
+    module: nn.Module | None
+    groups: dict[GroupKey, list[ManagedParam]] = field(default_factory=dict)
+    backward_reads_weights: bool = True
+
+
+def managed_params(module: nn.Module) -> list[ManagedParam]:
+    """All parameters below `module` in module order, each once with all of its places."""
+    found: dict[int, tuple[nn.Parameter, list[str], list[Slot]]] = {}
+    for module_name, owner in module.named_modules():
+        for name, param in owner._parameters.items():
+            if param is None:
+                continue
+            _, fqns, slots = found.setdefault(id(param), (param, [], []))
+            fqns.append(f"{module_name}.{name}" if module_name else name)
+            slots.append((owner, name))
+    return [ManagedParam(p, tuple(fqns), tuple(slots)) for p, fqns, slots in found.values()]
+
+
+def unit_modules(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+    """The modules below `module` that `is_unit` accepts, by name, in module order."""
+    return {name: child for name, child in module.named_modules() if name and is_unit(child)}
+
+
+def _owner(fqn: str, unit_names: Sequence[str]) -> str:
+    """The innermost unit whose name is a prefix of `fqn`, or ROOT."""
+    holders = [name for name in unit_names if fqn.startswith(name + ".")]
+    return max(holders, key=len) if holders else ROOT
+
+
+def _common_owner(fqns: Sequence[str], unit_names: Sequence[str]) -> str:
+    owners = {_owner(fqn, unit_names) for fqn in fqns}
+    return owners.pop() if len(owners) == 1 else ROOT
+
+
+def partition(
+    module: nn.Module,
+    units: dict[str, nn.Module],
+    *,
+    domain_of: Callable[[nn.Parameter, str], str],
+    backward_reads_weights: Callable[[nn.Module], bool] = lambda _: True,
+    split_of: Callable[[nn.Parameter, str], int | None] = lambda param, fqn: None,
+    writer_of: Callable[[ManagedParam], GradWriter] = lambda managed: GradWriter.AUTOGRAD,
+    manages: Callable[[ManagedParam], bool] = lambda managed: True,
+) -> list[UnitPlan]:
+    """Plans for all units that hold parameters, in module order, then the root unit.
+
+    Args:
+        module: the module tree.
+        units: name and module of each unit, as from `unit_modules`.
+        domain_of: the domain of a parameter, from the parameter and its first name.
+        backward_reads_weights: whether a unit module's backward reads its weights.
+        split_of: `ManagedParam.split` of a parameter, likewise.
+        writer_of: `ManagedParam.writer` of a parameter.
+        manages: whether a parameter is to be sharded at all; others stay as they are.
+
+    Raises:
+        ValueError: no parameter below `module` requires a gradient.
+    """
+    params = [managed for managed in managed_params(module) if manages(managed)]
+    if not any(managed.param.requires_grad for managed in params):
+        raise ValueError(
+            f"module={type(module).__name__} has no trainable parameter: nothing can be sharded "
+            "or trained; set requires_grad on at least one parameter, or do not wrap the module"
+        )
+    plans = {
+        name: UnitPlan(name, child, backward_reads_weights=backward_reads_weights(child))
+        for name, child in units.items()
+    }
+    plans[ROOT] = UnitPlan(ROOT, None)
+    names = list(units)
+    for managed in params:
+        key = GroupKey(
+            domain_of(managed.param, managed.fqns[0]),
+            managed.param.dtype,
+            managed.param.requires_grad,
+        )
+        plan = plans[_common_owner(managed.fqns, names)]
+        split = split_of(managed.param, managed.fqns[0])
+        entry = replace(managed, split=split, writer=writer_of(managed))
+        plan.groups.setdefault(key, []).append(entry)
+    return [plan for plan in plans.values() if plan.groups or plan.name == ROOT]

@@ -1,0 +1,411 @@
+"""Gradients: from backward's `.grad` into buckets, through a reduction, into the main gradients.
+
+    compute stream   fill bucket(2) | fill bucket(1) | wait(2), free bucket(2), fill bucket(0)
+    reduce stream          reduce(2), add to shard   |   reduce(1), add to shard | ...
+
+With sharded gradients every backward reduces each unit's fresh bucket and adds the result to the
+gradient shard. Otherwise the kept gradients sum the microbatches on this rank and are reduced
+once: in place, or through a transient bucket of the communication dtype. Either way the domain's
+scale is applied to what goes into a reduction or to what came out of it, once, and never to a
+running sum; docs/precision.md has the table.
+
+Buckets are written by compute, so they are allocated and freed on the compute stream. One is
+freed when its own reduction has passed, at the moment the bucket after next is needed; waiting
+for the whole reduce stream was rejected, as it would wait for the reduction just launched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from megatron_fsdp_adapter.core.config import EngineConfig
+from megatron_fsdp_adapter.core.runtime.comm import Communicator
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime, fill_with_nan
+
+from .buffer import FlatBuffer, copy_each, segments_in
+from .group import GradState, ParamGroup, by_domain
+from .unit import Unit
+
+MAX_BUCKETS = 2
+"""Units whose buckets may exist at once: one that backward fills, one that is being reduced."""
+
+
+REDUCED_STATES = (GradState.REDUCED, GradState.FINISHED)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A reduction that was launched: the groups keep its buckets alive until `event`, and it keeps
+    `buffers`, which are no group's."""
+
+    groups: Sequence[ParamGroup]
+    event: Any
+    buffers: Sequence[FlatBuffer] = ()
+
+
+def _same_memory(one: ParamGroup, other: ParamGroup) -> bool:
+    slot = one.staging.bucket_slot
+    return one is other or (slot is not None and slot == other.staging.bucket_slot)
+
+
+def largest_domain_first(
+    groups: Sequence[ParamGroup],
+) -> list[tuple[str, list[ParamGroup]]]:
+    """The groups of each domain, the domain with most elements first; equal on all ranks.
+
+    Only a kernel that is launched between two units finds room beside compute at once: the next
+    one waits for a large matrix product to end. On 4 GPUs that was 2 ms of a reduction's 7.
+    """
+    return sorted(
+        by_domain(groups).items(),
+        key=lambda entry: -sum(group.layout.total_numel for group in entry[1]),
+    )
+
+
+class GradCheck(Protocol):
+    """Looks at a step's gradients before they are communicated: `note` on the device, after each
+    backward of a unit; `raise_found` on the host, at the end of the step."""
+
+    def note(self, unit: Unit) -> None: ...
+
+    def raise_found(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class ReducePipeline:
+    """Args:
+    communicators, outer: by domain name, the ones that reductions run on, over each axis.
+    check: looks at gradients before they are communicated.
+    received: uint8 memory for the pieces of an exchange (`exchange_gradients`).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runtime: Runtime,
+        communicators: Mapping[str, Communicator],
+        outer: Mapping[str, Communicator],
+        check: GradCheck | None = None,
+        received: torch.Tensor | None = None,
+    ) -> None:
+        self.config, self.runtime = config, runtime
+        self.communicators, self.outer = communicators, outer
+        self._received = received
+        self._count = torch.zeros(1, device=runtime.device)  # only the reduce stream writes it
+        self._in_flight: deque[InFlight] = deque()
+        # A rank without gradients goes by it, to meet the others in the order that they go in.
+        self._outer_in_backward = False
+        self.check = check
+
+    def backward_begins(self, unit: Unit, accumulates: bool) -> None:
+        """Gives storage to the buckets that `unit`'s modules will write into by themselves;
+        RuntimeError if the backward is not to accumulate gradients of weights."""
+        groups = [group for group in unit.direct_groups if not group.idle]
+        if not groups or all(group.direct.is_open for group in groups):
+            return
+        if not accumulates:
+            raise RuntimeError(
+                f"unit {unit.name}: a backward for gradients of inputs alone (torch.autograd.grad, "
+                "backward(inputs=...)) goes through modules that add weight gradients to "
+                "main_grad by themselves; switch gradient_accumulation_fusion off"
+            )
+        with torch.no_grad():
+            self._refuse_late(unit)
+            if self.config.strategy.shard_grads:
+                self._make_room(unit.active_groups)
+            for group in groups:
+                group.collected.allocate()
+                group.direct.open(fresh=group.grad_state is not GradState.ACCUMULATED)
+
+    def abandon(self, units: Sequence[Unit]) -> None:
+        """Forgets backwards that did not come to their end, and what they have written."""
+        self.finish()
+        for unit in units:
+            for group in unit.direct_groups:
+                group.direct.close()
+                if self.config.strategy.shard_grads:
+                    group.bucket.release()
+
+    def backward_done(self, unit: Unit, is_last: bool, is_known_last: bool) -> None:
+        """Takes the gradients of `unit`'s backward and reduces them if it is time to.
+
+        is_last: no backward is known to follow in this step. is_known_last: none will, so that
+        even what cannot be repeated, the reduction over an outer axis, may start.
+        """
+        groups = unit.active_groups
+        if not groups:
+            return
+        self._outer_in_backward = is_known_last
+        self._refuse_late(unit)
+        if self.config.strategy.shard_grads:
+            self._make_room(groups)
+            for group in groups:
+                group.collected.allocate()
+                group.take_grads(accumulate=False)
+            self._note(unit)
+            self._launch(groups)
+        else:
+            for group in groups:
+                group.take_grads(accumulate=group.grad_state is GradState.ACCUMULATED)
+                group.grad_state = GradState.ACCUMULATED
+            self._note(unit)
+            if is_last and self.config.overlap_grad_reduce:
+                self._launch(groups)
+        if is_known_last:
+            self._finish_outer(groups)
+
+    def take_late(self, unit: Unit) -> bool:
+        """Takes gradients that came after `backward_done` where gradients are kept. Returns whether
+        they had to be reduced by themselves, since the others had been."""
+        groups = unit.active_groups
+        if not any(group.grad_state in REDUCED_STATES for group in groups):
+            for group in groups:
+                group.take_grads(accumulate=True)
+            self._note(unit)
+            return False
+        if any(group.grad_state is GradState.FINISHED or group.direct.is_open for group in groups):
+            raise RuntimeError(
+                f"unit {unit.name}: gradients came after its reduction, over all axes, had been "
+                "launched, as a part of the graph is older than the unit's call. With autocast, "
+                "use a context for each forward or torch.autocast(cache_enabled=False); or set "
+                "overlap_grad_reduce=False"
+            )
+        self._reduce_again(groups)
+        return True
+
+    def _reduce_again(self, groups: Sequence[ParamGroup]) -> None:
+        """Reduces gradients that came late and adds them to the main gradients, which have been
+        reduced."""
+        self._make_room(groups)
+        late = [group.collect_late() for group in groups]
+        self.runtime.wait(REDUCE, self.runtime.record(COMPUTE))
+        for group, (buffer, segments) in zip(groups, late, strict=True):
+            scale = group.domain.grad_scale
+            self.runtime.submit(
+                REDUCE,
+                functools.partial(self._communicate_late, group, buffer, segments, scale),
+                functools.partial(self._add_late, group, buffer, scale),
+            )
+        buffers = [buffer for buffer, _ in late]
+        self._in_flight.append(InFlight((), self.runtime.record(REDUCE), buffers))
+
+    def _communicate_late(
+        self, group: ParamGroup, late: FlatBuffer, segments: list[torch.Tensor], scale: float
+    ) -> list[Any]:
+        communicator = self.communicators[group.key.domain]
+        if self._exchanges:
+            shards = list(zip(group.grad_segments, segments, strict=True))
+            return communicator.reduce_scatter_by_exchange(shards, self._received, scale, True)
+        if self.config.scale_before_sum:
+            for segment in segments:
+                segment.mul_(scale)
+        if not self.config.strategy.shard_main:
+            return communicator.all_reduce(segments)
+        results = segments_in(late, group.full, group.inner)
+        return communicator.reduce_scatter(list(zip(results, segments, strict=True)))
+
+    def _add_late(self, group: ParamGroup, late: FlatBuffer, scale: float) -> None:
+        if self._exchanges:
+            return
+        results = segments_in(late, group.full, group.inner)
+        for shard, result in zip(group.grad_segments, results, strict=True):
+            shard.add_(result, alpha=1.0 if self.config.scale_before_sum else scale)
+
+    def _note(self, unit: Unit) -> None:
+        if self.check is not None:
+            self.check.note(unit)
+
+    def _refuse_late(self, unit: Unit) -> None:
+        over = {GradState.FINISHED}
+        if not self.config.strategy.shard_grads:
+            over.add(GradState.REDUCED)
+        if any(group.grad_state in over for group in unit.active_groups):
+            raise RuntimeError(
+                f"unit {unit.name}: a backward ran after this step's gradients had been reduced. "
+                "Run all backwards of a step but the last under no_sync(), and clear the gradients "
+                "before the next step: all of them, to None"
+            )
+
+    def reduce_rest(self, units: Iterable[Unit]) -> None:
+        """Reduces whatever the backwards of this step have not: kept gradient buffers that were
+        not overlapped, groups that no backward reached (their gradients are zero), and what is
+        missing over the outer axis: behind all that, or unit by unit if backwards do that."""
+        units = list(units)
+        for unit in units:
+            groups = [
+                group
+                for group in unit.trainable_groups
+                if group.grad_state not in REDUCED_STATES
+                and not (group.idle and group.grad_state is GradState.EMPTY)
+            ]
+            self._make_room(groups)
+            for group in groups:
+                if group.grad_state is GradState.EMPTY:
+                    group.collected.allocate()
+                    group.take_grads(accumulate=False)
+            if groups:
+                self._launch(groups)
+            if self._outer_in_backward:
+                self._finish_outer(unit.trainable_groups)
+        for unit in sorted(units, key=lambda unit: -unit.ordinal):
+            self._finish_outer(unit.trainable_groups)
+
+    def count(self, here: bool) -> torch.Tensor:
+        """The number of ranks, over all axes, that call this with True: one element on the device,
+        valid from `finish` to the next call. For models of one domain."""
+        self.runtime.submit(REDUCE, functools.partial(self._set_count, float(here)))
+        for communicators in (self.communicators, self.outer):
+            for communicator in communicators.values():
+                reduce = functools.partial(communicator.all_reduce, [self._count])
+                self.runtime.submit(REDUCE, reduce)
+        return self._count
+
+    def _set_count(self, here: float) -> None:
+        self._count.fill_(here)
+
+    def _launch(self, groups: Sequence[ParamGroup]) -> None:
+        """Starts reducing what was collected; coalesced per domain."""
+        first = [group.grad_state not in REDUCED_STATES for group in groups]
+        transient = any(group.has_transient_bucket for group in groups)
+        if transient and not self.config.strategy.shard_grads:
+            self._make_room(groups)
+        for group in groups:
+            group.fill_bucket()
+            if self.config.scale_before_sum and group.domain.grad_scale != 1.0:
+                for segment in group.bucket_segments:  # one kernel each: see `copy_each`
+                    segment.mul_(group.domain.grad_scale)
+            group.grad.allocate()
+            group.grad_state = GradState.REDUCED
+        self.runtime.wait(REDUCE, self.runtime.record(COMPUTE))
+        self.runtime.launch(
+            REDUCE,
+            lambda: self._communicate(groups, first),
+            lambda: self._land(groups, first),
+        )
+        if transient:
+            self._in_flight.append(InFlight(groups, self.runtime.record(REDUCE)))
+
+    def _finish_outer(self, groups: Sequence[ParamGroup]) -> None:
+        """Starts the reduction over the outer axis of what has been reduced over the shard axis:
+        once a step, since it is the slow network, and a sum cannot be taken back."""
+        ready = [
+            group
+            for group in groups
+            if group.grad_state is GradState.REDUCED and group.key.domain in self.outer
+        ]
+        for group in ready:
+            group.grad_state = GradState.FINISHED
+        if ready:
+            self.runtime.submit(REDUCE, lambda: self._communicate_outer(ready))
+
+    def _communicate_outer(self, groups: Sequence[ParamGroup]) -> list[Any]:
+        works = []
+        for domain, mine in largest_domain_first(groups):
+            parts = [part for group in mine for part in group.grad_segments]
+            if self.config.shard_outer:
+                own = [part for group in mine for part in group.held_grads]
+                works += self.outer[domain].reduce_scatter(list(zip(own, parts, strict=True)))
+            else:
+                works += self.outer[domain].all_reduce(parts)
+        return works
+
+    def _communicate(self, groups: Sequence[ParamGroup], first: Sequence[bool]) -> list[Any]:
+        """Launches the reductions; `first` tells whose gradient shards hold nothing yet."""
+        is_first = {id(group): new for group, new in zip(groups, first, strict=True)}
+        works = []
+        for domain, mine in largest_domain_first(groups):
+            communicator = self.communicators[domain]
+            if self._exchanges:
+                for group in mine:
+                    if self.runtime.poison and self._received is not None:
+                        fill_with_nan(self._received)
+                    works += communicator.reduce_scatter_by_exchange(
+                        list(zip(group.grad_segments, group.bucket_segments, strict=True)),
+                        self._received, self._scale_after(group), not is_first[id(group)],
+                    )  # fmt: skip
+                continue
+            segments = [segment for group in mine for segment in group.bucket_segments]
+            if not self.config.strategy.shard_main:
+                works += communicator.all_reduce(segments)
+                continue
+            results = []
+            for group in mine:
+                lands = self._lands(group, is_first[id(group)])
+                results += group.grad_segments if lands else group.results
+            works += communicator.reduce_scatter(list(zip(results, segments, strict=True)))
+        return works
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether gradients are summed by this package, after an all-to-all: then sum, scale and
+        addition to the main gradients are one pass."""
+        return self.config.fp32_accumulation or self.config.exchange_gradients
+
+    def _scale_after(self, group: ParamGroup) -> float:
+        return 1.0 if self.config.scale_before_sum else group.domain.grad_scale
+
+    def _lands(self, group: ParamGroup, is_first: bool) -> bool:
+        """Whether the reduce-scatter is given the gradient shard as its output, so that nothing is
+        left to copy or add."""
+        same_dtype = group.results[0].dtype == group.grad_segments[0].dtype
+        sharded = self.config.strategy.shard_main and group.has_transient_bucket
+        return sharded and is_first and same_dtype
+
+    def _land(self, groups: Sequence[ParamGroup], first: Sequence[bool]) -> None:
+        """What follows a reduction on its stream: scales what came out, and, unless that is in the
+        gradient shard already, copies it there (`first`) or adds it to what is there."""
+        if self._exchanges:
+            return
+        for group, is_first in zip(groups, first, strict=True):
+            scale = self._scale_after(group)
+            shards, lands = group.grad_segments, self._lands(group, is_first)
+            results = shards if lands else group.results
+            wider = results[0].element_size() > shards[0].element_size()
+            if group.has_transient_bucket and not is_first:
+                for shard, result in zip(shards, results, strict=True):
+                    shard.add_(result, alpha=scale)
+                continue
+            # Multiplied in the dtype with more bits, so that scaling adds no rounding there.
+            for result in results if scale != 1.0 and wider else ():
+                result.mul_(scale)
+            if group.has_transient_bucket and not lands:
+                copy_each(shards, results)
+            for shard in shards if scale != 1.0 and not wider else ():
+                shard.mul_(scale)
+
+    def _make_room(self, groups: Sequence[ParamGroup]) -> None:
+        """Frees the oldest buckets until one more may exist and none of `groups` is in flight: a
+        model of one unit fills the very bucket that its last microbatch is still reducing. A unit
+        in the same slot counts as the same."""
+        while len(self._in_flight) >= MAX_BUCKETS or any(
+            _same_memory(one, group)
+            for flight in self._in_flight
+            for one in flight.groups
+            for group in groups
+        ):
+            self._retire()
+
+    def _retire(self) -> None:
+        """Frees the buckets of the oldest reduction, behind that reduction alone."""
+        oldest = self._in_flight.popleft()
+        self.runtime.wait(COMPUTE, oldest.event)
+        for group in oldest.groups:
+            group.release_bucket()
+
+    def retire_all(self) -> None:
+        """Frees all buckets, behind their reductions. Called in the middle of a forward pass, where
+        those of the microbatch before have long passed: at its end memory is scarcest."""
+        while self._in_flight:
+            self._retire()
+
+    def finish(self) -> None:
+        """Orders the compute stream behind every reduction and frees all buckets."""
+        self.retire_all()
+        self.runtime.wait(COMPUTE, self.runtime.record(REDUCE))

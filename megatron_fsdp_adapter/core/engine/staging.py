@@ -1,0 +1,132 @@
+"""Where gathered weights and reduce buckets are: storage that comes and goes, or fixed slots.
+
+By default every buffer takes storage from the caching allocator and gives it back. A *slot* is
+memory for life that several units use in turn (`fsdp_double_buffer`), so that it can be registered
+with NCCL once (`nccl_ub`), and addresses do not change. The rules:
+
+    which   a unit's slot is fixed. Units of a kind of which there are three or more (layers) take
+            two slots in turn, sized by the largest of them all; every other unit has a slot of its
+            own, but for two of them that run first and last (embedding, output layer), which share
+            one.
+    who     a slot belongs to the unit that was gathered into it last. A unit takes it over when the
+            other has been resharded; asked for by its module, also when the other is not
+            computing (kept for a backward, gathered ahead), which then is gathered again. Two units
+            that compute at once, one inside the other, cannot share a slot: an error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_fsdp_adapter.core.layout.group import GroupLayout
+from megatron_fsdp_adapter.core.runtime.device import Runtime
+
+from .buffer import FlatBuffer
+
+ALIGNMENT = 512
+"""Bytes; of each flat buffer in a slot."""
+
+REPEATED = 3
+"""How many units of a kind make it one of layers."""
+
+AllocateSlots = Callable[[Sequence[int]], list[torch.Tensor]]
+"""Makes uint8 tensors of the given numbers of bytes, whose contents are undefined."""
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """slot_of: the slot of each unit, by ordinal. nbytes: of each slot."""
+
+    slot_of: tuple[int, ...]
+    nbytes: tuple[int, ...]
+
+
+def plan_slots(kinds: Sequence[str], nbytes: Sequence[int]) -> SlotPlan:
+    """Shares slots out over units of the given kinds and sizes, in the order in which they run;
+    the last one is the root, which is there while any other is."""
+    count = Counter(kinds[:-1])
+    layers = [i for i, kind in enumerate(kinds[:-1]) if count[kind] >= REPEATED]
+    others = [i for i in range(len(kinds) - 1) if i not in set(layers)]
+    slot_of = [0] * len(kinds)
+    for position, ordinal in enumerate(layers):
+        slot_of[ordinal] = position % 2
+    used = min(len(layers), 2)
+    ends = len(others) == 2 and bool(layers) and others[0] < layers[0] and layers[-1] < others[1]
+    for position, ordinal in enumerate(others):
+        slot_of[ordinal] = used if ends else used + position
+    slot_of[-1] = used + (1 if ends else len(others))
+    largest = max((nbytes[ordinal] for ordinal in layers), default=0)
+    sizes = [0] * (slot_of[-1] + 1)
+    for ordinal, slot in enumerate(slot_of):
+        sizes[slot] = max(sizes[slot], largest if ordinal in layers else nbytes[ordinal])
+    return SlotPlan(tuple(slot_of), tuple(sizes))
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def plan_weights_and_buckets(
+    kinds: Sequence[str], units: Sequence[Sequence[GroupLayout]], comm: torch.dtype
+) -> tuple[SlotPlan, SlotPlan]:
+    """Slots of gathered weights, and of buckets in `comm`, from the layouts of each unit's groups;
+    `kinds` as for `plan_slots`."""
+    weights = [sum(_in_slot(one, one.specs[0].dtype) for one in unit) for unit in units]
+    trained = [[one for one in unit if one.specs[0].requires_grad] for unit in units]
+    buckets = [sum(_in_slot(one, comm) for one in unit) for unit in trained]
+    return plan_slots(kinds, weights), plan_slots(kinds, buckets)
+
+
+def _in_slot(layout: GroupLayout, dtype: torch.dtype) -> int:
+    return aligned(layout.total_numel * dtype.itemsize)
+
+
+class Slots:
+    """The memory of a plan. `take` hands out one unit's part of its slot, buffer by buffer."""
+
+    def __init__(self, plan: SlotPlan, allocate: AllocateSlots) -> None:
+        self.plan = plan
+        self._memory = allocate(plan.nbytes)
+        self._taken = [0] * len(plan.slot_of)
+
+    def take(self, ordinal: int, nbytes: int) -> torch.Tensor:
+        start = self._taken[ordinal]
+        self._taken[ordinal] += aligned(nbytes)
+        return self._memory[self.plan.slot_of[ordinal]][start : start + nbytes]
+
+
+@dataclass(frozen=True)
+class UnitStaging:
+    """Makes the transient buffers of unit number `ordinal`; without slots they come and go."""
+
+    runtime: Runtime
+    ordinal: int = 0
+    weights: Slots | None = None
+    buckets: Slots | None = None
+
+    def weight(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
+        return self._buffer(self.weights, numel, dtype)
+
+    def bucket(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
+        return self._buffer(self.buckets, numel, dtype)
+
+    @property
+    def weight_slot(self) -> int | None:
+        return None if self.weights is None else self.weights.plan.slot_of[self.ordinal]
+
+    @property
+    def bucket_slot(self) -> int | None:
+        return None if self.buckets is None else self.buckets.plan.slot_of[self.ordinal]
+
+    def _buffer(self, slots: Slots | None, numel: int, dtype: torch.dtype) -> FlatBuffer:
+        place = None if slots is None else slots.take(self.ordinal, numel * dtype.itemsize)
+        return FlatBuffer(numel, dtype, self.runtime, place)
+
+
+def ordinary_memory(device: torch.device) -> AllocateSlots:
+    """Slots from the device's caching allocator."""
+    return lambda sizes: [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]

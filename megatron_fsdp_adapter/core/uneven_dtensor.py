@@ -1,0 +1,405 @@
+"""DTensors whose shards are cut wherever a flat buffer is, and which say so.
+
+torch takes `Shard(0)` for an even split. Ours is uneven, so a DTensor over our rows states a place
+that is not true, and whatever goes by that (`full_tensor`, `redistribute`, full state dicts, torch
+DCP) fails or mixes rows up. `UnevenDTensor` carries its `Chunks`, the blocks of the whole tensor
+that this rank has, and answers by them.
+
+The other design was a placement of our own in torch's sharding specification, whose collectives
+torch's `redistribute` would call. It was turned down: every operator's sharding rule writes plain
+`Shard`s into its outputs, so that the first `detach()` loses the place, and the methods that such a
+placement has to override are private and differ from one torch to the next. A placement that is
+only *told* (`OwnRows`) does without them: operators never see it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_map, tree_map_only
+
+from megatron_fsdp_adapter.core.layout.ranges import Box
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The blocks (offsets, sizes) of a whole tensor that a rank has, in the order of the elements
+    of its local tensor; none if that is empty.
+
+    cut: what the blocks of *every* rank follow from, a value to be compared: tensors of one shape
+    with equal cuts lie alike on all ranks. None: only this rank's blocks are known.
+    """
+
+    boxes: tuple[Box, ...]
+    cut: Any = None
+
+    def check(self, shape: tuple[int, ...], local: torch.Tensor) -> None:
+        """ValueError unless every block is inside `shape` and together they are as large as
+        `local`."""
+        for offsets, sizes in self.boxes:
+            fits = len(offsets) == len(sizes) == len(shape) and all(
+                o >= 0 and n > 0 and o + n <= whole
+                for o, n, whole in zip(offsets, sizes, shape, strict=True)
+            )
+            if not fits:
+                raise ValueError(
+                    f"chunk at {offsets} of size {sizes} is not inside a {shape} tensor"
+                )
+        numel = sum(math.prod(sizes) for _, sizes in self.boxes)
+        if numel != local.numel():
+            raise ValueError(
+                f"chunks {self.boxes} have {numel} elements, the local tensor of shape "
+                f"{tuple(local.shape)} has {local.numel()}"
+            )
+
+    def listed(self) -> list[ChunkStorageMetadata]:
+        """As torch DCP has them."""
+        return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in self.boxes]
+
+    def write_items(self, fqn: str, local: torch.Tensor, shape: torch.Size) -> list[WriteItem]:
+        """What torch DCP saves for `fqn`, a tensor of global `shape`, from this rank."""
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(local),
+                    size=shape,
+                ),
+            )
+            for chunk in self.listed()
+        ]
+
+    def block(self, local: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
+        """The part of `local` that torch DCP means by `index`, a view. ValueError if it is not
+        here."""
+        start = 0
+        for offsets, sizes in self.boxes:
+            numel = math.prod(sizes)
+            if index.offset is None or torch.Size(offsets) == index.offset:
+                # view, not reshape, which may copy: a load writes through it
+                return local.view(-1)[start : start + numel].view(sizes)
+            start += numel
+        raise ValueError(f"{index.fqn}: no chunk at {index.offset} on this rank")
+
+    def take_from(self, whole: torch.Tensor, local: torch.Tensor) -> None:
+        """Copies the blocks out of `whole` into `local`."""
+        for block, part in self._parts(whole, local):
+            part.copy_(block)
+
+    def put_into(self, whole: torch.Tensor, local: torch.Tensor) -> None:
+        """Copies `local` into the blocks of `whole`."""
+        for block, part in self._parts(whole, local):
+            block.copy_(part)
+
+    def _parts(
+        self, whole: torch.Tensor, local: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        found, start, flat = [], 0, local.view(-1)
+        for offsets, sizes in self.boxes:
+            numel = math.prod(sizes)
+            place = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            found.append((whole[place], flat[start : start + numel].view(sizes)))
+            start += numel
+        return found
+
+
+class OwnRows(Shard):
+    """What an `UnevenDTensor` tells of an axis that cuts rows: a `Shard` of which this rank's
+    extent, `size` rows from `start` of the whole, is known and others' is not. Equal to the
+    `Shard` of its dim. `compute_local_shape_and_global_offset` of torch asks it."""
+
+    def __new__(cls, dim: int, size: int, start: int) -> OwnRows:
+        return super().__new__(cls, dim)  # type: ignore[call-arg]
+
+    def __init__(self, dim: int, size: int, start: int) -> None:
+        super().__init__(dim)
+        self.size, self.start = size, start
+
+    def _local_shard_size_and_offset(  # type: ignore[override]
+        self, curr_local_size: int, num_chunks: int, rank: Any
+    ) -> tuple[int, int]:
+        return self.size, self.start
+
+
+class UnevenDTensor(DTensor):
+    """A DTensor that knows its chunks, and hands them on to what has its geometry: `detach()` and
+    `clone()`, and whatever works element by element if torch asks a subclass of DTensor at all what
+    its operators give (2.13 does, 2.11 does not). `chunks` is None until told.
+
+    What it gives as a whole (`full_tensor`, `redistribute`) carries no gradient back.
+    """
+
+    chunks: Chunks | None
+
+    @staticmethod
+    def over(
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        shape: Sequence[int],
+        stride: Sequence[int],
+        chunks: Chunks | None = None,
+    ) -> UnevenDTensor:
+        """Of global `shape` and `stride` over this rank's `local`, whose storage it uses. No
+        collective. ValueError if the chunks do not fit."""
+        if chunks is not None:
+            chunks.check(tuple(shape), local)
+        plain = DTensor.from_local(
+            local,
+            mesh,
+            list(placements),
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=tuple(stride),
+        )
+        return _with_chunks(plain, chunks)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        originals: dict[int, UnevenDTensor] = {}
+        kept: list[DTensor] = []
+        of_nothing = _norm_of_nothing(args) if func in _NORMS else None
+
+        def plain(value: UnevenDTensor) -> DTensor:
+            local = value._local_tensor
+            if of_nothing is not None and local.numel() == 0:
+                local = local.new_full((1,) * local.dim(), of_nothing)
+            made = DTensor(local, value._spec, requires_grad=value.requires_grad)
+            originals[id(made)] = value
+            kept.append(made)
+            return made
+
+        args, kwargs = tree_map_only(UnevenDTensor, plain, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+
+        def uneven(value: Any) -> Any:
+            if id(value) in originals:
+                return originals[id(value)]
+            if type(value) is not DTensor:
+                return value
+            like = [source for source in originals.values() if _same_geometry(source, value)]
+            if not like or any(source.chunks != like[0].chunks for source in like):
+                return value
+            return _with_chunks(value, like[0].chunks)
+
+        return tree_map(uneven, result)
+
+    def detach(self) -> UnevenDTensor:
+        """As torch's; `nn.Parameter` and `state_dict` call it."""
+        detached: Any = super().detach()
+        return _with_chunks(detached, self.chunks)
+
+    def clone(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
+        """As torch's; of torch's class if a gradient flows through it."""
+        cloned: Any = super().clone(*args, **kwargs)
+        return cloned if cloned.requires_grad else _with_chunks(cloned, self.chunks)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """As torch has them, but for the last axis that cuts rows, which is `OwnRows`; axes before
+        it cut nothing for torch's arithmetic."""
+        placements = tuple(self._spec.placements)
+        chunks = self.chunks
+        rows = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == 0]
+        if chunks is None or not rows or len(chunks.boxes) > 1:
+            return placements
+        told, length = list(placements), self.shape[0]
+        for axis in rows:
+            told[axis] = OwnRows(0, length, 0)
+        offsets, sizes = chunks.boxes[0] if chunks.boxes else ((0,), (0,))
+        told[rows[-1]] = OwnRows(0, sizes[0], offsets[0])
+        return tuple(told)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor, on every rank. Collective over the mesh, whose ranks must all call
+        it."""
+        return whole_tensor(self)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """A DTensor over the same mesh with torch's own, even `placements`, which are true. By the
+        whole tensor, which every rank has meanwhile; collective.
+
+        ValueError for another mesh or without placements.
+        """
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise ValueError(
+                f"redistribute from {self.device_mesh} to {device_mesh}: rows move within their "
+                "own mesh only; use distribute_tensor(tensor.full_tensor(), mesh, placements)"
+            )
+        if placements is None:
+            raise ValueError("redistribute: placements is missing; say one for each mesh axis")
+        whole = whole_tensor(self).to(forward_dtype or self.dtype)
+        mesh = self.device_mesh
+        if all(placement.is_replicate() for placement in placements):
+            return DTensor.from_local(whole, mesh, list(placements), run_check=False)
+        # Every rank has the whole already, so none is asked for it.
+        return distribute_tensor(whole, mesh, list(placements), src_data_rank=None)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if self.chunks is None:
+            return super().__create_chunk_list__()
+        return self.chunks.listed()
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        if self.chunks is None:
+            return super().__create_write_items__(fqn, object)
+        return self.chunks.write_items(fqn, self._local_tensor, self.size())
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        if self.chunks is None:
+            return super().__get_tensor_shard__(index)
+        return self.chunks.block(self._local_tensor, index)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnevenDTensor:
+        self._raise_if_parameter("copy.deepcopy")
+        plain = DTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=False)
+        copied = memo[id(self)] = _with_chunks(plain, self.chunks)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._raise_if_parameter("pickle")
+        # A clone: the storage of the local tensor is a flat buffer's, of many parameters.
+        local = self._local_tensor.detach().clone()
+        boxes = None if self.chunks is None else self.chunks.boxes
+        return _rebuilt, (local, self._spec, boxes)
+
+    def _raise_if_parameter(self, what: str) -> None:
+        if getattr(self, "_is_param", False):
+            raise RuntimeError(
+                f"{what} of a parameter of a sharded model, shape {tuple(self.shape)}: it is a "
+                "view of flat buffers, which a copy would not be of; use model.state_dict(), or "
+                "load that into another sharded model"
+            )
+
+
+_NORMS = frozenset(
+    {torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar}
+)
+"""What `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `Tensor.norm` come down to."""
+
+
+def _norm_of_nothing(args: tuple[Any, ...]) -> float | None:
+    """The norm that a rank without elements contributes to one of `_NORMS`: what changes none of
+    the others'. None where torch has one of its own, 0: for a finite norm above 0. It refuses the
+    rest, on that rank alone, while the others wait for it. (torch 2.11 asks no subclass and goes on
+    refusing them. A `__torch_function__` would be asked there, and would be in the way of every
+    read of `.grad`.)
+
+    args: the operator's: tensors, the order of the norm (2 if not given) and, for a norm along
+    dims, which is left to torch, those.
+    """
+    order = float(args[1]) if len(args) > 1 else 2.0
+    if len(args) > 2 and args[2] is not None:
+        return None
+    if order < 0:
+        return math.inf
+    return 0.0 if order == math.inf else None
+
+
+def _with_chunks(plain: DTensor, chunks: Chunks | None) -> UnevenDTensor:
+    made = UnevenDTensor(plain._local_tensor, plain._spec, requires_grad=False)
+    made.chunks = chunks
+    return made
+
+
+def _rebuilt(local: torch.Tensor, spec: Any, boxes: tuple[Box, ...] | None) -> UnevenDTensor:
+    """What pickle makes again. The cut is of the layouts of the process that wrote it."""
+    plain = DTensor(local, spec, requires_grad=False)
+    return _with_chunks(plain, None if boxes is None else Chunks(boxes))
+
+
+torch.serialization.add_safe_globals([_rebuilt])
+"""`torch.load` knows what `torch.save(model.state_dict())` wrote, as it knows torch's DTensors."""
+
+
+def _same_geometry(source: DTensor, value: DTensor) -> bool:
+    return (
+        source.shape == value.shape
+        and source._local_tensor.shape == value._local_tensor.shape
+        and source._spec.placements == value._spec.placements
+        and source.device_mesh == value.device_mesh
+    )
+
+
+def is_replicated(dtensor: DTensor) -> bool:
+    """True if every rank holds the whole tensor, so that its place in it needs no telling."""
+    return all(placement.is_replicate() for placement in dtensor._spec.placements)
+
+
+def even_chunks(dtensor: DTensor) -> Chunks | None:
+    """Of a DTensor that torch split into blocks; None if this rank's part is not what torch's even
+    split gives it, so that nobody knows which one it is."""
+    if any(type(placement) not in (Shard, Replicate) for placement in dtensor._spec.placements):
+        return None
+    (chunk,) = DTensor.__create_chunk_list__(dtensor)
+    sizes, local = tuple(chunk.sizes), tuple(dtensor._local_tensor.shape)
+    if sizes != local:
+        return None
+    return Chunks(((tuple(chunk.offsets), sizes),) if math.prod(sizes) else ())
+
+
+def whole_tensor(dtensor: DTensor) -> torch.Tensor:
+    """The whole of an `UnevenDTensor`, or of a DTensor that torch split, on every rank of its mesh,
+    without a gradient. Collective.
+
+    Each rank writes its blocks into a tensor of zeros, whose bytes are then added up over each
+    mesh axis along which the tensor is sharded. Blocks are disjoint, so no byte changes, and one
+    collective per axis replaces an exchange of shapes and a gather of unequal sizes. Costs one
+    full tensor of memory. ValueError for a shard whose place in the whole is unknown.
+    """
+    local = dtensor._local_tensor.detach()
+    if is_replicated(dtensor):
+        return local.clone()
+    chunks = chunks_of(dtensor) or even_chunks(dtensor)
+    if chunks is None:
+        raise ValueError(
+            f"a DTensor of shape {tuple(dtensor.shape)} is split unevenly (here "
+            f"{tuple(local.shape)}) and carries no chunks"
+        )
+    full = torch.zeros(tuple(dtensor.shape), dtype=local.dtype, device=local.device)
+    chunks.put_into(full, local.contiguous())
+    raw = full.view(-1).view(torch.uint8)
+    for axis, placement in enumerate(dtensor._spec.placements):
+        if not placement.is_replicate():
+            dist.all_reduce(raw, group=dtensor.device_mesh.get_group(axis))
+    return full
+
+
+_CHUNK_LIST = "__create_chunk_list__"
+
+
+def chunks_of(dtensor: DTensor) -> Chunks | None:
+    """The chunks that a DTensor carries: its own, or what another engine hung on its local tensor,
+    where torch DCP looks too."""
+    if isinstance(dtensor, UnevenDTensor) and dtensor.chunks is not None:
+        return dtensor.chunks
+    listed = getattr(dtensor._local_tensor, _CHUNK_LIST, None)
+    if listed is None:
+        return None
+    return Chunks(tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed()))

@@ -1,0 +1,316 @@
+"""What went wrong, in terms of the model: which unit's weights or gradients a failed collective
+carried, and which buffer of which memory plan did not fit.
+
+A dead or late rank shows on the others as a collective that never ends. With gloo the wait for it
+raises, and the error is raised anew with unit and phase. With NCCL the host waits for nothing: the
+process group's own watchdog ends the process at the timeout, and `late_collectives.py` says
+beforehand what it is about. Names are looked up only when something has failed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.config import EngineConfig
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.group import ParamGroup, plan_layout
+from ..core.engine.guard import unchecked
+from ..core.engine.hooks import in_backward
+from ..core.engine.partition import ROOT, UnitPlan
+from ..core.layout.group import GroupLayout
+from ..core.runtime.comm import Communicator, Pair
+from ..core.topology import ShardDomain
+from ..megatron.cuda_graphs import is_capturing
+from .late_collectives import LaunchLog
+from .memory import Precision, group_bytes, model_bytes, with_slots
+
+GATHER, REDUCE, BROADCAST = "gathering weights", "reducing gradients", "broadcasting weights"
+
+Layouts = Mapping[str, Sequence[tuple[GroupLayout, int]]]
+"""Of each unit the layouts of its groups, with this rank's number among their shards."""
+
+
+class CommunicationError(RuntimeError):
+    """A collective of the wrapper failed; the message names what it carried, when, and between
+    which ranks."""
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds that a collective of `group` may take."""
+    return group._get_backend(device).options._timeout.total_seconds()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A collective that was launched: what for, the first tensor that it carries, and whether
+    inside a backward."""
+
+    action: str
+    carried: torch.Tensor
+    backward: bool
+
+
+@dataclass(frozen=True)
+class NamedWork:
+    """A handle whose failure says what was waited for."""
+
+    work: Any
+    launch: Launch
+    explain: Callable[[Launch, RuntimeError], CommunicationError]
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise self.explain(self.launch, error) from error
+
+
+class NamedCommunicator(Communicator):
+    """A communicator whose failures name the unit: `name_of` finds it, from a tensor that a
+    collective carries. `log` is told what the host will not wait for."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        name_of: Callable[[torch.Tensor], str],
+        log: Callable[[float], LaunchLog],
+    ) -> None:
+        super().__init__(group, device)
+        self._name_of = name_of
+        ordered = self.capabilities.stream_ordered and self.size > 1
+        self._log = log(timeout_of(group, device)) if ordered else None
+
+    def describe(self, launch: Launch) -> str:
+        """What `launch` is doing, where and between whom."""
+        ranks = dist.get_process_group_ranks(self.group)
+        phase = "backward" if launch.backward else "forward"
+        when = "at construction" if launch.action == BROADCAST else f"in {phase}"
+        return f"{launch.action} of {self._name_of(launch.carried)} {when}, between ranks {ranks}"
+
+    def _failed(self, launch: Launch, error: RuntimeError) -> CommunicationError:
+        return CommunicationError(
+            f"rank {dist.get_rank()}: {self.describe(launch)}, failed: {error}. Another rank has "
+            f"failed, is late by more than {timeout_of(self.group, self.device):g} s (the timeout "
+            "of the process group), or took another path through the model; its own log says why"
+        )
+
+    def _named(self, action: str, carried: torch.Tensor, run: Callable[[], Any]) -> Any:
+        if self.size == 1:
+            return run()
+        launch = Launch(action, carried, in_backward())
+        try:
+            works = run()
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            raise self._failed(launch, error) from error
+        if self._log is not None:
+            if is_capturing():
+                self._log.rest()
+            else:
+                self._log.note(_weakly(self, launch))
+        return works and [NamedWork(work, launch, self._failed) for work in works]
+
+    def all_gather(self, pairs: Sequence[Pair]) -> list[Any]:
+        return self._named(GATHER, pairs[0][0], partial(super().all_gather, pairs))
+
+    def reduce_scatter(self, pairs: Sequence[Pair]) -> list[Any]:
+        return self._named(REDUCE, pairs[0][1], partial(super().reduce_scatter, pairs))
+
+    def reduce_scatter_by_exchange(self, pairs: Sequence[Pair], *options: Any) -> list[Any]:
+        run = partial(super().reduce_scatter_by_exchange, pairs, *options)
+        return self._named(REDUCE, pairs[0][1], run)
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        return self._named(REDUCE, tensors[0], partial(super().all_reduce, tensors))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self._named(BROADCAST, tensor, partial(super().broadcast, tensor))
+
+
+def _weakly(communicator: NamedCommunicator, launch: Launch) -> Callable[[], str]:
+    """Describes `launch` as long as there is something to describe. The log of launches must keep
+    neither buffers nor, in a cycle, communicators."""
+    who, carried = weakref.ref(communicator), weakref.ref(launch.carried)
+    action, backward = launch.action, launch.backward
+
+    def describe() -> str:
+        alive, tensor = who(), carried()
+        if alive is None or tensor is None:
+            return f"{action} of a model that was deleted"
+        return alive.describe(Launch(action, tensor, backward))
+
+    return describe
+
+
+def ran_out_of_memory(error: RuntimeError) -> bool:
+    """Whether `error` is an allocator's: torch has a class for CUDA's, and none for the CPU's."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.3f} GiB" if nbytes >= 2**20 else f"{nbytes:.0f} bytes"
+
+
+def memory_plan(units: Layouts, config: EngineConfig, kinds: Sequence[str]) -> list[str]:
+    """Most bytes of each kind that this rank holds at one time, one kind a line. kinds: the class
+    of each unit's module, in order."""
+    policy = config.policy
+    precision = Precision(policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype)
+    held = {
+        name: _summed([group_bytes(lay, config.strategy, precision, rank) for lay, rank in groups])
+        for name, groups in units.items()
+    }
+    root = held.pop(ROOT)
+    totals = with_slots(
+        model_bytes(root, list(held.values())),
+        kinds,
+        [[layout for layout, _ in groups] for groups in units.values()],
+        config.strategy,
+        policy.comm_dtype,
+        weight_slots=config.weight_slots,
+        bucket_slots=config.bucket_slots,
+        exchange_gradients=config.exchange_gradients,
+    )
+    lines = [f"{kind}: {_size(nbytes)}" for kind, nbytes in totals.items()]
+    return [*lines, f"together: {_size(sum(totals.values()))}"]
+
+
+def _summed(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    kinds = dict.fromkeys(kind for part in parts for kind in part)
+    return {kind: sum(part.get(kind, 0) for part in parts) for kind in kinds}
+
+
+REMEDY = (
+    "Shard over more ranks, or more of the model (data_parallel_sharding_strategy), use smaller "
+    "units (fsdp_unit_modules) or activation recompute; `python -m megatron_fsdp_adapter estimate` "
+    "tells beforehand what fits"
+)
+
+
+class FaultReport:
+    """Names what fails in one engine, from the moment that its plans are made.
+
+    Holds the plans until `engine_made`, and after that the engine weakly.
+    """
+
+    def __init__(
+        self, plans: Sequence[UnitPlan], domains: Mapping[str, ShardDomain], config: EngineConfig
+    ) -> None:
+        self._plans, self._domains, self._config = list(plans), domains, config
+        self._kinds = [type(plan.module).__name__ for plan in plans]
+        self._engine: Callable[[], FsdpEngine | None] = lambda: None
+        self._log: LaunchLog | None = None
+
+    def communicator(self, group: dist.ProcessGroup, device: torch.device) -> NamedCommunicator:
+        """Makes the engine's communicators."""
+        return NamedCommunicator(group, device, self.unit_of, self._log_with)
+
+    def _log_with(self, timeout: float) -> LaunchLog:
+        """One for all communicators, by the first one's timeout in seconds."""
+        if self._log is None:
+            self._log = LaunchLog(timeout / 2)
+        return self._log
+
+    def engine_made(self, engine: FsdpEngine) -> None:
+        """From now on `engine` knows the names."""
+        self._engine = weakref.ref(engine)
+        self._plans = []
+        engine.runtime.on_out_of_memory = self.explain_allocation
+
+    def unit_of(self, carried: torch.Tensor) -> str:
+        """The unit whose buffer `carried` is a part of, or the parameter whose values it has."""
+        engine = self._engine()
+        for unit in engine.units if engine is not None else ():
+            if any(carried is tensor for group in unit.groups for tensor in _carried_by(group)):
+                return f"unit {unit.name} (phase {unit.phase.name})"
+        # Parameters of units that were built are resharded, and guarded against being read.
+        with unchecked():
+            for plan in self._plans:
+                for entry in (entry for managed in plan.groups.values() for entry in managed):
+                    if entry.param.data_ptr() == carried.data_ptr():
+                        return f"parameter {entry.fqns[0]} of unit {plan.name}"
+        return "a buffer that is no unit's"
+
+    def explain_allocation(self, flat: torch.Tensor, error: RuntimeError) -> None:
+        """Raises what is to be said of `flat`, which could not be given storage; returns if
+        `error` is about something else."""
+        engine = self._engine()
+        if engine is None or not ran_out_of_memory(error):
+            return
+        for unit in engine.units:
+            for group in unit.groups:
+                for kind, tensor in _transient_buffers(group).items():
+                    if tensor is flat:
+                        nbytes = flat.numel() * flat.element_size()
+                        what = f"{kind} of unit {unit.name} ({_size(nbytes)}, {flat.dtype})"
+                        raise self._out_of_memory(what, error) from error
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Inside, the engine is made; running out of memory names the unit that was being built."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
+            raise self._out_of_memory(f"the buffers of {self._being_built()}", error) from error
+
+    def _being_built(self) -> str:
+        for plan in self._plans:
+            entries = [entry for managed in plan.groups.values() for entry in managed]
+            if not all(hasattr(entry.param, "_fsdp_label") for entry in entries):
+                return f"unit {plan.name} at construction"
+        return "the wrapper at construction"
+
+    def _layouts(self) -> Layouts:
+        engine = self._engine()
+        if engine is not None:
+            return {
+                unit.name: [(group.held.layout, group.held.rank) for group in unit.groups]
+                for unit in engine.units
+            }
+        config = self._config
+        return {
+            plan.name: [
+                (plan_layout(managed, self._domains[key.domain], config), 0)
+                for key, managed in plan.groups.items()
+            ]
+            for plan in self._plans
+        }
+
+    def _out_of_memory(self, what: str, error: RuntimeError) -> RuntimeError:
+        lines = memory_plan(self._layouts(), self._config, self._kinds)
+        plan = "\n".join(f"  {line}" for line in lines)
+        return type(error)(
+            f"rank {dist.get_rank()}: no memory for {what}: {error}\nWhat the strategy "
+            f"{self._config.strategy.name} takes of this rank at most at one time, activations "
+            f"not counted:\n{plan}\n{REMEDY}"
+        )
+
+
+def _carried_by(group: ParamGroup) -> Iterator[torch.Tensor]:
+    """Every tensor of `group` that a collective is given."""
+    for pair in (*group.gather_pairs, *group.outer_pairs):
+        yield from pair
+    if group.key.requires_grad:
+        yield from (*group.bucket_segments, *group.results, *group.grad_segments)
+        yield from group.held_grads
+
+
+def _transient_buffers(group: ParamGroup) -> dict[str, torch.Tensor]:
+    """The flat buffers whose storage comes and goes, by what they are."""
+    found = {"the gathered weights": group.weight.tensor}
+    if group.key.requires_grad:
+        found["the main gradients"] = group.grad.tensor
+        found["the reduce bucket"] = group.bucket.tensor
+    return found

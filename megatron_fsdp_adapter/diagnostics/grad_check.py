@@ -1,0 +1,94 @@
+"""Gradients that are not finite: noted on the device before they are communicated, and read by the
+host once a step.
+
+The largest magnitude is what is noted: NaN and infinity go through a maximum, and unlike a norm it
+cannot overflow where all gradients are finite. Reading it when it is noted was rejected: the host
+would wait for the device in every unit's backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..core.engine.unit import Unit
+
+MOST_LINES = 20
+"""Of an error: after a bad microbatch nearly every parameter is bad."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """`largest[i]` is the largest magnitude, as a 0-dim device tensor, of what `names[i]` tells."""
+
+    microbatch: int
+    names: tuple[str, ...]
+    largest: list[torch.Tensor]
+
+
+class GradCheck:
+    """Args:
+    by_param: whether the error names parameters; otherwise it names units, which takes one
+        reading of each flat buffer instead of one of each parameter.
+    """
+
+    def __init__(self, by_param: bool) -> None:
+        self.by_param = by_param
+        self._backwards: Counter[int] = Counter()
+        self._notes: list[Note] = []
+
+    def note(self, unit: Unit) -> None:
+        """Looks at the gradients that `unit`'s backward has just added to its buffers."""
+        names, tensors = [], []
+        for group in unit.active_groups:
+            if self.by_param:
+                names += [f"unit {unit.name}, parameter {m.fqns[0]}" for m in group.managed]
+                tensors += group.bucket_items
+            else:
+                names += [f"unit {unit.name}"] * len(group.collected_segments)
+                tensors += group.collected_segments
+        filled = [i for i, tensor in enumerate(tensors) if tensor.numel() > 0]
+        if filled:
+            largest = torch._foreach_norm([tensors[i] for i in filled], float("inf"))
+            microbatch = self._backwards[unit.ordinal]
+            self._notes.append(Note(microbatch, tuple(names[i] for i in filled), list(largest)))
+        self._backwards[unit.ordinal] += 1
+
+    def clear(self) -> None:
+        """Forgets the step."""
+        self._backwards.clear()
+        self._notes.clear()
+
+    def raise_found(self) -> None:
+        """Raises RuntimeError for what was not finite; waits for the device if there are notes.
+
+        Each name is told once, with the microbatch (from 0) in which it was first found: where
+        microbatches add up in one buffer, it is not finite in all later ones.
+        """
+        notes, self._notes = self._notes, []
+        if not notes:
+            return
+        every = [value.float() for note in notes for value in note.largest]
+        values = iter(torch.stack(every).tolist())
+        found: dict[str, str] = {}
+        for note in notes:
+            for name in note.names:
+                value = next(values)
+                if not abs(value) < float("inf"):
+                    found.setdefault(name, f"microbatch {note.microbatch}, {name}: {value}")
+        if found:
+            raise RuntimeError(self._message(list(found.values())))
+
+    def _message(self, lines: list[str]) -> str:
+        rank = dist.get_rank()
+        shown = [f"  - rank {rank}, {line}" for line in lines[:MOST_LINES]]
+        if len(lines) > MOST_LINES:
+            shown.append(f"  - and {len(lines) - MOST_LINES} more")
+        remedy = "" if self.by_param else " report_nan_in_param_grad=True names the parameters."
+        return (
+            f"gradients of rank {rank} are not finite before communication (microbatches count "
+            f"from 0, the value is the largest magnitude).{remedy}\n" + "\n".join(shown)
+        )

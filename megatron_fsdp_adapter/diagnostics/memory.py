@@ -1,0 +1,190 @@
+"""The closed formula for the bytes that each rank holds for one group, by kind of buffer.
+
+The engine's books are not consulted: a test sums live storages and compares them with this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..core.engine.staging import plan_weights_and_buckets
+from ..core.layout.group import GroupLayout
+
+COMPUTE_WEIGHTS = "compute weights"
+MAIN_WEIGHTS = "main weights"
+MAIN_GRADS = "main gradients"
+OPTIMIZER_STATE = "optimizer state"
+GRADIENT_SHARD = "gradient shard"
+GATHERED_WEIGHTS = "gathered weights"
+REDUCE_BUCKET = "reduce bucket"
+WEIGHT_SLOTS = "weight slots"
+BUCKET_SLOTS = "bucket slots"
+RECEIVED_PIECES = "received pieces"
+
+PERSISTENT = "persistent"
+BACKWARD_TO_STEP = "backward to optimizer step"
+UNIT_IN_USE = "while the unit is in use"
+
+LIFE: Mapping[str, str] = {
+    COMPUTE_WEIGHTS: PERSISTENT,
+    MAIN_WEIGHTS: PERSISTENT,
+    MAIN_GRADS: PERSISTENT,
+    OPTIMIZER_STATE: PERSISTENT,
+    GRADIENT_SHARD: BACKWARD_TO_STEP,
+    GATHERED_WEIGHTS: UNIT_IN_USE,
+    REDUCE_BUCKET: UNIT_IN_USE,
+    WEIGHT_SLOTS: PERSISTENT,
+    BUCKET_SLOTS: PERSISTENT,
+    RECEIVED_PIECES: PERSISTENT,
+}
+"""How long each kind lives. Between steps, gradients zeroed, only the persistent kinds exist."""
+
+UNITS_IN_USE = 2
+"""One unit computes while its neighbour is gathered or reduced."""
+
+
+class StrategyRow(Protocol):
+    """What is sharded over the data-parallel axis: a row of the strategy table."""
+
+    @property
+    def shard_weights(self) -> bool: ...
+
+    @property
+    def shard_grads(self) -> bool: ...
+
+    @property
+    def shard_main(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What is kept beside the compute weights, whose dtype is the group's.
+
+    main: dtype of the weights that the optimizer updates, None for the compute dtype; grad: dtype
+    in which gradients accumulate; comm: dtype in which they are reduced; state_bytes: optimizer
+    state per element (Adam: two fp32 moments).
+    """
+
+    main: torch.dtype | None = torch.float32
+    grad: torch.dtype = torch.float32
+    comm: torch.dtype = torch.float32
+    state_bytes: int = 8
+
+    def __post_init__(self) -> None:
+        if self.state_bytes < 0:
+            raise ValueError(f"state_bytes={self.state_bytes} must not be negative")
+
+
+def held_numel(layout: GroupLayout, rank: int) -> int:
+    """Elements of items, padding excluded, in the rank's shard."""
+    return sum(layout.shard_range(index, rank).numel for index in range(len(layout.specs)))
+
+
+def held_by_rank(layout: GroupLayout) -> list[int]:
+    """`held_numel` of every rank, at the cost of the pieces that exist."""
+    held = [0] * layout.num_shards
+    for index in range(len(layout.specs)):
+        for rank in layout.holders(index):
+            held[rank] += layout.shard_range(index, rank).numel
+    return held
+
+
+def group_bytes(
+    layout: GroupLayout, row: StrategyRow, precision: Precision, rank: int
+) -> dict[str, int]:
+    """Bytes on `rank` for a group, by kind; kinds that it does not have are absent.
+
+    Between steps the sum over the `PERSISTENT` kinds is exactly what the rank holds, once the
+    optimizer has state. Main weights cost nothing where they are (a slice of) the compute
+    weights: those are not sharded, and have the main dtype. A frozen group has weights only, its
+    main weights in the compute dtype.
+    """
+    total, shard = layout.total_numel, layout.shard_numel
+    compute, trained = layout.specs[0].dtype, layout.specs[0].requires_grad
+    main = precision.main if trained and precision.main is not None else compute
+    weights = GATHERED_WEIGHTS if row.shard_weights else COMPUTE_WEIGHTS
+    held = {weights: total * compute.itemsize}
+    if row.shard_weights or main != compute:
+        held[MAIN_WEIGHTS] = (shard if row.shard_main else total) * main.itemsize
+    if not trained:
+        return held
+    held[GRADIENT_SHARD if row.shard_grads else MAIN_GRADS] = precision.grad.itemsize * (
+        shard if row.shard_grads else total
+    )
+    if row.shard_grads or precision.comm != precision.grad:
+        held[REDUCE_BUCKET] = total * precision.comm.itemsize
+    elements = held_numel(layout, rank) if row.shard_main else layout.item_numel
+    held[OPTIMIZER_STATE] = elements * precision.state_bytes
+    return held
+
+
+def unit_bytes(
+    groups: Iterable[GroupLayout], row: StrategyRow, precision: Precision, rank: int
+) -> dict[str, int]:
+    """Sum of `group_bytes` over the groups of one unit."""
+    return _sum(group_bytes(layout, row, precision, rank) for layout in groups)
+
+
+def model_bytes(root: Mapping[str, int], units: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Most bytes at one time by kind, from the `unit_bytes` of the root unit and all others.
+
+    Of the kinds that a unit holds only while in use, the two largest units exist at once; the
+    root unit's gathered weights stay beside them through forward and backward.
+    """
+    every = [root, *units]
+    totals = _sum({k: v for k, v in unit.items() if LIFE[k] != UNIT_IN_USE} for unit in every)
+    if any(GATHERED_WEIGHTS in unit for unit in every):
+        totals[GATHERED_WEIGHTS] = root.get(GATHERED_WEIGHTS, 0) + _largest(GATHERED_WEIGHTS, units)
+    if any(REDUCE_BUCKET in unit for unit in every):
+        totals[REDUCE_BUCKET] = _largest(REDUCE_BUCKET, every)
+    return totals
+
+
+def with_slots(
+    held: Mapping[str, int],
+    kinds: Sequence[str],
+    units: Sequence[Sequence[GroupLayout]],
+    strategy: StrategyRow,
+    comm: torch.dtype,
+    *,
+    weight_slots: bool,
+    bucket_slots: bool,
+    exchange_gradients: bool,
+) -> dict[str, int]:
+    """`model_bytes` with slots in place of the transient buffers that are in them.
+
+    kinds, units: class of each unit's module, and layouts of its groups, in order; the switches
+    are those of `EngineConfig`.
+    """
+    weights, buckets = plan_weights_and_buckets(kinds, units, comm)
+    totals = dict(held)
+    if weight_slots and totals.pop(GATHERED_WEIGHTS, None) is not None:
+        totals[WEIGHT_SLOTS] = sum(weights.nbytes)
+    if bucket_slots and strategy.shard_grads and totals.pop(REDUCE_BUCKET, None) is not None:
+        totals[BUCKET_SLOTS] = sum(buckets.nbytes)
+    if exchange_gradients and strategy.shard_grads:
+        trained = [one for unit in units for one in unit if one.specs[0].requires_grad]
+        pieces = (one.total_numel * comm.itemsize for one in trained)
+        totals[RECEIVED_PIECES] = max(pieces, default=0)
+    return totals
+
+
+def bytes_between_steps(held: Mapping[str, int]) -> int:
+    """Bytes of the kinds that exist between two steps, gradients zeroed."""
+    return sum(count for kind, count in held.items() if LIFE[kind] == PERSISTENT)
+
+
+def _largest(kind: str, units: Iterable[Mapping[str, int]]) -> int:
+    return sum(sorted(unit.get(kind, 0) for unit in units)[-UNITS_IN_USE:])
+
+
+def _sum(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for part in parts:
+        for kind, count in part.items():
+            totals[kind] = totals.get(kind, 0) + count
+    return totals

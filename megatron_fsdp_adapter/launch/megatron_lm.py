@@ -1,0 +1,310 @@
+"""The arguments of Megatron-LM: main's flags for a parser that lacks them, and what follows from
+`--use-megatron-fsdp`.
+
+The hook is at `megatron.training.arguments`: `add_megatron_arguments` gets the missing flags, and
+what `parse_args` returns is completed and checked before Megatron validates it. Rewriting the
+command line was turned down: it knows neither defaults nor types, and what was set would not be
+among the arguments that Megatron prints and saves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ..core.config import STRATEGIES
+from ..megatron.options.settings import Change, format_changes
+from ..megatron.options.support import MODEL_CONFIG_RULES
+from ..megatron.options.validation import (
+    CKPT_FORMAT,
+    CONNECTIONS,
+    DTYPES,
+    launch_options,
+    launch_problems,
+)
+from ..megatron.seams import releases
+
+FSDP_FLAG = "--use-megatron-fsdp"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of Megatron-LM main, as `argparse` takes it."""
+
+    name: str
+    default: Any
+    help: str
+    type: Callable[[str], Any] = str
+    is_switch: bool = False
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        if self.is_switch:
+            parser.add_argument(self.name, action="store_true", help=self.help)
+        else:
+            parser.add_argument(self.name, type=self.type, default=self.default, help=self.help)
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    if name not in DTYPES:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+MAIN_FLAGS: tuple[Flag, ...] = (
+    Flag("--megatron-fsdp-version", 1, "generation of wrappers; only 1 is supported", type=int),
+    Flag(
+        "--megatron-fsdp-main-params-dtype", torch.float32,
+        "dtype of the weights that the optimizer updates", type=_dtype,
+    ),
+    Flag(
+        "--megatron-fsdp-main-grads-dtype", None, "dtype in which gradients accumulate",
+        type=_dtype,
+    ),
+    Flag(
+        "--megatron-fsdp-grad-comm-dtype", None, "dtype of gradients on the wire", type=_dtype
+    ),
+    Flag(
+        "--megatron-fsdp-enable-fine-grained-param-gather", False, "not supported",
+        is_switch=True,
+    ),
+    Flag("--megatron-fsdp-max-pool-double-buffer", False, "not supported", is_switch=True),
+    Flag("--fsdp-db-use-persist-buf-on-alloc-fail", False, "not supported", is_switch=True),
+    Flag(
+        "--fsdp-copy-engine-all-gather", False,
+        "weights are gathered by the GPUs' copy engines (docs/performance.md)", is_switch=True,
+    ),
+    Flag(
+        "--outer-dp-sharding-strategy", "no_shard",
+        "no_shard or optim: how optimizer instances share main weights and optimizer state",
+    ),
+    Flag(
+        "--create-all-gather-group", False, "communicators of their own for gathers",
+        is_switch=True,
+    ),
+)  # fmt: skip
+"""Flags that some release of Megatron-LM lacks, and one of our own: added where they are missing.
+Their fields of the DDP config are in `ddp_config.py`."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An argument that follows from `--use-megatron-fsdp` and others.
+
+    Attributes:
+        option: its name among the parsed arguments.
+        flag: how it is written on the command line. What the user wrote is never overwritten.
+        value: what it is set to, from the arguments.
+        when: whether there is need.
+        reason: what the table says.
+    """
+
+    option: str
+    flag: str
+    value: Callable[[Any], Any]
+    when: Callable[[Any], bool]
+    reason: str
+
+
+def _always(args: Any) -> bool:
+    return True
+
+
+def _constant(value: Any) -> Callable[[Any], Any]:
+    return lambda args: value
+
+
+def _strategy_has(what: str) -> Callable[[Any], bool]:
+    """Whether the strategy's row of `STRATEGIES` says so; False for a name that is unknown."""
+    return lambda args: bool(
+        getattr(STRATEGIES.get(args.data_parallel_sharding_strategy), what, False)
+    )
+
+
+def _fusion_is_refused(args: Any) -> bool:
+    """It is on by default in Megatron-LM: whoever did not switch it off did not ask for it."""
+    return any(rule.option == "gradient_accumulation_fusion" for rule in MODEL_CONFIG_RULES)
+
+
+def _reduces_in_bf16(args: Any) -> bool:
+    return bool(getattr(args, "grad_reduce_in_bf16", False))
+
+
+def _has_bf16_gradients(args: Any) -> bool:
+    """Megatron-LM asks for float32 gradients with --bf16 unless it is told otherwise."""
+    options = launch_options(args)  # from 0.17 on dtypes are names until arguments are validated
+    chosen = [
+        getattr(options, f"megatron_fsdp_{name}_dtype", None)
+        for name in ("main_grads", "grad_comm")
+    ]
+    return bool(getattr(args, "bf16", False)) and torch.bfloat16 in chosen
+
+
+def _saves_asynchronously(args: Any) -> bool:
+    """In a release that can save `fsdp_dtensor` so; of others the flag is refused."""
+    return bool(getattr(args, "async_save", False)) and hasattr(args, "async_strategy")
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "use_distributed_optimizer", "--use-distributed-optimizer", _constant(True), _always,
+        "the optimizer is Megatron's DistributedOptimizer",
+    ),
+    Setting(
+        "ckpt_format", "--ckpt-format", _constant(CKPT_FORMAT), _always,
+        "the format of sharded weights; Megatron asks for it even without --save",
+    ),
+    Setting(
+        "data_parallel_sharding_strategy", "--data-parallel-sharding-strategy",
+        _constant("optim_grads_params"), _always,
+        "the default of Megatron-LM main; 0.16.1's, no_shard, shards nothing",
+    ),
+    Setting(
+        "overlap_grad_reduce", "--overlap-grad-reduce", _constant(True),
+        _strategy_has("shard_grads"),
+        "sharded gradients are reduced as each unit's backward ends",
+    ),
+    Setting(
+        "overlap_param_gather", "--overlap-param-gather", _constant(True),
+        _strategy_has("shard_weights"),
+        "sharded weights are gathered under the forward of the unit in front",
+    ),
+    Setting(
+        "megatron_fsdp_grad_comm_dtype", "--megatron-fsdp-grad-comm-dtype",
+        _constant(torch.bfloat16), _reduces_in_bf16,
+        "what --grad-reduce-in-bf16 asks for; gradients still accumulate in float32",
+    ),
+    Setting(
+        "grad_reduce_in_bf16", "--accumulate-allreduce-grads-in-fp32", _constant(True),
+        _has_bf16_gradients,
+        "else --bf16 asks for float32 gradients, which other flags contradict",
+    ),
+    Setting(
+        "gradient_accumulation_fusion", "--no-gradient-accumulation-fusion", _constant(False),
+        _fusion_is_refused,
+        "the wrapper does not support the fusion, which Megatron-LM has on by default",
+    ),
+    Setting(
+        "use_persistent_ckpt_worker", "--use-persistent-ckpt-worker", _constant(True),
+        _saves_asynchronously,
+        "else 0.19 drops --async-save; a thread of the trainer writes, and no worker is started",
+    ),
+    Setting(
+        "async_strategy", "--async-strategy", _constant("mcore"), _saves_asynchronously,
+        "else a package is asked for that is not needed: either strategy's writer is replaced",
+    ),
+)  # fmt: skip
+"""In this order: later ones read what earlier ones set."""
+
+
+def was_given(flag: str, argv: Sequence[str]) -> bool:
+    """Whether the command line has the flag, as `--flag`, `--flag value` or `--flag=value`."""
+    return any(word == flag or word.startswith(f"{flag}=") for word in argv)
+
+
+def complete(args: Any, argv: Sequence[str]) -> list[Change]:
+    """Sets on the parsed arguments what follows from `--use-megatron-fsdp` and was left out."""
+    changes = []
+    for setting in SETTINGS:
+        before, after = getattr(args, setting.option, None), setting.value(args)
+        if was_given(setting.flag, argv) or before == after or not setting.when(args):
+            continue
+        setattr(args, setting.option, after)
+        changes.append(Change(setting.flag, before, after, setting.reason))
+    return changes
+
+
+def complete_environment(environment: MutableMapping[str, str]) -> list[Change]:
+    """Sets environment variables that CUDA reads when it starts, if they are not set."""
+    if CONNECTIONS in environment:
+        return []
+    environment[CONNECTIONS] = "8"
+    return [Change(CONNECTIONS, None, "8", "hardware queues: communication runs beside compute")]
+
+
+def missing_features(arguments: ModuleType) -> list[str]:
+    """What this module is hooked at and `megatron.training.arguments` lacks."""
+    return [
+        f"{arguments.__name__}.{name}"
+        for name in ("add_megatron_arguments", "parse_args")
+        if not callable(getattr(arguments, name, None))
+    ]
+
+
+def hook_arguments(
+    arguments: ModuleType,
+    argv: Sequence[str],
+    environment_changes: Sequence[Change],
+    on_fsdp: Callable[[], None],
+    rebind: Callable[[object, object], None],
+) -> None:
+    """Makes `megatron.training.arguments` accept main's flags and complete what it parses.
+
+    argv: the script's command line; environment_changes: rows for the table; on_fsdp: called once
+    the arguments are known to ask for FSDP; rebind: puts an object in the place of another
+    wherever Megatron holds it.
+
+    Raises:
+        RuntimeError: this Megatron-LM lacks a name that is hooked.
+    """
+    missing = missing_features(arguments)
+    if missing:
+        raise RuntimeError(
+            f"this Megatron-LM has no {', '.join(missing)}: {FSDP_FLAG} cannot be completed; "
+            f"{releases.remedy()}, or call megatron_fsdp_adapter.install() in the script"
+        )
+    reported: list[bool] = []
+    add_original, parse_original = arguments.add_megatron_arguments, arguments.parse_args
+
+    @functools.wraps(add_original)
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return add_missing_flags(add_original(parser))
+
+    @functools.wraps(parse_original)
+    def parse_args(*positional: Any, **named: Any) -> Any:
+        args = parse_original(*positional, **named)
+        if getattr(args, "use_megatron_fsdp", False):
+            # Megatron-LM parses several times; the first time says it all.
+            finish(args, argv, environment_changes, silent=reported)
+            reported.append(True)
+            on_fsdp()
+        return args
+
+    rebind(add_original, add_megatron_arguments)
+    rebind(parse_original, parse_args)
+
+
+def add_missing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the flags of `MAIN_FLAGS` that the parser does not know; returns it."""
+    for flag in MAIN_FLAGS:
+        if flag.name not in parser._option_string_actions:
+            flag.add_to(parser)
+    return parser
+
+
+def finish(
+    args: Any, argv: Sequence[str], environment_changes: Sequence[Change], silent: object = False
+) -> None:
+    """Completes parsed arguments and prints, on rank 0, what was set. If they contradict each
+    other, ends the process with status 2 and one message: a traceback would say nothing more."""
+    changes = [*complete(args, argv), *environment_changes]
+    found = launch_problems(args, os.environ)
+    if int(os.environ.get("RANK", "0")) == 0 and not silent:
+        print(format_changes(f"{FSDP_FLAG} sets", changes), flush=True)
+        if found:
+            print(error_message(found), file=sys.stderr, flush=True)
+    if found:
+        raise SystemExit(2)
+
+
+def error_message(found: Sequence[str]) -> str:
+    """All problems of the command line as one message."""
+    lines = "\n".join(f"  - {line}" for line in found)
+    return f"{FSDP_FLAG} cannot be used with this configuration:\n{lines}"

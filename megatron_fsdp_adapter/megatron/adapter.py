@@ -1,0 +1,465 @@
+"""`FullyShardedDataParallel`: what Megatron sees. It mirrors `DistributedDataParallel`.
+
+    FullyShardedDataParallel (W) -> ShardedModule (I) -> Float16Module -> GPTModel
+
+Megatron's checkpointing unwraps W but not I and builds its keys on that depth, so there are two
+wrapper levels. Everything that happens to parameters is in the engine; this file classifies them,
+marks them as Megatron expects and forwards its calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from torch import nn
+
+from ..core.config import EngineConfig
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.identity import ParamPair
+from ..core.engine.partition import UnitPlan, managed_params, partition
+from ..core.runtime.comm import Communicator
+from ..core.runtime.registered import RegisteredMemory, zero_cta_options
+from ..core.topology import DENSE, EXPERT, TP_DIM, FSDPDistributedIndex, ShardDomain
+from ..diagnostics.description import describe
+from ..launch.installation import installed, require_supported_core
+from ..sharding.building import build_engine
+from ..sharding.materialize import meta_problems, target_device
+from ..sharding.module_problems import module_problems
+from ..sharding.placement import LEAVE, REPLICATE, Placements, replicated_domain, replicated_name
+from ..sharding.sharded_module import (
+    GradSync,
+    check_trained,
+    mark_shard,
+    refuse_compilation,
+    refuse_conversions,
+    register_state_dict_hooks,
+)
+from . import cuda_graphs
+from . import optimizer as optimizer_seam
+from .checkpoint import checkpoint_drivers, megatron_saves
+from .core_init import core_initialisers
+from .fp8 import CACHE_OPTION, switch_off_weight_cache
+from .fused_wgrad import grad_writer
+from .inner import ShardedModule
+from .model_problems import model_problems
+from .model_units import chosen_units
+from .options import arguments, ddp_options, staging_options, support, validation
+from .param_attrs import copy_attributes
+from .process_groups import (
+    GATHER_SOURCES,
+    build_index,
+    mirror_group,
+    read_groups,
+)
+from .seams import core_api
+from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
+from .wgrad_probe import Observer, precisions_of
+from .wiring import WiringCheck
+
+
+def kind_of(param: nn.Parameter, fqn: str) -> str:
+    """EXPERT or DENSE. Megatron marks expert parameters with `allreduce=False`; the name decides
+    only where the attribute is absent."""
+    marked = getattr(param, "allreduce", None)
+    is_expert = ".experts." in f".{fqn}" if marked is None else not marked
+    return EXPERT if is_expert else DENSE
+
+
+SHARED_EMBEDDING = "dense, shared across stages"
+"""The dense domain under a second name, and so a flat buffer of its own. Embedding weights that
+the first and the last pipeline stage both hold are reduced between the stages shard by shard, and
+their shards are equal only in a buffer that holds nothing else."""
+
+
+def domain_name(param: nn.Parameter, fqn: str) -> str:
+    """Of the domain that shards `param`: its kind, but for embeddings shared across stages."""
+    if getattr(param, "shared_embedding", False):
+        return SHARED_EMBEDDING
+    return kind_of(param, fqn)
+
+
+def _grad_scale(config: Any, num_ranks: int) -> float:
+    """Factor on the sum of the ranks' gradients. With per-token loss Megatron divides by the
+    number of tokens itself (`scale_gradients`)."""
+    return 1.0 if config.calculate_per_token_loss else 1.0 / num_ranks
+
+
+def _told(dtype: torch.dtype | None) -> str:
+    """How the line that the wrapper prints names a dtype of the policy."""
+    return "in each parameter's dtype" if dtype is None else str(dtype)
+
+
+def _split_offset(pair: ParamPair) -> tuple[int, ...] | None:
+    """Where this rank's tensor-parallel part begins in the whole tensor; None at the origin."""
+    split, mesh = pair.managed.split, pair.group.domain.mesh
+    if split is None or mesh.mesh_dim_names[-1] != TP_DIM:  # type: ignore[index]
+        return None
+    shape = pair.group.layout.specs[pair.index].layout_shape
+    part = mesh.get_local_rank(TP_DIM) * shape[split]
+    return tuple(part if dim == split else 0 for dim in range(len(shape)))
+
+
+class ParamAndGradBuffer:
+    """What Megatron's optimizer calls on `param_and_grad_buffer`."""
+
+    parameter_groups: tuple[()] = ()
+    """Read only to find FP8 parameters, of which there are none."""
+
+    def __init__(self, engine: FsdpEngine, slots: RegisteredMemory | None) -> None:
+        self._engine, self._slots = engine, slots
+
+    def copy_main_weights_to_model_weights(self) -> None:
+        """The optimizer has stepped: gathered weights are outdated. The cast itself happens in
+        the next gather, straight into the gather buffer."""
+        self._engine.main_weights_changed()
+
+    def manual_buffer_registration(self) -> None:
+        """Registers fixed buffers with NCCL, all at once, where that was left for after the first
+        step (`fsdp_manual_registration`)."""
+        if self._slots is not None:
+            self._slots.register()
+
+
+class FullyShardedDataParallel(GradSync, _BaseDataParallel):
+    """Shards a model's weights, gradients and optimizer state over its data-parallel ranks.
+
+    Args:
+        config: the model's `TransformerConfig`.
+        ddp_config: `DistributedDataParallelConfig`. Overlaps that the strategy needs, and
+            `use_distributed_optimizer`, are switched on in it: Megatron reads them there.
+        module: the model, on its device; usually `Float16Module(GPTModel)`. With the config's
+            `init_model_with_meta_device` any part of it may be on the meta device.
+        fsdp_unit_modules: module classes to gather and reduce as units; by default the
+            transformer layers, and embedding and output layer unless they are tied.
+        disable_bucketing: accepted for Megatron; units take the place of buckets.
+        device: the device of the flat buffers; by default the parameters', or this process's GPU
+            if all of them are on the meta device.
+        pg_collection: process groups; by default those of `parallel_state`.
+        module_placements: by patterns of module names, what is sharded ("shard", the default),
+            replicated ("replicate") or, if frozen, left as it is ("leave"); later patterns win.
+
+    Raises:
+        ValueError: an unsupported option (all are listed at once), a unit class that matches
+            nothing, no trainable parameter, groups that are missing or disagree, modules on the
+            meta device that cannot be initialised, ranks whose models differ.
+        CommunicationError, RuntimeError: another rank failed or is late; unsupported megatron-core.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: Any,
+        module: nn.Module,
+        fsdp_unit_modules: list[type[nn.Module]] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        pg_collection: Any | None = None,
+        module_placements: Mapping[str, str] | None = None,
+    ) -> None:
+        require_supported_core()
+        super().__init__(config=config, module=module)
+        self._placements = Placements(module_placements or {})
+        self.device, self.ddp_config = target_device(module, device), ddp_config
+        self._initialiser_of = core_initialisers(config)
+        support.raise_problems(
+            "FullyShardedDataParallel",
+            self._problems(module, fsdp_unit_modules, device, pg_collection),
+        )
+        optimizer_seam.install()
+        if installed():
+            checkpoint_drivers.install()
+            megatron_saves.install()  # what was imported after install()
+        self.disable_bucketing = disable_bucketing
+        self.optimizer_groups: Mapping[str, Any] | None = None  # core's, when it makes an optimizer
+        self.bucket_size = None
+        # Not `pg_collection`: Megatron takes an attribute of that name for the model's.
+        self.process_groups = pg_collection
+        self.tp_group = self.megatron_fsdp_dist_index.tp_group
+        self.force_all_reduce = False
+        self.engine = self._build_engine(module, fsdp_unit_modules)
+        self._captures = cuda_graphs.Captures(self.engine)
+        self._broadcast_left_alone(module)
+        # As the training loop set it: what the strategy forces below, the loop does not see.
+        self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed())
+        forced = ddp_options.forced_options(ddp_config)
+        for option, value in forced.items():
+            setattr(ddp_config, option, value)
+        if self._fuses_wgrads or (config.fp8 and self.engine.config.strategy.shard_weights):
+            forced |= {CACHE_OPTION: True} if switch_off_weight_cache(module) else {}
+        self.module = ShardedModule(config, module, self.engine)
+        self.param_and_grad_buffer = ParamAndGradBuffer(self.engine, self._slot_memory)
+        for pair in self.engine.pairs:
+            self._mark(pair)
+        # RNG states are left alone: nothing here draws numbers, so they are as the caller seeded
+        # them. Copying the first tensor-parallel rank's to the others, as is done elsewhere after
+        # materialising weights, would give all of them the same dropout in what they split.
+        register_state_dict_hooks(self.module, self.engine)
+        refuse_conversions(self, self.engine)
+        self._announce(forced)
+
+    def _problems(
+        self,
+        module: nn.Module,
+        unit_classes: list[type[nn.Module]] | None,
+        device: torch.device | None,
+        pg_collection: Any | None,
+    ) -> list[str]:
+        """Everything that is wrong with what the constructor was given."""
+        config, ddp_config = self.config, self.ddp_config
+        main_dtype = ddp_options.main_params_dtype(ddp_config)
+        on_meta = config.init_model_with_meta_device
+        return [
+            *validation.wrapper_problems(config, ddp_config),
+            *cuda_graphs.problems(
+                config, ddp_config, self.device, core_api.asks_tokens_on_the_host()
+            ),
+            *module_problems(module, unit_classes, device, main_dtype, self._placements.manages),
+            *model_problems(module, config),
+            *meta_problems(module, on_meta, self._initialiser_of),
+            *self._placements.problems(module, ddp_options.shards_outer(ddp_config)),
+            *arguments.group_problems(config, arguments.group_ranks(pg_collection)),
+            *self._set_index(module, pg_collection),
+        ]
+
+    def _set_index(self, module: nn.Module, pg_collection: Any) -> list[str]:
+        """Reads the process groups; returns what is wrong with them, or with `module` for them."""
+        instances = self.ddp_config.num_distributed_optimizer_instances
+        found: list[str] = []
+        try:
+            separate = ddp_options.gathers_separately(self.ddp_config)
+            groups = read_groups(pg_collection, instances, separate)
+            found += staging_options.problems(self.ddp_config, self.device, groups)
+            by_copy_engines = staging_options.copy_engine_roles(self.ddp_config)
+            for end in by_copy_engines if not found else ():
+                for role in GATHER_SOURCES:
+                    name, options = f"{role}_{end}", zero_cta_options()
+                    groups[name] = mirror_group(groups[role], name, options=options)
+            self.megatron_fsdp_dist_index: FSDPDistributedIndex = build_index(
+                groups,
+                device=self.device,
+                grad_scale_of=functools.partial(_grad_scale, self.config),
+                instances=instances,
+                shard_outer=ddp_options.shards_outer(self.ddp_config),
+            )
+            for kind in {kind_of(param, name) for name, param in module.named_parameters()}:
+                self.megatron_fsdp_dist_index.domain(kind)
+        except ValueError as error:
+            found = [*found, str(error)]
+        return found
+
+    def _build_engine(
+        self, module: nn.Module, unit_classes: list[type[nn.Module]] | None
+    ) -> FsdpEngine:
+        index = self.megatron_fsdp_dist_index
+        engine_config = ddp_options.engine_config(self.ddp_config)
+        units = chosen_units(module, unit_classes)
+        self.fsdp_unit_modules = sorted({type(unit).__name__ for unit in units.values()})
+        for managed in managed_params(module):
+            owner, name = managed.slots[0]
+            mark_tensor_parallel(managed.param, tensor_parallel_mode(managed.param, owner, name))
+        plans = partition(
+            module,
+            units,
+            domain_of=self._domain_of,
+            backward_reads_weights=lambda unit: not isinstance(unit, LanguageModelEmbedding),
+            split_of=lambda param, fqn: getattr(param, "_tp_partition_dim", None),
+            writer_of=functools.partial(
+                grad_writer,
+                is_fresh=engine_config.strategy.shard_grads,
+                observe=self._observer(engine_config),
+            ),
+            manages=lambda managed: self._placements.manages(managed.fqns[0]),
+        )
+        self._slot_memory = staging_options.slot_memory(self.ddp_config, index, self.device)
+        return build_engine(
+            "FullyShardedDataParallel",
+            module,
+            plans,
+            self._domains(plans),
+            engine_config,
+            self.device,
+            self._initialiser_of,
+            grad_check=ddp_options.grad_check(self.ddp_config),
+            allocate_slots=None if self._slot_memory is None else self._slot_memory.allocate,
+        )
+
+    @property
+    def _fuses_wgrads(self) -> bool:
+        return bool(getattr(self.config, "gradient_accumulation_fusion", False))
+
+    def _observer(self, engine_config: EngineConfig) -> Observer | None:
+        """Looks at what fused modules write their gradients into; None without fusion."""
+        if not self._fuses_wgrads:
+            return None
+        policy = engine_config.policy
+        fresh = engine_config.strategy.shard_grads
+        written = policy.comm_dtype if fresh else policy.grads_dtype
+        return Observer(precisions_of(self.config), written, self.device)
+
+    def _domain_of(self, param: nn.Parameter, fqn: str) -> str:
+        if self._placements.of(fqn) == REPLICATE:
+            return replicated_name(kind_of(param, fqn))
+        return domain_name(param, fqn)
+
+    def _domains(self, plans: Sequence[UnitPlan]) -> dict[str, ShardDomain]:
+        """Those of the index, and those of replicated parameters if there are any."""
+        index = self.megatron_fsdp_dist_index
+        found = {**index.domains, SHARED_EMBEDDING: index.domain(DENSE)}
+        used = {key.domain for plan in plans for key in plan.groups}
+        for kind in index.domains:
+            if replicated_name(kind) in used:
+                domain = replicated_domain(kind, index, self.device.type)
+                found[replicated_name(kind)] = domain
+        return found
+
+    def _broadcast_left_alone(self, module: nn.Module) -> None:
+        """Gives all ranks the first one's values of what is not in any buffer, as sharded ones
+        have."""
+        for name, param in module.named_parameters():
+            if self._placements.of(name) == LEAVE:
+                group = self.megatron_fsdp_dist_index.get_dp_group(kind_of(param, name) == EXPERT)
+                Communicator(group, self.device).broadcast(param.data)
+
+    def _mark(self, pair: ParamPair) -> None:
+        """Everything Megatron reads on parameters (contract: attributes of both identities)."""
+        raw, param = pair.raw, pair.optimizer
+        copy_attributes(raw, param)
+        param.__fsdp_param__ = True  # type: ignore[attr-defined]
+        param.megatron_fsdp_dist_index = self.megatron_fsdp_dist_index  # type: ignore[attr-defined]
+        param.orig_param = raw  # type: ignore[attr-defined]
+        mark_shard(pair, _split_offset(pair))
+
+    def _announce(self, forced: Mapping[str, bool]) -> None:
+        """Prints, on one rank, what the wrapper does and what it switched on by itself."""
+        if dist.get_rank() != 0:
+            return
+        engine, axis = self.engine, self.megatron_fsdp_dist_index.domain(DENSE).axis
+        groups = engine.groups
+        numel = sum(group.layout.item_numel for group in groups)
+        padding = sum(group.layout.padding_numel for group in groups)
+        kept = [f"{name}={value}" for name, value in forced.items()]
+        print(
+            f"FullyShardedDataParallel: strategy {engine.config.strategy.name} over {axis.size} "
+            f"ranks, {len(engine.units)} units ({', '.join(self.fsdp_unit_modules)}, root), "
+            f"{numel} parameters, {100 * padding / numel:.2f}% padding; main weights "
+            f"{_told(engine.config.policy.main_params_dtype)}, gradients reduced in "
+            f"{engine.config.policy.comm_dtype}; set for you: {', '.join(kept) or 'nothing'}",
+            flush=True,
+        )
+
+    def describe(self) -> str:
+        """A table of the domains and of every parameter with the domain that it belongs to."""
+        return describe(self.engine)
+
+    # What Megatron's schedules and training loop call.
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module on gathered weights. RuntimeError under torch.compile."""
+        refuse_compilation()
+        self._wiring.on_forward(self.config, self.training and not self.engine.auto_sync)
+        self._captures.before_forward()
+        output = self.module(*inputs, **kwargs)
+        self._captures.after_forward()
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Microbatches but the last run inside; see `GradSync.no_sync`."""
+        self._wiring.on_no_sync()
+        with super().no_sync():
+            yield
+
+    def start_param_sync(
+        self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
+    ) -> None:
+        """Makes weights current for the next forward. With overlap only the first unit's gather
+        is launched; `force_sync` gathers all and orders the current stream behind it. Once there
+        is a graph of a training step nothing is: a graph gathers by itself."""
+        if self._captures.captured and not force_sync:
+            return
+        self.engine.sync_weights(wait=force_sync)
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Starts the reductions that no backward has started."""
+        self.engine.reduce_grads()
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Completes all reductions and attaches `.grad`; parameters show their optimizer identity.
+
+        Core adds up a shared embedding's gradients over the stages in place, and puts the plain
+        local tensor where it found the DTensor: that may be `main_grad`, which takes anything,
+        but not `grad`.
+
+        Raises:
+            ValueError: `force_all_reduce`, unless gradients are replicated anyway.
+            RuntimeError: a parameter's `requires_grad` is not what it was when it was wrapped.
+        """
+        if force_all_reduce and self.engine.config.strategy.shard_main:
+            raise ValueError(
+                "force_all_reduce=True: full gradients do not exist with "
+                f"data_parallel_sharding_strategy={self.engine.config.strategy.name!r}; use "
+                "'no_shard', or gather the gradients of the parameters you need"
+            )
+        check_trained(self.engine)
+        self.engine.finish_grads()
+        self._captures.gradients_finished()
+        for param in self._shared_embeddings():
+            param.main_grad = param.grad  # type: ignore[attr-defined]
+
+    def _shared_embeddings(self) -> list[nn.Parameter]:
+        return [
+            pair.optimizer
+            for pair in self.engine.pairs
+            if pair.group.key.domain == SHARED_EMBEDDING
+        ]
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiplies the gradients that the optimizer will read; a number or 1-element tensor."""
+        self.engine.scale_grads(scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Forgets all gradients. Idempotent. Also recovers from a pass that raised. Once there is a
+        graph of a training step they stay, for a replay to overwrite."""
+        self._wiring.on_zero_grads()
+        if self._captures.keeps_gradients():
+            return
+        self.engine.zero_grads()
+        for param in self._shared_embeddings():
+            param.main_grad = None  # type: ignore[attr-defined]
+
+    def broadcast_params(self) -> None:
+        """Nothing to do: weights were broadcast from rank 0 of their data-parallel group before
+        they were sharded, which is the last moment at which that is possible."""
+
+    def synchronize_param_gather(self) -> None:
+        """No gather is pending and optimizer parameters are shown after this."""
+        self.engine.show_optimizer_params()
+
+    def stop_communication(self) -> None:
+        """Nothing is in flight and optimizer parameters are shown after this. Gradients that were
+        already consumed are not reduced again."""
+        self.engine.runtime.synchronize()
+        self.engine.show_optimizer_params()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
+        """Loads what `state_dict` returned; see `ShardedModule.load_state_dict`."""
+        self.module.load_state_dict(state_dict, strict=strict)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The state dict under the names of the whole model; see `checkpoint.names`."""
+        return self.module.state_dict_for_save_checkpoint(prefix, keep_vars)
+
+    def checkpoint_keys(self) -> frozenset[str]:
+        """The keys of `state_dict_for_save_checkpoint`."""
+        return self.module.checkpoint_keys()
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Only for `torch_dist`: raises RuntimeError."""
+        return self.module.sharded_state_dict(*args, **kwargs)

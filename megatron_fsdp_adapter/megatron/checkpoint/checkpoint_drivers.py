@@ -1,0 +1,262 @@
+"""Megatron-LM's and Megatron-Bridge's own checkpoint code, where its `fsdp_dtensor` path stops.
+
+It saves and loads what the wrapper and the optimizer give it, which needs no help. Three things it
+does not do, and two of its functions are wrapped for them:
+
+- several model chunks of a rank (interleaved pipelines): it looks for one. They are merged, which
+  their global keys allow, before a save and a load, and taken apart again after a load;
+- the state of random generators, which it stores for each pipeline and tensor-parallel rank (with
+  `data_parallel_random_init` as many as there are data-parallel ranks), when there was no such rank
+  or another number of them: the generators of this run stay as they were seeded, and that is
+  printed;
+- another padded vocabulary: rows that are not padding are read.
+
+And what a load asks for and the checkpoint does not have, or has in another shape, is one error
+that lists everything, where torch's names the first. Nothing is imported: a driver that is not
+loaded is not used.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from ...checkpoint import folders
+from ...checkpoint.coordination import coordination
+from ...checkpoint.names import MODEL
+from ...checkpoint.state import compare, flatten, from_stored, to_stored
+from ...checkpoint.training import OPTIMIZER
+from ...checkpoint.vocabulary import fit_vocabulary
+from ..seams import releases
+
+_ORIGINAL = "_fsdp_checkpoint_original"
+_CHUNK = re.compile(r"model\d+")
+_RNG = "rng_state"
+PREPROCESS = "preprocess_fsdp_dtensor_state_dict"
+
+
+@dataclass(frozen=True)
+class Driver:
+    """A module with checkpoint code.
+
+    loader: its function that reads a checkpoint into `sharded_state_dict`; folder: of the module
+    and that call's arguments, the folder that will be read; strict: of the arguments, whether
+    missing keys are an error; vocab_size: number of real tokens, None where it is not known.
+    """
+
+    module: str
+    loader: str
+    folder: Callable[[Any, Mapping[str, Any]], str]
+    strict: Callable[[Mapping[str, Any]], bool]
+    vocab_size: Callable[[Mapping[str, Any]], int | None]
+
+
+def _lm_folder(module: Any, call: Mapping[str, Any]) -> str:
+    wanted = SimpleNamespace(
+        load=call["load_dir"], ckpt_step=getattr(call["args"], "ckpt_step", None)
+    )
+    return module.get_load_checkpoint_path_by_args(wanted)
+
+
+def _lm_vocab_size(call: Mapping[str, Any]) -> int | None:
+    holder = sys.modules.get("megatron.training.global_vars")
+    return getattr(getattr(holder, "_GLOBAL_TOKENIZER", None), "vocab_size", None)
+
+
+def _bridge_folder(module: Any, call: Mapping[str, Any]) -> str:
+    return module.get_checkpoint_name(call["load_dir"], call["iteration"], call["release"])
+
+
+DRIVERS: tuple[Driver, ...] = (
+    Driver(
+        "megatron.training.checkpointing",
+        "_load_base_checkpoint",
+        _lm_folder,
+        lambda call: bool(getattr(call["args"], "strict_fsdp_dtensor_load", False)),
+        _lm_vocab_size,
+    ),
+    Driver(
+        "megatron.bridge.training.checkpointing",
+        "_load_fsdp_dtensor_base_checkpoint",
+        _bridge_folder,
+        lambda call: bool(getattr(call["ckpt_cfg"], "strict_fsdp_dtensor_load", False)),
+        lambda call: getattr(getattr(call.get("cfg"), "model", None), "vocab_size", None),
+    ),
+)
+
+
+def missing() -> list[str]:
+    """Functions that the drivers that are loaded do not have, as dotted paths."""
+    return [
+        f"{driver.module}.{name}"
+        for driver in DRIVERS
+        if (module := sys.modules.get(driver.module)) is not None
+        for name in (PREPROCESS, driver.loader)
+        if not hasattr(module, name)
+    ]
+
+
+def install() -> None:
+    """Wraps the functions of the drivers that are loaded. Idempotent; called again when a wrapper
+    is made, by when whatever will save it has been imported. RuntimeError, before anything is
+    changed, with every function that is not there: checkpoints of another split of the model
+    would not load, or what is missing in one would not be said."""
+    absent = missing()
+    if absent:
+        raise RuntimeError(f"there is no {', no '.join(absent)}; {releases.remedy()}")
+    for driver in DRIVERS:
+        module = sys.modules.get(driver.module)
+        if module is not None:
+            _wrap(module, PREPROCESS, _preprocess)
+            _wrap(module, driver.loader, functools.partial(_load, driver, module))
+
+
+def uninstall() -> None:
+    """Gives the drivers their own functions back. Harmless when not installed."""
+    for driver in DRIVERS:
+        module = sys.modules.get(driver.module)
+        for name in (PREPROCESS, driver.loader):
+            original = getattr(getattr(module, name, None), _ORIGINAL, None)
+            if original is not None:
+                setattr(module, name, original)
+
+
+def _wrap(module: ModuleType, name: str, replacement: Callable[..., Any]) -> None:
+    original = getattr(module, name)
+    if hasattr(original, _ORIGINAL):
+        return
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    setattr(function, _ORIGINAL, original)
+    setattr(module, name, function)
+
+
+def merged_chunks(state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` with what it has under "model0", "model1", ... under "model" instead.
+
+    Raises ValueError if two chunks have a key in common: they were not made by our wrapper.
+    """
+    chunks = [key for key in state if _CHUNK.fullmatch(key)]
+    if not chunks:
+        return dict(state)
+    merged: dict[str, Any] = {}
+    for chunk in chunks:
+        common = sorted(merged.keys() & state[chunk].keys())
+        if common:
+            raise ValueError(
+                f"{chunk} and the model chunks before it both have {', '.join(common[:5])} "
+                f"({len(common)} keys): their names are not those of the whole model"
+            )
+        merged |= state[chunk]
+    rest = {key: value for key, value in state.items() if key not in chunks}
+    return {**rest, MODEL: merged}
+
+
+def _preprocess(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.arguments["raw_state_dict"] = merged_chunks(call.arguments["raw_state_dict"])
+    return original(*call.args, **call.kwargs)
+
+
+def _is_ours(state: Mapping[str, Any] | None) -> bool:
+    from ..inner import ShardedModule  # imports Megatron
+
+    return state is not None and any(isinstance(m, ShardedModule) for m in state.get("_model", ()))
+
+
+def _load(
+    driver: Driver, module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    wanted = call.arguments["sharded_state_dict"]
+    if not _is_ours(wanted):
+        return original(*args, **kwargs)
+    folder = Path(driver.folder(module, call.arguments))
+    if not (folder / ".metadata").is_file():
+        return original(*args, **kwargs)  # what is missing is its to say
+    with coordination() as ranks:
+        strict, vocab_size = driver.strict(call.arguments), driver.vocab_size(call.arguments)
+        (prepared, _), told = ranks.run(
+            "comparing the checkpoint with the model",
+            lambda: _prepared(wanted, folder, strict, vocab_size, ranks.rank),
+            tell=lambda result: result[1],
+        )
+    seen = [found for found in told if found is not None]
+    lines = []
+    if not all(found.has_generators for found in seen):
+        prepared.pop(_RNG, None)
+        lines.append(
+            f"{folder} has random generator states of another split of the model: this run's "
+            "generators stay as it seeded them"
+        )
+    missing = sorted({key for found in seen for key in found.missing})
+    if missing:
+        lines.append(
+            f"{len(missing)} keys are not in {folder} and stay as this run initialised them, since "
+            f"strict_fsdp_dtensor_load is off: {', '.join(missing)}"
+        )
+    if ranks.rank == 0:
+        print(*lines, sep="\n", end="\n" * bool(lines), flush=True)
+    call.arguments["sharded_state_dict"] = prepared
+    state, *others = original(*call.args, **call.kwargs)
+    return (state if state is None else _as_asked(state, wanted, ranks.rank), *others)
+
+
+def _as_asked(
+    state: Mapping[str, Any], wanted: Mapping[str, Any], rank: int
+) -> dict[str, Any]:
+    """What was read, with the model's dicts and the tensors that the caller gave."""
+    result = {key: value for key, value in state.items() if key != MODEL}
+    result |= {key: wanted[key] for key in wanted if key == MODEL or _CHUNK.fullmatch(key)}
+    if OPTIMIZER in wanted:
+        result[OPTIMIZER] = from_stored(state[OPTIMIZER], wanted[OPTIMIZER], rank)
+    if _RNG in wanted:
+        result.setdefault(_RNG, wanted[_RNG])
+    return result
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a rank tells the others: whether the generator states that it asks for are stored, and
+    the keys that are not, if that is allowed."""
+
+    has_generators: bool
+    missing: tuple[str, ...]
+
+
+def _prepared(
+    wanted: Mapping[str, Any], folder: Path, strict: bool, vocab_size: int | None, rank: int
+) -> tuple[dict[str, Any], _Found]:
+    """What to read in place of `wanted`, with containers of its own. ValueError lists what does
+    not fit."""
+    metadata = folders.read_metadata(folder.parent, folder)
+    asked = merged_chunks(wanted)
+    parts = to_stored({key: asked[key] for key in (MODEL, OPTIMIZER) if key in asked}, rank)
+    if vocab_size is not None:
+        fit_vocabulary(parts, metadata, vocab_size)
+    mismatch = compare(flatten(parts), metadata)
+    if (strict and mismatch.missing) or mismatch.different:
+        raise ValueError(f"the model does not fit {folder}:\n{mismatch.describe()}")
+    stored = metadata.state_dict_metadata
+    placed = all(
+        _stored_entries(stored, place) == len(entries)
+        for place, entries in asked.get(_RNG, {}).items()
+    )
+    return {**asked, **parts}, _Found(placed, mismatch.missing)
+
+
+def _stored_entries(stored: Iterable[str], place: str) -> int:
+    """How many generator states are stored for a place: a list, by number."""
+    start = f"{_RNG}.{place}."
+    return len({key.removeprefix(start).split(".")[0] for key in stored if key.startswith(start)})

@@ -1,0 +1,138 @@
+"""Fused weight gradients (`gradient_accumulation_fusion`): which modules write them, in the way
+that `wgrad_probe` has seen, and Megatron's matrix product for them where apex is missing.
+
+Megatron's own linear layers call apex's `fused_weight_gradient_mlp_cuda`, and refuse to be built
+with the option, which is on by default, where apex is not installed: the output layer of every
+model is one of them, also of models made of Transformer Engine layers. `install()` here puts
+Transformer Engine's matrix product, or torch's, in the place of a missing apex.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..core.engine.direct import GradWriter
+from ..core.engine.partition import ManagedParam
+from .wgrad_probe import Observed
+
+_EXTENSION = "fused_weight_gradient_mlp_cuda"
+
+
+def grad_writer(
+    managed: ManagedParam, is_fresh: bool, observe: Callable[[Any, torch.dtype], Observed] | None
+) -> GradWriter:
+    """Who writes the gradient of `managed`, from the modules that hold it.
+
+    Only matrices are written by modules. Where the holders differ, all of them add to what was
+    zeroed; the engine adds what autograd has beside them.
+
+    Args:
+        is_fresh: every backward begins with a bucket that holds nothing (gradients are sharded).
+        observe: what a module with weights of a dtype does to `main_grad`; None without
+            `gradient_accumulation_fusion`.
+
+    Raises:
+        ValueError: a module that neither adds nor overwrites as it is told to.
+    """
+    param = managed.param
+    if observe is None or param.ndim != 2 or not param.requires_grad:
+        return GradWriter.AUTOGRAD
+    writers = {
+        _writer_that(observe(owner, param.dtype), is_fresh, type(owner).__name__)
+        for owner, _ in managed.slots
+        if fuses(owner)
+    }
+    # A tied embedding weight is handed to the output layer, which does not hold it; Megatron marks
+    # it with an attribute that is about the placeholder gradient, which nobody makes here.
+    if getattr(param, "zero_out_wgrad", False):
+        writers.add(GradWriter.ACCUMULATES)
+    if len(writers) > 1:
+        return GradWriter.ACCUMULATES
+    return writers.pop() if writers else GradWriter.AUTOGRAD
+
+
+def fuses(owner: Any) -> bool:
+    """Whether a module writes weight gradients by itself: one of Transformer Engine, one of its
+    operations, or one of Megatron's own."""
+    return any(
+        getattr(owner, option, False)
+        for option in (
+            "fuse_wgrad_accumulation", "_accumulate_into_main_grad", "gradient_accumulation_fusion"
+        )
+    )  # fmt: skip
+
+
+def _writer_that(seen: Observed, is_fresh: bool, name: str) -> GradWriter:
+    """The fastest protocol that modules of class `name` were seen to keep to."""
+    if seen.told_in_backward:
+        return GradWriter.OVERWRITES
+    if seen.told_in_forward and is_fresh:
+        return GradWriter.OVERWRITES_ALWAYS
+    if seen.adds:
+        return GradWriter.ACCUMULATES
+    raise ValueError(
+        f"gradient_accumulation_fusion=True: {name} neither adds its weight gradient to main_grad "
+        f"nor overwrites it when told to ({seen}); set gradient_accumulation_fusion=False "
+        "(--no-gradient-accumulation-fusion)"
+    )
+
+
+def accumulate_wgrad(
+    total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+) -> None:
+    """`main_grad += grad_output^T @ total_input`, summed in the dtype of `main_grad`.
+
+    Shapes: (tokens, inputs), (tokens, outputs), (outputs, inputs), all contiguous; the first two of
+    one dtype, of 2 bytes or 4; `main_grad` of any: where that is neither float32 nor theirs, the
+    product is rounded to theirs before it is added. In place of apex's
+    `wgrad_gemm_accum_fp32` and `wgrad_gemm_accum_fp16`.
+    """
+    total_input = total_input.reshape(-1, total_input.shape[-1])
+    grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+    if main_grad.dtype not in (torch.float32, total_input.dtype):
+        # No kernel writes a product of one 16-bit dtype in the other, nor one of float32 in either.
+        main_grad.add_(grad_output.t() @ total_input)
+        return
+    if main_grad.is_cuda and importlib.util.find_spec("transformer_engine") is not None:
+        from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+        general_gemm(
+            total_input, grad_output, out_dtype=main_grad.dtype, layout="NT", out=main_grad,
+            accumulate=True, grad=True,
+        )  # fmt: skip
+        return
+    main_grad.addmm_(grad_output.t().to(main_grad.dtype), total_input.to(main_grad.dtype))
+
+
+def _layers() -> Any:
+    from megatron.core.tensor_parallel import layers
+
+    return layers
+
+
+def install() -> bool:
+    """Lets Megatron's linear layers fuse weight gradients without apex. Returns whether that was
+    needed: apex, where present, is left alone. Idempotent."""
+    layers = _layers()
+    if layers._grad_accum_fusion_available:
+        return False
+    ours = SimpleNamespace(
+        wgrad_gemm_accum_fp32=accumulate_wgrad, wgrad_gemm_accum_fp16=accumulate_wgrad
+    )
+    setattr(layers, _EXTENSION, ours)
+    layers._grad_accum_fusion_available = True
+    return True
+
+
+def uninstall() -> None:
+    """Undoes `install()`."""
+    layers = _layers()
+    ours = getattr(layers, _EXTENSION, None)
+    if getattr(ours, "wgrad_gemm_accum_fp32", None) is accumulate_wgrad:
+        delattr(layers, _EXTENSION)
+        layers._grad_accum_fusion_available = False

@@ -1,0 +1,58 @@
+"""The inner wrapper, at the depth where Megatron's checkpoint code looks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.module import MegatronModule
+from torch import nn
+
+from ..core.engine.engine import FsdpEngine
+from ..sharding.sharded_module import ShardedStateDict, refuse_compilation
+
+
+class ShardedModule(ShardedStateDict, MegatronModule):
+    """The inner wrapper: state dicts of sharded weights, and the entry of every forward pass."""
+
+    def __init__(self, config: Any, module: nn.Module, engine: FsdpEngine) -> None:
+        super().__init__(config=config)
+        self.module = module
+        self.engine = engine
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module; its hooks gather and reshard. RuntimeError under torch.compile."""
+        refuse_compilation()
+        return self.module(*args, **kwargs)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The parameter of that name, or of the same one without a leading "module.".
+
+        Core's SwiGLU split counts on a Float16Module between this wrapper and the model, and asks
+        for a name that is a level too long where an fp32 model has none. AttributeError if there
+        is neither.
+        """
+        try:
+            return super().get_parameter(target)
+        except AttributeError:
+            if not target.startswith("module.module."):
+                raise
+            return super().get_parameter(target.removeprefix("module."))
+
+    def state_dict_for_save_checkpoint(
+        self, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """`checkpoint_state_dict`. Megatron's own split of SwiGLU and numbering of experts, which
+        it applies to this, then find nothing left to do."""
+        state = self.checkpoint_state_dict(keep_vars)
+        return {prefix + key: value for key, value in state.items()}
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Only for `torch_dist`, which cannot describe these shards."""
+        raise RuntimeError(
+            "sharded_state_dict: the torch_dist format cannot describe row-wise flat shards; "
+            "save with ckpt_format='fsdp_dtensor'"
+        )
+
+    def install_optimized_model_weights(self) -> None:
+        """Main weights were written from outside: compute weights follow."""
+        self.engine.main_weights_changed()

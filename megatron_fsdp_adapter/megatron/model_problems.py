@@ -1,0 +1,85 @@
+"""What is wrong with a Megatron model that is to be wrapped, beside its configuration.
+
+One line for each problem, so that the wrapper can raise all at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..core.engine.partition import ManagedParam, managed_params
+from .fused_wgrad import fuses
+
+EXPERTS_IN_ONE_TENSOR = ("GroupedMLP",)
+"""Classes of core, by name. Core takes this one for `moe_grouped_gemm` wherever it has no layers of
+Transformer Engine, so the option that asks for it does not tell."""
+
+
+def model_problems(module: nn.Module, config: Any) -> list[str]:
+    """Problems of `module`, whose model config is `config`."""
+    fused = bool(getattr(config, "gradient_accumulation_fusion", False))
+    return [
+        *_experts_in_one_tensor(module),
+        *_experts_marked_as_dense(module, config),
+        *_hooks_that_get_nothing(module, fused),
+    ]
+
+
+def _experts_in_one_tensor(module: nn.Module) -> list[str]:
+    found = [
+        name
+        for name, child in module.named_modules()
+        if any(cls.__name__ in EXPERTS_IN_ONE_TENSOR for cls in type(child).__mro__)
+    ]
+    return [
+        f"module {found[0]} (and {len(found) - 1} more): all experts of this rank are one tensor, "
+        "which a checkpoint cannot tell from another rank's; use Transformer Engine's grouped "
+        "layers, or set moe_grouped_gemm=False"
+    ] if found else []
+
+
+def _experts_marked_as_dense(module: nn.Module, config: Any) -> list[str]:
+    """Up to 0.18 core marks the weights of experts (`allreduce=False`) by the expert-parallel size
+    alone, and later by the tensor-parallel sizes too."""
+    sizes = [
+        getattr(config, f"{name}_parallel_size", None)
+        for name in ("expert_tensor", "tensor_model", "expert_model")
+    ]
+    if not getattr(config, "num_moe_experts", None) or sizes[0] == sizes[1]:
+        return []
+    found = [
+        name
+        for name, param in module.named_parameters()
+        if ".experts." in f".{name}" and getattr(param, "allreduce", False)
+    ]
+    return [
+        f"expert_tensor_parallel_size={sizes[0]} with tensor_model_parallel_size={sizes[1]} and "
+        f"expert_model_parallel_size={sizes[2]}: core has marked {found[0]} (and {len(found) - 1} "
+        "more) as dense weights, whose gradients are reduced over ranks that hold other parts of "
+        "them or miss some that hold the same; make both tensor-parallel sizes equal, or "
+        "expert_model_parallel_size larger than 1, or use megatron-core 0.19"
+    ] if found else []
+
+
+def _hooks_that_get_nothing(module: nn.Module, fused: bool) -> list[str]:
+    """Where a module writes its weight gradient by itself, autograd has none to call hooks with:
+    they would get None, or not run. Running them on the bucket was rejected: what they return
+    takes the place of the gradient, which is on its way by then."""
+    return [
+        f"parameter {managed.fqns[0]}: it has a gradient hook, and with "
+        "gradient_accumulation_fusion=True its module writes the gradient past autograd, so that "
+        "the hook would be called with None; set gradient_accumulation_fusion=False, or remove "
+        "the hook"
+        for managed in managed_params(module)
+        if (managed.param._backward_hooks or managed.param._post_accumulate_grad_hooks)
+        and fused and _is_written_by_a_module(managed)
+    ]
+
+
+def _is_written_by_a_module(managed: ManagedParam) -> bool:
+    """A tied weight too: it is handed to the output layer, which marks it."""
+    param = managed.param
+    by_holder = any(fuses(owner) for owner, _ in managed.slots)
+    return param.ndim == 2 and (by_holder or bool(getattr(param, "zero_out_wgrad", False)))

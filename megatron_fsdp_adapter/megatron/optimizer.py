@@ -1,0 +1,467 @@
+"""The seam to Megatron's optimizer: the one place that adapts it, while no file of it is edited.
+
+`install()` replaces a few methods of core's `DistributedOptimizer` by versions that act only when
+the model chunks are ours, and hand over to the original otherwise. The inner optimizer (torch
+AdamW, TE or apex FusedAdam) is made to step on local tensors (`local_optimizer.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import optimizer as core_optimizer
+from megatron.core.optimizer import muon as core_muon
+from megatron.core.optimizer.clip_grads import (
+    clip_grad_by_total_norm_fp32,
+    get_grad_norm_fp32,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import param_is_not_shared
+
+from ..core.topology import TP_DIM
+from ..sharding.local_optimizer import LocalShards, adopt, initialize_state
+from ..sharding.placement import replicated_name
+from . import optimizer_state
+from .options import support
+from .seams import core_api
+from .seams.core_api import MORE, Replacement
+
+# The methods of DistributedOptimizer.
+
+
+def _ours(chunks: Sequence[Any]) -> list[Any]:
+    from .adapter import FullyShardedDataParallel  # the adapter imports this module
+
+    return [chunk for chunk in chunks if isinstance(chunk, FullyShardedDataParallel)]
+
+
+def _our_chunks(optimizer: Any) -> list[Any]:
+    return _ours(getattr(optimizer, "model_chunks", None) or [])
+
+
+def _param_groups(
+    original: Callable[..., Any], model_chunks: Sequence[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """The first thing that core does for an optimizer of any kind. An unsupported option is refused
+    here: the inner optimizer is made next, and some options fail there, in ways that do not name
+    them."""
+    if _ours(model_chunks):
+        config = kwargs["config"] if "config" in kwargs else args[0]
+        support.raise_problems(
+            "Megatron's optimizer with FullyShardedDataParallel",
+            [
+                *support.problems(config, support.OPTIMIZER_CONFIG_RULES),
+                *_precision_problems(config, _ours(model_chunks)),
+            ],
+        )
+        _use_distributed_optimizer(config)
+    return original(model_chunks, *args, **kwargs)
+
+
+def _use_distributed_optimizer(config: Any) -> None:
+    """Sets the option in an optimizer config that lacks it, and says so. Without it core would make
+    an optimizer that steps on DTensors and never tells the wrapper that weights have changed."""
+    if config.use_distributed_optimizer:
+        return
+    config.use_distributed_optimizer = True
+    if dist.get_rank() == 0:
+        print(
+            "Megatron's optimizer with FullyShardedDataParallel: set for you: "
+            "use_distributed_optimizer=True",
+            flush=True,
+        )
+
+
+def _precision_problems(config: Any, chunks: Sequence[Any]) -> list[str]:
+    """What the wrapper's dtypes and the optimizer's options have against each other."""
+    policy = chunks[0].engine.config.policy
+    trained = [g for chunk in chunks for g in chunk.engine.groups if g.key.requires_grad]
+    dtypes = {policy.grads_dtype, *(group.main_dtype for group in trained)}
+    if not config.use_precision_aware_optimizer:
+        return [] if dtypes == {torch.float32} else [
+            f"use_precision_aware_optimizer=False: main weights and gradients are in "
+            f"{sorted(map(str, dtypes))}, and Adam without it takes float32 alone; set it to True "
+            "(needs Transformer Engine), or leave megatron_fsdp_main_params_dtype and "
+            "megatron_fsdp_main_grads_dtype unset"
+        ]
+    found = [
+        f"{option}={chosen}: {other} of the DDP config says {said}; set them alike, or leave "
+        f"{option} at torch.float32"
+        for option, other, chosen, said in (
+            ("main_grads_dtype", "megatron_fsdp_main_grads_dtype", config.main_grads_dtype,
+             policy.grads_dtype),
+            ("main_params_dtype", "megatron_fsdp_main_params_dtype", config.main_params_dtype,
+             policy.main_params_dtype),
+        )
+        if chosen not in (torch.float32, said)
+    ]  # fmt: skip
+    if core_optimizer.USING_PYTORCH_OPTIMIZER:
+        found.append(
+            "use_precision_aware_optimizer=True: it is Transformer Engine's FusedAdam, which "
+            "cannot be imported here; install Transformer Engine, or set it to False"
+        )
+    return found
+
+
+def _refuse_whole_matrices(
+    original: Callable[..., Any], model_chunks: Sequence[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Core's Muon asks for parameter groups by a name of its own, and would be made on shards."""
+    if _ours(model_chunks):
+        raise ValueError(
+            "optimizer='muon' with FullyShardedDataParallel: Muon needs whole matrices, and "
+            "weights are sharded; use 'adam', by get_megatron_optimizer"
+        )
+    return original(model_chunks, *args, **kwargs)
+
+
+def _refuse_offload(original: Callable[..., None], self: Any) -> None:
+    if _our_chunks(self):
+        raise RuntimeError(
+            f"{original.__name__}() of Megatron's optimizer with FullyShardedDataParallel: main "
+            "weights are views of flat buffers, which a copy elsewhere leaves behind; delete the "
+            "wrapper and load a checkpoint, or keep them where they are"
+        )
+    original(self)
+
+
+def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any, *args: Any,
+          **kwargs: Any) -> None:
+    self.model_chunks = kwargs.get("model_chunks", [])
+    ours = _our_chunks(self)
+    original(self, optimizer, config, *args, **kwargs)
+    if ours and optimizer is not None:
+        adopt(optimizer)
+
+
+def _remember_groups(
+    original: Callable[..., Any], pg_collection: Any, model_chunks: Sequence[Any], *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Core is about to make an optimizer, and has looked up the groups for it."""
+    groups = original(pg_collection, model_chunks, *args, **kwargs)
+    for chunk in _ours(model_chunks):
+        chunk.optimizer_groups = groups
+    return groups
+
+
+def _instance_group(original: Callable[..., Any], self: Any, chunk: Any) -> Any:
+    """The ranks of an optimizer instance. With 'no_shard' 0.18 gives its optimizer the
+    model-parallel ranks, over which replicas counted on one data-parallel rank (`_replicas`) are
+    missing from the others' norm, and which misses experts of other expert-parallel ranks."""
+    if chunk.engine.config.strategy.shard_main or chunk.optimizer_groups is None:
+        return original(self)
+    return chunk.optimizer_groups["intra_dist_opt_group"]
+
+
+def _grad_stats_group(original: Callable[..., Any], self: Any) -> Any:
+    """The ranks over which each gradient element is counted once: an optimizer instance, or all of
+    them where they split the shards again, which core does not know."""
+    ours = _our_chunks(self)
+    if not ours:
+        return original(self)
+    instance = _instance_group(original, self, ours[0])
+    if not ours[0].megatron_fsdp_dist_index.hsdp_outer_dp_shard:
+        return instance
+    instances = ours[0].ddp_config.num_distributed_optimizer_instances
+    counted = dist.get_world_size(instance) * instances
+    if counted != dist.get_world_size():
+        raise ValueError(
+            f"outer_dp_sharding_strategy='optim': {instances} optimizer instances have {counted} "
+            f"ranks of a world of {dist.get_world_size()}; there is no group for the gradient norm "
+            "of a part of the world, use outer_dp_sharding_strategy='no_shard' there"
+        )
+    return dist.group.WORLD
+
+
+def _init_states(original: Callable[..., None], self: Any) -> None:
+    """0.16.1 takes a step with zero gradients, which decays weights and advances Adam's count."""
+    if not _our_chunks(self):
+        original(self)
+        return
+    initialize_state(self.optimizer)
+
+
+def _unscaling_data(original: Callable[..., Any], self: Any) -> Any:
+    """Local tensors: the inf check is one fused kernel over plain tensors."""
+    if not _our_chunks(self):
+        return original(self)
+    return [
+        param.grad._local_tensor
+        for group in self.optimizer.param_groups
+        for param in group["params"]
+        if param.grad is not None
+    ]
+
+
+def _tensor_parallel_rank(mesh: Any) -> int:
+    """In the mesh of a parameter's own kind: of experts, another than of dense layers."""
+    names = mesh.mesh_dim_names or ()
+    return mesh.get_local_rank(TP_DIM) if names and names[-1] == TP_DIM else 0
+
+
+def _is_split(param: Any) -> bool:
+    """Over tensor-parallel ranks: by core's mark, and where there is none by ours."""
+    return bool(getattr(param, "tensor_model_parallel", getattr(param, "_mcore_tp", False)))
+
+
+def _replicas(chunks: Sequence[Any]) -> set[int]:
+    """Ids of the optimizer parameters whose gradient another rank counts: without sharding, or in
+    a replicated module, every rank of a domain holds the whole gradient, and the first rank of the
+    shards of its kind counts it; what tensor-parallel ranks hold alike, the first of them. Core of
+    0.16.1 takes the dense ranks for that of experts too, and misses some where the sizes differ."""
+    found = set()
+    for chunk in chunks:
+        sharded = chunk.megatron_fsdp_dist_index.domains
+        kinds = {replicated_name(kind): kind for kind in sharded}
+        for pair in chunk.engine.pairs:
+            kind = kinds.get(pair.group.key.domain)
+            domain = pair.group.domain if kind is None else sharded[kind]
+            is_whole = kind is not None or not chunk.engine.config.strategy.shard_main
+            is_duplicate = not _is_split(pair.optimizer) and _tensor_parallel_rank(domain.mesh) != 0
+            if is_duplicate or (is_whole and domain.axis.rank != 0):
+                found.add(id(pair.optimizer))
+    return found
+
+
+def _norm_grads(
+    original: Callable[..., Any], self: Any, grad_norm_group: str | None = None
+) -> Any:
+    """Each gradient element on one rank of the group that core adds up over, as stock DDP's shards
+    are. 0.16.1 adds up replicated gradients as well and is off by sqrt(dp); the model-parallel
+    group was rejected, as expert and dense parameters have different ones.
+
+    Without empty shards: TE's multi-tensor kernels drop a whole list that ends in an empty
+    tensor, so the norm came out too small and nothing was clipped."""
+    ours = _our_chunks(self)
+    if not ours:
+        return original(self, *(() if grad_norm_group is None else (grad_norm_group,)))
+    elsewhere = _replicas(ours)
+    grads = [
+        param.grad._local_tensor
+        for param in self.get_parameters()
+        if param.grad is not None
+        and id(param) not in elsewhere
+        and param_is_not_shared(param)
+        and core_api.norm_group(param) == grad_norm_group
+    ]
+    return [grad for grad in grads if grad.numel() > 0]
+
+
+def _count_zeros(original: Callable[..., Any], self: Any) -> Any:
+    """Zeros among the elements that the norm counts; 0.16.1 counts replicas too."""
+    if not _our_chunks(self):
+        return original(self)
+    grads = [grad for group in (None, *core_api.SEPARATE_NORMS) for grad in _grads(self, group)]
+    device = self.get_parameters()[0]._local_tensor.device
+    zeros = torch.zeros(1, dtype=torch.float32, device=device)
+    for grad in grads:
+        zeros += grad.numel() - torch.count_nonzero(grad)
+    dist.all_reduce(zeros, group=self.get_grad_stats_parallel_group())
+    return zeros.item()
+
+
+def _grads(optimizer: Any, group: str | None) -> list[torch.Tensor]:
+    """The gradients that a norm counts on this rank: the model's, or that of a group."""
+    found = getattr(optimizer, core_api.NORM_GRADIENTS)
+    return found() if group is None else found(group)
+
+
+def _clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
+    """Core's own norm and clipping, given local tensors: none is empty (see `_norm_grads`), and
+    none pays DTensor dispatch. Parameters of a group with a norm of its own are clipped by it."""
+    if not _our_chunks(self) or self.is_stub_optimizer:
+        return original(self, clip_grad)
+    norms = {
+        group: get_grad_norm_fp32(
+            _grads(self, group), grad_stats_parallel_group=self.get_grad_stats_parallel_group()
+        )
+        for group in (None, *core_api.present_norm_groups(self))
+    }
+    shards: LocalShards = self.optimizer._fsdp_shards
+    shards.hand_out_grads()
+    for group, norm in norms.items():
+        held = [
+            local
+            for pairs in shards.pairs
+            for param, local in pairs
+            if local.numel() > 0 and core_api.norm_group(param) == group
+        ]
+        if held:
+            clip_grad_by_total_norm_fp32(held, clip_grad, norm, use_decoupled_grad=shards.decoupled)
+    shards.take_back_grads()
+    total = self.clipped_norm = norms.pop(None)
+    self.grad_norms_by_group = norms  # where a training loop of 0.19 reads them
+    return total
+
+
+def _step_unless_large(original: Callable[..., bool], self: Any) -> bool:
+    """Leaves the step out, on all ranks, where the norm is above `grad_norm_skip_threshold`. Core
+    asks that only of a chain of optimizers, which ours is not in."""
+    threshold = core_api.norm_threshold(self.config)
+    if not _our_chunks(self) or self.is_stub_optimizer or math.isinf(threshold):
+        return original(self)
+    norm = self.clipped_norm if self.config.clip_grad > 0.0 else self.get_grad_norm()
+    return False if norm > threshold else original(self)
+
+
+def _param_name(original: Callable[..., str], self: Any, param: Any) -> str:
+    """Names of the whole model; 0.16.1 numbers layers from the stage's first, and fails where two
+    model chunks of a rank have the same names."""
+    ours = _our_chunks(self)
+    if not ours:
+        return original(self, param)
+    if not hasattr(self, "param_to_name"):
+        self.param_to_name = optimizer_state.parameter_names(ours)
+        self.halved_names = optimizer_state.halved_names(ours)
+    return self.param_to_name[param]
+
+
+def _params_by_name(self: Any) -> dict[str, Any]:
+    params = [param for group in self.optimizer.param_groups for param in group["params"]]
+    return {self._param_name(param): param for param in params}
+
+
+def _sharded_state(
+    original: Callable[..., Any], self: Any, *args: Any, metadata: Any = None, **kwargs: Any
+) -> Any:
+    """In the one form that there is for sharded weights. Megatron-LM names it only if its argument
+    `use_distributed_optimizer` is set, which a script that wraps the model itself may leave out."""
+    if _our_chunks(self):
+        metadata = {"distrib_optim_sharding_type": "fsdp_dtensor", **(metadata or {})}
+    return original(self, *args, metadata=metadata, **kwargs)
+
+
+def _save_state(original: Callable[..., Any], self: Any, is_loading: bool = False) -> Any:
+    """Every rank emits the same keys for the same parameters: state exists for each of them, steps
+    or no steps."""
+    if not _our_chunks(self):
+        return original(self, is_loading)
+    initialize_state(self.optimizer)
+    for chunk in self.model_chunks:
+        chunk.engine.show_optimizer_params()
+    params = _params_by_name(self)
+    state = original(self, is_loading)
+    cut = optimizer_state.in_pieces(state[optimizer_state.STATE], params, self.halved_names)
+    return {**state, optimizer_state.STATE: cut}
+
+
+def _load_state(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
+    """What `_save_state` gave, or a load of it, with values sharded as they are here."""
+    if not _our_chunks(self) or optimizer_state.META not in state_dict:
+        original(self, state_dict)
+        return
+    initialize_state(self.optimizer)
+    params = _params_by_name(self)
+    own = {name: self.optimizer.state[param] for name, param in params.items()}
+    state = optimizer_state.joined(
+        state_dict[optimizer_state.STATE], own, params, self.halved_names
+    )
+    meta = optimizer_state.with_own_split(
+        state_dict[optimizer_state.META], self.optimizer.param_groups, self.param_to_name
+    )
+    original(self, {optimizer_state.STATE: state, optimizer_state.META: meta})
+
+
+def _reload(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Main weights should follow the model's, which were loaded without the optimizer. Here a load
+    writes the main weights themselves; 0.18 refuses to reload under FSDP."""
+    if not _our_chunks(self):
+        original(self, *args, **kwargs)
+
+
+_OWN = ("self",)
+
+REPLACED: tuple[Replacement, ...] = (
+    Replacement(
+        core_optimizer, "_get_param_groups", _param_groups, (("model_chunks", "config", MORE),)
+    ),
+    *(
+        [Replacement(core_muon, "_get_param_groups", _refuse_whole_matrices, ((MORE,),))]
+        if hasattr(core_muon, "_get_param_groups") else []  # 0.18 asks for those of all optimizers
+    ),
+    Replacement(
+        ProcessGroupCollection, "setup_process_groups_for_optimizer", _remember_groups,
+        (("pg_collection", "model_chunks", MORE),),
+    ),
+    Replacement(DistributedOptimizer, "offload_to_cpu", _refuse_offload, (_OWN,)),
+    Replacement(DistributedOptimizer, "restore_from_cpu", _refuse_offload, (_OWN,)),
+    Replacement(
+        DistributedOptimizer, "__init__", _init, ((*_OWN, "optimizer", "config", MORE),)
+    ),
+    Replacement(DistributedOptimizer, "get_grad_stats_parallel_group", _grad_stats_group, (_OWN,)),
+    Replacement(
+        DistributedOptimizer, core_api.NORM_GRADIENTS, _norm_grads,
+        (_OWN, (*_OWN, "grad_norm_group")),
+    ),
+    Replacement(DistributedOptimizer, "clip_grad_norm", _clip, ((*_OWN, "clip_grad"),)),
+    Replacement(DistributedOptimizer, "step_with_ready_grads", _step_unless_large, (_OWN,)),
+    Replacement(DistributedOptimizer, "count_zeros", _count_zeros, (_OWN,)),
+    Replacement(
+        DistributedOptimizer, "_init_optimizer_states_with_dummy_values", _init_states, (_OWN,)
+    ),
+    Replacement(
+        DistributedOptimizer, "_collect_main_grad_data_for_unscaling", _unscaling_data, (_OWN,)
+    ),
+    Replacement(
+        DistributedOptimizer, "_copy_model_params_to_main_params", _reload, ((*_OWN, MORE),)
+    ),
+    Replacement(DistributedOptimizer, "_param_name", _param_name, ((*_OWN, "param"),)),
+    Replacement(DistributedOptimizer, "sharded_state_dict", _sharded_state, ((*_OWN, MORE),)),
+    Replacement(
+        DistributedOptimizer, "sharded_param_state_fsdp_dtensor", _save_state,
+        ((*_OWN, "is_loading"),),
+    ),
+    Replacement(DistributedOptimizer, "load_state_dict", _load_state, ((*_OWN, "state_dict"),)),
+)  # fmt: skip
+
+
+def _is_ours(function: Any) -> bool:
+    return hasattr(function, "_fsdp_original")
+
+
+def problems() -> list[str]:
+    """What `install()` replaces and this megatron-core does not have, or has with other parameters;
+    dotted paths, with what was found."""
+    return [
+        problem
+        for row in REPLACED
+        if not _is_ours(getattr(row.owner, row.name, None))
+        and (problem := row.problem()) is not None
+    ]
+
+
+def install() -> None:
+    """Puts the functions of `REPLACED` in place of core's. Idempotent."""
+    for row in REPLACED:
+        original = getattr(row.owner, row.name)
+        if _is_ours(original):
+            continue
+
+        def function(*args: Any, _to: Any = row.ours, _from: Any = original, **kwargs: Any) -> Any:
+            return _to(_from, *args, **kwargs)
+
+        functools.update_wrapper(function, original)
+        held = vars(row.owner).get(row.name)
+        function._fsdp_original = original  # type: ignore[attr-defined]
+        function._fsdp_held = held  # type: ignore[attr-defined]
+        is_static = isinstance(held, staticmethod)
+        setattr(row.owner, row.name, staticmethod(function) if is_static else function)
+
+
+def uninstall() -> None:
+    """Puts the originals back. Optimizers that were adopted stay so."""
+    for row in REPLACED:
+        function = getattr(row.owner, row.name, None)
+        if not _is_ours(function):
+            continue
+        if function._fsdp_held is None:  # type: ignore[union-attr]
+            delattr(row.owner, row.name)  # it was inherited
+        else:
+            setattr(row.owner, row.name, function._fsdp_held)  # type: ignore[union-attr]

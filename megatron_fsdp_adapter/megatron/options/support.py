@@ -1,0 +1,221 @@
+"""What of a Megatron model configuration is refused, and why. `docs/support.md` lists the same.
+
+`Rule`s for the DDP config are in `ddp_options.py`; these are for the model and optimizer configs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..cuda_graphs import captures_iteration
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An option that is refused: `broken(ddp_config)` tells when, `message` why and the remedy."""
+
+    option: str
+    broken: Callable[[Any], bool]
+    message: str
+
+
+def is_on(config: Any, option: str) -> bool:
+    """Whether `option` is there and set."""
+    return bool(getattr(config, option, False))
+
+
+def _off(option: str, message: str) -> Rule:
+    return Rule(option, lambda config: is_on(config, option), message)
+
+
+def _is_not_none(option: str, message: str) -> Rule:
+    return Rule(option, lambda config: getattr(config, option, None) is not None, message)
+
+
+def _above_one(option: str, message: str) -> Rule:
+    return Rule(option, lambda config: (getattr(config, option, None) or 1) > 1, message)
+
+
+FP8_RECIPES = ("delayed", "tensorwise")
+MXFP8_PARAMETERS = "MXFP8 parameters are not supported; set it to False"
+
+
+MODEL_CONFIG_RULES: tuple[Rule, ...] = (
+    _off("fp8_param", "FP8 parameters are coming; set it to False (FP8 compute is not refused)"),
+    Rule(
+        "fp8_recipe",
+        lambda config: bool(getattr(config, "fp8", None))
+        and getattr(config, "fp8_recipe", "delayed") not in FP8_RECIPES,
+        f"FP8 compute is supported with the recipes {list(FP8_RECIPES)}; use one of them",
+    ),
+    _off("fp4", "FP4 compute is coming; leave it unset"),
+    Rule(
+        "cuda_graph_impl",
+        lambda config: (
+            getattr(config, "cuda_graph_impl", "none") not in (None, "none")
+            and not captures_iteration(config)
+        ),
+        "captured layers do not run the hooks that gather weights; set it to 'none', or to "
+        "'full_iteration' (before megatron-core 0.18: 'local' with "
+        "cuda_graph_scope='full_iteration')",
+    ),
+    _off("enable_cuda_graph", "captured layers do not run the hooks that gather weights"),
+    _off("external_cuda_graph", "captured layers do not run the hooks that gather weights"),
+    _off("cpu_offloading", "activation offload to the CPU is coming; set it to False"),
+    _off(
+        "fine_grained_activation_offloading", "activation offload is coming; set it to False"
+    ),
+    _off(
+        "overlap_moe_expert_parallel_comm",
+        "its schedule calls parts of layers directly; set it to False",
+    ),
+    Rule(
+        "moe_token_dispatcher_type",
+        lambda config: bool(getattr(config, "num_moe_experts", None))
+        and getattr(config, "moe_token_dispatcher_type", None) == "flex",
+        "its kernels communicate on streams of their own and were never run with this wrapper; use "
+        "'alltoall' or 'allgather'",
+    ),
+    _off("delay_wgrad_compute", "delayed weight gradients are coming; set it to False"),
+    _off(
+        "defer_embedding_wgrad_compute",
+        "the output layer's weights are resharded before its deferred gradient; set it to False",
+    ),
+    _off("qk_clip", "it writes raw weights after the step; set it to False"),
+    _off(
+        "hybrid_context_parallel", "its schedule changes groups between batches; set it to False"
+    ),
+    _off(
+        "moe_use_legacy_grouped_gemm",
+        "all experts of a rank are one tensor, which a checkpoint cannot tell from another rank's; "
+        "set it to False, and moe_grouped_gemm takes Transformer Engine's layers",
+    ),
+    _off(
+        "use_kitchen",
+        "nobody has seen how its layers write weight gradients; set it to False, Transformer "
+        "Engine's FP8 recipes are supported",
+    ),
+    _is_not_none(
+        "quant_recipe",
+        "it quantises the layers that it names by recipes that are supported only as fp8_recipe, "
+        "for the whole model; leave it unset",
+    ),
+    _off(
+        "enable_autocast",
+        "autocast keeps casts of weights beyond the time for which they are gathered; set it to "
+        "False, and params_dtype (bf16, fp16) to the dtype to compute in",
+    ),
+)
+
+
+def _interleaves_split_halves(option: str) -> Rule:
+    sizes = ("tensor_model_parallel_size", "expert_tensor_parallel_size")
+    return Rule(
+        option,
+        lambda config: (
+            bool(getattr(config, option, None))
+            and any((getattr(config, size, None) or 1) > 1 for size in sizes)
+        ),
+        "gate and linear rows are mixed on each tensor-parallel rank, which a checkpoint cannot "
+        "tell; leave it unset, or use no tensor parallelism",
+    )
+
+
+_REMAT = "its ranks hold parts of a weight, and data-parallel groups contain them; set it to 1"
+_STASH = "it runs a step again after gradients were finalised; leave it unset"
+_FUSED_OPS = "nobody has seen how its layers write weight gradients; set it to False"
+_ONE_TENSOR = "experts in one quantised tensor are not supported; set it to False"
+
+LATER_MODEL_RULES: tuple[Rule, ...] = (
+    _off(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "weight gradients arrive after the layer's backward, when its bucket is on its way; set it "
+        "to False",
+    ),
+    _above_one("gtp_weight_remat_size", _REMAT),
+    _above_one("expert_gtp_weight_remat_size", _REMAT),
+    _above_one("tensor_parallel_num_weight_shards", _REMAT),
+    _above_one("expert_tensor_parallel_num_weight_shards", _REMAT),
+    _interleaves_split_halves("moe_mlp_glu_interleave_size"),
+    _interleaves_split_halves("moe_shared_expert_glu_interleave_size"),
+    _off("moe_paged_stash", _STASH),
+    _is_not_none("moe_expert_rank_capacity_factor", _STASH),
+    _off("moe_single_grouped_weight", _ONE_TENSOR),
+    _off("moe_single_grouped_bias", _ONE_TENSOR),
+    _off("use_transformer_engine_op_fuser", _FUSED_OPS),
+    _off("use_grouped_gemm_for_dense_mlp", _FUSED_OPS),
+    _off("use_grouped_gemm_for_shared_expert", _FUSED_OPS),
+    Rule(
+        "flextron",
+        lambda config: bool(getattr(config, "flextron", False))
+        and (getattr(config, "pipeline_model_parallel_size", None) or 1) > 1,
+        "core adds up the routers' whole gradients over pipeline stages, and they are sharded; use "
+        "no pipeline parallelism, or set it to False",
+    ),
+)
+"""Options that 0.16.1 does not have."""
+
+MODEL_CONFIG_RULES += LATER_MODEL_RULES
+
+
+def _moment_dtype(option: str) -> Rule:
+    return Rule(
+        option,
+        lambda config: (
+            getattr(config, option, torch.float32) not in (torch.float32, torch.bfloat16)
+        ),
+        "the scales of fp16 and fp8 moments would not be in a checkpoint; use torch.float32 or "
+        "torch.bfloat16",
+    )
+
+
+OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
+    Rule(
+        "optimizer",
+        lambda config: config.optimizer != "adam",
+        "megatron-core's DistributedOptimizer takes only Adam; use 'adam'",
+    ),
+    _moment_dtype("exp_avg_dtype"),
+    _moment_dtype("exp_avg_sq_dtype"),
+    _off("optimizer_cpu_offload", "optimizer offload to the CPU is coming; set it to False"),
+    _off(
+        "overlap_param_gather_with_optimizer_step",
+        "one optimizer holds all parameters here, so there is no second step to overlap with; "
+        "weights are gathered under the forward pass; set it to False",
+    ),
+    _off("reuse_grad_buf_for_mxfp8_param_ag", MXFP8_PARAMETERS),
+    _off(
+        "optimizer_cuda_graph",
+        "a replayed step does not tell the wrapper that weights have changed; set it to False",
+    ),
+    _off(
+        "use_layer_wise_distributed_optimizer",
+        "it gives whole matrices to single ranks, and weights are sharded; set it to False",
+    ),
+)
+
+
+def problems(config: Any, rules: tuple[Rule, ...]) -> list[str]:
+    """One line for each broken rule: option, value, reason and remedy."""
+    return [
+        f"{rule.option}={_value(config, rule.option)!r}: {rule.message}"
+        for rule in rules
+        if rule.broken(config)
+    ]
+
+
+def _value(config: Any, option: str) -> Any:
+    """The value of an option, which may be a dotted path."""
+    return functools.reduce(lambda at, name: getattr(at, name, None), option.split("."), config)
+
+
+def raise_problems(subject: str, found: list[str]) -> None:
+    """One ValueError with every line of `found`, if there is any."""
+    if found:
+        lines = "\n".join(f"  - {line}" for line in found)
+        raise ValueError(f"{subject} cannot be used with this configuration:\n{lines}")

@@ -1,0 +1,299 @@
+"""What is wrong with a configuration, for every way in: one place, all problems at once.
+
+The rules about the wrapper itself are in `ddp_options.py` and `support.py`. Here they are applied
+to what a person writes: the arguments of Megatron-LM, a `ConfigContainer` of Megatron-Bridge,
+environment variables. Added are the rules that only a whole training run can break. Nothing here
+imports Megatron, so that a configuration can be checked before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ...core.config import STRATEGIES
+from .ddp_options import DDP_CONFIG_RULES
+from .support import (
+    MODEL_CONFIG_RULES,
+    OPTIMIZER_CONFIG_RULES,
+    Rule,
+    problems,
+)
+
+CKPT_FORMAT = "fsdp_dtensor"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+PLAIN_OPTIONS: Mapping[str, Any] = {
+    "use_megatron_fsdp": True,
+    "use_distributed_optimizer": True,
+    "ckpt_format": CKPT_FORMAT,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "outer_dp_sharding_strategy": "no_shard",
+    "num_distributed_optimizer_instances": 1,
+    "optimizer": "adam",
+    "num_experts": None,
+}
+"""A configuration with nothing wrong, for what starts from single options."""
+
+ARGUMENT_OF: Mapping[str, str] = {
+    "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+    "average_in_collective": "ddp_average_in_collective",
+    "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",
+    "num_moe_experts": "num_experts",
+}
+"""Fields of Megatron's configs that have another name among Megatron-LM's arguments."""
+
+UNSAID: Mapping[str, Any] = {
+    "grad_reduce_in_fp32": False,
+    "reduce_scatter_with_fp32_accumulation": False,
+}
+"""What rules read of a config, and a parser may have no argument for."""
+
+DTYPES: Mapping[str, torch.dtype | None] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "auto": None,
+}
+"""Names of dtypes in Megatron-LM main's flags. "auto" is what the config calls None."""
+
+DTYPE_OPTIONS = (
+    "megatron_fsdp_main_params_dtype",
+    "megatron_fsdp_main_grads_dtype",
+    "megatron_fsdp_grad_comm_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+)
+
+
+def _shards_weights(config: Any) -> bool:
+    row = STRATEGIES.get(config.data_parallel_sharding_strategy)
+    return row is not None and row.shard_weights
+
+
+LAUNCH_RULES: tuple[Rule, ...] = (
+    Rule(
+        "use_torch_fsdp2",
+        lambda args: bool(getattr(args, "use_torch_fsdp2", False)),
+        "it is another wrapper, exclusive with use_megatron_fsdp; leave one of them out",
+    ),
+    Rule(
+        "ckpt_format",
+        lambda args: args.ckpt_format != CKPT_FORMAT,
+        f"sharded weights are saved as {CKPT_FORMAT!r}; leave it out or use that",
+    ),
+    Rule(
+        "async_save",
+        lambda args: bool(getattr(args, "async_save", False))
+        and not hasattr(args, "async_strategy"),
+        "this Megatron-LM saves asynchronously only in the torch_dist format; leave it out, or use "
+        "a release from 0.17 on",
+    ),
+    Rule(
+        "save",
+        lambda args: bool(getattr(args, "async_save", False)) and "://" in str(args.save),
+        "a checkpoint at an address cannot be saved asynchronously, for lack of a rename; leave "
+        "out --async-save, or save to a folder",
+    ),
+    Rule(
+        "check_weight_hash_across_dp_replicas_interval",
+        lambda args: (
+            _shards_weights(args)
+            and getattr(args, "check_weight_hash_across_dp_replicas_interval", None) is not None
+        ),
+        "with 'optim_grads_params' no rank has whole weights to hash; leave it out",
+    ),
+    Rule(
+        "enable_full_sharding_in_hsdp",
+        lambda args: bool(getattr(args, "enable_full_sharding_in_hsdp", False)),
+        "Megatron parses it and reads it nowhere; leave it out, and use "
+        "outer_dp_sharding_strategy='optim'",
+    ),
+    Rule(
+        "use_legacy_models",
+        lambda args: bool(getattr(args, "use_legacy_models", False)),
+        "the wrapper takes models of megatron-core; leave it out",
+    ),
+    Rule(
+        "save_wgrads_interval",
+        lambda args: getattr(args, "save_wgrads_interval", None) is not None,
+        "it saves whole gradients from main_grad, which sharded parameters do not have; leave it "
+        "out, or run with Megatron's DDP",
+    ),
+    Rule(
+        "moe_use_upcycling",
+        lambda args: bool(getattr(args, "moe_use_upcycling", False)),
+        "it rewrites the state of a wrapped model, tensor by tensor; upcycle without "
+        "use_megatron_fsdp, and convert the checkpoint",
+    ),
+    Rule(
+        "non_persistent_ckpt_type",
+        lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
+        f"local checkpoints are not made of {CKPT_FORMAT!r}; use 'global', or leave it out",
+    ),
+    Rule(
+        "perform_rl_step",
+        lambda args: bool(getattr(args, "perform_rl_step", False)),
+        "weights are handed to the inference model as whole tensors, which no rank has; leave it "
+        "out",
+    ),
+)
+"""What a training run of Megatron-LM can get wrong beside the configs that it makes."""
+
+BRIDGE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "dist.use_torch_fsdp2",
+        lambda cfg: cfg.dist.use_torch_fsdp2,
+        "it is another wrapper, exclusive with use_megatron_fsdp; set it to False",
+    ),
+    Rule(
+        "dist.use_megatron_fsdp",
+        lambda cfg: bool(cfg.dist.use_megatron_fsdp) != bool(cfg.ddp.use_megatron_fsdp),
+        "it and ddp.use_megatron_fsdp say different things; apply_fsdp_overrides sets both",
+    ),
+    Rule(
+        "dist.use_tp_pp_dp_mapping",
+        lambda cfg: cfg.dist.use_tp_pp_dp_mapping,
+        "Megatron-Bridge refuses this order of ranks with use_megatron_fsdp; set it to False",
+    ),
+    Rule(
+        "dist.use_decentralized_pg",
+        lambda cfg: bool(getattr(cfg.dist, "use_decentralized_pg", False)),
+        "it needs use_gloo_process_groups=False, with which Megatron-Bridge saves only torch_dist "
+        "checkpoints; set it to False",
+    ),
+    Rule(
+        "checkpoint.ckpt_format",
+        lambda cfg: _saves_or_loads(cfg) and cfg.checkpoint.ckpt_format != CKPT_FORMAT,
+        f"sharded weights are saved and loaded as {CKPT_FORMAT!r}; apply_fsdp_overrides sets it. "
+        "To start from a checkpoint in another format, convert it first",
+    ),
+    Rule(
+        "checkpoint.async_save",
+        lambda cfg: cfg.checkpoint.async_save,
+        "Megatron-Bridge saves asynchronously only in the torch_dist format; set it to False",
+    ),
+    Rule(
+        "model.cpu_offloading",
+        lambda cfg: (
+            bool(getattr(cfg.model, "cpu_offloading", False))
+            and (
+                cfg.model.pipeline_model_parallel_size > 1
+                or cfg.model.recompute_granularity is not None
+            )
+        ),
+        "core offloads activations only with pipeline_model_parallel_size=1 and without "
+        "recompute_granularity; choose one of them",
+    ),
+)
+"""What a `ConfigContainer` can get wrong beside the configs in it. Options are paths in it."""
+
+
+def _saves_or_loads(cfg: Any) -> bool:
+    return cfg.checkpoint.save is not None or cfg.checkpoint.load is not None
+
+
+OVERLAP_RULES: tuple[Rule, ...] = tuple(
+    rule
+    for rule in (*MODEL_CONFIG_RULES, *OPTIMIZER_CONFIG_RULES)
+    if rule.option
+    in (
+        "defer_embedding_wgrad_compute",
+        "delay_wgrad_compute",
+        "overlap_moe_expert_parallel_comm",
+        "overlap_param_gather_with_optimizer_step",
+    )
+)
+"""Options that Megatron-Bridge copies from `comm_overlap` to other configs when training starts."""
+
+
+def folder_problems(option: str, folder: str | None) -> list[str]:
+    """A checkpoint to load that is in another format. Megatron would find out on all ranks, after
+    minutes of starting up. No folder, or one without a checkpoint, is no problem."""
+    if not folder:
+        return []
+    found = sorted(Path(folder).glob("iter_*/metadata.json"))  # only torch_dist and zarr have it
+    if not found:
+        return []
+    return [
+        f"{option}={folder!r}: {found[-1].parent.name} is a checkpoint of Megatron's own formats, "
+        f"with a metadata.json, and not {CKPT_FORMAT!r}; convert it, or start without it"
+    ]
+
+
+def connections_problems(environment: Mapping[str, str]) -> list[str]:
+    """Megatron's usual launch scripts export 1, which stock tensor parallelism wants."""
+    if environment.get(CONNECTIONS) != "1":
+        return []
+    return [
+        f"{CONNECTIONS}='1': with one hardware queue, gathers and reductions wait for compute "
+        "instead of running beside it; unset it, or set it to 8 or more"
+    ]
+
+
+def launch_options(args: Any) -> SimpleNamespace:
+    """Megatron-LM's parsed arguments under the names that its configs have."""
+    values = {**UNSAID, **vars(args)}
+    for field, argument in ARGUMENT_OF.items():
+        # An argument that is not given does not unsay what the config's own name says.
+        if argument in values and (values[argument] is not None or field not in values):
+            values[field] = values[argument]
+    if values.get("expert_tensor_parallel_size") is None:
+        values["expert_tensor_parallel_size"] = values.get("tensor_model_parallel_size", 1)
+    for name in DTYPE_OPTIONS:
+        if isinstance(values.get(name), str):  # Megatron's own parsers leave the names
+            values[name] = DTYPES.get(values[name], values[name])
+    return SimpleNamespace(**values)
+
+
+def launch_problems(args: Any, environment: Mapping[str, str]) -> list[str]:
+    """Everything wrong with Megatron-LM's arguments (parsed, not yet validated by Megatron) and
+    the environment of a run with `--use-megatron-fsdp`. One line each."""
+    options = launch_options(args)
+    return _unique(
+        connections_problems(environment),
+        problems(options, LAUNCH_RULES),
+        problems(options, DDP_CONFIG_RULES),
+        problems(options, MODEL_CONFIG_RULES),
+        problems(options, OPTIMIZER_CONFIG_RULES),
+        folder_problems("load", getattr(args, "load", None)),
+        folder_problems("pretrained_checkpoint", getattr(args, "pretrained_checkpoint", None)),
+    )
+
+
+def bridge_problems(cfg: Any, environment: Mapping[str, str]) -> list[str]:
+    """Everything wrong with a `ConfigContainer` that has `use_megatron_fsdp`, and the environment.
+    One line each, with the path of the option in the container."""
+    overlap = getattr(cfg, "comm_overlap", None)
+    return _unique(
+        connections_problems(environment),
+        problems(cfg, BRIDGE_RULES),
+        _below("ddp", cfg.ddp, DDP_CONFIG_RULES),
+        _below("model", cfg.model, MODEL_CONFIG_RULES),
+        _below("optimizer", cfg.optimizer, OPTIMIZER_CONFIG_RULES),
+        _below("comm_overlap", overlap, OVERLAP_RULES) if overlap is not None else [],
+        folder_problems("checkpoint.load", cfg.checkpoint.load),
+        folder_problems(
+            "checkpoint.pretrained_checkpoint",
+            getattr(cfg.checkpoint, "pretrained_checkpoint", None),
+        ),
+    )
+
+
+def wrapper_problems(config: Any, ddp_config: Any) -> list[str]:
+    """Everything wrong with the configs that the wrapper itself is given."""
+    return [*problems(ddp_config, DDP_CONFIG_RULES), *problems(config, MODEL_CONFIG_RULES)]
+
+
+def _below(path: str, config: Any, rules: tuple[Rule, ...]) -> list[str]:
+    return [f"{path}.{line}" for line in problems(config, rules)]
+
+
+def _unique(*groups: list[str]) -> list[str]:
+    """All lines in order, each once: arguments of Megatron-LM serve several configs."""
+    return list(dict.fromkeys(line for group in groups for line in group))

@@ -1,0 +1,220 @@
+"""From the process groups that Megatron has made to the index of one wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from ..core.topology import FSDPDistributedIndex
+from .seams import core_api
+
+GROUP_SOURCES: Mapping[str, tuple[str, ...]] = {
+    # role in the index -> attributes of ProcessGroupCollection, first present one wins
+    "dp_group": ("dp_cp",),
+    "fsdp_group": ("intra_dp_cp", "dp_cp"),
+    "fsdp_group_ag": ("dp_cp_ag",),
+    "expt_dp_group": ("expt_dp",),
+    "expt_fsdp_group": ("intra_expt_dp", "expt_dp"),
+    "expt_fsdp_group_ag": ("expt_dp_ag",),
+    "outer_fsdp_group": ("inter_dist_opt",),
+    "tp_group": ("tp",),
+    "expt_tp_group": ("expt_tp",),
+}
+
+GATHER_SOURCES: Mapping[str, str] = {"fsdp_group": "dp_cp_ag", "expt_fsdp_group": "expt_dp_ag"}
+"""Role of a shard group -> attribute for the gather group with the same ranks."""
+
+
+def groups_of(pg_collection: Any) -> dict[str, dist.ProcessGroup | None]:
+    """The groups in `pg_collection` by role, None where absent.
+
+    Attributes are read with `getattr`: megatron-core 0.16.1's class has no `dp_cp_ag` field but
+    takes one by assignment, and fields that were never set do not exist.
+    """
+    return {
+        role: next(
+            (
+                group
+                for group in (getattr(pg_collection, name, None) for name in names)
+                if group is not None
+            ),
+            None,
+        )
+        for role, names in GROUP_SOURCES.items()
+    }
+
+
+def groups_from_parallel_state(instances: int = 1) -> dict[str, dist.ProcessGroup | None]:
+    """The groups by role of a process that set up `parallel_state` and passes no collection.
+
+    ValueError when there are none.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        raise ValueError(
+            "pg_collection=None, and parallel_state has no groups: pass a ProcessGroupCollection, "
+            "or call parallel_state.initialize_model_parallel() first"
+        )
+    dense, expert = core_api.data_parallel_group, core_api.expert_data_parallel_group
+    has_expert = parallel_state._EXPERT_DATA_PARALLEL_GROUP is not None
+    outer = parallel_state.get_inter_distributed_optimizer_instance_group
+    # Megatron-LM's --create-all-gather-group; the group spans all optimizer instances.
+    has_gather_group = instances == 1 and core_api.has_separate_all_gather_group()
+    return {
+        "dp_group": dense(with_context_parallel=True),
+        "fsdp_group": dense(with_context_parallel=True, partial_data_parallel=True),
+        "fsdp_group_ag": (
+            dense(with_context_parallel=True, independent_all_gather=True)
+            if has_gather_group
+            else None
+        ),
+        "expt_dp_group": expert() if has_expert else None,
+        "expt_fsdp_group": expert(partial_expert_data_parallel=True) if has_expert else None,
+        "expt_fsdp_group_ag": None,
+        "outer_fsdp_group": outer(check_initialized=False) if instances > 1 else None,
+        "tp_group": parallel_state.get_tensor_model_parallel_group(),
+        "expt_tp_group": parallel_state.get_expert_tensor_parallel_group(check_initialized=False),
+    }
+
+
+def read_groups(
+    pg_collection: Any | None, instances: int, separate_gathers: bool
+) -> dict[str, dist.ProcessGroup | None]:
+    """The groups by role: of the collection, or without one of `parallel_state`.
+
+    separate_gathers: those for gathers are made where there are none, collectively, and are given
+    to the collection, for the wrapper of the next model chunk. Megatron-LM's
+    --create-all-gather-group makes them by itself only until 0.17, and those of experts never.
+    """
+    if pg_collection is not None:
+        return groups_of(
+            create_all_gather_groups(pg_collection) if separate_gathers else pg_collection
+        )
+    groups = groups_from_parallel_state(instances)
+    for role, name in GATHER_SOURCES.items() if separate_gathers else ():
+        if groups[f"{role}_ag"] is None:
+            groups[f"{role}_ag"] = mirror_group(groups[role], name)
+    return groups
+
+
+def _check_instances(groups: Mapping[str, dist.ProcessGroup | None], instances: int) -> None:
+    """The groups were made for as many optimizer instances as the options say."""
+    for shard_role, everyone_role in (
+        ("fsdp_group", "dp_group"), ("expt_fsdp_group", "expt_dp_group")
+    ):  # fmt: skip
+        shard, everyone = groups[shard_role], groups.get(everyone_role)
+        if shard is None or everyone is None:
+            continue
+        ranks, all_ranks = map(dist.get_process_group_ranks, (shard, everyone))
+        if len(ranks) * instances != len(all_ranks) or not set(ranks) <= set(all_ranks):
+            raise ValueError(
+                f"ddp_config.num_distributed_optimizer_instances={instances}: the "
+                f"{len(all_ranks)} ranks {all_ranks} of {GROUP_SOURCES[everyone_role][0]} should "
+                f"be shared out over {instances} instances, but the shard group "
+                f"{GROUP_SOURCES[shard_role][0]} has ranks {ranks}; initialise the groups with "
+                f"num_distributed_optimizer_instances={instances}"
+            )
+
+
+def _outer_group(
+    groups: Mapping[str, dist.ProcessGroup | None], instances: int
+) -> dist.ProcessGroup | None:
+    if instances == 1:
+        return None
+    outer = groups["outer_fsdp_group"]
+    found = [] if outer is None else dist.get_process_group_ranks(outer)
+    if len(found) != instances:
+        raise ValueError(
+            f"ddp_config.num_distributed_optimizer_instances={instances}: inter_dist_opt should "
+            f"have one rank of each instance, and has ranks {found}; initialise the groups with "
+            f"num_distributed_optimizer_instances={instances}"
+        )
+    return outer
+
+
+def build_index(
+    groups: Mapping[str, dist.ProcessGroup | None],
+    *,
+    device: torch.device,
+    grad_scale_of: Callable[[int], float],
+    instances: int = 1,
+    shard_outer: bool = False,
+) -> FSDPDistributedIndex:
+    """The index over `groups` (roles of `GROUP_SOURCES`). `grad_scale_of` maps the number of data
+    parallel ranks to the gradient factor; `instances` is the number of optimizer instances, and
+    `shard_outer` whether they split the shards again. ValueError names the first group that is
+    missing or has other ranks than it should."""
+    if groups["fsdp_group"] is None or groups["dp_group"] is None:
+        raise ValueError(
+            "pg_collection.dp_cp is missing: the wrapper shards over the data x context parallel "
+            "group; pass a ProcessGroupCollection that has it, or none to use parallel_state"
+        )
+    _check_instances(groups, instances)
+    given = {role: group for role, group in groups.items() if role != "fsdp_group"}
+    return FSDPDistributedIndex(
+        groups["fsdp_group"],
+        **{**given, "outer_fsdp_group": _outer_group(groups, instances)},  # type: ignore[arg-type]
+        device_type=device.type,
+        grad_scale=grad_scale_of(dist.get_world_size(groups["dp_group"])),
+        hsdp_outer_dp_shard=shard_outer,
+    )
+
+
+def create_all_gather_groups(pg_collection: Any, timeout: timedelta | None = None) -> Any:
+    """Gives `pg_collection` communicators of their own for all-gathers: `dp_cp_ag` and, where it
+    has expert groups, `expt_dp_ag`; returns it.
+
+    The new groups have the ranks of the groups that they mirror, in the same order. One that is
+    there already is kept. Collective over the default process group, as every making of a group
+    is: a rank that has no part in the model calls it with an empty collection. (torch can make a
+    group among its members alone, but names it after how many groups each of them is in.)
+
+    Raises:
+        ValueError: on every rank, when ranks disagree on who is in a group.
+    """
+    groups = groups_of(pg_collection)
+    for role, attribute in GATHER_SOURCES.items():
+        mirrored = groups[role] if getattr(pg_collection, attribute, None) is None else None
+        created = mirror_group(mirrored, attribute, timeout)
+        if created is not None:
+            setattr(pg_collection, attribute, created)
+    return pg_collection
+
+
+def mirror_group(
+    group: dist.ProcessGroup | None,
+    name: str,
+    timeout: timedelta | None = None,
+    options: Any = None,
+) -> dist.ProcessGroup | None:
+    """A new group with the ranks of `group`, or None for None; collective over the default group.
+    `options` are those of the backend. ValueError as for `create_all_gather_groups`."""
+    mine = () if group is None else tuple(dist.get_process_group_ranks(group))
+    everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    _check_members(name, everyone)
+    made = {
+        ranks: dist.new_group(
+            list(ranks), timeout=timeout, pg_options=options, group_desc=name.upper()
+        )
+        for ranks in sorted(set(everyone) - {()})
+    }
+    return made.get(mine)
+
+
+def _check_members(attribute: str, everyone: Sequence[tuple[int, ...]]) -> None:
+    """`everyone[r]` are the ranks of rank r's group, () without one."""
+    for rank, ranks in enumerate(everyone):
+        if ranks and rank not in ranks:
+            raise ValueError(f"{attribute}: rank {rank} says its group has ranks {list(ranks)}")
+        for member in ranks:
+            if everyone[member] != ranks:
+                raise ValueError(
+                    f"{attribute}: rank {rank} says its group has ranks {list(ranks)}, but rank "
+                    f"{member} says {list(everyone[member])}: groups must not overlap, and all of "
+                    "their members must pass them"
+                )

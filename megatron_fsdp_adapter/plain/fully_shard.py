@@ -1,0 +1,335 @@
+"""Fully sharded data parallel for plain PyTorch modules, on the engine of Megatron's wrapper.
+
+    model = fully_shard_model(model, mesh, fsdp_unit_modules=[Block])
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for batch in batches:
+        model(batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+No Megatron is imported. A module is sharded here or by `FullyShardedDataParallel`, never by both.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..core.config import OUTER_STRATEGIES, EngineConfig, MixedPrecisionPolicy, strategy_named
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.partition import partition, unit_modules
+from ..core.topology import DENSE, FSDPDistributedIndex
+from ..diagnostics.description import describe
+from ..diagnostics.grad_check import GradCheck
+from ..megatron.options.support import raise_problems
+from ..sharding.building import build_engine
+from ..sharding.local_optimizer import adopt, end_step
+from ..sharding.materialize import meta_problems, own_initialiser, target_device
+from ..sharding.module_problems import module_problems
+from ..sharding.sharded_module import (
+    GradSync,
+    ShardedStateDict,
+    mark_shard,
+    refuse_compilation,
+    refuse_conversions,
+    register_state_dict_hooks,
+)
+
+NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+"""Optimizers of torch whose step on rows is not the rows of their step on the whole tensor."""
+
+
+class FullyShardedModel(GradSync, ShardedStateDict):
+    """A sharded module: called like the module, with its parameters as DTensors of this rank's rows
+    outside of forward and backward. State-dict keys and parameter names begin with "module.".
+
+    Buffers (running statistics, say) are each rank's own: nothing here reduces them.
+    """
+
+    def __init__(self, module: nn.Module, engine: FsdpEngine) -> None:
+        super().__init__()
+        self.module, self.engine = module, engine
+        for pair in engine.pairs:
+            mark_shard(pair)
+            pair.optimizer._fsdp_engine = weakref.ref(engine)  # type: ignore[attr-defined]
+        register_state_dict_hooks(module, engine)
+        refuse_conversions(self, engine)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module on gathered weights. RuntimeError under torch.compile."""
+        refuse_compilation()
+        return self.module(*args, **kwargs)
+
+    def finish_grad_sync(self) -> None:
+        """Completes this step's reductions and attaches `.grad`. Each backward outside `no_sync`
+        does so by itself, unless `set_model_auto_sync(False)`."""
+        self.engine.finish_grads()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients; their memory is given back, whatever `set_to_none` says."""
+        self.engine.zero_grads()
+
+    def main_weights_changed(self) -> None:
+        """Parameters were written while a forward waited for its backward: later forwards, of every
+        rank, read the new values. At any other time writes are seen without this call."""
+        self.engine.main_weights_changed()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same DTensors at any time, except while a forward runs or waits for its backward."""
+        self.engine.show_between_passes()
+        return super().named_parameters(*args, **kwargs)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their norm is at most `max_norm`; returns the norm before,
+        0-dim float32, equal on all ranks. To be called between backward and step.
+
+        Args:
+            norm_type: p of the p-norm over all elements of all gradients, above 0; `inf` for the
+                largest magnitude.
+        """
+        if not norm_type > 0:
+            raise ValueError(f"norm_type={norm_type}: give a number above 0, or float('inf')")
+        self.engine.complete_grads()
+        grads = [param.grad for param in self.parameters() if param.grad is not None]
+        shards = [getattr(grad, "_local_tensor", grad) for grad in grads]
+        norm = self._norm([shard for shard in shards if shard.numel() > 0], float(norm_type))
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for shard in shards:
+            shard.mul_(factor.to(shard.dtype))
+        return norm
+
+    def _norm(self, shards: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Of the elements of all ranks' `shards`, none of which is empty; collective."""
+        config, largest = self.engine.config, norm_type == float("inf")
+        total = torch.zeros((), device=self.engine.runtime.device)
+        if shards:
+            norms = torch.stack(torch._foreach_norm([s.float() for s in shards], norm_type))
+            total = norms.max() if largest else norms.pow(norm_type).sum()
+        [domain] = {id(g.domain): g.domain for g in self.engine.groups}.values()
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        if config.strategy.shard_main:
+            dist.all_reduce(total, op, domain.reduce_group)
+        if config.shard_outer and domain.outer is not None:
+            dist.all_reduce(total, op, domain.outer.group)
+        return total if largest else total.pow(1.0 / norm_type)
+
+    def describe(self) -> str:
+        """A table of every parameter with where it lies."""
+        return describe(self.engine)
+
+
+def _groups_of(
+    mesh: DeviceMesh | dist.ProcessGroup | None,
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """The shard group and the outer one."""
+    if mesh is None:
+        return dist.distributed_c10d._get_default_group(), None
+    if not isinstance(mesh, DeviceMesh):
+        return mesh, None
+    if mesh.ndim == 1:
+        return mesh.get_group(), None
+    if mesh.ndim == 2:
+        return mesh.get_group(1), mesh.get_group(0)
+    raise ValueError(
+        f"mesh={mesh}: it has {mesh.ndim} dims; pass one (the shard axis), two (outer axis, shard "
+        "axis), or a process group"
+    )
+
+
+def _index_over(
+    mesh: DeviceMesh | dist.ProcessGroup | None, device: torch.device, mean: bool, outer_name: str
+) -> FSDPDistributedIndex:
+    shard, outer = _groups_of(mesh)
+    ranks = dist.get_world_size(shard) * (1 if outer is None else dist.get_world_size(outer))
+    if outer_name not in OUTER_STRATEGIES:
+        raise ValueError(
+            f"outer_dp_sharding_strategy={outer_name!r}: use one of {list(OUTER_STRATEGIES)}"
+        )
+    if OUTER_STRATEGIES[outer_name] and outer is None:
+        raise ValueError(
+            f"outer_dp_sharding_strategy={outer_name!r}: there is no outer axis to shard over; "
+            "pass a mesh of two dims (outer axis, shard axis), or 'no_shard'"
+        )
+    return FSDPDistributedIndex(
+        shard,
+        device_type=device.type,
+        grad_scale=1.0 / ranks if mean else 1.0,
+        outer_fsdp_group=outer,
+        hsdp_outer_dp_shard=OUTER_STRATEGIES[outer_name],
+    )
+
+
+def _engine(
+    module: nn.Module,
+    classes: tuple[type[nn.Module], ...],
+    index: FSDPDistributedIndex,
+    config: EngineConfig,
+    check: GradCheck | None,
+) -> FsdpEngine:
+    plans = partition(
+        module,
+        unit_modules(module, lambda child: isinstance(child, classes)),
+        domain_of=lambda param, fqn: DENSE,
+        backward_reads_weights=lambda unit: not isinstance(unit, nn.Embedding),
+    )
+    return build_engine(
+        "fully_shard_model", module, plans, dict(index.domains), config,
+        target_device(module, None), own_initialiser, grad_check=check,
+    )
+
+
+def fully_shard_model(
+    module: nn.Module,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    fsdp_unit_modules: Sequence[type[nn.Module]] | None = None,
+    *,
+    data_parallel_sharding_strategy: str = "optim_grads_params",
+    outer_dp_sharding_strategy: str = "no_shard",
+    mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    average_gradients: bool = True,
+    reduce_scatter_with_fp32_accumulation: bool = False,
+    check_for_nan_in_grad: bool = False,
+    report_nan_in_param_grad: bool = False,
+    sync_model_each_microbatch: bool = True,
+    init_model_with_meta_device: bool = False,
+) -> FullyShardedModel:
+    """Shards the parameters of `module`, which moves into what is returned.
+
+    Args:
+        module: on its device, in the dtypes that it computes in. All ranks get the first one's
+            weights. With `init_model_with_meta_device` it may be on the meta device: modules are
+            then initialised by their `reset_parameters`, in module order, one unit at a time.
+        mesh: the ranks to shard over: a 1-D device mesh or a process group (default: the world);
+            or a 2-D mesh (outer axis, shard axis), in which shards are replicated along the first
+            or, with `outer_dp_sharding_strategy="optim"`, split again.
+        fsdp_unit_modules: classes whose instances are gathered and reduced one by one; without
+            any the whole module is gathered at once.
+        data_parallel_sharding_strategy: a row of the strategy table, as in Megatron.
+        mixed_precision_policy: dtypes of main weights, main gradients and communication.
+        average_gradients: whether gradients are the mean over ranks, or the sum.
+        sync_model_each_microbatch: `set_model_auto_sync`: backward ends with finished gradients.
+
+    The other options are those of Megatron's DDP config.
+
+    Raises:
+        ValueError: a module without trainable parameters, sharded already, compiled, or on
+            several devices; a unit class that matches nothing; an option with a wrong value.
+    """
+    raise_problems(
+        "fully_shard_model",
+        module_problems(module, fsdp_unit_modules, None, mixed_precision_policy.main_params_dtype)
+        + meta_problems(module, init_model_with_meta_device, own_initialiser),
+    )
+    config = EngineConfig(
+        strategy=strategy_named(data_parallel_sharding_strategy),
+        policy=mixed_precision_policy,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
+        shard_outer=OUTER_STRATEGIES.get(outer_dp_sharding_strategy, False),
+        fp32_accumulation=reduce_scatter_with_fp32_accumulation,
+    )
+    device = target_device(module, None)
+    index = _index_over(mesh, device, average_gradients, outer_dp_sharding_strategy)
+    checked = check_for_nan_in_grad or report_nan_in_param_grad
+    check = GradCheck(report_nan_in_param_grad) if checked else None
+    engine = _engine(module, tuple(fsdp_unit_modules or ()), index, config, check)
+    engine.auto_sync, engine.own_loop = sync_model_each_microbatch, True
+    return FullyShardedModel(module, engine)
+
+
+def _engines_of(params: Sequence[torch.Tensor]) -> list[FsdpEngine]:
+    """The engines that an optimizer's parameters belong to; ValueError if some are of none."""
+    if any(getattr(param, "__fsdp_param__", False) for param in params):
+        raise ValueError(
+            "optimizer: its parameters are those of FullyShardedDataParallel, whose optimizer is "
+            "Megatron's; use get_megatron_optimizer"
+        )
+    refs = [getattr(param, "_fsdp_engine", None) for param in params]
+    if not params or None in refs:
+        raise ValueError(
+            f"optimizer: {refs.count(None)} of its {len(params)} parameters are not of a sharded "
+            "model; make it from fully_shard_model(...).parameters()"
+        )
+    engines = {id(engine): engine for engine in (ref() for ref in refs)}  # type: ignore[misc]
+    return list(engines.values())
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _complete_gradients(optimizer: Any) -> None:
+    """Before a step."""
+    for engine in optimizer._fsdp_engines:
+        engine.complete_grads()
+        engine.show_optimizer_params()
+
+
+def _weights_changed(optimizer: Any, *unused: Any) -> None:
+    """After a step."""
+    for engine in optimizer._fsdp_engines:
+        engine.main_weights_changed()
+
+
+def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
+    """Forgets the gradients of this optimizer's parameters, whatever `set_to_none` says."""
+    end_step(optimizer)
+    params = _params_of(optimizer)
+    for engine in optimizer._fsdp_engines:
+        engine.zero_grads_of(params)
+
+
+@functools.cache
+def _training_class(base: type) -> type:
+    """A subclass of an adopted optimizer's class, for what torch has no hooks."""
+
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        base.add_param_group(self, param_group)  # type: ignore[attr-defined]
+        try:
+            self._fsdp_engines = _engines_of(_params_of(self))
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    return type(
+        base.__name__, (base,), {"zero_grad": _zero_grad, "add_param_group": add_param_group}
+    )
+
+
+def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Makes `optimizer`, over the parameters of one or several sharded models, step on this rank's
+    shards; returns it. State is of local shape and shown as DTensors. `zero_grad` frees the
+    gradients of its parameters, and those of no others.
+
+    Where main gradients have another dtype than main weights, a step makes a copy of the gradient
+    shards in the weights' dtype for its duration, since torch's optimizers take no other. Step
+    hooks that were registered before see DTensors, and those registered later local shards.
+
+    Raises:
+        ValueError: parameters that are not of `fully_shard_model`, now or in a later
+            `add_param_group`, an optimizer that is sharded already, or one whose step needs whole
+            tensors.
+    """
+    if hasattr(optimizer, "_fsdp_engines"):
+        raise ValueError("optimizer: it is sharded already")
+    kind = type(optimizer).__name__
+    if kind in NOT_ELEMENTWISE:
+        raise ValueError(
+            f"optimizer={kind}: its step needs whole tensors, and shards are rows; use an "
+            "elementwise one (Adam, AdamW, SGD, ...)"
+        )
+    optimizer._fsdp_engines = _engines_of(_params_of(optimizer))  # type: ignore[attr-defined]
+    adopt(optimizer, _complete_gradients)
+    optimizer.register_step_post_hook(_weights_changed)
+    optimizer.__class__ = _training_class(type(optimizer))  # type: ignore[assignment,arg-type]
+    return optimizer

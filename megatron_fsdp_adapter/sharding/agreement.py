@@ -1,0 +1,117 @@
+"""Whether all ranks that share a model's weights have built the same model.
+
+Ranks whose models differ launch collectives of other sizes, or in another order: they hang, or add
+up gradients of other parameters. What is compared here decides all of those: units, parameters and
+the engine's options, in order. One short message a rank; the whole text only if the digests differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch.distributed as dist
+
+from ..core.config import EngineConfig
+from ..core.engine.partition import GroupKey, ManagedParam, UnitPlan
+from ..core.topology import ShardDomain
+
+
+def model_lines(plans: Sequence[UnitPlan], config: EngineConfig) -> list[str]:
+    """What must be equal on all ranks, one thing a line: options, units and their parameters."""
+    options = {**vars(config), "strategy": config.strategy.name}
+    lines = [f"option {name}={value}" for name, value in options.items()]
+    for plan in plans:
+        members = [(key, entry) for key, managed in plan.groups.items() for entry in managed]
+        lines.append(f"unit {plan.name}")
+        # By name: a parameter that differs is then told as such, not as one that is elsewhere.
+        lines += sorted(_param_line(key, entry) for key, entry in members)
+        order = ", ".join(entry.fqns[0] for _, entry in members)
+        lines.append(f"unit {plan.name} in the order {order}")
+    return lines
+
+
+def _param_line(key: GroupKey, entry: ManagedParam) -> str:
+    names = " = ".join(entry.fqns)
+    dtype = str(key.dtype).removeprefix("torch.")
+    state = "trained" if key.requires_grad else "frozen"
+    return (
+        f"parameter {names} {tuple(entry.param.shape)} {dtype} {state}, {key.domain}, gradient "
+        f"by {entry.writer.value}"
+    )
+
+
+def comparing_groups(domains: Mapping[str, ShardDomain]) -> list[dist.ProcessGroup]:
+    """The groups that together hold all ranks with a copy or a shard of any of the weights."""
+    found: dict[int, dist.ProcessGroup] = {}
+    for domain in domains.values():
+        for group in (domain.reduce_group, domain.outer.group if domain.outer else None):
+            if group is not None and dist.get_world_size(group) > 1:
+                found.setdefault(id(group), group)
+    return list(found.values())
+
+
+def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    ranks = dist.get_process_group_ranks(group)
+    everyone: list[Any] = [None] * len(ranks)
+    try:
+        dist.all_gather_object(everyone, value, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: comparing the models of ranks {ranks}, before they are "
+            f"sharded, failed: {error}. Another rank has failed, or did not come here within the "
+            "timeout of the process group; its own log says why"
+        ) from error
+    return everyone
+
+
+def _first_difference(texts: Mapping[int, Sequence[str]]) -> str:
+    """The first line in which a rank differs from the first rank."""
+    first = next(iter(texts))
+    for number, lines in enumerate(zip_longest(*texts.values(), fillvalue="nothing more")):
+        for rank, line in zip(texts, lines, strict=True):
+            if line != lines[0]:
+                return f"place {number}: rank {first} has {lines[0]!r}, rank {rank} has {line!r}"
+    raise AssertionError("equal texts have no first difference")
+
+
+def first_difference(
+    lines: Sequence[str], groups: Sequence[dist.ProcessGroup]
+) -> str | None:
+    """Where models differ first, told alike to all ranks of `groups`; None if nowhere. Collective.
+
+    One group after the other: what one found is passed on in the next, so that no rank goes on
+    to shard with ranks that have given up.
+    """
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    found: str | None = None
+    for group in groups:
+        everyone = _exchange((digest, found), group)
+        found = next((other for _, other in everyone if other is not None), None)
+        if found is None and len({own for own, _ in everyone}) > 1:
+            texts = _exchange(list(lines), group)
+            ranks = dist.get_process_group_ranks(group)
+            found = _first_difference(dict(zip(ranks, texts, strict=True)))
+    return found
+
+
+def check_same_model(
+    subject: str,
+    plans: Sequence[UnitPlan],
+    config: EngineConfig,
+    domains: Mapping[str, ShardDomain],
+) -> None:
+    """ValueError, on every rank, with the first difference between the ranks' models. Collective
+    over the groups of `domains`.
+
+    Raises:
+        RuntimeError: a rank did not answer within the timeout of its process group.
+    """
+    found = first_difference(model_lines(plans, config), comparing_groups(domains))
+    if found is not None:
+        raise ValueError(
+            f"{subject}: the ranks' models differ. First difference, {found}. Build the same "
+            "model, with the same options, on all ranks that share its weights"
+        )

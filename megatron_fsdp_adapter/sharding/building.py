@@ -1,0 +1,47 @@
+"""From plans to an engine: what both wrappers do around the engine's construction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.config import EngineConfig
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.partition import UnitPlan
+from ..core.runtime.device import make_runtime
+from ..core.topology import ShardDomain
+from ..diagnostics.fault_report import FaultReport
+from .agreement import check_same_model
+from .materialize import InitialiserOf, Materializer
+
+
+def build_engine(
+    subject: str,
+    module: nn.Module,
+    plans: Sequence[UnitPlan],
+    domains: Mapping[str, ShardDomain],
+    config: EngineConfig,
+    device: torch.device,
+    initialiser_of: InitialiserOf,
+    **options: Any,
+) -> FsdpEngine:
+    """The engine over `plans`, on `device`, once all ranks are found to have the same model.
+    Collective. `subject` names the wrapper in errors; `initialiser_of` gives values to what is on
+    the meta device; `options` are further ones of the engine.
+
+    Raises:
+        ValueError: the ranks' models differ.
+        CommunicationError, RuntimeError: another rank has failed or is late.
+    """
+    check_same_model(subject, plans, config, domains)
+    report = FaultReport(plans, domains, config)
+    with report.building():
+        engine = FsdpEngine(
+            module, list(plans), domains, config, make_runtime(device), report.communicator,
+            prepare=Materializer(module, plans, device, initialiser_of), **options,
+        )
+    report.engine_made(engine)
+    return engine

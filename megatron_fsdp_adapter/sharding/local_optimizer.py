@@ -1,0 +1,376 @@
+"""An optimizer that steps on local tensors while its parameters are DTensors.
+
+Why local: TE's FusedAdam allocates state of a DTensor's global shape (60 GiB on an 8B model), and
+torch's goes through DTensor dispatch for every operation of every parameter. The local tensors
+are made once, and what the inner optimizer keeps for them is shown to checkpoints as DTensors over
+the same storage.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..checkpoint.chunks import dtensor_like, has_chunks
+from .model_state import Piece, Place, write_pieces
+
+Prepare = Callable[[Any], None]
+"""Called with an optimizer before its step reads gradients."""
+
+
+class LocalShards:
+    """The local tensors behind an inner optimizer's DTensor parameters, and their state.
+
+    `state` is keyed by local tensor and is what the inner optimizer reads and writes while it
+    steps; `optimizer.state`, keyed by parameter, shows the same storages as DTensors.
+
+    Args:
+        skip_empty: the inner optimizer is not given shards without elements.
+        decoupled: it reads `decoupled_grad`, of any dtype, in place of `grad`.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, skip_empty: bool, decoupled: bool
+    ) -> None:
+        self.skip_empty, self.decoupled = skip_empty, decoupled
+        self.pairs: list[list[tuple[Any, torch.Tensor]]] = []
+        self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        self._handed: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._shown: tuple[Any, list[Any]] | None = None
+        self._add_groups(optimizer)
+
+    def _add_groups(self, optimizer: Any) -> None:
+        """Takes in the groups of `optimizer` that are new."""
+        for group in optimizer.param_groups[len(self.pairs) :]:
+            pairs = [(param, param._local_tensor) for param in group["params"]]
+            self.pairs.append(pairs)
+            for param, local in pairs:  # some optimizers make their state with themselves
+                if param in optimizer.state:
+                    made = optimizer.state[param].items()
+                    self.state[local] = {n: getattr(v, "_local_tensor", v) for n, v in made}
+
+    def enter(self, optimizer: Any) -> None:
+        """Makes the inner optimizer's parameters and state the local ones, until `leave`."""
+        if self._shown is not None:
+            return
+        self._add_groups(optimizer)
+        self._shown = optimizer.state, [group["params"] for group in optimizer.param_groups]
+        for index, group in enumerate(optimizer.param_groups):
+            group["params"] = self.locals_of(index)
+        optimizer.state = self.state
+
+    def leave(self, optimizer: Any) -> None:
+        """Undoes `enter`, if it was called."""
+        if self._shown is None:
+            return
+        optimizer.state, params = self._shown
+        for group, shown in zip(optimizer.param_groups, params, strict=True):
+            group["params"] = shown
+        self._shown = None
+        self.show_state(optimizer)
+
+    def locals_of(self, index: int) -> list[torch.Tensor]:
+        """What the inner optimizer is given in place of group `index`'s parameters."""
+        return [
+            local for _, local in self.pairs[index] if local.numel() > 0 or not self.skip_empty
+        ]
+
+    def hand_out_grads(self) -> None:
+        """Each local tensor's gradient is the local tensor of its parameter's. Where the inner
+        optimizer cannot take its dtype, a copy in the main weights' dtype, until it is taken back.
+        One that the inner optimizer has put in its place stays.
+        """
+        name = "decoupled_grad" if self.decoupled else "grad"
+        for pairs in self.pairs:
+            for param, local in pairs:
+                present = getattr(local, name, None)
+                if present is not None and present is not self._handed.get(local):
+                    continue
+                grad = None if param.grad is None else param.grad._local_tensor
+                if grad is not None and not self.decoupled:
+                    grad = grad.to(local.dtype)
+                setattr(local, name, grad)
+                self._handed[local] = grad
+
+    def take_back_grads(self) -> None:
+        self._handed.clear()
+        for pairs in self.pairs:
+            for _, local in pairs:
+                local.grad = None
+                if self.decoupled:
+                    local.decoupled_grad = None  # type: ignore[attr-defined]
+
+    def show_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Puts state that is new since the last call under the parameters, as DTensors."""
+        for pairs in self.pairs:
+            for param, local in pairs:
+                if param not in optimizer.state and local in self.state:
+                    optimizer.state[param] = {
+                        name: _shown(param, local, value)
+                        for name, value in self.state[local].items()
+                    }
+
+
+def _shown(param: Any, local: torch.Tensor, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.shape == local.shape and value.dim() > 0:
+        return dtensor_like(param, value)
+    return value
+
+
+@contextmanager
+def _on_locals(optimizer: Any) -> Iterator[LocalShards]:
+    """Inside, the inner optimizer's parameters and state are the local ones."""
+    shards: LocalShards = optimizer._fsdp_shards
+    shards.enter(optimizer)
+    try:
+        yield shards
+    finally:
+        shards.leave(optimizer)
+
+
+def _begin_step(optimizer: Any, prepare: Prepare) -> None:
+    prepare(optimizer)
+    optimizer._fsdp_shards.enter(optimizer)
+    optimizer._fsdp_shards.hand_out_grads()
+
+
+def end_step(optimizer: Any, *unused: Any) -> None:
+    """Also for a step that raised, or one inside another: a subclass's that calls its base's."""
+    optimizer._fsdp_shards.take_back_grads()
+    optimizer._fsdp_shards.leave(optimizer)
+
+
+def _before_step(
+    optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A closure, which is the user's, runs on the DTensors, and gives the gradients of the step."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        _begin_step(optimizer, prepare)
+        return None
+
+    def on_shards() -> Any:
+        end_step(optimizer)
+        with torch.enable_grad():
+            loss = closure()
+        _begin_step(optimizer, prepare)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": on_shards}
+    return (args[0], on_shards, *args[2:]), kwargs
+
+
+def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
+    """torch's own initialisation of a group's state, which it runs at the start of a step. It
+    skips parameters without a gradient, so each one stands in as its own for the moment."""
+    for local in group["params"]:
+        local.grad = local.detach()
+    try:
+        optimizer._init_group(group, [], [], [], [], [], [])
+    finally:
+        for local in group["params"]:
+            local.grad = None
+
+
+def _init_fused_state(optimizer: Any, group: dict[str, Any]) -> None:
+    """TE's and apex's FusedAdam keep two moments a parameter and the step in the group, which has
+    no such entry before the first step: a load asks for what is there, and would leave it out."""
+    group.setdefault("step", 0)
+    for local in group["params"]:
+        if optimizer.state[local]:
+            continue
+        if hasattr(optimizer, "initialize_state"):
+            optimizer.initialize_state(local, getattr(optimizer, "store_param_remainders", False))
+        else:
+            for name in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[local][name] = torch.zeros_like(local, dtype=torch.float32)
+
+
+def _is_torch_optimizer(optimizer: Any) -> bool:
+    """Whether it is one of torch's own classes, or derived from one."""
+    bases = (base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer)
+    return any(base.__module__.startswith("torch.optim.") for base in bases)
+
+
+@torch.no_grad()
+def initialize_state(optimizer: Any) -> None:
+    """State for every parameter, empty shards included, without taking a step: neither weights
+    nor the step count change. For Adam, of torch, Transformer Engine or apex."""
+    init = _init_torch_state if _is_torch_optimizer(optimizer) else _init_fused_state
+    with _on_locals(optimizer) as shards:
+        for group in optimizer.param_groups:
+            init(optimizer, group)
+        _complete_empty_state(shards)
+
+
+def _complete_empty_state(shards: LocalShards) -> None:
+    """Moments of zero size for empty shards that the inner optimizer is not given, so that every
+    rank has the same keys."""
+    for pairs in shards.pairs:
+        for _, local in pairs:
+            if local.numel() == 0 and not shards.state[local]:
+                shards.state[local] = {
+                    name: torch.zeros_like(local, dtype=torch.float32)
+                    for name in ("exp_avg", "exp_avg_sq")
+                }
+
+
+@torch.no_grad()
+def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Copies this rank's rows of a state dict's values into the state, in place.
+
+    Collective if a DTensor is among the values that is not known to be cut like its parameter.
+
+    Raises:
+        ValueError: before anything is written: the groups do not have this optimizer's numbers of
+            parameters, a value has not its parameter's shape, or nobody knows which rows it has.
+    """
+    end_step(optimizer)
+    current, saved = optimizer.param_groups, state_dict["param_groups"]
+    sizes = [len(group["params"]) for group in current]
+    if sizes != [len(group["params"]) for group in saved]:
+        raise ValueError(
+            f"optimizer state has groups of {[len(g['params']) for g in saved]} parameters, this "
+            f"optimizer has groups of {sizes}: it belongs to another model or another weight "
+            "decay or learning rate rule"
+        )
+    if not _is_torch_optimizer(optimizer) or isinstance(optimizer, torch.optim.Adam):
+        initialize_state(optimizer)
+    moments, others = _sorted_out(optimizer, saved, state_dict["state"])
+    write_pieces(
+        {key: moment.piece for key, moment in moments.items()},
+        {key: moment.value for key, moment in moments.items()},
+    )
+    for moment in moments.values():
+        _put(optimizer, moment.param, moment.name, moment.piece.target)
+    for param, name, value in others:
+        target = optimizer.state[param].get(name)
+        if isinstance(target, torch.Tensor):
+            target.copy_(torch.as_tensor(value).view(target.shape))
+        else:
+            _put(optimizer, param, name, value)
+    for group, saved_group in zip(current, saved, strict=True):
+        group.update({k: v for k, v in saved_group.items() if k != "params"})
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """State `name` of `param`, with rows like it: where it goes, and the value for it, a DTensor or
+    a plain whole tensor."""
+
+    param: Any
+    name: str
+    piece: Piece
+    value: torch.Tensor
+
+
+def _sorted_out(
+    optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, dict[str, Any]]
+) -> tuple[dict[str, _Moment], list[tuple[Any, str, Any]]]:
+    """The values of `state` that have a parameter's rows, by what they are; parameter, name and
+    value of the others. Nothing is written. ValueError naming the moments of a wrong shape."""
+    moments, others, wrong = {}, [], []
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for param, key in zip(group["params"], saved["params"], strict=True):
+            for name, value in state.get(key, {}).items():
+                shown = optimizer.state[param].get(name)
+                new = shown is None and isinstance(value, torch.Tensor) and value.dim() > 0
+                if not (new or isinstance(shown, DTensor)):
+                    others.append((param, name, value))
+                    continue
+                label = f"{name} of parameter {key}"
+                fitting = _fitting(param, value)
+                if fitting is None:
+                    given = tuple(getattr(value, "shape", ())) or type(value).__name__
+                    wrong.append(f"{label}: {given} for {tuple(param.shape)}")
+                else:
+                    target = _target(param, shown, value.dtype)
+                    piece = Piece.of(target, param, Place(label))
+                    moments[label] = _Moment(param, name, piece, fitting)
+    if wrong:
+        raise ValueError(
+            f"optimizer state does not have the shapes of the parameters: {', '.join(wrong[:5])} "
+            f"({len(wrong)} in all); give DTensors or whole tensors, of the same model"
+        )
+    return moments, others
+
+
+def _fitting(param: Any, value: Any) -> torch.Tensor | None:
+    """`value` as a DTensor or a whole tensor, if it is one, or is this rank's rows; else None."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, DTensor):
+        return value if value.shape == param.shape else None
+    local = param._local_tensor
+    if value.numel() == math.prod(param.fsdp_layout_ref.shape):
+        return value
+    if value.numel() != local.numel():
+        return None
+    return dtensor_like(param, value.detach().view(local.shape).to(local.device))
+
+
+def _target(param: Any, shown: DTensor | None, dtype: torch.dtype) -> DTensor:
+    """What a moment of `param` is written into; `shown` is what the optimizer has."""
+    if shown is not None and has_chunks(shown):
+        return shown
+    local = param._local_tensor
+    # An optimizer that made its state before it was adopted made DTensors that know no rows.
+    own = torch.empty_like(local, dtype=dtype) if shown is None else shown._local_tensor
+    return dtensor_like(param, own)
+
+
+def _put(optimizer: Any, param: Any, name: str, value: Any) -> None:
+    optimizer.state[param][name] = value
+    state = optimizer._fsdp_shards.state[param._local_tensor]
+    state[name] = getattr(value, "_local_tensor", value)
+
+
+@functools.cache
+def _local_class(base: type) -> type:
+    """A subclass of the inner optimizer's class whose state dict is that of the shards. Torch's
+    hooks on state dicts do not do: a load replaces the state instead of writing into it, and casts
+    it to the parameters' dtype."""
+    return type(
+        base.__name__,
+        (base,),
+        {
+            "load_state_dict": _load_state_dict,
+            # Not the class's own: TE's gives float32 copies, which know no place in a checkpoint
+            # and which a load in place would not reach.
+            "state_dict": torch.optim.Optimizer.state_dict,
+            "__doc__": f"{base.__name__} on the local shards of DTensor parameters.",
+        },
+    )
+
+
+def adopt(optimizer: torch.optim.Optimizer, prepare: Prepare = lambda optimizer: None) -> None:
+    """Makes the inner `optimizer` step on local shards. Its parameters must be DTensors.
+
+    TE's FusedAdam keeps no main weights of its own here, which would be a second copy of the
+    shards it is given, and reads `decoupled_grad`, since it alone takes gradients of any dtype.
+
+    `prepare` is called before gradients are read in a step. Steps are seen by torch's hooks on
+    them: a subclass with a `step` of its own was rejected, as a learning rate scheduler that was
+    made before puts the class's `step` on the optimizer itself.
+    """
+    skip_empty = not _is_torch_optimizer(optimizer)  # TE's kernel skips a group with one
+    decoupled = hasattr(optimizer, "use_decoupled_grad")
+    for option, value in (
+        ("use_decoupled_grad", True), ("master_weights", False), ("store_param_remainders", False)
+    ):  # fmt: skip
+        if hasattr(optimizer, option):
+            setattr(optimizer, option, value)
+    optimizer._fsdp_shards = LocalShards(optimizer, skip_empty, decoupled)  # type: ignore[attr-defined]
+    optimizer.__class__ = _local_class(type(optimizer))  # type: ignore[arg-type]
+    optimizer.register_step_pre_hook(functools.partial(_before_step, prepare=prepare))
+    optimizer.register_step_post_hook(end_step)
+    optimizer.register_state_dict_pre_hook(end_step)

@@ -1,0 +1,197 @@
+"""Parameters on the meta device get memory and values, one unit at a time.
+
+A model that is built on the meta device takes no memory. Its modules are initialised here in the
+order of the module tree, just before the unit that they belong to is sharded, so that at most one
+unit is whole at any time beside the shards. That is also the order in which their constructors
+would have drawn random numbers: where a module draws in `reset_parameters` what it draws in its
+constructor, the weights are those of a start without the meta device, bit for bit.
+
+A module's parameters stay the objects that they are: their content is exchanged, so that ties and
+the marks that others have put on them hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ..core.engine.partition import UnitPlan
+
+Initialiser = Callable[[nn.Module, Mapping[str, nn.Parameter]], None]
+"""Gives values to all parameters and buffers that a module holds itself, not those below it. It is
+also given the parameters as they were, whose marks the new ones do not have yet."""
+
+InitialiserOf = Callable[[nn.Module, nn.Module | None], Initialiser | None]
+"""The initialiser of a module, from the module and the one that holds it; None if there is none."""
+
+OPTION = "init_model_with_meta_device"
+
+
+def own_initialiser(module: nn.Module, parent: nn.Module | None) -> Initialiser | None:
+    """`reset_parameters`, torch's name for it, where the module has one."""
+    if not callable(getattr(module, "reset_parameters", None)):
+        return None
+    return lambda child, _: child.reset_parameters()  # type: ignore[operator]
+
+
+def target_device(module: nn.Module, wanted: torch.device | str | None) -> torch.device:
+    """Where the parameters of `module` are to live: on `wanted`, or with those that are not on the
+    meta device, or else on this process's GPU, or the CPU where there is none."""
+    if wanted is not None:
+        return torch.device(wanted)
+    real = (param.device for param in module.parameters() if not param.is_meta)
+    default = torch.device("cpu")
+    if torch.cuda.is_available():
+        default = torch.device("cuda", torch.cuda.current_device())
+    return next(real, default)
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `module` holds itself on the meta device, by name."""
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.is_meta:
+                yield name, tensor
+
+
+def _parent(module: nn.Module, name: str) -> nn.Module | None:
+    return module.get_submodule(name.rpartition(".")[0]) if name else None
+
+
+def meta_problems(module: nn.Module, allowed: bool, initialiser_of: InitialiserOf) -> list[str]:
+    """One line if parameters are on the meta device though that is not asked for, or naming all
+    modules that cannot initialise what they hold there."""
+    holders = [(name, child) for name, child in module.named_modules() if any(_held(child))]
+    if holders and not allowed:
+        name, child = holders[0]
+        return [
+            f"{OPTION}=False: the module's parameter {name}.{next(_held(child))[0]} is on the meta "
+            f"device; set {OPTION}=True, or build the model on its device"
+        ]
+    helpless = [
+        f"{name or 'the module itself'} ({type(child).__name__}: "
+        f"{', '.join(tensor for tensor, _ in _held(child))})"
+        for name, child in holders
+        if initialiser_of(child, _parent(module, name)) is None
+    ]
+    if not helpless:
+        return []
+    return [
+        f"{OPTION}=True: {len(helpless)} modules hold parameters or buffers on the meta device and "
+        "cannot initialise them: they have no reset_parameters (or one that core does not use): "
+        f"{'; '.join(helpless)}. Give their classes one that fills what they hold themselves, "
+        "build these modules on a device, or switch the option off"
+    ]
+
+
+def _unfilled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Like `tensor`, with memory, and NaN where the dtype has one: what is not written shows."""
+    empty = torch.empty_like(tensor, device=device)
+    return empty.fill_(float("nan")) if empty.is_floating_point() else empty.zero_()
+
+
+def initialise(name: str, module: nn.Module, device: torch.device, run: Initialiser) -> None:
+    """Gives everything that `module` holds itself on the meta device memory on `device`, and
+    values by `run`. Parameters that are not on the meta device, tied ones for instance, keep
+    theirs.
+
+    `run` sees fresh parameters without marks, as a constructor would: some of TE's and core's
+    initialisers refuse to mark a parameter twice, and some put new objects in place.
+
+    Raises:
+        ValueError: `run` left something as it was, or changed its shape or dtype.
+    """
+    originals = {n: param for n, param in module._parameters.items() if param is not None}
+    for own, param in originals.items():
+        fresh = nn.Parameter(_unfilled(param, device), param.requires_grad)
+        module._parameters[own] = fresh
+    for own, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[own] = _unfilled(buffer, device)
+    with torch.no_grad():
+        run(module, originals)
+    for own, original in originals.items():
+        made = module._parameters[own]
+        module._parameters[own] = original
+        if original.is_meta:
+            _check(f"{name}.{own}", original, made)
+            _take_over(original, made)  # type: ignore[arg-type]
+    for own, filled in module._buffers.items():
+        if filled is not None:
+            _check(f"{name}.{own}", filled, filled)
+
+
+def _check(name: str, wanted: torch.Tensor, made: torch.Tensor | None) -> None:
+    if made is None or made.shape != wanted.shape or made.dtype != wanted.dtype:
+        found = None if made is None else (tuple(made.shape), made.dtype)
+        raise ValueError(
+            f"{OPTION}=True: reset_parameters made {found} of {name}, which is "
+            f"{(tuple(wanted.shape), wanted.dtype)}"
+        )
+    # The sum needs no memory for a comparison of each element, and one NaN makes it NaN.
+    if made.is_floating_point() and made.detach().sum().isnan():
+        raise ValueError(
+            f"{OPTION}=True: reset_parameters of the module that holds {name} did not write it, or "
+            "not all of it; have it fill everything that the module holds itself"
+        )
+
+
+def _take_over(original: nn.Parameter, made: nn.Parameter) -> None:
+    """Gives `original` the content of `made` and the marks of both. Those of `made` win: TE says
+    how a weight is split only when it initialises it, and Megatron writes its defaults before."""
+    marks = {**original.__dict__, **made.__dict__}
+    made = nn.Parameter(made.detach(), original.requires_grad)
+    torch.utils.swap_tensors(original, made)
+    original.__dict__.clear()
+    original.__dict__.update(marks)
+
+
+class Materializer:
+    """Initialises what is on the meta device below `module`, unit by unit: called with each plan
+    before it is sharded, the root unit's last.
+
+    Modules that come before a unit's last one are initialised with it, whatever unit they belong
+    to, so that random numbers are drawn in module order: what the root unit holds of them waits,
+    whole, until that is sharded.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plans: Sequence[UnitPlan],
+        device: torch.device,
+        initialiser_of: InitialiserOf,
+    ) -> None:
+        self._device, self._initialiser_of = device, initialiser_of
+        self._waiting = [
+            (name, child, _parent(module, name))
+            for name, child in module.named_modules()
+            if any(_held(child))
+        ]
+        last = {id(child): number for number, (_, child, _) in enumerate(self._waiting)}
+        self._done = 0
+        self._until = [
+            max(
+                (
+                    last.get(id(entry.slots[0][0]), -1) + 1
+                    for managed in plan.groups.values()
+                    for entry in managed
+                ),
+                default=0,
+            )
+            for plan in plans
+        ]
+        self._until[-1] = len(self._waiting)
+
+    def __call__(self, plan: UnitPlan) -> None:
+        until = self._until.pop(0)
+        while self._done < until:
+            name, child, parent = self._waiting[self._done]
+            self._waiting[self._done] = ("", nn.Identity(), None)
+            run = self._initialiser_of(child, parent)
+            if run is None:
+                raise ValueError(f"{OPTION}=True: {name} cannot initialise itself")
+            initialise(name, child, self._device, run)
+            self._done += 1

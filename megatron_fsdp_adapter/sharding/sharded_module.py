@@ -1,0 +1,305 @@
+"""What a module gets when it is sharded, in Megatron and outside of it: state dicts, microbatches,
+and guards against what would detach its parameters from their buffers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.chunks import LayoutRef, attach_chunks
+from ..checkpoint.names import GlobalNames, global_names
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.guard import unchecked
+from ..core.engine.identity import ParamPair
+from ..core.uneven_dtensor import whole_tensor
+from ..megatron.options import support
+from .model_state import (
+    checkpoint_form,
+    chosen_form,
+    copy_values,
+    incompatible_keys,
+    load_own,
+    load_problems,
+    module_form,
+    values_of,
+)
+
+ASSIGN = (
+    "load_state_dict(assign=True): weights are views of flat buffers and cannot be replaced; use "
+    "assign=False"
+)
+
+
+@torch.compiler.disable
+def _raise_under_compilation() -> None:
+    """An ordinary call from where the compiler broke its graph: raised while it traces, the error
+    would only make it fall back to running the module without a graph."""
+    raise RuntimeError(
+        "torch.compile of a wrapped model: gathering changes storage that a compiled graph does "
+        "not see; compile functions inside the layers, or nothing"
+    )
+
+
+def refuse_compilation() -> None:
+    """RuntimeError if torch.compile is tracing the caller."""
+    if torch.compiler.is_compiling():
+        _raise_under_compilation()
+
+
+class OneOfItsKind:
+    """What a copy would not be: a module over flat buffers and process groups."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError(self._why_not("copy.deepcopy (AveragedModel of torch.optim, say)"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(self._why_not("pickle (torch.save of the module, say)"))
+
+    def _why_not(self, what: str) -> str:
+        return (
+            f"{what} of a {type(self).__name__}: its weights are views of flat buffers that belong "
+            "to process groups, and cannot be taken along; copy or save model.state_dict(), and "
+            "for a second model wrap another module and load that"
+        )
+
+
+class GradSync(OneOfItsKind):
+    """Which backward of a step reduces, and who waits for it."""
+
+    engine: FsdpEngine
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Microbatches but the last run inside, at any depth of such contexts. ZeRO-0/1 only
+        accumulate there; ZeRO-2/3 reduce every microbatch, since they hold no full gradients."""
+        before = self.engine.is_last_microbatch
+        self.engine.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            self.engine.is_last_microbatch = before
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        """Whether each backward outside `no_sync` ends a step by itself: reductions are waited for
+        and gradients attached when `backward()` returns, as a plain training loop expects. Off,
+        that is what `finish_grad_sync` does, which Megatron calls."""
+        self.engine.auto_sync = sync_model
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """`set_model_auto_sync` inside, and what it was before after."""
+        before = self.engine.auto_sync
+        self.set_model_auto_sync(True)
+        try:
+            yield
+        finally:
+            self.set_model_auto_sync(before)
+
+
+class ShardedStateDict(OneOfItsKind, nn.Module):
+    """A module whose state dict is of sharded weights."""
+
+    engine: FsdpEngine
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Optimizer parameters (DTensors that share storage with the main weights and know their
+        place in a checkpoint) and persistent buffers. Keys are the module's own names, which begin
+        with "module."; see `checkpoint_state_dict` for those of the whole model."""
+        return super().state_dict(*args, **kwargs)
+
+    @torch.no_grad()
+    def full_state_dict(self, cpu_offload: bool = False) -> dict[str, Any]:
+        """Whole main weights and persistent buffers on every rank, under the names of the module
+        that was wrapped, which can load them. Tensors are copies, in the main weights' dtype.
+
+        cpu_offload: each goes to the CPU as it is made whole; otherwise the device has to hold the
+        whole model. Collective: every rank calls it.
+        """
+        params = self._params_by_key()
+        found = {}
+        for key, value in super().state_dict().items():
+            if key in params:
+                ref = params[key].fsdp_layout_ref  # type: ignore[attr-defined]
+                value = whole_tensor(params[key])  # type: ignore[arg-type]
+                value = value if ref.layout.specs[ref.index].shape else value.view(())
+            elif isinstance(value, torch.Tensor):
+                value = value.clone()
+            if cpu_offload and isinstance(value, torch.Tensor):
+                value = value.cpu()
+            found[key.removeprefix("module.")] = value
+        return found
+
+    def checkpoint_state_dict(self, keep_vars: bool = False) -> dict[str, Any]:
+        """The same values under the names, and in the pieces, that a checkpoint has on every rank
+        (`checkpoint.names`). Pieces are views of the main weights.
+
+        Raises ValueError naming the parameters that tensor parallelism splits in a way that a
+        checkpoint cannot describe.
+        """
+        params = self._params_by_key()
+        plain = super().state_dict(keep_vars=keep_vars)
+        form = checkpoint_form(plain, self._checkpoint_names(params))
+        return values_of(form, params, plain)
+
+    def checkpoint_keys(self) -> frozenset[str]:
+        """The keys of `checkpoint_state_dict`."""
+        names = self._checkpoint_names(self._params_by_key())
+        return frozenset(checkpoint_form(super().state_dict(), names))
+
+    def _checkpoint_names(self, params: Mapping[str, nn.Parameter]) -> GlobalNames:
+        names = global_names(self)
+        mixed = [
+            f"{name}: tensor parallelism cuts it into slices that do not join into one tensor; "
+            "use tensor_model_parallel_size=1 for checkpoints of this kind of layer"
+            for name, param in params.items()
+            if names.is_interleaved(name) and param.fsdp_layout_ref.tp_offset is not None  # type: ignore[attr-defined]
+        ]
+        support.raise_problems("A checkpoint of this model", mixed)
+        return names
+
+    def _params_by_key(self) -> dict[str, nn.Parameter]:
+        """State-dict keys and their optimizer parameters. Keys are not parameter names: a
+        Float16Module is a level in names and none in keys."""
+        self.engine.show_optimizer_params()
+        entries = super().state_dict(keep_vars=True)
+        return {key: value for key, value in entries.items() if hasattr(value, "fsdp_layout_ref")}
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Copies values into the main weights and refreshes the compute weights.
+
+        Keys are those of `state_dict()` or of `checkpoint_state_dict()`, or the same one "module."
+        shorter or longer. A value is a plain tensor of the module's own shape, of which this rank
+        takes its rows, or a DTensor of the whole tensor's. One that is not cut like the parameter
+        (of FSDP2, of `distribute_tensor`, of a model with other units) is made whole for a moment,
+        which is collective. Returns what torch would for the module: missing and unexpected keys.
+
+        Raises:
+            ValueError: missing, unexpected (if `strict`) and mis-shaped entries, and DTensors whose
+                rows nobody knows; before anything is written on any rank.
+        """
+        if assign:
+            raise ValueError(ASSIGN)
+        params = self._params_by_key()
+        own = list(super().state_dict())
+        forms = (module_form(own), checkpoint_form(own, global_names(self)))
+        form, keys = chosen_form(forms, state_dict)
+        values = {keys[key]: value for key, value in state_dict.items()}
+        found = load_problems(form, params, values, strict)
+        if found:
+            raise ValueError("load_state_dict:\n" + "\n".join(f"  - {line}" for line in found))
+        result = super().load_state_dict(copy_values(form, params, values), strict=False)
+        self.engine.main_weights_changed()
+        return incompatible_keys(form, keys, result)
+
+
+def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
+    """Tells on an optimizer parameter, and to torch DCP, which rows of which tensor it is. `offset`
+    is where this rank's tensor-parallel part begins in the whole tensor; None at the origin."""
+    param, held = pair.optimizer, pair.group.held
+    rows = held.layout.shard_range(pair.index, held.rank)
+    ref = LayoutRef(held.layout, pair.index, held.rank, offset)
+    param.megatron_fsdp_slice = slice(rows.start, rows.stop)  # type: ignore[attr-defined]
+    param.fsdp_layout_ref = ref  # type: ignore[attr-defined]
+    for value in (param, pair.grad):
+        if value is not None:
+            attach_chunks(value, ref.chunks(), ref.cut())  # type: ignore[arg-type]
+
+
+def check_trained(engine: FsdpEngine) -> None:
+    """RuntimeError if `requires_grad` was changed after wrapping. Which gradients are reduced, and
+    which buffers exist for them, is decided once; a change would be ignored in silence, or leave
+    the optimizer with gradients that are zero."""
+    with unchecked():
+        changed = [
+            pair.managed.fqns[0]
+            for pair in engine.pairs
+            if {pair.raw.requires_grad, pair.optimizer.requires_grad}
+            != {pair.group.key.requires_grad}
+        ]
+    if changed:
+        raise RuntimeError(
+            f"requires_grad of {', '.join(changed[:5])} ({len(changed)} parameters in all) is not "
+            "what it was when the model was wrapped, and gradients are collected as it was then; "
+            "freeze parameters before wrapping, or give them a learning rate of 0 in the optimizer"
+        )
+
+
+def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
+    """A state dict of any module below shows main weights. A load into any takes what the wrapper's
+    takes, and refreshes the compute weights."""
+    ref = weakref.ref(engine)
+
+    def before_save(*_: Any) -> None:
+        alive = ref()
+        if alive is not None:
+            alive.show_optimizer_params()
+
+    def before_load(
+        child: nn.Module, state_dict: Any, prefix: str, metadata: Any, strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        alive = ref()
+        if alive is not None:
+            if metadata.get("assign_to_params_buffers", False):
+                raise ValueError(ASSIGN)
+            alive.show_optimizer_params()
+            errors += load_own(child, state_dict, prefix)
+
+    def after_load(*_: Any) -> None:
+        alive = ref()
+        if alive is not None:
+            alive.main_weights_changed()
+
+    for child in module.modules():
+        child.register_state_dict_pre_hook(before_save)
+        child.register_load_state_dict_pre_hook(before_load)
+        child.register_load_state_dict_post_hook(after_load)
+
+
+def refuse_conversions(module: nn.Module, engine: FsdpEngine) -> None:
+    """Makes `to`, `half` and the like raise in `module` and below, unless they change nothing."""
+    dtypes = frozenset(pair.raw.dtype for pair in engine.pairs)
+    for name, child in module.named_modules():
+        where = f"{type(child).__name__} {name}".strip()
+        child.__dict__["_apply"] = _apply_guard(child, dtypes, engine.runtime.device, where)
+
+
+def _apply_guard(
+    module: nn.Module, dtypes: frozenset[torch.dtype], device: torch.device, where: str
+) -> Any:
+    """Stands in for `nn.Module._apply` of a wrapped module: a conversion would detach parameters
+    from the flat buffers. One that leaves every parameter where it is passes and reaches the
+    module's buffers."""
+    ref = weakref.ref(module)
+
+    def apply(fn: Any, *_: Any, **__: Any) -> nn.Module | None:
+        for dtype in dtypes:
+            given = torch.zeros(1, dtype=dtype, device=device)
+            probe = fn(given)
+            if probe.dtype != dtype or probe.device != device:
+                raise RuntimeError(
+                    f"{where}: converting a wrapped module from {dtype} on {device} to "
+                    f"{probe.dtype} on {probe.device} would detach its parameters from their "
+                    "flat buffers; convert the module before wrapping it"
+                )
+            if probe.data_ptr() != given.data_ptr():
+                raise RuntimeError(
+                    f"{where}: giving the parameters of a wrapped module other memory (to_empty, "
+                    "a copy) would detach them from their flat buffers; convert the module before "
+                    "wrapping it, and write values in place after"
+                )
+        alive = ref()
+        for child in alive.modules() if alive is not None else ():
+            for name, value in child._buffers.items():
+                child._buffers[name] = None if value is None else fn(value)
+        return alive
+
+    return apply
