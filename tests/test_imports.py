@@ -14,41 +14,55 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = "megatron_fsdp_adapter"
 BUNDLED = "megatron.core.distributed.fsdp.src"
 
-LEVELS = {
-    "layout": 0,
-    "runtime": 1,
-    "topology": 1,
-    "config": 1,
-    "uneven_dtensor": 1,
-    "engine": 2,
-    "checkpoint": 3,
-}
-"""A part of the package imports itself and parts of lower levels. What is not listed is the
-adapter layer, level 4, whose files may import each other."""
-ADAPTER_LEVEL = 4
+PARTS = (
+    "core.layout",
+    "core.runtime",
+    "core.config",
+    "core.topology",
+    "core.uneven_dtensor",
+    "core.engine",
+    "megatron.cuda_graphs",
+    "checkpoint",
+    "diagnostics",
+    "sharding",
+    "plain",
+    "megatron.seams",
+    "megatron.inner",
+    "megatron.options",
+    "megatron.checkpoint",
+    "megatron",
+    "launch",
+    "prove",
+    "cli",
+)
+"""A part of the package imports itself and parts in front of it. The package's own two files, which
+are in none, import what they like, when it is asked for."""
 
-MEGATRON_IMPORTERS = {
-    "adapter", "arguments", "bridge", "core_api", "core_init", "cpu_mode", "ddp_config",
-    "fused_wgrad", "inner", "installation", "local_spec", "model_units", "optimizer",
-    "process_groups", "prove", "runner", "wgrad_probe",
-}  # fmt: skip
-"""Files that may import Megatron."""
+MEGATRON_IMPORTERS = ("megatron", "launch", "prove")
+"""Packages whose files may import Megatron."""
 
-BUNDLED_IMPORTERS = {f"{PACKAGE}/installation.py", "scripts/lib/bench_bundled.py"}
+BUNDLED_IMPORTERS = {f"{PACKAGE}/launch/installation.py", "scripts/lib/bench_bundled.py"}
 """Files that may name the engine that is bundled with Megatron: one rebinds it, one measures it."""
 
 MAX_FILE, MAX_FUNCTION, MAX_CORE = 500, 60, 4500
 """4,400 lines of core until the engine outgrew one file: a module of its own for backward passes
 has imports, arguments and attributes to state."""
+CORE = tuple(part for part in PARTS if part.startswith("core.") and part != "core.uneven_dtensor")
+"""What takes part in a step. The DTensors are what a step leaves behind."""
 OPTIONAL = ("runtime/registered.py", "runtime/sums.py", "runtime/triton_sums.py")
-"""Of the core's folders, but not counted: a user without NCCL never runs it."""
-CORE = ("engine", "layout", "runtime", "topology", "config")
+"""Of the core, but not counted: a user without NCCL never runs it."""
 
 
 def part_of(path: str) -> str:
-    """The part of the package that a file (relative to the package's folder) belongs to."""
-    first = Path(path).parts[0]
-    return first.removesuffix(".py")
+    """The part of the package that a file (relative to the package's folder) belongs to; "" if it
+    is in none."""
+    return part_of_module(path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+
+
+def part_of_module(name: str) -> str:
+    """The same for a dotted name below the package, of a module or of something in one."""
+    found = [part for part in PARTS if f"{name}.".startswith(f"{part}.")]
+    return max(found, key=len, default="")
 
 
 def imported(path: str, source: str) -> Iterator[str]:
@@ -70,19 +84,16 @@ def imported(path: str, source: str) -> Iterator[str]:
 
 def import_problems(path: str, source: str) -> list[str]:
     """What is wrong with the imports of a file of the package. `path` relative to its folder."""
-    part = part_of(path)
-    level = LEVELS.get(part, ADAPTER_LEVEL)
-    found = []
+    part, found = part_of(path), []
     for name in imported(f"{PACKAGE}/{path}", source):
         words = name.split(".")
         if words[0] == PACKAGE and len(words) > 1:
-            other = words[1]
-            above = LEVELS.get(other, ADAPTER_LEVEL)
-            if other != part and (above > level or above == level < ADAPTER_LEVEL):
+            other = part_of_module(".".join(words[1:]))
+            if part and other and PARTS.index(other) > PARTS.index(part):
                 found.append(f"{path}: {part} imports {other}, which is not below it")
-        elif words[0] == "megatron" and part not in MEGATRON_IMPORTERS:
+        elif words[0] == "megatron" and not path.startswith(MEGATRON_IMPORTERS):
             found.append(f"{path}: imports Megatron ({name})")
-        elif part == "layout" and not _is_plain(words):
+        elif part == "core.layout" and not _is_plain(words):
             found.append(f"{path}: layout imports {name}")
     return found
 
@@ -115,9 +126,12 @@ def sources(folder: str, *suffixes: str) -> dict[str, str]:
 PACKAGE_SOURCES = sources(PACKAGE)
 
 
-def test_there_is_something_to_check():
-    found = {part_of(path) for path in PACKAGE_SOURCES}
-    assert found >= {*LEVELS, "adapter", "installation", "cli"}
+def test_every_file_is_in_a_part_and_every_part_has_files():
+    found = {path: part_of(path) for path in PACKAGE_SOURCES}
+    assert {path for path, part in found.items() if not part} == {
+        "__init__.py", "__main__.py", "core/__init__.py",
+    }  # fmt: skip
+    assert set(found.values()) == {*PARTS, ""}
 
 
 def test_imports_go_one_way():
@@ -126,33 +140,40 @@ def test_imports_go_one_way():
 
 
 REVERSED = [
-    ("layout/planner.py", "from ..engine import engine"),
-    ("layout/planner.py", f"import {PACKAGE}.runtime.device"),
-    ("layout/planner.py", "from .. import config"),
-    ("layout/planner.py", "import torch.distributed"),
-    ("layout/planner.py", "from torch.distributed import get_rank"),
-    ("layout/planner.py", "import numpy"),
-    ("layout/planner.py", "from megatron.core import parallel_state"),
-    ("runtime/comm.py", f"from {PACKAGE}.topology import ShardDomain"),
-    ("runtime/comm.py", f"from {PACKAGE}.engine.unit import Unit"),
-    ("topology.py", "from .config import EngineConfig"),
-    ("config.py", "from .adapter import FullyShardedDataParallel"),
-    ("engine/unit.py", "from ..checkpoint.chunks import attach_chunks"),
-    ("engine/unit.py", f"def f():\n    from {PACKAGE}.adapter import kind_of"),
-    ("engine/unit.py", f"import importlib\nimportlib.import_module('{PACKAGE}.optimizer')"),
-    ("engine/unit.py", "if TYPE_CHECKING:\n    from megatron.core import ModelParallelConfig"),
-    ("engine/unit.py", "import importlib\nimportlib.import_module('megatron.core')"),
-    ("checkpoint/dcp.py", "from ..adapter import FullyShardedDataParallel"),
+    ("core/layout/planner.py", "from ..engine import engine"),
+    ("core/layout/planner.py", f"import {PACKAGE}.core.runtime.device"),
+    ("core/layout/planner.py", "from .. import config"),
+    ("core/layout/planner.py", "import torch.distributed"),
+    ("core/layout/planner.py", "from torch.distributed import get_rank"),
+    ("core/layout/planner.py", "import numpy"),
+    ("core/layout/planner.py", "from megatron.core import parallel_state"),
+    ("core/runtime/comm.py", f"from {PACKAGE}.core.topology import ShardDomain"),
+    ("core/runtime/comm.py", f"from {PACKAGE}.core.engine.unit import Unit"),
+    ("core/config.py", "from .topology import ShardDomain"),
+    ("core/config.py", "from ..megatron.adapter import FullyShardedDataParallel"),
+    ("core/engine/unit.py", "from ...checkpoint.chunks import attach_chunks"),
+    ("core/engine/unit.py", f"def f():\n    from {PACKAGE}.megatron.adapter import kind_of"),
+    (
+        "core/engine/unit.py",
+        f"import importlib\nimportlib.import_module('{PACKAGE}.megatron.optimizer')",
+    ),
+    ("core/engine/unit.py", "if TYPE_CHECKING:\n    from megatron.core import ModelParallelConfig"),
+    ("core/engine/unit.py", "import importlib\nimportlib.import_module('megatron.core')"),
+    ("checkpoint/dcp.py", "from ..megatron.adapter import FullyShardedDataParallel"),
     ("checkpoint/dcp.py", "from megatron.training import checkpointing"),
+    ("sharding/building.py", "from ..plain import fully_shard"),
+    ("plain/fully_shard.py", "from megatron.core import parallel_state"),
+    ("megatron/options/settings.py", "from ..optimizer import install"),
+    ("megatron/optimizer.py", "from ..launch.installation import install"),
     ("cli/estimate.py", "import megatron.core"),
 ]
 ALLOWED = [
-    ("layout/planner.py", "import math\nimport torch\nfrom .ranges import FlatRange"),
-    ("layout/planner.py", f"from {PACKAGE}.layout.ranges import FlatRange"),
-    ("runtime/comm.py", "import torch.distributed\nfrom ..layout.ranges import FlatRange"),
-    ("engine/unit.py", "from ..topology import ShardDomain\nfrom . import hooks"),
-    ("checkpoint/dcp.py", "from ..engine.engine import FsdpEngine"),
-    ("adapter.py", "from megatron.core import parallel_state\nfrom . import installation, engine"),
+    ("core/layout/planner.py", "import math\nimport torch\nfrom .ranges import FlatRange"),
+    ("core/layout/planner.py", f"from {PACKAGE}.core.layout.ranges import FlatRange"),
+    ("core/runtime/comm.py", "import torch.distributed\nfrom ..layout.ranges import FlatRange"),
+    ("core/engine/unit.py", "from ..topology import ShardDomain\nfrom . import hooks"),
+    ("checkpoint/dcp.py", "from ..core.engine.engine import FsdpEngine"),
+    ("megatron/adapter.py", "from megatron.core import parallel_state\nfrom . import optimizer"),
 ]
 
 
@@ -198,7 +219,7 @@ def test_nothing_uses_the_bundled_engine():
 def test_engine_and_layout_do_not_say_that_word():
     """Parameters of every kind go through one path: what differs is in their `ShardDomain`."""
     for path, text in PACKAGE_SOURCES.items():
-        if part_of(path) in ("engine", "layout"):
+        if part_of(path) in ("core.engine", "core.layout"):
             assert "expert" not in text.lower(), path
 
 
@@ -233,7 +254,7 @@ def test_what_is_too_long_is_found():
 
 def test_the_core_is_small(capsys):
     counts = {
-        part: sum(
+        part.removeprefix("core."): sum(
             text.count("\n")
             for path, text in PACKAGE_SOURCES.items()
             if part_of(path) == part and not str(path).endswith(OPTIONAL)
@@ -250,7 +271,7 @@ def test_the_core_is_small(capsys):
 def test_importing_the_engine_does_not_import_megatron():
     """Not by way of the package's own `__init__` either."""
     program = (
-        f"import sys, {PACKAGE}.engine.engine, {PACKAGE}.layout, {PACKAGE}.checkpoint.chunks\n"
+        f"import sys, {PACKAGE}.core.engine.engine, {PACKAGE}.plain, {PACKAGE}.checkpoint.chunks\n"
         "print([name for name in sys.modules if name.split('.')[0] == 'megatron'])"
     )
     done = subprocess.run(

@@ -14,8 +14,8 @@ import torch
 
 from ..core.config import STRATEGIES, forced_overlaps
 from ..megatron.options.settings import Change, format_changes
-from ..megatron.options.support import raise_problems
 from ..megatron.options.validation import CKPT_FORMAT, bridge_problems
+from ..sharding.problems import raise_problems
 from .megatron_lm import complete_environment
 
 _REASONS: Mapping[str, str] = {

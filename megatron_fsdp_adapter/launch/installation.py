@@ -21,11 +21,9 @@ from types import ModuleType
 from typing import Any
 
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_names, megatron_saves
-from megatron_fsdp_adapter.megatron.seams import releases
+from megatron_fsdp_adapter.megatron.seams.rebound import FSDP, ORIGINALS, WRAPPER
 
-_FSDP = "megatron.core.distributed.fsdp"
-_ENGINE = f"{_FSDP}.src.megatron_fsdp"
-_ORIGINALS = "__megatron_fsdp_adapter_originals__"
+_ENGINE = f"{FSDP}.src.megatron_fsdp"
 _CONSTRUCTOR = "__megatron_fsdp_adapter_constructor__"
 
 
@@ -70,7 +68,7 @@ def _helper(module: str, name: str) -> Rebinding:
 
 REBINDINGS: tuple[Rebinding, ...] = (
     Rebinding(
-        f"{_FSDP}.mcore_fsdp_adapter",
+        WRAPPER,
         "FullyShardedDataParallel",
         _wrapper_class,
         required=True,
@@ -80,7 +78,7 @@ REBINDINGS: tuple[Rebinding, ...] = (
     # Its V2 is left alone: that function alone makes one, and core's optimizer goes another way for
     # what is one.
     Rebinding(
-        f"{_FSDP}.mcore_fsdp_adapter", "FullyShardedDataParallelV1", _wrapper_class, refused=True
+        WRAPPER, "FullyShardedDataParallelV1", _wrapper_class, refused=True
     ),
     Rebinding(
         "megatron.core.distributed.distributed_data_parallel_config",
@@ -113,10 +111,11 @@ def install() -> None:
     RuntimeError, before anything is changed, for a megatron-core that is not supported, and with
     every name that it lacks.
     """
-    require_supported_core(_missing_for_installation)
-    from megatron_fsdp_adapter.megatron import fused_wgrad, optimizer
+    # Imported late: these import megatron.core, and importing install must not.
+    from megatron_fsdp_adapter.megatron import fused_wgrad, optimizer, supported
     from megatron_fsdp_adapter.megatron.checkpoint import checkpoint_drivers
 
+    supported.require_supported_core(_missing_for_installation)
     optimizer.install()
     fused_wgrad.install()
     checkpoint_drivers.install()
@@ -124,7 +123,7 @@ def install() -> None:
         module = _module_of(rebinding)
         if module is None:
             continue
-        originals = vars(module).setdefault(_ORIGINALS, {})
+        originals = vars(module).setdefault(ORIGINALS, {})
         original = originals.setdefault(rebinding.name, getattr(module, rebinding.name))
         _rebind(rebinding, module, original, rebinding.replacement())
         if rebinding.refused:
@@ -143,7 +142,7 @@ def uninstall() -> None:
     megatron_saves.uninstall()
     for rebinding in reversed(REBINDINGS):
         module = sys.modules.get(rebinding.module)
-        originals = vars(module).get(_ORIGINALS, {}) if module is not None else {}
+        originals = vars(module).get(ORIGINALS, {}) if module is not None else {}
         if module is None or rebinding.name not in originals:
             continue
         original = originals.pop(rebinding.name)
@@ -151,19 +150,10 @@ def uninstall() -> None:
         if rebinding.refused:
             _allow_construction(original)
         if not originals:
-            delattr(module, _ORIGINALS)
+            delattr(module, ORIGINALS)
     optimizer.uninstall()
     fused_wgrad.uninstall()
     checkpoint_drivers.uninstall()
-
-
-def installed() -> bool:
-    """True between `install()` and `uninstall()`."""
-    return any(
-        rebinding.name in vars(module).get(_ORIGINALS, {})
-        for rebinding in REBINDINGS
-        if (module := sys.modules.get(rebinding.module)) is not None
-    )
 
 
 def places() -> dict[str, list[str]]:
@@ -171,7 +161,7 @@ def places() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for rebinding in REBINDINGS:
         module = sys.modules.get(rebinding.module)
-        if module is None or rebinding.name not in vars(module).get(_ORIGINALS, {}):
+        if module is None or rebinding.name not in vars(module).get(ORIGINALS, {}):
             continue
         ours = rebinding.replacement()
         found[rebinding.name] = sorted(
@@ -196,8 +186,8 @@ def original(name: str) -> Any:
     """Megatron's own object under a name that is rebound now. Raises KeyError if none is."""
     for rebinding in REBINDINGS:
         module = sys.modules.get(rebinding.module)
-        if rebinding.name == name and module is not None and _ORIGINALS in vars(module):
-            return vars(module)[_ORIGINALS][name]
+        if rebinding.name == name and module is not None and ORIGINALS in vars(module):
+            return vars(module)[ORIGINALS][name]
     raise KeyError(f"{name} is not rebound")
 
 
@@ -210,32 +200,10 @@ def missing_names(rebindings: Iterable[Rebinding] = REBINDINGS) -> list[str]:
     ]
 
 
-def core_version() -> str:
-    """Of the megatron-core that is imported."""
-    import megatron.core
-
-    return str(getattr(megatron.core, "__version__", "of no known version"))
-
-
 def _missing_for_installation() -> list[str]:
     from megatron_fsdp_adapter.megatron.checkpoint import checkpoint_drivers
 
     return [*missing_names(), *checkpoint_drivers.missing(), *megatron_saves.missing()]
-
-
-def require_supported_core(missing_also: Callable[[], Iterable[str]] = tuple) -> None:
-    """RuntimeError, with version and remedy, if the imported megatron-core is too old, or if it
-    lacks or has changed what the package replaces in it: methods of the optimizer, and what
-    `missing_also` names. One warning a process if it is not tested."""
-    version = core_version()
-    found = releases.core_problem(version)
-    if found is None:
-        from megatron_fsdp_adapter.megatron import optimizer
-
-        found = releases.seam_problem(version, [*optimizer.problems(), *missing_also()])
-    if found is not None:
-        raise RuntimeError(found)
-    releases.warn_if_untested(version)
 
 
 def _module_of(rebinding: Rebinding) -> ModuleType | None:

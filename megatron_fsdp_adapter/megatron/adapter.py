@@ -28,11 +28,11 @@ from ..core.runtime.comm import Communicator
 from ..core.runtime.registered import RegisteredMemory, zero_cta_options
 from ..core.topology import DENSE, EXPERT, TP_DIM, FSDPDistributedIndex, ShardDomain
 from ..diagnostics.description import describe
-from ..launch.installation import installed, require_supported_core
 from ..sharding.building import build_engine
 from ..sharding.materialize import meta_problems, target_device
 from ..sharding.module_problems import module_problems
 from ..sharding.placement import LEAVE, REPLICATE, Placements, replicated_domain, replicated_name
+from ..sharding.problems import raise_problems
 from ..sharding.sharded_module import (
     GradSync,
     check_trained,
@@ -50,7 +50,7 @@ from .fused_wgrad import grad_writer
 from .inner import ShardedModule
 from .model_problems import model_problems
 from .model_units import chosen_units
-from .options import arguments, ddp_options, staging_options, support, validation
+from .options import arguments, ddp_options, staging_options, validation
 from .param_attrs import copy_attributes
 from .process_groups import (
     GATHER_SOURCES,
@@ -59,6 +59,8 @@ from .process_groups import (
     read_groups,
 )
 from .seams import core_api
+from .seams.rebound import installed
+from .supported import require_supported_core
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 from .wgrad_probe import Observer, precisions_of
 from .wiring import WiringCheck
@@ -168,7 +170,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self._placements = Placements(module_placements or {})
         self.device, self.ddp_config = target_device(module, device), ddp_config
         self._initialiser_of = core_initialisers(config)
-        support.raise_problems(
+        raise_problems(
             "FullyShardedDataParallel",
             self._problems(module, fsdp_unit_modules, device, pg_collection),
         )

@@ -27,7 +27,9 @@ from megatron.core.transformer.module import param_is_not_shared
 from ..core.topology import TP_DIM
 from ..sharding.local_optimizer import LocalShards, adopt, initialize_state
 from ..sharding.placement import replicated_name
+from ..sharding.problems import raise_problems
 from . import optimizer_state
+from .inner import ShardedModule
 from .options import support
 from .seams import core_api
 from .seams.core_api import MORE, Replacement
@@ -36,9 +38,7 @@ from .seams.core_api import MORE, Replacement
 
 
 def _ours(chunks: Sequence[Any]) -> list[Any]:
-    from .adapter import FullyShardedDataParallel  # the adapter imports this module
-
-    return [chunk for chunk in chunks if isinstance(chunk, FullyShardedDataParallel)]
+    return [chunk for chunk in chunks if isinstance(getattr(chunk, "module", None), ShardedModule)]
 
 
 def _our_chunks(optimizer: Any) -> list[Any]:
@@ -53,7 +53,7 @@ def _param_groups(
     them."""
     if _ours(model_chunks):
         config = kwargs["config"] if "config" in kwargs else args[0]
-        support.raise_problems(
+        raise_problems(
             "Megatron's optimizer with FullyShardedDataParallel",
             [
                 *support.problems(config, support.OPTIMIZER_CONFIG_RULES),

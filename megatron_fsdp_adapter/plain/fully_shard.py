@@ -28,11 +28,11 @@ from ..core.engine.partition import partition, unit_modules
 from ..core.topology import DENSE, FSDPDistributedIndex
 from ..diagnostics.description import describe
 from ..diagnostics.grad_check import GradCheck
-from ..megatron.options.support import raise_problems
 from ..sharding.building import build_engine
 from ..sharding.local_optimizer import adopt, end_step
 from ..sharding.materialize import meta_problems, own_initialiser, target_device
 from ..sharding.module_problems import module_problems
+from ..sharding.problems import raise_problems
 from ..sharding.sharded_module import (
     GradSync,
     ShardedStateDict,

@@ -18,7 +18,6 @@ from ..core.engine.engine import FsdpEngine
 from ..core.engine.guard import unchecked
 from ..core.engine.identity import ParamPair
 from ..core.uneven_dtensor import whole_tensor
-from ..megatron.options import support
 from .model_state import (
     checkpoint_form,
     chosen_form,
@@ -29,6 +28,7 @@ from .model_state import (
     module_form,
     values_of,
 )
+from .problems import raise_problems
 
 ASSIGN = (
     "load_state_dict(assign=True): weights are views of flat buffers and cannot be replaced; use "
@@ -160,7 +160,7 @@ class ShardedStateDict(OneOfItsKind, nn.Module):
             for name, param in params.items()
             if names.is_interleaved(name) and param.fsdp_layout_ref.tp_offset is not None  # type: ignore[attr-defined]
         ]
-        support.raise_problems("A checkpoint of this model", mixed)
+        raise_problems("A checkpoint of this model", mixed)
         return names
 
     def _params_by_key(self) -> dict[str, nn.Parameter]:

@@ -13,7 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_fsdp_adapter import fully_shard_model
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.runtime import comm
+from megatron_fsdp_adapter.diagnostics import fault_report
 from megatron_fsdp_adapter.diagnostics.fault_report import CommunicationError
+from megatron_fsdp_adapter.sharding import building
 from tests.distributed.plain import Block, Net
 
 
@@ -21,8 +23,8 @@ from tests.distributed.plain import Block, Net
 def two_fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     monkeypatch.setitem(comm.CAPABILITIES, "fake", comm.Capabilities(True, True))
-    monkeypatch.setattr("megatron_fsdp_adapter.sharding.building.check_same_model", lambda *_: None)
-    monkeypatch.setattr("megatron_fsdp_adapter.diagnostics.fault_report.timeout_of", lambda *_: 60.0)
+    monkeypatch.setattr(building, "check_same_model", lambda *_: None)
+    monkeypatch.setattr(fault_report, "timeout_of", lambda *_: 60.0)
     yield
     dist.destroy_process_group()
 

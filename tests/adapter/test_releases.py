@@ -19,9 +19,9 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_fsdp_adapter import FullyShardedDataParallel, install, uninstall
 from megatron_fsdp_adapter.cli import doctor
-from megatron_fsdp_adapter.launch.installation import installed
 from megatron_fsdp_adapter.megatron.seams import core_api, releases
 from megatron_fsdp_adapter.megatron.seams.core_api import MORE, Replacement
+from megatron_fsdp_adapter.megatron.seams.rebound import installed
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 OLDER = ("0.15.3", "0.16.0", "0.16.1rc0", "of no known version")

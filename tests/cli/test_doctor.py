@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_fsdp_adapter.cli import doctor, machine
-from megatron_fsdp_adapter.launch import installation
+from megatron_fsdp_adapter.megatron.seams.rebound import installed
 
 
 def report(capsys: Any, *argv: str, status: int = 0) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def test_versions_and_bindings(capsys: Any) -> None:
     }  # fmt: skip
     places = found["bindings"]["rebound"]["FullyShardedDataParallel"]
     assert "megatron.core.distributed.FullyShardedDataParallel" in places
-    assert not installation.installed(), "it puts everything back"
+    assert not installed(), "it puts everything back"
     assert "configuration" not in found
 
 

@@ -68,7 +68,7 @@ def run(body: str, *path: str) -> str:
 def test_importing_the_package_imports_no_megatron() -> None:
     run("""
         import megatron_fsdp_adapter
-        from megatron_fsdp_adapter.launch.installation import installed
+        from megatron_fsdp_adapter.megatron.seams.rebound import installed
         assert not megatron_modules() and not installed()
     """)
 
@@ -78,7 +78,7 @@ def test_install_before_megatron() -> None:
         from megatron_fsdp_adapter import install
         install()
         from megatron_fsdp_adapter import FullyShardedDataParallel as ours
-        from megatron_fsdp_adapter.checkpoint import megatron_names
+        from megatron_fsdp_adapter.megatron.checkpoint import megatron_names
         from megatron.core.distributed import FullyShardedDataParallel as a
         from megatron.core.distributed.fsdp import FullyShardedDataParallel as b
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel as c
@@ -119,8 +119,9 @@ def test_install_after_megatron_and_back() -> None:
         assert len(places["class"]) >= 5 and len(places["make_fsdp_dtensor"]) >= 2
 
         from megatron_fsdp_adapter import install, uninstall
-        from megatron_fsdp_adapter.launch.installation import installed, original as original_of
-        from megatron_fsdp_adapter.checkpoint import megatron_names
+        from megatron_fsdp_adapter.launch.installation import original as original_of
+        from megatron_fsdp_adapter.megatron.seams.rebound import installed
+        from megatron_fsdp_adapter.megatron.checkpoint import megatron_names
         for _ in range(2):
             install()
             assert installed()
@@ -203,7 +204,7 @@ def test_another_megatron_core_is_told_what_it_lacks() -> None:
             if hasattr(MegatronOptimizer, name):
                 delattr(MegatronOptimizer, name)
         from megatron_fsdp_adapter import install
-        from megatron_fsdp_adapter.launch.installation import installed
+        from megatron_fsdp_adapter.megatron.seams.rebound import installed
         try:
             install()
         except RuntimeError as error:
@@ -259,7 +260,7 @@ def test_megatron_lm_training_modules(megatron_lm: Path, order: str) -> None:
             assert "megatron_fsdp_adapter" not in training.megatron_FSDP.__module__
             install()
         from megatron_fsdp_adapter import FullyShardedDataParallel as ours
-        from megatron_fsdp_adapter.checkpoint import megatron_names
+        from megatron_fsdp_adapter.megatron.checkpoint import megatron_names
         assert training.megatron_FSDP is ours
         name = "preprocess_state_dict_for_uneven_dtensor"
         assert getattr(checkpointing, name) is getattr(megatron_names, name)

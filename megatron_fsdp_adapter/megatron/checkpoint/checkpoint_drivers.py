@@ -34,6 +34,7 @@ from ...checkpoint.names import MODEL
 from ...checkpoint.state import compare, flatten, from_stored, to_stored
 from ...checkpoint.training import OPTIMIZER
 from ...checkpoint.vocabulary import fit_vocabulary
+from ...sharding.sharded_module import ShardedStateDict
 from ..seams import releases
 
 _ORIGINAL = "_fsdp_checkpoint_original"
@@ -169,9 +170,8 @@ def _preprocess(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_ours(state: Mapping[str, Any] | None) -> bool:
-    from ..inner import ShardedModule  # imports Megatron
-
-    return state is not None and any(isinstance(m, ShardedModule) for m in state.get("_model", ()))
+    models = () if state is None else state.get("_model", ())
+    return any(isinstance(model, ShardedStateDict) for model in models)
 
 
 def _load(

@@ -212,10 +212,3 @@ def problems(config: Any, rules: tuple[Rule, ...]) -> list[str]:
 def _value(config: Any, option: str) -> Any:
     """The value of an option, which may be a dotted path."""
     return functools.reduce(lambda at, name: getattr(at, name, None), option.split("."), config)
-
-
-def raise_problems(subject: str, found: list[str]) -> None:
-    """One ValueError with every line of `found`, if there is any."""
-    if found:
-        lines = "\n".join(f"  - {line}" for line in found)
-        raise ValueError(f"{subject} cannot be used with this configuration:\n{lines}")

@@ -1,0 +1,28 @@
+"""Whether the megatron-core that is imported can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import megatron.core
+
+from . import optimizer
+from .seams import releases
+
+
+def core_version() -> str:
+    """Of the megatron-core that is imported."""
+    return str(getattr(megatron.core, "__version__", "of no known version"))
+
+
+def require_supported_core(missing_also: Callable[[], Iterable[str]] = tuple) -> None:
+    """RuntimeError, with version and remedy, if the imported megatron-core is too old, or if it
+    lacks or has changed what the package replaces in it: methods of the optimizer, and what
+    `missing_also` names. One warning a process if it is not tested."""
+    version = core_version()
+    found = releases.core_problem(version)
+    if found is None:
+        found = releases.seam_problem(version, [*optimizer.problems(), *missing_also()])
+    if found is not None:
+        raise RuntimeError(found)
+    releases.warn_if_untested(version)
