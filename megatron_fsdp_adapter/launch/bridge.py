@@ -34,7 +34,6 @@ _REASONS: Mapping[str, str] = {
     "ddp.average_in_collective": "Megatron-Bridge refuses it; sums are scaled after the reduction",
     "ddp.reuse_grad_buf_for_mxfp8_param_ag": "there is no such buffer",
     "optimizer.reuse_grad_buf_for_mxfp8_param_ag": "there is no such buffer",
-    "model.gradient_accumulation_fusion": "Megatron-Bridge 0.3.1 refuses it with this wrapper",
     "checkpoint.ckpt_format": "the format of sharded weights",
 }
 
@@ -74,7 +73,7 @@ def apply_fsdp_overrides(
         "ddp.outer_dp_sharding_strategy": outer_strategy,
         "ddp.num_distributed_optimizer_instances": num_optimizer_instances,
         "ddp.megatron_fsdp_grad_comm_dtype": grad_comm_dtype,
-        **_low_precision_gradients(cfg, grad_comm_dtype),
+        **_low_precision_gradients(cfg, grad_comm_dtype or _own_comm_dtype(cfg)),
     }
     changes = [
         change
@@ -93,7 +92,11 @@ def apply_fsdp_overrides(
 
 
 def _always(strategy: str) -> dict[str, Any]:
-    """What is set whatever the recipe says: paths in the container and values."""
+    """What is set whatever the recipe says: paths in the container and values.
+
+    Not `model.gradient_accumulation_fusion`: a Megatron-Bridge that does not allow it with this
+    wrapper, as 0.3.1, switches it off by itself when training starts.
+    """
     wanted: dict[str, Any] = {
         "dist.use_megatron_fsdp": True,
         "ddp.use_megatron_fsdp": True,
@@ -103,7 +106,6 @@ def _always(strategy: str) -> dict[str, Any]:
         "ddp.average_in_collective": False,
         "ddp.reuse_grad_buf_for_mxfp8_param_ag": False,
         "optimizer.reuse_grad_buf_for_mxfp8_param_ag": False,
-        "model.gradient_accumulation_fusion": False,
         "checkpoint.ckpt_format": CKPT_FORMAT,
     }
     row = STRATEGIES.get(strategy)
@@ -111,12 +113,18 @@ def _always(strategy: str) -> dict[str, Any]:
     return {**wanted, **{f"ddp.{option}": value for option, value in forced.items()}}
 
 
+def _own_comm_dtype(cfg: Any) -> torch.dtype | None:
+    """What the recipe itself says. Recipes of Megatron-Bridge that say it leave grad_reduce_in_fp32
+    on, which megatron-core's own FSDP from 0.18 on does not read."""
+    return getattr(cfg.ddp, "megatron_fsdp_grad_comm_dtype", None)
+
+
 def _low_precision_gradients(cfg: Any, dtype: torch.dtype | None) -> dict[str, Any]:
     """What else must change for gradients that are not communicated in float32. A recipe may name
     its mixed precision; only the config behind that name can be changed."""
     if dtype in (None, torch.float32):
         return {}
-    wanted = {"ddp.grad_reduce_in_fp32": False}
+    wanted: dict[str, Any] = {"ddp.grad_reduce_in_fp32": False}
     if isinstance(getattr(cfg, "mixed_precision", None), str):
         module = importlib.import_module("megatron.bridge.training.mixed_precision")
         cfg.mixed_precision = module.get_mixed_precision_config(cfg.mixed_precision)

@@ -105,13 +105,14 @@ def prepare_bridge() -> None:
     """Makes the modules of Megatron-Bridge run on the CPU."""
     if importlib.util.find_spec(TE) is None:
         sys.meta_path.insert(0, _Finder())
-    on_cpu.prepare(BRIDGE_MODULES, ("megatron.bridge",))
+    on_cpu.prepare(BRIDGE_MODULES, ("megatron.bridge", "megatron.training"))
     from megatron.bridge.models import gpt_provider
-    from megatron.bridge.recipes.llama import llama3
     from megatron.bridge.training import initialize
 
     gpt_provider.transformer_engine_layer_spec = gpt_provider.local_layer_spec
-    llama3.AutoBridge = OfflineBridge
+    for name, module in list(sys.modules.items()):  # the recipe's, wherever a release has it
+        if name.startswith("megatron.bridge.recipes.llama") and hasattr(module, "AutoBridge"):
+            module.AutoBridge = OfflineBridge  # type: ignore[attr-defined]
     initialize.compile_helpers = lambda: None  # the wheel has them compiled
 
 

@@ -44,7 +44,7 @@ def parsed_arguments(**changed: Any) -> SimpleNamespace:
 
 
 def recipe(**changed: Any) -> SimpleNamespace:
-    """What a recipe of Megatron-Bridge 0.3.1 says of what is read here. `changed` are options by
+    """What a recipe of Megatron-Bridge says of what is read here. `changed` are options by
     path, with "__" for the dot."""
     cfg = SimpleNamespace(
         dist=SimpleNamespace(
@@ -71,6 +71,7 @@ def recipe(**changed: Any) -> SimpleNamespace:
             ckpt_format="torch_dist", save=None, load=None, async_save=False,
             pretrained_checkpoint=None,
         ),
+        train=SimpleNamespace(),
         comm_overlap=None,
         mixed_precision=SimpleNamespace(grad_reduce_in_fp32=True),
     )  # fmt: skip

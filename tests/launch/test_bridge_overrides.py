@@ -33,12 +33,13 @@ def test_a_recipe_is_set_right(nothing_is_installed: mock.Mock, capsys: Any) -> 
     assert cfg.dist.use_megatron_fsdp and cfg.ddp.use_megatron_fsdp
     assert cfg.ddp.data_parallel_sharding_strategy == "optim_grads_params"
     assert cfg.checkpoint.ckpt_format == "fsdp_dtensor"
-    assert not cfg.ddp.average_in_collective and not cfg.model.gradient_accumulation_fusion
+    assert not cfg.ddp.average_in_collective
+    assert cfg.model.gradient_accumulation_fusion, "Bridge switches it off where it does not allow"
     assert environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     assert validation.bridge_problems(cfg, environment) == []
     printed = capsys.readouterr().out
     assert printed.startswith("apply_fsdp_overrides sets\n")
-    assert all(f"  {change.option} " in printed for change in changes) and len(changes) == 7
+    assert all(f"  {change.option} " in printed for change in changes) and len(changes) == 6
     nothing_is_installed.assert_called_once_with()
     assert apply_fsdp_overrides(cfg, environment=environment) == [], "a second time sets nothing"
 
@@ -67,11 +68,28 @@ def test_options_are_set_as_asked_for() -> None:
     assert not cfg.ddp.grad_reduce_in_fp32 and not cfg.mixed_precision.grad_reduce_in_fp32
 
 
+def test_a_recipe_that_reduces_in_bf16_itself_no_longer_asks_for_float32(capsys: Any) -> None:
+    """As some of Megatron-Bridge's own recipes: the wire dtype is set, and float32 left on."""
+    cfg = recipe(ddp__megatron_fsdp_grad_comm_dtype=torch.bfloat16)
+    apply_fsdp_overrides(cfg, environment={})
+    assert cfg.ddp.megatron_fsdp_grad_comm_dtype is torch.bfloat16
+    assert not cfg.ddp.grad_reduce_in_fp32 and not cfg.mixed_precision.grad_reduce_in_fp32
+    assert "mixed_precision.grad_reduce_in_fp32" in capsys.readouterr().out
+
+
 BREAKING: dict[str, dict[str, Any]] = {
     "dist.use_torch_fsdp2": {"dist__use_torch_fsdp2": True},
     "dist.use_tp_pp_dp_mapping": {"dist__use_tp_pp_dp_mapping": True},
     "dist.use_decentralized_pg": {"dist__use_decentralized_pg": True},
     "checkpoint.async_save": {"checkpoint__async_save": True},
+    "checkpoint.also_save_hf_checkpoint": {"checkpoint__also_save_hf_checkpoint": True},
+    "train.check_weight_hash_across_dp_replicas_interval": {
+        "train__check_weight_hash_across_dp_replicas_interval": 5
+    },
+    "model.moe_mlp_glu_interleave_size": {"model__moe_mlp_glu_interleave_size": 32},
+    "model.moe_shared_expert_glu_interleave_size": {
+        "model__moe_shared_expert_glu_interleave_size": 32
+    },
     "model.cpu_offloading": {
         "model__cpu_offloading": True, "model__recompute_granularity": "full"
     },

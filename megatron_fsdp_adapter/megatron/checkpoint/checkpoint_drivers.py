@@ -47,13 +47,14 @@ PREPROCESS = "preprocess_fsdp_dtensor_state_dict"
 class Driver:
     """A module with checkpoint code.
 
-    loader: its function that reads a checkpoint into `sharded_state_dict`; folder: of the module
-    and that call's arguments, the folder that will be read; strict: of the arguments, whether
-    missing keys are an error; vocab_size: number of real tokens, None where it is not known.
+    loaders: the names that its function which reads a checkpoint into `sharded_state_dict` has in
+    one release or another; folder: of the module and that call's arguments, the folder that will be
+    read; strict: of the arguments, whether missing keys are an error; vocab_size: number of real
+    tokens, None where it is not known.
     """
 
     module: str
-    loader: str
+    loaders: tuple[str, ...]
     folder: Callable[[Any, Mapping[str, Any]], str]
     strict: Callable[[Mapping[str, Any]], bool]
     vocab_size: Callable[[Mapping[str, Any]], int | None]
@@ -72,20 +73,23 @@ def _lm_vocab_size(call: Mapping[str, Any]) -> int | None:
 
 
 def _bridge_folder(module: Any, call: Mapping[str, Any]) -> str:
+    override = call.get("checkpoint_path_override")  # from 0.4 on; there is no iteration then
+    if override is not None:
+        return override
     return module.get_checkpoint_name(call["load_dir"], call["iteration"], call["release"])
 
 
 DRIVERS: tuple[Driver, ...] = (
     Driver(
         "megatron.training.checkpointing",
-        "_load_base_checkpoint",
+        ("_load_base_checkpoint",),
         _lm_folder,
         lambda call: bool(getattr(call["args"], "strict_fsdp_dtensor_load", False)),
         _lm_vocab_size,
     ),
     Driver(
         "megatron.bridge.training.checkpointing",
-        "_load_fsdp_dtensor_base_checkpoint",
+        ("load_fsdp_dtensor_checkpoint", "_load_fsdp_dtensor_base_checkpoint"),  # from 0.6; before
         _bridge_folder,
         lambda call: bool(getattr(call["ckpt_cfg"], "strict_fsdp_dtensor_load", False)),
         lambda call: getattr(getattr(call.get("cfg"), "model", None), "vocab_size", None),
@@ -96,11 +100,11 @@ DRIVERS: tuple[Driver, ...] = (
 def missing() -> list[str]:
     """Functions that the drivers that are loaded do not have, as dotted paths."""
     return [
-        f"{driver.module}.{name}"
+        f"{driver.module}.{' or '.join(names)}"
         for driver in DRIVERS
         if (module := sys.modules.get(driver.module)) is not None
-        for name in (PREPROCESS, driver.loader)
-        if not hasattr(module, name)
+        for names in ((PREPROCESS,), driver.loaders)
+        if not any(hasattr(module, name) for name in names)
     ]
 
 
@@ -116,14 +120,15 @@ def install() -> None:
         module = sys.modules.get(driver.module)
         if module is not None:
             _wrap(module, PREPROCESS, _preprocess)
-            _wrap(module, driver.loader, functools.partial(_load, driver, module))
+            loader = next(name for name in driver.loaders if hasattr(module, name))
+            _wrap(module, loader, functools.partial(_load, driver, module))
 
 
 def uninstall() -> None:
     """Gives the drivers their own functions back. Harmless when not installed."""
     for driver in DRIVERS:
         module = sys.modules.get(driver.module)
-        for name in (PREPROCESS, driver.loader):
+        for name in (PREPROCESS, *driver.loaders):
             original = getattr(getattr(module, name, None), _ORIGINAL, None)
             if original is not None:
                 setattr(module, name, original)

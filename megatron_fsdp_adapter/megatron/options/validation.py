@@ -76,6 +76,8 @@ def _shards_weights(config: Any) -> bool:
     return row is not None and row.shard_weights
 
 
+WEIGHT_HASH = "with 'optim_grads_params' no rank has whole weights to hash; leave it out"
+
 LAUNCH_RULES: tuple[Rule, ...] = (
     Rule(
         "use_torch_fsdp2",
@@ -106,7 +108,7 @@ LAUNCH_RULES: tuple[Rule, ...] = (
             _shards_weights(args)
             and getattr(args, "check_weight_hash_across_dp_replicas_interval", None) is not None
         ),
-        "with 'optim_grads_params' no rank has whole weights to hash; leave it out",
+        WEIGHT_HASH,
     ),
     Rule(
         "enable_full_sharding_in_hsdp",
@@ -145,6 +147,18 @@ LAUNCH_RULES: tuple[Rule, ...] = (
 )
 """What a training run of Megatron-LM can get wrong beside the configs that it makes."""
 
+
+
+def _reorders_rows(option: str) -> Rule:
+    name = option.split(".")[1]
+    return Rule(
+        option,
+        lambda cfg: bool(getattr(cfg.model, name, None)),
+        "Megatron-Bridge reorders rows of gate and linear in its checkpoints, which here are two "
+        "tensors each; leave it unset",
+    )
+
+
 BRIDGE_RULES: tuple[Rule, ...] = (
     Rule(
         "dist.use_torch_fsdp2",
@@ -164,8 +178,8 @@ BRIDGE_RULES: tuple[Rule, ...] = (
     Rule(
         "dist.use_decentralized_pg",
         lambda cfg: bool(getattr(cfg.dist, "use_decentralized_pg", False)),
-        "it needs use_gloo_process_groups=False, with which Megatron-Bridge saves only torch_dist "
-        "checkpoints; set it to False",
+        "its process groups were never run with this wrapper, and Megatron-Bridge before 0.6 has "
+        "no checkpoints of sharded weights with them; set it to False",
     ),
     Rule(
         "checkpoint.ckpt_format",
@@ -176,8 +190,26 @@ BRIDGE_RULES: tuple[Rule, ...] = (
     Rule(
         "checkpoint.async_save",
         lambda cfg: cfg.checkpoint.async_save,
-        "Megatron-Bridge saves asynchronously only in the torch_dist format; set it to False",
+        "Megatron-Bridge before 0.6 saves asynchronously only in the torch_dist format, and later "
+        "releases write where a save that is interrupted is taken for a whole one; set it to False",
     ),
+    Rule(
+        "checkpoint.also_save_hf_checkpoint",
+        lambda cfg: bool(getattr(cfg.checkpoint, "also_save_hf_checkpoint", False)),
+        f"Megatron-Bridge refuses it with {CKPT_FORMAT!r}; set it to False, and convert the "
+        "checkpoint",
+    ),
+    Rule(
+        "train.check_weight_hash_across_dp_replicas_interval",
+        lambda cfg: (
+            _shards_weights(cfg.ddp)
+            and getattr(cfg.train, "check_weight_hash_across_dp_replicas_interval", None)
+            is not None
+        ),
+        WEIGHT_HASH,
+    ),
+    _reorders_rows("model.moe_mlp_glu_interleave_size"),
+    _reorders_rows("model.moe_shared_expert_glu_interleave_size"),
     Rule(
         "model.cpu_offloading",
         lambda cfg: (
