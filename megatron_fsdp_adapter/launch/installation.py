@@ -34,7 +34,8 @@ class Rebinding:
     module, name: where Megatron defines it; replacement: returns ours; everywhere: also rebind it
     in every loaded megatron module that holds the same object; required: its absence means a
     Megatron that we do not support (else it is skipped: that version has no such helper); refused:
-    a class that cannot be constructed meanwhile.
+    a class that cannot be constructed meanwhile; makers: modules that construct it and keep the
+    original, so that it is that error.
     """
 
     module: str
@@ -43,6 +44,7 @@ class Rebinding:
     everywhere: bool = True
     required: bool = False
     refused: bool = False
+    makers: tuple[str, ...] = ()
 
 
 def _wrapper_class() -> object:
@@ -50,6 +52,12 @@ def _wrapper_class() -> object:
     from megatron_fsdp_adapter.megatron.adapter import FullyShardedDataParallel
 
     return FullyShardedDataParallel
+
+
+def _inner_class() -> object:
+    from megatron_fsdp_adapter.megatron.inner import ShardedModule
+
+    return ShardedModule
 
 
 def _ddp_config_class() -> object:
@@ -79,6 +87,14 @@ REBINDINGS: tuple[Rebinding, ...] = (
     # what is one.
     Rebinding(
         WRAPPER, "FullyShardedDataParallelV1", _wrapper_class, refused=True
+    ),
+    # Megatron-Bridge unwraps models down to it before it converts their weights.
+    Rebinding(
+        f"{_ENGINE}.megatron_fsdp",
+        "MegatronFSDP",
+        _inner_class,
+        refused=True,
+        makers=(f"{_ENGINE}.fully_shard",),
     ),
     Rebinding(
         "megatron.core.distributed.distributed_data_parallel_config",
@@ -113,11 +129,12 @@ def install() -> None:
     """
     # Imported late: these import megatron.core, and importing install must not.
     from megatron_fsdp_adapter.megatron import fused_wgrad, optimizer, supported
-    from megatron_fsdp_adapter.megatron.checkpoint import checkpoint_drivers
+    from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights, checkpoint_drivers
 
     supported.require_supported_core(_missing_for_installation)
     optimizer.install()
     fused_wgrad.install()
+    bridge_weights.install()
     checkpoint_drivers.install()
     for rebinding in REBINDINGS:
         module = _module_of(rebinding)
@@ -137,7 +154,7 @@ def uninstall() -> None:
     Wrappers that were already constructed stay what they are.
     """
     from megatron_fsdp_adapter.megatron import fused_wgrad, optimizer
-    from megatron_fsdp_adapter.megatron.checkpoint import checkpoint_drivers
+    from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights, checkpoint_drivers
 
     megatron_saves.uninstall()
     for rebinding in reversed(REBINDINGS):
@@ -154,6 +171,7 @@ def uninstall() -> None:
     optimizer.uninstall()
     fused_wgrad.uninstall()
     checkpoint_drivers.uninstall()
+    bridge_weights.uninstall()
 
 
 def places() -> dict[str, list[str]]:
@@ -201,9 +219,14 @@ def missing_names(rebindings: Iterable[Rebinding] = REBINDINGS) -> list[str]:
 
 
 def _missing_for_installation() -> list[str]:
-    from megatron_fsdp_adapter.megatron.checkpoint import checkpoint_drivers
+    from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights, checkpoint_drivers
 
-    return [*missing_names(), *checkpoint_drivers.missing(), *megatron_saves.missing()]
+    return [
+        *missing_names(),
+        *checkpoint_drivers.missing(),
+        *megatron_saves.missing(),
+        *bridge_weights.missing(),
+    ]
 
 
 def _module_of(rebinding: Rebinding) -> ModuleType | None:
@@ -221,12 +244,15 @@ def _module_of(rebinding: Rebinding) -> ModuleType | None:
 def _rebind(rebinding: Rebinding, module: ModuleType, old: object, new: object) -> None:
     setattr(module, rebinding.name, new)
     if rebinding.everywhere:
-        rebind_everywhere(old, new)
+        rebind_everywhere(old, new, rebinding.makers)
 
 
-def rebind_everywhere(old: object, new: object) -> None:
-    """Puts `new` wherever a loaded megatron module holds `old`, inside tuples too."""
+def rebind_everywhere(old: object, new: object, but_in: Iterable[str] = ()) -> None:
+    """Puts `new` wherever a loaded megatron module holds `old`, inside tuples too; not in the
+    modules that `but_in` names."""
     for holder in _loaded_megatron_modules():
+        if holder.__name__ in but_in:
+            continue
         for name, value in list(vars(holder).items()):
             replaced = _replace(value, old, new)
             if replaced is not value:
@@ -242,9 +268,9 @@ def _refuse_construction(original: Any) -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
             f"{original.__module__}.{original.__name__} was constructed while "
-            "megatron_fsdp_adapter is installed: the module that did so had imported the class "
-            "before install(), and is not one of megatron's; call install() before it is "
-            "imported, or uninstall() to use Megatron's own wrapper"
+            "megatron_fsdp_adapter is installed: either by Megatron's own fully_shard(), or by a "
+            "module that had imported the class before install() and is not one of megatron's; "
+            "call install() before that is imported, or uninstall() to use Megatron's own wrapper"
         )
 
     setattr(original, _CONSTRUCTOR, vars(original)["__init__"])

@@ -10,6 +10,7 @@ marks them as Megatron expects and forwards its calls.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -43,7 +44,7 @@ from ..sharding.sharded_module import (
 )
 from . import cuda_graphs
 from . import optimizer as optimizer_seam
-from .checkpoint import checkpoint_drivers, megatron_saves
+from .checkpoint import bridge_weights, checkpoint_drivers, megatron_saves
 from .core_init import core_initialisers
 from .fp8 import CACHE_OPTION, switch_off_weight_cache
 from .fused_wgrad import grad_writer
@@ -114,8 +115,11 @@ class ParamAndGradBuffer:
     parameter_groups: tuple[()] = ()
     """Read only to find FP8 parameters, of which there are none."""
 
-    def __init__(self, engine: FsdpEngine, slots: RegisteredMemory | None) -> None:
+    def __init__(
+        self, engine: FsdpEngine, slots: RegisteredMemory | None, use_decoupled_grad: bool
+    ) -> None:
         self._engine, self._slots = engine, slots
+        self.use_decoupled_grad = use_decoupled_grad  # as asked for: both names hold the gradient
 
     def copy_main_weights_to_model_weights(self) -> None:
         """The optimizer has stepped: gathered weights are outdated. The cast itself happens in
@@ -176,6 +180,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         )
         optimizer_seam.install()
         if installed():
+            bridge_weights.install()
             checkpoint_drivers.install()
             megatron_saves.install()  # what was imported after install()
         self.disable_bucketing = disable_bucketing
@@ -196,7 +201,12 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         if self._fuses_wgrads or (config.fp8 and self.engine.config.strategy.shard_weights):
             forced |= {CACHE_OPTION: True} if switch_off_weight_cache(module) else {}
         self.module = ShardedModule(config, module, self.engine)
-        self.param_and_grad_buffer = ParamAndGradBuffer(self.engine, self._slot_memory)
+        self.param_and_grad_buffer = ParamAndGradBuffer(
+            self.engine,
+            self._slot_memory,
+            bool(getattr(ddp_config, "megatron_fsdp_use_decoupled_grad", False)),
+        )
+        self.module.param_and_grad_buffer = self.param_and_grad_buffer
         for pair in self.engine.pairs:
             self._mark(pair)
         # RNG states are left alone: nothing here draws numbers, so they are as the caller seeded
@@ -336,6 +346,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         param.__fsdp_param__ = True  # type: ignore[attr-defined]
         param.megatron_fsdp_dist_index = self.megatron_fsdp_dist_index  # type: ignore[attr-defined]
         param.orig_param = raw  # type: ignore[attr-defined]
+        for shown in (raw, param):
+            shown._fsdp_engine = weakref.ref(self.engine)  # type: ignore[attr-defined]
         mark_shard(pair, _split_offset(pair))
 
     def _announce(self, forced: Mapping[str, bool]) -> None:

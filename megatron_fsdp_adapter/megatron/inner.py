@@ -12,7 +12,12 @@ from ..sharding.sharded_module import ShardedStateDict, refuse_compilation
 
 
 class ShardedModule(ShardedStateDict, MegatronModule):
-    """The inner wrapper: state dicts of sharded weights, and the entry of every forward pass."""
+    """The inner wrapper: state dicts of sharded weights, and the entry of every forward pass.
+
+    param_and_grad_buffer: the outer wrapper's, which Megatron's own inner wrapper has too.
+    """
+
+    param_and_grad_buffer: Any
 
     def __init__(self, config: Any, module: nn.Module, engine: FsdpEngine) -> None:
         super().__init__(config=config)

@@ -107,8 +107,10 @@ def prepare_bridge() -> None:
         sys.meta_path.insert(0, _Finder())
     on_cpu.prepare(BRIDGE_MODULES, ("megatron.bridge", "megatron.training"))
     from megatron.bridge.models import gpt_provider
+    from megatron.bridge.peft import utils as peft_utils
     from megatron.bridge.training import initialize
 
+    peft_utils.HAVE_TE = importlib.util.find_spec(TE) is not None  # core's import of it says so
     gpt_provider.transformer_engine_layer_spec = gpt_provider.local_layer_spec
     for name, module in list(sys.modules.items()):  # the recipe's, wherever a release has it
         if name.startswith("megatron.bridge.recipes.llama") and hasattr(module, "AutoBridge"):
