@@ -1,6 +1,6 @@
 """Runs the tests of a framework on Megatron, unmodified, with this package's wrapper.
 
-    torchrun --nproc_per_node 2 -m pytest -p megatron_fsdp_adapter.launch.pytest_plugin path/to/tests
+    torchrun --nproc_per_node 2 -m pytest -p megatron_fsdp_adapter.launch.pytest_plugin tests
 
 Installs before the tests are collected, and again after, when everything that they import is
 loaded; then prints where the wrapper is. A megatron-core from a wheel cannot build its dataset

@@ -22,8 +22,8 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from .core.engine.engine import FsdpEngine
-from .core.uneven_dtensor import whole_tensor
+from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.core.uneven_dtensor import whole_tensor
 
 MODULE = "megatron.bridge.models.conversion.model_bridge"
 CLASS = "MegatronModelBridge"
