@@ -128,11 +128,11 @@ def install() -> None:
     every name that it lacks.
     """
     # Imported late: these import megatron.core, and importing install must not.
-    from megatron_fsdp_adapter.megatron import fused_wgrad, optimizer, supported
+    from megatron_fsdp_adapter.megatron import fused_wgrad, optimizer_seam, supported
     from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights, checkpoint_drivers
 
     supported.require_supported_core(_missing_for_installation)
-    optimizer.install()
+    optimizer_seam.install()
     fused_wgrad.install()
     bridge_weights.install()
     checkpoint_drivers.install()
@@ -153,7 +153,7 @@ def uninstall() -> None:
 
     Wrappers that were already constructed stay what they are.
     """
-    from megatron_fsdp_adapter.megatron import fused_wgrad, optimizer
+    from megatron_fsdp_adapter.megatron import fused_wgrad, optimizer_seam
     from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights, checkpoint_drivers
 
     megatron_saves.uninstall()
@@ -168,7 +168,7 @@ def uninstall() -> None:
             _allow_construction(original)
         if not originals:
             delattr(module, ORIGINALS)
-    optimizer.uninstall()
+    optimizer_seam.uninstall()
     fused_wgrad.uninstall()
     checkpoint_drivers.uninstall()
     bridge_weights.uninstall()

@@ -42,8 +42,7 @@ from ..sharding.sharded_module import (
     refuse_conversions,
     register_state_dict_hooks,
 )
-from . import cuda_graphs
-from . import optimizer as optimizer_seam
+from . import cuda_graphs, optimizer_seam
 from .checkpoint import bridge_weights, checkpoint_drivers, megatron_saves
 from .core_init import core_initialisers
 from .fp8 import CACHE_OPTION, switch_off_weight_cache
@@ -178,7 +177,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             "FullyShardedDataParallel",
             self._problems(module, fsdp_unit_modules, device, pg_collection),
         )
-        optimizer_seam.install()
+        optimizer_seam.install_while_alive(self)
         if installed():
             bridge_weights.install()
             checkpoint_drivers.install()

@@ -7,7 +7,6 @@ AdamW, TE or apex FusedAdam) is made to step on local tensors (`local_optimizer.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -420,48 +419,3 @@ REPLACED: tuple[Replacement, ...] = (
     ),
     Replacement(DistributedOptimizer, "load_state_dict", _load_state, ((*_OWN, "state_dict"),)),
 )  # fmt: skip
-
-
-def _is_ours(function: Any) -> bool:
-    return hasattr(function, "_fsdp_original")
-
-
-def problems() -> list[str]:
-    """What `install()` replaces and this megatron-core does not have, or has with other parameters;
-    dotted paths, with what was found."""
-    return [
-        problem
-        for row in REPLACED
-        if not _is_ours(getattr(row.owner, row.name, None))
-        and (problem := row.problem()) is not None
-    ]
-
-
-def install() -> None:
-    """Puts the functions of `REPLACED` in place of core's. Idempotent."""
-    for row in REPLACED:
-        original = getattr(row.owner, row.name)
-        if _is_ours(original):
-            continue
-
-        def function(*args: Any, _to: Any = row.ours, _from: Any = original, **kwargs: Any) -> Any:
-            return _to(_from, *args, **kwargs)
-
-        functools.update_wrapper(function, original)
-        held = vars(row.owner).get(row.name)
-        function._fsdp_original = original  # type: ignore[attr-defined]
-        function._fsdp_held = held  # type: ignore[attr-defined]
-        is_static = isinstance(held, staticmethod)
-        setattr(row.owner, row.name, staticmethod(function) if is_static else function)
-
-
-def uninstall() -> None:
-    """Puts the originals back. Optimizers that were adopted stay so."""
-    for row in REPLACED:
-        function = getattr(row.owner, row.name, None)
-        if not _is_ours(function):
-            continue
-        if function._fsdp_held is None:  # type: ignore[union-attr]
-            delattr(row.owner, row.name)  # it was inherited
-        else:
-            setattr(row.owner, row.name, function._fsdp_held)  # type: ignore[union-attr]

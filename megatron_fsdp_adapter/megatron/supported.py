@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import megatron.core
 
-from . import optimizer
+from . import optimizer_seam
 from .seams import releases
 
 
@@ -22,7 +22,7 @@ def require_supported_core(missing_also: Callable[[], Iterable[str]] = tuple) ->
     version = core_version()
     found = releases.core_problem(version)
     if found is None:
-        found = releases.seam_problem(version, [*optimizer.problems(), *missing_also()])
+        found = releases.seam_problem(version, [*optimizer_seam.problems(), *missing_also()])
     if found is not None:
         raise RuntimeError(found)
     releases.warn_if_untested(version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_adapter.megatron import optimizer as seam
+from megatron_fsdp_adapter.megatron import optimizer_seam as seam
 from tests.distributed.checks import free_run
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -62,6 +63,35 @@ def test_install_can_be_repeated_and_undone(not_installed: None) -> None:
     for _ in range(2):
         seam.uninstall()
         assert _methods() == original
+
+
+def test_constructing_a_wrapper_changes_megatron_for_as_long_as_one_lives(
+    not_installed: None,
+) -> None:
+    original = _methods()
+    trainers = [build_trainer(CASE, strategy, DEVICE) for strategy in ("optim", "no_shard")]
+    assert all(_methods()[name] is not original[name] for name in original)
+    del trainers[0]
+    gc.collect()
+    assert all(_methods()[name] is not original[name] for name in original)
+    trainers.clear()
+    gc.collect()
+    assert _methods() == original
+
+
+def test_a_wrapper_that_goes_leaves_what_install_has_put_there(not_installed: None) -> None:
+    seam.install()
+    installed = _methods()
+    trainer = build_trainer(CASE, "optim", DEVICE)
+    del trainer
+    gc.collect()
+    assert _methods() == installed
+    trainer = build_trainer(CASE, "optim", DEVICE)
+    seam.uninstall()
+    original = _methods()
+    del trainer
+    gc.collect()
+    assert _methods() == original
 
 
 def test_stock_training_is_not_touched_by_the_seam(not_installed: None) -> None:
