@@ -16,9 +16,8 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_adapter import bridge_weights
 from megatron_fsdp_adapter.launch import installation
-from megatron_fsdp_adapter.megatron.checkpoint import checkpoint_drivers
+from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights, checkpoint_drivers
 from tests.distributed.gpt import Case, Trainer, build_trainer, init_megatron
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
