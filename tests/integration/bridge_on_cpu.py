@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as a script, its own folder is there
 
-from tests.integration import on_cpu
+from tests.integration import absent_packages, on_cpu  # noqa: F401
 
 NEEDS_TE = ("megatron.bridge.peft.lora", "megatron.bridge.peft.lora_layers")
 TE = "transformer_engine"

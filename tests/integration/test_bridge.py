@@ -18,6 +18,7 @@ import pytest
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.integration import lm_log
+from tests.integration.bridge_on_cpu import TINY_LLAMA
 from tests.integration.lm_runs import ROOT, train_recipe
 
 pytestmark = pytest.mark.full
@@ -65,15 +66,20 @@ def in_process(body: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> lm_log.Values:
-    """The same recipe with Megatron's own DDP: the example script without its one line."""
-    script = tmp_path_factory.mktemp("stock") / "stock.py"
+def stock_script(folder: Path) -> Path:
+    """The example script without its one line."""
     line = "    apply_fsdp_overrides(cfg, strategy=given.strategy)\n"
     text = EXAMPLE.read_text()
     assert line in text
+    script = folder / "stock.py"
     script.write_text(text.replace(line, ""))
-    run = train_recipe(script, [])
+    return script
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> lm_log.Values:
+    """The same recipe with Megatron's own DDP."""
+    run = train_recipe(stock_script(tmp_path_factory.mktemp("stock")), [])
     assert run.status == 0, run.end
     assert "FullyShardedDataParallel: strategy" not in run.log
     return run.values
@@ -105,6 +111,27 @@ def test_saves_and_resumes(strategy: str, tmp_path: Path) -> None:
     assert resumed.status == 0, resumed.end
     assert (2, "grad norm") not in resumed.values
     assert lm_log.differences(whole.values, resumed.values, start=3) == []
+
+
+@pytest.mark.parametrize("strategy", ("optim_grads_params", "optim"))
+def test_starts_from_a_hugging_face_folder(
+    stock: lm_log.Values, strategy: str, tmp_path: Path
+) -> None:
+    """As with Megatron's own DDP; weights are those of the folder."""
+    from megatron.bridge.training import checkpointing
+
+    if not hasattr(checkpointing, "is_hf_checkpoint_dir"):
+        pytest.skip("this Megatron-Bridge starts from no such folder (is_hf_checkpoint_dir)")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**TINY_LLAMA)).save_pretrained(tmp_path / "hf")
+    start = [f"checkpoint.pretrained_checkpoint={tmp_path / 'hf'}"]
+    expected = train_recipe(stock_script(tmp_path), start)
+    assert expected.status == 0, expected.end
+    assert lm_log.differences(stock, expected.values) != []
+    run = train_recipe(EXAMPLE, ["--strategy", strategy, *start])
+    assert run.status == 0, run.end
+    assert lm_log.differences(expected.values, run.values, last_digit=1) == []
 
 
 def test_overrides_make_a_recipe_that_bridge_accepts() -> None:

@@ -82,6 +82,9 @@ BREAKING: dict[str, dict[str, Any]] = {
     "dist.use_tp_pp_dp_mapping": {"dist__use_tp_pp_dp_mapping": True},
     "dist.use_decentralized_pg": {"dist__use_decentralized_pg": True},
     "checkpoint.async_save": {"checkpoint__async_save": True},
+    "checkpoint.pretrained_checkpoint": {  # a folder without a config.json, and adapters
+        "peft": "lora", "checkpoint__pretrained_checkpoint": str(ROOT / "docs")
+    },
     "checkpoint.also_save_hf_checkpoint": {"checkpoint__also_save_hf_checkpoint": True},
     "train.check_weight_hash_across_dp_replicas_interval": {
         "train__check_weight_hash_across_dp_replicas_interval": 5
@@ -110,6 +113,12 @@ def test_what_cannot_be_set_right_is_named(
     with pytest.raises(ValueError, match=f"  - {option}="):
         apply_fsdp_overrides(recipe(**BREAKING[option]), environment={})
     nothing_is_installed.assert_not_called()
+
+
+def test_adapters_may_start_from_a_hugging_face_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    changed = {"peft": "lora", "checkpoint__pretrained_checkpoint": str(tmp_path)}
+    apply_fsdp_overrides(recipe(**changed), environment={})
 
 
 def test_every_rule_of_a_recipe_has_its_case() -> None:

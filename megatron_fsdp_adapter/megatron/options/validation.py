@@ -194,6 +194,16 @@ BRIDGE_RULES: tuple[Rule, ...] = (
         "releases write where a save that is interrupted is taken for a whole one; set it to False",
     ),
     Rule(
+        "checkpoint.pretrained_checkpoint",
+        lambda cfg: (
+            getattr(cfg, "peft", None) is not None
+            and _is_not_hugging_face(cfg.checkpoint.pretrained_checkpoint)
+        ),
+        "with adapters it is loaded before the model is wrapped, which Megatron-Bridge cannot do "
+        "from sharded weights; give a Hugging Face folder (from 0.6 on), such as 'python -m "
+        "megatron_fsdp_adapter convert' makes of a checkpoint",
+    ),
+    Rule(
         "checkpoint.also_save_hf_checkpoint",
         lambda cfg: bool(getattr(cfg.checkpoint, "also_save_hf_checkpoint", False)),
         f"Megatron-Bridge refuses it with {CKPT_FORMAT!r}; set it to False, and convert the "
@@ -224,6 +234,13 @@ BRIDGE_RULES: tuple[Rule, ...] = (
     ),
 )
 """What a `ConfigContainer` can get wrong beside the configs in it. Options are paths in it."""
+
+
+def _is_not_hugging_face(folder: str | None) -> bool:
+    """Of a folder that is there; Megatron-Bridge itself refuses others."""
+    if folder is None or not Path(folder).is_dir():
+        return False
+    return not Path(folder, "config.json").is_file()
 
 
 def _saves_or_loads(cfg: Any) -> bool:
