@@ -33,6 +33,7 @@ from .late_collectives import LaunchLog
 from .memory import Precision, group_bytes, model_bytes, with_slots
 
 GATHER, REDUCE, BROADCAST = "gathering weights", "reducing gradients", "broadcasting weights"
+COMPARE = "comparing what the ranks have launched in this step"
 
 Layouts = Mapping[str, Sequence[tuple[GroupLayout, int]]]
 """Of each unit the layouts of its groups, with this rank's number among their shards."""
@@ -91,10 +92,12 @@ class NamedCommunicator(Communicator):
 
     def describe(self, launch: Launch) -> str:
         """What `launch` is doing, where and between whom."""
-        ranks = dist.get_process_group_ranks(self.group)
+        if launch.action == COMPARE:
+            return f"{COMPARE}, between ranks {self.ranks}"
         phase = "backward" if launch.backward else "forward"
         when = "at construction" if launch.action == BROADCAST else f"in {phase}"
-        return f"{launch.action} of {self._name_of(launch.carried)} {when}, between ranks {ranks}"
+        carried = self._name_of(launch.carried)
+        return f"{launch.action} of {carried} {when}, between ranks {self.ranks}"
 
     def _failed(self, launch: Launch, error: RuntimeError) -> CommunicationError:
         return CommunicationError(
@@ -132,6 +135,9 @@ class NamedCommunicator(Communicator):
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         return self._named(REDUCE, tensors[0], partial(super().all_reduce, tensors))
+
+    def all_max(self, tensor: torch.Tensor) -> list[Any]:
+        return self._named(COMPARE, tensor, partial(super().all_max, tensor))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         self._named(BROADCAST, tensor, partial(super().broadcast, tensor))

@@ -188,6 +188,8 @@ class RecordingRuntime:
         log: what happened to labelled buffers and events, in host order.
     """
 
+    host_waits = False  # as on CUDA
+
     def __init__(self, *others: str) -> None:
         self.device, self.poison = torch.device("cpu"), False
         self.log: list[Entry] = []
@@ -257,6 +259,14 @@ class RecordingRuntime:
 
     def abandon(self) -> None:
         """Nothing: what is submitted has run."""
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
+        """Read by the present role, in its order: the host waits for an event behind that."""
+        values = tensor.tolist()
+        return lambda: values
+
+    def is_capturing(self) -> bool:
+        return False
 
     # For the test.
 

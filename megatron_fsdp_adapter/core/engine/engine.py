@@ -22,6 +22,7 @@ from .gather import GatherPipeline
 from .group import GradState, ParamGroup
 from .guard import unchecked
 from .identity import Identity, IdentitySwitch, ParamPair, make_pairs
+from .launches import LaunchComparison
 from .partition import ROOT, UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
@@ -90,9 +91,12 @@ class FsdpEngine:
         self.order = PrefetchOrder(
             len(self.units), [u.ordinal for u in self.units if not u.backward_reads_weights]
         )
-        self.gather = GatherPipeline(self.units, config, runtime, gathers, outer, self.order)
+        self.launches = LaunchComparison(runtime, [*reduces.values(), *outer.values()])
+        self.gather = GatherPipeline(
+            self.units, config, runtime, gathers, outer, self.order, self.launches
+        )
         self.reduce = ReducePipeline(
-            config, runtime, reduces, outer, grad_check,
+            config, runtime, reduces, outer, self.launches, grad_check,
             memory_of_exchanges(self.groups, config, self._allocate_slots),
         )  # fmt: skip
         self.backward = BackwardPass(self.units, config, self.gather, self.reduce)
@@ -330,7 +334,8 @@ class FsdpEngine:
         which are shown from now on.
 
         Raises:
-            RuntimeError: gradients of this rank were not finite, with a `grad_check`.
+            RuntimeError: gradients of this rank were not finite, with a `grad_check`; or ranks have
+                launched different collectives in this step, on CUDA in the one before.
         """
         began = self.has_grads
         if not self.grads.attached and not self._is_idle:
@@ -338,6 +343,7 @@ class FsdpEngine:
             ran = self._ranks_with_grads(began)
             self.reduce.finish()
             self.show_optimizer_params()
+            self.launches.compare()
             if ran is not None and not began and ran.item() == 0:
                 self.zero_grads()
                 return

@@ -18,6 +18,7 @@ from megatron_fsdp_adapter.core.runtime.comm import Communicator, Pair
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
 from .group import ParamGroup, by_domain
+from .launches import GATHERED, GATHERED_OUTER, LaunchComparison
 from .prefetch import PrefetchOrder
 from .unit import Phase, Unit
 
@@ -26,6 +27,7 @@ class GatherPipeline:
     """Args:
     units: in module order, root last.
     communicators, outer: by domain name, the ones that gathers run on, over each axis.
+    launches: is told of every gather.
 
     forward_follows: whether a forward pass comes right after the backward pass that is running.
     If so, the end of that backward launches the gathers that the forward asks for first.
@@ -39,10 +41,11 @@ class GatherPipeline:
         communicators: Mapping[str, Communicator],
         outer: Mapping[str, Communicator],
         order: PrefetchOrder,
+        launches: LaunchComparison,
     ) -> None:
         self.units, self.config, self.runtime = units, config, runtime
         self.communicators, self.outer = communicators, outer
-        self.order = order
+        self.order, self.launches = order, launches
         self.forward_follows = False
         self._ahead: list[Unit] = []
         self._holders: dict[int, Unit] = {}
@@ -121,13 +124,14 @@ class GatherPipeline:
                 group.write_own_weights()
 
     def _gather_outer(self, unit: Unit) -> list[Any]:
-        return self._launch(self.outer, unit, lambda group: group.outer_pairs)
+        return self._launch(GATHERED_OUTER, self.outer, unit, lambda group: group.outer_pairs)
 
     def _all_gather(self, unit: Unit) -> list[Any]:
-        return self._launch(self.communicators, unit, lambda group: group.gather_pairs)
+        return self._launch(GATHERED, self.communicators, unit, lambda group: group.gather_pairs)
 
     def _launch(
         self,
+        kind: str,
         communicators: Mapping[str, Communicator],
         unit: Unit,
         pairs_of: Callable[[ParamGroup], list[Pair]],
@@ -136,6 +140,7 @@ class GatherPipeline:
         works = []
         for domain, groups in by_domain(unit.groups).items():
             if domain in communicators:
+                self.launches.note(kind, groups, communicators[domain])
                 pairs = [pair for group in groups for pair in pairs_of(group)]
                 works += communicators[domain].all_gather(pairs)
         return works

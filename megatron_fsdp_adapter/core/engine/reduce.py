@@ -30,6 +30,7 @@ from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime, 
 
 from .buffer import FlatBuffer, copy_each, segments_in
 from .group import GradState, ParamGroup, by_domain
+from .launches import REDUCED, REDUCED_OUTER, LaunchComparison
 from .unit import Unit
 
 MAX_BUCKETS = 2
@@ -82,6 +83,7 @@ class GradCheck(Protocol):
 class ReducePipeline:
     """Args:
     communicators, outer: by domain name, the ones that reductions run on, over each axis.
+    launches: is told of every reduction.
     check: looks at gradients before they are communicated.
     received: uint8 memory for the pieces of an exchange (`exchange_gradients`).
     """
@@ -92,11 +94,12 @@ class ReducePipeline:
         runtime: Runtime,
         communicators: Mapping[str, Communicator],
         outer: Mapping[str, Communicator],
+        launches: LaunchComparison,
         check: GradCheck | None = None,
         received: torch.Tensor | None = None,
     ) -> None:
         self.config, self.runtime = config, runtime
-        self.communicators, self.outer = communicators, outer
+        self.communicators, self.outer, self.launches = communicators, outer, launches
         self._received = received
         self._count = torch.zeros(1, device=runtime.device)  # only the reduce stream writes it
         self._in_flight: deque[InFlight] = deque()
@@ -200,6 +203,7 @@ class ReducePipeline:
         self, group: ParamGroup, late: FlatBuffer, segments: list[torch.Tensor], scale: float
     ) -> list[Any]:
         communicator = self.communicators[group.key.domain]
+        self.launches.note(REDUCED, [group], communicator)
         if self._exchanges:
             shards = list(zip(group.grad_segments, segments, strict=True))
             return communicator.reduce_scatter_by_exchange(shards, self._received, scale, True)
@@ -308,6 +312,7 @@ class ReducePipeline:
     def _communicate_outer(self, groups: Sequence[ParamGroup]) -> list[Any]:
         works = []
         for domain, mine in largest_domain_first(groups):
+            self.launches.note(REDUCED_OUTER, mine, self.outer[domain])
             parts = [part for group in mine for part in group.grad_segments]
             if self.config.shard_outer:
                 own = [part for group in mine for part in group.held_grads]
@@ -322,6 +327,7 @@ class ReducePipeline:
         works = []
         for domain, mine in largest_domain_first(groups):
             communicator = self.communicators[domain]
+            self.launches.note(REDUCED, mine, communicator)
             if self._exchanges:
                 for group in mine:
                     if self.runtime.poison and self._received is not None:

@@ -68,6 +68,7 @@ class Communicator:
         self.device = device
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
+        self.ranks = dist.get_process_group_ranks(group)
         self.capabilities = capabilities_of(group, device)
 
     def all_gather(self, pairs: Sequence[Pair]) -> list[Any]:
@@ -119,6 +120,16 @@ class Communicator:
         """Sums each flat tensor in place."""
         return self._launch([(tensor, tensor) for tensor in tensors], self._all_reduce_one)
 
+    def all_max(self, tensor: torch.Tensor) -> list[Any]:
+        """The largest of each element of the flat tensor, in place."""
+        return self._launch([(tensor, tensor)], self._all_max_one)
+
+    def all_objects(self, value: Any) -> dict[int, Any]:
+        """Every rank's `value`, which can be pickled, by global rank. Waits for the device."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return dict(zip(self.ranks, found, strict=True))
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrites `tensor` with that of the group's first rank; returns when enqueued (NCCL)
         or done (gloo)."""
@@ -133,6 +144,10 @@ class Communicator:
 
     def _all_reduce_one(self, pair: Pair, async_op: bool) -> Any:
         return dist.all_reduce(pair[0], group=self.group, async_op=async_op)
+
+    def _all_max_one(self, pair: Pair, async_op: bool) -> Any:
+        op = dist.ReduceOp.MAX
+        return dist.all_reduce(pair[0], op=op, group=self.group, async_op=async_op)
 
     def _launch(self, pairs: Sequence[Pair], one: Callable[[Pair, bool], Any]) -> list[Any]:
         if self.size == 1:

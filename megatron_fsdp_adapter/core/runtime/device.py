@@ -30,10 +30,12 @@ Works = Iterable[Any] | None
 class Runtime(Protocol):
     """What the engine needs of a device. `on_out_of_memory` is told what could not be allocated,
     and may raise an error that says more. `poison`: storage is filled with NaN when it is handed
-    out, so that whatever reads what nobody wrote becomes NaN."""
+    out, so that whatever reads what nobody wrote becomes NaN. `host_waits`: the host waits wherever
+    compute does, so that results are there."""
 
     device: torch.device
     poison: bool
+    host_waits: bool
     on_out_of_memory: Callable[[torch.Tensor, RuntimeError], None]
 
     def submit(self, role: str, *tasks: Callable[[], Works]) -> None:
@@ -65,6 +67,13 @@ class Runtime(Protocol):
 
     def abandon(self) -> None:
         """Forgets what was submitted and has not started: nobody needs it any more."""
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
+        """Starts to copy a tensor to the host, on the current stream; what is returned waits for
+        that and gives the elements, as `tolist` does."""
+
+    def is_capturing(self) -> bool:
+        """Whether what is submitted goes into a CUDA graph."""
 
 
 def fill_with_nan(flat: torch.Tensor) -> None:
@@ -104,6 +113,8 @@ class CudaRuntime(_StorageMixin):
     High priority lets NCCL's few thread blocks get their streaming multiprocessors while a large
     GEMM still has blocks to launch; without it a collective waits for the tail of the GEMM.
     """
+
+    host_waits = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -149,6 +160,21 @@ class CudaRuntime(_StorageMixin):
     def abandon(self) -> None:
         """Nothing: what is submitted is enqueued at once."""
 
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        copy.copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def read() -> Any:
+            copied.synchronize()
+            return copy.tolist()
+
+        return read
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
 
 @dataclass(frozen=True)
 class HostEvent:
@@ -160,6 +186,8 @@ class HostEvent:
 
 class HostRuntime(_StorageMixin):
     """Roles are queues in front of background collectives (gloo)."""
+
+    host_waits = True
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device if device is not None else torch.device("cpu")
@@ -222,6 +250,12 @@ class HostRuntime(_StorageMixin):
         for role, queue in self._queues.items():
             self._finished[role] += len(queue)
             queue.clear()
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
+        return tensor.tolist
+
+    def is_capturing(self) -> bool:
+        return False
 
 
 def make_runtime(device: torch.device) -> Runtime:

@@ -1,0 +1,192 @@
+"""Ranks that use different units, or use them in another order."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.plain.fully_shard import _index_over
+from megatron_fsdp_adapter.core.topology import DENSE, FSDPDistributedIndex
+from tests.distributed.gpt import full_all
+from tests.distributed.late_gradients import WIDTH, Block, inputs
+from tests.distributed.launch import run_ranks
+
+STEPS, LR = 4, 0.05
+
+Path = Sequence[int]
+"""The blocks that a rank runs, in order; those with a minus sign (~number) for nothing."""
+
+
+class Chosen(nn.Module):
+    """Blocks of one size between two linear layers of the root's, of which each call runs those
+    that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.last = nn.Linear(WIDTH, 1, bias=False)
+
+    def forward(self, x: torch.Tensor, path: Path) -> torch.Tensor:
+        x = self.first(x)
+        for number in path:
+            if number >= 0:
+                x = self.blocks[number](x)
+            else:
+                self.blocks[~number](x)
+        return self.last(x)
+
+
+LIKE: dict[str, Callable[[int, int], Path]] = {
+    "as listed": lambda rank, step: (0, 1, 2, 3),
+    "the other way round": lambda rank, step: (3, 2, 1, 0),
+    "another one in each step": lambda rank, step: (0, 1 + step % 3),
+    "one for nothing": lambda rank, step: (0, ~1, 2, 3),
+    "one twice": lambda rank, step: (0, 1, 1, 2, 3),
+}
+"""What a rank runs in a step, by rank and step."""
+
+UNLIKE: dict[str, Callable[[int, int], Path]] = {
+    "another unit": lambda rank, step: (0, 2 if rank == 1 else 1, 3),
+    "another order": lambda rank, step: (0, 2, 1, 3) if rank == 1 else (0, 1, 2, 3),
+}
+
+HANGS = {("another order", "optim_grads_params")}
+"""Numbers of gathers that differ, as one rank gathers ahead what it does not use."""
+
+
+def _fresh() -> Chosen:
+    torch.manual_seed(3)
+    return Chosen()
+
+
+def _loss(model: nn.Module, step: int, rank: int, path: Path) -> torch.Tensor:
+    return model(inputs(step, 0, rank), path).float().square().mean()
+
+
+def _train(model: Any, optimizer: Any, ranks: Sequence[int], path: Any, steps: int) -> None:
+    """Steps on the mean of the ranks' losses."""
+    for step in range(steps):
+        for rank in ranks:
+            (_loss(model, step, rank, path(rank, step)) / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _reference(world: int, path: Any) -> dict[str, torch.Tensor]:
+    model = _fresh()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    _train(model, optimizer, range(world), path, STEPS)
+    return dict(model.state_dict())
+
+
+@functools.cache
+def _gather_group() -> Any:
+    return dist.new_group()
+
+
+def _with_gather_group(*args: Any) -> FSDPDistributedIndex:
+    """A communicator of their own for gathers, as Megatron's wrapper makes them. With one for both,
+    a gather on one rank meets a reduction on the other, and that hangs."""
+    index = _index_over(*args)
+    index.domains = {DENSE: replace(index.domains[DENSE], gather_group=_gather_group())}
+    return index
+
+
+def _sharded(strategy: str, mesh: Any = None) -> tuple[Any, Any]:
+    make = _index_over if mesh is not None else _with_gather_group
+    with patch("megatron_fsdp_adapter.plain.fully_shard._index_over", make):
+        model = fully_shard_model(
+            _fresh(), mesh, [Block], data_parallel_sharding_strategy=strategy
+        )
+    return model, fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=LR))
+
+
+def _off(model: Any, world: int, path: Any) -> float:
+    """The largest difference of a weight from that of a model that is trained without ranks."""
+    expected = _reference(world, path)
+    found = full_all(dict(model.named_parameters()))
+    return max(
+        float((found[f"module.{name}"] - value).abs().max()) for name, value in expected.items()
+    )
+
+
+def _step(model: Any, optimizer: Any, step: int, rank: int, path: Path) -> None:
+    _loss(model, step, rank, path).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _found(model: Any, optimizer: Any, rank: int, world: int, path: Any) -> str:
+    """The error of a step, which must be the same on all ranks."""
+    with pytest.raises(RuntimeError) as caught:
+        _step(model, optimizer, 0, rank, path(rank, 0))
+    texts: list[Any] = [None] * world
+    dist.all_gather_object(texts, str(caught.value))
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+def _check_text(text: str, world: int) -> None:
+    others = [rank for rank in range(world) if rank != 1]
+    found = dict(re.findall(r"  - ranks (\[.*\]): (?:weights|gradients) of (\S+) ", text))
+    assert found.keys() == {str(others), "[1]"}, text
+    assert {found[str(others)], found["[1]"]} <= {f"blocks.{i}/dense" for i in range(4)}, text
+    assert "launched different collectives" in text and "times 0" in text, text
+
+
+def _check(rank: int, world: int) -> None:
+    for strategy in STRATEGIES:
+        for name, path in LIKE.items():
+            model, optimizer = _sharded(strategy)
+            for step in range(STEPS):
+                _step(model, optimizer, step, rank, path(rank, step))
+            off = _off(model, world, path)
+            assert off <= 1e-6, f"{name}, {strategy}: off by {off}"
+        for name, path in UNLIKE.items():
+            if (name, strategy) in HANGS:
+                continue
+            model, optimizer = _sharded(strategy)
+            _check_text(_found(model, optimizer, rank, world, path), world)
+            kept = full_all(dict(model.named_parameters()))
+            assert all(torch.equal(kept[f"module.{n}"], p) for n, p in _fresh().named_parameters())
+
+
+def _check_outer(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("outer", "shard"))
+    path = UNLIKE["another order"]
+    for strategy in STRATEGIES:
+        model, optimizer = _sharded(strategy, mesh)
+        for step in range(STEPS):
+            _step(model, optimizer, step, rank, path(rank, step))
+        off = _off(model, world, path)
+        assert off <= 1e-6, f"{strategy}: off by {off}"
+        with model.no_sync():
+            _loss(model, 0, rank, path(rank, 0)).backward()
+        text = _found(model, optimizer, rank, world, path)
+        _check_text(text, world)
+        assert "(outer axis)" in text
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_ranks_that_use_other_units_are_told_so_and_like_ones_train(world: int) -> None:
+    """Units of one size: nothing else says so. Under every strategy."""
+    run_ranks(_check, world)
+
+
+def test_ranks_along_the_outer_axis_are_compared() -> None:
+    """Where units are reduced over it one by one, in the backward that is known to be the last.
+    Otherwise that is done at the step's end, in one order, and is right."""
+    run_ranks(_check_outer, 2)
