@@ -21,7 +21,7 @@ from megatron_fsdp_adapter.plain.fully_shard import _index_over
 from megatron_fsdp_adapter.core.topology import DENSE, FSDPDistributedIndex
 from tests.distributed.gpt import full_all
 from tests.distributed.late_gradients import WIDTH, Block, inputs
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import run_ranks, settle_ranks
 
 STEPS, LR = 4, 0.05
 
@@ -180,6 +180,17 @@ def _check_outer(rank: int, world: int) -> None:
         assert "(outer axis)" in text
 
 
+def _one_leaves(rank: int, world: int) -> None:
+    model, optimizer = _sharded("optim_grads")
+    if rank == 1:
+        model.engine.launches.compare = _leave
+    _step(model, optimizer, 0, rank, (0, 1, 2, 3))
+
+
+def _leave() -> None:
+    raise ValueError("before the comparison")
+
+
 @pytest.mark.parametrize("world", (2, 3))
 def test_ranks_that_use_other_units_are_told_so_and_like_ones_train(world: int) -> None:
     """Units of one size: nothing else says so. Under every strategy."""
@@ -190,3 +201,10 @@ def test_ranks_along_the_outer_axis_are_compared() -> None:
     """Where units are reduced over it one by one, in the backward that is known to be the last.
     Otherwise that is done at the step's end, in one order, and is right."""
     run_ranks(_check_outer, 2)
+
+
+def test_a_rank_that_does_not_come_to_the_comparison_is_reported() -> None:
+    (first, told), (second, own) = settle_ranks(_one_leaves, 2)
+    assert not first and not second and "before the comparison" in own, (told, own)
+    compared = "rank 0: comparing what the ranks have launched in this step, between ranks [0, 1]"
+    assert compared in told and "took another path through the model" in told, told

@@ -161,7 +161,7 @@ class CudaRuntime(_StorageMixin):
         """Nothing: what is submitted is enqueued at once."""
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
