@@ -14,6 +14,7 @@ from torch import nn
 from megatron_fsdp_adapter.core.topology import EXPERT
 from megatron_fsdp_adapter.megatron import optimizer as optimizer_seam
 from megatron_fsdp_adapter.megatron.adapter import SHARED_EMBEDDING
+from megatron_fsdp_adapter.megatron.seams.core_api import NORM_GRADIENTS
 
 from .topologies import TopologyTrainer
 
@@ -59,13 +60,13 @@ def count_shared_embedding_twice(trainer: TopologyTrainer) -> None:
 def count_replicas(trainer: TopologyTrainer) -> None:
     """Every rank counts the gradients that it holds without sharding (traps G4, H7)."""
     inner = trainer.optimizer
-    original = inner.get_main_grads_for_grad_norm
+    original = getattr(inner, NORM_GRADIENTS)
 
-    def counted() -> list[nn.Parameter]:
+    def counted(*group: str) -> list[nn.Parameter]:
         with mock.patch.object(optimizer_seam, "_replicas", lambda chunks: set()):
-            return original()
+            return original(*group)
 
-    inner.get_main_grads_for_grad_norm = functools.partial(counted)
+    setattr(inner, NORM_GRADIENTS, functools.partial(counted))
 
 
 @dataclass(frozen=True)
