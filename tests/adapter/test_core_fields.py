@@ -56,18 +56,19 @@ def _of_other_releases(installed: str) -> set[str]:
     """Fields that the installed release does not have yet, or no longer."""
     here = _release(installed)
     found: set[str] = set()
-    for release, names, _ in _changes():
-        is_absent = _release(release) > here if names[0] == "came" else _release(release) <= here
-        found |= set(names[1:]) if is_absent else set()
+    for release, change, names in _changes():
+        assert change in ("came", "gone")
+        is_absent = _release(release) > here if change == "came" else _release(release) <= here
+        found |= set(names) if is_absent else set()
     return found
 
 
-def _changes() -> list[tuple[str, list[str], str]]:
-    """(release, "came" or "gone" and the fields, "") of the last section."""
+def _changes() -> list[tuple[str, str, list[str]]]:
+    """(release, "came" or "gone", fields) of the last section."""
     text = TEXT.partition("\n## Fields by release\n")[2]
     lines = [line for line in text.splitlines() if line.startswith("|")][2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [(release, [kind, *re.findall(r"`(\w+)`", names)], "") for release, kind, names in cells]
+    return [(release, change, re.findall(r"`(\w+)`", names)) for release, change, names in cells]
 
 
 def _names(cls: Any) -> set[str]:
