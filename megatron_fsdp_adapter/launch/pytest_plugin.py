@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .launch import installation
+from . import installation
 
 _HELPERS = "megatron.core.datasets.utils"
 

@@ -118,10 +118,10 @@ def test_starts_from_a_hugging_face_folder(
     stock: lm_log.Values, strategy: str, tmp_path: Path
 ) -> None:
     """As with Megatron's own DDP; weights are those of the folder."""
-    from megatron.bridge.training import checkpointing
-
-    if not hasattr(checkpointing, "is_hf_checkpoint_dir"):
-        pytest.skip("this Megatron-Bridge starts from no such folder (is_hf_checkpoint_dir)")
+    reason = missing_bridge("b.importlib.import_module('megatron.bridge.training.checkpointing')"
+                            ".is_hf_checkpoint_dir")  # fmt: skip
+    if reason is not None:
+        pytest.skip(reason)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     LlamaForCausalLM(LlamaConfig(**TINY_LLAMA)).save_pretrained(tmp_path / "hf")
