@@ -57,7 +57,7 @@ bench() { # bench NAME SECONDS ARGUMENTS...
 
 do_tests() { # together: they check numbers, not times
   local name
-  for name in numerics habits memory te slots precision fp8 graphs replays wgrad; do
+  for name in numerics habits memory te slots precision fp8 graphs replays wgrad launches; do
     MEGATRON_FSDP_ADAPTER_POISON=1 part "test_gpu_$name" 185 "$PYTHON" -m pytest -q -rA --tb=short -p no:cacheprovider \
       "tests/gpu/test_gpu_$name.py" &
   done

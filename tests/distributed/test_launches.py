@@ -72,15 +72,16 @@ def _fresh() -> Chosen:
     return Chosen()
 
 
-def _loss(model: nn.Module, step: int, rank: int, path: Path) -> torch.Tensor:
-    return model(inputs(step, 0, rank), path).float().square().mean()
+def loss_of(model: nn.Module, step: int, rank: int, path: Path) -> torch.Tensor:
+    given = inputs(step, 0, rank).to(next(model.parameters()).device)
+    return model(given, path).float().square().mean()
 
 
 def _train(model: Any, optimizer: Any, ranks: Sequence[int], path: Any, steps: int) -> None:
     """Steps on the mean of the ranks' losses."""
     for step in range(steps):
         for rank in ranks:
-            (_loss(model, step, rank, path(rank, step)) / len(ranks)).backward()
+            (loss_of(model, step, rank, path(rank, step)) / len(ranks)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -105,11 +106,12 @@ def _with_gather_group(*args: Any) -> FSDPDistributedIndex:
     return index
 
 
-def _sharded(strategy: str, mesh: Any = None) -> tuple[Any, Any]:
+def sharded(strategy: str, mesh: Any = None, device: str = "cpu") -> tuple[Any, Any]:
+    """Model and optimizer."""
     make = _index_over if mesh is not None else _with_gather_group
     with patch("megatron_fsdp_adapter.plain.fully_shard._index_over", make):
         model = fully_shard_model(
-            _fresh(), mesh, [Block], data_parallel_sharding_strategy=strategy
+            _fresh().to(device), mesh, [Block], data_parallel_sharding_strategy=strategy
         )
     return model, fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=LR))
 
@@ -124,7 +126,7 @@ def _off(model: Any, world: int, path: Any) -> float:
 
 
 def _step(model: Any, optimizer: Any, step: int, rank: int, path: Path) -> None:
-    _loss(model, step, rank, path).backward()
+    loss_of(model, step, rank, path).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -150,7 +152,7 @@ def _check_text(text: str, world: int) -> None:
 def _check(rank: int, world: int) -> None:
     for strategy in STRATEGIES:
         for name, path in LIKE.items():
-            model, optimizer = _sharded(strategy)
+            model, optimizer = sharded(strategy)
             for step in range(STEPS):
                 _step(model, optimizer, step, rank, path(rank, step))
             off = _off(model, world, path)
@@ -158,7 +160,7 @@ def _check(rank: int, world: int) -> None:
         for name, path in UNLIKE.items():
             if (name, strategy) in HANGS:
                 continue
-            model, optimizer = _sharded(strategy)
+            model, optimizer = sharded(strategy)
             _check_text(_found(model, optimizer, rank, world, path), world)
             kept = full_all(dict(model.named_parameters()))
             assert all(torch.equal(kept[f"module.{n}"], p) for n, p in _fresh().named_parameters())
@@ -168,20 +170,20 @@ def _check_outer(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("outer", "shard"))
     path = UNLIKE["another order"]
     for strategy in STRATEGIES:
-        model, optimizer = _sharded(strategy, mesh)
+        model, optimizer = sharded(strategy, mesh)
         for step in range(STEPS):
             _step(model, optimizer, step, rank, path(rank, step))
         off = _off(model, world, path)
         assert off <= 1e-6, f"{strategy}: off by {off}"
         with model.no_sync():
-            _loss(model, 0, rank, path(rank, 0)).backward()
+            loss_of(model, 0, rank, path(rank, 0)).backward()
         text = _found(model, optimizer, rank, world, path)
         _check_text(text, world)
         assert "(outer axis)" in text
 
 
 def _one_leaves(rank: int, world: int) -> None:
-    model, optimizer = _sharded("optim_grads")
+    model, optimizer = sharded("optim_grads")
     if rank == 1:
         model.engine.launches.compare = _leave
     _step(model, optimizer, 0, rank, (0, 1, 2, 3))

@@ -1,0 +1,67 @@
+"""Ranks that use different units, on two GPUs: told a step later, since no host waits for a device.
+
+Gathers have a communicator of their own, as in Megatron's wrapper.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from tests.distributed.launch import settle_ranks
+from tests.distributed.test_launches import HANGS, LIKE, UNLIKE, loss_of, sharded
+from tests.gpu.gpu_ranks import WORLD, Check, Outcomes
+
+STEPS = 6
+
+
+def _step(model: Any, optimizer: Any, step: int, rank: int, path: Any) -> None:
+    loss_of(model, step, rank, path(rank, step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def like_ranks_train(rank: int, world: int, strategy: str) -> str:
+    for path in LIKE.values():
+        model, optimizer = sharded(strategy, device="cuda")
+        for step in range(STEPS):
+            _step(model, optimizer, step, rank, path)
+        torch.cuda.synchronize()
+    return f"{len(LIKE)} habits, {STEPS} steps each"
+
+
+CHECKS = {f"like ranks, {s}": Check(like_ranks_train, (s,)) for s in STRATEGIES}
+OUTCOMES = Outcomes(CHECKS, timeout_s=150.0)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_ranks_that_use_the_same_units_are_not_disturbed(name: str) -> None:
+    OUTCOMES.expect(name)
+
+
+def _unlike(rank: int, world: int, strategy: str, name: str) -> int:
+    """The step in which the error comes."""
+    torch.cuda.set_device(rank)
+    model, optimizer = sharded(strategy, device="cuda")
+    for step in range(STEPS):
+        try:
+            _step(model, optimizer, step, rank, UNLIKE[name])
+        except RuntimeError as error:
+            assert "launched different collectives" in str(error), error
+            assert "  - ranks [0]: " in str(error) and "  - ranks [1]: " in str(error), error
+            return step
+    raise AssertionError(f"no error in {STEPS} steps")
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [(n, s) for n in UNLIKE for s in ("optim", "optim_grads") if (n, s) not in HANGS],
+)
+def test_ranks_that_use_other_units_are_told_at_the_end_of_the_next_step(
+    name: str, strategy: str
+) -> None:
+    found = settle_ranks(_unlike, WORLD, strategy, name, timeout=120.0, backend="nccl")
+    assert found == [(True, 1), (True, 1)], found
