@@ -4,31 +4,32 @@
 #
 #   MEGATRON_LM_PATH=checkout OUT=folder bash scripts/peer_tests.sh
 #
-# Of the checkout (core_v0.16.1) it needs gpt_builders.py, model_provider.py, megatron/{training,rl},
-# megatron/legacy, and of tests/: __init__.py, unit_tests/__init__.py, unit_tests/test_utilities.py
-# and unit_tests/distributed/megatron_fsdp: 2 MB. megatron.core comes from there or is installed.
-# Needs 2 GPUs (RANKS), pytest, megatron-core 0.16.1, Transformer Engine 2.7 or newer (what the tests
-# switch on), and what Megatron-LM's training modules import: six, regex, pydantic.
+# Of the checkout (core_v0.16.1 or core_v0.19.0) it needs the scripts in its root, megatron/{training,
+# rl,legacy}, and of tests/: __init__.py, unit_tests/__init__.py, unit_tests/test_utilities.py and
+# unit_tests/distributed/{megatron_fsdp,mfsdp_v1}: 2 MB. megatron.core comes from there or is
+# installed. Needs 2 GPUs (RANKS), pytest, the megatron-core of the checkout, Transformer Engine 2.7
+# or newer (what the tests switch on), and what Megatron-LM's training modules import: six, regex,
+# pydantic.
 #
-# WHO: "ours bundled" (default), or one of them. ONLY: expressions for pytest -k, parted by commas;
-# each is a start of its own. LIMIT: seconds for each of them.
+# WHO: "ours bundled" (default), or one of them. ONLY: expressions for pytest -k, parted by commas
+# (default: each test function of the file); each is a start of its own. LIMIT: seconds for each.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-: "${MEGATRON_LM_PATH:?names a checkout of Megatron-LM at core_v0.16.1}"
+: "${MEGATRON_LM_PATH:?names a checkout of Megatron-LM}"
 OUT=${OUT:-runs/gpu}
 PYTHON=${PYTHON:-python3}
 RANKS=${RANKS:-2}
 LIMIT=${LIMIT:-400}
 WHO=${WHO:-ours bundled}
-ONLY=${ONLY:-test_fsdp_with_process_groups,test_fsdp_with_hybrid_sharding,\
-test_fsdp_user_buffer_registration,test_compatible_with_nd_parallel}
 PLUGIN=${PLUGIN:-lib.peer_tests}
 root=$PWD
 checkout=$(cd "$MEGATRON_LM_PATH" && pwd) || exit 2
 out=$(mkdir -p "$OUT/peer_tests" && cd "$OUT/peer_tests" && pwd)
-folder=tests/unit_tests/distributed/megatron_fsdp
-test=$folder/test_mcore_fully_sharded_data_parallel.py
-[ -f "$checkout/$test" ] || { echo "no $test in $checkout" >&2; exit 2; }
+file=test_mcore_fully_sharded_data_parallel.py
+test=$(cd "$checkout" && ls tests/unit_tests/distributed/{mfsdp_v1,megatron_fsdp}/$file 2>/dev/null | head -1)
+[ -n "$test" ] || { echo "no $file in $checkout" >&2; exit 2; }
+folder=$(dirname "$test")
+ONLY=${ONLY:-$(sed -n 's/^ *def \(test_[a-z0-9_]*\)(.*/\1/p' "$checkout/$test" | paste -sd,)}
 
 # The checkout first: it has a folder `tests` of its own, as this repository has.
 export PYTHONPATH="$checkout:$root:$root/scripts${PYTHONPATH:+:$PYTHONPATH}"
