@@ -20,7 +20,8 @@ from tests.integration.lm_runs import train
 
 pytestmark = pytest.mark.full
 
-# 255 tokens and one for the end of a document: the same padded vocabulary for every split.
+# 255 tokens (and one for the end of a document until 0.17): the same padded vocabulary for every
+# split.
 COMMON = shlex.split(
     "--mock-data --use-megatron-fsdp --num-layers 4 --swiglu --position-embedding-type rope "
     "--disable-bias-linear --vocab-size 255"
@@ -118,7 +119,7 @@ def test_training_goes_on_under_another_split(
 
 def test_a_vocabulary_with_other_padding_loads(megatron_lm: Path, tmp_path: Path) -> None:
     """257 tokens are padded to 384 rows, with tensor parallelism to 512: the real ones move."""
-    common = [*COMMON, "--vocab-size", "256"]
+    common = [*COMMON, "--vocab-size", "257"]
     first = _saved(megatron_lm, tmp_path / "first", common)
     there = _moved(megatron_lm, first, tmp_path / "there", [*common, *SPLITS["tp2"]])
     a, b = tensors(first), tensors(there)

@@ -100,6 +100,7 @@ BREAKING: dict[str, dict[str, Any]] = {
     "enable_full_sharding_in_hsdp": {"enable_full_sharding_in_hsdp": True},
     "use_legacy_models": {"use_legacy_models": True},
     "save_wgrads_interval": {"save_wgrads_interval": 10},
+    "save_params_interval": {"save_params_interval": 10},
     "moe_use_upcycling": {"moe_use_upcycling": True},
     "non_persistent_ckpt_type": {"non_persistent_ckpt_type": "local"},
     "perform_rl_step": {"perform_rl_step": True},

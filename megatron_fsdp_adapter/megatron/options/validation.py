@@ -128,6 +128,12 @@ LAUNCH_RULES: tuple[Rule, ...] = (
         "out, or run with Megatron's DDP",
     ),
     Rule(
+        "save_params_interval",
+        lambda args: getattr(args, "save_params_interval", None) is not None,
+        "it saves whole weights after the optimizer's step, when they are sharded or not gathered "
+        "yet; leave it out, and save checkpoints",
+    ),
+    Rule(
         "moe_use_upcycling",
         lambda args: bool(getattr(args, "moe_use_upcycling", False)),
         "it rewrites the state of a wrapped model, tensor by tensor; upcycle without "
