@@ -160,6 +160,13 @@ def test_a_bridge_without_one_of_the_methods_is_an_error(bridge: ModuleType) -> 
         installation.install()
 
 
+def test_both_wrappers_show_whether_gradients_are_decoupled(trainer: Trainer) -> None:
+    """Megatron-Bridge's own tests look there."""
+    wrapper = trainer.wrapper
+    assert wrapper.module.param_and_grad_buffer is wrapper.param_and_grad_buffer
+    assert wrapper.param_and_grad_buffer.use_decoupled_grad is False
+
+
 def test_the_folder_of_a_load_is_what_overrides_it() -> None:
     """Frameworks that keep checkpoints elsewhere name the folder itself, and no iteration."""
     module = SimpleNamespace(get_checkpoint_name=lambda folder, step, release: f"{folder}/{step}")
