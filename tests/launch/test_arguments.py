@@ -143,6 +143,15 @@ def test_split_models_may_be_saved_and_loaded() -> None:
     assert validation.launch_problems(_complete(**changed), {}) == []
 
 
+def test_weights_that_tensor_parallelism_alone_splits_are_accepted() -> None:
+    """0.19 fills these fields with the tensor-parallel sizes."""
+    fields = {"tensor_parallel_num_weight_shards": 2, "expert_tensor_parallel_num_weight_shards": 1}
+    split = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    assert validation.launch_problems(_complete(**split, **fields), {}) == []
+    found = validation.launch_problems(_complete(**{**fields, **dict.fromkeys(fields, 4)}), {})
+    assert [line.partition("=")[0] for line in found] == list(fields)
+
+
 def test_a_checkpoint_in_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "iter_0000005").mkdir()
     assert validation.launch_problems(_complete(load=str(tmp_path)), {}) == []

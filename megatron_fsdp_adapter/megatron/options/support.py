@@ -126,10 +126,23 @@ def _interleaves_split_halves(option: str) -> Rule:
     )
 
 
+_SHARDS = "more ranks hold parts of a weight, and data-parallel groups contain them"
 _REMAT = "its ranks hold parts of a weight, and data-parallel groups contain them; set it to 1"
 _STASH = "it runs a step again after gradients were finalised; leave it unset"
 _FUSED_OPS = "nobody has seen how its layers write weight gradients; set it to False"
 _ONE_TENSOR = "experts in one quantised tensor are not supported; set it to False"
+
+def _above_tensor_parallel(option: str, size: str) -> Rule:
+    """Core sets it to that size by itself: then weights are split by tensor parallelism alone."""
+
+    def broken(config: Any) -> bool:
+        whole: Any = getattr(config, "tensor_model_parallel_size", 1)
+        ranks: Any = getattr(config, size, None) or whole
+        shards: Any = getattr(config, option, None) or 1
+        return bool(shards > ranks)
+
+    return Rule(option, broken, f"{_SHARDS}; leave it unset")
+
 
 LATER_MODEL_RULES: tuple[Rule, ...] = (
     _off(
@@ -139,8 +152,10 @@ LATER_MODEL_RULES: tuple[Rule, ...] = (
     ),
     _above_one("gtp_weight_remat_size", _REMAT),
     _above_one("expert_gtp_weight_remat_size", _REMAT),
-    _above_one("tensor_parallel_num_weight_shards", _REMAT),
-    _above_one("expert_tensor_parallel_num_weight_shards", _REMAT),
+    _above_tensor_parallel("tensor_parallel_num_weight_shards", "tensor_model_parallel_size"),
+    _above_tensor_parallel(
+        "expert_tensor_parallel_num_weight_shards", "expert_tensor_parallel_size"
+    ),
     _interleaves_split_halves("moe_mlp_glu_interleave_size"),
     _interleaves_split_halves("moe_shared_expert_glu_interleave_size"),
     _off("moe_paged_stash", _STASH),
