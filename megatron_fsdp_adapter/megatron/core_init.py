@@ -27,6 +27,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import nn
 
 from ..sharding.materialize import Initialiser, InitialiserOf, own_initialiser
+from .seams import core_api
 
 Fill = Callable[[torch.Tensor], Any]
 Params = Mapping[str, nn.Parameter]
@@ -101,6 +102,15 @@ def _shared_expert_gate(config: Any, module: Any, was: Params) -> None:
     _in_float32(module.config, module.gate_weight, module.config.init_method)
 
 
+def _marked_whole(module: Any, was: Params) -> None:
+    """`reset_parameters` of a TELinear, and the mark that core's constructor puts on whole weights
+    after it. Those have `sequence_parallel` too, and no others have it then."""
+    module.reset_parameters()
+    for name, param in module._parameters.items():
+        if param is not None and hasattr(was[name], "sequence_parallel"):
+            param.tensor_model_parallel = False
+
+
 ROWS: tuple[tuple[type[nn.Module], Callable[[Any, Any, Params], None]], ...] = (
     (ColumnParallelLinear, _linear),
     (RowParallelLinear, _linear),
@@ -126,6 +136,8 @@ def core_initialisers(config: Any) -> InitialiserOf:
             if isinstance(parent, LanguageModelEmbedding):
                 return functools.partial(_extra_embedding, config)
             return None
+        if type(module).__name__ == "TELinear" and core_api.marks_whole_weights(type(module)):
+            return _marked_whole
         return own_initialiser(module, parent)
 
     return initialiser_of

@@ -17,6 +17,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel, fully_shard_model
+from megatron_fsdp_adapter.megatron.core_init import core_initialisers
 from megatron_fsdp_adapter.sharding.materialize import initialise, own_initialiser
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
@@ -282,3 +283,43 @@ def _check_growth(before: int, world: int) -> None:
 
 def test_plain_module_starts_unit_by_unit_with_the_same_weights() -> None:
     run_ranks(_plain, 2)
+
+
+class _Linear(nn.Linear):
+    """Marks its weight when it initialises it, as Transformer Engine's do."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__(3, 2, bias=False, device="meta")
+        if whole:
+            setattr(self.weight, "sequence_parallel", True)  # noqa: B010
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+            self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0
+
+
+class _MarkingLinear(_Linear):
+    """Core's marks whole weights in its constructor, from 0.19 on."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__(whole)
+        if whole:
+            setattr(self.weight, "tensor_model_parallel", False)  # noqa: B010
+
+
+@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_weights_that_every_tensor_parallel_rank_has_whole_are_counted_as_core_counts_them(
+    marks: bool, whole: bool
+) -> None:
+    """Each once in the gradient norm, where core's release says that they are whole."""
+    kind = type("TELinear", (_Linear,), {})
+    if marks:
+        kind = type("TELinear", (_MarkingLinear,), {"__init__": _MarkingLinear.__init__})
+    linear = kind(whole)
+    run = core_initialisers(None)(linear, None)
+    assert run is not None
+    initialise("layer", linear, torch.device("cpu"), run)
+    assert linear.weight.tensor_model_parallel is not (whole and marks)
+    assert not linear.weight.is_meta and hasattr(linear.weight, "sequence_parallel") is whole

@@ -149,3 +149,10 @@ def batch_of_context_rank(batch: Mapping[str, Any]) -> dict[str, Any]:
         dict(batch), cp_group=parallel_state.get_context_parallel_group(),
         **{name: value for name, value in options.items() if name in known},
     )  # fmt: skip
+
+
+def marks_whole_weights(linear: type) -> bool:
+    """Whether the constructor of core's TELinear says of a weight that every tensor-parallel rank
+    has whole that it is not split (0.19). Before, the mark of Transformer Engine stayed, which
+    calls each weight split, and the norm counted such a weight once on each rank."""
+    return "tensor_model_parallel" in linear.__init__.__code__.co_consts  # type: ignore[misc]
