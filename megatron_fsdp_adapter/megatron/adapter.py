@@ -21,7 +21,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from torch import nn
 
-from ..core.config import EngineConfig
+from ..core.config import EngineConfig, MixedPrecisionPolicy
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.identity import ParamPair
 from ..core.engine.partition import UnitPlan, managed_params, partition
@@ -436,6 +436,11 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiplies the gradients that the optimizer will read; a number or 1-element tensor."""
         self.engine.scale_grads(scaling_factor)
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """The dtypes of main weights and gradients; Megatron's wrapper has them under this name."""
+        return self.engine.config.policy
 
     def zero_grad_buffer(self) -> None:
         """Forgets all gradients. Idempotent. Also recovers from a pass that raised. Once there is a

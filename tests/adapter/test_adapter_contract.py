@@ -477,3 +477,11 @@ def test_units_by_default_and_by_name() -> None:
     config = ddp_config(CASE, "optim_grads_params")
     chosen = FullyShardedDataParallel(model.config, config, model, [TransformerLayer])
     assert [unit.name for unit in chosen.engine.units] == ["decoder.layers.0", "root"]
+
+
+def test_dtypes_can_be_read_under_megatrons_name() -> None:
+    options = {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}
+    policy = build_trainer(CASE, "optim", DEVICE, ddp=options).wrapper.mp_policy
+    assert (policy.main_params_dtype, policy.main_grads_dtype) == (torch.float32, None)
+    assert policy.grad_comm_dtype == torch.bfloat16
+    assert build_trainer(CASE, "optim", DEVICE).wrapper.mp_policy.grad_comm_dtype is None

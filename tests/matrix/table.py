@@ -208,13 +208,6 @@ RULES: tuple[Rule, ...] = (
         lambda target, cp, precision: target == "gpu" and cp > 1 and precision == "fp32",
     ),
     Rule(
-        "core: interleaving, full recompute and tied weights",
-        "stock DDP did not come out of its first backward on two GPUs",
-        lambda target, vpp, recompute, trained: (
-            target == "gpu" and vpp > 1 and recompute == "full" and trained == "tied"
-        ),
-    ),
-    Rule(
         "core: graph, recompute and TP", "recomputing sets the generator of the tensor-parallel "
         "ranks, of another seed than the capture's",
         lambda graph, recompute, tp: graph == "on" and recompute == "full" and tp > 1,
