@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run_ranks
 
 from megatron_fsdp_adapter.checkpoint import CheckpointError, folders, load_checkpoint, storage
 from megatron_fsdp_adapter.checkpoint.record import read_record
 from megatron_fsdp_adapter.megatron.checkpoint import background_saves, megatron_saves
+from tests.distributed.launch import run_ranks
 
 LM, QUEUES = "megatron.training.checkpointing", "megatron.training.async_utils"
 
