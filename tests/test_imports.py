@@ -280,3 +280,9 @@ def test_importing_the_engine_does_not_import_megatron():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them as top-level modules: the second of a name stops the whole collection."""
+    files = [path.name for path in (REPOSITORY / "tests").rglob("test_*.py")]
+    assert sorted(files) == sorted(set(files))

@@ -1,6 +1,6 @@
 """What is wrapped of Megatron-Bridge's conversion, around a stand-in for its four methods.
 
-The code itself, unmodified, is run by `tests/integration/test_bridge_weights.py`.
+The code itself, unmodified, is run by `tests/integration/test_bridge_conversion.py`.
 """
 
 from __future__ import annotations
