@@ -19,13 +19,15 @@ if sys.version_info < (3, 10):
 EOF
 
 stamp="$venv/.installed-$extras"
-wanted=$(cksum < pyproject.toml)
+wanted=$(cat pyproject.toml scripts/setup_env.sh | cksum)
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-  # torch is pinned to the release that the tests run on; any from 2.11 to 2.13 works. Compiling all
-  # of it to bytecode takes longer than the rest; what is imported is compiled then.
+  # torch is pinned to the releases that the tests run on: pip would take the newest, tried or not.
+  # megatron-core is not: pip takes the newest that this Python can have, of the range in pyproject.toml.
+  torch=$("$venv/bin/python" -c 'import sys; print("2.15.0" if sys.version_info >= (3, 12) else "2.13.0")')
+  # Compiling all of it to bytecode takes longer than the rest; what is imported is compiled then.
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
-    "torch==${TORCH_VERSION:-2.13.0}" -e ".[$extras]" >&2
+    "torch==${TORCH_VERSION:-$torch}" -e ".[$extras]" >&2
   echo "$wanted" > "$stamp"
 fi
 echo "$venv/bin/python"
