@@ -153,7 +153,7 @@ REVERSED = [
     ("core/config.py", "from .topology import ShardDomain"),
     ("core/config.py", "from ..megatron.adapter import FullyShardedDataParallel"),
     ("core/engine/unit.py", "from ...checkpoint.chunks import attach_chunks"),
-    ("core/engine/unit.py", f"def f():\n    from {PACKAGE}.megatron.adapter import kind_of"),
+    ("core/engine/unit.py", f"def f():\n    from {PACKAGE}.megatron.domains import kind_of"),
     (
         "core/engine/unit.py",
         f"import importlib\nimportlib.import_module('{PACKAGE}.megatron.optimizer')",

@@ -3,41 +3,33 @@
     FullyShardedDataParallel (W) -> ShardedModule (I) -> Float16Module -> GPTModel
 
 Megatron's checkpointing unwraps W but not I and builds its keys on that depth, so there are two
-wrapper levels. Everything that happens to parameters is in the engine; this file classifies them,
-marks them as Megatron expects and forwards its calls.
+wrapper levels. Everything that happens to parameters is in the engine; `units.py` and `domains.py`
+say which of them go where, `marks.py` what Megatron reads on them; this file forwards its calls.
 """
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from torch import nn
 
-from ..core.config import EngineConfig, MixedPrecisionPolicy
+from ..core.config import MixedPrecisionPolicy
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.identity import ParamPair
-from ..core.engine.partition import UnitPlan, managed_params, partition
-from ..core.runtime.comm import Communicator
-from ..core.runtime.registered import RegisteredMemory, zero_cta_options
-from ..core.topology import DENSE, EXPERT, TP_DIM, FSDPDistributedIndex, ShardDomain
+from ..core.topology import DENSE, FSDPDistributedIndex
 from ..diagnostics.description import describe
 from ..sharding.building import build_engine
 from ..sharding.materialize import meta_problems, target_device
 from ..sharding.module_problems import module_problems
-from ..sharding.placement import LEAVE, REPLICATE, Placements, replicated_domain, replicated_name
+from ..sharding.placement import Placements
 from ..sharding.problems import raise_problems
 from ..sharding.sharded_module import (
     GradSync,
     check_trained,
-    mark_shard,
     refuse_compilation,
     refuse_conversions,
     register_state_dict_hooks,
@@ -45,91 +37,23 @@ from ..sharding.sharded_module import (
 from . import cuda_graphs, optimizer_seam
 from .checkpoint import bridge_weights, checkpoint_drivers, megatron_saves
 from .core_init import core_initialisers
+from .domains import SHARED_EMBEDDING, ModelDomains, read_index
 from .fp8 import CACHE_OPTION, switch_off_weight_cache
-from .fused_wgrad import grad_writer
-from .inner import ShardedModule
+from .fused_wgrad import asks_fusion
+from .inner import ParamAndGradBuffer, ShardedModule
+from .marks import mark
 from .model_problems import model_problems
-from .model_units import chosen_units
 from .options import arguments, ddp_options, staging_options, validation
-from .param_attrs import copy_attributes
-from .process_groups import (
-    GATHER_SOURCES,
-    build_index,
-    mirror_group,
-    read_groups,
-)
 from .seams import core_api
 from .seams.rebound import installed
 from .supported import require_supported_core
-from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
-from .wgrad_probe import Observer, precisions_of
+from .units import chosen_units, plan_units
 from .wiring import WiringCheck
-
-
-def kind_of(param: nn.Parameter, fqn: str) -> str:
-    """EXPERT or DENSE. Megatron marks expert parameters with `allreduce=False`; the name decides
-    only where the attribute is absent."""
-    marked = getattr(param, "allreduce", None)
-    is_expert = ".experts." in f".{fqn}" if marked is None else not marked
-    return EXPERT if is_expert else DENSE
-
-
-SHARED_EMBEDDING = "dense, shared across stages"
-"""The dense domain under a second name, and so a flat buffer of its own. Embedding weights that
-the first and the last pipeline stage both hold are reduced between the stages shard by shard, and
-their shards are equal only in a buffer that holds nothing else."""
-
-
-def domain_name(param: nn.Parameter, fqn: str) -> str:
-    """Of the domain that shards `param`: its kind, but for embeddings shared across stages."""
-    if getattr(param, "shared_embedding", False):
-        return SHARED_EMBEDDING
-    return kind_of(param, fqn)
-
-
-def _grad_scale(config: Any, num_ranks: int) -> float:
-    """Factor on the sum of the ranks' gradients. With per-token loss Megatron divides by the
-    number of tokens itself (`scale_gradients`)."""
-    return 1.0 if config.calculate_per_token_loss else 1.0 / num_ranks
 
 
 def _told(dtype: torch.dtype | None) -> str:
     """How the line that the wrapper prints names a dtype of the policy."""
     return "in each parameter's dtype" if dtype is None else str(dtype)
-
-
-def _split_offset(pair: ParamPair) -> tuple[int, ...] | None:
-    """Where this rank's tensor-parallel part begins in the whole tensor; None at the origin."""
-    split, mesh = pair.managed.split, pair.group.domain.mesh
-    if split is None or mesh.mesh_dim_names[-1] != TP_DIM:  # type: ignore[index]
-        return None
-    shape = pair.group.layout.specs[pair.index].layout_shape
-    part = mesh.get_local_rank(TP_DIM) * shape[split]
-    return tuple(part if dim == split else 0 for dim in range(len(shape)))
-
-
-class ParamAndGradBuffer:
-    """What Megatron's optimizer calls on `param_and_grad_buffer`."""
-
-    parameter_groups: tuple[()] = ()
-    """Read only to find FP8 parameters, of which there are none."""
-
-    def __init__(
-        self, engine: FsdpEngine, slots: RegisteredMemory | None, use_decoupled_grad: bool
-    ) -> None:
-        self._engine, self._slots = engine, slots
-        self.use_decoupled_grad = use_decoupled_grad  # as asked for: both names hold the gradient
-
-    def copy_main_weights_to_model_weights(self) -> None:
-        """The optimizer has stepped: gathered weights are outdated. The cast itself happens in
-        the next gather, straight into the gather buffer."""
-        self._engine.main_weights_changed()
-
-    def manual_buffer_registration(self) -> None:
-        """Registers fixed buffers with NCCL, all at once, where that was left for after the first
-        step (`fsdp_manual_registration`)."""
-        if self._slots is not None:
-            self._slots.register()
 
 
 class FullyShardedDataParallel(GradSync, _BaseDataParallel):
@@ -191,13 +115,12 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.force_all_reduce = False
         self.engine = self._build_engine(module, fsdp_unit_modules)
         self._captures = cuda_graphs.Captures(self.engine)
-        self._broadcast_left_alone(module)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed())
         forced = ddp_options.forced_options(ddp_config)
         for option, value in forced.items():
             setattr(ddp_config, option, value)
-        if self._fuses_wgrads or (config.fp8 and self.engine.config.strategy.shard_weights):
+        if asks_fusion(config) or (config.fp8 and self.engine.config.strategy.shard_weights):
             forced |= {CACHE_OPTION: True} if switch_off_weight_cache(module) else {}
         self.module = ShardedModule(config, module, self.engine)
         self.param_and_grad_buffer = ParamAndGradBuffer(
@@ -207,7 +130,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         )
         self.module.param_and_grad_buffer = self.param_and_grad_buffer
         for pair in self.engine.pairs:
-            self._mark(pair)
+            mark(pair, self.engine, self.megatron_fsdp_dist_index)
         # RNG states are left alone: nothing here draws numbers, so they are as the caller seeded
         # them. Copying the first tensor-parallel rank's to the others, as is done elsewhere after
         # materialising weights, would give all of them the same dropout in what they split.
@@ -226,7 +149,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         config, ddp_config = self.config, self.ddp_config
         main_dtype = ddp_options.main_params_dtype(ddp_config)
         on_meta = config.init_model_with_meta_device
-        return [
+        found = [
             *validation.wrapper_problems(config, ddp_config),
             *cuda_graphs.problems(
                 config, ddp_config, self.device, core_api.asks_tokens_on_the_host()
@@ -236,118 +159,36 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             *meta_problems(module, on_meta, self._initialiser_of),
             *self._placements.problems(module, ddp_options.shards_outer(ddp_config)),
             *arguments.group_problems(config, arguments.group_ranks(pg_collection)),
-            *self._set_index(module, pg_collection),
         ]
-
-    def _set_index(self, module: nn.Module, pg_collection: Any) -> list[str]:
-        """Reads the process groups; returns what is wrong with them, or with `module` for them."""
-        instances = self.ddp_config.num_distributed_optimizer_instances
-        found: list[str] = []
-        try:
-            separate = ddp_options.gathers_separately(self.ddp_config)
-            groups = read_groups(pg_collection, instances, separate)
-            found += staging_options.problems(self.ddp_config, self.device, groups)
-            by_copy_engines = staging_options.copy_engine_roles(self.ddp_config)
-            for end in by_copy_engines if not found else ():
-                for role in GATHER_SOURCES:
-                    name, options = f"{role}_{end}", zero_cta_options()
-                    groups[name] = mirror_group(groups[role], name, options=options)
-            self.megatron_fsdp_dist_index: FSDPDistributedIndex = build_index(
-                groups,
-                device=self.device,
-                grad_scale_of=functools.partial(_grad_scale, self.config),
-                instances=instances,
-                shard_outer=ddp_options.shards_outer(self.ddp_config),
-            )
-            for kind in {kind_of(param, name) for name, param in module.named_parameters()}:
-                self.megatron_fsdp_dist_index.domain(kind)
-        except ValueError as error:
-            found = [*found, str(error)]
-        return found
+        index, of_groups = read_index(module, config, ddp_config, self.device, pg_collection)
+        if index is not None:
+            self.megatron_fsdp_dist_index: FSDPDistributedIndex = index
+        return found + of_groups
 
     def _build_engine(
         self, module: nn.Module, unit_classes: list[type[nn.Module]] | None
     ) -> FsdpEngine:
-        index = self.megatron_fsdp_dist_index
         engine_config = ddp_options.engine_config(self.ddp_config)
         units = chosen_units(module, unit_classes)
         self.fsdp_unit_modules = sorted({type(unit).__name__ for unit in units.values()})
-        for managed in managed_params(module):
-            owner, name = managed.slots[0]
-            mark_tensor_parallel(managed.param, tensor_parallel_mode(managed.param, owner, name))
-        plans = partition(
-            module,
-            units,
-            domain_of=self._domain_of,
-            backward_reads_weights=lambda unit: not isinstance(unit, LanguageModelEmbedding),
-            split_of=lambda param, fqn: getattr(param, "_tp_partition_dim", None),
-            writer_of=functools.partial(
-                grad_writer,
-                is_fresh=engine_config.strategy.shard_grads,
-                observe=self._observer(engine_config),
-            ),
-            manages=lambda managed: self._placements.manages(managed.fqns[0]),
+        domains = ModelDomains(self.megatron_fsdp_dist_index, self._placements, self.device)
+        plans = plan_units(module, units, self.config, engine_config, domains)
+        self._slot_memory = staging_options.slot_memory(
+            self.ddp_config, domains.index, self.device
         )
-        self._slot_memory = staging_options.slot_memory(self.ddp_config, index, self.device)
-        return build_engine(
+        engine = build_engine(
             "FullyShardedDataParallel",
             module,
             plans,
-            self._domains(plans),
+            domains.by_name(plans),
             engine_config,
             self.device,
             self._initialiser_of,
             grad_check=ddp_options.grad_check(self.ddp_config),
             allocate_slots=None if self._slot_memory is None else self._slot_memory.allocate,
         )
-
-    @property
-    def _fuses_wgrads(self) -> bool:
-        return bool(getattr(self.config, "gradient_accumulation_fusion", False))
-
-    def _observer(self, engine_config: EngineConfig) -> Observer | None:
-        """Looks at what fused modules write their gradients into; None without fusion."""
-        if not self._fuses_wgrads:
-            return None
-        policy = engine_config.policy
-        fresh = engine_config.strategy.shard_grads
-        written = policy.comm_dtype if fresh else policy.grads_dtype
-        return Observer(precisions_of(self.config), written, self.device)
-
-    def _domain_of(self, param: nn.Parameter, fqn: str) -> str:
-        if self._placements.of(fqn) == REPLICATE:
-            return replicated_name(kind_of(param, fqn))
-        return domain_name(param, fqn)
-
-    def _domains(self, plans: Sequence[UnitPlan]) -> dict[str, ShardDomain]:
-        """Those of the index, and those of replicated parameters if there are any."""
-        index = self.megatron_fsdp_dist_index
-        found = {**index.domains, SHARED_EMBEDDING: index.domain(DENSE)}
-        used = {key.domain for plan in plans for key in plan.groups}
-        for kind in index.domains:
-            if replicated_name(kind) in used:
-                domain = replicated_domain(kind, index, self.device.type)
-                found[replicated_name(kind)] = domain
-        return found
-
-    def _broadcast_left_alone(self, module: nn.Module) -> None:
-        """Gives all ranks the first one's values of what is not in any buffer, as sharded ones
-        have."""
-        for name, param in module.named_parameters():
-            if self._placements.of(name) == LEAVE:
-                group = self.megatron_fsdp_dist_index.get_dp_group(kind_of(param, name) == EXPERT)
-                Communicator(group, self.device).broadcast(param.data)
-
-    def _mark(self, pair: ParamPair) -> None:
-        """Everything Megatron reads on parameters (contract: attributes of both identities)."""
-        raw, param = pair.raw, pair.optimizer
-        copy_attributes(raw, param)
-        param.__fsdp_param__ = True  # type: ignore[attr-defined]
-        param.megatron_fsdp_dist_index = self.megatron_fsdp_dist_index  # type: ignore[attr-defined]
-        param.orig_param = raw  # type: ignore[attr-defined]
-        for shown in (raw, param):
-            shown._fsdp_engine = weakref.ref(self.engine)  # type: ignore[attr-defined]
-        mark_shard(pair, _split_offset(pair))
+        domains.broadcast_left_alone(module)
+        return engine
 
     def _announce(self, forced: Mapping[str, bool]) -> None:
         """Prints, on one rank, what the wrapper does and what it switched on by itself."""

@@ -56,6 +56,11 @@ def grad_writer(
     return writers.pop() if writers else GradWriter.AUTOGRAD
 
 
+def asks_fusion(config: Any) -> bool:
+    """Whether the model config has the option on."""
+    return bool(getattr(config, "gradient_accumulation_fusion", False))
+
+
 def fuses(owner: Any) -> bool:
     """Whether a module writes weight gradients by itself: one of Transformer Engine, one of its
     operations, or one of Megatron's own."""

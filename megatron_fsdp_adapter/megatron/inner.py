@@ -1,4 +1,5 @@
-"""The inner wrapper, at the depth where Megatron's checkpoint code looks for it."""
+"""The inner wrapper, at the depth where Megatron's checkpoint code looks for it, and what both
+wrappers show to Megatron's optimizer."""
 
 from __future__ import annotations
 
@@ -8,7 +9,32 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from ..core.engine.engine import FsdpEngine
+from ..core.runtime.registered import RegisteredMemory
 from ..sharding.sharded_module import ShardedStateDict, refuse_compilation
+
+
+class ParamAndGradBuffer:
+    """What Megatron's optimizer calls on `param_and_grad_buffer`."""
+
+    parameter_groups: tuple[()] = ()
+    """Read only to find FP8 parameters, of which there are none."""
+
+    def __init__(
+        self, engine: FsdpEngine, slots: RegisteredMemory | None, use_decoupled_grad: bool
+    ) -> None:
+        self._engine, self._slots = engine, slots
+        self.use_decoupled_grad = use_decoupled_grad  # as asked for: both names hold the gradient
+
+    def copy_main_weights_to_model_weights(self) -> None:
+        """The optimizer has stepped: gathered weights are outdated. The cast itself happens in
+        the next gather, straight into the gather buffer."""
+        self._engine.main_weights_changed()
+
+    def manual_buffer_registration(self) -> None:
+        """Registers fixed buffers with NCCL, all at once, where that was left for after the first
+        step (`fsdp_manual_registration`)."""
+        if self._slots is not None:
+            self._slots.register()
 
 
 class ShardedModule(ShardedStateDict, MegatronModule):
@@ -17,7 +43,7 @@ class ShardedModule(ShardedStateDict, MegatronModule):
     param_and_grad_buffer: the outer wrapper's, which Megatron's own inner wrapper has too.
     """
 
-    param_and_grad_buffer: Any
+    param_and_grad_buffer: ParamAndGradBuffer
 
     def __init__(self, config: Any, module: nn.Module, engine: FsdpEngine) -> None:
         super().__init__(config=config)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..core.engine.partition import ManagedParam, managed_params
-from .fused_wgrad import fuses
+from .fused_wgrad import asks_fusion, fuses
 
 EXPERTS_IN_ONE_TENSOR = ("GroupedMLP",)
 """Classes of core, by name. Core takes this one for `moe_grouped_gemm` wherever it has no layers of
@@ -19,11 +19,10 @@ Transformer Engine, so the option that asks for it does not tell."""
 
 def model_problems(module: nn.Module, config: Any) -> list[str]:
     """Problems of `module`, whose model config is `config`."""
-    fused = bool(getattr(config, "gradient_accumulation_fusion", False))
     return [
         *_experts_in_one_tensor(module),
         *_experts_marked_as_dense(module, config),
-        *_hooks_that_get_nothing(module, fused),
+        *_hooks_that_get_nothing(module, asks_fusion(config)),
     ]
 
 

@@ -22,7 +22,7 @@ from megatron_fsdp_adapter import (
     fully_shard_optimizer,
 )
 from megatron_fsdp_adapter.megatron.inner import ShardedModule
-from megatron_fsdp_adapter.megatron.param_attrs import MARKED_BY_MEGATRON
+from megatron_fsdp_adapter.megatron.marks import MARKED_BY_MEGATRON
 from tests.distributed.gpt import (
     Case,
     Trainer,

@@ -11,7 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.megatron.adapter import SHARED_EMBEDDING, domain_name
+from megatron_fsdp_adapter.megatron.domains import SHARED_EMBEDDING, domain_name
 from megatron_fsdp_adapter.megatron.model_problems import model_problems
 from megatron_fsdp_adapter.megatron.options import arguments
 from tests.distributed.gpt import Case, build_model, ddp_config

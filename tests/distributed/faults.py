@@ -10,14 +10,14 @@ from unittest import mock
 import torch.distributed as dist
 
 from megatron_fsdp_adapter.core.engine.group import ParamGroup
-from megatron_fsdp_adapter.megatron import adapter
+from megatron_fsdp_adapter.megatron import domains
 
 
 @contextmanager
 def scaled_gradients(factor: float) -> Iterator[None]:
     """Wrappers built inside scale their gradients by `factor` too much."""
-    original = adapter._grad_scale
-    with mock.patch.object(adapter, "_grad_scale", lambda *args: original(*args) * factor):
+    original = domains.grad_scale
+    with mock.patch.object(domains, "grad_scale", lambda *args: original(*args) * factor):
         yield
 
 

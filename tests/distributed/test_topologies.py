@@ -33,7 +33,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from torch import nn
 
-from megatron_fsdp_adapter.megatron.adapter import SHARED_EMBEDDING
+from megatron_fsdp_adapter.megatron.domains import SHARED_EMBEDDING
 from tests.distributed import topologies
 from tests.distributed.checks import (
     FREE,

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.topology import EXPERT
 from megatron_fsdp_adapter.megatron import optimizer as optimizer_seam
-from megatron_fsdp_adapter.megatron.adapter import SHARED_EMBEDDING
+from megatron_fsdp_adapter.megatron.domains import SHARED_EMBEDDING
 from megatron_fsdp_adapter.megatron.seams.core_api import NORM_GRADIENTS
 
 from .topologies import TopologyTrainer

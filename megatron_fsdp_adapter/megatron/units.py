@@ -1,13 +1,23 @@
-"""Which modules of a Megatron model are gathered and reduced as units."""
+"""Which modules of a Megatron model are gathered and reduced as units, and which parameters they
+have."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from ..core.engine.partition import unit_modules
+from ..core.config import EngineConfig
+from ..core.engine.partition import UnitPlan, managed_params, partition, unit_modules
+from .domains import ModelDomains
+from .fused_wgrad import asks_fusion, grad_writer
+from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
+from .wgrad_probe import Observer, precisions_of
 
 DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer, MambaLayer)
 
@@ -58,3 +68,42 @@ def chosen_units(
     if unit_classes is None:
         return _default_units(module)
     return unit_modules(module, lambda child: isinstance(child, tuple(unit_classes)))
+
+
+def plan_units(
+    module: nn.Module,
+    units: dict[str, nn.Module],
+    config: Any,
+    engine_config: EngineConfig,
+    domains: ModelDomains,
+) -> list[UnitPlan]:
+    """Which parameter belongs to which unit and group, and who writes its gradient. Parameters are
+    marked with how tensor parallelism cuts them. `config` is the model's.
+
+    ValueError: a module whose fused weight gradients cannot be used.
+    """
+    for managed in managed_params(module):
+        owner, name = managed.slots[0]
+        mark_tensor_parallel(managed.param, tensor_parallel_mode(managed.param, owner, name))
+    return partition(
+        module,
+        units,
+        domain_of=domains.name_of,
+        backward_reads_weights=lambda unit: not isinstance(unit, LanguageModelEmbedding),
+        split_of=lambda param, fqn: getattr(param, "_tp_partition_dim", None),
+        writer_of=functools.partial(
+            grad_writer,
+            is_fresh=engine_config.strategy.shard_grads,
+            observe=_observer(config, engine_config, domains.device),
+        ),
+        manages=lambda managed: domains.placements.manages(managed.fqns[0]),
+    )
+
+
+def _observer(config: Any, engine_config: EngineConfig, device: torch.device) -> Observer | None:
+    """Looks at what fused modules write their gradients into; None without fusion."""
+    if not asks_fusion(config):
+        return None
+    policy = engine_config.policy
+    written = policy.comm_dtype if engine_config.strategy.shard_grads else policy.grads_dtype
+    return Observer(precisions_of(config), written, device)

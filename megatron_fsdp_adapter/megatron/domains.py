@@ -1,0 +1,107 @@
+"""Which ranks share a parameter of a Megatron model: the domains of one wrapper."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.engine.partition import UnitPlan
+from ..core.runtime.comm import Communicator
+from ..core.runtime.registered import zero_cta_options
+from ..core.topology import DENSE, EXPERT, FSDPDistributedIndex, ShardDomain
+from ..sharding.placement import LEAVE, REPLICATE, Placements, replicated_domain, replicated_name
+from .options import ddp_options, staging_options
+from .process_groups import GATHER_SOURCES, build_index, mirror_group, read_groups
+
+SHARED_EMBEDDING = "dense, shared across stages"
+"""The dense domain under a second name, and so a flat buffer of its own. Embedding weights that
+the first and the last pipeline stage both hold are reduced between the stages shard by shard, and
+their shards are equal only in a buffer that holds nothing else."""
+
+
+def kind_of(param: nn.Parameter, fqn: str) -> str:
+    """EXPERT or DENSE. Megatron marks expert parameters with `allreduce=False`; the name decides
+    only where the attribute is absent."""
+    marked = getattr(param, "allreduce", None)
+    is_expert = ".experts." in f".{fqn}" if marked is None else not marked
+    return EXPERT if is_expert else DENSE
+
+
+def domain_name(param: nn.Parameter, fqn: str) -> str:
+    """Of the domain that shards `param`: its kind, but for embeddings shared across stages."""
+    if getattr(param, "shared_embedding", False):
+        return SHARED_EMBEDDING
+    return kind_of(param, fqn)
+
+
+def grad_scale(config: Any, num_ranks: int) -> float:
+    """Factor on the sum of the ranks' gradients. With per-token loss Megatron divides by the
+    number of tokens itself (`scale_gradients`)."""
+    return 1.0 if config.calculate_per_token_loss else 1.0 / num_ranks
+
+
+def read_index(
+    module: nn.Module, config: Any, ddp_config: Any, device: torch.device, pg_collection: Any
+) -> tuple[FSDPDistributedIndex | None, list[str]]:
+    """The index over the process groups, with those that the wrapper makes itself (collectively),
+    and what is wrong with them, or with `module` for them; None where no index can be made."""
+    instances = ddp_config.num_distributed_optimizer_instances
+    found: list[str] = []
+    try:
+        groups = read_groups(
+            pg_collection, instances, ddp_options.gathers_separately(ddp_config)
+        )
+        found += staging_options.problems(ddp_config, device, groups)
+        for end in staging_options.copy_engine_roles(ddp_config) if not found else ():
+            for role in GATHER_SOURCES:
+                name, options = f"{role}_{end}", zero_cta_options()
+                groups[name] = mirror_group(groups[role], name, options=options)
+        index = build_index(
+            groups,
+            device=device,
+            grad_scale_of=functools.partial(grad_scale, config),
+            instances=instances,
+            shard_outer=ddp_options.shards_outer(ddp_config),
+        )
+        for kind in {kind_of(param, name) for name, param in module.named_parameters()}:
+            index.domain(kind)
+    except ValueError as error:
+        return None, [*found, str(error)]
+    return index, found
+
+
+@dataclass(frozen=True)
+class ModelDomains:
+    """The domains of one model, whose process groups are in `index`."""
+
+    index: FSDPDistributedIndex
+    placements: Placements
+    device: torch.device
+
+    def name_of(self, param: nn.Parameter, fqn: str) -> str:
+        """Of the domain that shards or replicates `param`."""
+        if self.placements.of(fqn) == REPLICATE:
+            return replicated_name(kind_of(param, fqn))
+        return domain_name(param, fqn)
+
+    def by_name(self, plans: Sequence[UnitPlan]) -> dict[str, ShardDomain]:
+        """Those of the index, and those of replicated parameters if `plans` have any."""
+        found = {**self.index.domains, SHARED_EMBEDDING: self.index.domain(DENSE)}
+        used = {key.domain for plan in plans for key in plan.groups}
+        for kind in self.index.domains:
+            name = replicated_name(kind)
+            if name in used:
+                found[name] = replicated_domain(kind, self.index, self.device.type)
+        return found
+
+    def broadcast_left_alone(self, module: nn.Module) -> None:
+        """Gives all ranks the first one's values of what is in no buffer, as sharded ones have."""
+        for name, param in module.named_parameters():
+            if self.placements.of(name) == LEAVE:
+                group = self.index.get_dp_group(kind_of(param, name) == EXPERT)
+                Communicator(group, self.device).broadcast(param.data)
