@@ -28,7 +28,6 @@ from ..core.engine.partition import ROOT, UnitPlan
 from ..core.layout.group import GroupLayout
 from ..core.runtime.comm import Communicator, Pair
 from ..core.topology import ShardDomain
-from ..megatron.cuda_graphs import is_capturing
 from .late_collectives import LaunchLog
 from .memory import Precision, group_bytes, model_bytes, with_slots
 
@@ -84,9 +83,10 @@ class NamedCommunicator(Communicator):
         device: torch.device,
         name_of: Callable[[torch.Tensor], str],
         log: Callable[[float], LaunchLog],
+        is_capturing: Callable[[], bool],
     ) -> None:
         super().__init__(group, device)
-        self._name_of = name_of
+        self._name_of, self._is_capturing = name_of, is_capturing
         ordered = self.capabilities.stream_ordered and self.size > 1
         self._log = log(timeout_of(group, device)) if ordered else None
 
@@ -117,7 +117,7 @@ class NamedCommunicator(Communicator):
         except RuntimeError as error:
             raise self._failed(launch, error) from error
         if self._log is not None:
-            if is_capturing():
+            if self._is_capturing():
                 self._log.rest()
             else:
                 self._log.note(_weakly(self, launch))
@@ -219,7 +219,13 @@ class FaultReport:
 
     def communicator(self, group: dist.ProcessGroup, device: torch.device) -> NamedCommunicator:
         """Makes the engine's communicators."""
-        return NamedCommunicator(group, device, self.unit_of, self._log_with)
+        return NamedCommunicator(
+            group, device, self.unit_of, self._log_with, self._is_capturing
+        )
+
+    def _is_capturing(self) -> bool:
+        engine = self._engine()
+        return engine is not None and engine.runtime.is_capturing()
 
     def _log_with(self, timeout: float) -> LaunchLog:
         """One for all communicators, by the first one's timeout in seconds."""

@@ -34,7 +34,8 @@ from ..sharding.sharded_module import (
     refuse_conversions,
     register_state_dict_hooks,
 )
-from . import cuda_graphs, optimizer_seam
+from . import optimizer_seam
+from .captures import Captures
 from .checkpoint import bridge_weights, checkpoint_drivers, megatron_saves
 from .core_init import core_initialisers
 from .domains import SHARED_EMBEDDING, ModelDomains, read_index
@@ -43,7 +44,7 @@ from .fused_wgrad import asks_fusion
 from .inner import ParamAndGradBuffer, ShardedModule
 from .marks import mark
 from .model_problems import model_problems
-from .options import arguments, ddp_options, staging_options, validation
+from .options import arguments, cuda_graphs, ddp_options, staging_options, validation
 from .seams import core_api
 from .seams.rebound import installed
 from .supported import require_supported_core
@@ -114,7 +115,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.tp_group = self.megatron_fsdp_dist_index.tp_group
         self.force_all_reduce = False
         self.engine = self._build_engine(module, fsdp_unit_modules)
-        self._captures = cuda_graphs.Captures(self.engine)
+        self._captures = Captures(self.engine)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed())
         forced = ddp_options.forced_options(ddp_config)

@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_fsdp_adapter.core.engine.unit import Phase
-from megatron_fsdp_adapter.megatron import cuda_graphs
-from megatron_fsdp_adapter.megatron.options import support
+from megatron_fsdp_adapter.megatron.captures import Captures
+from megatron_fsdp_adapter.megatron.options import cuda_graphs, support
 from megatron_fsdp_adapter.megatron.seams import core_api
 from tests.distributed.checks import free_run, recorded_step
 from tests.distributed.gpt import (
@@ -46,7 +46,7 @@ class Capturing:
 
 def capturing_trainer(strategy: str) -> tuple[Trainer, Capturing]:
     trainer, flag = build_trainer(CASE, strategy, CPU), Capturing()
-    trainer.wrapper._captures = cuda_graphs.Captures(trainer.wrapper.engine, flag)
+    trainer.wrapper._captures = Captures(trainer.wrapper.engine, flag)
     return trainer, flag
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..cuda_graphs import captures_iteration
+from .cuda_graphs import captures_iteration
 
 
 @dataclass(frozen=True)

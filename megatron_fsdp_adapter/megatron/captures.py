@@ -1,5 +1,4 @@
-"""A whole iteration in one CUDA graph: `cuda_graph_impl="full_iteration"`, which before
-megatron-core 0.18 was `"local"` with the scope `full_iteration`.
+"""A whole iteration in one CUDA graph (`options/cuda_graphs.py` says when that is asked for).
 
 Megatron captures forward and backward of all microbatches with `finalize_model_grads`, once, and
 replays them; optimizer, `zero_grad_buffer` and `start_param_sync` run outside, in every iteration.
@@ -20,68 +19,25 @@ for, which CUDA has (external events) and torch 2.11 does not offer for a captur
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from ..core.engine.engine import FsdpEngine
 from ..core.runtime.device import COMPUTE, GATHER, REDUCE
 
-LOCAL, FULL_ITERATION = "local", "full_iteration"
-
-
-def captures_iteration(config: Any) -> bool:
-    """Whether the model config asks for full-iteration graphs, and for no others."""
-    impl = getattr(config, "cuda_graph_impl", "none")
-    if impl == FULL_ITERATION:
-        return True
-    scope = getattr(config, "cuda_graph_scope", None)
-    scopes = scope if isinstance(scope, (list, tuple)) else [scope]
-    names = {getattr(one, "name", one) for one in scopes}
-    return impl == LOCAL and names == {FULL_ITERATION}
-
-
-def problems(
-    config: Any, ddp_config: Any, device: torch.device, asks_tokens: bool = True
-) -> list[str]:
-    """One line for each option that full-iteration graphs exclude. `asks_tokens`: core waits in
-    mid-step for the number of tokens (`core_api.asks_tokens_on_the_host`)."""
-    if not captures_iteration(config):
-        return []
-    found = []
-    if device.type != "cuda":
-        found.append(
-            f"cuda_graph_impl={config.cuda_graph_impl!r}: the model is on {device}, where there "
-            "are no CUDA graphs; use 'none'"
-        )
-    if asks_tokens and getattr(config, "calculate_per_token_loss", False):
-        found.append(
-            "calculate_per_token_loss=True with full-iteration CUDA graphs: this megatron-core "
-            "asks on the host how many tokens there were, in the middle of the step; set it to "
-            "False, or use 0.18 or later"
-        )
-    if getattr(ddp_config, "check_for_nan_in_grad", False):
-        found.append(
-            "check_for_nan_in_grad=True with full-iteration CUDA graphs: a captured step cannot "
-            "raise; set it to False (--no-check-for-nan-in-loss-and-grad)"
-        )
-    return found
-
-
-def is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
 
 class Captures:
     """Watches one wrapper's calls for captures, and keeps the engine's state fit for replays.
 
-    is_capturing: whether what is called now goes into a graph.
+    is_capturing: whether what is called now goes into a graph; by default the engine's runtime is
+    asked.
     """
 
     def __init__(
-        self, engine: FsdpEngine, is_capturing: Callable[[], bool] = is_capturing
+        self, engine: FsdpEngine, is_capturing: Callable[[], bool] | None = None
     ) -> None:
-        self._engine, self._is_capturing = engine, is_capturing
+        self._engine = engine
+        self._is_capturing = is_capturing or engine.runtime.is_capturing
         self._open = False
         self._stale = False
         self._has_graphs = False

@@ -1,0 +1,50 @@
+"""Options of CUDA graphs. One kind is supported, of a whole iteration:
+`cuda_graph_impl="full_iteration"`, which before megatron-core 0.18 was `"local"` with the scope
+`full_iteration`. What happens then is in `captures.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+LOCAL, FULL_ITERATION = "local", "full_iteration"
+
+
+def captures_iteration(config: Any) -> bool:
+    """Whether the model config asks for full-iteration graphs, and for no others."""
+    impl = getattr(config, "cuda_graph_impl", "none")
+    if impl == FULL_ITERATION:
+        return True
+    scope = getattr(config, "cuda_graph_scope", None)
+    scopes = scope if isinstance(scope, (list, tuple)) else [scope]
+    names = {getattr(one, "name", one) for one in scopes}
+    return impl == LOCAL and names == {FULL_ITERATION}
+
+
+def problems(
+    config: Any, ddp_config: Any, device: torch.device, asks_tokens: bool = True
+) -> list[str]:
+    """One line for each option that full-iteration graphs exclude. `asks_tokens`: core waits in
+    mid-step for the number of tokens (`core_api.asks_tokens_on_the_host`)."""
+    if not captures_iteration(config):
+        return []
+    found = []
+    if device.type != "cuda":
+        found.append(
+            f"cuda_graph_impl={config.cuda_graph_impl!r}: the model is on {device}, where there "
+            "are no CUDA graphs; use 'none'"
+        )
+    if asks_tokens and getattr(config, "calculate_per_token_loss", False):
+        found.append(
+            "calculate_per_token_loss=True with full-iteration CUDA graphs: this megatron-core "
+            "asks on the host how many tokens there were, in the middle of the step; set it to "
+            "False, or use 0.18 or later"
+        )
+    if getattr(ddp_config, "check_for_nan_in_grad", False):
+        found.append(
+            "check_for_nan_in_grad=True with full-iteration CUDA graphs: a captured step cannot "
+            "raise; set it to False (--no-check-for-nan-in-loss-and-grad)"
+        )
+    return found
