@@ -14,6 +14,7 @@ import torch
 from megatron_fsdp_adapter.core.engine.group import GradState, ParamGroup
 from megatron_fsdp_adapter.core.engine.identity import ParamPair
 from megatron_fsdp_adapter.core.engine.reduce import ReducePipeline
+from megatron_fsdp_adapter.core.engine.reduction import Reduction
 from tests.distributed.checks import passes
 from tests.distributed.launch import run_ranks
 from tests.distributed.precision import (
@@ -73,13 +74,12 @@ def test_gradients_and_updates_in_every_mixture(world: int) -> None:
 # Mistakes of other engines (the numbers are those of the list of traps).
 
 
-def _on_running_sum(self: Any, groups: Any, first: Any) -> None:
+def _on_running_sum(self: Any) -> None:
     """G1: the scale goes onto the gradient shard, once for each microbatch."""
-    for group, is_first in zip(groups, first, strict=True):
-        for shard, result in zip(group.grad_segments, group.results, strict=True):
-            if group.has_transient_bucket:
-                shard.copy_(result) if is_first else shard.add_(result)
-            shard.mul_(group.domain.grad_scale)
+    for shard, result in zip(self.group.grad_segments, self.results, strict=True):
+        if self.group.has_transient_bucket:
+            shard.add_(result) if self.adds else shard.copy_(result)
+        shard.mul_(self.group.domain.grad_scale)
 
 
 def _not_attached(self: ParamPair) -> None:
@@ -109,18 +109,17 @@ def _every_microbatch(original: Callable[..., None]) -> Callable[..., None]:
 def _added_to_itself(original: Callable[..., None]) -> Callable[..., None]:
     """G8: with one rank what is added to the gradient shard is the shard."""
 
-    def land(self: Any, groups: Any, first: Any) -> None:
-        original(self, groups, first)
-        for group, is_first in zip(groups, first, strict=True):
-            if group.domain.axis.size == 1 and not is_first:
-                torch._foreach_add_(group.grad_segments, group.grad_segments)
+    def finish(self: Any) -> None:
+        original(self)
+        if self.group.domain.axis.size == 1 and self.adds:
+            torch._foreach_add_(self.group.grad_segments, self.group.grad_segments)
 
-    return land
+    return finish
 
 
 FAULTS: dict[str, tuple[type, str, Any, Cell]] = {
     "G1, the scale goes onto the running sum": (
-        ReducePipeline, "_land", _on_running_sum, Cell("optim_grads", microbatches=4)
+        Reduction, "finish", _on_running_sum, Cell("optim_grads", microbatches=4)
     ),
     "G4, gradients of no_shard are not attached": (
         ParamPair, "attach_grad", _not_attached, Cell("no_shard")
@@ -133,7 +132,7 @@ FAULTS: dict[str, tuple[type, str, Any, Cell]] = {
         Cell("optim", microbatches=4),
     ),
     "G8, one rank doubles its gradients": (
-        ReducePipeline, "_land", _added_to_itself(ReducePipeline._land),
+        Reduction, "finish", _added_to_itself(Reduction.finish),
         Cell("optim_grads_params", microbatches=4, world=1),
     ),
 }  # fmt: skip

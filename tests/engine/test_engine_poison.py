@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,12 +76,10 @@ def test_a_reduction_into_gradients_that_were_not_cleared_is_seen(
     """Whoever takes the first reduction of a step for a later one adds to what is not there."""
     from megatron_fsdp_adapter.core.engine.reduce import ReducePipeline
 
-    land = ReducePipeline._land
-    monkeypatch.setattr(ReducePipeline, "_lands", lambda self, group, is_first: False)
+    plain = ReducePipeline._reduction_of
     monkeypatch.setattr(
-        ReducePipeline, "_land",
-        lambda self, groups, first: land(self, groups, [False] * len(groups)),
-    )  # fmt: skip
+        ReducePipeline, "_reduction_of", lambda self, group: replace(plain(self, group), adds=True)
+    )
     found = _weights(Setup(), "steps")
     assert any(value.isnan().any() for value in found.values())
 

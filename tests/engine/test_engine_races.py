@@ -292,11 +292,10 @@ def _gaps_left(self: Any, accumulate: bool) -> None:
     torch._foreach_copy_(targets, [p.grad for p in self.params if p.grad is not None])
 
 
-def _cast_on_the_way(self: Any, groups: Any, first: Any) -> list[Any]:
+def _cast_on_the_way(self: Any, reductions: Any) -> list[Any]:
     """A temporary is made on compute and dropped while the reduce stream may still read it."""
-    for entry in groups:
-        outputs = entry.grad_segments if entry.has_transient_bucket else entry.results
-        for own, segment in zip(outputs, entry.bucket_segments, strict=True):
+    for entry in reductions:
+        for own, segment in zip(entry.outputs, entry.segments, strict=True):
             role, self.runtime._role = self.runtime._role, COMPUTE
             copy = segment.clone()
             self.runtime._role = role

@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from megatron_fsdp_adapter.core.engine import engine
 from megatron_fsdp_adapter.core.engine.gather import GatherPipeline
-from megatron_fsdp_adapter.core.engine.reduce import ReducePipeline
+from megatron_fsdp_adapter.core.engine.reduction import Reduction
 
 UNIT = "decoder.layers.1"
 
 
 def scale_twice() -> None:
     """1 / ranks is applied to what came out of a reduction, and once more."""
-    original = ReducePipeline._scale_after
+    original = engine.plan_reduction
 
-    def twice(self: ReducePipeline, group: Any) -> float:
-        return original(self, group) ** 2
+    def twice(*args: Any) -> Any:
+        plan = original(*args)
+        return dataclasses.replace(plan, scale=plan.scale**2)
 
-    ReducePipeline._scale_after = twice  # type: ignore[method-assign]
+    engine.plan_reduction = twice
 
 
 def lose_last_microbatch_of_a_unit() -> None:
     """What the reduction of a unit's last microbatch gave is not added to the shard."""
-    original = ReducePipeline._land
+    original = Reduction.finish
     seen: dict[int, int] = {}
 
-    def land(self: ReducePipeline, groups: Sequence[Any], first: Sequence[bool]) -> None:
-        if all(UNIT in group.managed[0].fqns[0] for group in groups):
-            number = seen[id(self)] = seen.get(id(self), 0) + 1
+    def finish(self: Reduction) -> None:
+        if UNIT in self.group.managed[0].fqns[0]:
+            number = seen[id(self.group)] = seen.get(id(self.group), 0) + 1
             if number % 3 == 0:
                 return
-        original(self, groups, first)
+        original(self)
 
-    ReducePipeline._land = land  # type: ignore[method-assign]
+    Reduction.finish = finish  # type: ignore[method-assign]
 
 
 def keep_old_weights() -> None:

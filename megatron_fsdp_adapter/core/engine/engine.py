@@ -26,6 +26,7 @@ from .launches import LaunchComparison
 from .partition import ROOT, UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
+from .reduction import plan_reduction
 from .staging import (
     AllocateSlots,
     UnitStaging,
@@ -95,8 +96,9 @@ class FsdpEngine:
         self.gather = GatherPipeline(
             self.units, config, runtime, gathers, outer, self.order, self.launches
         )
+        reductions = {d: plan_reduction(config, domain.grad_scale) for d, domain in used.items()}
         self.reduce = ReducePipeline(
-            config, runtime, reduces, outer, self.launches, grad_check,
+            config, runtime, reductions, reduces, outer, self.launches, grad_check,
             memory_of_exchanges(self.groups, config, self._allocate_slots),
         )  # fmt: skip
         self.backward = BackwardPass(self.units, config, self.gather, self.reduce)

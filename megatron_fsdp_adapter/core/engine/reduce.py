@@ -28,9 +28,10 @@ from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime, fill_with_nan
 
-from .buffer import FlatBuffer, copy_each, segments_in
+from .buffer import FlatBuffer, segments_in
 from .group import GradState, ParamGroup, by_domain
 from .launches import REDUCED, REDUCED_OUTER, LaunchComparison
+from .reduction import Collective, ReducePlan, Reduction
 from .unit import Unit
 
 MAX_BUCKETS = 2
@@ -82,6 +83,7 @@ class GradCheck(Protocol):
 
 class ReducePipeline:
     """Args:
+    plans: by domain name, how gradients are reduced.
     communicators, outer: by domain name, the ones that reductions run on, over each axis.
     launches: is told of every reduction.
     check: looks at gradients before they are communicated.
@@ -92,13 +94,14 @@ class ReducePipeline:
         self,
         config: EngineConfig,
         runtime: Runtime,
+        plans: Mapping[str, ReducePlan],
         communicators: Mapping[str, Communicator],
         outer: Mapping[str, Communicator],
         launches: LaunchComparison,
         check: GradCheck | None = None,
         received: torch.Tensor | None = None,
     ) -> None:
-        self.config, self.runtime = config, runtime
+        self.config, self.runtime, self._plans = config, runtime, plans
         self.communicators, self.outer, self.launches = communicators, outer, launches
         self._received = received
         self._count = torch.zeros(1, device=runtime.device)  # only the reduce stream writes it
@@ -187,40 +190,20 @@ class ReducePipeline:
         """Reduces gradients that came late and adds them to the main gradients, which have been
         reduced."""
         self._make_room(groups)
-        late = [group.collect_late() for group in groups]
+        buffers: list[FlatBuffer] = []
+        late: list[Reduction] = []
+        for group in groups:
+            buffer, segments = group.collect_late()
+            results = segments_in(buffer, group.full, group.inner)
+            buffers.append(buffer)
+            late.append(Reduction(group, self._plans[group.key.domain], segments, results, True))
+            late[-1].scale_segments()
         self.runtime.wait(REDUCE, self.runtime.record(COMPUTE))
-        for group, (buffer, segments) in zip(groups, late, strict=True):
-            scale = group.domain.grad_scale
+        for reduction in late:
             self.runtime.submit(
-                REDUCE,
-                functools.partial(self._communicate_late, group, buffer, segments, scale),
-                functools.partial(self._add_late, group, buffer, scale),
+                REDUCE, functools.partial(self._communicate, [reduction]), reduction.finish
             )
-        buffers = [buffer for buffer, _ in late]
         self._in_flight.append(InFlight((), self.runtime.record(REDUCE), buffers))
-
-    def _communicate_late(
-        self, group: ParamGroup, late: FlatBuffer, segments: list[torch.Tensor], scale: float
-    ) -> list[Any]:
-        communicator = self.communicators[group.key.domain]
-        self.launches.note(REDUCED, [group], communicator)
-        if self._exchanges:
-            shards = list(zip(group.grad_segments, segments, strict=True))
-            return communicator.reduce_scatter_by_exchange(shards, self._received, scale, True)
-        if self.config.scale_before_sum:
-            for segment in segments:
-                segment.mul_(scale)
-        if not self.config.strategy.shard_main:
-            return communicator.all_reduce(segments)
-        results = segments_in(late, group.full, group.inner)
-        return communicator.reduce_scatter(list(zip(results, segments, strict=True)))
-
-    def _add_late(self, group: ParamGroup, late: FlatBuffer, scale: float) -> None:
-        if self._exchanges:
-            return
-        results = segments_in(late, group.full, group.inner)
-        for shard, result in zip(group.grad_segments, results, strict=True):
-            shard.add_(result, alpha=1.0 if self.config.scale_before_sum else scale)
 
     def _note(self, unit: Unit) -> None:
         if self.check is not None:
@@ -276,25 +259,36 @@ class ReducePipeline:
 
     def _launch(self, groups: Sequence[ParamGroup]) -> None:
         """Starts reducing what was collected; coalesced per domain."""
-        first = [group.grad_state not in REDUCED_STATES for group in groups]
         transient = any(group.has_transient_bucket for group in groups)
         if transient and not self.config.strategy.shard_grads:
             self._make_room(groups)
-        for group in groups:
-            group.fill_bucket()
-            if self.config.scale_before_sum and group.domain.grad_scale != 1.0:
-                for segment in group.bucket_segments:  # one kernel each: see `copy_each`
-                    segment.mul_(group.domain.grad_scale)
-            group.grad.allocate()
-            group.grad_state = GradState.REDUCED
+        reductions = [self._reduction_of(group) for group in groups]
+        for reduction in reductions:
+            reduction.group.fill_bucket()
+            reduction.scale_segments()
+            reduction.group.grad.allocate()
+            reduction.group.grad_state = GradState.REDUCED
         self.runtime.wait(REDUCE, self.runtime.record(COMPUTE))
         self.runtime.launch(
             REDUCE,
-            lambda: self._communicate(groups, first),
-            lambda: self._land(groups, first),
+            lambda: self._communicate(reductions),
+            lambda: self._finish_all(reductions),
         )
         if transient:
             self._in_flight.append(InFlight(groups, self.runtime.record(REDUCE)))
+
+    def _reduction_of(self, group: ParamGroup) -> Reduction:
+        return Reduction(
+            group,
+            self._plans[group.key.domain],
+            group.bucket_segments,
+            group.results,
+            adds=group.grad_state in REDUCED_STATES,
+        )
+
+    def _finish_all(self, reductions: Sequence[Reduction]) -> None:
+        for reduction in reductions:
+            reduction.finish()
 
     def _finish_outer(self, groups: Sequence[ParamGroup]) -> None:
         """Starts the reduction over the outer axis of what has been reduced over the shard axis:
@@ -321,70 +315,33 @@ class ReducePipeline:
                 works += self.outer[domain].all_reduce(parts)
         return works
 
-    def _communicate(self, groups: Sequence[ParamGroup], first: Sequence[bool]) -> list[Any]:
-        """Launches the reductions; `first` tells whose gradient shards hold nothing yet."""
-        is_first = {id(group): new for group, new in zip(groups, first, strict=True)}
+    def _communicate(self, reductions: Sequence[Reduction]) -> list[Any]:
+        """Launches the reductions over the shard axis."""
+        parts = {id(reduction.group): reduction for reduction in reductions}
         works = []
-        for domain, mine in largest_domain_first(groups):
-            communicator = self.communicators[domain]
-            self.launches.note(REDUCED, mine, communicator)
-            if self._exchanges:
-                for group in mine:
-                    if self.runtime.poison and self._received is not None:
-                        fill_with_nan(self._received)
-                    works += communicator.reduce_scatter_by_exchange(
-                        list(zip(group.grad_segments, group.bucket_segments, strict=True)),
-                        self._received, self._scale_after(group), not is_first[id(group)],
-                    )  # fmt: skip
-                continue
-            segments = [segment for group in mine for segment in group.bucket_segments]
-            if not self.config.strategy.shard_main:
+        for domain, groups in largest_domain_first([one.group for one in reductions]):
+            communicator, plan = self.communicators[domain], self._plans[domain]
+            self.launches.note(REDUCED, groups, communicator)
+            mine = [parts[id(group)] for group in groups]
+            segments = [segment for one in mine for segment in one.segments]
+            if plan.collective is Collective.EXCHANGE:
+                for one in mine:
+                    works += self._exchange(one, communicator)
+            elif plan.collective is Collective.ALL_REDUCE:
                 works += communicator.all_reduce(segments)
-                continue
-            results = []
-            for group in mine:
-                lands = self._lands(group, is_first[id(group)])
-                results += group.grad_segments if lands else group.results
-            works += communicator.reduce_scatter(list(zip(results, segments, strict=True)))
+            else:
+                outputs = [output for one in mine for output in one.outputs]
+                works += communicator.reduce_scatter(list(zip(outputs, segments, strict=True)))
         return works
 
-    @property
-    def _exchanges(self) -> bool:
-        """Whether gradients are summed by this package, after an all-to-all: then sum, scale and
-        addition to the main gradients are one pass."""
-        return self.config.fp32_accumulation or self.config.exchange_gradients
-
-    def _scale_after(self, group: ParamGroup) -> float:
-        return 1.0 if self.config.scale_before_sum else group.domain.grad_scale
-
-    def _lands(self, group: ParamGroup, is_first: bool) -> bool:
-        """Whether the reduce-scatter is given the gradient shard as its output, so that nothing is
-        left to copy or add."""
-        same_dtype = group.results[0].dtype == group.grad_segments[0].dtype
-        sharded = self.config.strategy.shard_main and group.has_transient_bucket
-        return sharded and is_first and same_dtype
-
-    def _land(self, groups: Sequence[ParamGroup], first: Sequence[bool]) -> None:
-        """What follows a reduction on its stream: scales what came out, and, unless that is in the
-        gradient shard already, copies it there (`first`) or adds it to what is there."""
-        if self._exchanges:
-            return
-        for group, is_first in zip(groups, first, strict=True):
-            scale = self._scale_after(group)
-            shards, lands = group.grad_segments, self._lands(group, is_first)
-            results = shards if lands else group.results
-            wider = results[0].element_size() > shards[0].element_size()
-            if group.has_transient_bucket and not is_first:
-                for shard, result in zip(shards, results, strict=True):
-                    shard.add_(result, alpha=scale)
-                continue
-            # Multiplied in the dtype with more bits, so that scaling adds no rounding there.
-            for result in results if scale != 1.0 and wider else ():
-                result.mul_(scale)
-            if group.has_transient_bucket and not lands:
-                copy_each(shards, results)
-            for shard in shards if scale != 1.0 and not wider else ():
-                shard.mul_(scale)
+    def _exchange(self, reduction: Reduction, communicator: Communicator) -> list[Any]:
+        if self.runtime.poison and self._received is not None:
+            fill_with_nan(self._received)
+        shards = reduction.group.grad_segments
+        return communicator.reduce_scatter_by_exchange(
+            list(zip(shards, reduction.segments, strict=True)),
+            self._received, reduction.plan.scale_after, reduction.adds,
+        )  # fmt: skip
 
     def _make_room(self, groups: Sequence[ParamGroup]) -> None:
         """Frees the oldest buckets until one more may exist and none of `groups` is in flight: a
