@@ -243,13 +243,14 @@ def hook_arguments(
     argv: Sequence[str],
     environment_changes: Sequence[Change],
     on_fsdp: Callable[[], None],
+    on_other: Callable[[], None],
     rebind: Callable[[object, object], None],
 ) -> None:
     """Makes `megatron.training.arguments` accept main's flags and complete what it parses.
 
-    argv: the script's command line; environment_changes: rows for the table; on_fsdp: called once
-    the arguments are known to ask for FSDP; rebind: puts an object in the place of another
-    wherever Megatron holds it.
+    argv: the script's command line; environment_changes: rows for the table; on_fsdp, on_other:
+    called once the arguments are known to ask for FSDP, or not to; rebind: puts an object in the
+    place of another wherever Megatron holds it.
 
     Raises:
         RuntimeError: this Megatron-LM lacks a name that is hooked.
@@ -275,6 +276,8 @@ def hook_arguments(
             finish(args, argv, environment_changes, silent=reported)
             reported.append(True)
             on_fsdp()
+        else:
+            on_other()
         return args
 
     rebind(add_original, add_megatron_arguments)

@@ -37,19 +37,25 @@ def run(argv: Sequence[str]) -> int:
 
 
 def prepare(folder: Path, argv: Sequence[str]) -> None:
-    """Hooks Megatron-LM's arguments; where there is no Megatron-LM (a script on megatron-core or
-    Megatron-Bridge, which parses nothing), installs at once."""
+    """Hooks Megatron-LM's arguments, where there is a Megatron-LM. Installs at once for a script on
+    megatron-core or Megatron-Bridge, which parses nothing.
+
+    From 0.19 on Megatron-LM's modules are in megatron-core's wheel, so that they can be imported
+    beside any script. One that has them not in its own folder, and no flag, is taken for one that
+    parses nothing, until it parses Megatron-LM's arguments: then the installation is undone."""
     asks = megatron_lm.was_given(megatron_lm.FSDP_FLAG, argv)
     # Before CUDA starts, so before arguments are parsed.
     changes = megatron_lm.complete_environment(os.environ) if asks else []
     arguments = _megatron_arguments()
-    from .installation import install, rebind_everywhere
+    from .installation import install, rebind_everywhere, uninstall
 
     _refuse_mixture(folder)
-    if arguments is None:
+    at_once = arguments is None or not (asks or (folder / "megatron" / "training").is_dir())
+    if arguments is not None:
+        on_other = uninstall if at_once else lambda: None
+        megatron_lm.hook_arguments(arguments, argv, changes, install, on_other, rebind_everywhere)
+    if at_once:
         install()
-        return
-    megatron_lm.hook_arguments(arguments, argv, changes, install, rebind_everywhere)
 
 
 def parse_arguments(script: Path, argv: Sequence[str]) -> argparse.Namespace:

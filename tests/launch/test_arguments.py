@@ -209,7 +209,8 @@ def test_a_megatron_lm_that_cannot_be_hooked_is_told_what_it_lacks() -> None:
     module = ModuleType("megatron.training.arguments")
     module.parse_args = lambda: None  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match=r"no megatron\.training\.arguments\.add_megatron_arg"):
-        megatron_lm.hook_arguments(module, [], [], lambda: None, lambda old, new: None)
+        nothing = (lambda: None, lambda: None, lambda old, new: None)
+        megatron_lm.hook_arguments(module, [], [], *nothing)
 
 
 def test_fields_of_main_are_those_of_the_flags() -> None:
