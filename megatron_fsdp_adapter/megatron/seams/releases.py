@@ -18,7 +18,7 @@ TESTED: Mapping[str, tuple[str, ...]] = {
     CORE: ("0.16.1", "0.17.1", "0.18.2", "0.19.1", "0.19.2"),
     "megatron-bridge": ("0.3.1", "0.6.2"),
     "transformer-engine": ("2.11.0", "2.20.2"),
-    "torch": ("2.11", "2.13"),
+    "torch": ("2.11", "2.13", "2.15"),
 }
 """Releases that the tests run with, by the beginning of the version; of megatron-core whole
 versions. In ascending order."""
