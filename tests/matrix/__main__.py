@@ -49,10 +49,9 @@ def _run(options: argparse.Namespace) -> int:
     if not cuda:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks inherit it
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    # A kernel that is loaded, or compiled, when it is first used waits for the device, and so for a
-    # receive that another stream has begun: interleaved pipelines hang, stock DDP's too.
+    # A kernel that is loaded when it is first used waits for the device, and so for a receive that
+    # another stream has begun: interleaved pipelines hang, stock DDP's too.
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    os.environ.setdefault("NVTE_DISABLE_NVRTC", "1")
     width = options.width or ("small" if cuda else "tiny")
     setting = results.Setting(width, "cuda" if cuda else "cpu", poison_asked())
     wanted = _chosen(options)
