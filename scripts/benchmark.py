@@ -89,9 +89,9 @@ def common_options(options: Options, num_microbatches: int) -> Options:
     ranks = machine.world_size // options.tensor_model_parallel_size
     changed = dataclasses.replace(
         options,
-        mock_data=True, data_path=None, train_data_path=None, valid_data_path=None,
+        mock_data=True, train_data_path=None, valid_data_path=None,
         eval_iters=0, save=None, load=None, save_interval=None, exit_interval=None,
-        tensorboard_dir=None, loss_log_file=None, ckpt_format=None,
+        loss_log_file=None, ckpt_format=None,
         hidden_dropout=0.0, attention_dropout=0.0, check_for_nan_in_loss_and_grad=False,
         use_megatron_fsdp=False, separate_all_gather_groups=False,
         tokenizer_type="ByteLevelTokenizer" if options.vocab_size is None else "NullTokenizer",
@@ -135,7 +135,7 @@ def _report(settings: Settings, options: Options, place, table) -> None:
 
     plan = settings.plan
     unit = bench_report.unit_of(place)
-    dtype = "bf16" if options.bf16 else "fp16" if options.fp16 else "fp32"
+    dtype = "bf16" if options.bf16 else "fp32"
     mlp = f"ffn {options.ffn_hidden_size}"
     if options.num_experts is not None:
         mlp = (

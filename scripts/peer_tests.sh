@@ -21,7 +21,7 @@ PYTHON=${PYTHON:-python3}
 RANKS=${RANKS:-2}
 LIMIT=${LIMIT:-400}
 WHO=${WHO:-ours bundled}
-PLUGIN=${PLUGIN:-lib.peer_tests}
+PLUGIN=${PLUGIN:-peer_tests}
 root=$PWD
 checkout=$(cd "$MEGATRON_LM_PATH" && pwd) || exit 2
 out=$(mkdir -p "$OUT/peer_tests" && cd "$OUT/peer_tests" && pwd)
@@ -32,7 +32,7 @@ folder=$(dirname "$test")
 ONLY=${ONLY:-$(sed -n 's/^ *def \(test_[a-z0-9_]*\)(.*/\1/p' "$checkout/$test" | paste -sd,)}
 
 # The checkout first: it has a folder `tests` of its own, as this repository has.
-export PYTHONPATH="$checkout:$root:$root/scripts${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$checkout:$root:$root/tests/integration${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 export CUDA_DEVICE_MAX_CONNECTIONS=8 NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
 
@@ -56,5 +56,5 @@ for who in $WHO; do
       > "$log" 2>&1 || echo "$who: $function ended with status $?" | tee -a "$log"
   done
 done
-"$PYTHON" "$root/scripts/lib/peer_tests.py" "$out" --world-size "$RANKS" | tee "$out/table.txt"
+"$PYTHON" "$root/tests/integration/peer_tests.py" "$out" --world-size "$RANKS" | tee "$out/table.txt"
 exit "${PIPESTATUS[0]}"

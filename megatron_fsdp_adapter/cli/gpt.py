@@ -160,10 +160,10 @@ class GptConfig:
 
     @property
     def ffn(self) -> int:
-        """Width of the MLP; Megatron's default rounds 8/3 hidden down to 64 when gated."""
+        """Width of the MLP."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        return int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
+        return default_ffn_hidden_size(self.hidden_size, self.swiglu)
 
     @property
     def positions(self) -> int | None:
@@ -179,13 +179,22 @@ class GptConfig:
         if rows is None:
             return None
         rows += _TOKENIZER_EXTRA.get(self.tokenizer_type or "", 0)
-        multiple = self.make_vocab_size_divisible_by
-        return -(-rows // multiple) * multiple
+        return padded_rows(rows, self.make_vocab_size_divisible_by)
 
 
 def flag(name: str) -> str:
     """The command-line flag of an option."""
     return "--" + name.replace("_", "-")
+
+
+def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
+    """Megatron's: if gated (three matrices, not two) 8/3 hidden, rounded down to 64."""
+    return int(4 * hidden_size * 2 / 3 / 64) * 64 if swiglu else 4 * hidden_size
+
+
+def padded_rows(rows: int, multiple: int) -> int:
+    """Rows of an embedding, rounded up."""
+    return -(-rows // multiple) * multiple
 
 
 def gpt_parameter_listing(config: GptConfig) -> Listing:
@@ -241,12 +250,9 @@ def _linear(
     return [*weight, (f"{name}.bias", (rows,))] if bias else weight
 
 
-def read_options(path: str) -> dict[str, Any]:
-    """The options of a YAML file whose keys are Megatron's flag names, dashes or underscores.
-
-    Training options that do not change the parameters are left as they are. Raises
-    FileNotFoundError or ValueError, naming the file.
-    """
+def read_preset(path: str) -> dict[Any, Any]:
+    """The lines of a YAML file whose keys are Megatron's flag names, as they are written. Raises
+    FileNotFoundError or ValueError, naming the file."""
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"--config {path}: no such file")
@@ -256,7 +262,13 @@ def read_options(path: str) -> dict[str, Any]:
         raise ValueError(f"--config {path}: not valid YAML ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: must hold 'flag: value' lines, e.g. 'num-layers: 2'")
-    options = {str(key).replace("-", "_"): value for key, value in content.items()}
+    return content
+
+
+def read_options(path: str) -> dict[str, Any]:
+    """A preset by the names of options. Training options that do not change the parameters are left
+    as they are. Raises as `read_preset`."""
+    options = {str(key).replace("-", "_"): value for key, value in read_preset(path).items()}
     if "disable_bias_linear" in options:
         options["add_bias_linear"] = not options.pop("disable_bias_linear")
     return options

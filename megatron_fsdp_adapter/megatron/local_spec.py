@@ -13,7 +13,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 
@@ -124,3 +129,19 @@ def local_layer_spec(config: TransformerConfig, with_experts: bool = True) -> Mo
         attention.q_layernorm = TorchNorm
         attention.k_layernorm = TorchNorm
     return spec
+
+
+def local_block_spec(
+    config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of this rank's pipeline stage (and virtual stage), as `local_layer_spec` makes
+    them, with experts where `moe_layer_freq` says so; and a last norm."""
+    first = get_transformer_layer_offset(config, vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    frequency = config.moe_layer_freq
+    layers = [
+        local_layer_spec(config, bool(frequency[i]) if isinstance(frequency, list)
+                         else i % frequency == 0)
+        for i in numbers
+    ]  # fmt: skip
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)  # type: ignore[arg-type]

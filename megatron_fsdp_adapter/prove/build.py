@@ -28,17 +28,12 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron import fused_wgrad
 from megatron_fsdp_adapter.megatron.adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.megatron.local_spec import TorchNorm, local_layer_spec
+from megatron_fsdp_adapter.megatron.local_spec import local_block_spec
 from megatron_fsdp_adapter.megatron.options.ddp_config import (
     DistributedDataParallelConfig as FsdpConfig,
 )
@@ -169,13 +164,7 @@ def _layers(config: TransformerConfig, options: Options, chunk: int | None) -> A
             None, False, config.qk_layernorm, config.multi_latent_attention,
             qk_l2_norm=config.qk_l2_norm,
         )  # fmt: skip
-    first = get_transformer_layer_offset(config, chunk)
-    numbers = range(first, first + get_num_layers_to_build(config, chunk))
-    frequency = config.moe_layer_freq
-    has = (lambda i: bool(frequency[i])) if isinstance(frequency, list) else (
-        lambda i: i % frequency == 0)  # fmt: skip
-    layers = [local_layer_spec(config, with_experts=has(i)) for i in numbers]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)  # type: ignore[arg-type]
+    return local_block_spec(config, chunk)
 
 
 def build_chunk(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 from typing import Any
 
 import torch
 
-from lib.distributed import Place
+from lib.distributed import Place, side_stream
 
 _PACKAGE = "megatron.core.distributed.fsdp"
 _MODULES = (
@@ -43,22 +42,13 @@ def _mesh_of_cpus(*args: Any, **kwargs: Any) -> Any:
     return torch.distributed.DeviceMesh.from_group(*args, **{**kwargs, "device_type": "cpu"})
 
 
-def _on_side_stream(place: Place) -> contextlib.AbstractContextManager[Any]:
-    """As Megatron's training script constructs a data-parallel wrapper."""
-    if place.device.type != "cuda":
-        return contextlib.nullcontext()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    return torch.cuda.stream(stream)
-
-
 def bundled_wrapper(config: Any, ddp_config: Any, module: Any, place: Place) -> Any:
     """`module` in core's FullyShardedDataParallel."""
     if place.device.type != "cuda":
         _let_run_on_cpu()
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-    with _on_side_stream(place):
+    with side_stream(place):
         wrapped = FullyShardedDataParallel(
             config=config, ddp_config=ddp_config, module=module, device=place.device
         )

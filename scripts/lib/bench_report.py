@@ -138,7 +138,7 @@ def rows(results: Sequence[Result], plan: Plan, options: Options) -> list[Row | 
     """A `Row` for each wrapper that ran, the bare `Result` for each that did not."""
     reference = reference_of(results)
     ddp = next((r for r in results if r.subject == Subject("ddp") and r.error is None), None)
-    dtype = torch.bfloat16 if options.bf16 else torch.float16 if options.fp16 else torch.float32
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
     tokens = options.micro_batch_size * options.seq_length * plan.num_microbatches
     table: list[Row | Result] = []
     for result in results:

@@ -15,6 +15,7 @@ from typing import Any
 
 from lib import moe_rules
 from lib.options import Options, flag
+from megatron_fsdp_adapter.cli.gpt import default_ffn_hidden_size
 
 BYTE_VOCABULARY = 256
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -44,14 +45,9 @@ def data_parallel_size(options: Options, machine: Machine) -> int:
     return machine.world_size // tensor if machine.world_size % tensor == 0 else 0
 
 
-def _ffn_hidden_size(o: Options) -> int:
-    # Three matrices in place of two keep the size of the MLP at 8/3 of the hidden size.
-    return int(4 * o.hidden_size * 2 / 3) // 64 * 64 if o.swiglu else 4 * o.hidden_size
-
-
 # Options that are None until they are known, in the order in which they depend on each other.
 DERIVED: tuple[tuple[str, Callable[[Options, Machine], Any]], ...] = (
-    ("ffn_hidden_size", lambda o, m: _ffn_hidden_size(o)),
+    ("ffn_hidden_size", lambda o, m: default_ffn_hidden_size(o.hidden_size, o.swiglu)),
     *moe_rules.DERIVED,
     ("kv_channels", lambda o, m: o.hidden_size // max(o.num_attention_heads, 1)),
     ("max_position_embeddings", lambda o, m: o.seq_length),
@@ -62,7 +58,7 @@ DERIVED: tuple[tuple[str, Callable[[Options, Machine], Any]], ...] = (
     ("global_batch_size", lambda o, m: o.micro_batch_size * data_parallel_size(o, m)),
     ("lr_decay_iters", lambda o, m: o.train_iters),
     ("distributed_backend", lambda o, m: "nccl" if m.cuda else "gloo"),
-    ("ckpt_format", lambda o, m: "fsdp_dtensor" if o.use_megatron_fsdp else "torch_dist"),
+    ("ckpt_format", lambda o, m: "fsdp_dtensor"),
 )
 
 # Options that follow from others, with the reason; the run prints those that change a value.
@@ -82,12 +78,6 @@ FORCED: tuple[tuple[str, Any, Callable[[Options, Machine], bool], str], ...] = (
         lambda o, m: not (m.cuda and m.transformer_engine),
         "it is a kernel of Transformer Engine",
     ),
-    (
-        "check_for_nan_in_loss_and_grad",
-        False,
-        lambda o, m: o.fp16,
-        "with loss scaling, gradients that are not finite are expected",
-    ),
 )
 
 CHOICES = {
@@ -96,14 +86,13 @@ CHOICES = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "transformer_impl": ("local", "transformer_engine"),
     "cross_entropy_fusion_impl": ("native", "te"),
-    "optimizer": ("adam",),
     "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root"),
     "recompute_granularity": ("full", "selective", None),
     "recompute_method": ("uniform", "block", None),
     "data_parallel_sharding_strategy": STRATEGIES,
     "distributed_backend": ("nccl", "gloo"),
     "tokenizer_type": ("ByteLevelTokenizer", "NullTokenizer"),
-    "ckpt_format": ("fsdp_dtensor", "torch_dist"),
+    "ckpt_format": ("fsdp_dtensor",),
 }
 
 AT_LEAST: dict[str, float] = {
@@ -133,7 +122,6 @@ AT_LEAST: dict[str, float] = {
             "padded_vocab_size",
             "make_vocab_size_divisible_by",
             "save_interval",
-            "most_recent_k",
             "log_interval",
         ),
         1,
@@ -144,50 +132,23 @@ AT_LEAST: dict[str, float] = {
             "lr",
             "min_lr",
             "lr_warmup_iters",
-            "lr_warmup_init",
             "weight_decay",
             "clip_grad",
             "hidden_dropout",
             "attention_dropout",
-            "num_workers",
             "seed",
         ),
         0,
     ),
 }
 
-# What only stock DDP does.
-IDLE_WITH_FSDP = {
-    "ddp_bucket_size": "units take the place of buckets",
-    "ddp_average_in_collective": "the sum is scaled after the reduction",
-}
-
-
-def _idle_with_fsdp(name: str, why: str) -> Rule:
-    return Rule(
-        lambda o, m: o.use_megatron_fsdp and bool(getattr(o, name)),
-        f"{flag(name)} with --use-megatron-fsdp has no effect: {why}; leave it out",
-    )
-
-
 def _overlaps_need(o: Options) -> bool:
     return not o.use_megatron_fsdp and not (o.use_distributed_optimizer and o.overlap_grad_reduce)
 
 
-def _shares(split: str) -> list[float] | None:
-    try:
-        shares = [float(part) for part in split.split(",")]
-    except ValueError:
-        return None
-    return shares if 1 <= len(shares) <= 3 and min(shares) >= 0 and sum(shares) > 0 else None
-
-
 def _nothing_to_evaluate_on(o: Options) -> bool:
-    no_data = not (o.data_path or o.train_data_path)
-    if o.eval_iters == 0 or o.eval_interval is None or o.mock_data or no_data:
-        return False
-    shares = _shares(o.split) or [1.0, 1.0]
-    return not o.valid_data_path if o.data_path is None else len(shares) < 2 or shares[1] == 0
+    evaluates = o.eval_iters > 0 and o.eval_interval is not None
+    return evaluates and bool(o.train_data_path) and not o.valid_data_path
 
 
 RULES = (
@@ -215,10 +176,6 @@ RULES = (
         lambda o, m: (o.max_position_embeddings or 0) < o.seq_length,
         "--max-position-embeddings {o.max_position_embeddings} is less than --seq-length "
         "{o.seq_length}: raise it",
-    ),
-    Rule(
-        lambda o, m: not 0 < o.rotary_percent <= 1,
-        "--rotary-percent {o.rotary_percent} must be above 0 and at most 1",
     ),
     Rule(
         lambda o, m: max(o.hidden_dropout, o.attention_dropout) >= 1,
@@ -256,16 +213,11 @@ RULES = (
         "--min-lr {o.min_lr} is more than --lr {o.lr}: lower it",
     ),
     Rule(
-        lambda o, m: o.lr_warmup_init > o.lr,
-        "--lr-warmup-init {o.lr_warmup_init} is more than --lr {o.lr}: lower it",
-    ),
-    Rule(
         lambda o, m: o.lr_warmup_iters >= (o.lr_decay_iters or 0),
         "--lr-warmup-iters {o.lr_warmup_iters} is not less than --lr-decay-iters "
         "{o.lr_decay_iters} (default --train-iters): lower it",
     ),
     # Precision and memory
-    Rule(lambda o, m: o.bf16 and o.fp16, "--bf16 and --fp16 are both given: choose one"),
     Rule(
         lambda o, m: o.grad_reduce_in_bf16 and not o.bf16,
         "--grad-reduce-in-bf16 without --bf16: gradients of an fp32 model are reduced in fp32; "
@@ -306,7 +258,11 @@ RULES = (
         "--use-distributed-optimizer",
     ),
     *(Rule(*row) for row in moe_rules.ROWS),
-    *(_idle_with_fsdp(name, why) for name, why in IDLE_WITH_FSDP.items()),
+    Rule(
+        lambda o, m: o.use_megatron_fsdp and o.ddp_bucket_size is not None,
+        "--ddp-bucket-size with --use-megatron-fsdp has no effect: units take the place of "
+        "buckets; leave it out",
+    ),
     Rule(
         lambda o, m: o.use_megatron_fsdp and m.max_connections == "1" and m.cuda,
         "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1, which keeps the communication of "
@@ -319,25 +275,9 @@ RULES = (
     ),
     # Checkpoints
     Rule(
-        lambda o, m: o.use_megatron_fsdp and o.ckpt_format != "fsdp_dtensor",
-        "--ckpt-format {o.ckpt_format} with --use-megatron-fsdp: use fsdp_dtensor",
-    ),
-    Rule(
-        lambda o, m: not o.use_megatron_fsdp and o.ckpt_format == "fsdp_dtensor",
-        "--ckpt-format fsdp_dtensor without --use-megatron-fsdp: use torch_dist",
-    ),
-    Rule(
-        lambda o, m: o.async_save and not o.use_megatron_fsdp,
-        "--async-save without --use-megatron-fsdp: torch_dist is saved synchronously here; leave "
-        "it out",
-    ),
-    Rule(
-        lambda o, m: o.async_save and o.save is None,
-        "--async-save without --save: say where to save",
-    ),
-    Rule(
-        lambda o, m: o.check_digests and (o.load is None or not o.use_megatron_fsdp),
-        "--check-digests without --load and --use-megatron-fsdp: there is nothing to check",
+        lambda o, m: not o.use_megatron_fsdp and bool(o.save or o.load),
+        "--save or --load without --use-megatron-fsdp: stock DDP is here to compare with; save its "
+        "runs with Megatron-LM's own script, or give --use-megatron-fsdp",
     ),
     Rule(
         lambda o, m: o.save is None and o.save_interval is not None,
@@ -345,22 +285,13 @@ RULES = (
     ),
     # Data
     Rule(
-        lambda o, m: not (o.mock_data or o.data_path or o.train_data_path),
-        "no data: give --data-path or --train-data-path (made by scripts/prepare_data.py), or "
-        "--mock-data",
-    ),
-    Rule(
-        lambda o, m: sum(map(bool, (o.mock_data, o.data_path, o.train_data_path))) > 1,
-        "--mock-data, --data-path and --train-data-path exclude each other: give one",
-    ),
-    Rule(
-        lambda o, m: _shares(o.split) is None,
-        "--split {o.split} must be up to three shares such as 969,30,1",
+        lambda o, m: o.mock_data == bool(o.train_data_path),
+        "give --train-data-path (made by scripts/prepare_data.py) or --mock-data, one of them",
     ),
     Rule(
         lambda o, m: _nothing_to_evaluate_on(o),
-        "--eval-iters {o.eval_iters}, but there is no validation data: give --valid-data-path, a "
-        "--split with a second share, or --eval-iters 0",
+        "--eval-iters {o.eval_iters}, but there is no validation data: give --valid-data-path "
+        "or --eval-iters 0",
     ),
     Rule(
         lambda o, m: o.tokenizer_type == "NullTokenizer" and o.vocab_size is None,
@@ -411,7 +342,7 @@ def _range_problems(options: Options) -> Iterator[str]:
 
 
 def _prefixes(blend: Sequence[str] | None) -> Sequence[str]:
-    """The prefixes of a --data-path value, which may have a weight before each of them."""
+    """The prefixes of a --train-data-path, which may have a weight before each of them."""
     parts = blend or []
     pairs = len(parts) % 2 == 0 and all(_is_number(part) for part in parts[::2])
     return parts[1::2] if pairs else parts
@@ -428,7 +359,7 @@ def _is_number(text: str) -> bool:
 def missing_files(options: Options) -> list[str]:
     """A line for each data file or checkpoint folder that is named and not there."""
     lines = []
-    for name in ("data_path", "train_data_path", "valid_data_path"):
+    for name in ("train_data_path", "valid_data_path"):
         for prefix in _prefixes(getattr(options, name)):
             gone = [ending for ending in (".bin", ".idx") if not Path(prefix + ending).is_file()]
             if gone:

@@ -19,6 +19,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 from lib.check import BYTE_VOCABULARY
 from lib.distributed import Place
 from lib.options import Options
+from megatron_fsdp_adapter.cli.gpt import padded_rows
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -56,7 +57,7 @@ def padded_vocab_size(options: Options) -> int:
     if options.padded_vocab_size is not None:
         return options.padded_vocab_size
     multiple = options.make_vocab_size_divisible_by * options.tensor_model_parallel_size
-    return -(-vocabulary(options).vocab_size // multiple) * multiple
+    return padded_rows(vocabulary(options).vocab_size, multiple)
 
 
 def evaluations(options: Options) -> int:
@@ -79,8 +80,6 @@ def build_datasets(options: Options) -> tuple[Any, Any]:
     if options.train_data_path:
         parts = (options.train_data_path, options.valid_data_path if valid else None, None)
         blend["blend_per_split"] = [get_blend_from_list(part and list(part)) for part in parts]
-    elif options.data_path:
-        blend = {"blend": get_blend_from_list(list(options.data_path)), "split": options.split}
     config = GPTDatasetConfig(
         random_seed=options.seed,
         sequence_length=options.seq_length,
@@ -94,11 +93,6 @@ def build_datasets(options: Options) -> tuple[Any, Any]:
     )
     kind = MockGPTDataset if options.mock_data else GPTDataset
     train, validation, _ = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
-    if train is None or (valid and validation is None):
-        raise ValueError(
-            f"--split {options.split}: no document falls into the "
-            f"{'training' if train is None else 'validation'} share; use more text or other shares"
-        )
     return train, validation if valid else None
 
 
@@ -142,9 +136,7 @@ def batches(
     loader = torch.utils.data.DataLoader(
         dataset,
         batch_sampler=order,  # type: ignore[arg-type]
-        num_workers=options.num_workers,
         pin_memory=place.device.type == "cuda",
-        persistent_workers=options.num_workers > 0,
         # A generator of its own: a loader draws a seed from the default one, which would make the
         # random numbers of a resumed run differ.
         generator=torch.Generator().manual_seed(options.seed),

@@ -63,7 +63,7 @@ def run_schedule(
 
 
 def train_step(
-    trainee: Trainee, data: Batches, progress: Progress, options: Options, place: Place
+    trainee: Trainee, data: Batches, progress: Progress, options: Options
 ) -> tuple[Step, Progress]:
     """One optimizer step, and how far the run is after it."""
     started = now()
@@ -74,8 +74,6 @@ def train_step(
     if updated:
         assert options.global_batch_size is not None
         trainee.scheduler.step(increment=options.global_batch_size)
-    if options.empty_unused_memory_level >= 1 and place.device.type == "cuda":
-        torch.cuda.empty_cache()
     loss, tokens = (float(value) for value in total.tolist())
     progress = dataclasses.replace(
         progress,
@@ -150,12 +148,9 @@ def train(trainee: Trainee, options: Options, place: Place, progress: Progress) 
     valid_data = None
     if validation is not None:
         valid_data = batches(validation, progress.consumed_valid_samples, options, place)
-    with (
-        contextlib.closing(Reporter(options, place, progress.iteration)) as reporter,
-        checkpoints.Saver(options) as saver,
-    ):
+    with contextlib.closing(Reporter(options, place, progress.iteration)) as reporter:
         while progress.iteration < options.train_iters:
-            step, progress = train_step(trainee, data, progress, options, place)
+            step, progress = train_step(trainee, data, progress, options)
             reporter.step(step)
             todo = due(progress.iteration, options, valid_data is not None)
             if todo.log:
@@ -169,8 +164,8 @@ def train(trainee: Trainee, options: Options, place: Place, progress: Progress) 
                     consumed_valid_samples=progress.consumed_valid_samples + samples,
                 )
             if todo.save:
-                saver.save(trainee, progress)
-                reporter.line(f"iteration {progress.iteration} | {saver.remark} {options.save}")
+                checkpoints.save(trainee, progress, options)
+                reporter.line(f"iteration {progress.iteration} | saved to {options.save}")
             if todo.stop:
                 break
     return progress

@@ -15,6 +15,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
@@ -31,10 +32,10 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from lib.data import padded_vocab_size
-from lib.distributed import Place
+from lib.distributed import Place, side_stream
 from lib.options import Options
-from lib.specs import layer_spec
 from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.local_spec import local_block_spec
 from megatron_fsdp_adapter.megatron.options.ddp_config import (
     DistributedDataParallelConfig as FsdpConfig,
 )
@@ -48,9 +49,6 @@ _TRANSFORMER_FIELDS = (
     "ffn_hidden_size",
     "kv_channels",
     "normalization",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "init_method_std",
     "hidden_dropout",
     "attention_dropout",
     "bias_dropout_fusion",
@@ -66,7 +64,6 @@ _TRANSFORMER_FIELDS = (
     "expert_tensor_parallel_size",
     "calculate_per_token_loss",
     "bf16",
-    "fp16",
     "init_model_with_meta_device",
 )
 _MOE_FIELDS = (
@@ -74,13 +71,11 @@ _MOE_FIELDS = (
     "moe_router_topk",
     "moe_router_load_balancing_type",
     "moe_aux_loss_coeff",
-    "moe_router_dtype",
     "moe_token_dispatcher_type",
     "moe_grouped_gemm",
     "moe_permute_fusion",
 )
 _OPTIMIZER_FIELDS = (
-    "optimizer",
     "lr",
     "min_lr",
     "weight_decay",
@@ -89,16 +84,12 @@ _OPTIMIZER_FIELDS = (
     "adam_eps",
     "clip_grad",
     "bf16",
-    "fp16",
-    "loss_scale",
-    "initial_loss_scale",
     "use_distributed_optimizer",
     "overlap_param_gather",
 )
 _DDP_FIELDS = (
     "overlap_grad_reduce",
     "overlap_param_gather",
-    "align_param_gather",
     "use_distributed_optimizer",
     "num_distributed_optimizer_instances",
     "use_megatron_fsdp",
@@ -130,7 +121,7 @@ def _chosen(options: Options, names: tuple[str, ...]) -> dict[str, Any]:
 
 def params_dtype(options: Options) -> torch.dtype:
     """The compute dtype."""
-    return torch.bfloat16 if options.bf16 else torch.float16 if options.fp16 else torch.float32
+    return torch.bfloat16 if options.bf16 else torch.float32
 
 
 def transformer_config(options: Options) -> TransformerConfig:
@@ -144,7 +135,6 @@ def transformer_config(options: Options) -> TransformerConfig:
     return TransformerConfig(
         **fields,
         num_query_groups=options.num_query_groups if options.group_query_attention else None,
-        layernorm_epsilon=options.norm_epsilon,
         add_bias_linear=has_bias,
         gated_linear_unit=options.swiglu,
         activation_func=torch.nn.functional.silu if options.swiglu else torch.nn.functional.gelu,
@@ -158,21 +148,29 @@ def transformer_config(options: Options) -> TransformerConfig:
     )
 
 
+def layer_spec(config: TransformerConfig, options: Options) -> Any:
+    """What GPTModel takes for its layers: Transformer Engine's, or such as run anywhere."""
+    if options.transformer_impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+        )
+    return local_block_spec(config)
+
+
 def build_model(options: Options, config: TransformerConfig, place: Place) -> torch.nn.Module:
-    """A GPTModel on the device, or as far as core allows on the meta device; in bf16 or fp16
-    inside core's Float16Module."""
+    """A GPTModel on the device, or as far as core allows on the meta device; in bf16 inside
+    core's Float16Module."""
     if options.gradient_accumulation_fusion:
         fused_wgrad.install()
     on_meta = options.init_model_with_meta_device
     with torch.device("meta") if on_meta else contextlib.nullcontext():
         model: torch.nn.Module = GPTModel(
             config=config,
-            transformer_layer_spec=layer_spec(config, str(options.transformer_impl)),
+            transformer_layer_spec=layer_spec(config, options),
             vocab_size=padded_vocab_size(options),
             max_sequence_length=options.max_position_embeddings,
             share_embeddings_and_output_weights=not options.untie_embeddings_and_output_weights,
             position_embedding_type=options.position_embedding_type,
-            rotary_percent=options.rotary_percent,
             rotary_base=options.rotary_base,
         )
     model.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
@@ -180,7 +178,7 @@ def build_model(options: Options, config: TransformerConfig, place: Place) -> to
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
     if not on_meta:
         model.to(place.device)
-    return Float16Module(config, model) if options.bf16 or options.fp16 else model
+    return Float16Module(config, model) if options.bf16 else model
 
 
 def ddp_config(options: Options) -> DistributedDataParallelConfig:
@@ -192,7 +190,6 @@ def ddp_config(options: Options) -> DistributedDataParallelConfig:
     common: dict[str, Any] = dict(
         **_chosen(options, _DDP_FIELDS),
         bucket_size=bucket if options.overlap_grad_reduce else None,
-        average_in_collective=options.ddp_average_in_collective,
         check_for_nan_in_grad=options.check_for_nan_in_loss_and_grad,
     )
     if not options.use_megatron_fsdp:
@@ -226,7 +223,7 @@ def wrap(
             _groups_with_gathers_apart() if options.separate_all_gather_groups else None
         )
 
-    def construct() -> Any:
+    with side_stream(place):
         return wrapper(
             config=config,
             ddp_config=ddp_config(options),
@@ -234,16 +231,6 @@ def wrap(
             disable_bucketing=False,
             **arguments,
         )
-
-    if place.device.type != "cuda":
-        return construct()
-    # On a side stream, as Megatron does it, joined with the current one before and after.
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        wrapped = construct()
-    torch.cuda.current_stream().wait_stream(stream)
-    return wrapped
 
 
 def build_optimizer(options: Options, model: torch.nn.Module) -> MegatronOptimizer:
@@ -262,7 +249,7 @@ def build_scheduler(options: Options, optimizer: MegatronOptimizer) -> Optimizer
     assert batch is not None and options.lr_decay_iters is not None  # by check.resolve
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=options.lr_warmup_init,
+        init_lr=0.0,
         max_lr=options.lr,
         min_lr=options.min_lr,
         lr_warmup_steps=options.lr_warmup_iters * batch,
@@ -287,10 +274,7 @@ def connect(config: TransformerConfig, trainee: Trainee, options: Options) -> No
     config.finalize_model_grads_func = finalize_model_grads
     if used.overlap_grad_reduce:
         config.no_sync_func = model.no_sync
-        if options.align_grad_reduce:
-            config.grad_sync_func = model.start_grad_sync
-    if used.overlap_param_gather and options.align_param_gather:
-        config.param_sync_func = model.start_param_sync
+        config.grad_sync_func = model.start_grad_sync
 
 
 def build(options: Options, place: Place) -> Trainee:

@@ -15,7 +15,6 @@ CHOICES = {
     "moe_router_load_balancing_type": (
         "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none",
     ),
-    "moe_router_dtype": ("fp32", "fp64", None),
     "moe_token_dispatcher_type": ("allgather", "alltoall"),
 }  # fmt: skip
 

@@ -14,10 +14,10 @@ import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
+from megatron_fsdp_adapter.cli import gpt
+from megatron_fsdp_adapter.cli.gpt import flag
 
 
 def option(default: Any, text: str) -> Any:
@@ -43,15 +43,10 @@ class Options:
     max_position_embeddings: int | None = option(None, "longest sequence; default seq-length")
     position_embedding_type: str = option("learned_absolute", "learned_absolute, rope or none")
     rotary_base: int = option(10000, "base of the rotary frequencies")
-    rotary_percent: float = option(1.0, "share of a head that is rotated")
     normalization: str = option("LayerNorm", "LayerNorm or RMSNorm")
-    norm_epsilon: float = option(1e-5, "epsilon of the norms")
     swiglu: bool = option(False, "gated SiLU in place of GELU")
     disable_bias_linear: bool = option(False, "linear layers without a bias")
-    add_qkv_bias: bool = option(False, "a bias in the QKV projection with --disable-bias-linear")
-    qk_layernorm: bool = option(False, "norms on queries and keys")
     untie_embeddings_and_output_weights: bool = option(False, "an output layer of its own")
-    init_method_std: float = option(0.02, "standard deviation of the initial weights")
     hidden_dropout: float = option(0.1, "dropout on the residual stream")
     attention_dropout: float = option(0.1, "dropout on the attention weights")
     transformer_impl: str | None = option(
@@ -65,7 +60,6 @@ class Options:
         "aux_loss", "aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none"
     )
     moe_aux_loss_coeff: float = option(0.0, "weight of the load-balancing loss")
-    moe_router_dtype: str | None = option(None, "fp32 or fp64 routing; default the compute dtype")
     moe_token_dispatcher_type: str = option("allgather", "allgather or alltoall")
     moe_grouped_gemm: bool = option(False, "one kernel for a rank's experts (TE's grouped linear)")
     moe_permute_fusion: bool = option(False, "TE's kernels that sort tokens by expert")
@@ -89,13 +83,11 @@ class Options:
         None, "save (if --save) and exit after the first step that it divides"
     )
     # Optimizer
-    optimizer: str = option("adam", "adam")
     lr: float = option(None, "highest learning rate")
     min_lr: float = option(0.0, "lowest learning rate")
     lr_decay_style: str = option("linear", "constant, linear, cosine or inverse-square-root")
     lr_decay_iters: int | None = option(None, "steps of the decay; default train-iters")
     lr_warmup_iters: int = option(0, "steps of the linear warm-up")
-    lr_warmup_init: float = option(0.0, "learning rate at the first step of the warm-up")
     weight_decay: float = option(0.01, "decoupled weight decay")
     adam_beta1: float = option(0.9, "Adam's first decay rate")
     adam_beta2: float = option(0.999, "Adam's second decay rate")
@@ -103,9 +95,6 @@ class Options:
     clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping")
     # Precision
     bf16: bool = option(False, "bfloat16 compute with fp32 main weights")
-    fp16: bool = option(False, "float16 compute with loss scaling")
-    loss_scale: float | None = option(None, "fixed loss scale with --fp16; default dynamic")
-    initial_loss_scale: float = option(2.0**32, "first dynamic loss scale")
     grad_reduce_in_bf16: bool = option(False, "with --bf16: reduce gradients in bf16, not fp32")
     reduce_scatter_with_fp32_accumulation: bool = option(
         False, "with --grad-reduce-in-bf16: sum in fp32 what travels in bf16"
@@ -128,10 +117,7 @@ class Options:
     use_distributed_optimizer: bool = option(False, "optimizer state split over data parallel")
     overlap_grad_reduce: bool = option(False, "reduce gradients during the backward")
     overlap_param_gather: bool = option(False, "gather parameters during the forward")
-    align_grad_reduce: bool = option(True, "reduce at the same time on all pipeline stages")
-    align_param_gather: bool = option(False, "gather at the same time on all pipeline stages")
     ddp_bucket_size: int | None = option(None, "elements of a gradient bucket")
-    ddp_average_in_collective: bool = option(False, "average inside the collective")
     num_distributed_optimizer_instances: int = option(1, "copies of the distributed optimizer")
     use_megatron_fsdp: bool = option(False, "this package's FullyShardedDataParallel")
     data_parallel_sharding_strategy: str = option(
@@ -150,12 +136,10 @@ class Options:
     distributed_backend: str | None = option(None, "nccl or gloo; default nccl where CUDA is")
     distributed_timeout_minutes: int = option(10, "time after which a collective fails")
     # Data
-    data_path: tuple[str, ...] | None = option(
-        None, "prefix of a .bin/.idx pair, or weights and prefixes in turn; split by --split"
+    train_data_path: tuple[str, ...] | None = option(
+        None, "prefix of a .bin/.idx pair, or weights and prefixes in turn"
     )
-    train_data_path: tuple[str, ...] | None = option(None, "like --data-path, for training alone")
-    valid_data_path: tuple[str, ...] | None = option(None, "like --data-path, for validation alone")
-    split: str = option("969,30,1", "shares of --data-path: training, validation, test")
+    valid_data_path: tuple[str, ...] | None = option(None, "the same for evaluations")
     data_cache_path: str | None = option(None, "folder of the sample index; default beside data")
     mock_data: bool = option(False, "random tokens in place of data")
     tokenizer_type: str = option(
@@ -164,31 +148,21 @@ class Options:
     vocab_size: int | None = option(None, "with NullTokenizer: tokens without the end of document")
     make_vocab_size_divisible_by: int = option(128, "the embedding is padded to a multiple of it")
     padded_vocab_size: int | None = option(None, "rows of the embedding, in place of the above")
-    num_workers: int = option(0, "processes that load data, per rank")
     # Checkpoints
     save: str | None = option(None, "folder to save checkpoints in")
     load: str | None = option(None, "folder to resume from")
     save_interval: int | None = option(None, "steps between checkpoints; default only at the end")
-    most_recent_k: int | None = option(
-        None, "checkpoints that are kept, older ones are deleted; default all are kept"
-    )
-    async_save: bool = option(False, "with --use-megatron-fsdp: save while training goes on")
-    check_digests: bool = option(
-        False, "with --use-megatron-fsdp: compare what is loaded with the digests of its save"
-    )
     ckpt_format: str | None = option(
-        None, "fsdp_dtensor (with --use-megatron-fsdp) or torch_dist (without)"
+        None, "fsdp_dtensor; it needs --use-megatron-fsdp"
     )
     # Log
     log_interval: int = option(100, "steps between lines of the log")
-    tensorboard_dir: str | None = option(None, "folder for TensorBoard scalars")
     loss_log_file: str | None = option(
         None, "JSON lines: loss and gradient norm of every step, with all digits"
     )
     # Run
     seed: int = option(1234, "random seed of weights, dropout and data order")
     deterministic: bool = option(False, "deterministic kernels only")
-    empty_unused_memory_level: int = option(0, "1: return cached GPU memory after each step")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values by field name, for checkpoints."""
@@ -204,11 +178,6 @@ REQUIRED = (
     "train_iters",
     "lr",
 )
-
-
-def flag(name: str) -> str:
-    """``num_layers`` -> ``--num-layers``."""
-    return "--" + name.replace("_", "-")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -265,18 +234,9 @@ def make_parser() -> argparse.ArgumentParser:
 def read_preset(path: str) -> list[str]:
     """A preset as the command-line arguments it stands for.
 
-    Raises FileNotFoundError for a missing file; ValueError for one that is not a table, and for
-    keys that are no flags (all of them in one error).
+    Raises as `gpt.read_preset`, and ValueError for keys that are no flags (all in one error).
     """
-    file = Path(path)
-    if not file.is_file():
-        raise FileNotFoundError(f"--config {path}: no such file; presets lie in configs/")
-    try:
-        content = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {path}: not valid YAML ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"--config {path}: must hold 'flag: value' lines, e.g. 'num-layers: 2'")
+    content = gpt.read_preset(path)
     known = {item.name.replace("_", "-") for item in dataclasses.fields(Options)}
     unknown = [str(key) for key in content if str(key).replace("_", "-") not in known]
     if unknown:

@@ -1,8 +1,7 @@
-"""What a run tells: log lines, progress bar, JSON lines, TensorBoard. All on the first rank."""
+"""What a run tells: log lines and JSON lines, on the first rank."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import resource
@@ -47,32 +46,14 @@ class Reporter:
     def __init__(self, options: Options, place: Place, start_iteration: int) -> None:
         self._options = options
         self._on = place.first
-        self._bar: Any = None
         self._log: Any = None
-        self._board: Any = None
         self._since = (0.0, 0)  # seconds and tokens since the last line
-        if not self._on:
-            return
-        if options.loss_log_file is not None:
+        if self._on and options.loss_log_file is not None:
             self._log = _open_log(Path(options.loss_log_file), start_iteration)
-        if options.tensorboard_dir is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(options.tensorboard_dir, purge_step=start_iteration + 1)
-        if sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
-            from tqdm import tqdm
-
-            self._bar = tqdm(
-                total=options.train_iters, initial=start_iteration, unit="step", dynamic_ncols=True
-            )
 
     def line(self, text: str) -> None:
         """A line of the log."""
-        if not self._on:
-            return
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-        else:
+        if self._on:
             print(text, flush=True)
 
     def step(self, step: Step) -> None:
@@ -88,9 +69,6 @@ class Reporter:
             "seconds": step.seconds,
         }
         self._record(record)
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {step.loss:.4f}", refresh=False)
-            self._bar.update()
 
     def interval(self, step: Step, peak_bytes: float) -> None:
         """Called after every --log-interval steps, with the largest peak of any rank."""
@@ -111,40 +89,22 @@ class Reporter:
                 "peak_memory_bytes": int(peak_bytes),
             }
         )
-        self._scalars(
-            step.iteration,
-            {
-                "loss": step.loss,
-                "grad norm": step.grad_norm,
-                "learning rate": step.learning_rate,
-                "tokens per second": rate,
-                "peak memory GiB": peak_bytes / GIB,
-            },
-        )
 
     def validation(self, iteration: int, loss: float) -> None:
         """Called after every evaluation."""
         self.line(f"iteration {iteration} | validation loss {loss:.6f}")
         self._record({"iteration": iteration, "validation_loss": loss})
-        self._scalars(iteration, {"validation loss": loss})
 
     def close(self) -> None:
-        """Finishes the files and the bar."""
-        for item in (self._bar, self._log, self._board):
-            if item is not None:
-                item.close()
+        """Finishes the file."""
+        if self._log is not None:
+            self._log.close()
 
     def _record(self, record: dict[str, Any]) -> None:
         if self._log is not None:
             # json writes a float with as many digits as it takes to read the same float back.
             self._log.write(json.dumps(record) + "\n")
             self._log.flush()
-
-    def _scalars(self, iteration: int, values: dict[str, float | None]) -> None:
-        if self._board is not None:
-            for name, value in values.items():
-                if value is not None:
-                    self._board.add_scalar(name, value, iteration)
 
 
 def _open_log(path: Path, start_iteration: int) -> Any:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parent))
 import on_cpu
-from lib import peer_tests
-from lib.peer_tests import pytest_runtest_logreport, pytest_unconfigure  # noqa: F401
+import peer_tests
+from peer_tests import pytest_runtest_logreport, pytest_unconfigure  # noqa: F401
 
 from megatron_fsdp_adapter.launch import cpu_mode
 

@@ -31,7 +31,7 @@ def _resolved(*flags: str, machine: Machine = CPU) -> tuple[Options, list[str]]:
 def test_good_options_pass() -> None:
     options, lines = validated(parse(GOOD), CPU)
     assert (options.ffn_hidden_size, options.kv_channels, options.lr_decay_iters) == (256, 16, 10)
-    assert (options.distributed_backend, options.ckpt_format) == ("gloo", "torch_dist")
+    assert (options.distributed_backend, options.ckpt_format) == ("gloo", "fsdp_dtensor")
     assert options.transformer_impl == "local"
     assert any("--bias-gelu-fusion is off" in line for line in lines)
     fsdp, _ = _resolved("--use-megatron-fsdp", machine=GPU)
@@ -44,28 +44,20 @@ def test_good_options_pass() -> None:
 BAD = (
     (["--data-parallel-sharding-strategy=zero9"], "strategy zero9 is unknown: use one of no_shard"),
     (["--global-batch-size=6"], "6 is not a multiple of --micro-batch-size 2 x 2", "multiple of 4"),
-    (["--use-megatron-fsdp", "--ckpt-format=torch_dist"], "torch_dist with --use-megatron-fsdp"),
-    (["--ckpt-format=fsdp_dtensor"], "fsdp_dtensor without --use-megatron-fsdp: use torch_dist"),
-    (["--async-save", "--save=x"], "--async-save without --use-megatron-fsdp"),
-    (["--async-save", "--use-megatron-fsdp"], "--async-save without --save"),
-    (["--check-digests", "--use-megatron-fsdp"], "--check-digests without --load"),
-    (["--ckpt-format=zip"], "--ckpt-format zip is unknown"),
+    (["--save=x"], "--save or --load without --use-megatron-fsdp", "Megatron-LM's own script"),
+    (["--ckpt-format=torch_dist"], "--ckpt-format torch_dist is unknown: use one of fsdp_dtensor"),
     (["--hidden-size=66"], "66 is not a multiple of --num-attention-heads 4"),
     (["--group-query-attention", "--num-query-groups=3"], "--num-query-groups 3 does not divide"),
     (["--max-position-embeddings=16"], "--max-position-embeddings 16 is less than --seq-length 32"),
-    (["--rotary-percent=0"], "--rotary-percent 0.0 must be above 0"),
     (["--hidden-dropout=1"], "--hidden-dropout 1.0", "below 1"),
     (["--transformer-impl=transformer_engine"], "needs a GPU", "use --transformer-impl local"),
     (["--cross-entropy-loss-fusion"], "--cross-entropy-loss-fusion is compiled for the GPU"),
     (["--gradient-accumulation-fusion"], "--gradient-accumulation-fusion needs CUDA"),
     (["--tensor-model-parallel-size=3"], "3 does not divide the number of processes 2"),
     (["--min-lr=1"], "--min-lr 1.0 is more than --lr 0.001"),
-    (["--lr-warmup-init=1"], "--lr-warmup-init 1.0 is more than --lr"),
     (["--lr-warmup-iters=10"], "--lr-warmup-iters 10 is not less than --lr-decay-iters 10"),
-    (["--bf16", "--fp16"], "--bf16 and --fp16 are both given"),
     (["--grad-reduce-in-bf16"], "--grad-reduce-in-bf16 without --bf16"),
     (["--use-megatron-fsdp", "--ddp-bucket-size=9"], "--ddp-bucket-size with --use-megatron-fsdp"),
-    (["--use-megatron-fsdp", "--ddp-average-in-collective"], "collective with --use-megatron-fsdp"),
     (["--recompute-granularity=full"], "needs --recompute-method"),
     (["--recompute-method=block"], "only go with --recompute-granularity full"),
     (["--distributed-backend=nccl"], "--distributed-backend nccl", "use gloo"),
@@ -84,11 +76,9 @@ BAD = (
     (["--overlap-param-gather"], "needs --use-distributed-optimizer and --overlap-grad-reduce"),
     (["--num-distributed-optimizer-instances=2"], "instances 2 needs --use-distributed-optimizer"),
     (["--save-interval=5"], "--save-interval 5 without --save"),
-    (["--no-mock-data"], "no data: give --data-path"),
-    (["--data-path=x"], "--mock-data, --data-path and --train-data-path exclude each other"),
-    (["--split=a,b"], "--split a,b must be up to three shares"),
+    (["--no-mock-data"], "give --train-data-path", "or --mock-data, one of them"),
+    (["--train-data-path=x"], "or --mock-data, one of them"),
     (["--no-mock-data", "--train-data-path=x"], "--eval-iters 100, but there is no validation"),
-    (["--no-mock-data", "--data-path=x", "--split=1,0,0"], "there is no validation data"),
     (["--tokenizer-type=NullTokenizer"], "NullTokenizer needs --vocab-size"),
     (["--vocab-size=9"], "--vocab-size 9 with --tokenizer-type ByteLevelTokenizer"),
     (["--padded-vocab-size=256"], "--padded-vocab-size 256 has no row for the end of a document"),
@@ -131,10 +121,10 @@ def test_every_rule_has_a_bad_input() -> None:
 
 
 def test_all_problems_come_together(tmp_path: Path) -> None:
-    flags = ["--min-lr=1", "--bf16", "--fp16", f"--load={tmp_path / 'none'}"]
+    flags = ["--min-lr=1", "--grad-reduce-in-bf16", f"--load={tmp_path / 'none'}"]
     with pytest.raises(ValueError) as error:
         validated(parse([*GOOD, *flags]), CPU)
-    for text in ("--min-lr", "--bf16 and --fp16", "none: no such folder"):
+    for text in ("--min-lr", "--grad-reduce-in-bf16 without", "none: no such folder"):
         assert text in str(error.value)
 
 
@@ -142,8 +132,10 @@ def test_all_problems_come_together(tmp_path: Path) -> None:
     ("flags", "text"),
     [
         (["--train-data-path=/no/x", "--eval-iters=0"], r"--train-data-path /no/x: no file /no/x"),
-        (["--data-path", "1", "/no/a", "2", "/no/b"], r"/no/b\.bin and /no/b\.idx.*prepare_data"),
-        (["--mock-data", "--load=/no/where"], r"--load /no/where: no such folder.*leave --load"),
+        (["--train-data-path", "1", "/no/a", "2", "/no/b", "--eval-iters=0"],
+         r"/no/b\.bin and /no/b\.idx.*prepare_data"),
+        (["--mock-data", "--use-megatron-fsdp", "--load=/no/where"],
+         r"--load /no/where: no such folder.*leave --load"),
     ],
 )
 def test_missing_files(flags: list[str], text: str) -> None:
@@ -153,8 +145,9 @@ def test_missing_files(flags: list[str], text: str) -> None:
 
 def test_missing_half_of_a_pair(tmp_path: Path) -> None:
     (tmp_path / "d.bin").touch()
+    half = ["--no-mock-data", f"--train-data-path={tmp_path / 'd'}", "--eval-iters=0"]
     with pytest.raises(FileNotFoundError) as error:
-        validated(parse([*GOOD, "--no-mock-data", f"--data-path={tmp_path / 'd'}"]), CPU)
+        validated(parse([*GOOD, *half]), CPU)
     assert "no file" in str(error.value) and "d.idx" in str(error.value)
     assert "d.bin" not in str(error.value)
 
@@ -184,10 +177,11 @@ def _preset(tmp_path: Path, text: str) -> str:
 
 
 def test_command_line_overrides_preset(tmp_path: Path) -> None:
-    preset = _preset(tmp_path, "num-layers: 7\nbf16: true\nlr: 0.5\nseed: 3\ndata-path: [a, b]\n")
+    text = "num-layers: 7\nbf16: true\nlr: 0.5\nseed: 3\ntrain-data-path: [a, b]\n"
+    preset = _preset(tmp_path, text)
     options = parse([*GOOD, preset, "--no-bf16"])
     assert (options.num_layers, options.bf16, options.lr, options.seed) == (2, False, 1e-3, 3)
-    assert options.data_path == ("a", "b")
+    assert options.train_data_path == ("a", "b")
     assert parse([preset, *GOOD[1:]]).num_layers == 7
 
 

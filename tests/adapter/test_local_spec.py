@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from lib.specs import TorchAttention, TorchNorm, layer_spec
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_fsdp_adapter.megatron import local_spec
+from megatron_fsdp_adapter.megatron.local_spec import TorchAttention, TorchNorm, local_block_spec
 
 SEQUENCE, BATCH, HEADS, GROUPS, WIDTH = 7, 3, 4, 2, 8
 
@@ -80,12 +82,16 @@ def test_norm_is_torchs_and_marked_for_sequence_parallelism(kind: str) -> None:
         assert {param.dtype for param in norm.parameters()} == {torch.bfloat16}
 
 
+@pytest.fixture
+def one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers are on this rank, without process groups."""
+    monkeypatch.setattr(local_spec, "get_num_layers_to_build", lambda config, _: config.num_layers)
+    monkeypatch.setattr(local_spec, "get_transformer_layer_offset", lambda config, _: 0)
+
+
 @pytest.mark.parametrize("qk_layernorm", [False, True])
-def test_local_layer_is_made_of_them(
-    qk_layernorm: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lib.specs.get_num_layers_to_build", lambda config: config.num_layers)
-    block: Any = layer_spec(_config(qk_layernorm=qk_layernorm), "local")
+def test_local_layer_is_made_of_them(qk_layernorm: bool, one_stage: None) -> None:
+    block: Any = local_block_spec(_config(qk_layernorm=qk_layernorm))
     assert len(block.layer_specs) == 2 and block.layer_norm is TorchNorm
     layer = block.layer_specs[0].submodules
     attention = layer.self_attention.submodules
@@ -101,11 +107,19 @@ def _parts(spec: Any) -> tuple[Any, Any]:
     return getattr(spec, "module", spec), getattr(spec, "submodules", None)
 
 
-def test_local_layer_with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_layer_with_experts(one_stage: None) -> None:
     """One MLP for each expert, and the norm in front of the router is ours."""
-    monkeypatch.setattr("lib.specs.get_num_layers_to_build", lambda config: config.num_layers)
     config = _config(num_moe_experts=4, add_bias_linear=False, moe_ffn_hidden_size=16)
-    layer = layer_spec(config, "local").layer_specs[0].submodules  # type: ignore[union-attr]
+    layer: Any = local_block_spec(config).layer_specs[0].submodules  # type: ignore[index]
     module, submodules = _parts(layer.mlp)
     assert module is MoELayer and _parts(submodules.experts)[0] is SequentialMLP
     assert layer.pre_mlp_layernorm is TorchNorm
+
+
+@pytest.mark.parametrize(("frequency", "expected"), [(2, [True, False]), ([0, 1], [False, True])])
+def test_experts_are_where_their_frequency_says(
+    frequency: Any, expected: list[bool], one_stage: None
+) -> None:
+    config = _config(num_moe_experts=2, add_bias_linear=False, moe_layer_freq=frequency)
+    layers: Any = local_block_spec(config).layer_specs
+    assert [_parts(layer.submodules.mlp)[0] is MoELayer for layer in layers] == expected

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def peer_tests(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module("lib.peer_tests")
+from tests.integration import peer_tests
 
 
 def _write(folder: Path, rank: int, *rows: tuple[str, str, str]) -> None:
@@ -27,7 +19,7 @@ def _write(folder: Path, rank: int, *rows: tuple[str, str, str]) -> None:
     (folder / f"function.{rank}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def test_table(peer_tests: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, bundled = tmp_path / "ours", tmp_path / "bundled"
     eight = "C::test_fsdp_with_process_groups[8]"
     for folder in (ours, bundled):
@@ -43,18 +35,18 @@ def test_table(peer_tests: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert peer_tests.main([str(tmp_path), "--world-size", "2"]) == 0, "what cannot pass need not"
 
 
-def test_nothing_ran_is_no_success(peer_tests: Any, tmp_path: Path) -> None:
+def test_nothing_ran_is_no_success(tmp_path: Path) -> None:
     assert peer_tests.main([str(tmp_path)]) == 1
 
 
-def test_one_rank_that_failed_decides(peer_tests: Any) -> None:
+def test_one_rank_that_failed_decides() -> None:
     row = {"when": "call", "outcome": "passed", "reason": ""}
     bad = {**row, "outcome": "failed", "reason": "assert False"}
     found = peer_tests.verdict({"0": [row], "1": [bad]}, 2)
     assert found == ("failed", "rank 1, call: assert False")
 
 
-def test_with_eight_ranks_those_for_two_cannot_run(peer_tests: Any) -> None:
+def test_with_eight_ranks_those_for_two_cannot_run() -> None:
     assert peer_tests.expected_failure("test_fsdp_with_process_groups[8]", 8) is None
     assert "2 ranks" in peer_tests.expected_failure("test_fsdp_with_process_groups[2]", 8)
     assert peer_tests.expected_failure("test_compatible_with_nd_parallel[x]", 2) is None
