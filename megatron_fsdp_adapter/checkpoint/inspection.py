@@ -24,6 +24,7 @@ from megatron_fsdp_adapter.checkpoint.convert.conversion import (
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import DcpFolder, Progress, locate
 from megatron_fsdp_adapter.checkpoint.convert.hugging_face import CONFIG
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, blocks
+from megatron_fsdp_adapter.checkpoint.convert.run_config import with_arguments
 from megatron_fsdp_adapter.checkpoint.convert.safetensors_files import read_json, read_tensors
 from megatron_fsdp_adapter.checkpoint.convert.torch_dist import COMMON, load_common
 from megatron_fsdp_adapter.checkpoint.convert.training_state import argument_of
@@ -195,10 +196,11 @@ def _arguments(folder: DcpFolder) -> dict[str, Any]:
     if "args" in folder.object_keys:
         return {"args": folder.object("args")}
     if (folder.folder / COMMON).is_file():
-        return load_common(folder.folder, trusted=False)
+        return with_arguments(load_common(folder.folder, trusted=False), folder.folder)
     prefix = "args."
     keys = [key for key in folder.object_keys if key.startswith(prefix)]
-    return {"args": {key.removeprefix(prefix): folder.object(key) for key in keys}}
+    found = {key.removeprefix(prefix): folder.object(key) for key in keys}
+    return with_arguments({"args": found}, folder.folder)
 
 
 def _record(folder: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint._traverse import set_element
 
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import Contents, DcpFolder, KeyPath
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, cast, from_tensor
+from megatron_fsdp_adapter.checkpoint.convert.run_config import with_arguments
 from megatron_fsdp_adapter.checkpoint.convert.training_state import (
     HALVES,
     NameStyle,
@@ -218,7 +219,7 @@ def _rest(
     for path, tensor in tensors.items():
         if path[0] not in ("model", "optimizer") and wanted is None:
             set_element(rest, path, tensor.whole())
-    return rest
+    return with_arguments(rest, folder.folder)
 
 
 def _depth(state: TrainingState) -> int:

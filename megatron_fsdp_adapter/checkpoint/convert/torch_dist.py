@@ -31,6 +31,7 @@ from megatron_fsdp_adapter.checkpoint.convert.param_groups import (
     from_optimizer_state,
     to_optimizer_state,
 )
+from megatron_fsdp_adapter.checkpoint.convert.run_config import with_arguments
 from megatron_fsdp_adapter.checkpoint.convert.training_state import (
     NameStyle,
     TrainingState,
@@ -79,7 +80,7 @@ def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> Train
     format or a newer version, if its optimizer is not in model space, or if files are damaged.
     """
     _check_config(folder.folder)
-    common = load_common(folder.folder, folder.trusted)
+    common = with_arguments(load_common(folder.folder, folder.trusted), folder.folder)
     if not weights_only:
         _check_optimizer(folder)
     model: dict[str, LazyTensor] = {}
