@@ -10,18 +10,22 @@ configuration of a tiny Llama.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
+
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as a script, its own folder is there
 
-from tests.integration import absent_packages, on_cpu  # noqa: F401
+from tests.integration import absent_packages, on_cpu, warm_start  # noqa: F401
 
 NEEDS_TE = ("megatron.bridge.peft.lora", "megatron.bridge.peft.lora_layers")
 TE = "transformer_engine"
@@ -101,8 +105,22 @@ class OfflineBridge:
         return AutoBridge.from_hf_config(LlamaConfig(**TINY_LLAMA))
 
 
+def _on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Process groups that Megatron-Bridge makes by itself are of NCCL, whatever its config says."""
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("backend") == "nccl":
+            kwargs["backend"] = "gloo"
+        return original(*args, **kwargs)
+
+    return make
+
+
 def prepare_bridge() -> None:
     """Makes the modules of Megatron-Bridge run on the CPU."""
+    for name in ("new_group", "new_subgroups_by_enumeration"):
+        setattr(dist, name, _on_gloo(getattr(dist, name)))
     if importlib.util.find_spec(TE) is None:
         sys.meta_path.insert(0, _Finder())
     on_cpu.prepare(BRIDGE_MODULES, ("megatron.bridge", "megatron.training"))
@@ -118,11 +136,19 @@ def prepare_bridge() -> None:
     initialize.compile_helpers = lambda: None  # the wheel has them compiled
 
 
-def main(argv: list[str]) -> None:
-    """The script, after the lie."""
-    prepare_bridge()
+def run(argv: list[str]) -> None:
+    """The script with its arguments."""
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
+
+
+def main(argv: list[str]) -> None:
+    """The script, after the lie; with `SERVE` in front of it, for ranks to come."""
+    prepare_bridge()
+    if argv[0] == warm_start.SERVE:
+        warm_start.serve(run)
+    else:
+        run(argv)
 
 
 if __name__ == "__main__":

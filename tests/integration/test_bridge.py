@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.cli import convert, verify
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.integration import lm_log
 from tests.integration.bridge_on_cpu import TINY_LLAMA
@@ -113,6 +115,71 @@ def test_saves_and_resumes(strategy: str, tmp_path: Path) -> None:
     assert lm_log.differences(whole.values, resumed.values, start=3) == []
 
 
+@pytest.fixture(scope="module")
+def from_0_6(bridge: None) -> None:
+    reason = missing_bridge("b.importlib.import_module('megatron.bridge.training.config')"
+                            ".CheckpointConfig.async_strategy")  # fmt: skip
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("strategy", ("optim_grads_params", "optim"))
+def test_a_run_that_saves_asynchronously_trains_and_resumes_as_one_that_does_not(
+    from_0_6: None, strategy: str, tmp_path: Path
+) -> None:
+    """In every printed digit, with a save in each step, each while the next step runs."""
+    asked, root = ["--strategy", strategy], tmp_path / "saved"
+    saving = [*asked, f"checkpoint.save={root}", "checkpoint.save_interval=1",
+              "checkpoint.async_save=true"]  # fmt: skip
+    plain = train_recipe(EXAMPLE, asked)
+    whole = train_recipe(EXAMPLE, saving)
+    assert whole.status == 0, whole.end
+    assert lm_log.differences(plain.values, whole.values) == []
+    assert "scheduled an async checkpoint save" in whole.log
+    assert folders.complete_iterations(root) == (1, 2, 3, 4)
+    assert folders.half_written(root) == () and folders.read_tracker(root) == 4
+    for iteration in (1, 4):
+        assert verify.examine(folders.final_folder(root, iteration))["intact"]
+    resumed = train_recipe(EXAMPLE, [*saving, f"checkpoint.load={root}", "checkpoint.ckpt_step=2"])
+    assert resumed.status == 0, resumed.end
+    assert (2, "grad norm") not in resumed.values
+    assert lm_log.differences(plain.values, resumed.values, start=3) == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_trains_and_resumes_on_process_groups_that_only_bridge_has(
+    from_0_6: None, stock: lm_log.Values, strategy: str, tmp_path: Path
+) -> None:
+    """`parallel_state` has none. Digits as in `test_recipe_trains_as_with_ddp`."""
+    root = tmp_path / "saved"
+    asked = ["--strategy", strategy, "dist.use_decentralized_pg=true",
+             "dist.use_gloo_process_groups=false"]  # fmt: skip
+    whole = train_recipe(EXAMPLE, [*asked, f"checkpoint.save={root}", "checkpoint.save_interval=2"])
+    assert whole.status == 0, whole.end
+    assert "initialized HyperCommGrid" in whole.log
+    assert lm_log.differences(stock, whole.values, last_digit=1) == []
+    resumed = train_recipe(EXAMPLE, [*asked, f"checkpoint.load={root}", "checkpoint.ckpt_step=2"])
+    assert resumed.status == 0, resumed.end
+    assert (2, "grad norm") not in resumed.values
+    assert lm_log.differences(whole.values, resumed.values, start=3) == []
+
+
+def test_a_checkpoint_is_converted_by_what_it_says_of_the_model(tmp_path: Path) -> None:
+    """To Hugging Face, without --hf-config: there is a run_config.yaml in place of arguments."""
+    pytest.importorskip("safetensors", reason="Hugging Face's files are read with it")
+    from transformers import LlamaForCausalLM
+
+    saved = tmp_path / "saved"
+    run = train_recipe(EXAMPLE, [f"checkpoint.save={saved}", "train.train_iters=2"])
+    assert run.status == 0, run.end
+    assert convert.main([str(saved), str(tmp_path / "hf"), "--to", "huggingface", "--quiet"]) == 0
+    model, told = LlamaForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(told.values()), told
+    wanted = {name: TINY_LLAMA[name] for name in TINY_LLAMA if name not in (
+        "architectures", "max_position_embeddings")}  # fmt: skip
+    assert {name: getattr(model.config, name) for name in wanted} == wanted
+
+
 @pytest.mark.parametrize("strategy", ("optim_grads_params", "optim"))
 def test_starts_from_a_hugging_face_folder(
     stock: lm_log.Values, strategy: str, tmp_path: Path
@@ -152,7 +219,6 @@ def test_overrides_make_a_recipe_that_bridge_accepts() -> None:
     [
         ("dist.use_torch_fsdp2=true", "dist.use_torch_fsdp2=True"),
         ("dist.use_tp_pp_dp_mapping=true", "dist.use_tp_pp_dp_mapping=True"),
-        ("checkpoint.async_save=true", "checkpoint.async_save=True"),
     ],
 )
 def test_pitfalls_are_named(override: str, named: str) -> None:

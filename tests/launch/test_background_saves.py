@@ -208,8 +208,56 @@ def test_what_megatron_asks_of_signatures_is_there() -> None:
 
 
 def test_an_address_is_refused() -> None:
-    with pytest.raises(ValueError, match="msc://bucket/iter_0000001: .*leave out --async-save"):
+    with pytest.raises(ValueError, match="msc://bucket/iter_0000001: .*leave async_save out"):
         background_saves.Target("msc://bucket/iter_0000001")
+
+
+BRIDGE, STATE = "megatron.bridge.training.checkpointing", "megatron.bridge.training.state"
+TAKEN = {
+    BRIDGE: ("FileSystemWriterAsync", "save_state_dict_async_plan",
+             "save_state_dict_async_finalize"),
+    STATE: ("get_async_strategy",),
+}  # fmt: skip
+
+
+def bridge_stand_ins(monkeypatch: pytest.MonkeyPatch, can: bool) -> dict[str, ModuleType]:
+    """Megatron-Bridge's two modules, with the package that it saves asynchronously by or not."""
+    modules = {name: ModuleType(name) for name in TAKEN}
+    for name, module in modules.items():
+        for taken in TAKEN[name] if can or name == STATE else ():
+            setattr(module, taken, table_of)
+        monkeypatch.setitem(sys.modules, name, module)
+    modules[BRIDGE].torch, modules[BRIDGE].HAVE_NVRX = torch, can
+    return modules
+
+
+def test_what_bridge_takes_by_name_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = bridge_stand_ins(monkeypatch, can=True)
+    megatron_saves.install()
+    saving = modules[BRIDGE]
+    assert saving.FileSystemWriterAsync is background_saves.Target
+    assert saving.save_state_dict_async_plan.__func__ is background_saves.AsyncStrategy.plan
+    assert saving.save_state_dict_async_finalize is background_saves.Save.finish
+    assert modules[STATE].get_async_strategy("nvrx")[1]["AsyncCallsQueue"] is background_saves.Queue
+    megatron_saves.uninstall()
+    assert all(getattr(modules[name], taken) is table_of for name in TAKEN for taken in TAKEN[name])
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, name) for m in TAKEN for name in TAKEN[m]])
+def test_a_bridge_that_saves_asynchronously_by_another_name_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str
+) -> None:
+    delattr(bridge_stand_ins(monkeypatch, can=True)[module], name)
+    with pytest.raises(RuntimeError, match=rf"no {module}\.{name}, by which it .* asynchronous"):
+        megatron_saves.install()
+
+
+def test_a_bridge_that_cannot_save_asynchronously_needs_none_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bridge_stand_ins(monkeypatch, can=False)
+    megatron_saves.install()
+    megatron_saves.uninstall()
 
 
 @pytest.mark.parametrize("lacking", [LM, QUEUES])

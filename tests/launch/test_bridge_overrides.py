@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +114,33 @@ def test_what_cannot_be_set_right_is_named(
     with pytest.raises(ValueError, match=f"  - {option}="):
         apply_fsdp_overrides(recipe(**BREAKING[option]), environment={})
     nothing_is_installed.assert_not_called()
+
+
+@pytest.mark.parametrize(
+    ("save", "installed", "wrong"),
+    [
+        ("folder", True, None),
+        ("folder", False, "nvidia_resiliency_ext"),
+        ("msc://bucket", True, "rename"),
+    ],
+)
+def test_a_bridge_that_saves_asynchronously_may(
+    save: str, installed: bool, wrong: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 0.6 on, told by an option; it needs a package, and a folder."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
+    cfg = recipe(checkpoint__async_save=True, checkpoint__async_strategy="nvrx",
+                 checkpoint__save=save)  # fmt: skip
+    if wrong is None:
+        apply_fsdp_overrides(cfg, environment={})
+    else:
+        with pytest.raises(ValueError, match=f"  - checkpoint.async_save=True: .*{wrong}"):
+            apply_fsdp_overrides(cfg, environment={})
+
+
+def test_process_groups_that_only_bridge_has_may_be_used_from_0_6_on() -> None:
+    changed = {"dist__use_decentralized_pg": True, "checkpoint__async_strategy": "nvrx"}
+    apply_fsdp_overrides(recipe(**changed), environment={})
 
 
 def test_adapters_may_start_from_a_hugging_face_folder(tmp_path: Path) -> None:

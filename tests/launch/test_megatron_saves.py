@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from megatron_fsdp_adapter.checkpoint import digests, folders, load_checkpoint, record
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_saves
 
-LM, _, BRIDGE = megatron_saves.PLACES
+LM, BRIDGE = "megatron.training.checkpointing", megatron_saves.BRIDGE
 
 
 class StorageClient:

@@ -1,11 +1,13 @@
-"""Megatron-LM's asynchronous saves (`--async-save`), with our writer in the place of its own.
+"""Asynchronous saves of Megatron-LM (`--async-save`) and of Megatron-Bridge (`async_save`, from 0.6
+on), with our writer in the place of theirs.
 
 From 0.17 on Megatron-LM saves `fsdp_dtensor` checkpoints asynchronously. An async strategy (`nvrx`,
 `mcore`) is a table of names: a writer, a function that plans a save, a queue of saves, a request.
 Both strategies write into the final folder from another process: a job that is killed meanwhile
-leaves half a checkpoint under a name of its own, and no digests. So the two modules of Megatron-LM
-that ask for a strategy get the table of this file, whichever they ask for
-(`megatron_saves.PLACES`). A thread writes, for the reasons in `checkpoint/asynchronous.py`.
+leaves half a checkpoint under a name of its own, and no digests. So the modules that ask for a
+strategy get the table of this file, whichever they ask for, and Megatron-Bridge, which takes some
+of it by name, gets these names (`megatron_saves.PLACES`). A thread writes, for the reasons in
+`checkpoint/asynchronous.py`.
 
 What is kept of Megatron's order: a save is planned and copied, then queued; in every iteration the
 queue is asked whether all ranks have written; if so, the functions of the request are called in
@@ -73,8 +75,8 @@ class Target:
         """Raises ValueError for an address (msc://...), for which there is no rename."""
         if "://" in str(path):
             raise ValueError(
-                f"{path}: a checkpoint at an address cannot be saved asynchronously; leave out "
-                "--async-save, or save to a folder"
+                f"{path}: a checkpoint at an address cannot be saved asynchronously; leave "
+                "async_save out, or save to a folder"
             )
         self.folder = Path(path)
         self.save: Save | None = None

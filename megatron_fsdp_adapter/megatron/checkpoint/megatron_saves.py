@@ -29,7 +29,11 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from megatron_fsdp_adapter.checkpoint import folders, record
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
-from megatron_fsdp_adapter.megatron.checkpoint.background_saves import AsyncStrategy
+from megatron_fsdp_adapter.megatron.checkpoint.background_saves import (
+    AsyncStrategy,
+    Save,
+    Target,
+)
 from megatron_fsdp_adapter.megatron.seams import releases
 from megatron_fsdp_adapter.megatron.seams.module_view import ModuleView
 
@@ -166,6 +170,15 @@ def _strategy(module: ModuleType, held: Any) -> AsyncStrategy:
     return AsyncStrategy(held, lambda: _topology(module))
 
 
+def _bridge_saves_asynchronously() -> bool:
+    """Whether Megatron-Bridge can, which it says by the package that it uses for it."""
+    return bool(getattr(sys.modules.get(BRIDGE), "HAVE_NVRX", False))
+
+
+def _plan(module: ModuleType, held: Any) -> Callable[..., Any]:
+    return _strategy(module, held).plan
+
+
 def _opens(module: ModuleType, held: Any) -> Any:
     return opening(held)
 
@@ -181,6 +194,17 @@ _WRITER = Seam("writes checkpoints", (Replaced("torch", _torch_view),))
 _ASYNC = Seam(
     "saves asynchronously", (Replaced("get_async_strategy", _strategy),), _saves_asynchronously
 )
+BRIDGE = "megatron.bridge.training.checkpointing"
+_BRIDGE_ASYNC = tuple(
+    Seam(f"{purpose} asynchronous saves", (one,), _bridge_saves_asynchronously)
+    for purpose, one in (
+        ("writes", Replaced("FileSystemWriterAsync", lambda module, held: Target)),
+        ("plans", Replaced("save_state_dict_async_plan", _plan)),
+        ("finishes", Replaced("save_state_dict_async_finalize", lambda module, held: Save.finish)),
+    )
+)
+"""From 0.6 on it takes these by name, and only the queue from a table."""
+
 PLACES: dict[str, tuple[Seam, ...]] = {
     "megatron.training.checkpointing": (
         _WRITER,
@@ -194,8 +218,16 @@ PLACES: dict[str, tuple[Seam, ...]] = {
         _ASYNC,
     ),
     "megatron.training.async_utils": (_ASYNC,),
-    "megatron.bridge.training.checkpointing": (
+    "megatron.bridge.training.state": (
+        Seam(
+            "queues asynchronous saves",
+            (Replaced("get_async_strategy", _strategy),),
+            _bridge_saves_asynchronously,
+        ),
+    ),
+    BRIDGE: (
         _WRITER,
+        *_BRIDGE_ASYNC,
         Seam("opens the tracker", (Replaced("open", _opens, builtins.open),)),
         Seam(
             "replaces its train state",

@@ -8,6 +8,7 @@ imports Megatron, so that a configuration can be checked before anything is load
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,6 +166,8 @@ def _reorders_rows(option: str) -> Rule:
     )
 
 
+_NVRX = "nvidia_resiliency_ext"
+
 BRIDGE_RULES: tuple[Rule, ...] = (
     Rule(
         "dist.use_torch_fsdp2",
@@ -183,9 +186,10 @@ BRIDGE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dist.use_decentralized_pg",
-        lambda cfg: bool(getattr(cfg.dist, "use_decentralized_pg", False)),
-        "its process groups were never run with this wrapper, and Megatron-Bridge before 0.6 has "
-        "no checkpoints of sharded weights with them; set it to False",
+        lambda cfg: bool(getattr(cfg.dist, "use_decentralized_pg", False))
+        and not hasattr(cfg.checkpoint, "async_strategy"),
+        "this Megatron-Bridge has no checkpoints of sharded weights with it; set it to False, or "
+        "use a release from 0.6 on",
     ),
     Rule(
         "checkpoint.ckpt_format",
@@ -195,9 +199,21 @@ BRIDGE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "checkpoint.async_save",
-        lambda cfg: cfg.checkpoint.async_save,
-        "Megatron-Bridge before 0.6 saves asynchronously only in the torch_dist format, and later "
-        "releases write where a save that is interrupted is taken for a whole one; set it to False",
+        lambda cfg: cfg.checkpoint.async_save and not hasattr(cfg.checkpoint, "async_strategy"),
+        "this Megatron-Bridge saves asynchronously only in the torch_dist format; set it to False, "
+        "or use a release from 0.6 on",
+    ),
+    Rule(
+        "checkpoint.async_save",
+        lambda cfg: cfg.checkpoint.async_save and importlib.util.find_spec(_NVRX) is None,
+        f"Megatron-Bridge saves asynchronously only where {_NVRX} is installed, though another "
+        "writer is used with this wrapper; install it, or set the option to False",
+    ),
+    Rule(
+        "checkpoint.async_save",
+        lambda cfg: cfg.checkpoint.async_save and "://" in str(cfg.checkpoint.save),
+        "a checkpoint at an address cannot be saved asynchronously, for lack of a rename; set it "
+        "to False, or save to a folder",
     ),
     Rule(
         "checkpoint.pretrained_checkpoint",
