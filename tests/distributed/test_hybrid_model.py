@@ -31,42 +31,21 @@ PATTERN = "*-*E"
 LAYERS = {"TransformerLayer", "MLPLayer", "MoETransformerLayer"}
 
 
-def _stack(experts: int) -> Any:
-    """Core's own stack is of Transformer Engine's layers; this is of local ones, the two halves of
-    GPT layers."""
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
-
-    def half(module: type, num_experts: int | None, attention: bool) -> ModuleSpec:
-        whole = topologies._layer_spec(Topology("", experts=num_experts), bool(num_experts))
-        other: dict[str, Any] = (
-            {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
-            if attention
-            else {"input_layernorm": IdentityOp, "self_attention": IdentityOp,
-                  "self_attn_bda": IdentityFuncOp}
-        )  # fmt: skip
-        return ModuleSpec(module, submodules=dataclasses.replace(whole.submodules, **other))
-
-    layers = HybridStackSubmodules(
-        attention_layer=half(TransformerLayer, None, True),
-        mlp_layer=half(MLPLayer, None, False),
-        moe_layer=half(MoETransformerLayer, experts, False),
-    )
-    return ModuleSpec(HybridStack, submodules=layers)
-
-
 def _trains(rank: int, world: int, topology: Topology) -> None:
     from megatron.core.models.hybrid import hybrid_block
+
+    from tests.distributed.hybrid_stack import stack_of
 
     init_topology(topology)
     case = case_for(topology, num_layers=len(PATTERN), tied=False)
     original = topologies.model_config
 
     def model(config: Any, block: Any, **options: Any) -> Any:
-        stack = _stack(config.num_moe_experts)
+        stack = stack_of(
+            lambda experts: topologies._layer_spec(
+                Topology("", experts=config.num_moe_experts), experts
+            )
+        )
         return hybrid_model.HybridModel(config, stack, hybrid_layer_pattern=PATTERN, **options)
 
     def config(*arguments: Any) -> Any:

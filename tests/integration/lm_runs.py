@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.integration import lm_log
+from tests.integration.warm_start import SERVE, Rank, Server
 
 ROOT = Path(__file__).parents[2]
 HARNESSES = ROOT / "tests" / "integration"
@@ -66,34 +67,41 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _environment() -> dict[str, str]:
+    """Of a rank, without its place."""
+    mine = {name: value for name, value in os.environ.items()
+            if name != "CUDA_DEVICE_MAX_CONNECTIONS"}  # fmt: skip
+    path = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    return {**mine, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
+            "PYTHONPATH": os.pathsep.join(path)}  # fmt: skip
+
+
+@functools.cache
+def _server(harness: str, folder: Path) -> Server:
+    """The one process of this test run that has imported what scripts of a folder need."""
+    command = [sys.executable, "-W", "ignore", str(HARNESSES / harness), SERVE]
+    return Server([*command, str(folder / "any")], _environment())
+
+
 def start(
     harness: str, script: Path, arguments: list[str], world: int, log: Path
-) -> list[subprocess.Popen]:
+) -> list[Rank]:
     """One process a rank, all writing to `log`. harness: the file that makes it run on a CPU."""
+    server = _server(harness, script.parent)
     environment = {
-        **os.environ,
+        **_environment(),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
-    environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     if "--use-megatron-fsdp" not in arguments and "--tensor-model-parallel-size" in arguments:
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks stock runs for it
-    with log.open("w") as output:
-        return [
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", str(HARNESSES / harness), str(script), *arguments],
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=output, stderr=subprocess.STDOUT, cwd=log.parent,
-            )
-            for rank in range(world)
-        ]  # fmt: skip
+    log.touch()
+    ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world))
+    return [Rank(server, [str(script), *arguments], {**environment, **rank}, log) for rank in ranks]
 
 
-def finish(processes: list[subprocess.Popen], log: Path, timeout: float) -> Run:
+def finish(processes: list[Rank], log: Path, timeout: float) -> Run:
     """Waits for all ranks; when one fails, or the time (seconds) runs out, ends the others."""
     deadline = time.monotonic() + timeout
     while True:
@@ -112,26 +120,29 @@ def finish(processes: list[subprocess.Popen], log: Path, timeout: float) -> Run:
     return Run(failed[0] if failed else -int(timed_out), log.read_text())
 
 
-def launch(checkout: Path, arguments: list[str], log: Path) -> list[subprocess.Popen]:
+def launch(checkout: Path, arguments: list[str], log: Path) -> list[Rank]:
     """Starts a training on 2 processes, for a test that ends it itself."""
     everything = [*SMALL, *NO_KERNELS, *arguments]
     return start("on_cpu.py", checkout / "pretrain_gpt.py", everything, 2, log)
 
 
 def train(
-    checkout: Path, arguments: list[str], world: int = 2, timeout: float = 240.0
+    checkout: Path,
+    arguments: list[str],
+    world: int = 2,
+    timeout: float = 600.0,
+    script: str = "pretrain_gpt.py",
 ) -> Run:
-    """Trains with `pretrain_gpt.py` of the checkout and `arguments` beside the common ones."""
+    """Trains with a script of the checkout and `arguments` beside the common ones."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         cache = ["--data-cache-path", f"{folder}/cache"]
-        script = checkout / "pretrain_gpt.py"
         everything = [*SMALL, *NO_KERNELS, *cache, *arguments]
-        return finish(start("on_cpu.py", script, everything, world, log), log, timeout)
+        return finish(start("on_cpu.py", checkout / script, everything, world, log), log, timeout)
 
 
 def train_recipe(
-    script: Path, arguments: list[str], world: int = 2, timeout: float = 240.0
+    script: Path, arguments: list[str], world: int = 2, timeout: float = 600.0
 ) -> Run:
     """Trains a recipe of Megatron-Bridge with `script`, tiny and on the CPU."""
     with tempfile.TemporaryDirectory() as folder:

@@ -25,6 +25,9 @@ import torch
 from megatron_fsdp_adapter.__main__ import main as run
 from megatron_fsdp_adapter.launch import cpu_mode
 
+sys.path.append(str(Path(__file__).parent))  # Megatron-LM has a `tests` of its own
+import warm_start
+
 FUSED_KERNELS = "megatron.legacy.fused_kernels"
 """Gone in 0.18."""
 
@@ -142,9 +145,10 @@ def prepare_megatron_lm(checkout: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """The runner, after the lie."""
-    prepare_megatron_lm(Path(argv[0]).resolve().parent)
-    return run(argv)
+    """The runner, after the lie; with `SERVE` in front of a script, for ranks to come."""
+    waits = argv[0] == warm_start.SERVE
+    prepare_megatron_lm(Path(argv[1 if waits else 0]).resolve().parent)
+    return warm_start.serve(run) if waits else run(argv)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Megatron-LM's own pretrain_gpt.py, unmodified, through the runner: it trains as with its own DDP.
 
-Opt-in: needs a checkout of Megatron-LM at core_v0.16.1 and what its training modules import.
+Opt-in: needs a checkout of Megatron-LM at core_v0.16.1 or core_v0.19.0 and what its training
+modules import.
 
     pip install six regex pydantic triton
     MEGATRON_LM_PATH=path/to/Megatron-LM python -m pytest --full tests/integration
@@ -72,6 +73,7 @@ ZERO2 = ("--data-parallel-sharding-strategy", "optim_grads")
 ZERO1 = ("--data-parallel-sharding-strategy", "optim")
 ZERO0 = ("--data-parallel-sharding-strategy=no_shard",)
 OVERLAP = ("--overlap-grad-reduce",)
+FOUR = (ZERO3, ZERO2, (*ZERO1, *OVERLAP), ZERO0)
 
 CASES = [
     (DENSE, ZERO3),
@@ -86,11 +88,7 @@ CASES = [
     (SWIGLU, ZERO3),
     (RECOMPUTED, ZERO3),
     (EXPERTS, ZERO3),
-    (EXPERTS_EP2, ZERO3),
-    (EXPERTS_EP2, (*ZERO1, *OVERLAP)),
-    (TP2, ZERO3),
-    (TP2, (*ZERO1, *OVERLAP)),
-    (PP2, (*ZERO1, *OVERLAP)),
+    *((split, flags) for split in (EXPERTS_EP2, TP2, PP2) for flags in FOUR),
     (REAL, ZERO3),
 ]
 
