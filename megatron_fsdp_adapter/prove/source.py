@@ -83,7 +83,8 @@ def _own_options(beside: Path, arguments: Sequence[str]) -> SimpleNamespace:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
-    return SimpleNamespace(**dataclasses.asdict(module.parse(list(arguments))))
+    own = dataclasses.asdict(module.parse(list(arguments)))
+    return SimpleNamespace(**{**validation.PLAIN_OPTIONS, **own})
 
 
 def _finished(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,3 +163,15 @@ def test_a_preset_is_completed_like_a_command_line() -> None:
     assert str(recipe.options["megatron_fsdp_grad_comm_dtype"]) == "torch.bfloat16"
     with pytest.raises(ValueError, match="num_layers, hidden_size"):
         source.of_options({"num_attention_heads": 4}, "it", 1)
+
+
+def test_this_repositorys_own_script_is_read_with_the_options_that_it_has() -> None:
+    """It has fewer than Megatron-LM: what it does not say is as Megatron's configs have it."""
+    root = Path(__file__).parents[2]
+    arguments = ["--config", str(root / "configs" / "llama-1.5b.yaml"), "--mock-data"]
+    found = source.of_script(root / "scripts" / "pretrain_gpt.py", arguments, 2)
+    assert (found.options["optimizer"], found.options["hidden_size"]) == ("adam", 2048)
+    assert found.options["bf16"] and found.options["ckpt_format"] == "fsdp_dtensor"
+    assert [change.option for change in found.changes][:1] == ["--use-megatron-fsdp"]
+    small = shrink(found.options, Room(2, True, True))
+    assert small.options["num_layers"] < found.options["num_layers"]
