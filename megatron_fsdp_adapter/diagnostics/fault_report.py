@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from ..core.config import EngineConfig
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.group import ParamGroup, plan_layout
-from ..core.engine.guard import unchecked
+from ..core.engine.group import plan_layout
 from ..core.engine.hooks import in_backward
 from ..core.engine.partition import ROOT, UnitPlan
 from ..core.layout.group import GroupLayout
@@ -50,12 +49,16 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Launch:
-    """A collective that was launched: what for, the first tensor that it carries, and whether
-    inside a backward."""
+    """A collective that was launched, in words."""
 
     action: str
-    carried: torch.Tensor
-    backward: bool
+    carries: str
+    when: str
+    ranks: Sequence[int]
+
+    def __str__(self) -> str:
+        what = "" if self.action == COMPARE else f" of {self.carries} {self.when}"
+        return f"{self.action}{what}, between ranks {self.ranks}"
 
 
 @dataclass(frozen=True)
@@ -74,42 +77,36 @@ class NamedWork:
 
 
 class NamedCommunicator(Communicator):
-    """A communicator whose failures name the unit: `name_of` finds it, from a tensor that a
-    collective carries. `log` is told what the host will not wait for."""
+    """A communicator whose failures say what it carries: `unit_of` finds the unit of a group's
+    name. `log` is told what the host will not wait for."""
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         device: torch.device,
-        name_of: Callable[[torch.Tensor], str],
+        unit_of: Callable[[str], str],
         log: Callable[[float], LaunchLog],
         is_capturing: Callable[[], bool],
     ) -> None:
         super().__init__(group, device)
-        self._name_of, self._is_capturing = name_of, is_capturing
+        self._unit_of, self._is_capturing = unit_of, is_capturing
         ordered = self.capabilities.stream_ordered and self.size > 1
         self._log = log(timeout_of(group, device)) if ordered else None
 
-    def describe(self, launch: Launch) -> str:
-        """What `launch` is doing, where and between whom."""
-        if launch.action == COMPARE:
-            return f"{COMPARE}, between ranks {self.ranks}"
-        phase = "backward" if launch.backward else "forward"
-        when = "at construction" if launch.action == BROADCAST else f"in {phase}"
-        carried = self._name_of(launch.carried)
-        return f"{launch.action} of {carried} {when}, between ranks {self.ranks}"
-
     def _failed(self, launch: Launch, error: RuntimeError) -> CommunicationError:
+        launch = replace(launch, carries=self._unit_of(launch.carries))
         return CommunicationError(
-            f"rank {dist.get_rank()}: {self.describe(launch)}, failed: {error}. Another rank has "
+            f"rank {dist.get_rank()}: {launch}, failed: {error}. Another rank has "
             f"failed, is late by more than {timeout_of(self.group, self.device):g} s (the timeout "
             "of the process group), or took another path through the model; its own log says why"
         )
 
-    def _named(self, action: str, carried: torch.Tensor, run: Callable[[], Any]) -> Any:
+    def _named(self, action: str, run: Callable[[], Any]) -> Any:
         if self.size == 1:
             return run()
-        launch = Launch(action, carried, in_backward())
+        when = "in backward" if in_backward() else "in forward"
+        when = "at construction" if action == BROADCAST else when
+        launch = Launch(action, self.carries, when, self.ranks)
         try:
             works = run()
         except CommunicationError:
@@ -120,42 +117,26 @@ class NamedCommunicator(Communicator):
             if self._is_capturing():
                 self._log.rest()
             else:
-                self._log.note(_weakly(self, launch))
+                self._log.note(launch)
         return works and [NamedWork(work, launch, self._failed) for work in works]
 
     def all_gather(self, pairs: Sequence[Pair]) -> list[Any]:
-        return self._named(GATHER, pairs[0][0], partial(super().all_gather, pairs))
+        return self._named(GATHER, partial(super().all_gather, pairs))
 
     def reduce_scatter(self, pairs: Sequence[Pair]) -> list[Any]:
-        return self._named(REDUCE, pairs[0][1], partial(super().reduce_scatter, pairs))
+        return self._named(REDUCE, partial(super().reduce_scatter, pairs))
 
     def reduce_scatter_by_exchange(self, pairs: Sequence[Pair], *options: Any) -> list[Any]:
-        run = partial(super().reduce_scatter_by_exchange, pairs, *options)
-        return self._named(REDUCE, pairs[0][1], run)
+        return self._named(REDUCE, partial(super().reduce_scatter_by_exchange, pairs, *options))
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        return self._named(REDUCE, tensors[0], partial(super().all_reduce, tensors))
+        return self._named(REDUCE, partial(super().all_reduce, tensors))
 
     def all_max(self, tensor: torch.Tensor) -> list[Any]:
-        return self._named(COMPARE, tensor, partial(super().all_max, tensor))
+        return self._named(COMPARE, partial(super().all_max, tensor))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        self._named(BROADCAST, tensor, partial(super().broadcast, tensor))
-
-
-def _weakly(communicator: NamedCommunicator, launch: Launch) -> Callable[[], str]:
-    """Describes `launch` as long as there is something to describe. The log of launches must keep
-    neither buffers nor, in a cycle, communicators."""
-    who, carried = weakref.ref(communicator), weakref.ref(launch.carried)
-    action, backward = launch.action, launch.backward
-
-    def describe() -> str:
-        alive, tensor = who(), carried()
-        if alive is None or tensor is None:
-            return f"{action} of a model that was deleted"
-        return alive.describe(Launch(action, tensor, backward))
-
-    return describe
+        self._named(BROADCAST, partial(super().broadcast, tensor))
 
 
 def ran_out_of_memory(error: RuntimeError) -> bool:
@@ -219,9 +200,7 @@ class FaultReport:
 
     def communicator(self, group: dist.ProcessGroup, device: torch.device) -> NamedCommunicator:
         """Makes the engine's communicators."""
-        return NamedCommunicator(
-            group, device, self.unit_of, self._log_with, self._is_capturing
-        )
+        return NamedCommunicator(group, device, self.unit_of, self._log_with, self._is_capturing)
 
     def _is_capturing(self) -> bool:
         engine = self._engine()
@@ -239,33 +218,20 @@ class FaultReport:
         self._plans = []
         engine.runtime.on_out_of_memory = self.explain_allocation
 
-    def unit_of(self, carried: torch.Tensor) -> str:
-        """The unit whose buffer `carried` is a part of, or the parameter whose values it has."""
+    def unit_of(self, carries: str) -> str:
+        """The unit of the group of that name, with its phase; what is no group's name as it is."""
         engine = self._engine()
         for unit in engine.units if engine is not None else ():
-            if any(carried is tensor for group in unit.groups for tensor in _carried_by(group)):
+            if any(group.name == carries for group in unit.groups):
                 return f"unit {unit.name} (phase {unit.phase.name})"
-        # Parameters of units that were built are resharded, and guarded against being read.
-        with unchecked():
-            for plan in self._plans:
-                for entry in (entry for managed in plan.groups.values() for entry in managed):
-                    if entry.param.data_ptr() == carried.data_ptr():
-                        return f"parameter {entry.fqns[0]} of unit {plan.name}"
-        return "a buffer that is no unit's"
+        return carries
 
-    def explain_allocation(self, flat: torch.Tensor, error: RuntimeError) -> None:
-        """Raises what is to be said of `flat`, which could not be given storage; returns if
-        `error` is about something else."""
-        engine = self._engine()
-        if engine is None or not ran_out_of_memory(error):
-            return
-        for unit in engine.units:
-            for group in unit.groups:
-                for kind, tensor in _transient_buffers(group).items():
-                    if tensor is flat:
-                        nbytes = flat.numel() * flat.element_size()
-                        what = f"{kind} of unit {unit.name} ({_size(nbytes)}, {flat.dtype})"
-                        raise self._out_of_memory(what, error) from error
+    def explain_allocation(self, label: str, flat: torch.Tensor, error: RuntimeError) -> None:
+        """Raises what is to be said of the buffer `flat`, which could not be given storage; returns
+        if `error` is about something else."""
+        if ran_out_of_memory(error):
+            what = f"{label} ({_size(flat.numel() * flat.element_size())}, {flat.dtype})"
+            raise self._out_of_memory(what, error) from error
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -308,21 +274,3 @@ class FaultReport:
             f"{self._config.strategy.name} takes of this rank at most at one time, activations "
             f"not counted:\n{plan}\n{REMEDY}"
         )
-
-
-def _carried_by(group: ParamGroup) -> Iterator[torch.Tensor]:
-    """Every tensor of `group` that a collective is given."""
-    for pair in (*group.gather_pairs, *group.outer_pairs):
-        yield from pair
-    if group.key.requires_grad:
-        yield from (*group.bucket_segments, *group.results, *group.grad_segments)
-        yield from group.held_grads
-
-
-def _transient_buffers(group: ParamGroup) -> dict[str, torch.Tensor]:
-    """The flat buffers whose storage comes and goes, by what they are."""
-    found = {"the gathered weights": group.weight.tensor}
-    if group.key.requires_grad:
-        found["the main gradients"] = group.grad.tensor
-        found["the reduce bucket"] = group.bucket.tensor
-    return found

@@ -20,9 +20,6 @@ from collections.abc import Callable
 KEPT = 8
 """Launches that are told: more than are ever in flight at once."""
 
-Describe = Callable[[], str]
-
-
 class LaunchLog:
     """The last launches of one engine. `patience` is in seconds; a thread looks from the first
     `note` on, and ends with this object."""
@@ -30,15 +27,15 @@ class LaunchLog:
     def __init__(self, patience: float, tell: Callable[[str], None] | None = None) -> None:
         self.patience = patience
         self._tell = tell or (lambda text: print(text, file=sys.stderr, flush=True))
-        self._last: deque[Describe] = deque(maxlen=KEPT)
+        self._last: deque[object] = deque(maxlen=KEPT)
         self._at, self._told = time.monotonic(), True
         self._over = threading.Event()
         self._started = False
         weakref.finalize(self, self._over.set)
 
-    def note(self, describe: Describe) -> None:
-        """A collective was launched; `describe` is called only if it is to be told."""
-        self._last.append(describe)
+    def note(self, launch: object) -> None:
+        """A collective was launched, which `str(launch)` tells. It must keep no buffers alive."""
+        self._last.append(launch)
         self._at, self._told = time.monotonic(), False
         if not self._started:
             self._started = True
@@ -55,7 +52,7 @@ class LaunchLog:
         if self._told or now - self._at < self.patience:
             return
         self._told = True
-        lines = "\n".join(f"  - {describe()}" for describe in list(self._last))
+        lines = "\n".join(f"  - {launch}" for launch in list(self._last))
         self._tell(
             f"nothing was launched for {now - self._at:.0f} s. If the process group ends this "
             f"process at its timeout, one of these has not come to its end, since another rank "

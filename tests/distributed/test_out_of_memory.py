@@ -114,7 +114,7 @@ def _another_error(rank: int, world: int) -> None:
     model = fully_shard_model(nn.Linear(3, 3))
     [group] = model.engine.groups
     with pytest.raises(RuntimeError, match="something else"):
-        model.engine.runtime.on_out_of_memory(group.weight.tensor, RuntimeError("x"))
+        model.engine.runtime.on_out_of_memory("weights", group.weight.tensor, RuntimeError("x"))
         raise RuntimeError("something else")
     assert isinstance(group.weight, FlatBuffer)
 

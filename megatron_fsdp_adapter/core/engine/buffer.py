@@ -41,7 +41,11 @@ class FlatBuffer:
     Args:
         numel: elements. dtype, device: of the elements. runtime: takes and gives the storage.
         place: uint8 memory to be in for good, of as many bytes; storage then never goes.
+
+    label: what it is, and whose, for messages.
     """
+
+    label = "a buffer"
 
     def __init__(
         self, numel: int, dtype: torch.dtype, runtime: Runtime, place: torch.Tensor | None = None
@@ -66,7 +70,11 @@ class FlatBuffer:
         """Takes storage on the current stream; contents are undefined, NaN where the runtime
         poisons. Nothing where it is taken already."""
         if not self.fixed:
-            self.runtime.allocate(self.tensor)
+            try:
+                self.runtime.allocate(self.tensor)
+            except RuntimeError as error:
+                self.runtime.on_out_of_memory(self.label, self.tensor, error)
+                raise
         self._in_use = True
 
     def release(self) -> None:

@@ -24,7 +24,9 @@ def broadcast_weights(plan: UnitPlan, *axes: Mapping[str, Communicator]) -> None
         for entry in managed:
             for communicators in axes:
                 if key.domain in communicators:
-                    communicators[key.domain].broadcast(entry.param.data)
+                    communicator = communicators[key.domain]
+                    communicator.carries = f"parameter {entry.fqns[0]} of unit {plan.name}"
+                    communicator.broadcast(entry.param.data)
 
 
 def make_slots(

@@ -85,6 +85,7 @@ class LaunchComparison:
 
     def note(self, kind: str, groups: Sequence[ParamGroup], communicator: Communicator) -> None:
         """A collective of `kind`, which carries `groups`, is launched on `communicator`."""
+        communicator.carries = groups[0].name
         for group in groups if communicator.size > 1 else ():
             known = self._known.get((kind, group.name))
             if known is None:

@@ -250,9 +250,12 @@ class ReducePipeline:
         self.runtime.submit(REDUCE, functools.partial(self._set_count, float(here)))
         for communicators in (self.communicators, self.outer):
             for communicator in communicators.values():
-                reduce = functools.partial(communicator.all_reduce, [self._count])
-                self.runtime.submit(REDUCE, reduce)
+                self.runtime.submit(REDUCE, functools.partial(self._sum_count, communicator))
         return self._count
+
+    def _sum_count(self, communicator: Communicator) -> list[Any]:
+        communicator.carries = "how many ranks have gradients"
+        return communicator.all_reduce([self._count])
 
     def _set_count(self, here: float) -> None:
         self._count.fill_(here)

@@ -57,8 +57,7 @@ class Unit:
             (param, type(param)) for group in groups for param in group.params
         ]
         for group in groups:
-            for entry in group.managed:
-                entry.param._fsdp_label = f"parameter {entry.fqns[0]} of unit {name}"  # type: ignore[attr-defined]
+            _label(group, f"unit {name}")
 
     @property
     def active_groups(self) -> list[ParamGroup]:
@@ -89,3 +88,13 @@ class Unit:
             for param, _ in self._params:
                 guard(param)
         self.phase = phase
+
+
+def _label(group: ParamGroup, unit: str) -> None:
+    """Says on parameters and buffers what they are, for messages."""
+    for entry in group.managed:
+        entry.param._fsdp_label = f"parameter {entry.fqns[0]} of {unit}"  # type: ignore[attr-defined]
+    group.weight.label = f"the gathered weights of {unit}"
+    if group.key.requires_grad:
+        group.bucket.label = f"the reduce bucket of {unit}"
+        group.grad.label = f"the main gradients of {unit}"  # which may be the bucket too

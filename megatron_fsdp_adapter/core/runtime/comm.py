@@ -61,7 +61,11 @@ class Communicator:
     """Flat collectives of one group.
 
     A group of one rank launches nothing: its gather and its reduction are the identity, in place.
+
+    carries: what the next collectives carry, in words, for whoever reports their failure.
     """
+
+    carries = ""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group

@@ -28,15 +28,15 @@ Works = Iterable[Any] | None
 
 
 class Runtime(Protocol):
-    """What the engine needs of a device. `on_out_of_memory` is told what could not be allocated,
-    and may raise an error that says more. `poison`: storage is filled with NaN when it is handed
-    out, so that whatever reads what nobody wrote becomes NaN. `host_waits`: the host waits wherever
-    compute does, so that results are there."""
+    """What the engine needs of a device. `on_out_of_memory` is told which buffer could not be
+    allocated, in words and as a tensor, and may raise an error that says more. `poison`: storage is
+    filled with NaN when it is handed out, so that whatever reads what nobody wrote becomes NaN.
+    `host_waits`: the host waits wherever compute does, so that results are there."""
 
     device: torch.device
     poison: bool
     host_waits: bool
-    on_out_of_memory: Callable[[torch.Tensor, RuntimeError], None]
+    on_out_of_memory: Callable[[str, torch.Tensor, RuntimeError], None]
 
     def submit(self, role: str, *tasks: Callable[[], Works]) -> None:
         """Runs `tasks` with `role`'s stream current, after everything submitted to it before."""
@@ -90,16 +90,14 @@ def storage_bytes(flat: torch.Tensor) -> int:
 class _StorageMixin:
     """Storage resizing: the caching allocator takes and gives blocks on the current stream."""
 
-    on_out_of_memory: Callable[[torch.Tensor, RuntimeError], None] = staticmethod(lambda *_: None)
+    on_out_of_memory: Callable[[str, torch.Tensor, RuntimeError], None] = staticmethod(
+        lambda *_: None
+    )
     poison = False
 
     def allocate(self, flat: torch.Tensor) -> None:
         if storage_bytes(flat) == 0:
-            try:
-                flat.untyped_storage().resize_(flat.numel() * flat.element_size())
-            except RuntimeError as error:
-                self.on_out_of_memory(flat, error)
-                raise
+            flat.untyped_storage().resize_(flat.numel() * flat.element_size())
             if self.poison:
                 fill_with_nan(flat)
 
