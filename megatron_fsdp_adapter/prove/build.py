@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ from megatron_fsdp_adapter.megatron.options.ddp_config import (
 from megatron_fsdp_adapter.megatron.options.validation import DTYPES
 from megatron_fsdp_adapter.megatron.process_groups import create_all_gather_groups
 from megatron_fsdp_adapter.megatron.seams.core_api import batch_of_context_rank
+from megatron_fsdp_adapter.prove.whole import plain_name, whole_values
 
 Options = Mapping[str, Any]
 SEED = 1234
@@ -232,12 +233,6 @@ def _set_weight(param: torch.nn.Parameter, place: tuple[Any, ...]) -> None:
             param.copy_(noise * param.shape[-1] ** -0.5)
 
 
-def _strip(name: str) -> str:
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
-
-
 @dataclass
 class Trainer:
     """Model chunks with one optimizer; `ours` or stock DDP. `share`: of the run's data-parallel
@@ -257,59 +252,40 @@ class Trainer:
             return {name: _host(getattr(p, "main_param", p)) for name, p in self._named()}
         for chunk in self.chunks:
             chunk.stop_communication()
-        return self._whole(lambda param: param)
+        return whole_values(self._pairs(), lambda pair: _host(pair.optimizer._local_tensor))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Whole reduced gradients, between the backwards and the optimizer's step; collective."""
         if not self.ours:
             return {name: _host(p.main_grad) for name, p in self._named() if p.requires_grad}
-        return self._whole(lambda param: param.grad)
+        return whole_values(self._pairs(), _local_grad)
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         for number, chunk in enumerate(self.chunks):
             for name, param in chunk.named_parameters():
                 yield _label(self.chunks, number, name), param
 
-    def _pairs(self) -> Iterator[tuple[str, Any]]:
-        for number, chunk in enumerate(self.chunks):
-            for pair in chunk.engine.pairs:
-                yield _label(self.chunks, number, pair.managed.fqns[0]), pair
-
-    def _whole(self, value_of: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        by_groups: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
-        for name, pair in self._pairs():
-            value = value_of(pair.optimizer)
-            if value is None:  # frozen
-                continue
-            by_groups.setdefault(_shard_groups(pair.group), {})[name] = _host(
-                value._local_tensor).reshape(-1)  # fmt: skip
-        # A stage may lack a domain, but all ranks of the domain's groups are of one stage.
-        for groups, mine in by_groups.items():
-            for group in groups:
-                pieces: list[Any] = [None] * dist.get_world_size(group)
-                dist.all_gather_object(pieces, mine, group=group)
-                mine = {name: torch.cat([piece[name] for piece in pieces]) for name in mine}
-            found |= mine
-        return {
-            name: found[name].view(pair.raw.shape) for name, pair in self._pairs() if name in found
-        }
+    def _pairs(self) -> list[tuple[str, Any]]:
+        return [
+            (_label(self.chunks, number, pair.managed.fqns[0]), pair)
+            for number, chunk in enumerate(self.chunks)
+            for pair in chunk.engine.pairs
+        ]
 
 
 def _label(chunks: list[Any], number: int, name: str) -> str:
-    return _strip(name) if len(chunks) == 1 else f"chunk {number}: {_strip(name)}"
+    name = plain_name(name)
+    return name if len(chunks) == 1 else f"chunk {number}: {name}"
 
 
 def _host(value: torch.Tensor) -> torch.Tensor:
     return value.detach().float().cpu().clone()
 
 
-def _shard_groups(group: Any) -> tuple[Any, ...]:
-    """The process groups that share a parameter group out, from the finest split on."""
-    groups = [group.domain.outer.group] if group.splits_outer else []
-    if group.config.strategy.shard_main:
-        groups.append(group.domain.axis.group)
-    return tuple(groups)
+def _local_grad(pair: Any) -> torch.Tensor | None:
+    """None of what is frozen."""
+    grad = pair.optimizer.grad
+    return None if grad is None else _host(grad._local_tensor)
 
 
 def build_trainer(
@@ -324,7 +300,7 @@ def build_trainer(
     models = [build_chunk(options, config, i, device) for i in range(number)]
     chunks = [_wrap(options, config, model, ours, i) for i, model in enumerate(models)]
     optimizer = _optimizer(options, chunks, ours)
-    _wire(config, chunks, optimizer, ours)
+    wire_schedule(config, chunks, optimizer, aligned=len(chunks) > 1)
     size, rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
     each = data_ranks // size
     share = range(rank * each, (rank + 1) * each)
@@ -370,18 +346,19 @@ def set_rate(optimizer: Any, options: Options) -> None:
         group["weight_decay"] = (0.01 if decay is None else decay) * group.get("wd_mult", 1.0)
 
 
-def _wire(config: Any, chunks: list[Any], optimizer: Any, ours: bool) -> None:
-    """As Megatron-LM's training loop does it."""
+def wire_schedule(config: Any, chunks: list[Any], optimizer: Any, aligned: bool) -> None:
+    """As Megatron-LM's training loop does it. aligned: the schedule starts reductions and gathers
+    of model chunks itself (`grad_sync_func`, `param_sync_func`)."""
 
     def each(name: str) -> Any:
         functions = [getattr(chunk, name) for chunk in chunks]
         return functions if len(functions) > 1 else functions[0]
 
-    if ours and chunks[0].ddp_config.overlap_grad_reduce:
+    if chunks[0].ddp_config.overlap_grad_reduce:
         config.no_sync_func = each("no_sync")
-        if len(chunks) > 1:
+        if aligned:
             config.grad_sync_func = each("start_grad_sync")
-    if ours and chunks[0].ddp_config.overlap_param_gather and len(chunks) > 1:
+    if chunks[0].ddp_config.overlap_param_gather and aligned:
         config.param_sync_func = each("start_param_sync")
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

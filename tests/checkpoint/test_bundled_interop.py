@@ -40,10 +40,10 @@ def _ours_whole(trainer: gpt.Trainer) -> Values:
     state = trainer.optimizer.optimizer.state
     values: dict[str, Any] = {}
     for name, param in trainer.wrapper.named_parameters():
-        values[gpt._strip(name)] = param
+        values[gpt.plain_name(name)] = param
         for moment in ("exp_avg", "exp_avg_sq"):
             if param in state:
-                values[f"{gpt._strip(name)}.{moment}"] = state[param][moment]
+                values[f"{gpt.plain_name(name)}.{moment}"] = state[param][moment]
     return _flat(gpt.full_all(values))
 
 
@@ -53,10 +53,10 @@ def _bundled_whole(trainer: gpt.Trainer) -> Values:
     trainer.wrapper.module.state_dict()  # it shows the main weights then
     values = {}
     for name, param in trainer.wrapper.named_parameters():
-        values[gpt._strip(name)] = param.to_local().detach().clone()
+        values[gpt.plain_name(name)] = param.to_local().detach().clone()
         for moment in ("exp_avg", "exp_avg_sq"):
             if param in state:
-                values[f"{gpt._strip(name)}.{moment}"] = state[param][moment].to_local().clone()
+                values[f"{gpt.plain_name(name)}.{moment}"] = state[param][moment].to_local().clone()
     return _flat(values)
 
 

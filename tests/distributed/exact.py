@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from .gpt import Case, _strip, build_model, forward_step
+from .gpt import Case, build_model, forward_step, plain_name
 
 U_FLOAT32 = 2.0**-24
 U_BFLOAT16 = 2.0**-8
@@ -29,7 +29,7 @@ def exact_gradients(
     """(mean gradient, mean of the absolute values) over ranks of the sum over microbatches, in
     float64, from a model that nothing wraps and that computes in the case's dtype; collective."""
     model = build_model(case, device)
-    params = {_strip(name): param for name, param in model.named_parameters()}
+    params = {plain_name(name): param for name, param in model.named_parameters()}
     for name, param in params.items():
         param.data.copy_(weights[name])
     total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}

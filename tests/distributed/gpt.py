@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.launch import cpu_mode
+from megatron_fsdp_adapter.prove.whole import plain_name
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -304,12 +305,6 @@ def train_step(trainer: Trainer, data: list[torch.Tensor]) -> tuple[float, float
     return loss, float(norm)
 
 
-def _strip(name: str) -> str:
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
-
-
 def full(value: Any) -> torch.Tensor:
     """The whole tensor behind a parameter, a gradient or a moment of ours; collective."""
     return full_all({"": value})[""]
@@ -339,7 +334,7 @@ def full_all(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def full_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     if trainer.strategy is not None:
         trainer.wrapper.stop_communication()
-        return full_all({_strip(n): p for n, p in trainer.wrapper.named_parameters()})
+        return full_all({plain_name(n): p for n, p in trainer.wrapper.named_parameters()})
     return ddp_main_weights(trainer)
 
 
@@ -348,10 +343,10 @@ def ddp_main_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     trainer.wrapper.start_param_sync(force_sync=True)
     out = {}
     for name, param in trainer.wrapper.named_parameters():
-        out[_strip(name)] = param.detach().float().cpu().clone()
+        out[plain_name(name)] = param.detach().float().cpu().clone()
     if trainer.case.dtype == torch.float32:
         return out
-    names = {id(p): _strip(n) for n, p in trainer.wrapper.named_parameters()}
+    names = {id(p): plain_name(n) for n, p in trainer.wrapper.named_parameters()}
     mains: list[Any] = [None] * dist.get_world_size()
     mine = []
     inner = distributed_optimizer(trainer)
@@ -378,7 +373,7 @@ def distributed_optimizer(trainer: Trainer) -> Any:
 def ddp_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Stock reduced gradients, full, by name; NaN where no rank holds the reduced value."""
     inner = distributed_optimizer(trainer)
-    names = {id(p): _strip(n) for n, p in trainer.wrapper.named_parameters()}
+    names = {id(p): plain_name(n) for n, p in trainer.wrapper.named_parameters()}
     mine = []
     for param in inner.model_param_gbuf_map:  # those of which this rank holds a piece
         held = inner._get_model_param_range_map(param)["param"]
@@ -398,7 +393,7 @@ def our_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Our reduced gradients, full, by name."""
     return full_all(
         {
-            _strip(name): param.grad
+            plain_name(name): param.grad
             for name, param in trainer.wrapper.named_parameters()
             if param.requires_grad
         }
@@ -407,5 +402,5 @@ def our_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def load_weights(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
     """Sets the main weights of ours to full `weights`."""
-    keys = {_strip(key): key for key in trainer.wrapper.state_dict()}
+    keys = {plain_name(key): key for key in trainer.wrapper.state_dict()}
     trainer.wrapper.load_state_dict({keys[name]: w for name, w in weights.items()})

@@ -9,12 +9,12 @@ from unittest import mock
 
 import pytest
 
+from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
 from tests.distributed import topologies
 from tests.distributed.checks import check_loss, check_norm, check_weights
 from tests.distributed.gpt import STRATEGIES
 from tests.distributed.launch import run_ranks
 from tests.distributed.topologies import (
-    PlainNorm,
     Topology,
     build_topology_trainer,
     case_for,
@@ -54,7 +54,7 @@ def _trains(rank: int, world: int, topology: Topology) -> None:
     with (
         mock.patch.object(topologies, "GPTModel", model),
         mock.patch.object(topologies, "model_config", config),
-        mock.patch.object(hybrid_block, "TENorm", PlainNorm),
+        mock.patch.object(hybrid_block, "TENorm", TorchNorm),
     ):
         reference = build_topology_trainer(topology, case, None)
         ours = {s: build_topology_trainer(topology, case, s) for s in STRATEGIES}

@@ -11,11 +11,11 @@ import torch
 from tests.distributed.checks import check_loss, check_norm, check_weights
 from tests.distributed.gpt import (
     STRATEGIES,
-    _strip,
     batches,
     full_all,
     init_megatron,
     make_trainer,
+    plain_name,
     train_step,
 )
 from tests.distributed.launch import run_ranks
@@ -63,7 +63,7 @@ def _left_alone(name: str, placements: dict[str, str]) -> bool:
 
 def _managed(trainer: Any) -> dict[str, torch.Tensor]:
     trainer.wrapper.stop_communication()
-    params = {_strip(n): p for n, p in trainer.wrapper.named_parameters()}
+    params = {plain_name(n): p for n, p in trainer.wrapper.named_parameters()}
     return full_all({n: p for n, p in params.items() if hasattr(p, "_local_tensor")})
 
 

@@ -19,7 +19,6 @@ from tests.distributed.gpt import (
     STRATEGIES,
     Case,
     Trainer,
-    _strip,
     batches,
     build_model,
     ddp_config,
@@ -27,6 +26,7 @@ from tests.distributed.gpt import (
     full_all,
     init_megatron,
     optimizer_config,
+    plain_name,
 )
 from tests.distributed.launch import run_ranks
 
@@ -72,7 +72,7 @@ class _NoOptimizer:
 
 def _named(trainer: Trainer, attribute: str) -> dict[str, Any]:
     named = trainer.wrapper.named_parameters()
-    return {_strip(name): getattr(param, attribute) for name, param in named}
+    return {plain_name(name): getattr(param, attribute) for name, param in named}
 
 
 def _check_step(trainer: Trainer, whole: FusedAdam, plain: dict[str, Any], data: Any) -> None:

@@ -15,10 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import get_megatron_optimizer
@@ -35,11 +33,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.launch import cpu_mode
+from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
 from megatron_fsdp_adapter.megatron.seams.core_api import batch_of_context_rank
-from megatron_fsdp_adapter.prove.build import coordinates
+from megatron_fsdp_adapter.prove.build import coordinates, wire_schedule
+from megatron_fsdp_adapter.prove.whole import plain_name, whole_values
 
 from .checks import Step
-from .gpt import Case, _strip, batches, ddp_config, optimizer_config
+from .gpt import Case, batches, ddp_config, optimizer_config
 
 
 @dataclass(frozen=True)
@@ -125,19 +125,6 @@ def init_topology(topology: Topology, instances: int = 1) -> torch.device:
 # The model.
 
 
-class PlainNorm:
-    """torch's LayerNorm with the mark by which core adds up its gradients over sequence-parallel
-    ranks. Core's own wrapper of it refuses sequence parallelism."""
-
-    def __new__(  # type: ignore[misc]
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
-    ) -> torch.nn.Module:
-        norm = torch.nn.LayerNorm(hidden_size, eps=eps, dtype=config.params_dtype)
-        for param in norm.parameters():
-            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
-
-
 class GatheringAttention(torch.nn.Module):
     """Causal attention of a rank's queries over every context-parallel rank's keys and values."""
 
@@ -172,83 +159,95 @@ def _zigzag_positions(length: int, size: int, rank: int) -> torch.Tensor:
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
 
-def model_config(topology: Topology, case: Case) -> TransformerConfig:
-    moe: dict[str, Any] = {}
+def model_config(
+    topology: Topology,
+    case: Case,
+    cls: type[TransformerConfig] = TransformerConfig,
+    **changes: Any,
+) -> TransformerConfig:
+    """`changes` are fields of the config, in place of those here or beside them."""
+    options: dict[str, Any] = {
+        "num_layers": case.num_layers,
+        "hidden_size": case.hidden,
+        "num_attention_heads": case.heads,
+        "ffn_hidden_size": case.ffn,
+        "gated_linear_unit": case.swiglu,
+        "add_bias_linear": case.bias,
+        "activation_func": torch.nn.functional.silu if case.swiglu else torch.nn.functional.gelu,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "params_dtype": case.dtype,
+        "pipeline_dtype": case.dtype,
+        "tensor_model_parallel_size": topology.tp,
+        "sequence_parallel": topology.sp,
+        "context_parallel_size": topology.cp,
+        "pipeline_model_parallel_size": topology.pp,
+        "virtual_pipeline_model_parallel_size": topology.vpp,
+        "microbatch_group_size_per_vp_stage": case.microbatches if topology.vpp else None,
+        # With two stages both neighbours of a rank are the same one: batched sends would be
+        # received in the wrong order, activations as gradients. Megatron-LM refuses that.
+        "overlap_p2p_comm": topology.vpp is not None,
+        "batch_p2p_comm": topology.vpp is None,
+        "expert_model_parallel_size": topology.ep,
+        "expert_tensor_parallel_size": topology.etp,
+        # gloo reads an output after the send was launched; the overlapped schedule frees it then.
+        "deallocate_pipeline_outputs": topology.vpp is None,
+        "calculate_per_token_loss": case.per_token_loss,
+        "bias_dropout_fusion": False,
+        "persist_layer_norm": False,
+        "use_cpu_initialization": True,
+    }
     if topology.experts:
-        moe = {
+        options |= {
             "num_moe_experts": topology.experts,
             "moe_ffn_hidden_size": case.ffn,
             "moe_router_topk": 2,
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": topology.dispatcher,
         }
-    return TransformerConfig(
-        num_layers=case.num_layers,
-        hidden_size=case.hidden,
-        num_attention_heads=case.heads,
-        ffn_hidden_size=case.ffn,
-        gated_linear_unit=case.swiglu,
-        add_bias_linear=case.bias,
-        activation_func=torch.nn.functional.silu if case.swiglu else torch.nn.functional.gelu,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        params_dtype=case.dtype,
-        pipeline_dtype=case.dtype,
-        tensor_model_parallel_size=topology.tp,
-        sequence_parallel=topology.sp,
-        context_parallel_size=topology.cp,
-        pipeline_model_parallel_size=topology.pp,
-        virtual_pipeline_model_parallel_size=topology.vpp,
-        microbatch_group_size_per_vp_stage=case.microbatches if topology.vpp else None,
-        # With two stages both neighbours of a rank are the same one: batched sends would be
-        # received in the wrong order, activations as gradients. Megatron-LM refuses that.
-        overlap_p2p_comm=topology.vpp is not None,
-        batch_p2p_comm=topology.vpp is None,
-        expert_model_parallel_size=topology.ep,
-        expert_tensor_parallel_size=topology.etp,
-        # gloo reads an output after the send was launched; the overlapped schedule frees it then.
-        deallocate_pipeline_outputs=topology.vpp is None,
-        calculate_per_token_loss=case.per_token_loss,
-        bias_dropout_fusion=False,
-        persist_layer_norm=False,
-        use_cpu_initialization=True,
-        **moe,
-    )
+    return cls(**(options | changes))
 
 
 def _layer_spec(topology: Topology, with_experts: bool) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=topology.experts if with_experts else None, moe_grouped_gemm=False
     )
-    spec.submodules.input_layernorm = PlainNorm
-    spec.submodules.pre_mlp_layernorm = PlainNorm
+    spec.submodules.input_layernorm = TorchNorm
+    spec.submodules.pre_mlp_layernorm = TorchNorm
     if topology.cp > 1:
         spec.submodules.self_attention.submodules.core_attention = GatheringAttention
     return spec
 
 
-def _block(topology: Topology, config: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
-    """The layers of a model chunk. With experts every second layer has them, counted over all
-    stages: with pipelines there is a stage without any."""
-    vp_stage = chunk if topology.vpp else None
-    first = get_transformer_layer_offset(config, vp_stage)
-    layers = range(first, first + get_num_layers_to_build(config, vp_stage))
-    specs = [_layer_spec(topology, bool(topology.experts) and i % 2 == 1) for i in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=PlainNorm)
-
-
 def build_chunk(
     topology: Topology, case: Case, config: TransformerConfig, chunk: int
 ) -> torch.nn.Module:
-    """A model chunk whose weights are the same on all ranks that hold the same parameters and
-    different on all others. Biases start at zero otherwise, and experts alike: both hide mistakes.
-    """
+    """A model chunk of core's own layers, its weights as `vary` leaves them."""
     torch.manual_seed(case.seed)
     model_parallel_cuda_manual_seed(case.seed)
-    vp_stage = chunk if topology.vpp else None
-    model = GPTModel(
+    layer = functools.partial(_layer_spec, topology)
+    model = gpt_chunk(case, config, chunk if topology.vpp else None, layer, TorchNorm)
+    vary(model, case.seed, chunk)
+    return model
+
+
+def gpt_chunk(
+    case: Case,
+    config: TransformerConfig,
+    vp_stage: int | None,
+    layer_of: Callable[[bool], ModuleSpec],
+    norm: Any,
+    **more: Any,
+) -> GPTModel:
+    """A model chunk as core makes it; `layer_of` a layer with or without experts. Where the model
+    has experts every second layer has them, counted over all stages: with pipelines there is a
+    stage without any."""
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    specs = [layer_of(bool(config.num_moe_experts) and i % 2 == 1) for i in layers]
+    return GPTModel(
         config,
-        _block(topology, config, chunk),
+        TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm),
         vocab_size=case.vocab,
         max_sequence_length=case.seq,
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -256,24 +255,22 @@ def build_chunk(
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type=case.positions,
         vp_stage=vp_stage,
+        **more,
     )
+
+
+def vary(model: torch.nn.Module, seed: int, chunk: int) -> None:
+    """Makes weights the same on all ranks that hold the same parameters and different on all
+    others. Biases start at zero otherwise, and experts alike: both hide mistakes."""
     with torch.no_grad():
         for name, param in model.named_parameters():
-            place = repr((case.seed, *coordinates(param, name, chunk))).encode()
-            generator = torch.Generator().manual_seed(zlib.crc32(place))
-            param.add_(torch.randn(param.shape, generator=generator) * 0.02)
-    return model
+            place = repr((seed, *coordinates(param, name, chunk))).encode()
+            generator = torch.Generator(param.device).manual_seed(zlib.crc32(place))
+            noise = torch.randn(param.shape, generator=generator, device=param.device)
+            param.add_(noise.to(param.dtype), alpha=0.02)
 
 
 # Training.
-
-
-def shard_groups(group: Any) -> tuple[Any, ...]:
-    """The process groups that share a parameter group out, from the finest split on."""
-    groups = [group.domain.outer.group] if group.splits_outer else []
-    if group.config.strategy.shard_main:
-        groups.append(group.domain.axis.group)
-    return tuple(groups)
 
 
 @dataclass
@@ -290,39 +287,25 @@ class TopologyTrainer:
         """What this rank has of each weight, whole over data-parallel ranks; collective."""
         if self.strategy is None:
             return {n: p.detach().clone() for n, p in self._named(lambda chunk: chunk)}
-        return self._whole(lambda param: param)
+        return whole_values(self._pairs(), lambda pair: local_of(pair.optimizer))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The same of reduced gradients, between the backwards and the optimizer's step."""
         if self.strategy is None:
             return {n: p.main_grad.detach().clone() for n, p in self._named(lambda chunk: chunk)}
-        return self._whole(lambda param: param.grad)
+        return whole_values(self._pairs(), lambda pair: local_of(pair.optimizer.grad))
 
     def _named(self, of: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
         for number, chunk in enumerate(self.chunks):
             for name, param in of(chunk).named_parameters():
-                yield f"{number}.{_strip(name)}", param
+                yield f"{number}.{plain_name(name)}", param
 
-    def _pairs(self) -> Iterator[tuple[str, Any]]:
-        for number, chunk in enumerate(self.chunks):
-            for pair in chunk.engine.pairs:
-                yield f"{number}.{_strip(pair.managed.fqns[0])}", pair
-
-    def _whole(self, value_of: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        by_groups: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
-        for name, pair in self._pairs():
-            local = value_of(pair.optimizer)._local_tensor.detach().clone()
-            found[name] = local
-            by_groups.setdefault(shard_groups(pair.group), {})[name] = local.reshape(-1)
-        # A stage may lack a domain, but all ranks of the domain's groups are of one stage.
-        for groups, mine in by_groups.items():
-            for group in groups:
-                pieces: list[Any] = [None] * dist.get_world_size(group)
-                dist.all_gather_object(pieces, mine, group=group)
-                mine = {name: torch.cat([piece[name] for piece in pieces]) for name in mine}
-            found |= mine
-        return {name: found[name].view(pair.raw.shape) for name, pair in self._pairs()}
+    def _pairs(self) -> list[tuple[str, Any]]:
+        return [
+            (f"{number}.{plain_name(pair.managed.fqns[0])}", pair)
+            for number, chunk in enumerate(self.chunks)
+            for pair in chunk.engine.pairs
+        ]
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Sets the main weights of ours; no collective."""
@@ -335,6 +318,12 @@ class TopologyTrainer:
                 local.copy_(weights[name].reshape(-1)[held].view(local.shape))
         for chunk in self.chunks:
             chunk.engine.main_weights_changed()
+
+
+def local_of(value: Any) -> torch.Tensor:
+    """A copy of this rank's part of a DTensor."""
+    local: torch.Tensor = value._local_tensor.detach().clone()
+    return local
 
 
 def _ddp_config(
@@ -378,27 +367,8 @@ def build_topology_trainer(
     for group in optimizer.param_groups:  # what OptimizerParamScheduler does at every step
         group["lr"] = case.lr * group["lr_mult"]
         group["weight_decay"] = case.weight_decay * group["wd_mult"]
-    wire_schedule(config, topology, chunks, optimizer)
+    wire_schedule(config, chunks, optimizer, topology.aligned)
     return TopologyTrainer(topology, case, chunks, optimizer, strategy)
-
-
-def wire_schedule(
-    config: TransformerConfig, topology: Topology, chunks: list[Any], optimizer: Any
-) -> None:
-    """As Megatron-LM's training loop does."""
-
-    def each(name: str) -> Any:
-        functions = [getattr(chunk, name) for chunk in chunks]
-        return functions if len(functions) > 1 else functions[0]
-
-    if chunks[0].ddp_config.overlap_grad_reduce:
-        config.no_sync_func = each("no_sync")
-        if topology.aligned:
-            config.grad_sync_func = each("start_grad_sync")
-    if chunks[0].ddp_config.overlap_param_gather and topology.aligned:
-        config.param_sync_func = each("start_param_sync")
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
 
 
 def forward_step(case: Case, iterator: Iterator[Mapping[str, torch.Tensor]], model: Any) -> Any:

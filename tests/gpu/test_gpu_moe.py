@@ -36,10 +36,10 @@ from tests.distributed.gpt import (
     STRATEGIES,
     Case,
     Trainer,
-    _strip,
     batches,
     ddp_config,
     optimizer_config,
+    plain_name,
     train_step,
 )
 from tests.gpu.gpu_ranks import Check, Outcomes
@@ -161,7 +161,7 @@ def _main_weights(trainer: Trainer) -> Weights:
     """The float32 weights that this rank has, whole over their data-parallel ranks; collective."""
     if trainer.strategy is not None:
         trainer.wrapper.stop_communication()
-    named = [(_strip(name), param) for name, param in trainer.wrapper.named_parameters()]
+    named = [(plain_name(name), param) for name, param in trainer.wrapper.named_parameters()]
     if trainer.strategy is None:
         return {n: getattr(p, "main_param", p).detach().float().cpu().clone() for n, p in named}
     pieces: dict[Any, dict[str, torch.Tensor]] = {}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core import parallel_state as ps
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -22,19 +20,21 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
     TransformerConfig,
 )
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
+from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
 from tests.distributed.gpt import Case
-from tests.distributed.topologies import GatheringAttention, PlainNorm, Topology, coordinates
+from tests.distributed.topologies import (
+    GatheringAttention,
+    Topology,
+    gpt_chunk,
+    model_config,
+    vary,
+)
 
 from .table import WITH_EXPERTS, Cell, uses_te
 
@@ -112,17 +112,6 @@ def _recompute(cell: Cell) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": [modules[str(kind)]]}
 
 
-def _experts(cell: Cell, case: Case, topology: Topology) -> dict[str, Any]:
-    if not topology.experts:
-        return {}
-    return {
-        "num_moe_experts": topology.experts, "moe_ffn_hidden_size": case.ffn,
-        "moe_router_topk": 2, "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": topology.dispatcher,
-        "moe_grouped_gemm": cell["layers"] == "te_grouped",
-    }  # fmt: skip
-
-
 def _latent(cell: Cell, width: str) -> dict[str, Any]:
     if cell["layers"] != "mla":
         return {}
@@ -144,53 +133,26 @@ def _precision(cell: Cell, case: Case) -> dict[str, Any]:
     return found
 
 
-def _pipeline(topology: Topology, case: Case) -> dict[str, Any]:
-    """As tests/distributed/topologies.py has it, with the reasons."""
-    interleaved = topology.vpp is not None
-    return {
-        "pipeline_model_parallel_size": topology.pp,
-        "virtual_pipeline_model_parallel_size": topology.vpp,
-        "microbatch_group_size_per_vp_stage": case.microbatches if interleaved else None,
-        "overlap_p2p_comm": interleaved,
-        "batch_p2p_comm": not interleaved,
-        "deallocate_pipeline_outputs": not interleaved,
-    }
-
-
 def config_of(cell: Cell, width: str) -> TransformerConfig:
     case, topology = case_of(cell, width), topology_of(cell)
-    graph: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     if cell["graph"] == "on":
-        graph = {
+        more = {
             "cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.full_iteration],
         }  # fmt: skip
-    cls = MLATransformerConfig if cell["layers"] == "mla" else TransformerConfig
-    return cls(
-        num_layers=case.num_layers,
-        hidden_size=case.hidden,
-        num_attention_heads=case.heads,
-        ffn_hidden_size=case.ffn,
-        gated_linear_unit=case.swiglu,
-        add_bias_linear=case.bias,
-        activation_func=nn.functional.silu if case.swiglu else nn.functional.gelu,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        bias_dropout_fusion=False,
-        persist_layer_norm=False,
+    if topology.experts:
+        more["moe_grouped_gemm"] = cell["layers"] == "te_grouped"
+    return model_config(
+        topology,
+        case,
+        MLATransformerConfig if cell["layers"] == "mla" else TransformerConfig,
         use_cpu_initialization=not torch.cuda.is_available(),
         init_model_with_meta_device=cell["start"] == "meta",
         mtp_num_layers=1 if cell["layers"] == "mtp" else None,
-        tensor_model_parallel_size=topology.tp,
-        sequence_parallel=topology.sp,
-        context_parallel_size=topology.cp,
-        expert_model_parallel_size=topology.ep,
-        expert_tensor_parallel_size=topology.etp,
-        **_pipeline(topology, case),
         **_precision(cell, case),
         **_recompute(cell),
-        **_experts(cell, case, topology),
         **_latent(cell, width),
-        **graph,
+        **more,
     )
 
 
@@ -207,23 +169,15 @@ def _layer(cell: Cell, with_experts: bool) -> ModuleSpec:
     if uses_te(cell["target"], kind):
         return get_gpt_layer_with_transformer_engine_spec(**options)
     spec = get_gpt_layer_local_spec(**options)
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = PlainNorm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = TorchNorm
     if kind == "mla" or cell["cp"] != 1:
         spec.submodules.self_attention.submodules.core_attention = GatheringAttention
     return spec
 
 
-def _block(cell: Cell, config: TransformerConfig, vp_stage: int | None) -> Any:
-    first = get_transformer_layer_offset(config, vp_stage)
-    layers = range(first, first + get_num_layers_to_build(config, vp_stage))
-    moe = cell["layers"] in WITH_EXPERTS
-    specs = [_layer(cell, moe and i % 2 == 1) for i in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(cell))
-
-
 def _norm(cell: Cell) -> Any:
     if not uses_te(cell["target"], cell["layers"]):
-        return PlainNorm
+        return TorchNorm
     from megatron.core.extensions.transformer_engine import TENorm
 
     return TENorm
@@ -238,7 +192,7 @@ def _further_tokens(cell: Cell, config: TransformerConfig, vp_stage: int | None)
     if block is not None and not te:
         for layer in block.layer_specs:
             for name in ("enorm", "hnorm", "layer_norm"):
-                setattr(layer.submodules, name, PlainNorm)
+                setattr(layer.submodules, name, TorchNorm)
     return block
 
 
@@ -338,30 +292,16 @@ def chunk_of(
     )
     vp_stage = chunk if topology.vpp else None
     with _where(cell, device):
-        model = GPTModel(
+        model: nn.Module = gpt_chunk(
+            case,
             config,
-            _block(cell, config, vp_stage),
-            vocab_size=case.vocab,
-            max_sequence_length=case.seq,
-            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            share_embeddings_and_output_weights=case.tied,
-            position_embedding_type="rope",
+            vp_stage,
+            functools.partial(_layer, cell),
+            _norm(cell),
             mtp_block_spec=_further_tokens(cell, config, vp_stage),
-            vp_stage=vp_stage,
         )
         CHANGES[str(cell["trained"])](model)
     if cell["start"] != "meta":
         model = model.to(device)
-        _vary(model, case.seed, chunk)
+        vary(model, case.seed, chunk)
     return Float16Module(config, model) if case.bf16 or case.fp16 else model
-
-
-def _vary(model: nn.Module, seed: int, chunk: int) -> None:
-    """Biases start at zero otherwise, and experts alike: both hide mistakes."""
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            place = repr((seed, *coordinates(param, name, chunk))).encode()
-            generator = torch.Generator(param.device).manual_seed(zlib.crc32(place))
-            noise = torch.randn(param.shape, generator=generator, device=param.device)
-            param.add_(noise.to(param.dtype), alpha=0.02)

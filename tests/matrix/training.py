@@ -25,6 +25,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.megatron import fused_wgrad
 from megatron_fsdp_adapter.megatron.fp8 import switch_off_weight_cache
+from megatron_fsdp_adapter.prove.build import wire_schedule
+from megatron_fsdp_adapter.prove.whole import shard_groups
 from tests.distributed.exact import U_FLOAT32, gamma
 from tests.distributed.gpt import ddp_config, give_up, optimizer_config
 from tests.distributed.topologies import (
@@ -32,8 +34,6 @@ from tests.distributed.topologies import (
     TopologyTrainer,
     init_topology,
     run_schedule,
-    shard_groups,
-    wire_schedule,
 )
 from tests.gpu.captured import forget_graphs
 
@@ -98,7 +98,7 @@ def build(cell: Cell, width: str, device: torch.device) -> TopologyTrainer:
     for group in optimizer.param_groups:  # what OptimizerParamScheduler does at every step
         group["lr"] = case.lr * group["lr_mult"]
         group["weight_decay"] = case.weight_decay * group["wd_mult"]
-    wire_schedule(config, topology, chunks, optimizer)
+    wire_schedule(config, chunks, optimizer, topology.aligned)
     return TopologyTrainer(topology, case, chunks, optimizer, strategy)  # type: ignore[arg-type]
 
 
