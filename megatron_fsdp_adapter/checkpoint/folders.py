@@ -147,11 +147,6 @@ def publish(root: Path, iteration: int, temporary: Path, keep_last: int | None) 
     remove_or_warn(_stale(root, iteration, keep_last))
 
 
-def write_tracker(root: Path, iteration: int) -> None:
-    """Makes `iteration` the newest checkpoint of `root`, atomically."""
-    write_atomically(root / TRACKER, str(iteration))
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a file: whenever a process dies it has the text of before or all of the new one."""
     with replacing(path) as temporary:

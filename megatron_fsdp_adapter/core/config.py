@@ -20,7 +20,6 @@ class Strategy:
     """
 
     name: str
-    zero_stage: int
     shard_weights: bool
     shard_grads: bool
     shard_main: bool
@@ -29,10 +28,10 @@ class Strategy:
 STRATEGIES: Mapping[str, Strategy] = {
     row.name: row
     for row in (
-        Strategy("no_shard", 0, shard_weights=False, shard_grads=False, shard_main=False),
-        Strategy("optim", 1, shard_weights=False, shard_grads=False, shard_main=True),
-        Strategy("optim_grads", 2, shard_weights=False, shard_grads=True, shard_main=True),
-        Strategy("optim_grads_params", 3, shard_weights=True, shard_grads=True, shard_main=True),
+        Strategy("no_shard", shard_weights=False, shard_grads=False, shard_main=False),
+        Strategy("optim", shard_weights=False, shard_grads=False, shard_main=True),
+        Strategy("optim_grads", shard_weights=False, shard_grads=True, shard_main=True),
+        Strategy("optim_grads_params", shard_weights=True, shard_grads=True, shard_main=True),
     )
 }
 

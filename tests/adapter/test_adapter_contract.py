@@ -462,7 +462,8 @@ def test_weights_of_the_last_step_are_never_read_in_silence(trainer: Trainer) ->
 
 
 def _main_weight(trainer: Trainer, raw: nn.Parameter) -> torch.Tensor:
-    return full_all({"": trainer.wrapper.engine.pair_of(raw).optimizer})[""]
+    pair = next(pair for pair in trainer.wrapper.engine.pairs if pair.raw is raw)
+    return full_all({"": pair.optimizer})[""]
 
 
 def test_units_by_default_and_by_name() -> None:

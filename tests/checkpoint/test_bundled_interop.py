@@ -20,7 +20,7 @@ from megatron_fsdp_adapter.checkpoint import (
     save_checkpoint,
     training_state,
 )
-from megatron_fsdp_adapter.checkpoint.folders import write_tracker
+from megatron_fsdp_adapter.checkpoint.folders import TRACKER, write_atomically
 from tests.distributed import gpt
 from tests.distributed.launch import run_ranks
 
@@ -76,7 +76,7 @@ def _bundled(rank: int, world: int, action: str, root: str, optimizer: bool) -> 
         _steps(trainer, device, (0, 1))
         bundled.save(trainer, folder, optimizer)
         if rank == 0:
-            write_tracker(Path(root), 2)
+            write_atomically(Path(root) / TRACKER, "2")
     else:
         bundled.load(trainer, folder, optimizer)
     whole = _bundled_whole(trainer) if world == 1 else {}

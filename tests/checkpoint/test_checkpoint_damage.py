@@ -301,6 +301,6 @@ def test_a_checkpoint_without_record_and_digests_loads(one_rank: None, tmp_path:
     """As torch DCP alone, Megatron, or an older release wrote it."""
     folder = folders.final_folder(tmp_path, 3)
     torch_dcp.save(_state(3.0), checkpoint_id=str(folder))
-    folders.write_tracker(tmp_path, 3)
+    folders.write_atomically(tmp_path / folders.TRACKER, "3")
     iteration, loaded = load_checkpoint(tmp_path, _state(-1.0))
     assert iteration == 3 and same(loaded, _state(3.0))

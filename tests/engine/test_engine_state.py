@@ -272,9 +272,6 @@ def test_the_tree_shows_one_identity_or_the_other(world):
     assert seen[0] == (pair.raw, pair.raw)
     rig.finish()
     assert rig.model.embedding.weight is rig.model.head.weight is pair.optimizer
-    assert rig.engine.pair_of(pair.raw) is pair
-    with pytest.raises(KeyError):
-        rig.engine.pair_of(nn.Parameter(torch.ones(1)))
 
 
 def test_raw_parameters_are_views_of_one_storage_for_life(world):

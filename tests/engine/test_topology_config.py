@@ -402,7 +402,6 @@ def test_strategies_are_rows_in_order_of_what_they_shard():
     rows = list(STRATEGIES.values())
     sharded = [(row.shard_main, row.shard_grads, row.shard_weights) for row in rows]
     assert sharded == [(False,) * 3, (True, False, False), (True, True, False), (True,) * 3]
-    assert [row.zero_stage for row in rows] == [0, 1, 2, 3]
     assert all(strategy_named(name) is row for name, row in STRATEGIES.items())
     with pytest.raises(ValueError, match="data_parallel_sharding_strategy='zero3' is unknown"):
         strategy_named("zero3")

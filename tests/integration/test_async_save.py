@@ -53,7 +53,7 @@ def test_a_run_that_saves_asynchronously_trains_and_resumes_as_one_that_does_not
         assert record is not None and record.topology["data_parallel_sharding_strategy"] == (
             "optim_grads_params"
         )
-    folders.write_tracker(root, 2)
+    folders.write_atomically(root / folders.TRACKER, "2")
     resumed = train(megatron_lm, [*saving, "--load", str(root)])
     assert resumed.status == 0, resumed.end
     assert (2, "lm loss") not in resumed.values, "it started again from the beginning"

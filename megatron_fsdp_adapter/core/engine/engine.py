@@ -448,10 +448,3 @@ class FsdpEngine:
             self.gather.gather_all()
         else:
             self.gather.gather_first()
-
-    def pair_of(self, raw: nn.Parameter) -> ParamPair:
-        """The pair whose raw parameter is `raw`; KeyError if it is not managed here."""
-        for pair in self.pairs:
-            if pair.raw is raw:
-                return pair
-        raise KeyError("not a parameter of this engine")

@@ -23,11 +23,7 @@ from ...core.config import (
 )
 from ...diagnostics.grad_check import GradCheck
 from .staging_options import slots_wanted
-from .support import MXFP8_PARAMETERS, Rule, is_on
-
-
-def _is_set(option: str) -> Callable[[Any], bool]:
-    return lambda config: is_on(config, option)
+from .support import MXFP8_PARAMETERS, Rule, off
 
 
 def _dtype_is_not(option: str, *allowed: torch.dtype | None) -> Callable[[Any], bool]:
@@ -140,33 +136,22 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         f"reduce-scatters; set {GRAD_COMM}=torch.bfloat16 and 'optim', 'optim_grads' or "
         "'optim_grads_params', or set it to False",
     ),
-    Rule(
+    off(
         "param_name_patterns_for_fp32_local_accumulation",
-        _is_set("param_name_patterns_for_fp32_local_accumulation"),
         f"{MAIN_GRADS} is one for all parameters, float32 unless set; leave it empty",
     ),
-    Rule(
+    off(
         "megatron_fsdp_enable_fine_grained_param_gather",
-        _is_set("megatron_fsdp_enable_fine_grained_param_gather"),
         "weights are gathered unit by unit; set it to False and choose units with the wrapper's "
         "argument fsdp_unit_modules",
     ),
-    Rule("fp8_param_gather", _is_set("fp8_param_gather"), "FP8 parameters are not supported"),
-    Rule("fp4_param_gather", _is_set("fp4_param_gather"), "FP4 parameters are not supported"),
-    Rule(
-        "reuse_grad_buf_for_mxfp8_param_ag",
-        _is_set("reuse_grad_buf_for_mxfp8_param_ag"),
-        MXFP8_PARAMETERS,
-    ),
-    Rule("keep_fp8_transpose_cache", _is_set("keep_fp8_transpose_cache"), "needs FP8 parameters"),
-    Rule(
-        "delay_wgrad_compute",
-        _is_set("delay_wgrad_compute"),
-        "delayed weight gradients are not supported yet; set it to False",
-    ),
-    Rule(
+    off("fp8_param_gather", "FP8 parameters are not supported"),
+    off("fp4_param_gather", "FP4 parameters are not supported"),
+    off("reuse_grad_buf_for_mxfp8_param_ag", MXFP8_PARAMETERS),
+    off("keep_fp8_transpose_cache", "needs FP8 parameters"),
+    off("delay_wgrad_compute", "delayed weight gradients are not supported yet; set it to False"),
+    off(
         "check_for_large_grads",
-        _is_set("check_for_large_grads"),
         "it compares norms of stock DDP's buckets with the largest so far, and units have no such "
         "buckets; set it to False, and check_for_nan_in_grad finds what is not finite",
     ),

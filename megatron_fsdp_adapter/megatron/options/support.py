@@ -29,7 +29,8 @@ def is_on(config: Any, option: str) -> bool:
     return bool(getattr(config, option, False))
 
 
-def _off(option: str, message: str) -> Rule:
+def off(option: str, message: str) -> Rule:
+    """`option` must not be on."""
     return Rule(option, lambda config: is_on(config, option), message)
 
 
@@ -46,14 +47,14 @@ MXFP8_PARAMETERS = "MXFP8 parameters are not supported; set it to False"
 
 
 MODEL_CONFIG_RULES: tuple[Rule, ...] = (
-    _off("fp8_param", "FP8 parameters are coming; set it to False (FP8 compute is not refused)"),
+    off("fp8_param", "FP8 parameters are coming; set it to False (FP8 compute is not refused)"),
     Rule(
         "fp8_recipe",
         lambda config: bool(getattr(config, "fp8", None))
         and getattr(config, "fp8_recipe", "delayed") not in FP8_RECIPES,
         f"FP8 compute is supported with the recipes {list(FP8_RECIPES)}; use one of them",
     ),
-    _off("fp4", "FP4 compute is coming; leave it unset"),
+    off("fp4", "FP4 compute is coming; leave it unset"),
     Rule(
         "cuda_graph_impl",
         lambda config: (
@@ -64,13 +65,13 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         "'full_iteration' (before megatron-core 0.18: 'local' with "
         "cuda_graph_scope='full_iteration')",
     ),
-    _off("enable_cuda_graph", "captured layers do not run the hooks that gather weights"),
-    _off("external_cuda_graph", "captured layers do not run the hooks that gather weights"),
-    _off("cpu_offloading", "activation offload to the CPU is coming; set it to False"),
-    _off(
+    off("enable_cuda_graph", "captured layers do not run the hooks that gather weights"),
+    off("external_cuda_graph", "captured layers do not run the hooks that gather weights"),
+    off("cpu_offloading", "activation offload to the CPU is coming; set it to False"),
+    off(
         "fine_grained_activation_offloading", "activation offload is coming; set it to False"
     ),
-    _off(
+    off(
         "overlap_moe_expert_parallel_comm",
         "its schedule calls parts of layers directly; set it to False",
     ),
@@ -81,21 +82,21 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         "its kernels communicate on streams of their own and were never run with this wrapper; use "
         "'alltoall' or 'allgather'",
     ),
-    _off("delay_wgrad_compute", "delayed weight gradients are coming; set it to False"),
-    _off(
+    off("delay_wgrad_compute", "delayed weight gradients are coming; set it to False"),
+    off(
         "defer_embedding_wgrad_compute",
         "the output layer's weights are resharded before its deferred gradient; set it to False",
     ),
-    _off("qk_clip", "it writes raw weights after the step; set it to False"),
-    _off(
+    off("qk_clip", "it writes raw weights after the step; set it to False"),
+    off(
         "hybrid_context_parallel", "its schedule changes groups between batches; set it to False"
     ),
-    _off(
+    off(
         "moe_use_legacy_grouped_gemm",
         "all experts of a rank are one tensor, which a checkpoint cannot tell from another rank's; "
         "set it to False, and moe_grouped_gemm takes Transformer Engine's layers",
     ),
-    _off(
+    off(
         "use_kitchen",
         "nobody has seen how its layers write weight gradients; set it to False, Transformer "
         "Engine's FP8 recipes are supported",
@@ -105,7 +106,7 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         "it quantises the layers that it names by recipes that are supported only as fp8_recipe, "
         "for the whole model; leave it unset",
     ),
-    _off(
+    off(
         "enable_autocast",
         "autocast keeps casts of weights beyond the time for which they are gathered; set it to "
         "False, and params_dtype (bf16, fp16) to the dtype to compute in",
@@ -145,7 +146,7 @@ def _above_tensor_parallel(option: str, size: str) -> Rule:
 
 
 LATER_MODEL_RULES: tuple[Rule, ...] = (
-    _off(
+    off(
         "overlap_dispatch_backward_with_experts_wgrad",
         "weight gradients arrive after the layer's backward, when its bucket is on its way; set it "
         "to False",
@@ -158,13 +159,13 @@ LATER_MODEL_RULES: tuple[Rule, ...] = (
     ),
     _interleaves_split_halves("moe_mlp_glu_interleave_size"),
     _interleaves_split_halves("moe_shared_expert_glu_interleave_size"),
-    _off("moe_paged_stash", _STASH),
+    off("moe_paged_stash", _STASH),
     _is_not_none("moe_expert_rank_capacity_factor", _STASH),
-    _off("moe_single_grouped_weight", _ONE_TENSOR),
-    _off("moe_single_grouped_bias", _ONE_TENSOR),
-    _off("use_transformer_engine_op_fuser", _FUSED_OPS),
-    _off("use_grouped_gemm_for_dense_mlp", _FUSED_OPS),
-    _off("use_grouped_gemm_for_shared_expert", _FUSED_OPS),
+    off("moe_single_grouped_weight", _ONE_TENSOR),
+    off("moe_single_grouped_bias", _ONE_TENSOR),
+    off("use_transformer_engine_op_fuser", _FUSED_OPS),
+    off("use_grouped_gemm_for_dense_mlp", _FUSED_OPS),
+    off("use_grouped_gemm_for_shared_expert", _FUSED_OPS),
     Rule(
         "flextron",
         lambda config: bool(getattr(config, "flextron", False))
@@ -197,18 +198,18 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     ),
     _moment_dtype("exp_avg_dtype"),
     _moment_dtype("exp_avg_sq_dtype"),
-    _off("optimizer_cpu_offload", "optimizer offload to the CPU is coming; set it to False"),
-    _off(
+    off("optimizer_cpu_offload", "optimizer offload to the CPU is coming; set it to False"),
+    off(
         "overlap_param_gather_with_optimizer_step",
         "one optimizer holds all parameters here, so there is no second step to overlap with; "
         "weights are gathered under the forward pass; set it to False",
     ),
-    _off("reuse_grad_buf_for_mxfp8_param_ag", MXFP8_PARAMETERS),
-    _off(
+    off("reuse_grad_buf_for_mxfp8_param_ag", MXFP8_PARAMETERS),
+    off(
         "optimizer_cuda_graph",
         "a replayed step does not tell the wrapper that weights have changed; set it to False",
     ),
-    _off(
+    off(
         "use_layer_wise_distributed_optimizer",
         "it gives whole matrices to single ranks, and weights are sharded; set it to False",
     ),
