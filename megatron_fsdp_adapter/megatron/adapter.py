@@ -52,7 +52,7 @@ from .units import chosen_units, plan_units
 from .wiring import WiringCheck
 
 
-def _told(dtype: torch.dtype | None) -> str:
+def _dtype_name(dtype: torch.dtype | None) -> str:
     """How the line that the wrapper prints names a dtype of the policy."""
     return "in each parameter's dtype" if dtype is None else str(dtype)
 
@@ -204,7 +204,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             f"FullyShardedDataParallel: strategy {engine.config.strategy.name} over {axis.size} "
             f"ranks, {len(engine.units)} units ({', '.join(self.fsdp_unit_modules)}, root), "
             f"{numel} parameters, {100 * padding / numel:.2f}% padding; main weights "
-            f"{_told(engine.config.policy.main_params_dtype)}, gradients reduced in "
+            f"{_dtype_name(engine.config.policy.main_params_dtype)}, gradients reduced in "
             f"{engine.config.policy.comm_dtype}; set for you: {', '.join(kept) or 'nothing'}",
             flush=True,
         )

@@ -284,7 +284,7 @@ def _clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
         for group in (None, *core_api.present_norm_groups(self))
     }
     shards: LocalShards = self.optimizer._fsdp_shards
-    shards.hand_out_grads()
+    shards.set_local_grads()
     for group, norm in norms.items():
         held = [
             local
@@ -294,7 +294,7 @@ def _clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
         ]
         if held:
             clip_grad_by_total_norm_fp32(held, clip_grad, norm, use_decoupled_grad=shards.decoupled)
-    shards.take_back_grads()
+    shards.clear_local_grads()
     total = self.clipped_norm = norms.pop(None)
     self.grad_norms_by_group = norms  # where a training loop of 0.19 reads them
     return total

@@ -43,7 +43,7 @@ class LocalShards:
         self.skip_empty, self.decoupled = skip_empty, decoupled
         self.pairs: list[list[tuple[Any, torch.Tensor]]] = []
         self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        self._handed: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._local_grads: dict[torch.Tensor, torch.Tensor | None] = {}
         self._shown: tuple[Any, list[Any]] | None = None
         self._add_groups(optimizer)
 
@@ -83,25 +83,24 @@ class LocalShards:
             local for _, local in self.pairs[index] if local.numel() > 0 or not self.skip_empty
         ]
 
-    def hand_out_grads(self) -> None:
-        """Each local tensor's gradient is the local tensor of its parameter's. Where the inner
-        optimizer cannot take its dtype, a copy in the main weights' dtype, until it is taken back.
-        One that the inner optimizer has put in its place stays.
-        """
+    def set_local_grads(self) -> None:
+        """Sets each local tensor's gradient to the local tensor of its parameter's gradient, or,
+        where the inner optimizer cannot take that dtype, to a copy in the main weights' dtype. A
+        gradient that the inner optimizer itself has set since the last call stays."""
         name = "decoupled_grad" if self.decoupled else "grad"
         for pairs in self.pairs:
             for param, local in pairs:
                 present = getattr(local, name, None)
-                if present is not None and present is not self._handed.get(local):
+                if present is not None and present is not self._local_grads.get(local):
                     continue
                 grad = None if param.grad is None else param.grad._local_tensor
                 if grad is not None and not self.decoupled:
                     grad = grad.to(local.dtype)
                 setattr(local, name, grad)
-                self._handed[local] = grad
+                self._local_grads[local] = grad
 
-    def take_back_grads(self) -> None:
-        self._handed.clear()
+    def clear_local_grads(self) -> None:
+        self._local_grads.clear()
         for pairs in self.pairs:
             for _, local in pairs:
                 local.grad = None
@@ -139,12 +138,12 @@ def _on_locals(optimizer: Any) -> Iterator[LocalShards]:
 def _begin_step(optimizer: Any, prepare: Prepare) -> None:
     prepare(optimizer)
     optimizer._fsdp_shards.enter(optimizer)
-    optimizer._fsdp_shards.hand_out_grads()
+    optimizer._fsdp_shards.set_local_grads()
 
 
 def end_step(optimizer: Any, *unused: Any) -> None:
     """Also for a step that raised, or one inside another: a subclass's that calls its base's."""
-    optimizer._fsdp_shards.take_back_grads()
+    optimizer._fsdp_shards.clear_local_grads()
     optimizer._fsdp_shards.leave(optimizer)
 
 

@@ -17,7 +17,7 @@ from tests.engine.engine_cases import pretended_world
 
 CASE = Case(num_layers=4, hidden=12, heads=2, ffn=20, vocab=23)
 ZERO_3, CPU, CUDA = "optim_grads_params", torch.device("cpu"), torch.device("cuda")
-CE, CARRIED = staging_options.COPY_ENGINES, staging_options.CARRIED
+CE, CE_RS = staging_options.CE_ALL_GATHER, staging_options.CE_REDUCE_SCATTER
 NO_GROUPS: dict[str, Any] = {}
 
 
@@ -33,14 +33,14 @@ def config(strategy: str = ZERO_3, **options: Any) -> Any:
         ({"nccl_ub": True}, (True, True)),
         ({CE: True}, (True, False)),
         ({CE: True, "nccl_ub": True}, (True, True)),
-        ({CARRIED: True}, (False, True)),
-        ({CE: True, CARRIED: True}, (True, True)),
+        ({CE_RS: True}, (False, True)),
+        ({CE: True, CE_RS: True}, (True, True)),
     ],
 )
 def test_which_buffers_are_in_slots(options, slots):
     found = engine_config(config(**options))
     assert (found.weight_slots, found.bucket_slots) == slots
-    assert found.exchange_gradients == bool(options.get(CARRIED))
+    assert found.exchange_gradients == bool(options.get(CE_RS))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_which_buffers_are_in_slots(options, slots):
     [
         ({"nccl_ub": True}, CPU, NO_GROUPS, "nccl_ub=True: it needs NCCL, and the model is on cpu"),
         ({CE: True}, CPU, NO_GROUPS, f"{CE}=True: it needs NCCL"),
-        ({CARRIED: True}, CPU, NO_GROUPS, f"{CARRIED}=True: it needs NCCL"),
+        ({CE_RS: True}, CPU, NO_GROUPS, f"{CE_RS}=True: it needs NCCL"),
         ({CE: True}, CUDA, {"fsdp_group_ag": "a group"}, "leave them out: the wrapper makes"),
         ({"fsdp_manual_registration": True}, CUDA, NO_GROUPS, "set nccl_ub=True"),
         ({"disable_symmetric_registration": True}, CUDA, NO_GROUPS, "set nccl_ub=True"),
@@ -66,7 +66,7 @@ def test_copy_engines_need_weights_that_are_gathered_unit_by_unit():
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 def test_gradients_are_carried_only_where_they_are_sharded(strategy):
-    (line,) = staging_options.problems(config(strategy, **{CARRIED: True}), CUDA, NO_GROUPS)
+    (line,) = staging_options.problems(config(strategy, **{CE_RS: True}), CUDA, NO_GROUPS)
     assert f"data_parallel_sharding_strategy={strategy!r}" in line and "'optim_grads'" in line
 
 
@@ -76,7 +76,7 @@ def test_memory_pools_exclude_expandable_segments(monkeypatch):
     assert "expandable_segments:True excludes memory pools" in line
 
 
-@pytest.mark.parametrize("option", ["nccl_ub", CE, CARRIED])
+@pytest.mark.parametrize("option", ["nccl_ub", CE, CE_RS])
 def test_registration_is_between_the_ranks_of_one_instance(option):
     """Several optimizer instances register side by side, over groups that have no rank in common:
     none waits for another."""

@@ -48,7 +48,7 @@ def _forget_to_zero(rank: int, world: int) -> None:
     """What the comparison above must see: a bucket that is added to without having been zeroed."""
     from megatron_fsdp_adapter.core.engine.direct import DirectGrads
 
-    def careless(self: DirectGrads, fresh: bool) -> None:
+    def careless(self: DirectGrads, empty: bool) -> None:
         self.is_open, self._written = True, set(self._adding)
 
     DirectGrads.open = careless  # type: ignore[method-assign]

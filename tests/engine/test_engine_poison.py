@@ -60,7 +60,7 @@ def test_a_poisoned_engine_trains_to_the_same_bits(
 def test_a_module_that_adds_to_a_bucket_that_nobody_cleared_is_seen(
     slots: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def careless(self: DirectGrads, fresh: bool) -> None:
+    def careless(self: DirectGrads, empty: bool) -> None:
         self.is_open, self._written = True, set(self._adding)
 
     monkeypatch.setattr(DirectGrads, "open", careless)

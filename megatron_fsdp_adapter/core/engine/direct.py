@@ -71,13 +71,14 @@ class DirectGrads:
                 param.overwrite_main_grad = writer is always  # type: ignore[attr-defined]
                 param.get_main_grad = _getter(me, index)  # type: ignore[attr-defined]
 
-    def open(self, fresh: bool) -> None:
-        """The bucket has storage from now on. `fresh`: what it holds is not to be added to."""
+    def open(self, empty: bool) -> None:
+        """The unit's backward begins; the bucket has storage. `empty`: it holds no gradients yet,
+        else all that is written is added to them."""
         if self.is_open:
             return
         self.is_open = True
-        self._written = set(self._adding) if fresh else set(range(len(self._params)))
-        zeroed = [self._views[index] for index in self._adding] if fresh else []
+        self._written = set(self._adding) if empty else set(range(len(self._params)))
+        zeroed = [self._views[index] for index in self._adding] if empty else []
         if zeroed:
             torch._foreach_zero_(zeroed)
 

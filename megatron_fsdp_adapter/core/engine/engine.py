@@ -290,8 +290,8 @@ class FsdpEngine:
         if self.own_loop:
             self._follow_grads()
         self.grads.attached, self._forwards = False, 0
-        # In a pipeline, other forwards may still wait for their backward. One of those backwards
-        # comes next then, and no forward does.
+        # Without a pipeline a forward follows, unless this is the step's last microbatch. In a
+        # pipeline other forwards may still wait for their backward, which then follows.
         self.gather.forward_follows = self._in_flight == 1 and not self.is_last_microbatch
 
     def pre_backward(self, unit: Unit) -> None:

@@ -128,7 +128,7 @@ class ReducePipeline:
                 self._make_room(unit.active_groups)
             for group in groups:
                 group.collected.allocate()
-                group.direct.open(fresh=group.grad_state is not GradState.ACCUMULATED)
+                group.direct.open(empty=group.grad_state is not GradState.ACCUMULATED)
 
     def abandon(self, units: Sequence[Unit]) -> None:
         """Forgets backwards that did not come to their end, and what they have written."""

@@ -22,10 +22,11 @@ from ...core.runtime.registered import RegisteredMemory
 from ...core.topology import FSDPDistributedIndex
 from .support import is_on
 
-COPY_ENGINES, CARRIED = "fsdp_copy_engine_all_gather", "fsdp_copy_engine_reduce_scatter"
-"""Copy engines gather weights; copy engines carry gradients, which are then summed here."""
+CE_ALL_GATHER = "fsdp_copy_engine_all_gather"
+CE_REDUCE_SCATTER = "fsdp_copy_engine_reduce_scatter"
+"""An all-to-all by the copy engines, after which this package sums."""
 
-ROLES = {COPY_ENGINES: "ag", CARRIED: "rs"}
+ROLES = {CE_ALL_GATHER: "ag", CE_REDUCE_SCATTER: "rs"}
 """Option -> end of the role of the groups that the wrapper makes for it."""
 
 
@@ -38,9 +39,9 @@ def copy_engine_roles(ddp_config: Any) -> list[str]:
 def slots_wanted(ddp_config: Any) -> dict[str, bool]:
     """The fields of `EngineConfig` about slots."""
     fixed = is_on(ddp_config, "fsdp_double_buffer") or is_on(ddp_config, "nccl_ub")
-    carried = is_on(ddp_config, CARRIED)
+    carried = is_on(ddp_config, CE_REDUCE_SCATTER)
     return {
-        "weight_slots": fixed or is_on(ddp_config, COPY_ENGINES),
+        "weight_slots": fixed or is_on(ddp_config, CE_ALL_GATHER),
         "bucket_slots": fixed or carried,
         "exchange_gradients": carried,
     }
@@ -60,23 +61,23 @@ def problems(ddp_config: Any, device: torch.device, groups: Any) -> list[str]:
                 f"{option}=True: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True excludes memory "
                 "pools; leave that setting out, or set this to False"
             )
-    gathers, carries = is_on(ddp_config, COPY_ENGINES), is_on(ddp_config, CARRIED)
+    gathers, carries = is_on(ddp_config, CE_ALL_GATHER), is_on(ddp_config, CE_REDUCE_SCATTER)
     if carries and row is not None and not row.shard_grads:
         found.append(
-            f"{CARRIED}=True with data_parallel_sharding_strategy={row.name!r}: gradients are "
-            "reduced where they are kept; use 'optim_grads' or 'optim_grads_params', or set it to "
-            "False"
+            f"{CE_REDUCE_SCATTER}=True with data_parallel_sharding_strategy={row.name!r}: "
+            "gradients are reduced where they are kept; use 'optim_grads' or 'optim_grads_params', "
+            "or set it to False"
         )
     if gathers and row is not None and not row.shard_weights:
         found.append(
-            f"{COPY_ENGINES}=True with data_parallel_sharding_strategy={row.name!r}: weights are "
+            f"{CE_ALL_GATHER}=True with data_parallel_sharding_strategy={row.name!r}: weights are "
             "kept, and gathered once a step; use 'optim_grads_params', or set it to False"
         )
     if gathers and any(
         groups.get(role) is not None for role in ("fsdp_group_ag", "expt_fsdp_group_ag")
     ):
         found.append(
-            f"{COPY_ENGINES}=True: pg_collection has gather groups of its own (dp_cp_ag, "
+            f"{CE_ALL_GATHER}=True: pg_collection has gather groups of its own (dp_cp_ag, "
             "expt_dp_ag), which take compute units; leave them out: the wrapper makes others"
         )
     for option in ("fsdp_manual_registration", "disable_symmetric_registration"):
