@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .layout.ranges import nested_shard_rank
-
 DENSE, EXPERT = "dense", "expert"
 SHARD_DIM, OUTER_DIM, TP_DIM = "dp_cp", "outer_fsdp_dp", "tp"
 
@@ -158,7 +156,6 @@ class FSDPDistributedIndex:
 
     dp_shard_dim = SHARD_DIM
     tp_dim = TP_DIM
-    mesh_library = None
 
     def __init__(
         self,
@@ -252,13 +249,6 @@ class FSDPDistributedIndex:
     def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
         """The outer data-parallel group, the same for all parameters; None without one."""
         return self.hybrid_fsdp_group
-
-    def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
-        """This rank's number among the shards when the outer axis splits them again: the shard
-        axis is the slow one."""
-        domain = self.domain(self._kind(is_expert_parallel))
-        outer = 0 if domain.outer is None else domain.outer.rank
-        return nested_shard_rank(domain.axis.rank, outer, domain.outer_size)
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -112,7 +112,6 @@ def test_an_outer_axis_and_every_mesh_over_it():
         assert index.use_hybrid_fsdp and index.dp_outer_dim == "outer_fsdp_dp"
         assert index.get_outer_fsdp_group() is index.hybrid_fsdp_group is outer
         assert dist.get_process_group_ranks(index.get_dp_group()) == [1, 3, 5, 7]
-        assert index.get_logical_hybrid_fsdp_rank() == 0 * 2 + 1
         meshes = {
             ("outer_fsdp_dp", "dp_cp", "tp"): [[[0, 1], [2, 3]], [[4, 5], [6, 7]]],
             ("outer_fsdp_dp", "dp_cp"): [[1, 3], [5, 7]],

@@ -275,7 +275,7 @@ class ReducePipeline:
         self.runtime.launch(
             REDUCE,
             lambda: self._communicate(reductions),
-            lambda: self._finish_all(reductions),
+            *(reduction.finish for reduction in reductions),
         )
         if transient:
             self._in_flight.append(InFlight(groups, self.runtime.record(REDUCE)))
@@ -288,10 +288,6 @@ class ReducePipeline:
             group.results,
             adds=group.grad_state in REDUCED_STATES,
         )
-
-    def _finish_all(self, reductions: Sequence[Reduction]) -> None:
-        for reduction in reductions:
-            reduction.finish()
 
     def _finish_outer(self, groups: Sequence[ParamGroup]) -> None:
         """Starts the reduction over the outer axis of what has been reduced over the shard axis:
