@@ -1,4 +1,8 @@
-"""`fsdp_dtensor` checkpoints: chunks from the layout, safe folders, and Megatron's helper names."""
+"""The `fsdp_dtensor` format: chunks from the layout, names of the whole model, safe folders.
+
+Knows files and state dicts, and no Megatron. May enter: what reads, writes or converts a
+checkpoint, whoever asks for it.
+"""
 
 from megatron_fsdp_adapter.checkpoint.asynchronous import AsyncSaver
 from megatron_fsdp_adapter.checkpoint.coordination import CheckpointError

@@ -40,7 +40,7 @@ class FlatBuffer:
 
     Args:
         numel: elements. dtype, device: of the elements. runtime: takes and gives the storage.
-        place: uint8 memory to be in for good, of as many bytes; storage then never goes.
+        memory: uint8, of as many bytes, to lie in for good; storage then never goes.
 
     label: what it is, and whose, for messages.
     """
@@ -48,14 +48,14 @@ class FlatBuffer:
     label = "a buffer"
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, runtime: Runtime, place: torch.Tensor | None = None
+        self, numel: int, dtype: torch.dtype, runtime: Runtime, memory: torch.Tensor | None = None
     ) -> None:
-        self.runtime, self.fixed = runtime, place is not None
+        self.runtime, self.fixed = runtime, memory is not None
         self._in_use = True
-        if place is None:
+        if memory is None:
             self.tensor = torch.zeros(numel, dtype=dtype, device=runtime.device)
         else:
-            self.tensor = place.view(dtype).zero_()
+            self.tensor = memory.view(dtype).zero_()
 
     @property
     def allocated(self) -> bool:

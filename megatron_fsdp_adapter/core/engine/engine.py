@@ -27,11 +27,7 @@ from .partition import ROOT, UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
 from .reduction import plan_reduction
-from .staging import (
-    AllocateSlots,
-    UnitStaging,
-    ordinary_memory,
-)
+from .staging import AllocateSlots, UnitStaging, ordinary_memory
 from .unit import Phase, Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]

@@ -1,18 +1,11 @@
-"""Pure flat-buffer layouts: no process group, no device, no tensor data."""
+"""Flat-buffer layouts as pure values: no process group, no device, no tensor data.
+
+May enter: what every rank can compute alone, and alike, from shapes and numbers of ranks.
+"""
 
 from .planner import GroupLayout, Placement, Segment, plan_group
-from .ranges import (
-    EMPTY,
-    Box,
-    FlatRange,
-    flat_range_to_boxes,
-    nested_shard_rank,
-    split_evenly,
-)
-from .spec import (
-    ParamSpec,
-    row_granularity,
-)
+from .ranges import EMPTY, Box, FlatRange, flat_range_to_boxes, nested_shard_rank, split_evenly
+from .spec import ParamSpec, row_granularity
 
 __all__ = [
     "EMPTY",
