@@ -139,6 +139,44 @@ def test_imports_go_one_way():
     assert found == []
 
 
+def modules_that_import_each_other(files: dict[str, str]) -> set[str]:
+    """Files of the package (path: text) that import themselves by way of others, anywhere in them:
+    in functions and for types too."""
+    known = {f"{PACKAGE}.{part}": path for path, part in map(_named, files)}
+    edges = {
+        path: {
+            other for name in imported(f"{PACKAGE}/{path}", text)
+            if (other := _file_of(name, known)) is not None and other != path
+        }
+        for path, text in files.items()
+    }  # fmt: skip
+    left = dict(edges)
+    while ends := [path for path, others in left.items() if not others & set(left)]:
+        for path in ends:
+            del left[path]
+    return set(left)
+
+
+def _named(path: str) -> tuple[str, str]:
+    return path, path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _file_of(name: str, known: dict[str, str]) -> str | None:
+    """The file that holds a dotted name: a module's, or that of the module whose name it is."""
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return known.get(name)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    files = {path: text for path, text in PACKAGE_SOURCES.items() if "/" in path}
+    assert modules_that_import_each_other(files) == set()
+    hooks = "core/engine/hooks.py"
+    for late in ("from .engine import FsdpEngine", "def f():\n    from . import engine"):
+        changed = {**files, hooks: files[hooks] + "\n" + late + "\n"}
+        assert hooks in modules_that_import_each_other(changed)
+
+
 REVERSED = [
     ("core/layout/planner.py", "from ..engine import engine"),
     ("core/layout/planner.py", f"import {PACKAGE}.core.runtime.device"),

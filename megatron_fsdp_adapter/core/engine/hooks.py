@@ -18,7 +18,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,9 +29,6 @@ from .group import ParamGroup
 from .guard import unchecked
 from .unit import Unit
 
-if TYPE_CHECKING:
-    from .engine import FsdpEngine
-
 _LEAVES = (torch.Tensor, type(None), bool, int, float, str)
 """What certainly holds no tensors besides itself."""
 
@@ -41,7 +38,19 @@ _OPAQUE = (
 )  # fmt: skip
 """What is not searched for tensors."""
 
-EngineRef = Callable[[], "FsdpEngine | None"]
+
+class Engine(Protocol):
+    """What the hooks call."""
+
+    units: list[Unit]
+
+    def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any: ...
+    def post_forward(self, unit: Unit, output: Any, given: Any) -> None: ...
+    def root_pre_forward(self, name: str) -> None: ...
+    def root_post_forward(self, name: str, output: Any) -> None: ...
+
+
+EngineRef = Callable[[], Engine | None]
 
 
 def in_backward() -> bool:
@@ -228,7 +237,7 @@ def grad_callback(method: Callable[..., None], *args: Any) -> Callable[..., None
     return callback
 
 
-def register_unit(engine: FsdpEngine, unit: Unit, module: nn.Module) -> None:
+def register_unit(engine: Engine, unit: Unit, module: nn.Module) -> None:
     """Hooks the calls of a unit's module; ours run first before and last after forward. They hold
     the unit's number: some modules of Megatron are in reference cycles and outlive the model."""
     ref = weakref.ref(engine)
@@ -240,7 +249,7 @@ def register_unit(engine: FsdpEngine, unit: Unit, module: nn.Module) -> None:
     )
 
 
-def register_root(engine: FsdpEngine, name: str, module: nn.Module) -> None:
+def register_root(engine: Engine, name: str, module: nn.Module) -> None:
     """Hooks the calls of a module that holds all parameters: a forward pass starts there."""
     ref = weakref.ref(engine)
     module.register_forward_pre_hook(functools.partial(_root_pre_forward, ref, name), prepend=True)

@@ -37,7 +37,6 @@ from .unit import Unit
 MAX_BUCKETS = 2
 """Units whose buckets may exist at once: one that backward fills, one that is being reduced."""
 
-
 REDUCED_STATES = (GradState.REDUCED, GradState.FINISHED)
 
 
@@ -281,13 +280,8 @@ class ReducePipeline:
             self._in_flight.append(InFlight(groups, self.runtime.record(REDUCE)))
 
     def _reduction_of(self, group: ParamGroup) -> Reduction:
-        return Reduction(
-            group,
-            self._plans[group.key.domain],
-            group.bucket_segments,
-            group.results,
-            adds=group.grad_state in REDUCED_STATES,
-        )
+        plan, adds = self._plans[group.key.domain], group.grad_state in REDUCED_STATES
+        return Reduction(group, plan, group.bucket_segments, group.results, adds)
 
     def _finish_outer(self, groups: Sequence[ParamGroup]) -> None:
         """Starts the reduction over the outer axis of what has been reduced over the shard axis:
