@@ -20,11 +20,10 @@ from torch import nn
 
 from ..core.config import MixedPrecisionPolicy
 from ..core.engine.engine import FsdpEngine
-from ..core.topology import DENSE, FSDPDistributedIndex
+from ..core.topology import DENSE
 from ..diagnostics.description import describe
 from ..sharding.building import build_engine
-from ..sharding.materialize import meta_problems, target_device
-from ..sharding.module_problems import module_problems
+from ..sharding.materialize import target_device
 from ..sharding.placement import Placements
 from ..sharding.problems import raise_problems
 from ..sharding.sharded_module import (
@@ -37,15 +36,14 @@ from ..sharding.sharded_module import (
 from . import optimizer_seam
 from .captures import Captures
 from .checkpoint import bridge_weights, checkpoint_drivers, megatron_saves
+from .construction_problems import construction_problems
 from .core_init import core_initialisers
-from .domains import SHARED_EMBEDDING, ModelDomains, read_index
+from .domains import SHARED_EMBEDDING, ModelDomains
 from .fp8 import CACHE_OPTION, switch_off_weight_cache
 from .fused_wgrad import asks_fusion
 from .inner import ParamAndGradBuffer, ShardedModule
 from .marks import mark
-from .model_problems import model_problems
-from .options import arguments, cuda_graphs, ddp_options, staging_options, validation
-from .seams import core_api
+from .options import ddp_options, staging_options
 from .seams.rebound import installed
 from .supported import require_supported_core
 from .units import chosen_units, plan_units
@@ -98,10 +96,13 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self._placements = Placements(module_placements or {})
         self.device, self.ddp_config = target_device(module, device), ddp_config
         self._initialiser_of = core_initialisers(config)
-        raise_problems(
-            "FullyShardedDataParallel",
-            self._problems(module, fsdp_unit_modules, device, pg_collection),
-        )
+        index, problems = construction_problems(
+            config, ddp_config, module, fsdp_unit_modules, device, pg_collection,
+            target=self.device, placements=self._placements, initialiser_of=self._initialiser_of,
+        )  # fmt: skip
+        raise_problems("FullyShardedDataParallel", problems)
+        assert index is not None  # or there were problems
+        self.megatron_fsdp_dist_index = index
         optimizer_seam.install_while_alive(self)
         if installed():
             bridge_weights.install()
@@ -112,7 +113,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.bucket_size = None
         # Not `pg_collection`: Megatron takes an attribute of that name for the model's.
         self.process_groups = pg_collection
-        self.tp_group = self.megatron_fsdp_dist_index.tp_group
+        self.tp_group = index.tp_group
         self.force_all_reduce = False
         self.engine = self._build_engine(module, fsdp_unit_modules)
         self._captures = Captures(self.engine)
@@ -138,33 +139,6 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         register_state_dict_hooks(self.module, self.engine)
         refuse_conversions(self, self.engine)
         self._announce(forced)
-
-    def _problems(
-        self,
-        module: nn.Module,
-        unit_classes: list[type[nn.Module]] | None,
-        device: torch.device | None,
-        pg_collection: Any | None,
-    ) -> list[str]:
-        """Everything that is wrong with what the constructor was given."""
-        config, ddp_config = self.config, self.ddp_config
-        main_dtype = ddp_options.main_params_dtype(ddp_config)
-        on_meta = config.init_model_with_meta_device
-        found = [
-            *validation.wrapper_problems(config, ddp_config),
-            *cuda_graphs.problems(
-                config, ddp_config, self.device, core_api.asks_tokens_on_the_host()
-            ),
-            *module_problems(module, unit_classes, device, main_dtype, self._placements.manages),
-            *model_problems(module, config),
-            *meta_problems(module, on_meta, self._initialiser_of),
-            *self._placements.problems(module, ddp_options.shards_outer(ddp_config)),
-            *arguments.group_problems(config, arguments.group_ranks(pg_collection)),
-        ]
-        index, of_groups = read_index(module, config, ddp_config, self.device, pg_collection)
-        if index is not None:
-            self.megatron_fsdp_dist_index: FSDPDistributedIndex = index
-        return found + of_groups
 
     def _build_engine(
         self, module: nn.Module, unit_classes: list[type[nn.Module]] | None
