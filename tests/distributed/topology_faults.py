@@ -22,10 +22,8 @@ from .topologies import TopologyTrainer
 def double_expert_gradients(trainer: TopologyTrainer) -> None:
     """As if the gradient of a group of one rank were added to itself (trap G8)."""
     for chunk in trainer.chunks:
-        for group in chunk.engine.groups:
-            if group.key.domain == EXPERT:
-                scale = 2 * group.domain.grad_scale
-                group.domain = dataclasses.replace(group.domain, grad_scale=scale)
+        plans = chunk.engine.reduce.plans
+        plans[EXPERT] = dataclasses.replace(plans[EXPERT], scale=2 * plans[EXPERT].scale)
 
 
 def keep_tensor_parallel_gradients_apart(trainer: TopologyTrainer) -> None:

@@ -100,7 +100,7 @@ class ReducePipeline:
         check: GradCheck | None = None,
         received: torch.Tensor | None = None,
     ) -> None:
-        self.config, self.runtime, self._plans = config, runtime, plans
+        self.config, self.runtime, self.plans = config, runtime, plans
         self.communicators, self.outer, self.launches = communicators, outer, launches
         self._received = received
         self._count = torch.zeros(1, device=runtime.device)  # only the reduce stream writes it
@@ -195,7 +195,7 @@ class ReducePipeline:
             buffer, segments = group.collect_late()
             results = segments_in(buffer, group.full, group.inner)
             buffers.append(buffer)
-            late.append(Reduction(group, self._plans[group.key.domain], segments, results, True))
+            late.append(Reduction(group, self.plans[group.key.domain], segments, results, True))
             late[-1].scale_segments()
         self.runtime.wait(REDUCE, self.runtime.record(COMPUTE))
         for reduction in late:
@@ -280,7 +280,7 @@ class ReducePipeline:
             self._in_flight.append(InFlight(groups, self.runtime.record(REDUCE)))
 
     def _reduction_of(self, group: ParamGroup) -> Reduction:
-        plan, adds = self._plans[group.key.domain], group.grad_state in REDUCED_STATES
+        plan, adds = self.plans[group.key.domain], group.grad_state in REDUCED_STATES
         return Reduction(group, plan, group.bucket_segments, group.results, adds)
 
     def _finish_outer(self, groups: Sequence[ParamGroup]) -> None:
@@ -313,7 +313,7 @@ class ReducePipeline:
         parts = {id(reduction.group): reduction for reduction in reductions}
         works = []
         for domain, groups in largest_domain_first([one.group for one in reductions]):
-            communicator, plan = self.communicators[domain], self._plans[domain]
+            communicator, plan = self.communicators[domain], self.plans[domain]
             self.launches.note(REDUCED, groups, communicator)
             mine = [parts[id(group)] for group in groups]
             segments = [segment for one in mine for segment in one.segments]
