@@ -148,6 +148,8 @@ def main(argv: list[str]) -> int:
     """The runner, after the lie; with `SERVE` in front of a script, for ranks to come."""
     waits = argv[0] == warm_start.SERVE
     prepare_megatron_lm(Path(argv[1 if waits else 0]).resolve().parent)
+    if waits:
+        importlib.import_module("megatron_fsdp_adapter.launch.runner")  # once, not in each rank
     return warm_start.serve(run) if waits else run(argv)
 
 
