@@ -17,12 +17,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_fsdp_adapter.prove.whole import whole_values
 from tests.distributed.gpt import Case
 from tests.distributed.topologies import (
     Topology,
     TopologyTrainer,
     build_topology_trainer,
     init_topology,
+    local_of,
     model_config,
 )
 
@@ -145,9 +147,11 @@ def whole_state(trainer: TopologyTrainer) -> Whole:
         {}, is_loading=True, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"}
     )  # makes the state
     adam = trainer.optimizer.optimizer.state
-    values = {"weight": trainer._whole(lambda param: param)}
+    values = {"weight": trainer.weights()}
     for moment in ("exp_avg", "exp_avg_sq"):
-        values[moment] = trainer._whole(lambda param, m=moment: adam[param][m])
+        values[moment] = whole_values(
+            trainer._pairs(), lambda pair, m=moment: local_of(adam[pair.optimizer][m])
+        )
     values["step"] = {n: adam[pair.optimizer]["step"].clone() for n, pair in trainer._pairs()}
     mine = [
         (_global_name(trainer, name), _tensor_parallel(name), what, value)
