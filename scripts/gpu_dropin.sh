@@ -5,15 +5,15 @@
 #
 #   MEGATRON_LM_PATH=checkout OUT=folder bash scripts/gpu_dropin.sh
 #
-# Of the checkout (core_v0.16.1) it needs pretrain_gpt.py, gpt_builders.py, model_provider.py and
+# Of the checkout (core_v0.16.1, core_v0.19.0) it needs pretrain_gpt.py, gpt_builders.py, model_provider.py and
 # megatron/, 8 MB. It works in a copy of those, so that the index builder of megatron/core/datasets
 # need not be compiled: the copy gets the one of the installed megatron-core.
 # No full-iteration CUDA graph here: at core_v0.16.1 the script's own get_batch_on_this_tp_rank copies
 # a number from the host for every microbatch, which cannot be captured under any wrapper.
-# Also needed: megatron-core 0.16.1, Transformer Engine, six, regex, pydantic.
+# Also needed: the checkout's release of megatron-core, Transformer Engine, six, regex, pydantic.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-: "${MEGATRON_LM_PATH:?names a checkout of Megatron-LM at core_v0.16.1}"
+: "${MEGATRON_LM_PATH:?names a checkout of Megatron-LM}"
 OUT=${OUT:-runs/gpu}
 PYTHON=${PYTHON:-python3}
 RANKS=${RANKS:-2}
