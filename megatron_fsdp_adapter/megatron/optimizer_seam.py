@@ -6,21 +6,17 @@ as well; they stay for as long as such a wrapper lives.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any
 
 from megatron.core import optimizer as core_optimizer
 
 from .optimizer import REPLACED
+from .seams.wrapped import is_wrapped, unwrap, wrap
 
 _USERS = "__megatron_fsdp_adapter_users__"
 """An attribute of core's optimizer package: whoever wants the functions there."""
 _INSTALLED = "install()"
-
-
-def _is_ours(function: Any) -> bool:
-    return hasattr(function, "_fsdp_original")
 
 
 def problems() -> list[str]:
@@ -29,7 +25,7 @@ def problems() -> list[str]:
     return [
         problem
         for row in REPLACED
-        if not _is_ours(getattr(row.owner, row.name, None))
+        if not is_wrapped(getattr(row.owner, row.name, None))
         and (problem := row.problem()) is not None
     ]
 
@@ -53,13 +49,7 @@ def uninstall() -> None:
     if hasattr(core_optimizer, _USERS):
         delattr(core_optimizer, _USERS)
     for row in REPLACED:
-        function = getattr(row.owner, row.name, None)
-        if not _is_ours(function):
-            continue
-        if function._fsdp_held is None:  # type: ignore[union-attr]
-            delattr(row.owner, row.name)  # it was inherited
-        else:
-            setattr(row.owner, row.name, function._fsdp_held)  # type: ignore[union-attr]
+        unwrap(row.owner, row.name)
 
 
 def _users() -> set[object]:
@@ -78,16 +68,4 @@ def _release(token: object) -> None:
 
 def _replace() -> None:
     for row in REPLACED:
-        original = getattr(row.owner, row.name)
-        if _is_ours(original):
-            continue
-
-        def function(*args: Any, _to: Any = row.ours, _from: Any = original, **kwargs: Any) -> Any:
-            return _to(_from, *args, **kwargs)
-
-        functools.update_wrapper(function, original)
-        held = vars(row.owner).get(row.name)
-        function._fsdp_original = original  # type: ignore[attr-defined]
-        function._fsdp_held = held  # type: ignore[attr-defined]
-        is_static = isinstance(held, staticmethod)
-        setattr(row.owner, row.name, staticmethod(function) if is_static else function)
+        wrap(row.owner, row.name, row.ours)

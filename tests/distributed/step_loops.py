@@ -17,15 +17,19 @@ def _halves(model: nn.Module) -> tuple[list[Any], list[Any]]:
     return params[::2], params[1::2]
 
 
-def two_optimizers(side: Side) -> None:
-    model = side.model()
-    first, second = (side.sgd(half) for half in _halves(model))
+def _step_both(side: Side, model: nn.Module, first: Any, second: Any) -> None:
     for step in range(STEPS):
         side.loss(model, step).backward()
         first.step()
         first.zero_grad()
         second.step()
         second.zero_grad()
+
+
+def two_optimizers(side: Side) -> None:
+    model = side.model()
+    first, second = (side.sgd(half) for half in _halves(model))
+    _step_both(side, model, first, second)
 
 
 def two_optimizers_of_whole_units(side: Side) -> None:
@@ -34,12 +38,7 @@ def two_optimizers_of_whole_units(side: Side) -> None:
     ids = {id(param) for param in blocks}
     first = side.sgd(blocks)
     second = side.sgd([param for param in model.parameters() if id(param) not in ids])
-    for step in range(STEPS):
-        side.loss(model, step).backward()
-        first.step()
-        first.zero_grad()
-        second.step()
-        second.zero_grad()
+    _step_both(side, model, first, second)
 
 
 def an_optimizer_every_other_step(side: Side) -> None:

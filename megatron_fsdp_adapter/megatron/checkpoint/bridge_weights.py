@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.uneven_dtensor import whole_tensor
+from megatron_fsdp_adapter.megatron.seams.wrapped import unwrap, wrap
 
 MODULE = "megatron.bridge.models.conversion.model_bridge"
 CLASS = "MegatronModelBridge"
@@ -31,7 +32,6 @@ LOAD, TASKS, STREAM = (
     "load_weights_hf_to_megatron", "build_conversion_tasks", "stream_weights_megatron_to_hf"
 )  # fmt: skip
 ADAPTERS = "materialize_adapter_weights"
-_ORIGINAL = "_fsdp_conversion_original"
 
 
 def missing() -> list[str]:
@@ -50,23 +50,15 @@ def install() -> None:
     if module is None:
         return
     owner = getattr(module, CLASS)
-    for name, wrap in _WRAPPERS.items():
-        original = getattr(owner, name)
-        if not hasattr(original, _ORIGINAL):
-            wrapped = functools.wraps(original)(wrap(module, original))
-            setattr(wrapped, _ORIGINAL, (original, name in vars(owner)))
-            setattr(owner, name, wrapped)
+    for name, ours in _WRAPPERS.items():
+        wrap(owner, name, functools.partial(ours, module))
 
 
 def uninstall() -> None:
     """Gives Megatron-Bridge its own methods back. Harmless when not installed."""
     owner = getattr(sys.modules.get(MODULE), CLASS, None)
     for name in _WRAPPERS:
-        original, is_own = getattr(getattr(owner, name, None), _ORIGINAL, (None, False))
-        if is_own:
-            setattr(owner, name, original)
-        elif original is not None:
-            delattr(owner, name)  # inherited
+        unwrap(owner, name)
 
 
 def engines_of(models: Any) -> list[FsdpEngine]:
@@ -78,9 +70,11 @@ def engines_of(models: Any) -> list[FsdpEngine]:
     return list(found.values())
 
 
-def _shown(module: ModuleType, original: Callable[..., Any], call: Any) -> list[FsdpEngine]:
+def _shown(
+    module: ModuleType, original: Callable[..., Any], args: Any, kwargs: Any
+) -> list[FsdpEngine]:
     """The engines of the model that `original` was called for, which show optimizer parameters."""
-    bound = inspect.signature(original).bind(*call[0], **call[1])
+    bound = inspect.signature(original).bind(*args, **kwargs)
     engines = engines_of(bound.arguments["megatron_model"])
     if engines and not hasattr(module, "DTensor"):
         raise RuntimeError(
@@ -93,43 +87,40 @@ def _shown(module: ModuleType, original: Callable[..., Any], call: Any) -> list[
     return engines
 
 
-def _load(module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
-    def load(*args: Any, **kwargs: Any) -> Any:
-        engines = _shown(module, original, (args, kwargs))
-        result = original(*args, **kwargs)
-        for engine in engines:
-            engine.main_weights_changed()
-        return result
-
-    return load
-
-
-def _tasks(module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
-    def tasks(*args: Any, **kwargs: Any) -> Any:
-        _shown(module, original, (args, kwargs))
-        return original(*args, **kwargs)
-
-    return tasks
+def _load(
+    module: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    engines = _shown(module, original, args, kwargs)
+    result = original(*args, **kwargs)
+    for engine in engines:
+        engine.main_weights_changed()
+    return result
 
 
-def _stream(module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
-    def stream(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        _shown(module, original, (args, kwargs))
-        yield from original(*args, **kwargs)
-
-    return stream
-
-
-def _adapters(module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
-    def adapters(self: Any, adapter_tasks: Iterable[Any]) -> Any:
-        return original(self, [_whole_adapter(task) for task in adapter_tasks])
-
-    return adapters
+def _tasks(
+    module: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    _shown(module, original, args, kwargs)
+    return original(*args, **kwargs)
 
 
-_WRAPPERS: dict[str, Callable[[ModuleType, Callable[..., Any]], Callable[..., Any]]] = {
+def _stream(
+    module: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Iterator[Any]:
+    _shown(module, original, args, kwargs)
+    yield from original(*args, **kwargs)
+
+
+def _adapters(
+    module: ModuleType, original: Callable[..., Any], bridge: Any, /, adapter_tasks: Iterable[Any]
+) -> Any:
+    return original(bridge, [_whole_adapter(task) for task in adapter_tasks])
+
+
+_WRAPPERS: dict[str, Callable[..., Any]] = {
     LOAD: _load, TASKS: _tasks, STREAM: _stream, ADAPTERS: _adapters
 }  # fmt: skip
+"""By the method that is wrapped: called with the module, the original and the call's arguments."""
 
 
 def _whole_adapter(task: Any) -> Any:

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from ...checkpoint import folders
@@ -36,8 +36,8 @@ from ...checkpoint.training import OPTIMIZER
 from ...checkpoint.vocabulary import fit_vocabulary
 from ...sharding.sharded_module import ShardedStateDict
 from ..seams import releases
+from ..seams.wrapped import unwrap, wrap
 
-_ORIGINAL = "_fsdp_checkpoint_original"
 _CHUNK = re.compile(r"model\d+")
 _RNG = "rng_state"
 PREPROCESS = "preprocess_fsdp_dtensor_state_dict"
@@ -119,9 +119,9 @@ def install() -> None:
     for driver in DRIVERS:
         module = sys.modules.get(driver.module)
         if module is not None:
-            _wrap(module, PREPROCESS, _preprocess)
+            wrap(module, PREPROCESS, _preprocess)
             loader = next(name for name in driver.loaders if hasattr(module, name))
-            _wrap(module, loader, functools.partial(_load, driver, module))
+            wrap(module, loader, functools.partial(_load, driver, module))
 
 
 def uninstall() -> None:
@@ -129,22 +129,7 @@ def uninstall() -> None:
     for driver in DRIVERS:
         module = sys.modules.get(driver.module)
         for name in (PREPROCESS, *driver.loaders):
-            original = getattr(getattr(module, name, None), _ORIGINAL, None)
-            if original is not None:
-                setattr(module, name, original)
-
-
-def _wrap(module: ModuleType, name: str, replacement: Callable[..., Any]) -> None:
-    original = getattr(module, name)
-    if hasattr(original, _ORIGINAL):
-        return
-
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs)
-
-    setattr(function, _ORIGINAL, original)
-    setattr(module, name, function)
+            unwrap(module, name)
 
 
 def merged_chunks(state: Mapping[str, Any]) -> dict[str, Any]:
