@@ -117,6 +117,8 @@ class EngineConfig:
         poison_buffers: buffers hold NaN whenever they are handed out or given back, to find what
             reads or adds to what nobody wrote. For tests; on wherever the environment variable
             `MEGATRON_FSDP_ADAPTER_POISON` is 1.
+        keep_derived: what backward derives from kept quantised weights (transposes) stays until
+            main weights change, and not only until the unit has run.
         shard_outer: main weights and optimizer state are split again over the outer axis of a
             domain that has one; otherwise its instances hold the same (HSDP).
     """
@@ -132,6 +134,7 @@ class EngineConfig:
     padding_bound: float = 0.01
     max_segments: int = 4
     shard_outer: bool = False
+    keep_derived: bool = False
     weight_slots: bool = False
     bucket_slots: bool = False
     poison_buffers: bool = field(default_factory=poison_asked)
@@ -158,6 +161,11 @@ class EngineConfig:
                 f"exchange_gradients=True with {self.strategy.name}, bucket_slots="
                 f"{self.bucket_slots}: it is for buckets in fixed slots; set bucket_slots=True and "
                 "use a strategy that shards gradients"
+            )
+        if self.keep_derived and self.strategy.shard_weights:
+            raise ValueError(
+                f"keep_derived=True with {self.strategy.name}: the transposes of all weights would "
+                "stay whole on every rank; set keep_derived=False, or keep the weights too"
             )
         if self.prefetch_bytes < 0:
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: must be 0 or more")

@@ -32,6 +32,7 @@ from .memory import Precision, group_bytes, model_bytes, with_slots
 
 GATHER, REDUCE, BROADCAST = "gathering weights", "reducing gradients", "broadcasting weights"
 COMPARE = "comparing what the ranks have launched in this step"
+AGREE = "agreeing on scales"
 
 Layouts = Mapping[str, Sequence[tuple[GroupLayout, int]]]
 """Of each unit the layouts of its groups, with this rank's number among their shards."""
@@ -133,7 +134,9 @@ class NamedCommunicator(Communicator):
         return self._named(REDUCE, partial(super().all_reduce, tensors))
 
     def all_max(self, tensor: torch.Tensor) -> list[Any]:
-        return self._named(COMPARE, partial(super().all_max, tensor))
+        # Launches are compared by whole numbers, the scales of weights are fractions.
+        action = AGREE if tensor.is_floating_point() else COMPARE
+        return self._named(action, partial(super().all_max, tensor))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         self._named(BROADCAST, partial(super().broadcast, tensor))
@@ -260,7 +263,7 @@ class FaultReport:
         config = self._config
         return {
             plan.name: [
-                (plan_layout(managed, self._domains[key.domain], config), 0)
+                (plan_layout(key, managed, self._domains[key.domain], config), 0)
                 for key, managed in plan.groups.items()
             ]
             for plan in self._plans

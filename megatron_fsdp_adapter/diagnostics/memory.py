@@ -12,9 +12,11 @@ from typing import Protocol
 import torch
 
 from ..core.engine.staging import plan_weights_and_buckets
+from ..core.layout.format import Use
 from ..core.layout.group import GroupLayout
 
 COMPUTE_WEIGHTS = "compute weights"
+QUANTISED_SHARD = "quantised shard"
 MAIN_WEIGHTS = "main weights"
 MAIN_GRADS = "main gradients"
 OPTIMIZER_STATE = "optimizer state"
@@ -31,6 +33,7 @@ UNIT_IN_USE = "while the unit is in use"
 
 LIFE: Mapping[str, str] = {
     COMPUTE_WEIGHTS: PERSISTENT,
+    QUANTISED_SHARD: PERSISTENT,
     MAIN_WEIGHTS: PERSISTENT,
     MAIN_GRADS: PERSISTENT,
     OPTIMIZER_STATE: PERSISTENT,
@@ -101,14 +104,19 @@ def group_bytes(
     Between steps the sum over the `PERSISTENT` kinds is exactly what the rank holds, once the
     optimizer has state. Main weights cost nothing where they are (a slice of) the compute
     weights: those are not sharded, and have the main dtype. A frozen group has weights only, its
-    main weights in the compute dtype.
+    main weights in the compute dtype. Of weights that exist by direction, "gathered" are those of
+    the larger one; a unit that recomputes has both.
     """
     total, shard = layout.total_numel, layout.shard_numel
     compute, trained = layout.specs[0].dtype, layout.specs[0].requires_grad
     main = precision.main if trained and precision.main is not None else compute
     weights = GATHERED_WEIGHTS if row.shard_weights else COMPUTE_WEIGHTS
-    held = {weights: total * compute.itemsize}
-    if row.shard_weights or main != compute:
+    form = layout.format
+    held = {weights: form.nbytes(total)}
+    if row.shard_weights and form.quantised:
+        held[weights] = max(form.nbytes(total, use) for use in (Use.FORWARD, Use.BACKWARD))
+        held[QUANTISED_SHARD] = form.nbytes(shard)
+    if row.shard_weights or main != compute or form.quantised:
         held[MAIN_WEIGHTS] = (shard if row.shard_main else total) * main.itemsize
     if not trained:
         return held

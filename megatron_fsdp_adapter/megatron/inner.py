@@ -86,4 +86,4 @@ class ShardedModule(ShardedStateDict, MegatronModule):
 
     def install_optimized_model_weights(self) -> None:
         """Main weights were written from outside: compute weights follow."""
-        self.engine.main_weights_changed()
+        self.engine.main_weights_changed(loaded=True)

@@ -79,7 +79,7 @@ class FullyShardedModel(GradSync, ShardedStateDict):
     def main_weights_changed(self) -> None:
         """Parameters were written while a forward waited for its backward: later forwards, of every
         rank, read the new values. At any other time writes are seen without this call."""
-        self.engine.main_weights_changed()
+        self.engine.main_weights_changed(loaded=True)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The same DTensors at any time, except while a forward runs or waits for its backward."""

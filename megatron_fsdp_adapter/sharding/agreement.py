@@ -36,6 +36,8 @@ def model_lines(plans: Sequence[UnitPlan], config: EngineConfig) -> list[str]:
 def _param_line(key: GroupKey, entry: ManagedParam) -> str:
     names = " = ".join(entry.fqns)
     dtype = str(key.dtype).removeprefix("torch.")
+    if key.quantised:
+        dtype += f" as {key.format.name}"
     state = "trained" if key.requires_grad else "frozen"
     return (
         f"parameter {names} {tuple(entry.param.shape)} {dtype} {state}, {key.domain}, gradient "

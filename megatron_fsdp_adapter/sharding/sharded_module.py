@@ -196,7 +196,7 @@ class ShardedStateDict(OneOfItsKind, nn.Module):
         if found:
             raise ValueError("load_state_dict:\n" + "\n".join(f"  - {line}" for line in found))
         result = super().load_state_dict(copy_values(form, params, values), strict=False)
-        self.engine.main_weights_changed()
+        self.engine.main_weights_changed(loaded=True)
         return incompatible_keys(form, keys, result)
 
 
@@ -256,7 +256,7 @@ def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
     def after_load(*_: Any) -> None:
         alive = ref()
         if alive is not None:
-            alive.main_weights_changed()
+            alive.main_weights_changed(loaded=True)
 
     for child in module.modules():
         child.register_state_dict_pre_hook(before_save)

@@ -325,6 +325,6 @@ def check_cells(rank: int, world: int, cells: list[Cell], seed: int, steps: int 
         ours.wrapper.stop_communication()
         if cell.strategy == "optim_grads_params":
             for unit in ours.wrapper.engine.units:
-                held = [group.weight.tensor.untyped_storage().nbytes() for group in unit.groups]
+                held = [group.weights[0].tensor.untyped_storage().nbytes() for group in unit.groups]
                 assert sum(held) == 0, (label, unit.name)
     return len(cells)

@@ -114,9 +114,9 @@ def _another_error(rank: int, world: int) -> None:
     model = fully_shard_model(nn.Linear(3, 3))
     [group] = model.engine.groups
     with pytest.raises(RuntimeError, match="something else"):
-        model.engine.runtime.on_out_of_memory("weights", group.weight.tensor, RuntimeError("x"))
+        model.engine.runtime.on_out_of_memory("weights", group.weights[0].tensor, RuntimeError("x"))
         raise RuntimeError("something else")
-    assert isinstance(group.weight, FlatBuffer)
+    assert isinstance(group.weights[0], FlatBuffer)
 
 
 def test_other_errors_are_left_as_they_are() -> None:

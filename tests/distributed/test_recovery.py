@@ -77,7 +77,7 @@ MISHAPS: dict[str, tuple[Callable[[Any], nn.Module], int, Callable[..., None]]] 
 
 def _storage_of_gathered_weights(trainer: Trainer) -> int:
     units = trainer.wrapper.engine.units
-    buffers = [group.weight.tensor for unit in units for group in unit.groups]
+    buffers = [group.weights[0].tensor for unit in units for group in unit.groups]
     return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
 
 

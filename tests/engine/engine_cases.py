@@ -21,10 +21,12 @@ from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig, MixedPre
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam, partition
+from megatron_fsdp_adapter.core.layout import Use
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, FSDPDistributedIndex
 from megatron_fsdp_adapter.diagnostics.grad_check import GradCheck
 from tests.engine.fused_linear import FusedLinear
 from tests.engine.recording import RecordingRuntime
+from tests.quantised.emulated import EmulatedParams, EmulatedTensor, format_of, quantise_linears
 
 HIDDEN, VOCAB, BATCH, SEQ = 6, 11, 2, 5
 
@@ -98,7 +100,7 @@ class PretendCommunicator:
         return []
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        tensor.mul_(1.0)
+        tensor.mul_(1)
 
 
 class Work:
@@ -138,7 +140,8 @@ class Setup:
     share `world` ranks out among them, and hold the same shards or, with `shard_outer`, parts.
     `check_by` looks for gradients that are not finite by "unit" or "parameter". `fused` lets the
     layers' maps write their weight gradients by themselves: a `GradWriter` that does. `slots`:
-    transient buffers are in fixed memory."""
+    transient buffers are in fixed memory. `recipe`: how the layers' maps are quantised, none of
+    them by default."""
 
     strategy: str = "optim_grads_params"
     world: int = 2
@@ -164,6 +167,17 @@ class Setup:
     main_grads: torch.dtype | None = None
     fp32_accumulation: bool = False
     scale_before_sum: bool = False
+    recipe: str | None = None
+    keep_derived: bool = False
+
+    @property
+    def hidden(self) -> int:
+        """Width of the layers: formats want whole blocks."""
+        return HIDDEN if self.recipe is None else 32
+
+    @property
+    def inner(self) -> int:
+        return 7 if self.recipe is None else 96
 
     def but(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -183,6 +197,7 @@ class Setup:
             exchange_gradients=self.exchange,
             fp32_accumulation=self.fp32_accumulation,
             scale_before_sum=self.scale_before_sum,
+            keep_derived=self.keep_derived,
         )
 
 
@@ -210,10 +225,11 @@ class Layer(nn.Module):
         super().__init__()
         self.label, self.setup = name, setup
         linear = nn.Linear if setup.fused is None else FusedLinear
-        self.up = linear(HIDDEN, 7)
-        self.down = linear(7, HIDDEN)
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(HIDDEN)) for _ in range(setup.width))
+        hidden = setup.hidden
+        self.up = linear(hidden, setup.inner)
+        self.down = linear(setup.inner, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(hidden)) for _ in range(setup.width))
         self.mark: Callable[[str], None] = lambda text: None
         self.caches, self.cached = False, None
 
@@ -242,10 +258,11 @@ class Net(nn.Module):
     def __init__(self, setup: Setup) -> None:
         super().__init__()
         self.setup = setup
-        self.embedding = nn.Embedding(VOCAB, HIDDEN)
+        hidden = setup.hidden
+        self.embedding = nn.Embedding(VOCAB, hidden)
         self.layers = nn.ModuleList(Layer(f"layers.{i}", setup) for i in range(setup.layers))
-        self.norm = nn.LayerNorm(HIDDEN) if setup.root_norm else nn.Identity()
-        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.norm = nn.LayerNorm(hidden) if setup.root_norm else nn.Identity()
+        self.head = nn.Linear(hidden, VOCAB, bias=False)
         if setup.tied:
             self.head.weight = self.embedding.weight
         if setup.frozen:
@@ -279,6 +296,29 @@ def _explode(grad: torch.Tensor) -> None:
     raise Exploded("backward")
 
 
+def make_net(setup: Setup) -> Net:
+    """The same values every time."""
+    torch.manual_seed(0)
+    model = Net(setup).to(setup.dtype)
+    if setup.recipe is not None:
+        quantise_linears(model.layers, setup.recipe)
+        if setup.tied:
+            model.layers[-1].up.weight = model.layers[0].up.weight
+    return model
+
+
+def began_with(model: Net) -> dict[str, torch.Tensor]:
+    """Values of parameters, or of the planes of quantised ones, copied, by name."""
+    found = {}
+    for name, param in model.named_parameters():
+        if isinstance(param, EmulatedTensor):
+            fields = EmulatedParams().fields(param)
+            found |= {f"{name}:{plane}": value.clone() for plane, value in fields.items()}
+        else:
+            found[name] = param.detach().clone()
+    return found
+
+
 @dataclass
 class Rig:
     """A model on an engine. `labels` maps a storage to its buffer's name, e.g. "layers.0.weight"
@@ -288,6 +328,7 @@ class Rig:
     model: Any
     runtime: Any
     engine: FsdpEngine
+    quantised: EmulatedParams = field(default_factory=EmulatedParams)
     labels: dict[int, str] = field(default_factory=dict)
     initial: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -351,7 +392,7 @@ class Rig:
     def load(self) -> None:
         """The same, as a load does."""
         self.write()
-        self.engine.main_weights_changed()
+        self.engine.main_weights_changed(loaded=True)
 
     def step(self, microbatches: int = 1, sync: bool = True) -> None:
         """zero, forwards and backwards, finish, step and, as Megatron does, a sync."""
@@ -384,9 +425,11 @@ def buffers_of(engine: FsdpEngine) -> Iterator[tuple[str, torch.Tensor]]:
     for unit in engine.units:
         for number, group in enumerate(unit.groups):
             name = unit.name + (f"#{number}" if number else "")
-            yield f"{name}.weight", group.weight.tensor
-            if group.inner_weight is not group.weight:
-                yield f"{name}.inner", group.inner_weight.tensor
+            for plane in group.planes:
+                label = f"{name}.{plane.plane.name}"
+                yield label, plane.full.tensor
+                if plane.shard is not plane.full:
+                    yield label.replace(".weight", "") + ".inner", plane.shard.tensor
             if not group.main_is_weight:
                 yield f"{name}.main", group.main.tensor
             if group.key.requires_grad:
@@ -398,19 +441,21 @@ def buffers_of(engine: FsdpEngine) -> Iterator[tuple[str, torch.Tensor]]:
 def initial_outputs(
     engine: FsdpEngine, began: dict[str, torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """What the output of each gather held at the beginning, from full parameters by name. By the
-    view itself: in slots, units share storage."""
+    """What the output of each gather held at the beginning, from full parameters by name (their
+    planes, by name of the parameter and of the plane). By the view itself: in slots, units share
+    storage."""
     for group in engine.groups:
-        full = torch.zeros(group.layout.total_numel, dtype=group.key.dtype)
-        for index, managed in enumerate(group.managed):
-            extent = group.layout.item_range(index)
-            full[extent.start : extent.stop] = began[managed.fqns[0]].reshape(-1)
-        kept = group.inner_weight is not group.weight
-        inner = group.inner_weight.tensor.clone() if kept else full
-        for output, _ in group.outer_pairs:
-            yield id(output), _part(inner, output, group.inner_weight.tensor)
-        for output, _ in group.gather_pairs:
-            yield id(output), _part(full, output, group.weight.tensor)
+        for plane in group.planes:
+            full = torch.zeros(plane.full.tensor.shape, dtype=plane.full.tensor.dtype)
+            for index, managed in enumerate(group.managed):
+                extent = plane.plane.range(group.layout.item_range(index))
+                name = managed.fqns[0] + (f":{plane.plane.name}" if group.key.quantised else "")
+                full[extent.start : extent.stop] = began[name].reshape(-1)
+            inner = full if plane.shard is plane.full else plane.shard.tensor.clone()
+            for output, _ in plane.outer_pairs:
+                yield id(output), _part(inner, output, plane.shard.tensor)
+            for output, _ in plane.gather_pairs:
+                yield id(output), _part(full, output, plane.full.tensor)
 
 
 def _part(content: torch.Tensor, view: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
@@ -450,6 +495,11 @@ def domain_of(setup: Setup, fqn: str) -> str:
     return EXPERT if setup.split and ".down." in fqn else DENSE
 
 
+def backward_use_of(setup: Setup) -> Use:
+    """Recomputation of a part of a layer is nothing that the engine sees."""
+    return Use.BOTH if setup.recompute == "selective" else Use.BACKWARD
+
+
 def writer_of(setup: Setup, managed: ManagedParam) -> GradWriter:
     fused = isinstance(managed.slots[0][0], FusedLinear) and managed.param.ndim == 2
     return setup.fused if fused and setup.fused else GradWriter.AUTOGRAD
@@ -463,9 +513,8 @@ def build(
     """Inside a `pretended_world` of the setup's size. The runtime is a new recording one unless
     given; what is built, is built under its watch."""
     runtime = RecordingRuntime() if runtime is None else runtime
-    torch.manual_seed(0)
-    model = Net(setup).to(setup.dtype)
-    began = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model = make_net(setup)
+    began = began_with(model)
     rig = Rig(setup, model, runtime, None)  # type: ignore[arg-type]
     plans = partition(
         model,
@@ -473,12 +522,15 @@ def build(
         domain_of=lambda param, fqn: domain_of(setup, fqn),
         backward_reads_weights=lambda unit: not isinstance(unit, nn.Embedding),
         writer_of=lambda managed: writer_of(setup, managed),
+        format_of=format_of,
+        backward_use=lambda unit: backward_use_of(setup),
     )
     with rig.watch():
         rig.engine = FsdpEngine(
             model, plans, domains_of(setup), setup.config, runtime,
             lambda group, device: communicator(group, rig.initial_part, rig.report),
             None if setup.check_by is None else GradCheck(setup.check_by == "parameter"),
+            quantised=rig.quantised,
         )
     rig.initial = dict(initial_outputs(rig.engine, began))
     for label, flat in buffers_of(rig.engine):

@@ -14,7 +14,7 @@ import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
-from tests.engine.engine_cases import HIDDEN, Exploded, Net, Setup, microbatch
+from tests.engine.engine_cases import Exploded, Setup, make_net, microbatch
 
 Scenario = Callable[[Any], None]
 
@@ -24,8 +24,7 @@ class PlainRig:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        torch.manual_seed(0)
-        self.model = Net(setup).to(setup.dtype)
+        self.model = make_net(setup)
         self.grads: dict[str, torch.Tensor] = {}
 
     def loss(self, index: int = 0) -> torch.Tensor:
@@ -190,7 +189,7 @@ def forward_without_backward(rig: Any) -> None:
 
 def inner_module_called(rig: Any) -> None:
     """A layer is called by itself, for evaluation and for training."""
-    x = torch.ones(2, HIDDEN, dtype=rig.setup.dtype)
+    x = torch.ones(2, rig.setup.hidden, dtype=rig.setup.dtype)
     rig.step()
     with torch.no_grad():
         rig.model.layers[1](x)

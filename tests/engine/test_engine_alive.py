@@ -87,7 +87,7 @@ def test_between_steps_nothing_transient_is_alive():
         with rig.watch():
             for _ in range(2):
                 rig.step(sync=False)
-                assert not any(group.weight.allocated for group in rig.engine.groups)
+                assert not any(w.allocated for group in rig.engine.groups for w in group.weights)
                 assert not any(group.bucket.allocated for group in rig.engine.groups)
                 assert all(group.grad.allocated for group in rig.engine.groups)
             rig.zero()

@@ -168,9 +168,9 @@ def test_the_last_unit_of_a_forward_is_not_resharded_before_its_backward():
             rig.zero()
             loss = rig.loss()
             head = rig.engine.units[-2]
-            assert head.name == "head" and all(g.weight.allocated for g in head.groups)
+            assert head.name == "head" and all(w.allocated for g in head.groups for w in g.weights)
             loss.backward()
-            assert not any(g.weight.allocated for g in head.groups)
+            assert not any(w.allocated for g in head.groups for w in g.weights)
 
 
 def marks(rig: Rig) -> list[str]:
@@ -209,7 +209,7 @@ def test_with_a_forward_in_flight_its_backward_comes_next():
             rig.last(True)
             other.backward()
             assert "all_gather embedding" not in marks(rig)
-            assert not any(group.weight.allocated for group in rig.engine.groups)
+            assert not any(w.allocated for group in rig.engine.groups for w in group.weights)
 
 
 def test_what_was_gathered_for_a_forward_that_did_not_come_is_outdated():
@@ -222,5 +222,5 @@ def test_what_was_gathered_for_a_forward_that_did_not_come_is_outdated():
         rig.loss(0).backward()
         rig.finish()
         rig.optimizer_step()
-        assert not any(group.weight.allocated for group in rig.engine.groups)
+        assert not any(w.allocated for group in rig.engine.groups for w in group.weights)
         assert all(unit.outdated for unit in rig.engine.units)

@@ -63,7 +63,7 @@ def test_a_backward_whose_beginning_is_not_seen_is_an_error(monkeypatch):
 def test_buffers_of_slots_keep_their_memory():
     with pretended_world(2):
         rig = build(Setup(slots=True))
-        buffers = [f for g in rig.engine.groups for f in (g.weight, g.bucket)]
+        buffers = [f for g in rig.engine.groups for f in (*g.weights, g.bucket)]
         places = [buffer.tensor.data_ptr() for buffer in buffers]
         storages = {buffer.tensor.untyped_storage().data_ptr() for buffer in buffers}
         rig.step(microbatches=2)

@@ -11,6 +11,7 @@ from torch import nn
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.group import GradState
 from megatron_fsdp_adapter.core.engine.guard import ReshardedParameter
+from megatron_fsdp_adapter.core.engine.partition import UnitPlan
 from megatron_fsdp_adapter.core.engine.unit import TRANSITIONS, Phase, Unit
 from tests.engine.engine_cases import Exploded, Rig, Setup, build, microbatch, pretended_world
 
@@ -31,7 +32,7 @@ def world():
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(Phase, repeat=2)))
 def test_transitions(old, new):
-    unit = Unit("decoder.layers.7", 7, [], True)
+    unit = Unit(UnitPlan("decoder.layers.7", None), 7, [])
     unit.phase = old
     if (old.name, new.name) in LEGAL:
         unit.advance(new)
@@ -209,7 +210,7 @@ def test_frozen_parameters_have_no_gradient_and_no_buffers_for_it(world):
 
 def assert_at_rest(rig: Rig) -> None:
     assert all(unit.phase is Phase.SHARDED for unit in rig.engine.units)
-    assert not any(group.weight.allocated for group in rig.engine.groups)
+    assert not any(w.allocated for group in rig.engine.groups for w in group.weights)
     assert not any(group.bucket.allocated or group.grad.allocated for group in rig.engine.groups)
     assert all(pair.raw.grad is None for pair in rig.engine.pairs)
 
@@ -289,4 +290,4 @@ def test_a_forward_that_no_gradient_leaves_reshards_everything(world):
     rig = build(Setup())
     with torch.no_grad():
         rig.model(microbatch(0))
-    assert not any(group.weight.allocated for group in rig.engine.groups)
+    assert not any(w.allocated for group in rig.engine.groups for w in group.weights)

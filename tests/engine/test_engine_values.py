@@ -164,7 +164,7 @@ def test_deleting_the_model_frees_every_buffer_at_once(strategy):
             buffers = [
                 weakref.ref(flat.tensor.untyped_storage())
                 for group in rig.engine.groups
-                for flat in (group.weight, group.main, group.bucket, group.grad)
+                for flat in (*group.weights, group.main, group.bucket, group.grad)
             ]
             gc.collect()
             gc.disable()

@@ -128,7 +128,8 @@ class Tally:
         def counted(flat: torch.Tensor) -> None:
             original(flat)
             groups = self.trainer.wrapper.engine.groups
-            self.gathered = max(self.gathered, _allocated(group.weight for group in groups))
+            weights = [full for group in groups for full in group.weights]
+            self.gathered = max(self.gathered, _allocated(weights))
             self.buckets = max(self.buckets, _allocated(group.bucket for group in groups))
 
         return counted

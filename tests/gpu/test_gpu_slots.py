@@ -76,7 +76,7 @@ def fixed_memory(rank: int, world: int, name: str) -> str:
     trainer = build_trainer(WIDE, ZERO_3, device, ddp=OPTIONS[name])
     units = trainer.wrapper.engine.units
     places = {
-        (unit.weight_slot, group.weight.tensor.data_ptr())
+        (unit.weight_slot, group.weights[0].tensor.data_ptr())
         for unit in units[1:-2]
         for group in unit.groups
     }

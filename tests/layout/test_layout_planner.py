@@ -339,4 +339,4 @@ def test_the_layout_package_uses_torch_for_dtypes_only() -> None:
                 assert node.level or not (node.module or "").startswith("torch")
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch":
                 used.add(node.attr)
-    assert used == {"dtype"}
+    assert used == {"dtype", "uint8"}

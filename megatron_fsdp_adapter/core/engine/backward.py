@@ -66,7 +66,7 @@ class BackwardPass:
     def reach(self, unit: Unit) -> None:
         """The first gradient of a unit's output arrives."""
         if unit.backward_reads_weights:
-            self.gather.need(unit)
+            self.gather.need(unit, unit.backward_use)
             unit.busy = True
         self.reduce.backward_begins(unit, self.accumulates)
 

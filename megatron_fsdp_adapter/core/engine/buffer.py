@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_fsdp_adapter.core.layout.format import Plane, plain
 from megatron_fsdp_adapter.core.layout.group import GroupLayout
 from megatron_fsdp_adapter.core.layout.ranges import FlatRange
 from megatron_fsdp_adapter.core.runtime.device import Runtime, fill_with_nan, storage_bytes
@@ -110,26 +111,35 @@ class Held:
     rank: int
 
 
-def segments_in(buffer: FlatBuffer, stored: Held, held: Held) -> list[torch.Tensor]:
-    """The part `held` of each segment, 1-D, in a buffer that has the part `stored` of the group.
-    `held` must lie inside `stored`."""
+WHOLE = plain(torch.float32).planes[0]
+"""Of a buffer that has one element for each of the group, whatever its dtype."""
+
+
+def segments_in(
+    buffer: FlatBuffer, stored: Held, held: Held, plane: Plane = WHOLE
+) -> list[torch.Tensor]:
+    """The part `held` of each segment, 1-D, in a buffer that has the part `stored` of the group's
+    `plane`. `held` must lie inside `stored`."""
     places = zip(
         stored.layout.segment_shards(stored.rank),
         held.layout.segment_shards(held.rank),
         strict=True,
     )
-    return buffer.views([part.shift(own.start - full.start) for (full, own), (part, _) in places])
+    parts = [part.shift(own.start - full.start) for (full, own), (part, _) in places]
+    return buffer.views([plane.range(part) for part in parts])
 
 
-def items_in(buffer: FlatBuffer, stored: Held, held: Held) -> list[torch.Tensor]:
+def items_in(
+    buffer: FlatBuffer, stored: Held, held: Held, plane: Plane = WHOLE
+) -> list[torch.Tensor]:
     """The rows of each item that belong to `held`, in a buffer that has the part `stored` of the
-    group; of zero rows where `held` has none."""
+    group's `plane`; of zero rows where `held` has none."""
     layout = held.layout
     shifts = [own.start - full.start for full, own in stored.layout.segment_shards(stored.rank)]
     pieces = []
     for index, placement in enumerate(layout.placements):
         rows = layout.shard_range(index, held.rank)
-        start = 0 if rows.empty else placement.offset + rows.start + shifts[placement.segment]
-        piece = buffer.tensor[start : start + rows.numel]
-        pieces.append(piece.view(layout.local_shape(index, held.rank)))
+        shift = 0 if rows.empty else placement.offset + shifts[placement.segment]
+        (piece,) = buffer.views([plane.range(rows.shift(shift))])
+        pieces.append(piece.view(plane.shape(layout.local_shape(index, held.rank))))
     return pieces

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
@@ -13,20 +14,53 @@ from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from .group import ParamGroup, plan_layout
 from .partition import UnitPlan
+from .quantised import QuantisedParams
 from .staging import AllocateSlots, Slots, plan_weights_and_buckets
 
 
-def broadcast_weights(plan: UnitPlan, *axes: Mapping[str, Communicator]) -> None:
+def broadcast_weights(
+    plan: UnitPlan, quantised: QuantisedParams | None, *axes: Mapping[str, Communicator]
+) -> dict[nn.Parameter, torch.Tensor]:
     """Gives all ranks of a domain the first rank's weights, along one axis after the other. Every
     rank keeps other rows, so ranks that were initialised differently would otherwise shard a model
-    that none of them had."""
+    that none of them had.
+
+    Returns what main weights of quantised parameters begin as: the values that those were made
+    from, or, not preserved, what they stand for. Their bytes stay what they are: making them anew
+    would not give the same where somebody has made them from rounded values."""
+    values = {}
     for key, managed in plan.groups.items():
         for entry in managed:
-            for communicators in axes:
-                if key.domain in communicators:
-                    communicator = communicators[key.domain]
-                    communicator.carries = f"parameter {entry.fqns[0]} of unit {plan.name}"
-                    communicator.broadcast(entry.param.data)
+            mine = [axis[key.domain] for axis in axes if key.domain in axis]
+            for communicator in mine:
+                communicator.carries = f"parameter {entry.fqns[0]} of unit {plan.name}"
+            if quantised is None or not key.quantised:
+                _broadcast(entry.param.data, mine)
+                continue
+            fields = list(quantised.fields(entry.param).values())
+            for tensor in (*fields, *quantised.scales(entry.param)):
+                _broadcast(tensor, mine)
+            value = quantised.high_precision(entry.param)
+            if value is None:
+                value = entry.param.dequantize()
+            value = values[entry.param] = value.detach().to(fields[0].device)
+            _broadcast(value, mine)
+    return values
+
+
+def _broadcast(tensor: torch.Tensor, communicators: Sequence[Communicator]) -> None:
+    for communicator in communicators:
+        communicator.broadcast(tensor)
+
+
+def check_known(plans: Sequence[UnitPlan], quantised: QuantisedParams | None) -> None:
+    """ValueError if there are quantised weights, and nobody who knows them."""
+    formats = {key.format.name for plan in plans for key in plan.groups if key.quantised}
+    if formats and quantised is None:
+        raise ValueError(
+            f"quantised=None, and the plans have weights of formats {sorted(formats)}: give the "
+            "engine the QuantisedParams of the library that made them"
+        )
 
 
 def make_slots(
@@ -45,7 +79,7 @@ def make_slots(
         return None, None
     kinds = [type(plan.module).__name__ for plan in plans]
     layouts = [
-        [plan_layout(held, domains[key.domain], config) for key, held in plan.groups.items()]
+        [plan_layout(key, held, domains[key.domain], config) for key, held in plan.groups.items()]
         for plan in plans
     ]
     weights, buckets = (

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import EngineConfig
+from megatron_fsdp_adapter.core.layout.format import Use
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
@@ -17,7 +18,13 @@ from megatron_fsdp_adapter.core.topology import ShardDomain
 from . import hooks
 from .attached import AttachedGrads
 from .backward import BackwardPass
-from .construction import abandon, broadcast_weights, make_slots, memory_of_exchanges
+from .construction import (
+    abandon,
+    broadcast_weights,
+    check_known,
+    make_slots,
+    memory_of_exchanges,
+)
 from .gather import GatherPipeline
 from .group import GradState, ParamGroup
 from .guard import unchecked
@@ -25,6 +32,8 @@ from .identity import Identity, IdentitySwitch, ParamPair, make_pairs
 from .launches import LaunchComparison
 from .partition import ROOT, UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
+from .quantisation import make_quantisation
+from .quantised import QuantisedParams
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
 from .reduction import plan_reduction
 from .staging import AllocateSlots, UnitStaging, ordinary_memory
@@ -47,6 +56,7 @@ class FsdpEngine:
         allocate_slots: makes the memory of fixed slots, for which the configuration asks; by
             default ordinary memory.
         prepare: called with each plan before its parameters are read, to give them their values.
+        quantised: knows the parameters whose format in the plans is a quantised one.
 
     After construction the module tree shows optimizer parameters.
 
@@ -68,7 +78,9 @@ class FsdpEngine:
         grad_check: GradCheck | None = None,
         allocate_slots: AllocateSlots | None = None,
         prepare: Callable[[UnitPlan], None] = lambda plan: None,
+        quantised: QuantisedParams | None = None,
     ) -> None:
+        check_known(plans, quantised)
         self.config, self.runtime = config, runtime
         runtime.poison = config.poison_buffers
         used = {d: domains[d] for d in dict.fromkeys(k.domain for p in plans for k in p.groups)}
@@ -78,12 +90,12 @@ class FsdpEngine:
             d: make_communicator(v.outer.group, runtime.device) for d, v in used.items() if v.outer
         }
 
-        def make_ready(plan: UnitPlan) -> None:
+        def make_ready(plan: UnitPlan) -> dict[nn.Parameter, torch.Tensor]:
             prepare(plan)
-            broadcast_weights(plan, outer, reduces)
+            return broadcast_weights(plan, quantised, outer, reduces)
 
         self._allocate_slots = allocate_slots or ordinary_memory(runtime.device)
-        self.units = self._build_units(plans, used, make_ready)
+        self.units = self._build_units(plans, used, make_ready, quantised)
         self.root = self.units[-1]
         self.order = PrefetchOrder(
             len(self.units), [u.ordinal for u in self.units if not u.backward_reads_weights]
@@ -97,6 +109,7 @@ class FsdpEngine:
             config, runtime, reductions, reduces, outer, self.launches, grad_check,
             memory_of_exchanges(self.groups, config, self._allocate_slots),
         )  # fmt: skip
+        self.quantisation = make_quantisation(self.groups, quantised, self.gather)
         self.backward = BackwardPass(self.units, config, self.gather, self.reduce)
         self.pairs = make_pairs(self.groups)
         self.switch = IdentitySwitch(self.pairs)
@@ -116,27 +129,29 @@ class FsdpEngine:
 
     def _build_units(
         self, plans: list[UnitPlan], domains: Mapping[str, ShardDomain],
-        make_ready: Callable[[UnitPlan], None],
+        make_ready: Callable[[UnitPlan], dict[nn.Parameter, torch.Tensor]],
+        quantised: QuantisedParams | None,
     ) -> list[Unit]:
         """Builds one unit at a time and reshards it at once, so that initialisation needs no more
         than the shards and one unit beside the module's own weights."""
         weights, buckets = make_slots(plans, domains, self.config, self._allocate_slots)
         units = []
         for ordinal, plan in enumerate(plans):
-            make_ready(plan)
+            values = make_ready(plan)
             staging = UnitStaging(self.runtime, ordinal, weights, buckets)
             groups = [
                 ParamGroup(
                     f"{plan.name}/{key.domain}", key, managed, domains[key.domain], self.config,
-                    staging,
+                    staging, quantised if key.quantised else None, values,
                 )
                 for key, managed in plan.groups.items()
             ]
-            unit = Unit(plan.name, ordinal, groups, plan.backward_reads_weights)
+            unit = Unit(plan, ordinal, groups, quantised)
             if self.config.strategy.shard_weights:
                 unit.advance(Phase.SHARDED)
                 for group in groups:
-                    group.weight.release()
+                    for full in group.weights:
+                        full.release()
             units.append(unit)
         return units
 
@@ -180,7 +195,9 @@ class FsdpEngine:
             self.show_optimizer_params()
 
     def _take_over(self) -> None:
-        self.main_weights_changed()
+        if self.quantisation is not None:
+            self.quantisation.catch_up(unsaid=self.own_loop)
+        self.gather.invalidate()
         if self.own_loop:
             self._follow_user()
 
@@ -200,14 +217,15 @@ class FsdpEngine:
 
     def root_pre_forward(self, name: str) -> None:
         """A module that holds all parameters is called."""
-        if not hooks.in_backward() and self._active_root in (None, name):
+        use = Use.BOTH if hooks.in_backward() else Use.FORWARD
+        if use is Use.FORWARD and self._active_root in (None, name):
             self._shown_before = self.switch.shown
             if self.own_loop and self._shown_before is Identity.RAW:
                 self._follow_user()
             self.show_raw_params()
             self._begin_forward()
             self._active_root = name
-        self.gather.need(self.root)
+        self.gather.need(self.root, use)
 
     def _begin_forward(self) -> None:
         if self.backward.running or self._active_root is not None:
@@ -237,7 +255,9 @@ class FsdpEngine:
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         """A unit's module is called, in forward or while recomputing in backward."""
+        use = Use.FORWARD
         if hooks.in_backward():
+            use = Use.BOTH  # backward goes on from the recomputed values
             self._begin_backward()
         else:
             self.show_raw_params()
@@ -245,7 +265,7 @@ class FsdpEngine:
                 unit.forward_calls += 1
             if 2 * unit.ordinal >= len(self.units):
                 self.reduce.retire_all()
-        self.gather.need(unit)
+        self.gather.need(unit, use)
         unit.busy = True
         if torch.is_grad_enabled():
             done = hooks.grad_callback(self.inputs_done, unit)
@@ -431,8 +451,14 @@ class FsdpEngine:
         return any(group.grad_state is not GradState.EMPTY for group in self.groups)
 
     @torch.no_grad()
-    def main_weights_changed(self) -> None:
-        """The optimizer, or a load, has written main weights: gathered weights are outdated."""
+    def main_weights_changed(self, loaded: bool = False) -> None:
+        """The optimizer, or a load, has written main weights: gathered weights are outdated, and
+        quantised ones are made anew, once, when raw parameters are shown. Collective then. loaded:
+        those of parameters that are not trained, too."""
+        if self.quantisation is not None:
+            self.quantisation.changed(loaded)
+            if self.switch.shown is Identity.RAW:
+                self.quantisation.catch_up(unsaid=False)
         self.gather.invalidate()
 
     @torch.no_grad()

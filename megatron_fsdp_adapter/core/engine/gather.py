@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_fsdp_adapter.core.config import EngineConfig
+from megatron_fsdp_adapter.core.layout.format import Use
 from megatron_fsdp_adapter.core.runtime.comm import Communicator, Pair
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
 from .group import ParamGroup, by_domain
 from .launches import GATHERED, GATHERED_OUTER, LaunchComparison
-from .prefetch import PrefetchOrder
+from .planes import WeightPlane
+from .prefetch import FORWARD, PrefetchOrder
 from .unit import Phase, Unit
 
 
@@ -50,19 +52,26 @@ class GatherPipeline:
         self._ahead: list[Unit] = []
         self._holders: dict[int, Unit] = {}
 
-    def need(self, unit: Unit) -> None:
-        """Orders the compute stream behind `unit`'s weights and launches the next gathers."""
+    def need(self, unit: Unit, use: Use = Use.BOTH) -> None:
+        """Orders the compute stream behind `unit`'s weights for `use` and launches the next
+        gathers."""
         if not unit.groups:
             return
         upcoming = self.order.request(unit.ordinal)
         if unit.phase is Phase.SHARDED:
             self._make_way(unit)
-            self.launch(unit)
+            self.launch(unit, use)
+        elif unit.by_direction and use not in unit.present:
+            self._add(unit, use & ~unit.present)
         self._finish(unit)
+        if unit.quantised:
+            unit.prepare(use)
+        forward = self.order.direction is FORWARD
         if self.forward_follows and self.order.ends:
             upcoming = (i for i in self.order.first() if self.units[i].phase is not Phase.READY)
+            forward = True
         if self.config.overlap_param_gather:
-            self._prefetch(self._within_budget(upcoming))
+            self._prefetch(self._within_budget(upcoming), forward)
 
     def _within_budget(self, upcoming: Iterable[int]) -> list[Unit]:
         """The next unit, and further ones while the byte budget lasts."""
@@ -74,15 +83,15 @@ class GatherPipeline:
                 break
         return chosen
 
-    def _prefetch(self, chosen: list[Unit]) -> None:
-        """Launches `chosen`. What was launched ahead for nothing goes first, so that a model which
-        skips layers does not end up with all of them gathered."""
+    def _prefetch(self, chosen: list[Unit], forward: bool) -> None:
+        """Launches `chosen`, for a forward or a backward. What was launched ahead for nothing goes
+        first, so that a model which skips layers does not end up with all of them gathered."""
         for unit in self._ahead:
             if unit.phase is Phase.GATHERING and unit not in chosen:
                 self.release(unit)
         for unit in chosen:
             if unit.phase is Phase.SHARDED and self._holder(unit) is None:
-                self.launch(unit)
+                self.launch(unit, Use.FORWARD if forward else unit.backward_use)
         self._ahead = chosen
 
     def _holder(self, unit: Unit) -> Unit | None:
@@ -103,30 +112,57 @@ class GatherPipeline:
             )
         self.release(holder)
 
-    def launch(self, unit: Unit) -> None:
-        """Starts gathering `unit`, which must be SHARDED, and its slot free."""
+    def launch(self, unit: Unit, use: Use = Use.BOTH) -> None:
+        """Starts gathering `unit`, which must be SHARDED, and its slot free: of weights that exist
+        by direction, what `use` reads."""
         unit.advance(Phase.GATHERING)
+        unit.present = use = use if unit.by_direction else Use.BOTH
         if unit.weight_slot is not None:
             self._holders[unit.weight_slot] = unit
         outdated = unit.outdated
-        tasks: list[Callable[[], Any]] = [lambda: self._fill_own(unit, outdated)]
+        tasks: list[Callable[[], Any]] = [lambda: self._fill_own(unit, outdated, use)]
         if self.config.shard_outer and outdated:
             tasks.append(lambda: self._gather_outer(unit))
         if self.config.strategy.shard_main:
-            tasks.append(lambda: self._all_gather(unit))
+            tasks.append(lambda: self._all_gather(unit, use))
         self.runtime.submit(GATHER, *tasks)
         unit.outdated, unit.gathered = False, self.runtime.record(GATHER)
 
-    def _fill_own(self, unit: Unit, outdated: bool) -> None:
+    def _add(self, unit: Unit, use: Use) -> None:
+        """Starts gathering what only `use` reads, of a unit that has the planes of the other use.
+        Those of both are there, and may be being read."""
+        unit.present |= use
+        self.runtime.submit(
+            GATHER, lambda: self._allocate_more(unit, use), lambda: self._gather_more(unit, use)
+        )
+        unit.gathered = self.runtime.record(GATHER)
+
+    def _allocate_more(self, unit: Unit, use: Use) -> None:
         for group in unit.groups:
-            group.weight.allocate()
-            if outdated or group.inner_weight is group.weight:
+            for plane in group.planes_only[use]:
+                plane.full.allocate()
+
+    def _gather_more(self, unit: Unit, use: Use) -> list[Any]:
+        return self._launch(
+            GATHERED, self.communicators, unit, lambda group: _pairs_of(group.planes_only[use])
+        )
+
+    def _fill_own(self, unit: Unit, outdated: bool, use: Use) -> None:
+        for group in unit.groups:
+            chosen = group.planes_in[use] if unit.by_direction else group.planes
+            for plane in chosen:
+                plane.full.allocate()
+            if outdated or not group.keeps_shard:
                 group.write_own_weights()
 
     def _gather_outer(self, unit: Unit) -> list[Any]:
         return self._launch(GATHERED_OUTER, self.outer, unit, lambda group: group.outer_pairs)
 
-    def _all_gather(self, unit: Unit) -> list[Any]:
+    def _all_gather(self, unit: Unit, use: Use) -> list[Any]:
+        if unit.by_direction:
+            return self._launch(
+                GATHERED, self.communicators, unit, lambda group: _pairs_of(group.planes_in[use])
+            )
         return self._launch(GATHERED, self.communicators, unit, lambda group: group.gather_pairs)
 
     def _launch(
@@ -136,26 +172,31 @@ class GatherPipeline:
         unit: Unit,
         pairs_of: Callable[[ParamGroup], list[Pair]],
     ) -> list[Any]:
-        """One launch a domain; nothing in a domain without this axis."""
+        """One launch a domain; nothing in a domain without this axis, or without such pairs."""
         works = []
         for domain, groups in by_domain(unit.groups).items():
-            if domain in communicators:
+            pairs = [pair for group in groups for pair in pairs_of(group)]
+            if domain in communicators and pairs:
                 self.launches.note(kind, groups, communicators[domain])
-                pairs = [pair for group in groups for pair in pairs_of(group)]
                 works += communicators[domain].all_gather(pairs)
         return works
 
     def _finish(self, unit: Unit) -> None:
-        if unit.phase is Phase.GATHERING:
+        if unit.gathered is not None:
             self.runtime.wait(COMPUTE, unit.gathered)
             unit.gathered = None
-            unit.advance(Phase.READY)
+            if unit.phase is Phase.GATHERING:
+                unit.advance(Phase.READY)
 
     def release(self, unit: Unit) -> None:
-        """Reshards `unit` once the compute stream has passed this point; keeps kept weights."""
-        if unit.phase is Phase.SHARDED or not self.config.strategy.shard_weights:
+        """Reshards `unit` once the compute stream has passed this point; keeps kept weights, and
+        what was derived from them if that is asked for."""
+        if unit.phase is Phase.SHARDED:
             return
-        self._drop(unit)
+        if self.config.strategy.shard_weights:
+            self._drop(unit)
+        elif unit.quantised and not self.config.keep_derived:
+            unit.drop_derived()
 
     def _drop(self, unit: Unit) -> None:
         unit.gathered = None
@@ -166,7 +207,8 @@ class GatherPipeline:
 
     def _give_back(self, unit: Unit) -> None:
         for group in unit.groups:
-            group.weight.release()
+            for full in group.weights:
+                full.release()
 
     def release_all(self) -> None:
         """Reshards every unit, a gather that nobody used included; see `release_used`."""
@@ -199,7 +241,7 @@ class GatherPipeline:
 
     def gather_first(self) -> None:
         """Launches what the next forward pass asks for first, ahead of it."""
-        self._prefetch([self.units[ordinal] for ordinal in self.order.first()])
+        self._prefetch([self.units[ordinal] for ordinal in self.order.first()], forward=True)
 
     def gather_all(self, as_forward: bool = False) -> None:
         """Gathers every unit and orders the compute stream behind it; with slots, which do not
@@ -209,6 +251,10 @@ class GatherPipeline:
             return
         for ordinal in self.order.forward() if as_forward else range(len(self.units)):
             if self.units[ordinal].phase is Phase.SHARDED:
-                self.launch(self.units[ordinal])
+                self.launch(self.units[ordinal], Use.FORWARD)
         for unit in self.units:
             self._finish(unit)
+
+
+def _pairs_of(planes: Sequence[WeightPlane]) -> list[Pair]:
+    return [pair for plane in planes for pair in plane.gather_pairs]

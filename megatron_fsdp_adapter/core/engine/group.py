@@ -1,31 +1,37 @@
-"""One group of parameters: its layout and its three buffers.
+"""One group of parameters: its layout and its buffers.
 
                  no_shard       optim            optim_grads      optim_grads_params
-    weight       full, kept     full, kept       full, kept       full, while gathered
+    weights      full, kept     full, kept       full, kept       full, while gathered
     main         full           shard            shard            shard
     grad         full, kept     full, kept       shard, released  shard, released
     bucket       is grad *      is grad *        full, transient  full, transient
 
-`weight` is in the compute dtype and holds the raw parameters. `main` is what the optimizer
+`weights` are the planes of the group's format: one in the compute dtype, which holds the raw
+parameters, or those that the fields of quantised parameters are in. `main` is what the optimizer
 updates; where its dtype is the weights' and the weights are kept, it *is* this rank's slice of
-them. Backward writes gradients into `collected`: the bucket where gradients are sharded, else the
-kept gradients. The reduction moves the bucket to `grad`, and the optimizer reads this rank's rows
-of that. `bucket` is in the communication dtype, `grad` in the main-gradient dtype.
+them. Quantised weights are written when main weights have changed, and not at every gather
+(`quantisation.py`): optim_grads_params keeps this rank's shard of every plane. Backward writes
+gradients into `collected`: the bucket where gradients are sharded, else the kept gradients. The
+reduction moves the bucket to `grad`, and the optimizer reads this rank's rows of that. `bucket` is
+in the communication dtype, `grad` in the main-gradient dtype.
 
 * A full, transient copy where the two dtypes differ: made for the reduction, freed after it.
 
 With an outer axis that splits shards again, "shard" of `main` is a part of the shard elsewhere, and
-optim_grads_params keeps its shard of the compute weights (`inner_weight`) between steps.
+optim_grads_params keeps its shard of compute weights in any format between steps.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
+from torch import nn
 
 from megatron_fsdp_adapter.core.config import EngineConfig
+from megatron_fsdp_adapter.core.layout.format import Use
 from megatron_fsdp_adapter.core.layout.group import GroupLayout
 from megatron_fsdp_adapter.core.layout.planner import plan_group
 from megatron_fsdp_adapter.core.layout.ranges import nested_shard_rank
@@ -36,6 +42,8 @@ from .buffer import FlatBuffer, Held, copy_each, items_in, segments_in
 from .direct import DirectGrads
 from .guard import unchecked
 from .partition import GroupKey, ManagedParam
+from .planes import Parts, WeightPlane
+from .quantised import QuantisedParams, QuantisedWeight
 from .staging import UnitStaging
 
 
@@ -53,8 +61,12 @@ class ParamGroup:
     """The parameters of one unit that share domain, dtype and `requires_grad`.
 
     Construction moves the parameters' values into the group's buffers and makes each raw
-    parameter's `.data` a view of `weight` for life. Afterwards the weights are present (the
-    caller releases them).
+    parameter's `.data`, or the fields of a quantised one, a view of them for life. Afterwards the
+    weights are present (the caller releases them).
+
+    Args:
+        quantised: knows the parameters, where the format is a quantised one.
+        values: what main weights begin as, by parameter; those without begin as the weights.
 
     Attributes:
         params: raw parameters, in layout order; `managed[i]` tells their names and places.
@@ -62,8 +74,12 @@ class ParamGroup:
             collects and reduces nothing.
         full, inner, held: of the group's buffer everything, what this rank has of it after a
             reduction over the shard axis, and what its optimizer updates.
-        held_weights, main_segments: `held` of each segment, in both dtypes.
-        gather_pairs, outer_pairs: output and input of the gather over each axis.
+        planes: of the compute weights; planes_in, planes_only: those that each use reads, and that
+            nothing else does; keeps_shard: whether this rank's shard of them stays between gathers,
+            where they are sharded.
+        held_weights, main_segments: `held` of each segment, in both dtypes; the former is empty
+            where main weights are not cast to weights.
+        gather_pairs, outer_pairs: output and input of the gather over each axis, of all planes.
         main_items: this rank's rows of each parameter, in the main dtype.
         grad_segments: `inner` of each segment in `grad`; held_grads, grad_items: `held` of each
             segment and parameter; valid between reduction and zeroing.
@@ -82,18 +98,20 @@ class ParamGroup:
         domain: ShardDomain,
         config: EngineConfig,
         staging: UnitStaging,
+        quantised: QuantisedParams | None = None,
+        values: Mapping[nn.Parameter, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self.name, self.key, self.domain, self.config = name, key, domain, config
         self.staging, runtime = staging, staging.runtime
         self.managed = managed
         self.params = [entry.param for entry in managed]
         self.splits_outer = splits_outer(domain, config)
-        self.layout = plan_layout(managed, domain, config)
+        self.layout = plan_layout(key, managed, domain, config)
         self._set_parts()
         self.grad_state, self.idle = GradState.EMPTY, False
         with torch.no_grad():
-            self._build_weights(runtime)
-            self._build_main(runtime)
+            self._build_weights(quantised)
+            self._build_main(runtime, values)
             if key.requires_grad:
                 self._build_grads(runtime)
 
@@ -117,44 +135,78 @@ class ParamGroup:
     @property
     def main_is_weight(self) -> bool:
         """Whether the main weights are a slice of the kept compute weights."""
-        return self.main_dtype == self.key.dtype and not self.config.strategy.shard_weights
+        kept = not self.config.strategy.shard_weights
+        return self.main_dtype == self.key.dtype and kept and self.key.quantised is None
 
-    def _build_weights(self, runtime: Runtime) -> None:
-        self.weight = self.staging.weight(self.layout.total_numel, self.key.dtype)
-        self.weight_items = self._full_items(self.weight)
-        for param, view in zip(self.params, self.weight_items, strict=True):
-            view.copy_(param.data)
-            param.data = view
-        inner = segments_in(self.weight, self.full, self.inner)
-        self.inner_weight, stored = self.weight, self.full
-        if self.splits_outer and self.config.strategy.shard_weights:
-            # Kept, so that the outer axis is gathered once a step and not at every use: it is the
-            # slow network. Costs one shard in the compute dtype. Keeping it without an outer axis
-            # was tried (docs/performance.md): a gather then copies this rank's own piece.
-            stored = self.inner
-            self.inner_weight = FlatBuffer(stored.layout.shard_numel, self.key.dtype, runtime)
-            kept = segments_in(self.inner_weight, stored, self.inner)
-            copy_each(kept, inner)
-            inner = kept
-        self.held_weights = segments_in(self.inner_weight, stored, self.held)
-        full = segments_in(self.weight, self.full, self.full)
-        self.gather_pairs = list(zip(full, inner, strict=True))
-        self.outer_pairs = list(zip(inner, self.held_weights, strict=True))
+    def _build_weights(self, quantised: QuantisedParams | None) -> None:
+        # With an outer axis a shard is kept so that that is gathered once a step and not at every
+        # use: it is the slow network. Of quantised weights, as they are quantised once and not at
+        # every gather. Keeping it otherwise was tried (docs/performance.md): a gather then copies
+        # this rank's own piece, which costs what the cast does.
+        wanted = self.splits_outer or self.key.quantised is not None
+        self.keeps_shard = wanted and self.config.strategy.shard_weights
+        parts = Parts(self.full, self.inner, self.held)
+        self.planes = tuple(
+            WeightPlane(plane, parts, self.staging, self.keeps_shard)
+            for plane in self.key.format.planes
+        )
+        self.weights = [plane.full for plane in self.planes]
+        for index, param in enumerate(self.params):
+            if quantised is None:
+                view = self.planes[0].items[index]
+                view.copy_(param.data)
+                param.data = view
+            else:
+                views = {plane.plane.name: plane.items[index] for plane in self.planes}
+                fields = quantised.fields(param)
+                copy_each(list(views.values()), [fields[name] for name in views])
+                quantised.point(param, views)
+        for plane in self.planes:
+            plane.take_shard()
+        self.planes_in = {
+            use: [plane for plane in self.planes if plane.plane.use & use] for use in Use
+        }
+        self.planes_in[Use.BOTH] = list(self.planes)
+        self.planes_only = {
+            use: [plane for plane in self.planes if plane.plane.use == use] for use in Use
+        }
+        self.held_weights = [] if quantised is not None else self.planes[0].held
+        self.gather_pairs = [pair for plane in self.planes for pair in plane.gather_pairs]
+        self.outer_pairs = [pair for plane in self.planes for pair in plane.outer_pairs]
+
+    def quantised_weights(self) -> list[QuantisedWeight]:
+        """This rank's rows of each parameter, where the format is a quantised one."""
+        layout, rank, format = self.held.layout, self.held.rank, self.key.format
+        return [
+            QuantisedWeight(
+                entry.param, entry.fqns[0], format, layout.shard_range(index, rank).start,
+                self.main_items[index],
+                {plane.plane.name: plane.held_items[index] for plane in self.planes},
+            )
+            for index, entry in enumerate(self.managed)
+        ]
 
     def _full_items(self, buffer: FlatBuffer) -> list[torch.Tensor]:
         items = items_in(buffer, self.full, self.full)
         shapes = [spec.shape for spec in self.layout.specs]
         return [item.view(shape) for item, shape in zip(items, shapes, strict=True)]
 
-    def _build_main(self, runtime: Runtime) -> None:
+    def _build_main(
+        self, runtime: Runtime, values: Mapping[nn.Parameter, torch.Tensor]
+    ) -> None:
         if self.main_is_weight:
-            self.main, stored = self.weight, self.full
+            self.main, stored = self.weights[0], self.full
         else:
             stored = self.held
             self.main = FlatBuffer(stored.layout.shard_numel, self.main_dtype, runtime)
         self.main_segments = segments_in(self.main, stored, self.held)
         self.main_items = items_in(self.main, stored, self.held)
-        if not self.main_is_weight:
+        if self.key.quantised:
+            for index, param in enumerate(self.params):
+                rows = self.held.layout.shard_range(index, self.held.rank)
+                own = values[param].reshape(-1)[rows.start : rows.stop]
+                self.main_items[index].copy_(own.view(self.main_items[index].shape))
+        elif not self.main_is_weight:
             copy_each(self.main_segments, self.held_weights)
 
     def _build_grads(self, runtime: Runtime) -> None:
@@ -199,8 +251,9 @@ class ParamGroup:
             self.grad.forget()
 
     def write_own_weights(self) -> None:
-        """Casts the main weights into what this rank holds of the compute weights."""
-        if not self.main_is_weight:
+        """Casts the main weights into what this rank holds of the compute weights, where those are
+        not quantised."""
+        if not self.main_is_weight and self.held_weights:
             copy_each(self.held_weights, self.main_segments)
 
     def has_grads(self) -> bool:
@@ -285,11 +338,11 @@ def splits_outer(domain: ShardDomain, config: EngineConfig) -> bool:
 
 
 def plan_layout(
-    managed: Sequence[ManagedParam], domain: ShardDomain, config: EngineConfig
+    key: GroupKey, managed: Sequence[ManagedParam], domain: ShardDomain, config: EngineConfig
 ) -> GroupLayout:
     """The layout of the parameters of one group, over all shards of their main weights."""
     return plan_group(
-        [entry.spec(index) for index, entry in enumerate(managed)],
+        [entry.spec(index, key.quantised) for index, entry in enumerate(managed)],
         domain.axis.size * (domain.outer_size if splits_outer(domain, config) else 1),
         padding_bound=config.padding_bound,
         max_segments=config.max_segments,

@@ -9,6 +9,7 @@ weights are present the parameter has its own class and costs nothing. A swap ta
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -50,6 +51,8 @@ class ReshardedParameter(nn.Parameter):
     RuntimeError naming parameter, unit and phase.
     """
 
+    _fsdp_resharded = True
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -58,21 +61,59 @@ class ReshardedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         given = tree_leaves((args, kwargs))
-        param = next((value for value in given if isinstance(value, ReshardedParameter)), None)
-        label = getattr(param, "_fsdp_label", "a parameter")
+        param = next((value for value in given if hasattr(type(value), "_fsdp_resharded")), None)
         if func is torch.Tensor.__repr__:
-            return f"<resharded {label}>"
-        raise RuntimeError(
-            f"{getattr(func, '__name__', func)} reads {label}, whose weights are not gathered "
-            "(phase SHARDED): call the module that owns it (a unit, or the whole model) instead "
-            "of reaching into it, or read the optimizer parameter, which named_parameters() of the "
-            "wrapped model gives from when a step's gradients are complete to the next forward"
-        )
+            return f"<resharded {_label(param)}>"
+        raise _not_gathered(getattr(func, "__name__", func), param)
 
 
-def guard(param: nn.Parameter) -> None:
+def _label(param: Any) -> str:
+    return getattr(param, "_fsdp_label", "a parameter")
+
+
+def _not_gathered(action: Any, param: Any) -> RuntimeError:
+    return RuntimeError(
+        f"{action} reads {_label(param)}, whose weights are not gathered "
+        "(phase SHARDED): call the module that owns it (a unit, or the whole model) instead "
+        "of reaching into it, or read the optimizer parameter, which named_parameters() of the "
+        "wrapped model gives from when a step's gradients are complete to the next forward"
+    )
+
+
+_OF_THE_OBJECT = ("shape", "dtype", "device", "is_cuda", "is_cpu")
+"""Properties that classes of quantised tensors look up in their fields."""
+
+
+@functools.cache
+def resharded_class(original: type, fields: tuple[str, ...]) -> type:
+    """The class of a parameter of class `original`, whose values are in attributes `fields`, while
+    those are not there: reads of a field raise, and so do operations. A field can be assigned.
+
+    A class for each original one, whose layout in memory it must have to be swapped with it. The
+    fields are in the object's own dictionary, which these properties hide: nothing is moved.
+    """
+    members: dict[str, Any] = {
+        name: getattr(torch.Tensor, name) for name in _OF_THE_OBJECT if hasattr(torch.Tensor, name)
+    }
+    members |= {name: _refused(name) for name in fields}
+    members["__torch_function__"] = ReshardedParameter.__dict__["__torch_function__"]
+    members |= {"_fsdp_resharded": True, "__repr__": lambda self: f"<resharded {_label(self)}>"}
+    return type(f"Resharded{original.__name__}", (original,), members)
+
+
+def _refused(name: str) -> property:
+    def read(param: Any) -> Any:
+        raise _not_gathered(name, param)
+
+    def write(param: Any, value: Any) -> None:
+        param.__dict__[name] = value
+
+    return property(read, write)
+
+
+def guard(param: nn.Parameter, guarded: type = ReshardedParameter) -> None:
     """Makes reads of `param` raise."""
-    param.__class__ = ReshardedParameter
+    param.__class__ = guarded
 
 
 def unguard(param: nn.Parameter, original: type[nn.Parameter]) -> None:

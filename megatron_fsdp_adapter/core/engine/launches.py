@@ -26,6 +26,7 @@ from .group import ParamGroup
 
 GATHERED, REDUCED = "weights of {} gathered", "gradients of {} reduced"
 GATHERED_OUTER, REDUCED_OUTER = GATHERED + " (outer axis)", REDUCED + " (outer axis)"
+AGREED = "scales of weights from {} on agreed"
 
 KEPT = 20_000
 """How many of a step's launches are remembered, to be told: 160 kB."""

@@ -11,13 +11,16 @@ buffer, one launch.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.core.layout.spec import ParamSpec, row_granularity
+from megatron_fsdp_adapter.core.layout.format import Use, WeightFormat, plain
+from megatron_fsdp_adapter.core.layout.spec import ParamSpec
 
 from .direct import GradWriter
 
@@ -29,11 +32,18 @@ Slot = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What the parameters of one flat buffer have in common."""
+    """What the parameters of one group have in common. dtype: of the compute weights, nominal
+    where they are quantised. quantised: their format; None if that is `dtype`."""
 
     domain: str
     dtype: torch.dtype
     requires_grad: bool
+    quantised: WeightFormat | None = None
+
+    @cached_property
+    def format(self) -> WeightFormat:
+        """How they are represented."""
+        return self.quantised or plain(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -48,8 +58,9 @@ class ManagedParam:
     split: int | None = None
     writer: GradWriter = GradWriter.AUTOGRAD
 
-    def spec(self, index: int) -> ParamSpec:
-        """What the layout planner needs to know. Shards are cut between rows of dim 0."""
+    def spec(self, index: int, quantised: WeightFormat | None = None) -> ParamSpec:
+        """What the layout planner needs to know. Shards are cut between rows of dim 0, or granules
+        of a quantised format."""
         shape = tuple(self.param.shape)
         return ParamSpec(
             index=index,
@@ -57,7 +68,8 @@ class ManagedParam:
             shape=shape,
             dtype=self.param.dtype,
             requires_grad=self.param.requires_grad,
-            granularity=row_granularity(shape),
+            granularity=(quantised or plain(self.param.dtype)).granularity(shape),
+            quantised=quantised,
         )
 
 
@@ -66,13 +78,15 @@ class UnitPlan:
     """The parameters of one unit by group, in module order.
 
     `module` is None for the root unit. `backward_reads_weights` is False for units whose backward
-    needs no weights (an embedding look-up), which are not gathered in backward.
+    needs no weights (an embedding look-up), which are not gathered in backward. `backward_use`: the
+    planes that its backward reads; those of forward too where any of it is recomputed.
     """
 
     name: str
     module: nn.Module | None
     groups: dict[GroupKey, list[ManagedParam]] = field(default_factory=dict)
     backward_reads_weights: bool = True
+    backward_use: Use = Use.BOTH
 
 
 def managed_params(module: nn.Module) -> list[ManagedParam]:
@@ -113,6 +127,8 @@ def partition(
     split_of: Callable[[nn.Parameter, str], int | None] = lambda param, fqn: None,
     writer_of: Callable[[ManagedParam], GradWriter] = lambda managed: GradWriter.AUTOGRAD,
     manages: Callable[[ManagedParam], bool] = lambda managed: True,
+    format_of: Callable[[ManagedParam], WeightFormat | None] = lambda managed: None,
+    backward_use: Callable[[nn.Module], Use] = lambda _: Use.BOTH,
 ) -> list[UnitPlan]:
     """Plans for all units that hold parameters, in module order, then the root unit.
 
@@ -124,9 +140,12 @@ def partition(
         split_of: `ManagedParam.split` of a parameter, likewise.
         writer_of: `ManagedParam.writer` of a parameter.
         manages: whether a parameter is to be sharded at all; others stay as they are.
+        format_of: how a parameter is represented; None in its own dtype.
+        backward_use: `UnitPlan.backward_use` of a unit module.
 
     Raises:
-        ValueError: no parameter below `module` requires a gradient.
+        ValueError: no parameter below `module` requires a gradient; or a parameter cannot be
+            represented in its format.
     """
     params = [managed for managed in managed_params(module) if manages(managed)]
     if not any(managed.param.requires_grad for managed in params):
@@ -135,7 +154,10 @@ def partition(
             "or trained; set requires_grad on at least one parameter, or do not wrap the module"
         )
     plans = {
-        name: UnitPlan(name, child, backward_reads_weights=backward_reads_weights(child))
+        name: UnitPlan(
+            name, child, backward_reads_weights=backward_reads_weights(child),
+            backward_use=backward_use(child),
+        )
         for name, child in units.items()
     }
     plans[ROOT] = UnitPlan(ROOT, None)
@@ -145,9 +167,32 @@ def partition(
             domain_of(managed.param, managed.fqns[0]),
             managed.param.dtype,
             managed.param.requires_grad,
+            _checked(format_of(managed), managed),
         )
         plan = plans[_common_owner(managed.fqns, names)]
         split = split_of(managed.param, managed.fqns[0])
         entry = replace(managed, split=split, writer=writer_of(managed))
         plan.groups.setdefault(key, []).append(entry)
     return [plan for plan in plans.values() if plan.groups or plan.name == ROOT]
+
+
+def _checked(format: WeightFormat | None, managed: ManagedParam) -> WeightFormat | None:
+    """`format`, unless the parameter cannot be represented in it. Says so where it cannot be cut.
+    """
+    if format is None:
+        return None
+    name, shape = managed.fqns[0], tuple(managed.param.shape)
+    try:
+        format.granularity(shape)
+    except ValueError as error:
+        raise ValueError(
+            f"parameter {name} in format {format.name}: {error}; use dimensions that those divide, "
+            "or keep this module's weights in the compute dtype"
+        ) from error
+    if not format.cuts(shape):
+        warnings.warn(
+            f"parameter {name}: {shape[0]} rows are no multiple of {format.rows}, the rows of a "
+            f"granule in format {format.name}; it lies whole on one rank of each shard group",
+            stacklevel=3,
+        )
+    return format

@@ -23,6 +23,9 @@ class PrefetchOrder:
         num_units: ordinals run from 0 to the root unit's. The first passes begin with the root unit
             and go up in forward, down in backward.
         forward_only: ordinals that ask for no weights in backward.
+
+    Attributes:
+        direction: of the pass that runs, or ran last.
     """
 
     def __init__(self, num_units: int, forward_only: Collection[int] = ()) -> None:
@@ -31,15 +34,15 @@ class PrefetchOrder:
         self._known = {FORWARD: up[-1:] + up[:-1], BACKWARD: down}
         self._recording: list[int] = []
         self._upcoming: list[int] = []
-        self._direction = FORWARD
+        self.direction = FORWARD
         self._position = 0
 
     def begin(self, direction: str) -> None:
         """Starts a pass: what the last one recorded becomes the known order of its direction."""
         if self._recording:
-            self._known[self._direction] = self._recording
+            self._known[self.direction] = self._recording
         self._recording = []
-        self._direction = direction
+        self.direction = direction
         self._position = 0
 
     def request(self, ordinal: int) -> Iterator[int]:
@@ -52,7 +55,7 @@ class PrefetchOrder:
         if self._recording and self._recording[-1] == ordinal:
             return iter(self._upcoming)
         self._recording.append(ordinal)
-        known = self._known[self._direction]
+        known = self._known[self.direction]
         ahead = known[self._position : self._position + LOOKAHEAD]
         if ordinal in ahead:
             self._position += ahead.index(ordinal) + 1
@@ -64,7 +67,7 @@ class PrefetchOrder:
     @property
     def ends(self) -> bool:
         """Whether this is a backward pass that has asked for the last unit of the known order."""
-        return self._direction == BACKWARD and self._position == len(self._known[BACKWARD])
+        return self.direction == BACKWARD and self._position == len(self._known[BACKWARD])
 
     def first(self) -> Sequence[int]:
         """The ordinals that a forward pass is expected to ask for before any computation: the

@@ -75,14 +75,14 @@ def plan_weights_and_buckets(
 ) -> tuple[SlotPlan, SlotPlan]:
     """Slots of gathered weights, and of buckets in `comm`, from the layouts of each unit's groups;
     `kinds` as for `plan_slots`."""
-    weights = [sum(_in_slot(one, one.specs[0].dtype) for one in unit) for unit in units]
+    weights = [sum(_planes_in_slot(one) for one in unit) for unit in units]
     trained = [[one for one in unit if one.specs[0].requires_grad] for unit in units]
-    buckets = [sum(_in_slot(one, comm) for one in unit) for unit in trained]
+    buckets = [sum(aligned(one.total_numel * comm.itemsize) for one in unit) for unit in trained]
     return plan_slots(kinds, weights), plan_slots(kinds, buckets)
 
 
-def _in_slot(layout: GroupLayout, dtype: torch.dtype) -> int:
-    return aligned(layout.total_numel * dtype.itemsize)
+def _planes_in_slot(layout: GroupLayout) -> int:
+    return sum(aligned(plane.nbytes(layout.total_numel)) for plane in layout.format.planes)
 
 
 class Slots:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+from megatron_fsdp_adapter.core.layout.format import Use
+
 from .group import ParamGroup
-from .guard import guard, unguard
+from .guard import ReshardedParameter, guard, unguard
+from .partition import UnitPlan
+from .quantised import QuantisedParams
 
 
 class Phase(enum.Enum):
@@ -38,23 +42,37 @@ class Unit:
     gathered: event after which the weights are there, while GATHERING.
     busy: whether its module is between the hooks of a forward or of a backward.
     outdated: whether main weights have changed since they were last gathered.
+    quantised: the parameters whose weights are; by_direction: whether forward and backward read
+        different planes of any, and the strategy gathers them by use.
+    present: the uses whose planes were gathered, unless SHARDED.
     """
 
     def __init__(
-        self, name: str, ordinal: int, groups: list[ParamGroup], backward_reads_weights: bool
+        self, plan: UnitPlan, ordinal: int, groups: list[ParamGroup],
+        knows: QuantisedParams | None = None,
     ) -> None:
-        self.name, self.ordinal, self.groups = name, ordinal, groups
-        self.backward_reads_weights = backward_reads_weights
+        name = self.name = plan.name
+        self.ordinal, self.groups = ordinal, groups
+        self.backward_reads_weights = plan.backward_reads_weights
+        self.backward_use = plan.backward_use
         self.trainable_groups = [group for group in groups if group.key.requires_grad]
         self.direct_groups = [group for group in self.trainable_groups if group.direct.any]
-        self.weight_bytes = sum(group.weight.nbytes for group in groups)
+        self.weight_bytes = sum(full.nbytes for group in groups for full in group.weights)
         self.forward_calls = 0
         self.gathered: Any = None
         self.outdated = self.busy = False
         self.weight_slot = groups[0].staging.weight_slot if groups else None
         self.phase = Phase.READY
+        quantised = [group for group in groups if group.key.quantised]
+        self.quantised = [param for group in quantised for param in group.params]
+        self.by_direction = any(
+            group.key.format.by_direction and group.config.strategy.shard_weights
+            for group in quantised
+        )
+        self.present, self._knows = Use.BOTH, knows
         self._params = [
-            (param, type(param)) for group in groups for param in group.params
+            (param, type(param), self._guard_of(group, type(param)))
+            for group in groups for param in group.params
         ]
         for group in groups:
             _label(group, f"unit {name}")
@@ -82,19 +100,38 @@ class Unit:
                 f"unit {self.name}: {self.phase.name} -> {phase.name} is not a legal transition"
             )
         if phase is Phase.READY:
-            for param, original in self._params:
+            for param, original, _ in self._params:
                 unguard(param, original)
         elif phase is Phase.SHARDED:
-            for param, _ in self._params:
-                guard(param)
+            if self.quantised:
+                self.drop_derived()
+            for param, _, guarded in self._params:
+                guard(param, guarded)
         self.phase = phase
+
+    def _guard_of(self, group: ParamGroup, original: type) -> type:
+        if group.key.quantised and self._knows is not None:
+            return self._knows.guard_class(original)
+        return ReshardedParameter
+
+    def prepare(self, use: Use) -> None:
+        """`use` of the weights, which are there, comes next."""
+        for param in self.quantised:
+            self._knows.prepare(param, use)  # type: ignore[union-attr]
+
+    def drop_derived(self) -> None:
+        """What was made of the weights is old, or needed no more."""
+        for param in self.quantised:
+            self._knows.drop_derived(param)  # type: ignore[union-attr]
 
 
 def _label(group: ParamGroup, unit: str) -> None:
     """Says on parameters and buffers what they are, for messages."""
     for entry in group.managed:
         entry.param._fsdp_label = f"parameter {entry.fqns[0]} of {unit}"  # type: ignore[attr-defined]
-    group.weight.label = f"the gathered weights of {unit}"
+    for plane in group.planes:
+        name = f" ({plane.plane.name})" if group.key.quantised else ""
+        plane.full.label = f"the gathered weights{name} of {unit}"
     if group.key.requires_grad:
         group.bucket.label = f"the reduce bucket of {unit}"
         group.grad.label = f"the main gradients of {unit}"  # which may be the bucket too

@@ -3,20 +3,29 @@
 May enter: what every rank can compute alone, and alike, from shapes and numbers of ranks.
 """
 
+from .format import BLOCK128, MXFP8, NVFP4, PER_TENSOR, Plane, Use, WeightFormat, plain
 from .planner import GroupLayout, Placement, Segment, plan_group
 from .ranges import EMPTY, Box, FlatRange, flat_range_to_boxes, nested_shard_rank, split_evenly
 from .spec import ParamSpec, row_granularity
 
 __all__ = [
+    "BLOCK128",
     "EMPTY",
+    "MXFP8",
+    "NVFP4",
+    "PER_TENSOR",
     "Box",
     "FlatRange",
     "GroupLayout",
     "ParamSpec",
     "Placement",
+    "Plane",
     "Segment",
+    "Use",
+    "WeightFormat",
     "flat_range_to_boxes",
     "nested_shard_rank",
+    "plain",
     "plan_group",
     "row_granularity",
     "split_evenly",

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from .format import WeightFormat
 from .ranges import EMPTY, FlatRange, split_evenly
 from .spec import ParamSpec
 
@@ -97,8 +98,13 @@ class GroupLayout:
         name, placement = spec.fqns[0], self.placements[index]
         if spec.index != index:
             raise ValueError(f"{name}: index {spec.index}, but position {index} in the group")
-        if (spec.dtype, spec.requires_grad) != (self.specs[0].dtype, self.specs[0].requires_grad):
+        first = self.specs[0]
+        if (spec.dtype, spec.requires_grad) != (first.dtype, first.requires_grad):
             raise ValueError(f"{name}: a group has one dtype and one requires_grad")
+        if spec.format != first.format:
+            raise ValueError(f"{name}: a group has one format")
+        if spec.format.quantised and self.align % spec.format.align:
+            raise ValueError(f"{name}: aligned to {self.align} elements, not as {spec.format.name}")
         if not 0 <= placement.segment < len(self.segments):
             raise ValueError(f"{name}: segment {placement.segment} does not exist")
         segment, extent = self.segments[placement.segment], self.item_range(index)
@@ -119,6 +125,11 @@ class GroupLayout:
             if extent.start < end:
                 raise ValueError(f"two items overlap at element {extent.start}")
             end = extent.stop
+
+    @property
+    def format(self) -> WeightFormat:
+        """How the compute weights are represented."""
+        return self.specs[0].format
 
     @cached_property
     def total_numel(self) -> int:

@@ -24,16 +24,19 @@ def plan_group(
     *,
     padding_bound: float = 0.01,
     max_segments: int = 4,
-    align: int = 16,
+    align: int | None = None,
 ) -> GroupLayout:
     """The layout of `specs` over `num_shards` equal shards; the same on every rank.
 
     Takes the fewest segments whose padding, over the elements of the items, is at most
-    `padding_bound`; if none of 1..max_segments segments reaches it, the least padding. Never
-    more padding than max_segments=1, which is plain LCM packing. `align` (elements): every shard
-    and item starts at a multiple of it (16 elements are 32 bytes in bf16; collectives and matrix
-    kernels want 16). Raises ValueError for an empty group or an option out of bounds.
+    `padding_bound`; if none of 1..max_segments segments reaches it, the least padding. Never more
+    padding than max_segments=1, which is plain LCM packing. `align` (elements): every shard and
+    item starts at a multiple of it, by default what the format of the weights asks for (16 elements
+    are 32 bytes in bf16; collectives and matrix kernels want 16). Raises ValueError for an empty
+    group or an option out of bounds.
     """
+    if align is None:
+        align = specs[0].format.align if specs else 1
     _check_options(specs, num_shards, padding_bound, max_segments, align)
     packer = _Packer(specs, num_shards, align)
     allowed = sum(spec.numel for spec in specs) * (1 + padding_bound)

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+
+from .format import WeightFormat, plain
 
 
 def row_granularity(shape: tuple[int, ...]) -> int:
@@ -25,7 +28,9 @@ class ParamSpec:
 
     index: position in the group; fqns: every qualified name it has (tied aliases included);
     shape: the shape on this rank's model-parallel slice, before data-parallel sharding;
-    granularity: elements of one granule; it must divide the number of elements.
+    granularity: elements of one granule; it must divide the number of elements, and be whole
+    granules of the format;
+    quantised: the format of the compute weights, None if that is `dtype`.
     Raises ValueError for anything else.
     """
 
@@ -35,6 +40,7 @@ class ParamSpec:
     dtype: torch.dtype
     requires_grad: bool
     granularity: int
+    quantised: WeightFormat | None = None
 
     def __post_init__(self) -> None:
         if not self.fqns:
@@ -50,6 +56,16 @@ class ParamSpec:
                 f"{self.fqns[0]}: granularity {self.granularity} does not divide the "
                 f"{self.numel} elements of shape {self.shape}"
             )
+        if self.quantised and self.granularity % self.quantised.granularity(self.shape):
+            raise ValueError(
+                f"{self.fqns[0]}: granularity {self.granularity} cuts granules of format "
+                f"{self.quantised.name} in shape {self.shape}"
+            )
+
+    @cached_property
+    def format(self) -> WeightFormat:
+        """How the compute weights are represented."""
+        return self.quantised or plain(self.dtype)
 
     @property
     def numel(self) -> int:

@@ -93,7 +93,7 @@ def _load(
     engines = _shown(module, original, args, kwargs)
     result = original(*args, **kwargs)
     for engine in engines:
-        engine.main_weights_changed()
+        engine.main_weights_changed(loaded=True)
     return result
 
 

@@ -1,0 +1,126 @@
+"""When quantised weights are made from main weights: once after each change of those.
+
+    compute stream   step | begin  maxima over ranks  finish | forward ...
+    gather stream                                            gathers of bytes
+
+A gather then copies bytes. Making them at every gather, as compute weights in another dtype are,
+would cost a pass over them a microbatch and direction, beside matrix products; and scales that
+depend on what was seen so far (delayed scaling) would not be those of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megatron_fsdp_adapter.core.runtime.comm import Communicator
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
+
+from .gather import GatherPipeline
+from .group import ParamGroup, by_domain
+from .launches import AGREED, LaunchComparison
+from .quantised import QuantisedParams, QuantisedWeight, Quantiser
+
+
+@dataclass(frozen=True)
+class _Domain:
+    """The quantised groups of one domain that change together. amaxes: one vector for all of their
+    quantisers; axes: over which it is reduced."""
+
+    groups: list[ParamGroup]
+    quantisers: list[Quantiser]
+    amaxes: torch.Tensor
+    axes: list[Communicator]
+
+
+class Quantisation:
+    """Made anew: what was said to have changed, when it is needed.
+
+    Args:
+        trained, frozen: the domains of parameters that the optimizer writes, and of others, which
+            only a load does.
+    """
+
+    def __init__(
+        self, trained: list[_Domain], frozen: list[_Domain], runtime: Runtime,
+        launches: LaunchComparison,
+    ) -> None:
+        self._trained, self._frozen = trained, frozen
+        self._runtime, self._launches = runtime, launches
+        self._changed = self._loaded = False
+
+    def changed(self, loaded: bool) -> None:
+        """Main weights were written; with `loaded` also those of frozen parameters."""
+        self._changed = True
+        self._loaded |= loaded
+
+    @torch.no_grad()
+    def catch_up(self, unsaid: bool) -> None:
+        """Quantises what has changed; with `unsaid` also what somebody may have changed. On the
+        compute stream, behind all gathers of the old bytes; later gathers have to follow it."""
+        domains = list(self._trained) if self._changed or unsaid else []
+        domains += self._frozen if self._loaded else []
+        self._changed = self._loaded = False
+        if not domains:
+            return
+        self._runtime.wait(COMPUTE, self._runtime.record(GATHER))
+        quantisers = [quantiser for domain in domains for quantiser in domain.quantisers]
+        reductions = [
+            partial(self._reduce, domain, axis)
+            for domain in domains if domain.amaxes.numel() for axis in domain.axes
+        ]
+        self._runtime.submit(
+            COMPUTE,
+            *(quantiser.begin for quantiser in quantisers),
+            *reductions,
+            *(quantiser.finish for quantiser in quantisers),
+        )
+
+    def _reduce(self, domain: _Domain, axis: Communicator) -> list[object]:
+        self._launches.note(AGREED, domain.groups[:1], axis)
+        return axis.all_max(domain.amaxes)
+
+
+def make_quantisation(
+    groups: Sequence[ParamGroup], knows: QuantisedParams | None, gather: GatherPipeline
+) -> Quantisation | None:
+    """Of the groups that are quantised; None if there are none. Maxima are reduced on the
+    communicators of gathers, all of whose work the compute stream is behind by then: those of
+    reductions may be in use."""
+    runtime, config = gather.runtime, gather.config
+    quantised = [group for group in groups if group.key.quantised]
+    if not quantised or knows is None:
+        return None
+    frozen = [group for group in quantised if not group.key.requires_grad]
+    trained = [group for group in quantised if group.key.requires_grad]
+
+    def made(chosen: list[ParamGroup]) -> list[_Domain]:
+        return [
+            _Domain(members, *_quantisers(members, knows, runtime.device), axes_of(name, members))
+            for name, members in by_domain(chosen).items()
+        ]
+
+    def axes_of(name: str, members: list[ParamGroup]) -> list[Communicator]:
+        axes = [gather.communicators[name]] if config.strategy.shard_main else []
+        return [*axes, gather.outer[name]] if members[0].splits_outer else axes
+
+    return Quantisation(made(trained), made(frozen), runtime, gather.launches)
+
+
+def _quantisers(
+    groups: Sequence[ParamGroup], knows: QuantisedParams, device: torch.device
+) -> tuple[list[Quantiser], torch.Tensor]:
+    """One for each format, with the vector that they share."""
+    weights: dict[str, list[QuantisedWeight]] = {}
+    for group in groups:
+        weights.setdefault(group.key.format.name, []).extend(group.quantised_weights())
+    quantisers = [knows.quantiser(each[0].format, each) for each in weights.values()]
+    counts = [quantiser.amax_numel for quantiser in quantisers]
+    amaxes = torch.zeros(sum(counts), device=device)
+    for quantiser, part in zip(quantisers, amaxes.split(counts), strict=True):
+        if part.numel():
+            quantiser.bind(part)
+    return quantisers, amaxes

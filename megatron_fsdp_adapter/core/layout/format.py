@@ -1,0 +1,189 @@
+"""In which form a group's compute weights exist: the flat buffers beside each other, its *planes*,
+and where shards may be cut.
+
+A weight in the compute dtype is one plane. A quantised weight has bytes, and scales of blocks of
+its elements, in planes of their own. All planes of a group share one layout: a plane has one
+element for each block of the weight, blocks lie inside granules, and granules inside shards, so
+that a shard of a plane is the plane of the shard.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .ranges import FlatRange
+
+PLANE_ALIGNMENT = 16
+"""Bytes that the start of each shard of each plane is a multiple of."""
+
+
+class Use(enum.Flag):
+    """What a plane is read in."""
+
+    FORWARD = 1
+    BACKWARD = 2
+    BOTH = 3
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One flat buffer of a format.
+
+    name: the same in all that know the format ("rowwise", "columnwise", "rowwise_scales", ...).
+    dtype: of its elements. block: rows and columns of the weight that one element stands for.
+    use: the passes that read it. ValueError for a block that has no elements.
+    """
+
+    name: str
+    dtype: torch.dtype
+    block: tuple[int, int] = (1, 1)
+    use: Use = Use.BOTH
+
+    def __post_init__(self) -> None:
+        if min(self.block) < 1 or not self.use:
+            raise ValueError(f"not a plane: {self}")
+
+    @property
+    def elements(self) -> int:
+        """Elements of the weight that one element of the plane stands for."""
+        return self.block[0] * self.block[1]
+
+    def numel(self, elements: int) -> int:
+        """Elements of the plane for so many of the weight; ValueError if they are no whole blocks.
+        """
+        if elements % self.elements:
+            raise ValueError(f"{elements} elements are no whole blocks of plane {self}")
+        return elements // self.elements
+
+    def nbytes(self, elements: int) -> int:
+        """The same in bytes."""
+        return self.numel(elements) * self.dtype.itemsize
+
+    def range(self, extent: FlatRange) -> FlatRange:
+        """Where a range of the weight's flat buffer is in the plane's."""
+        return FlatRange(self.numel(extent.start), self.numel(extent.stop))
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the plane of a weight of `shape`, or of some of its rows; ValueError unless blocks
+        divide it."""
+        if self.block == (1, 1):
+            return shape
+        rows, columns = self.block
+        if len(shape) != 2 or shape[0] % rows or shape[1] % columns:
+            raise ValueError(
+                f"a weight of shape {shape} has no whole blocks of {rows} x {columns} elements, "
+                f"of which plane {self.name!r} has a value each"
+            )
+        return shape[0] // rows, shape[1] // columns
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How the compute weights of a group are represented. Frozen and equal on all ranks.
+
+    name: of the format. planes: its buffers, in the order in which they are gathered. rows: rows of
+    dim 0 in a granule, which no shard boundary cuts. align: elements that shards and items start at
+    a multiple of. Raises ValueError for planes whose shards would not be aligned, whose blocks
+    would be cut, or that leave a pass without weights.
+    """
+
+    name: str
+    planes: tuple[Plane, ...]
+    rows: int = 1
+    align: int = 16
+
+    def __post_init__(self) -> None:
+        names = [plane.name for plane in self.planes]
+        if not names or len(set(names)) < len(names) or self.rows < 1 or self.align < 1:
+            raise ValueError(f"not a format: {self}")
+        for use in (Use.FORWARD, Use.BACKWARD):
+            if not self.planes_for(use):
+                raise ValueError(f"format {self.name}: no plane is for {use}")
+        for plane in self.planes:
+            if self.rows % plane.block[0]:
+                raise ValueError(
+                    f"format {self.name}: granules of {self.rows} rows cut blocks of {plane}"
+                )
+            if self.align % plane.elements or plane.nbytes(self.align) % PLANE_ALIGNMENT:
+                raise ValueError(
+                    f"format {self.name}: shards that start at a multiple of {self.align} elements "
+                    f"are not aligned to {PLANE_ALIGNMENT} bytes in {plane}"
+                )
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the planes are anything but the weights, in the compute dtype."""
+        return self.name != PLAIN
+
+    @property
+    def by_direction(self) -> bool:
+        """Whether forward and backward read different planes."""
+        return any(plane.use is not Use.BOTH for plane in self.planes)
+
+    def planes_for(self, use: Use) -> tuple[Plane, ...]:
+        """Those that any of the passes in `use` reads."""
+        return tuple(plane for plane in self.planes if plane.use & use)
+
+    def nbytes(self, elements: int, use: Use = Use.BOTH) -> int:
+        """Bytes of the planes in `use` for so many elements of a flat buffer."""
+        return sum(plane.nbytes(elements) for plane in self.planes_for(use))
+
+    def granularity(self, shape: tuple[int, ...]) -> int:
+        """Elements of one granule of a weight of `shape`: `rows` rows of dim 0. All of it where
+        those do not divide dim 0: such a weight lies whole on one shard, which is right for every
+        format. ValueError if the format cannot represent such a weight at all."""
+        for plane in self.planes:
+            plane.shape(shape)
+        if self.rows == 1:
+            return math.prod(shape[1:])
+        return self.rows * math.prod(shape[1:]) if self.cuts(shape) else math.prod(shape)
+
+    def cuts(self, shape: tuple[int, ...]) -> bool:
+        """Whether shard boundaries may lie inside a weight of `shape`."""
+        return not (shape or (1,))[0] % self.rows
+
+
+PLAIN = "plain"
+
+
+def plain(dtype: torch.dtype) -> WeightFormat:
+    """Weights in the compute dtype: one plane."""
+    return WeightFormat(PLAIN, (Plane("weight", dtype),))
+
+
+_BYTES = torch.uint8
+
+PER_TENSOR = WeightFormat("per_tensor", (Plane("rowwise", _BYTES),), align=32)
+"""8-bit floats with one scale a weight. The scale is the same on all ranks, beside the planes."""
+
+BLOCK128 = WeightFormat("block128", (Plane("rowwise", _BYTES),), rows=16, align=32)
+"""8-bit floats with one scale for each 128 x 128 elements, on all ranks. 16 rows a granule and not
+128, since kernels store strips of 16 rows whole: 128 would pad the layers of large models several
+times over, and fewer than 16 let a kernel write into what lies behind a shard."""
+
+MXFP8 = WeightFormat(
+    "mxfp8",
+    (
+        Plane("rowwise", _BYTES, use=Use.FORWARD),
+        Plane("rowwise_scales", _BYTES, (1, 32), Use.FORWARD),
+        Plane("columnwise", _BYTES, use=Use.BACKWARD),
+        Plane("columnwise_scales", _BYTES, (32, 1), Use.BACKWARD),
+    ),
+    rows=32,
+    align=512,
+)
+"""8-bit floats with one scale for 32 elements along a row, for forward, and other ones with one for
+32 along a column, for backward. Scales travel with the bytes: nobody else has them."""
+
+NVFP4 = WeightFormat(
+    "nvfp4",
+    (Plane("rowwise", _BYTES, (1, 2)), Plane("rowwise_scales", _BYTES, (1, 16))),
+    rows=16,
+    align=512,
+)
+"""4-bit floats, two in a byte, with one scale for each 16 x 16 elements, kept once for every row of
+them, and one for the whole weight, which is the same on all ranks."""
