@@ -27,6 +27,7 @@ PARTS = (
     "plain",
     "megatron.seams",
     "megatron.inner",
+    "megatron.quantised",
     "megatron.options",
     "megatron.checkpoint",
     "megatron",

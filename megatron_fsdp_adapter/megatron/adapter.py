@@ -44,6 +44,7 @@ from .fused_wgrad import asks_fusion
 from .inner import ParamAndGradBuffer, ShardedModule
 from .marks import mark
 from .options import ddp_options, staging_options
+from .quantised import TransformerEngineParams
 from .seams.rebound import installed
 from .supported import require_supported_core
 from .units import chosen_units, plan_units
@@ -148,6 +149,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.fsdp_unit_modules = sorted({type(unit).__name__ for unit in units.values()})
         domains = ModelDomains(self.megatron_fsdp_dist_index, self._placements, self.device)
         plans = plan_units(module, units, self.config, engine_config, domains)
+        quantised = any(key.quantised for plan in plans for key in plan.groups)
         self._slot_memory = staging_options.slot_memory(
             self.ddp_config, domains.index, self.device
         )
@@ -161,6 +163,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             self._initialiser_of,
             grad_check=ddp_options.grad_check(self.ddp_config),
             allocate_slots=None if self._slot_memory is None else self._slot_memory.allocate,
+            quantised=TransformerEngineParams() if quantised else None,
         )
         domains.broadcast_left_alone(module)
         return engine

@@ -16,6 +16,7 @@ from ..core.config import EngineConfig
 from ..core.engine.partition import UnitPlan, managed_params, partition, unit_modules
 from .domains import ModelDomains
 from .fused_wgrad import asks_fusion, grad_writer
+from .quantised import format_of
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 from .wgrad_probe import Observer, precisions_of
 
@@ -97,6 +98,7 @@ def plan_units(
             observe=_observer(config, engine_config, domains.device),
         ),
         manages=lambda managed: domains.placements.manages(managed.fqns[0]),
+        format_of=format_of,
     )
 
 

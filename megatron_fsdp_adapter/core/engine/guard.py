@@ -80,8 +80,8 @@ def _not_gathered(action: Any, param: Any) -> RuntimeError:
     )
 
 
-_OF_THE_OBJECT = ("shape", "dtype", "device", "is_cuda", "is_cpu")
-"""Properties that classes of quantised tensors look up in their fields."""
+_OF_THE_OBJECT = ("shape", "size", "dtype", "device", "is_cuda", "is_cpu")
+"""What classes of quantised tensors look up in their fields."""
 
 
 @functools.cache

@@ -1,0 +1,9 @@
+"""Weights in Transformer Engine's quantised classes, as the engine sees them.
+
+Nothing here imports Transformer Engine: its objects are told by the names of their classes and of
+their fields, so that this package can be imported, and tested, where there is none.
+"""
+
+from .params import TransformerEngineParams, format_of
+
+__all__ = ["TransformerEngineParams", "format_of"]

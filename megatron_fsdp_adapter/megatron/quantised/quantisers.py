@@ -1,0 +1,181 @@
+"""How main weights become the planes and scales of Transformer Engine's quantised tensors: a few
+launches for all weights, to the bits that TE's own functions give.
+
+TE has a function for the same (`quantize_master_weights`). It takes weights one by one, keeps a
+bf16 copy of all main weights meanwhile and makes transposes of every shard that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_fsdp_adapter.core.engine.quantised import QuantisedWeight, Quantiser
+from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR, WeightFormat
+
+from .e4m3 import (
+    BlockCast,
+    MxCast,
+    MxRows,
+    OwnRows,
+    TensorCast,
+    write_scales,
+)
+
+Settings = tuple[str, bool, float, torch.dtype]
+"""Class of the quantizer, powers of two, least amax, nominal dtype of the weight."""
+
+
+def make_quantiser(format: WeightFormat, weights: Sequence[QuantisedWeight]) -> Quantiser:
+    """Of weights of one format: one for each kind of TE's quantizers, and their settings."""
+    parts: dict[Settings, list[QuantisedWeight]] = {}
+    for weight in weights:
+        parts.setdefault(_settings(weight), []).append(weight)
+    made = [_MAKERS[format.name](each, settings) for settings, each in parts.items()]
+    return made[0] if len(made) == 1 else Together(made)
+
+
+def _settings(weight: QuantisedWeight) -> Settings:
+    quantizer = _quantizer(weight)
+    powers = bool(getattr(quantizer, "force_pow_2_scales", False))
+    epsilon = float(getattr(quantizer, "amax_epsilon", 0.0))
+    return type(quantizer).__name__, powers, epsilon, weight.param.dtype
+
+
+def _quantizer(weight: QuantisedWeight) -> Any:
+    """The one that the parameter has now: TE may put another one there."""
+    return weight.param._quantizer  # type: ignore[attr-defined]
+
+
+def _rows(weight: QuantisedWeight) -> OwnRows:
+    return OwnRows(
+        tuple(weight.param.shape), weight.start, weight.main.view(-1),
+        weight.planes["rowwise"].view(-1),
+    )  # fmt: skip
+
+
+def _take_scales(weights: Sequence[QuantisedWeight], field: str, views: list[torch.Tensor]) -> None:
+    """Makes `views` the scales of the weights, with the values that they have."""
+    for weight, view in zip(weights, views, strict=True):
+        view.copy_(getattr(weight.param, field).view(view.shape))
+        setattr(weight.param, field, view)
+
+
+class Together:
+    """Several quantisers as one."""
+
+    def __init__(self, parts: Sequence[Quantiser]) -> None:
+        self._parts = parts
+        self.amax_numel = sum(part.amax_numel for part in parts)
+
+    def bind(self, amaxes: torch.Tensor) -> None:
+        counts = [part.amax_numel for part in self._parts]
+        for part, own in zip(self._parts, amaxes.split(counts), strict=True):
+            if part.amax_numel:
+                part.bind(own)
+
+    def begin(self) -> None:
+        for part in self._parts:
+            part.begin()
+
+    def finish(self) -> None:
+        for part in self._parts:
+            part.finish()
+
+
+class Current:
+    """Scales from the amaxes of these main weights: of a weight, or of each of its blocks."""
+
+    def __init__(
+        self, weights: Sequence[QuantisedWeight], settings: Settings, blocks: bool
+    ) -> None:
+        _, self._powers, self._epsilon, rounded = settings
+        rows = [_rows(weight) for weight in weights]
+        self._cast = (
+            BlockCast(rows, rounded, self._powers, self._epsilon) if blocks
+            else TensorCast(rows, rounded)
+        )  # fmt: skip
+        self.amax_numel = self._cast.amax_numel
+        device = weights[0].main.device
+        self._scales, self._inverses = torch.ones(2, self.amax_numel, device=device).unbind()
+        field = "_rowwise_scale_inv" if blocks else "_scale_inv"
+        _take_scales(weights, field, self._cast.views(self._inverses))
+
+    def bind(self, amaxes: torch.Tensor) -> None:
+        self._amaxes = amaxes
+
+    def begin(self) -> None:
+        self._amaxes.zero_()
+        self._cast.begin(self._amaxes)
+
+    def finish(self) -> None:
+        write_scales(self._amaxes, self._scales, self._inverses, self._powers, self._epsilon)
+        self._cast.finish(self._scales)
+
+
+class Delayed:
+    """Scales that TE has made of the amaxes of earlier steps; those of this one go to where it
+    looks for them. What has been seen since TE looked last is in the amaxes already."""
+
+    def __init__(self, weights: Sequence[QuantisedWeight], settings: Settings) -> None:
+        self._weights = tuple(weights)
+        self._cast = TensorCast([_rows(weight) for weight in weights], settings[3])
+        self.amax_numel = len(weights)
+        device = weights[0].main.device
+        self._scales, self._inverses = torch.ones(2, len(weights), device=device).unbind()
+        _take_scales(weights, "_scale_inv", self._cast.views(self._inverses))
+
+    def bind(self, amaxes: torch.Tensor) -> None:
+        self._amaxes = amaxes
+
+    def begin(self) -> None:
+        quantizers = [_quantizer(weight) for weight in self._weights]
+        views = self._cast.views(self._scales)
+        torch._foreach_copy_(views, [quantizer.scale.view(1) for quantizer in quantizers])
+        self._slots = [quantizer.amax.view(1) for quantizer in quantizers]
+        torch._foreach_copy_(self._cast.views(self._amaxes), self._slots)
+        self._cast.finish(self._scales, self._amaxes)
+
+    def finish(self) -> None:
+        torch._foreach_copy_(self._slots, self._cast.views(self._amaxes))
+        torch.reciprocal(self._scales, out=self._inverses)
+
+
+class Mx:
+    """Scales of 32 neighbours, which every rank has the whole of."""
+
+    amax_numel = 0
+
+    def __init__(self, weights: Sequence[QuantisedWeight], settings: Settings) -> None:
+        names = ("rowwise", "columnwise", "rowwise_scales", "columnwise_scales")
+        rows = [
+            MxRows(
+                tuple(weight.param.shape), weight.start, weight.main.view(-1),
+                *(weight.planes[name].view(-1) for name in names),
+            )
+            for weight in weights
+        ]  # fmt: skip
+        self._cast = MxCast(rows, settings[3])
+
+    def bind(self, amaxes: torch.Tensor) -> None:
+        raise AssertionError("MXFP8 has no amaxes to agree upon")
+
+    def begin(self) -> None:
+        """Nothing is to be agreed upon."""
+
+    def finish(self) -> None:
+        self._cast.cast()
+
+
+def _per_tensor(weights: Sequence[QuantisedWeight], settings: Settings) -> Quantiser:
+    delayed = settings[0] == "Float8Quantizer"
+    return Delayed(weights, settings) if delayed else Current(weights, settings, blocks=False)
+
+
+_MAKERS: dict[str, Callable[[Sequence[QuantisedWeight], Settings], Quantiser]] = {
+    PER_TENSOR.name: _per_tensor,
+    BLOCK128.name: lambda weights, settings: Current(weights, settings, blocks=True),
+    MXFP8.name: Mx,
+}

@@ -1,0 +1,64 @@
+"""Prints in what the kernels, run by Triton's interpreter, differ from torch on the host: one line
+for each case. A program of its own, as the interpreter has to be chosen before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from triton.runtime import interpreter
+
+from megatron_fsdp_adapter.megatron.quantised import e4m3, triton_e4m3
+from tests.quantised.te_checks import Shard, quantise
+from tests.quantised.te_weights import NASTY, RECIPES, random_case
+
+FLOATS = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "fp8e4nv": torch.float8_e4m3fn,
+}  # fmt: skip
+INTEGERS = {8: np.uint8, 16: np.uint16, 32: np.uint32}
+
+
+def convert(values: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
+    """To nearest even, as a GPU does; the interpreter's own conversion rounds ties otherwise."""
+    bits = np.ascontiguousarray(values).view(INTEGERS[source.primitive_bitwidth]).copy()
+    found = torch.from_numpy(bits).view(FLOATS[source.name]).to(FLOATS[target.name])
+    return found.view(torch.uint8).numpy().view(INTEGERS[target.primitive_bitwidth]).reshape(
+        values.shape
+    )
+
+
+def bits(recipe: str, seed: int, nasty: str, kernels: Callable[[Any], Any]) -> list[torch.Tensor]:
+    dtype = torch.bfloat16 if seed % 2 else torch.float32
+    case = random_case(recipe, seed, dtype, nasty, "cpu")
+    shards = [Shard(case, number, 5 if seed % 2 else 64) for number in range(case.shards)]
+    with mock.patch.object(e4m3, "kernels_for", kernels):
+        found = quantise(recipe, shards)
+    return [*found.values(), *(memory for shard in shards for memory in shard.memory)]
+
+
+def main() -> None:
+    with mock.patch.object(interpreter, "_convert_float", convert), np.errstate(all="ignore"):
+        for recipe in RECIPES:
+            for seed, nasty in enumerate(NASTY):
+                pairs = zip(
+                    bits(recipe, seed, nasty, lambda device: None),
+                    bits(recipe, seed, nasty, lambda device: triton_e4m3),
+                    strict=True,
+                )
+                differ = sum(
+                    int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs
+                )
+                print(f"{recipe}, {nasty or 'usual'}: {differ} bytes differ", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Parameters in Transformer Engine's own classes, as the engine handles them; without the compiled
+extension."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_adapter.core.engine.guard import guard, unguard
+from megatron_fsdp_adapter.core.engine.partition import ManagedParam
+from megatron_fsdp_adapter.core.layout.format import PER_TENSOR, Use
+from megatron_fsdp_adapter.megatron.quantised import format_of
+from tests.quantised.te_extension import FOLDERS, standing_in
+from tests.quantised.te_modules import FORMATS, KNOWS, check_rank, quantisers_are_te, weights_of
+from tests.quantised.te_weights import RECIPES, te_params, te_quantise
+
+SHAPE = (128, 256)
+METHODS = {
+    "current": "Float8CurrentScaling", "delayed": "DelayedScaling",
+    "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling",
+}  # fmt: skip
+
+pytestmark = pytest.mark.skipif(
+    not FOLDERS, reason="TRANSFORMER_ENGINE_PYTHON names no folder with Transformer Engine's files"
+)
+
+
+@pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
+def te(request: pytest.FixtureRequest) -> Iterator[Path]:
+    with standing_in(request.param):
+        yield request.param
+
+
+def make(recipe: str, shape: tuple[int, int] = SHAPE) -> Any:
+    param = nn.Parameter(te_params(recipe, [shape], torch.tensor([[300.0, 0.0]]))[0])
+    for field in KNOWS.fields(param).values():
+        field.copy_(torch.randint(0, 100, field.shape))
+    return param
+
+
+def managed(param: Any, *slots: Any) -> ManagedParam:
+    return ManagedParam(param, ("layer.weight",), slots)
+
+
+def pointed(param: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Its planes in one flat buffer; the buffer, and what was in them."""
+    fields = {name: field.clone() for name, field in KNOWS.fields(param).items()}
+    flat = torch.cat([field.view(-1) for field in fields.values()])
+    parts = flat.split([field.numel() for field in fields.values()])
+    views = [part.view(field.shape) for part, field in zip(parts, fields.values(), strict=True)]
+    KNOWS.point(param, dict(zip(fields, views, strict=True)))
+    return flat, fields
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fields_are_planes_and_follow_memory_that_comes_and_goes(te: Path, recipe: str) -> None:
+    param = make(recipe)
+    fields = KNOWS.fields(param)
+    assert {p.name: p.shape(SHAPE) for p in FORMATS[recipe].planes} == {
+        name: tuple(field.shape) for name, field in fields.items()
+    }
+    flat, before = pointed(param)
+    storage, nbytes = flat.untyped_storage(), flat.nbytes
+    kept = flat.clone()
+    storage.resize_(0)
+    storage.resize_(nbytes)
+    flat.copy_(kept)
+    for name, field in KNOWS.fields(param).items():
+        assert torch.equal(field, before[name])
+        assert field.untyped_storage().data_ptr() == storage.data_ptr()
+    assert format_of(managed(param)) is FORMATS[recipe]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_guarded_parameter_refuses_its_fields_and_knows_its_shape(te: Path, recipe: str) -> None:
+    param, original = make(recipe), None
+    original = type(param)
+    guard(param, KNOWS.guard_class(original))
+    assert tuple(param.shape) == SHAPE and param.dtype == torch.bfloat16 and param.requires_grad
+    assert param.device.type == "cpu" and param.numel() == SHAPE[0] * SHAPE[1]
+    assert tuple(param.size()) == SHAPE and param.size(1) == SHAPE[1] and param.dim() == 2
+    assert format_of(managed(param)) is FORMATS[recipe]
+    field = "_data" if recipe in ("current", "delayed") else "_rowwise_data"
+    for read in (lambda: getattr(param, field), lambda: param.dequantize(), lambda: param + 1):
+        with pytest.raises(RuntimeError, match="not gathered"):
+            read()
+    KNOWS.drop_derived(param)
+    unguard(param, original)
+    assert type(param) is original and getattr(param, field) is not None
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
+def test_what_te_derives_is_dropped_and_not_asked_for_in_forward(te: Path, recipe: str) -> None:
+    param = make(recipe)
+    derived = "_columnwise_data" if recipe == "blockwise" else "_transpose"
+    assert getattr(param, derived) is not None
+    KNOWS.drop_derived(param)
+    assert getattr(param, derived) is None
+    assert recipe == "blockwise" or param._transpose_invalid
+    param._quantizer.set_usage(rowwise=True, columnwise=True)
+    KNOWS.prepare(param, Use.FORWARD)
+    assert param._quantizer.rowwise_usage and not param._quantizer.columnwise_usage
+
+
+def test_the_value_before_quantisation_is_taken_once(te: Path) -> None:
+    param, value = make("current"), torch.randn(SHAPE)
+    param._high_precision_init_val = value
+    param.get_high_precision_init_val = param.clear_high_precision_init_val = lambda: None
+    assert KNOWS.high_precision(param) is value
+    assert KNOWS.high_precision(param) is None
+    assert not [name for name in param.__dict__ if "high_precision" in name]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_format_of_a_parameter_that_is_made_later(te: Path, recipe: str) -> None:
+    from transformer_engine.common import recipe as recipes
+
+    def owner(index: int | None, quantised: bool = True) -> Any:
+        module = nn.Module()
+        module.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=index)}
+        module.primary_weights_in_fp8 = quantised
+        module.fp8_meta = {"recipe": getattr(recipes, METHODS[recipe])()}
+        return module
+
+    param = nn.Parameter(torch.empty(SHAPE, device="meta"))
+    assert format_of(managed(param, (owner(1), "weight"))) is FORMATS[recipe]
+    assert format_of(managed(param, (owner(None), "weight"))) is None
+    assert format_of(managed(param, (owner(1, quantised=False), "weight"))) is None
+    assert format_of(managed(param, (nn.Module(), "weight"))) is None
+    real = nn.Parameter(torch.empty(SHAPE))
+    assert format_of(managed(real, (owner(1), "weight"))) is None
+
+
+def test_what_cannot_be_represented_is_an_early_error(te: Path) -> None:
+    from transformer_engine.common import recipe as recipes
+
+    with pytest.raises(ValueError, match=r"layer.weight of shape \(96, 256\).*multiples of 128"):
+        format_of(managed(make("mxfp8", (96, 256))))
+    rows = make("blockwise")
+    rows._quantizer.block_scaling_dim = 1
+    with pytest.raises(NotImplementedError, match="layer.weight.*1-dimensional blocks"):
+        format_of(managed(rows))
+    module = nn.Module()
+    module.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=1)}
+    module.primary_weights_in_fp8 = True
+    module.fp8_meta = {"recipe": recipes.NVFP4BlockScaling()}
+    param = nn.Parameter(torch.empty(SHAPE, device="meta"))
+    with pytest.raises(NotImplementedError, match="NVFP4BlockScaling.*use a recipe"):
+        format_of(managed(param, (module, "weight")))
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_quantiser_over_ranks_gives_what_te_gives_step_after_step(
+    te: Path, alone: Any, recipe: str
+) -> None:
+    quantisers_are_te(0, 1, recipe)
+
+
+def test_weights_of_several_recipes_are_quantised_together(te: Path, alone: Any) -> None:
+    mains = [torch.randn(32, 64), torch.randn(16, 64), torch.randn(48, 64)]
+    recipes = ["current", "delayed", "current"]
+    slots = torch.tensor([[300.0, 0.0]])
+    params, theirs = (
+        [te_params(r, [tuple(m.shape)], slots.clone())[0]
+         for r, m in zip(recipes, mains, strict=True)]
+        for _ in range(2)
+    )  # fmt: skip
+    params[2]._quantizer.force_pow_2_scales = theirs[2]._quantizer.force_pow_2_scales = True
+    whole = [[(0, main.numel()) for main in mains]]
+    weights = weights_of("current", params, mains, whole[0])
+    made = KNOWS.quantiser(PER_TENSOR, weights)
+    amaxes = torch.zeros(made.amax_numel)
+    made.bind(amaxes)
+    made.begin()
+    made.finish()
+    for index, main in enumerate(mains):
+        te_quantise([theirs[index]], [main.view(-1)], [0], alone)
+        one = slice(index, index + 1)
+        check_rank("current", weights[one], theirs[one], whole[0][one])

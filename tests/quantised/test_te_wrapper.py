@@ -1,0 +1,100 @@
+"""Megatron's wrapper over a GPT whose layers' weights are in Transformer Engine's own classes:
+after every step bytes and scales are what TE's function makes of the whole main weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.gpt import (
+    STRATEGIES,
+    Case,
+    Trainer,
+    batches,
+    build_trainer,
+    init_megatron,
+    train_step,
+)
+from tests.distributed.launch import run_ranks
+from tests.quantised.te_checks import own_group, same
+from tests.quantised.te_extension import FOLDERS, standing_in
+from tests.quantised.te_modules import KNOWS
+from tests.quantised.te_weights import quantizer, te_quantise
+
+CASE = Case(hidden=32, heads=2, ffn=48, bf16=True, microbatches=2, lr=3e-3)
+RECIPES = ("current", "delayed", "blockwise")
+
+pytestmark = pytest.mark.skipif(
+    not FOLDERS, reason="TRANSFORMER_ENGINE_PYTHON names no folder with Transformer Engine's files"
+)
+
+
+def made(recipe: str, param: nn.Parameter, group: Any) -> Any:
+    """A quantised parameter in the place of `param`, as TE makes it."""
+    value = param.detach().clone()
+    wants = quantizer(recipe, torch.tensor([100.0, 0.0]))
+    found: Any = nn.Parameter(wants.make_empty(value.shape, dtype=value.dtype, device="cpu"))
+    te_quantise([found], [value.view(-1)], [0], group)
+    found.__dict__.update(param.__dict__)
+    found._high_precision_init_val = value
+    return found
+
+
+def quantise_layers(model: nn.Module, recipe: str, group: Any) -> None:
+    for name, module in model.named_modules():
+        if ".linear_" in f".{name}" and "decoder" in name:
+            module._parameters["weight"] = made(recipe, module._parameters["weight"], group)
+
+
+def check_weights(trainer: Trainer, recipe: str, group: Any, label: str) -> int:
+    """Gathered bytes and scales, against TE's function over whole main weights."""
+    engine, checked = trainer.wrapper.engine, 0
+    mains = {name.removeprefix("module."): value for name, value in trainer.params().items()}
+    engine.show_raw_params()
+    for unit in engine.units:
+        engine.gather.need(unit)
+        entries = [entry for g in unit.groups if g.key.quantised for entry in g.managed]
+        for entry in entries:
+            name, param = entry.fqns[0], entry.param
+            main = next(value for other, value in mains.items() if name.endswith(other))
+            slots = torch.tensor([100.0, 0.0])
+            other: Any = quantizer(recipe, slots).make_empty(
+                param.shape, dtype=param.dtype, device="cpu"
+            )
+            te_quantise([other], [main.reshape(-1)], [0], group)
+            mine = KNOWS.fields(param)["rowwise"]
+            same(mine, KNOWS.fields(other)["rowwise"], f"{label}, bytes of {name}")
+            for one, two in zip(KNOWS.scales(param), KNOWS.scales(other), strict=True):
+                same(one, two, f"{label}, scales of {name}")
+            checked += 1
+        engine.gather.release(unit)
+    return checked
+
+
+def _train(rank: int, world: int, folder: str, strategy: str) -> None:
+    device = init_megatron()
+    with standing_in(Path(folder)):
+        group = own_group(rank, world)
+        for recipe in RECIPES:
+            def change(model: nn.Module, recipe: str = recipe) -> None:
+                quantise_layers(model, recipe, group)
+
+            trainer = build_trainer(CASE, strategy, device, change)
+            assert check_weights(trainer, recipe, group, "made") == 4 * CASE.num_layers
+            losses = []
+            for step in range(3):
+                loss, norm = train_step(trainer, batches(CASE, 0, rank, device))
+                losses.append(loss)
+                assert norm > 0
+                check_weights(trainer, recipe, group, f"{recipe}, {strategy}, step {step}")
+            assert losses[2] < losses[1] < losses[0], losses
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_gpt_in_megatrons_wrapper(folder: Path, strategy: str) -> None:
+    run_ranks(_train, 2, str(folder), strategy, timeout=300)
