@@ -1,4 +1,4 @@
-"""These tests need two GPUs; elsewhere they are skipped."""
+"""These tests need two GPUs, or as many as their file says (`GPUS`); elsewhere they are skipped."""
 
 from pathlib import Path
 
@@ -9,9 +9,8 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.device_count() >= 2:
-        return
-    skip = pytest.mark.skip(reason="needs two CUDA devices")
+    found = torch.cuda.device_count()
     for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(skip)
+        needed = getattr(getattr(item, "module", None), "GPUS", 2)
+        if HERE in item.path.parents and found < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices"))

@@ -1,0 +1,65 @@
+"""Quantised weights: bytes and scales that this package's kernels make of main weights are those of
+Transformer Engine's, bit for bit; on one GPU, or on two.
+
+    python -m pytest -q -rA tests/gpu/test_gpu_fp8_weights.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.quantised.te_checks import (
+    host_is_the_device,
+    nothing_waits,
+    ranks_are_te,
+    shards_are_the_whole,
+)
+from tests.quantised.te_modules import (
+    MODULES,
+    modules_compute_from_buffers,
+    quantisers_are_te,
+)
+from tests.quantised.te_weights import NASTY, RECIPES
+
+GPUS = 1
+
+CHECKS = {
+    f"shards are the whole, {recipe}, {nasty or 'usual'}": Check(
+        shards_are_the_whole, (recipe, nasty, 10)
+    )
+    for recipe in RECIPES
+    for nasty in NASTY
+}
+CHECKS |= {
+    f"the host is the device, {recipe}, {nasty or 'usual'}": Check(
+        host_is_the_device, (recipe, nasty, 4)
+    )
+    for recipe in RECIPES
+    for nasty in NASTY
+}
+CHECKS |= {
+    f"two ranks are TE's, {recipe}, {kind}": Check(ranks_are_te, (recipe, kind))
+    for recipe in RECIPES
+    for kind in ("cut", "first rank only", "wide")
+}
+CHECKS |= {
+    f"quantisers are TE's, {recipe}": Check(quantisers_are_te, (recipe,)) for recipe in RECIPES
+}
+CHECKS |= {
+    f"modules compute from buffers, {recipe}, {name}": Check(
+        modules_compute_from_buffers, (recipe, name)
+    )
+    for recipe in ("current", "delayed", "blockwise")
+    for name in MODULES
+}
+CHECKS["nothing waits"] = Check(nothing_waits)
+OUTCOMES = Outcomes(
+    CHECKS, timeout_s=240.0, backend="nccl" if torch.cuda.device_count() > 1 else "gloo"
+)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_quantised_weights_are_those_of_te(name: str) -> None:
+    OUTCOMES.expect(name)
