@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 
 from megatron_fsdp_adapter.megatron.options import validation
+from megatron_fsdp_adapter.megatron.quantised.tables import BLOCK
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -68,7 +69,8 @@ def plain_name(name: str) -> str:
 
 
 def quantised_of(trainer: Trainer) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Bytes and scales of every quantised weight, copied, by name."""
+    """Bytes and scales of every quantised weight, copied, by name. What fills up the scales of
+    blocks to a multiple of four is nobody's."""
     found = {}
 
     def note(name: str, param: Any) -> None:
@@ -76,7 +78,8 @@ def quantised_of(trainer: Trainer) -> dict[str, tuple[torch.Tensor, torch.Tensor
         if data is not None:
             found[plain_name(name)] = data.clone(), param._scale_inv.clone()
         elif hasattr(param, "_rowwise_data"):
-            found[plain_name(name)] = param._rowwise_data.clone(), param._rowwise_scale_inv.clone()
+            scales = param._rowwise_scale_inv[:, : -(-param.shape[1] // BLOCK)]
+            found[plain_name(name)] = param._rowwise_data.clone(), scales.clone()
 
     if trainer.strategy is None:
         for name, param in trainer.wrapper.named_parameters():

@@ -63,6 +63,13 @@ def _take_scales(weights: Sequence[QuantisedWeight], field: str, views: list[tor
         setattr(weight.param, field, view)
 
 
+def _apart(count: int, device: torch.device) -> torch.Tensor:
+    """(count,) float32 ones, of which each is where a matrix product can read its scale: cuBLAS
+    refuses a scale that does not begin at a multiple of 16 bytes. The scales of blocks do: a weight
+    has a multiple of 4."""
+    return torch.ones(count, 16 // torch.float32.itemsize, device=device)[:, 0]
+
+
 class Together:
     """Several quantisers as one."""
 
@@ -100,8 +107,9 @@ class Current:
         self.amax_numel = self._cast.amax_numel
         device = weights[0].main.device
         self._scales, self._inverses = torch.ones(2, self.amax_numel, device=device).unbind()
+        self._read = self._inverses if blocks else _apart(self.amax_numel, device)
         field = "_rowwise_scale_inv" if blocks else "_scale_inv"
-        _take_scales(weights, field, self._cast.views(self._inverses))
+        _take_scales(weights, field, self._cast.views(self._read))
 
     def bind(self, amaxes: torch.Tensor) -> None:
         self._amaxes = amaxes
@@ -112,6 +120,8 @@ class Current:
 
     def finish(self) -> None:
         write_scales(self._amaxes, self._scales, self._inverses, self._powers, self._epsilon)
+        if self._read is not self._inverses:
+            self._read.copy_(self._inverses)
         self._cast.finish(self._scales)
 
 
@@ -124,7 +134,8 @@ class Delayed:
         self._cast = TensorCast([_rows(weight) for weight in weights], settings[3])
         self.amax_numel = len(weights)
         device = weights[0].main.device
-        self._scales, self._inverses = torch.ones(2, len(weights), device=device).unbind()
+        self._scales = torch.ones(len(weights), device=device)
+        self._inverses = _apart(len(weights), device)
         _take_scales(weights, "_scale_inv", self._cast.views(self._inverses))
 
     def bind(self, amaxes: torch.Tensor) -> None:
