@@ -170,7 +170,8 @@ def holds_bytes(rank: int, world: int, recipe: str) -> str:
     groups = engine.groups
     bytes_kept = sum(g.held.layout.shard_numel for g in groups if g.key.quantised)
     expected = 12 * sum(g.held.layout.shard_numel for g in groups) + bytes_kept
-    assert expected <= held < 1.02 * expected + 2**22, (held, expected)
+    # What the first trainer had leaves by and by, some of it after `before` was read.
+    assert 0.99 * expected < held < 1.02 * expected + 2**22, (held, expected)
     for group in groups:
         for param in group.params if group.key.quantised else ():
             for name in ("_transpose", "_columnwise_data"):
