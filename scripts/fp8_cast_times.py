@@ -37,8 +37,8 @@ from transformer_engine.pytorch.tensor.float8_tensor import (
 )
 
 from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group, row_granularity
-from megatron_fsdp_adapter.megatron.quantised import triton_e4m3
-from megatron_fsdp_adapter.megatron.quantised.e4m3 import (
+from megatron_fsdp_adapter.quantised import triton_e4m3
+from megatron_fsdp_adapter.quantised.e4m3 import (
     BlockCast,
     OwnRows,
     TensorCast,

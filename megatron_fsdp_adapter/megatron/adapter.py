@@ -22,6 +22,7 @@ from ..core.config import MixedPrecisionPolicy
 from ..core.engine.engine import FsdpEngine
 from ..core.topology import DENSE
 from ..diagnostics.description import describe
+from ..quantised import TransformerEngineParams
 from ..sharding.building import build_engine
 from ..sharding.materialize import target_device
 from ..sharding.placement import Placements
@@ -44,7 +45,6 @@ from .fused_wgrad import asks_fusion
 from .inner import ParamAndGradBuffer, ShardedModule
 from .marks import mark
 from .options import ddp_options, staging_options
-from .quantised import TransformerEngineParams
 from .seams.rebound import installed
 from .supported import require_supported_core
 from .units import chosen_units, plan_units

@@ -14,9 +14,9 @@ from torch import nn
 
 from ..core.config import EngineConfig
 from ..core.engine.partition import UnitPlan, managed_params, partition, unit_modules
+from ..quantised import format_of
 from .domains import ModelDomains
 from .fused_wgrad import asks_fusion, grad_writer
-from .quantised import format_of
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 from .wgrad_probe import Observer, precisions_of
 

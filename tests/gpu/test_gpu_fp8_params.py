@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 
 from megatron_fsdp_adapter.megatron.options import validation
-from megatron_fsdp_adapter.megatron.quantised.tables import BLOCK
+from megatron_fsdp_adapter.quantised.tables import BLOCK
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,

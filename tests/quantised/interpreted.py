@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
-from megatron_fsdp_adapter.megatron.quantised import e4m3, triton_e4m3
+from megatron_fsdp_adapter.quantised import e4m3, triton_e4m3
 from tests.quantised.te_checks import Shard, quantise
 from tests.quantised.te_weights import NASTY, RECIPES, random_case
 

@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.megatron.quantised import e4m3
-from megatron_fsdp_adapter.megatron.quantised.e4m3 import (
+from megatron_fsdp_adapter.quantised import e4m3
+from megatron_fsdp_adapter.quantised.e4m3 import (
     BlockCast,
     MxCast,
     MxRows,

@@ -12,7 +12,7 @@ from torch import nn
 from megatron_fsdp_adapter.core.engine.partition import managed_params
 from megatron_fsdp_adapter.core.engine.quantised import QuantisedWeight
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR, Use
-from megatron_fsdp_adapter.megatron.quantised import TransformerEngineParams, format_of
+from megatron_fsdp_adapter.quantised import TransformerEngineParams, format_of
 from tests.quantised.te_checks import own_group, place, same
 from tests.quantised.te_weights import cut, data_of, te_params, te_quantise
 

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.megatron.quantised import e4m3
-from megatron_fsdp_adapter.megatron.quantised.e4m3 import (
+from megatron_fsdp_adapter.quantised import e4m3
+from megatron_fsdp_adapter.quantised.e4m3 import (
     BlockCast,
     MxRows,
     OwnRows,

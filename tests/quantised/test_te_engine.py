@@ -18,7 +18,7 @@ from megatron_fsdp_adapter.core.engine.partition import partition
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from megatron_fsdp_adapter.core.topology import DENSE
-from megatron_fsdp_adapter.megatron.quantised import TransformerEngineParams, format_of
+from megatron_fsdp_adapter.quantised import TransformerEngineParams, format_of
 from tests.distributed.launch import run_ranks
 from tests.engine.engine_cases import Setup, domains_of
 from tests.quantised.te_checks import own_group, same

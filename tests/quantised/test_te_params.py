@@ -16,7 +16,7 @@ from torch import nn
 from megatron_fsdp_adapter.core.engine.guard import guard, unguard
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam
 from megatron_fsdp_adapter.core.layout.format import PER_TENSOR, Use
-from megatron_fsdp_adapter.megatron.quantised import format_of
+from megatron_fsdp_adapter.quantised import format_of
 from tests.quantised.te_extension import FOLDERS, standing_in
 from tests.quantised.te_modules import FORMATS, KNOWS, check_rank, quantisers_are_te, weights_of
 from tests.quantised.te_weights import RECIPES, te_params, te_quantise
