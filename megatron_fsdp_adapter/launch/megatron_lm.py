@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ..core.config import STRATEGIES
+from ..megatron.options.ddp_options import MXFP8_BUFFER
 from ..megatron.options.settings import Change, format_changes
 from ..megatron.options.support import MODEL_CONFIG_RULES
 from ..megatron.options.validation import (
@@ -100,10 +101,12 @@ class Setting:
 
     Attributes:
         option: its name among the parsed arguments.
-        flag: how it is written on the command line. What the user wrote is never overwritten.
+        flag: how it is written on the command line. What the user wrote is never overwritten,
+            unless it asks for what there is not.
         value: what it is set to, from the arguments.
         when: whether there is need.
         reason: what the table says.
+        is_void: what it asks for does not exist here, and nothing is lost without it.
     """
 
     option: str
@@ -111,6 +114,7 @@ class Setting:
     value: Callable[[Any], Any]
     when: Callable[[Any], bool]
     reason: str
+    is_void: bool = False
 
 
 def _always(args: Any) -> bool:
@@ -192,6 +196,11 @@ SETTINGS: tuple[Setting, ...] = (
         "the wrapper does not support the fusion, which Megatron-LM has on by default",
     ),
     Setting(
+        MXFP8_BUFFER, "--reuse-grad-buf-for-mxfp8-param-ag", _constant(False),
+        lambda args: bool(getattr(args, MXFP8_BUFFER, False)),
+        "bytes are gathered, and no weights are put where gradients are", is_void=True,
+    ),
+    Setting(
         "use_persistent_ckpt_worker", "--use-persistent-ckpt-worker", _constant(True),
         _saves_asynchronously,
         "else 0.19 drops --async-save; a thread of the trainer writes, and no worker is started",
@@ -214,7 +223,9 @@ def complete(args: Any, argv: Sequence[str]) -> list[Change]:
     changes = []
     for setting in SETTINGS:
         before, after = getattr(args, setting.option, None), setting.value(args)
-        if was_given(setting.flag, argv) or before == after or not setting.when(args):
+        if was_given(setting.flag, argv) and not setting.is_void:
+            continue
+        if before == after or not setting.when(args):
             continue
         setattr(args, setting.option, after)
         changes.append(Change(setting.flag, before, after, setting.reason))

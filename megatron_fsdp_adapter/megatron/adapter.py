@@ -120,7 +120,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self._captures = Captures(self.engine)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed())
-        forced = ddp_options.forced_options(ddp_config)
+        forced = ddp_options.forced_options(ddp_config, config)
         for option, value in forced.items():
             setattr(ddp_config, option, value)
         if asks_fusion(config) or (config.fp8 and self.engine.config.strategy.shard_weights):

@@ -14,7 +14,7 @@ from ..sharding.module_problems import module_problems
 from ..sharding.placement import Placements
 from .domains import read_index
 from .model_problems import model_problems
-from .options import arguments, cuda_graphs, ddp_options, validation
+from .options import arguments, capability, cuda_graphs, ddp_options, validation
 from .seams import core_api
 
 
@@ -35,12 +35,13 @@ def construction_problems(
     the wrapper makes groups."""
     found = [
         *validation.wrapper_problems(config, ddp_config),
+        *capability.device_problems(config, target),
         *cuda_graphs.problems(config, ddp_config, target, core_api.asks_tokens_on_the_host()),
         *module_problems(
             module, unit_classes, device, ddp_options.main_params_dtype(ddp_config),
             placements.manages,
         ),
-        *model_problems(module, config),
+        *model_problems(module, config, ddp_config),
         *meta_problems(module, config.init_model_with_meta_device, initialiser_of),
         *placements.problems(module, ddp_options.shards_outer(ddp_config)),
         *arguments.group_problems(config, arguments.group_ranks(pg_collection)),

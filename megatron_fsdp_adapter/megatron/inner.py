@@ -17,7 +17,7 @@ class ParamAndGradBuffer:
     """What Megatron's optimizer calls on `param_and_grad_buffer`."""
 
     parameter_groups: tuple[()] = ()
-    """Read only to find FP8 parameters, of which there are none."""
+    """Read only to find quantised parameters, of which core need not know."""
 
     def __init__(
         self, engine: FsdpEngine, slots: RegisteredMemory | None, use_decoupled_grad: bool
@@ -27,7 +27,8 @@ class ParamAndGradBuffer:
 
     def copy_main_weights_to_model_weights(self) -> None:
         """The optimizer has stepped: gathered weights are outdated. The cast itself happens in
-        the next gather, straight into the gather buffer."""
+        the next gather, straight into the gather buffer; quantised weights are made when the next
+        pass begins."""
         self._engine.main_weights_changed()
 
     def manual_buffer_registration(self) -> None:

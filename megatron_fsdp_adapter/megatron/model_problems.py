@@ -10,19 +10,39 @@ from typing import Any
 from torch import nn
 
 from ..core.engine.partition import ManagedParam, managed_params
+from ..quantised import format_of
 from .fused_wgrad import asks_fusion, fuses
+from .options.ddp_options import GATHERED_AS
+from .options.support import is_on
 
 EXPERTS_IN_ONE_TENSOR = ("GroupedMLP",)
 """Classes of core, by name. Core takes this one for `moe_grouped_gemm` wherever it has no layers of
 Transformer Engine, so the option that asks for it does not tell."""
 
 
-def model_problems(module: nn.Module, config: Any) -> list[str]:
+def model_problems(module: nn.Module, config: Any, ddp_config: Any) -> list[str]:
     """Problems of `module`, whose model config is `config`."""
     return [
+        *_formats_that_do_not_fit(module, config, ddp_config),
         *_experts_in_one_tensor(module),
         *_experts_marked_as_dense(module, config),
         *_hooks_that_get_nothing(module, asks_fusion(config)),
+    ]
+
+
+def _formats_that_do_not_fit(module: nn.Module, config: Any, ddp_config: Any) -> list[str]:
+    """Weights in formats that are not supported, or in none where gathers of them are asked for. A
+    pipeline stage may have layers in bf16 alone, so the model config counts too."""
+    try:
+        quantised = [one.fqns[0] for one in managed_params(module) if format_of(one) is not None]
+    except (ValueError, NotImplementedError) as error:
+        return [str(error)]
+    return [
+        f"{gather}=True: this model's weights are not quantised, as they were made with "
+        f"{option}=False; make the model with {option}=True, which sets this too, or set it to "
+        "False"
+        for option, gather in GATHERED_AS.items()
+        if is_on(ddp_config, gather) and not is_on(config, option) and not quantised
     ]
 
 

@@ -8,7 +8,7 @@ AdamW, TE or apex FusedAdam) is made to step on local tensors (`local_optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from ..sharding.problems import raise_problems
 from . import optimizer_state
 from .inner import ShardedModule
 from .options import support
+from .options.ddp_options import MXFP8_BUFFER
 from .seams import core_api
 from .seams.core_api import MORE, Replacement
 
@@ -59,21 +60,24 @@ def _param_groups(
                 *_precision_problems(config, _ours(model_chunks)),
             ],
         )
-        _use_distributed_optimizer(config)
+        _complete(config)
     return original(model_chunks, *args, **kwargs)
 
 
-def _use_distributed_optimizer(config: Any) -> None:
-    """Sets the option in an optimizer config that lacks it, and says so. Without it core would make
-    an optimizer that steps on DTensors and never tells the wrapper that weights have changed."""
-    if config.use_distributed_optimizer:
-        return
-    config.use_distributed_optimizer = True
-    if dist.get_rank() == 0:
+_NEEDED: Mapping[str, bool] = {"use_distributed_optimizer": True, MXFP8_BUFFER: False}
+"""Without the first core would make an optimizer that steps on DTensors. Either way it would never
+tell the wrapper that weights have changed."""
+
+
+def _complete(config: Any) -> None:
+    """Sets in an optimizer config what must be so and is not, and says it."""
+    wrong = {name: to for name, to in _NEEDED.items() if getattr(config, name, False) != to}
+    for name, value in wrong.items():
+        setattr(config, name, value)
+    if wrong and dist.get_rank() == 0:
+        said = ", ".join(f"{name}={value}" for name, value in wrong.items())
         print(
-            "Megatron's optimizer with FullyShardedDataParallel: set for you: "
-            "use_distributed_optimizer=True",
-            flush=True,
+            f"Megatron's optimizer with FullyShardedDataParallel: set for you: {said}", flush=True
         )
 
 

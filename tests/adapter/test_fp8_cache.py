@@ -11,6 +11,7 @@ from torch import nn
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.megatron import units
 from megatron_fsdp_adapter.megatron.fp8 import switch_off_weight_cache
+from megatron_fsdp_adapter.megatron.options import capability
 from megatron_fsdp_adapter.megatron.wgrad_probe import Precision
 from tests.distributed.gpt import STRATEGIES, Case, build_model, ddp_config
 
@@ -42,6 +43,7 @@ def test_it_is_switched_off_and_said_where_weights_are_sharded_or_gradients_fuse
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(units, "precisions_of", lambda config: (Precision("weights"),))
+    monkeypatch.setattr(capability, "reason_against", lambda recipe, device: None)
     model = build_model(CASE, DEVICE)
     layer = model.decoder.layers[0].mlp.extra = QuantisingLinear()  # type: ignore[union-attr]
     model.config.fp8 = fp8  # type: ignore[assignment,union-attr]

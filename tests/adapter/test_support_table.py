@@ -54,7 +54,7 @@ TRIGGERS: dict[str, Values] = {
     "megatron_fsdp_grad_comm_dtype": (torch.float16,),
     "param_name_patterns_for_fp32_local_accumulation": (("router",),),
     # Model config
-    "fp8_recipe": ("mxfp8",),
+    "fp8_recipe": ("custom",),
     "fp4": ("e2m1",),
     "cuda_graph_impl": ("transformer_engine",),
     "gtp_weight_remat_size": (2,),

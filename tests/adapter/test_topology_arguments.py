@@ -89,7 +89,7 @@ def test_experts_that_core_marks_as_dense_are_refused(
         param.allreduce = True  # type: ignore[attr-defined]
     for param in model["experts"].parameters():
         param.allreduce = marked  # type: ignore[attr-defined]
-    found = model_problems(model, config)
+    found = model_problems(model, config, SimpleNamespace())
     if sizes[0] == sizes[1] or not marked:
         assert found == []
     else:

@@ -11,7 +11,6 @@ import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 
-from megatron_fsdp_adapter.megatron.options import validation
 from megatron_fsdp_adapter.quantised.tables import BLOCK
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -57,9 +55,7 @@ def trainer_of(case: Case, recipe: str, strategy: str | None, device: torch.devi
         max_sequence_length=case.seq, position_embedding_type=case.positions,
     ).to(device)  # fmt: skip
     ddp = {"fp8_param_gather": True}
-    # What refuses these options, until this test has been seen to pass.
-    with mock.patch.object(validation, "wrapper_problems", lambda *configs: []):
-        return make_trainer(Float16Module(config, model), case, strategy, ddp)
+    return make_trainer(Float16Module(config, model), case, strategy, ddp)
 
 
 def plain_name(name: str) -> str:

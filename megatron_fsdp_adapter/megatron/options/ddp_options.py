@@ -8,7 +8,7 @@ Megatron-LM main's; a field that megatron-core 0.16.1 lacks is read with main's 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ...core.config import (
 )
 from ...diagnostics.grad_check import GradCheck
 from .staging_options import slots_wanted
-from .support import MXFP8_PARAMETERS, Rule, off
+from .support import Rule, is_on, off
 
 
 def _dtype_is_not(option: str, *allowed: torch.dtype | None) -> Callable[[Any], bool]:
@@ -145,10 +145,7 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         "weights are gathered unit by unit; set it to False and choose units with the wrapper's "
         "argument fsdp_unit_modules",
     ),
-    off("fp8_param_gather", "FP8 parameters are not supported"),
     off("fp4_param_gather", "FP4 parameters are not supported"),
-    off("reuse_grad_buf_for_mxfp8_param_ag", MXFP8_PARAMETERS),
-    off("keep_fp8_transpose_cache", "needs FP8 parameters"),
     off("delay_wgrad_compute", "delayed weight gradients are not supported yet; set it to False"),
     off(
         "check_for_large_grads",
@@ -158,13 +155,40 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
 )
 
 
-def forced_options(ddp_config: Any) -> dict[str, bool]:
+def forced_options(ddp_config: Any, config: Any) -> dict[str, bool]:
     """What must be set in a config that has no problems and is not, with its values: the overlaps
-    that the strategy needs, and the distributed optimizer, by which core picks process groups. As
-    in Megatron-LM main, whoever asks for this wrapper need not ask for that as well."""
+    that the strategy needs; the distributed optimizer, by which core picks process groups; what
+    follows from quantised weights. As in Megatron-LM main, whoever asks for this wrapper need not
+    ask for that as well. `config` is the model's."""
     strategy = strategy_named(ddp_config.data_parallel_sharding_strategy)
     needed = {"use_distributed_optimizer": True, **forced_overlaps(strategy)}
-    return {name: value for name, value in needed.items() if getattr(ddp_config, name) != value}
+    needed |= {gather: True for param, gather in GATHERED_AS.items() if is_on(config, param)}
+    needed[MXFP8_BUFFER] = False
+    if not keeps_transposes(ddp_config):
+        needed[TRANSPOSES] = False
+    return {
+        name: value for name, value in needed.items() if getattr(ddp_config, name, False) != value
+    }
+
+
+GATHERED_AS: Mapping[str, str] = {"fp8_param": "fp8_param_gather"}
+"""Options of a model config by which weights are made quantised, and of the DDP config that say
+that they are gathered so. Core from 0.19 on reads the second kind under its own DDP: without it
+quantised weights are never written again. Here weights are what the model has."""
+
+MXFP8_BUFFER = "reuse_grad_buf_for_mxfp8_param_ag"
+"""Core's DDP lays out gathered MXFP8 weights in the memory of gradients, before it makes them. Here
+bytes are gathered, so that there is nothing to lay out; core's optimizer would never tell this
+wrapper about a step."""
+
+TRANSPOSES = "keep_fp8_transpose_cache"
+
+
+def keeps_transposes(ddp_config: Any) -> bool:
+    """Whether what backward derives from quantised weights stays until weights change: asked for,
+    and weights are kept. Of sharded weights it would be a copy of the whole model on every rank."""
+    strategy = strategy_named(ddp_config.data_parallel_sharding_strategy)
+    return is_on(ddp_config, TRANSPOSES) and not strategy.shard_weights
 
 
 def shards_outer(ddp_config: Any) -> bool:
@@ -221,6 +245,7 @@ def engine_config(ddp_config: Any) -> EngineConfig:
         shard_outer=shards_outer(ddp_config),
         **slots_wanted(ddp_config),
         fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
+        keep_derived=keeps_transposes(ddp_config),
         scale_before_sum=not (
             ddp_config.gradient_reduce_div_fusion or ddp_config.average_in_collective
         ),

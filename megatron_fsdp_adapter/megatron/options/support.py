@@ -42,17 +42,15 @@ def _above_one(option: str, message: str) -> Rule:
     return Rule(option, lambda config: (getattr(config, option, None) or 1) > 1, message)
 
 
-FP8_RECIPES = ("delayed", "tensorwise")
-MXFP8_PARAMETERS = "MXFP8 parameters are not supported; set it to False"
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
 MODEL_CONFIG_RULES: tuple[Rule, ...] = (
-    off("fp8_param", "FP8 parameters are coming; set it to False (FP8 compute is not refused)"),
     Rule(
         "fp8_recipe",
         lambda config: bool(getattr(config, "fp8", None))
         and getattr(config, "fp8_recipe", "delayed") not in FP8_RECIPES,
-        f"FP8 compute is supported with the recipes {list(FP8_RECIPES)}; use one of them",
+        f"FP8 is supported with the recipes {list(FP8_RECIPES)}; use one of them",
     ),
     off("fp4", "FP4 compute is coming; leave it unset"),
     Rule(
@@ -204,7 +202,6 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
         "one optimizer holds all parameters here, so there is no second step to overlap with; "
         "weights are gathered under the forward pass; set it to False",
     ),
-    off("reuse_grad_buf_for_mxfp8_param_ag", MXFP8_PARAMETERS),
     off(
         "optimizer_cuda_graph",
         "a replayed step does not tell the wrapper that weights have changed; set it to False",
