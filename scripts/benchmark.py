@@ -24,7 +24,7 @@ if int(os.environ.get("RANK", "0")) != 0:
     warnings.simplefilter("ignore")  # once is enough
 
 from lib.bench_subjects import DEFAULT, KINDS, Plan, Subject, parse_subjects
-from lib.check import this_machine, validated
+from lib.check import Machine, this_machine, validated
 from lib.options import Options, parse, read_preset
 
 # What a benchmark does not need to be told. The preset comes after the first, the command line
@@ -82,10 +82,13 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Settings, Options]:
     return Settings(subjects, plan, known.json, known.plot), options
 
 
-def common_options(options: Options, num_microbatches: int) -> Options:
+def common_options(
+    options: Options, num_microbatches: int, machine: Machine | None = None
+) -> Options:
     """The options of the model and the step; whatever concerns data, logs and checkpoints, and
-    what would make wrappers train differently (dropout) or wait for the host, is taken out."""
-    machine = this_machine()
+    what would make wrappers train differently (dropout) or wait for the host, is taken out.
+    `machine`: default that which this process finds."""
+    machine = machine or this_machine()
     ranks = machine.world_size // options.tensor_model_parallel_size
     changed = dataclasses.replace(
         options,

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lib.bench_subjects import FLOOR, Plan, Subject
+from lib.bench_subjects import Plan, Subject
 from lib.bench_trace import Trace, read_trace
-from lib.bench_wrappers import Batch, Runner, build
+from lib.bench_wrappers import Batch, Runner, build, forget_fp8
 from lib.data import vocabulary
 from lib.distributed import Place
 from lib.options import Options
@@ -148,6 +148,7 @@ class Bench:
 
     def probed(self, subject: Subject) -> tuple[Runner, Memory]:
         """Builds a wrapper, warms it up, and reads its memory: nothing else may be alive."""
+        forget_fp8()
         before = free_memory(self.place.device)
         reserved = _reserved(self.place.device)
         runner = build(subject, self.options, self.place)
@@ -189,25 +190,30 @@ class Bench:
             names = ",".join(captured)
             raise ValueError(f"--wrappers {names}: core has one CUDA graph; add --isolated")
         results = [Result(subject) for subject in subjects]
-        self._warm_libraries()
+        self._warm_libraries(subjects)
         if self.plan.isolated:
             for number, result in enumerate(results, start=1):
-                self._alone(result, with_floor=FLOOR in subjects and result.subject != FLOOR)
+                floor = result.subject.floor
+                self._alone(result, with_floor=floor in subjects and result.subject != floor)
                 self.note(results[:number])
         else:
             self._together(results)
             self.note(results)
         return results
 
-    def _warm_libraries(self) -> None:
-        """Steps of the bare model: compiled kernels and the libraries' workspaces, which stay,
-        would otherwise be counted as the first wrapper's."""
-        if self.place.device.type == "cuda":
-            self.say("warming up libraries")
-            floor = build(FLOOR, self.options, self.place)
+    def _warm_libraries(self, subjects: Sequence[Subject]) -> None:
+        """Steps of the bare model, in each precision: compiled kernels and the libraries'
+        workspaces, which stay, would otherwise be counted as the first wrapper's."""
+        if self.place.device.type != "cuda":
+            return
+        self.say("warming up libraries")
+        for floor_subject in dict.fromkeys(subject.floor for subject in subjects):
+            floor = build(floor_subject, self.options, self.place)
             for _ in self.pool:  # a second size of the experts' inputs compiles once more
                 self.step(floor)
             self.synchronize()
+            del floor
+            free_memory(self.place.device)
 
     def _alone(self, result: Result, with_floor: bool) -> None:
         """One wrapper, and beside it a floor of its own."""
@@ -226,13 +232,13 @@ class Bench:
     def _samples_beside_floor(self, result: Result, runner: Runner, with_floor: bool) -> None:
         runners = [runner]
         if with_floor:
-            floor = build(FLOOR, self.options, self.place)
+            floor = build(result.subject.floor, self.options, self.place)
             for _ in range(self.plan.warmup):
                 self.step(floor)
             runners.append(floor)
         samples = self._rounds(runners)
         _take(result, samples[0])
-        if with_floor or result.subject == FLOOR:
+        if with_floor or result.subject == result.subject.floor:
             result.floor_seconds = [sample.clock for sample in samples[-1]]
         runners.clear()
         self._finish(result, runner)
@@ -254,9 +260,9 @@ class Bench:
         for result, runner, mine in zip(able, runners, samples, strict=True):
             _take(result, mine)
             self._finish(result, runner)
-        floor = next((result.seconds for result in able if result.subject == FLOOR), [])
+        seconds = {result.subject: result.seconds for result in able}
         for result in able:
-            result.floor_seconds = floor
+            result.floor_seconds = seconds.get(result.subject.floor, [])
 
     def _probed_and_closed(self, result: Result) -> Memory:
         runner, memory = self.probed(result.subject)
@@ -284,7 +290,7 @@ class Bench:
     def _profile(self, runner: Runner, folder: Path) -> Trace | None:
         """A trace of one step on the first rank, and what it tells about a GPU; the others take
         the same steps."""
-        name = runner.subject.name.replace(":", "-")
+        name = runner.subject.name.replace(":", "-").replace("@", "-")
         # Markers tell streams apart, and kernels of a CUDA graph run on streams of its own.
         runner.marked = (
             self.place.device.type == "cuda"

@@ -93,10 +93,23 @@ def _largest(values: Sequence[float]) -> float:
     return next((value for value in values if value != value), max(values))
 
 
-def reference_of(results: Sequence[Result]) -> Result | None:
-    """What losses are compared with: DDP if it ran, else the first wrapper that trained."""
-    able = [r for r in results if r.error is None and not r.subject.is_floor]
-    return next((r for r in able if r.subject == Subject("ddp")), able[0] if able else None)
+def ddp_of(result: Result, results: Sequence[Result]) -> Result | None:
+    """Megatron's DDP in the same precision, if it ran."""
+    ddp = Subject("ddp", precision=result.subject.precision)
+    return next((r for r in results if r.subject == ddp and r.error is None), None)
+
+
+def reference_of(result: Result, results: Sequence[Result]) -> Result | None:
+    """What losses are compared with: DDP in the same precision if it ran, else the first wrapper
+    that trained in it."""
+    able = [
+        r
+        for r in results
+        if r.error is None
+        and not r.subject.is_floor
+        and r.subject.precision == result.subject.precision
+    ]
+    return ddp_of(result, results) or (able[0] if able else None)
 
 
 def flops_per_token(options: Options) -> int:
@@ -136,8 +149,6 @@ class Row:
 
 def rows(results: Sequence[Result], plan: Plan, options: Options) -> list[Row | Result]:
     """A `Row` for each wrapper that ran, the bare `Result` for each that did not."""
-    reference = reference_of(results)
-    ddp = next((r for r in results if r.subject == Subject("ddp") and r.error is None), None)
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     tokens = options.micro_batch_size * options.seq_length * plan.num_microbatches
     table: list[Row | Result] = []
@@ -147,13 +158,14 @@ def rows(results: Sequence[Result], plan: Plan, options: Options) -> list[Row | 
             continue
         time = spread(result.seconds)
         over_floor = ratios(result.seconds, result.floor_seconds)
+        reference = reference_of(result, results)
         apart = None if reference is None else deviation(result, reference)
         table.append(
             Row(
                 result,
                 time,
                 spread(over_floor).median if over_floor else None,
-                _over_ddp(result, ddp, plan),
+                _over_ddp(result, ddp_of(result, results), plan),
                 tokens / time.median,
                 tokens / time.median * flops_per_token(options),
                 apart,
@@ -245,8 +257,12 @@ def table_text(table: Sequence[Row | Result], unit: int) -> str:
 
     out = [text(line) for line in lines]
     measured = [row.result for row in table if isinstance(row, Row)]
-    floor = next((result.trace for result in measured if result.subject == FLOOR), None)
-    out += [line for result in measured for line in _trace_lines(result, floor)]
+    floors = {result.subject: result.trace for result in measured}
+    out += [
+        line
+        for result in measured
+        for line in _trace_lines(result, floors.get(result.subject.floor))
+    ]
     out += [
         f"{row.subject.name}: not measured: {row.error}" for row in table if isinstance(row, Result)
     ]
@@ -264,10 +280,8 @@ def machine(place: Place) -> dict[str, Any]:
     }
 
 
-def write_json(
-    path: Path, table: Sequence[Row | Result], plan: Plan, options: Options, place: Place
-) -> None:
-    """Everything: options, samples, and what the table shows."""
+def plain_rows(table: Sequence[Row | Result]) -> list[dict[str, Any]]:
+    """For JSON: samples, and what the table shows."""
     lines = []
     for row in table:
         if isinstance(row, Result):
@@ -276,12 +290,19 @@ def write_json(
         shown = dataclasses.asdict(dataclasses.replace(row, result=Result(FLOOR)))
         shown.pop("result")
         lines.append({**as_plain(row.result), **shown})
+    return lines
+
+
+def write_json(
+    path: Path, table: Sequence[Row | Result], plan: Plan, options: Options, place: Place
+) -> None:
+    """Everything: options, samples, and what the table shows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "machine": machine(place),
         "plan": {**dataclasses.asdict(plan), "profile": str(plan.profile)},
         "options": options.as_dict(),
-        "rows": lines,
+        "rows": plain_rows(table),
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
 

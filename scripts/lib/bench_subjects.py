@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -40,20 +40,43 @@ KINDS: dict[str, Kind] = {
     "bundled": Kind("megatron-core's own FSDP", STRATEGIES, ("optim_grads_params",)),
 }
 
+RECIPES = ("tensorwise", "delayed", "blockwise")
+PRECISIONS = ("bf16", *(f"{kind}_{recipe}" for kind in ("fp8", "fp8w") for recipe in RECIPES))
+"""What a name may end in, after `@`: bf16 products; FP8 products of bf16, or of FP8, weights."""
+
 OURS = tuple(kind for kind in KINDS if kind.split("-")[0] == "ours")
 DEFAULT = tuple(kind for kind in KINDS if "-" not in kind)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One wrapper: `kind` is a key of `KINDS`, `strategy` one of its strategies or None."""
+    """One wrapper: `kind` is a key of `KINDS`, `strategy` one of its strategies or None, and
+    `precision` one of `PRECISIONS`, or None for what the options of the run say."""
 
     kind: str
     strategy: str | None = None
+    precision: str | None = None
 
     @property
     def name(self) -> str:
-        return self.kind if self.strategy is None else f"{self.kind}:{self.strategy}"
+        name = self.kind if self.strategy is None else f"{self.kind}:{self.strategy}"
+        return name if self.precision is None else f"{name}@{self.precision}"
+
+    @property
+    def floor(self) -> Subject:
+        """The floor that it is measured against."""
+        return Subject("floor", precision=self.precision)
+
+    @property
+    def recipe(self) -> str | None:
+        """The recipe of FP8 that its name says."""
+        _, _, recipe = (self.precision or "").partition("_")
+        return recipe or None
+
+    @property
+    def has_fp8_weights(self) -> bool:
+        """Whether its name says so."""
+        return (self.precision or "").startswith("fp8w_")
 
     @property
     def is_captured(self) -> bool:
@@ -71,35 +94,59 @@ class Subject:
 
     def with_separate_gathers(self) -> Subject:
         """Ours on all-gather groups of its own; any other as it is."""
-        return Subject("ours-ag", self.strategy) if self.kind == "ours" else self
+        return replace(self, kind="ours-ag") if self.kind == "ours" else self
 
 
 FLOOR = Subject("floor")
 
+FP8_ROWS = (
+    "floor@fp8w_tensorwise", "ours:optim_grads_params@fp8w_tensorwise",
+    "ours-ce-rs@fp8w_tensorwise",
+    "ddp@fp8w_tensorwise", "bundled@fp8w_tensorwise", "ours-ce-graph@fp8w_tensorwise",
+    "floor@fp8w_blockwise", "ours:optim_grads_params@fp8w_blockwise", "ddp@fp8w_blockwise",
+    "bundled@fp8w_blockwise", "ours-ce-rs@fp8w_blockwise",
+    "floor@bf16", "ours:optim_grads_params@bf16",
+    "floor@fp8_tensorwise", "ours:optim_grads_params@fp8_tensorwise", "ddp@fp8_tensorwise",
+    "floor@fp8w_delayed", "ours:optim_grads_params@fp8w_delayed", "ours-ce-rs@fp8w_delayed",
+    "ddp@fp8w_delayed", "bundled@fp8w_delayed",
+    "ours-ce-graph@fp8w_blockwise", "ours-ce-rs@bf16", "ours-ce-graph@bf16",
+    "ours-db@fp8w_tensorwise", "ours-ce@fp8w_tensorwise", "ours:optim@fp8w_tensorwise",
+    "floor-graph@fp8w_tensorwise", "ours-ce-graph@fp8w_delayed",
+    "floor@fp8_blockwise", "ours:optim_grads_params@fp8_blockwise", "ddp@fp8_blockwise",
+    "bundled@fp8_tensorwise", "ddp@bf16", "bundled@bf16",
+    "floor@fp8_delayed", "ours:optim_grads_params@fp8_delayed", "ddp@fp8_delayed",
+)  # fmt: skip
+"""Everything about quantised weights, what matters most first: time may end before the rows do."""
+SETS = {"fp8": ",".join(FP8_ROWS)}
+
 
 def parse_subjects(text: str) -> list[Subject]:
-    """Reads "floor,ddp,ours:optim": names, or kinds that stand for several; each once, in order.
+    """Reads "floor,ddp,ours:optim@fp8w_delayed": names, or kinds that stand for several; each once,
+    in order.
 
     ValueError lists the known ones.
     """
     subjects: list[Subject] = []
     for part in filter(None, (piece.strip() for piece in text.split(","))):
-        kind, _, strategy = part.partition(":")
+        wrapper, _, precision = part.partition("@")
+        kind, _, strategy = wrapper.partition(":")
         known = KINDS.get(kind)
-        if known is None or (strategy and strategy not in known.strategies):
+        strange = known is None or (strategy and strategy not in known.strategies)
+        if known is None or strange or (precision and precision not in PRECISIONS):
             raise ValueError(f"--wrappers {text}: {part!r} is unknown; use {_known()}")
-        chosen = (strategy,) if strategy else known.default
-        subjects += [Subject(kind, one) for one in chosen] or [Subject(kind)]
+        chosen = (strategy,) if strategy else known.default or (None,)
+        subjects += [Subject(kind, one, precision or None) for one in chosen]
     if not subjects:
         raise ValueError(f"--wrappers {text!r} names nothing; use {_known()}")
     return list(dict.fromkeys(subjects))
 
 
 def _known() -> str:
-    return ", ".join(
+    wrappers = ", ".join(
         f"{kind}[:{'|'.join(row.strategies)}]" if row.strategies else kind
         for kind, row in KINDS.items()
     )
+    return f"{wrappers}; each may end in @{'|'.join(PRECISIONS)}"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ forward-backward schedule, with AdamW and the same clipping, and with float32 gr
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from lib import model as training
 from lib.bench_subjects import OURS, Subject
-from lib.check import this_machine, validated
+from lib.check import Machine, this_machine, validated
 from lib.distributed import Place
 from lib.loop import forward_step
 from lib.options import Options
@@ -125,8 +126,9 @@ def _plain(norm: Any) -> float | None:
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def row_options(subject: Subject, options: Options) -> Options:
-    """The options of one wrapper: what all have in common, and what selects it.
+def row_options(subject: Subject, options: Options, machine: Machine | None = None) -> Options:
+    """The options of one wrapper: what all have in common, and what selects it. `machine`: default
+    that which this process finds.
 
     Raises ValueError for a wrapper that cannot take the options.
     """
@@ -153,8 +155,22 @@ def row_options(subject: Subject, options: Options) -> Options:
         calculate_per_token_loss=options.calculate_per_token_loss and reduces_tokens,
         data_parallel_sharding_strategy=subject.strategy or "optim_grads_params",
         ckpt_format=None,
+        **_precision(subject),
     )
-    return validated(changed, this_machine())[0]
+    return validated(changed, machine or this_machine())[0]
+
+
+def _precision(subject: Subject) -> dict[str, Any]:
+    """The options that its name says, over those of the run."""
+    if subject.precision is None:
+        return {}
+    fp8 = {"fp8_format": "hybrid", "fp8_recipe": subject.recipe} if subject.recipe else {}
+    return {
+        "bf16": True,
+        "fp8_format": None,
+        "fp8_param_gather": subject.has_fp8_weights,
+        **fp8,
+    }
 
 
 def build(subject: Subject, options: Options, place: Place) -> Runner:
@@ -181,6 +197,14 @@ def forget_graphs() -> None:
         FullCudaGraphWrapper.cuda_graph[stage] = None
         FullCudaGraphWrapper.result[stage] = None
         StaticBufferLoader.static_buffers[stage] = []
+
+
+def forget_fp8() -> None:
+    """Transformer Engine keeps the largest values of all FP8 modules there have been in one state
+    of the process, and updates them after every step. Call it while no wrapper is alive."""
+    module = sys.modules.get("transformer_engine.pytorch.quantization")
+    if module is not None:
+        module.FP8GlobalStateManager.reset()
 
 
 def _config(subject: Subject, options: Options) -> Any:

@@ -88,6 +88,9 @@ CHOICES = {
     "cross_entropy_fusion_impl": ("native", "te"),
     "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root"),
     "recompute_granularity": ("full", "selective", None),
+    "fp8_format": ("hybrid", "e4m3", None),
+    "fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8"),
+    "fp8_amax_compute_algo": ("most_recent", "max"),
     "recompute_method": ("uniform", "block", None),
     "data_parallel_sharding_strategy": STRATEGIES,
     "distributed_backend": ("nccl", "gloo"),
@@ -123,6 +126,7 @@ AT_LEAST: dict[str, float] = {
             "make_vocab_size_divisible_by",
             "save_interval",
             "log_interval",
+            "fp8_amax_history_len",
         ),
         1,
     ),
@@ -222,6 +226,20 @@ RULES = (
         lambda o, m: o.grad_reduce_in_bf16 and not o.bf16,
         "--grad-reduce-in-bf16 without --bf16: gradients of an fp32 model are reduced in fp32; "
         "leave it out",
+    ),
+    Rule(
+        lambda o, m: o.fp8_format is not None and o.transformer_impl != "transformer_engine",
+        "--fp8-format {o.fp8_format} with --transformer-impl {o.transformer_impl}: FP8 products "
+        "are TE's; use --transformer-impl transformer_engine, on a GPU, or leave it out",
+    ),
+    Rule(
+        lambda o, m: o.fp8_format is not None and not o.bf16,
+        "--fp8-format {o.fp8_format} without --bf16: what is not FP8 is bf16; give --bf16",
+    ),
+    Rule(
+        lambda o, m: o.fp8_format is None and o.fp8_param_gather,
+        "--fp8-param-gather without --fp8-format: nothing would multiply FP8 weights; give "
+        "--fp8-format hybrid, or leave it out",
     ),
     Rule(
         lambda o, m: o.recompute_granularity == "full"

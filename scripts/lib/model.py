@@ -75,6 +75,11 @@ _MOE_FIELDS = (
     "moe_grouped_gemm",
     "moe_permute_fusion",
 )
+_FP8_FIELDS = (
+    "fp8_recipe",
+    "fp8_amax_history_len",
+    "fp8_amax_compute_algo",
+)
 _OPTIMIZER_FIELDS = (
     "lr",
     "min_lr",
@@ -94,6 +99,7 @@ _DDP_FIELDS = (
     "num_distributed_optimizer_instances",
     "use_megatron_fsdp",
     "reduce_scatter_with_fp32_accumulation",
+    "fp8_param_gather",
 )
 
 FIXED_BUFFERS = (
@@ -130,6 +136,9 @@ def transformer_config(options: Options) -> TransformerConfig:
     fields = _chosen(options, _TRANSFORMER_FIELDS)
     if options.num_experts is not None:  # core warns about, or refuses, some of them without it
         fields |= {"num_moe_experts": options.num_experts, **_chosen(options, _MOE_FIELDS)}
+    if options.fp8_format is not None:
+        fields |= {"fp8": options.fp8_format, "fp8_param": options.fp8_param_gather}
+        fields |= _chosen(options, _FP8_FIELDS)
     fused = options.bias_swiglu_fusion if options.swiglu else options.bias_gelu_fusion
     has_bias = not options.disable_bias_linear
     return TransformerConfig(
@@ -236,7 +245,9 @@ def wrap(
 def build_optimizer(options: Options, model: torch.nn.Module) -> MegatronOptimizer:
     """Core's optimizer for the wrapped model."""
     config = OptimizerConfig(
-        **_chosen(options, _OPTIMIZER_FIELDS), params_dtype=params_dtype(options)
+        **_chosen(options, _OPTIMIZER_FIELDS),
+        params_dtype=params_dtype(options),
+        fp8_recipe=options.fp8_recipe if options.fp8_format is not None else None,
     )
     return get_megatron_optimizer(
         config, [model], config_overrides=get_standard_config_overrides(config)

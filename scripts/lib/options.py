@@ -103,6 +103,11 @@ class Options:
         False, "average over the tokens of the global batch, not over microbatches"
     )
     check_for_nan_in_loss_and_grad: bool = option(True, "stop when the loss is not finite")
+    fp8_format: str | None = option(None, "hybrid or e4m3: FP8 matrix products (TE's layers)")
+    fp8_recipe: str = option("delayed", "delayed, tensorwise, blockwise or mxfp8 scales of FP8")
+    fp8_param_gather: bool = option(False, "weights of TE's linear layers kept and gathered in FP8")
+    fp8_amax_history_len: int = option(1, "steps whose largest values delayed scaling keeps")
+    fp8_amax_compute_algo: str = option("most_recent", "most_recent or max of that history")
     # Memory
     recompute_granularity: str | None = option(None, "full or selective activation recompute")
     recompute_method: str | None = option(None, "uniform or block, with full recompute")
