@@ -10,7 +10,8 @@ the capture, and after one what it was after it:
     at its end                  the streams are back, the gradients stay attached, in storage that
                                 is theirs for good: each replay overwrites it
     outside                     gradients are forgotten only by an eager training step; weights are
-                                not gathered ahead, since a graph cannot wait for that
+                                not gathered ahead, since a graph cannot wait for that; quantised
+                                ones are made anew as soon as their main weights have changed
 
 The alternative, gathering the first unit outside of the graph, needs an event that the graph waits
 for, which CUDA has (external events) and torch 2.11 does not offer for a capture by somebody else.
@@ -80,6 +81,8 @@ class Captures:
             if group.key.requires_grad:
                 group.grad.keep()
         self.captured = True
+        if self._engine.quantisation is not None:
+            self._engine.quantisation.at_once = True
 
     def keeps_gradients(self) -> bool:
         """Gradients should be forgotten. True if that has to wait, as a replay may follow."""

@@ -208,6 +208,14 @@ def test_weights_are_quantised_once_after_each_change_and_at_no_other_time(world
     assert finished() == 1, "two changes, one use"
     rig.engine.main_weights_changed()
     assert finished() == 1, "raw parameters are shown: there will be no better time"
+    rig.zero()
+    rig.forward_backward(1)
+    rig.finish()
+    rig.engine.quantisation.at_once = True
+    rig.optimizer_step()
+    assert finished() == 1, "a graph may be replayed before anything of ours is called again"
+    rig.sync(wait=True)
+    assert finished() == 0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_fsdp_adapter.megatron.captures import Captures
+from tests.adapter.test_cuda_graphs import Capturing
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
     Trainer,
     batches,
     build_trainer,
+    forward_backward,
     init_megatron,
     train_step,
 )
@@ -77,6 +80,24 @@ def check_weights(trainer: Trainer, recipe: str, group: Any, label: str) -> int:
     return checked
 
 
+def _step_after_capture(trainer: Trainer, rank: int) -> None:
+    """The optimizer's step behind an iteration that was captured: what follows may be a replay,
+    in which nothing of Python runs."""
+    flag = Capturing()
+    trainer.wrapper._captures = Captures(trainer.wrapper.engine, flag)
+    flag.now = True
+    trainer.wrapper.zero_grad_buffer()
+    forward_backward(trainer, batches(CASE, 1, rank, torch.device("cpu")))
+    flag.now = False
+    engine = trainer.wrapper.engine
+    groups = [group for group in engine.groups if group.key.quantised]
+    kept = [plane.held[0].clone() for group in groups for plane in group.planes]
+    trainer.optimizer.step()
+    now = [plane.held[0] for group in groups for plane in group.planes]
+    changed = [not torch.equal(one, two) for one, two in zip(now, kept, strict=True)]
+    assert all(changed), f"{sum(changed)} of {len(changed)} planes have changed"
+
+
 def _train(rank: int, world: int, folder: str, strategy: str) -> None:
     device = init_megatron()
     with standing_in(Path(folder)):
@@ -94,6 +115,7 @@ def _train(rank: int, world: int, folder: str, strategy: str) -> None:
                 assert norm > 0
                 check_weights(trainer, recipe, group, f"{recipe}, {strategy}, step {step}")
             assert losses[2] < losses[1] < losses[0], losses
+            _step_after_capture(trainer, rank)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -456,9 +456,7 @@ class FsdpEngine:
         quantised ones are made anew, once, when raw parameters are shown. Collective then. loaded:
         those of parameters that are not trained, too."""
         if self.quantisation is not None:
-            self.quantisation.changed(loaded)
-            if self.switch.shown is Identity.RAW:
-                self.quantisation.catch_up(unsaid=False)
+            self.quantisation.changed(loaded, needed=self.switch.shown is Identity.RAW)
         self.gather.invalidate()
 
     @torch.no_grad()

@@ -42,6 +42,10 @@ class Quantisation:
     Args:
         trained, frozen: the domains of parameters that the optimizer writes, and of others, which
             only a load does.
+
+    Attributes:
+        at_once: whether what has changed is made anew when that is said, and not before it is
+            needed: once a CUDA graph computes, nothing of ours runs then.
     """
 
     def __init__(
@@ -50,12 +54,15 @@ class Quantisation:
     ) -> None:
         self._trained, self._frozen = trained, frozen
         self._runtime, self._launches = runtime, launches
-        self._changed = self._loaded = False
+        self._changed = self._loaded = self.at_once = False
 
-    def changed(self, loaded: bool) -> None:
-        """Main weights were written; with `loaded` also those of frozen parameters."""
+    def changed(self, loaded: bool, needed: bool) -> None:
+        """Main weights were written; with `loaded` also those of frozen parameters. needed: raw
+        parameters are shown, as they are computed with."""
         self._changed = True
         self._loaded |= loaded
+        if needed or self.at_once:
+            self.catch_up(unsaid=False)
 
     @torch.no_grad()
     def catch_up(self, unsaid: bool) -> None:
