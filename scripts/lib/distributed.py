@@ -57,7 +57,7 @@ def start(options: Options) -> Place:
         num_distributed_optimizer_instances=options.num_distributed_optimizer_instances,
         distributed_timeout_minutes=options.distributed_timeout_minutes,
     )
-    _seed(options.seed)
+    seed_everything(options.seed)
     return Place(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -75,7 +75,8 @@ def _device() -> torch.device:
     return device
 
 
-def _seed(seed: int) -> None:
+def seed_everything(seed: int) -> None:
+    """Python's, numpy's, torch's and the tensor-parallel generators."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
