@@ -18,13 +18,16 @@ import torch
 
 from ..core.engine.direct import GradWriter
 from ..core.engine.partition import ManagedParam
+from ..quantised import format_of
 from .wgrad_probe import Observed
 
 _EXTENSION = "fused_weight_gradient_mlp_cuda"
 
 
 def grad_writer(
-    managed: ManagedParam, is_fresh: bool, observe: Callable[[Any, torch.dtype], Observed] | None
+    managed: ManagedParam,
+    is_fresh: bool,
+    observe: Callable[[Any, torch.dtype, bool], Observed] | None,
 ) -> GradWriter:
     """Who writes the gradient of `managed`, from the modules that hold it.
 
@@ -33,8 +36,8 @@ def grad_writer(
 
     Args:
         is_fresh: every backward begins with a bucket that holds nothing (gradients are sharded).
-        observe: what a module with weights of a dtype does to `main_grad`; None without
-            `gradient_accumulation_fusion`.
+        observe: what a module with weights of a dtype, quantised or not, does to `main_grad`; None
+            without `gradient_accumulation_fusion`.
 
     Raises:
         ValueError: a module that neither adds nor overwrites as it is told to.
@@ -42,8 +45,9 @@ def grad_writer(
     param = managed.param
     if observe is None or param.ndim != 2 or not param.requires_grad:
         return GradWriter.AUTOGRAD
+    is_quantised = format_of(managed) is not None
     writers = {
-        _writer_that(observe(owner, param.dtype), is_fresh, type(owner).__name__)
+        _writer_that(observe(owner, param.dtype, is_quantised), is_fresh, type(owner).__name__)
         for owner, _ in managed.slots
         if fuses(owner)
     }

@@ -18,7 +18,7 @@ from ..quantised import format_of
 from .domains import ModelDomains
 from .fused_wgrad import asks_fusion, grad_writer
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
-from .wgrad_probe import Observer, precisions_of
+from .wgrad_probe import Observer, precisions_of, quantised_precision
 
 DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer, MambaLayer)
 
@@ -108,4 +108,4 @@ def _observer(config: Any, engine_config: EngineConfig, device: torch.device) ->
         return None
     policy = engine_config.policy
     written = policy.comm_dtype if engine_config.strategy.shard_grads else policy.grads_dtype
-    return Observer(precisions_of(config), written, device)
+    return Observer(precisions_of(config), written, device, quantised_precision(config))

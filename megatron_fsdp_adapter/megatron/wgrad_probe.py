@@ -60,10 +60,12 @@ UNKNOWN = Observed(adds=True)
 
 @dataclass(frozen=True)
 class Precision:
-    """What a model computes in: a name, equal for equal precisions, and a context for forwards."""
+    """What a model computes in: a name, equal for equal precisions, a context for forwards, and
+    one for making modules, whose weights are quantised in some."""
 
     name: str
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, compare=False)
+    made: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, compare=False)
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def maker_name(kind: type) -> str | None:
 
 def observe(
     maker: Maker,
-    context: Callable[[], AbstractContextManager[Any]],
+    precision: Precision,
     dtype: torch.dtype,
     main_dtype: torch.dtype,
     device: torch.device,
@@ -170,7 +172,7 @@ def observe(
     def run(fill: float, **told: bool) -> list[torch.Tensor]:
         with torch.random.fork_rng(devices=devices), _te_histories_kept(), torch.enable_grad():
             torch.manual_seed(1234)
-            return _main_grads(maker, context, dtype, main_dtype, device, fill, **told)
+            return _main_grads(maker, precision, dtype, main_dtype, device, fill, **told)
 
     adds = _were_added_to(run(MARK))
     if not maker.can_be_told:
@@ -187,7 +189,7 @@ def observe(
 
 def _main_grads(
     maker: Maker,
-    context: Callable[[], AbstractContextManager[Any]],
+    precision: Precision,
     dtype: torch.dtype,
     main_dtype: torch.dtype,
     device: torch.device,
@@ -197,17 +199,18 @@ def _main_grads(
 ) -> list[torch.Tensor]:
     """`main_grad` of every matrix after one forward and backward, with `fill` in it before. What
     is not None is told to the module, then."""
-    module = maker.make(dtype=dtype, device=device)
+    with precision.made():
+        module = maker.make(dtype=dtype, device=device)
     weights: list[Any] = [param for param in module.parameters() if param.ndim == 2]
     for weight in weights:
-        weight.main_grad = torch.full_like(weight, fill, dtype=main_dtype, requires_grad=False)
+        weight.main_grad = torch.full(weight.shape, fill, dtype=main_dtype, device=device)
         if in_backward is not None or in_forward is not None:
             weight.__fsdp_param__ = True
             weight.get_main_grad = functools.partial(_hand_out, weight, in_backward)
         if in_forward is not None:
             weight.overwrite_main_grad = in_forward
     x = torch.randn(TOKENS, SIZE, dtype=dtype, device=device, requires_grad=True)
-    with context():
+    with precision.context():
         output = maker.call(module, x)
     output.backward(torch.randn_like(output))
     return [weight.main_grad for weight in weights]
@@ -275,15 +278,29 @@ def _copy_of_table(table: Any) -> Any:
 
 
 def precisions_of(config: Any) -> tuple[Precision, ...]:
-    """What layers of a model with this `TransformerConfig` may compute in. Some stay in the
-    weights' dtype under FP8: the output layer, and the first and last ones if asked for."""
-    if not getattr(config, "fp8", None):
+    """What layers of a model with this `TransformerConfig` may compute in, if their weights are not
+    quantised. Some stay in the weights' dtype under FP8: the output layer, and the first and last
+    ones if asked for."""
+    quantised = quantised_precision(config)
+    if quantised is None:
         return (Precision("weights"),)
+    return Precision("weights"), Precision(f"{quantised.name} compute", quantised.context)
+
+
+def quantised_precision(config: Any) -> Precision | None:
+    """What layers compute in whose weights are quantised: the recipe of the model's config, and
+    nothing else, as Transformer Engine cannot fuse where it makes such weights whole first. None
+    without a recipe."""
+    if not getattr(config, "fp8", None):
+        return None
     from megatron.core.fp8_utils import get_fp8_recipe
 
-    recipe, name = get_fp8_recipe(config), f"FP8 {config.fp8} {config.fp8_recipe}"
-    context = functools.partial(_quantised, without_reductions(recipe))
-    return Precision("weights"), Precision(name, context)
+    recipe = without_reductions(get_fp8_recipe(config))
+    return Precision(
+        f"FP8 {config.fp8} {config.fp8_recipe}",
+        functools.partial(_quantised, recipe),
+        functools.partial(_quantised_weights, recipe),
+    )
 
 
 def without_reductions(recipe: Any) -> Any:
@@ -304,6 +321,14 @@ def _quantised(recipe: Any) -> AbstractContextManager[Any]:
     return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
 
 
+def _quantised_weights(recipe: Any) -> AbstractContextManager[Any]:
+    import transformer_engine.pytorch as te
+
+    name = "quantized_model_init" if hasattr(te, "quantized_model_init") else "fp8_model_init"
+    made: AbstractContextManager[Any] = getattr(te, name)(enabled=True, recipe=recipe)
+    return made
+
+
 @functools.cache
 def observed_once(
     name: str, precision: Precision, dtype: torch.dtype, main_dtype: torch.dtype, device_type: str
@@ -313,7 +338,7 @@ def observed_once(
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     try:
-        return observe(MAKERS[name], precision.context, dtype, main_dtype, device)
+        return observe(MAKERS[name], precision, dtype, main_dtype, device)
     except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
         warnings.warn(
             f"{name} in {precision.name} ({dtype}) could not be tried out ({error}): its weight "
@@ -325,15 +350,21 @@ def observed_once(
 
 @dataclass(frozen=True)
 class Observer:
-    """What modules of a model do to `main_grad`, which is of `main_dtype`."""
+    """What modules of a model do to `main_grad`, which is of `main_dtype`.
+
+    precisions: of modules whose weights are not quantised; quantised: of others.
+    """
 
     precisions: tuple[Precision, ...]
     main_dtype: torch.dtype
     device: torch.device
+    quantised: Precision | None = None
 
-    def __call__(self, owner: nn.Module, dtype: torch.dtype) -> Observed:
-        """What holds in every precision that `owner`, with weights of `dtype`, may compute in.
-        ValueError where it cannot write into `main_dtype`."""
+    def __call__(
+        self, owner: nn.Module, dtype: torch.dtype, is_quantised: bool = False
+    ) -> Observed:
+        """What holds in every precision that `owner`, with weights of (nominal) `dtype`, may
+        compute in. ValueError where it cannot write into `main_dtype`."""
         name = maker_name(type(owner))
         if name is None:
             return UNKNOWN
@@ -345,8 +376,11 @@ class Observer:
                 "megatron_fsdp_grad_comm_dtype unset, or set gradient_accumulation_fusion=False "
                 "(--no-gradient-accumulation-fusion)"
             )
+        if is_quantised and self.quantised is None:
+            return UNKNOWN
+        precisions = (self.quantised,) if is_quantised and self.quantised else self.precisions
         seen = [
             observed_once(name, precision, dtype, self.main_dtype, self.device.type)
-            for precision in self.precisions
+            for precision in precisions
         ]
         return functools.reduce(lambda one, other: one & other, seen)

@@ -5,6 +5,8 @@ Transformer Engine's own classes: tests/gpu/test_gpu_wgrad.py.
 
 from __future__ import annotations
 
+import functools
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -89,7 +91,7 @@ def _maker(*habits: str) -> Maker:
 
 
 def _observe(maker: Maker) -> Observed:
-    return observe(maker, Precision("weights").context, torch.float32, torch.float32, CPU)
+    return observe(maker, Precision("weights"), torch.float32, torch.float32, CPU)
 
 
 @pytest.mark.parametrize("habit", SEEN)
@@ -206,8 +208,6 @@ def test_each_class_is_run_once_in_each_precision(makers: dict[str, Maker]) -> N
 
 def test_what_holds_in_one_precision_only_does_not_hold(makers: dict[str, Maker]) -> None:
     """As with Transformer Engine 2.11: in FP8 the flag is looked for on the quantised weight."""
-    from contextlib import contextmanager
-
     quantised = []
 
     @contextmanager
@@ -226,6 +226,32 @@ def test_what_holds_in_one_precision_only_does_not_hold(makers: dict[str, Maker]
     both = Observer((Precision("weights"), Precision("FP8", context)), torch.float32, CPU)
     assert one(ColumnParallel(), torch.float32).told_in_backward
     assert both(ColumnParallel(), torch.float32) == Observed(adds=True)
+
+
+def test_modules_of_quantised_weights_are_made_with_such_weights(makers: dict[str, Maker]) -> None:
+    """Transformer Engine 2.11 looks for the flag on the weight that it computes with: where that is
+    the parameter itself, it is there."""
+    entered: list[str] = []
+
+    @contextmanager
+    def inside(name: str) -> Any:
+        entered.append(name)
+        yield
+        entered.remove(name)
+
+    class Fickle(Fusing):
+        def __init__(self) -> None:
+            super().__init__("asks in backward" if entered == ["made"] else "adds")
+
+    makers[NAME] = Maker(lambda **options: Fickle())
+    made, computed = (functools.partial(inside, name) for name in ("made", "computed"))
+    fp8, weights = Precision("FP8", computed, made), (Precision("weights"),)
+    observer = Observer(weights, torch.float32, CPU, fp8)
+    assert observer(ColumnParallel(), torch.float32, True).told_in_backward
+    assert observer(ColumnParallel(), torch.float32) == Observed(adds=True)
+    nobody_knows = Observer(weights, torch.float32, CPU)
+    assert nobody_knows(ColumnParallel(), torch.float32, True) == UNKNOWN
+    assert entered == []
 
 
 def test_what_cannot_be_run_is_said_and_cleared_first(makers: dict[str, Maker]) -> None:
@@ -269,25 +295,25 @@ WRITERS = {
 @pytest.mark.parametrize("seen", WRITERS)
 @pytest.mark.parametrize("is_fresh", [True, False])
 def test_what_was_not_seen_to_overwrite_is_cleared_first(seen: Observed, is_fresh: bool) -> None:
-    writer = grad_writer(_managed(_Owner()), is_fresh, lambda owner, dtype: seen)
+    writer = grad_writer(_managed(_Owner()), is_fresh, lambda *asked: seen)
     assert writer is WRITERS[seen][0 if is_fresh else 1]
 
 
 def test_who_neither_adds_nor_overwrites_is_refused() -> None:
     for seen, is_fresh in ((Observed(False), True), (Observed(False, False, True), False)):
         with pytest.raises(ValueError, match="_Owner neither adds .* set gradient_accum"):
-            grad_writer(_managed(_Owner()), is_fresh, lambda owner, dtype, s=seen: s)
+            grad_writer(_managed(_Owner()), is_fresh, lambda *asked, s=seen: s)
 
 
 def test_a_weight_of_two_kinds_of_modules_is_cleared_first() -> None:
     habits = {"one": Observed(True, True, True), "other": Observed(True, False, True)}
     owners = [SimpleNamespace(fuse_wgrad_accumulation=True, habit=name) for name in habits]
-    writer = grad_writer(_managed(*owners), True, lambda owner, dtype: habits[owner.habit])
+    writer = grad_writer(_managed(*owners), True, lambda owner, *rest: habits[owner.habit])
     assert writer is GradWriter.ACCUMULATES
 
 
 def test_only_trained_matrices_of_fusing_modules_are_theirs_to_write() -> None:
-    def never(owner: Any, dtype: torch.dtype) -> Observed:
+    def never(*asked: Any) -> Observed:
         raise AssertionError("looked at without need")
 
     for managed in (

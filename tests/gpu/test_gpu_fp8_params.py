@@ -11,6 +11,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 
+from megatron_fsdp_adapter.core.engine.direct import GradWriter
+from megatron_fsdp_adapter.megatron import fused_wgrad
 from megatron_fsdp_adapter.quantised.tables import BLOCK
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -144,6 +147,34 @@ def trains_as_ddp(rank: int, world: int, recipe: str, strategy: str, microbatche
     return f"{checked} weights, {'bits' if exact else 'bounds'}, losses {losses}"
 
 
+def fused_trains_as_ddp(
+    rank: int, world: int, recipe: str, strategy: str, microbatches: int
+) -> str:
+    """Modules write weight gradients into the bucket, which holds garbage before: losses and
+    gradient norms are DDP's, whose modules add to zeroes."""
+    fused_wgrad.install()
+    case = CASE.but(microbatches=microbatches, fused=True, clip=1e6)  # norms, and no clipping
+    device = init_megatron()
+    theirs = trainer_of(case, recipe, None, device)
+    with mock.patch.dict(os.environ, {"MEGATRON_FSDP_ADAPTER_POISON": "1"}):
+        ours = trainer_of(case, recipe, strategy, device)
+    writers = {p.managed.writer for p in ours.wrapper.engine.pairs if p.group.key.quantised}
+    assert GradWriter.AUTOGRAD not in writers, writers
+    compare(ours, theirs, f"{recipe}, {strategy}, made")
+    furthest, is_exact = 0.0, True
+    for step in range(STEPS):
+        data = batches(case, step, rank, device)
+        pairs = zip(train_step(ours, data), train_step(theirs, data), strict=True)
+        for what, (mine, other) in zip(("loss", "norm"), pairs, strict=True):
+            off = abs(mine - other) / other
+            assert off < BOUND, (recipe, strategy, step, what, mine, other)
+            furthest, is_exact = max(furthest, off), is_exact and mine == other
+    for name, main in ours.params().items():
+        assert bool(main.isfinite().all()), name
+    said = "/".join(sorted(writer.value for writer in writers))
+    return f"{said}: {'bits' if is_exact else f'off by {furthest:.2g}'}"
+
+
 def holds_bytes(rank: int, world: int, recipe: str) -> str:
     """Between steps, sharded weights are one byte of each element of the shard and its main and
     moments, and no transposes."""
@@ -182,6 +213,13 @@ def _checks() -> dict[str, Check]:
         for strategy in STRATEGIES
         for count in (1, 3)
     ]
+    kinds += [
+        (f"{recipe}, {strategy}, {count} microbatches, fused", fused_trains_as_ddp,
+         (recipe, strategy, count))
+        for recipe in RECIPES
+        for strategy in STRATEGIES
+        for count in (1, 3)
+    ]  # fmt: skip
     kinds += [(f"{recipe}, memory", holds_bytes, (recipe,)) for recipe in RECIPES]
     return {name: Check(function, arguments) for name, function, arguments in kinds}
 

@@ -30,6 +30,9 @@ from megatron_fsdp_adapter.megatron.wgrad_probe import MAKERS, Observed, Observe
 from tests.gpu.gpu_ranks import Check, Outcomes
 
 RECIPES = ("bf16", "tensorwise", "delayed", "blockwise")
+WEIGHTS = ("tensorwise weights", "delayed weights", "blockwise weights")
+"""The same recipes, and weights that are quantised from the start. Training with them:
+test_gpu_fp8_params.py."""
 CLASSES = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 SIZE, TOKENS = 256, 128
 
@@ -49,20 +52,28 @@ def context_of(name: str) -> Callable[[], AbstractContextManager[Any]]:
     return functools.partial(wgrad_probe._quantised, _recipe(name))
 
 
+def precision_of(name: str) -> Precision:
+    recipe = name.removesuffix(" weights")
+    if name not in WEIGHTS:
+        return Precision(name, context_of(name))
+    made = functools.partial(wgrad_probe._quantised_weights, _recipe(recipe))
+    return Precision(name, context_of(recipe), made)
+
+
 def table() -> list[str]:
     """A line for each class and precision."""
     fused_wgrad.install()
     device, lines = torch.device("cuda"), []
     for maker in MAKERS:
-        for name in RECIPES:
+        for name in (*RECIPES, *WEIGHTS):
             for main in (torch.float32, torch.bfloat16):
                 try:
                     seen: Any = wgrad_probe.observe(
-                        MAKERS[maker], context_of(name), torch.bfloat16, main, device
+                        MAKERS[maker], precision_of(name), torch.bfloat16, main, device
                     )
                 except Exception as error:
                     seen = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
-                lines.append(f"{maker:<40} {name:<11} {str(main)[6:]:<9} {seen}")
+                lines.append(f"{maker:<40} {name:<18} {str(main)[6:]:<9} {seen}")
     return lines
 
 
@@ -204,7 +215,7 @@ def guarantee_removed_is_seen(rank: int, world: int) -> str:
     seen = []
     blind = Observed(adds=True, told_in_backward=True)
     for name in ("LayerNormLinear", "LayerNormMLP"):
-        with mock.patch.object(Observer, "__call__", lambda self, owner, dtype: blind):
+        with mock.patch.object(Observer, "__call__", lambda self, *asked: blind):
             found, writers = _ours(name, 1, "tensorwise", "optim_grads_params", 1, False)
         assert writers == GradWriter.OVERWRITES.value
         broken = [key for key, value in found.items() if value.isnan().any()]
@@ -213,7 +224,22 @@ def guarantee_removed_is_seen(rank: int, world: int) -> str:
     return "; ".join(seen)
 
 
+def is_run_with_quantised_weights(rank: int, world: int, name: str, recipe: str) -> str:
+    """Its protocol is seen, not taken to be "adds" for want of a run, and it keeps to one."""
+    seen = wgrad_probe.observe(
+        MAKERS[f"transformer_engine.{name}"], precision_of(recipe), torch.bfloat16, torch.float32,
+        torch.device("cuda", torch.cuda.current_device()),
+    )  # fmt: skip
+    assert seen.adds or seen.told_in_backward or seen.told_in_forward, seen
+    return str(seen)
+
+
 CHECKS = {
+    **{
+        f"{name}, {recipe}": Check(is_run_with_quantised_weights, (name, recipe))
+        for name in CLASSES
+        for recipe in WEIGHTS
+    },
     **{
         f"{name}, {recipe}": Check(writes_what_ddp_writes, (name, recipe))
         for name in CLASSES
