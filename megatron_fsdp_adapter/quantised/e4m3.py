@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import ClassVar
 
 import torch
 
@@ -30,9 +31,11 @@ MAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class OwnRows:
     """What this rank has of one weight of `shape`: its elements from `start` on.
 
-    main: (n,) main weights, contiguous, n may be 0; bytes: (n,) uint8, what they become. ValueError
-    for anything else.
+    main: (n,) main weights, contiguous, n may be 0; bytes: (n / per_byte,) uint8, what they become.
+    ValueError for anything else.
     """
+
+    per_byte: ClassVar[int] = 1
 
     shape: tuple[int, ...]
     start: int
@@ -45,8 +48,12 @@ class OwnRows:
                 f"main weights of {self.main.dtype} and bytes of {self.bytes.dtype}: what is cast "
                 f"is one of {MAIN_DTYPES} to torch.uint8"
             )
-        if self.main.dim() != 1 or self.main.shape != self.bytes.shape:
-            raise ValueError(f"main {self.main.shape} and bytes {self.bytes.shape} must be (n,)")
+        expected = (self.main.numel() // self.per_byte,)
+        if self.main.dim() != 1 or self.bytes.shape != expected:
+            raise ValueError(
+                f"main {tuple(self.main.shape)} and bytes {tuple(self.bytes.shape)} must be (n,) "
+                f"and (n / {self.per_byte},)"
+            )
         if not (self.main.is_contiguous() and self.bytes.is_contiguous()):
             raise ValueError("main weights and bytes must be contiguous")
         if not 0 <= self.start <= math.prod(self.shape) - self.numel:
@@ -91,14 +98,18 @@ class MxRows(OwnRows):
                 f"rows {self.rows.start} to {self.rows.stop} of {self.shape}: MXFP8 needs rows and "
                 f"columns in multiples of {GROUP}"
             )
-        sizes = [self.numel, self.numel // GROUP, self.numel // GROUP]
-        for plane, size in zip(self.tensors[2:], sizes, strict=True):
-            if plane.shape != (size,) or plane.dtype != torch.uint8 or not plane.is_contiguous():
-                raise ValueError(f"a plane of {plane.shape}, {plane.dtype}: not ({size},) uint8")
+        check_planes(self.tensors[2:], [self.numel, self.numel // GROUP, self.numel // GROUP])
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.main, self.bytes, self.columns, self.row_scales, self.column_scales
+
+
+def check_planes(planes: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
+    """ValueError unless each is (size,) uint8."""
+    for plane, size in zip(planes, sizes, strict=True):
+        if plane.shape != (size,) or plane.dtype != torch.uint8 or not plane.is_contiguous():
+            raise ValueError(f"a plane of {plane.shape}, {plane.dtype}: not ({size},) uint8")
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -129,7 +140,7 @@ def write_scales(
     torch.reciprocal(found, out=inverses)
 
 
-class _Cast:
+class Cast:
     """The rows of many weights, with the table that kernels read, made when it is first needed."""
 
     def __init__(self, rows: Sequence[OwnRows], rounded: torch.dtype) -> None:
@@ -174,7 +185,7 @@ class _Cast:
         )
 
 
-class TensorCast(_Cast):
+class TensorCast(Cast):
     """One scale a weight: scales and amaxes are (weights,) float32."""
 
     @property
@@ -200,14 +211,14 @@ class TensorCast(_Cast):
             return
         for index in self.held:
             own = self.rows[index]
-            values = _rounded(own.main, self.rounded)
+            values = round_to(own.main, self.rounded)
             if amaxes is not None:
-                torch.maximum(amaxes[index], _sizes(values).amax(), out=amaxes[index])
+                torch.maximum(amaxes[index], sizes_of(values).amax(), out=amaxes[index])
             if scales is not None:
-                own.bytes.copy_(_e4m3(values * scales[index]))
+                own.bytes.copy_(e4m3_of(values * scales[index]))
 
 
-class BlockCast(_Cast):
+class BlockCast(Cast):
     """One scale for each block of 128 rows and columns. scales and amaxes are flat float32: those
     of one weight after the other, each of `scales_shape`. Shards may be cut at any row.
 
@@ -263,12 +274,12 @@ class BlockCast(_Cast):
         for index in self.held:
             own, rows = self.rows[index], self.rows[index].rows
             across, down = self._blocks(index)
-            values = _rounded(own.main, self.rounded).view(len(rows), -1)
+            values = round_to(own.main, self.rounded).view(len(rows), -1)
             places = down[:, None] * self.shapes[index][1] + across
             bands = slice(rows.start // BLOCK, (rows.stop - 1) // BLOCK + 1)
             part = self.views(amaxes)[index]
             part[bands, : -(-own.shape[1] // BLOCK)] = 0.0
-            part.view(-1).scatter_reduce_(0, places.view(-1), _sizes(values).view(-1), "amax")
+            part.view(-1).scatter_reduce_(0, places.view(-1), sizes_of(values).view(-1), "amax")
 
     def finish(self, scales: torch.Tensor) -> None:
         """Writes the bytes that are left. scales: of the amaxes of all ranks, by `write_scales`
@@ -280,9 +291,9 @@ class BlockCast(_Cast):
         for index in self.held:
             own = self.rows[index]
             across, down = self._blocks(index)
-            values = _rounded(own.main, self.rounded).view(len(own.rows), -1)
+            values = round_to(own.main, self.rounded).view(len(own.rows), -1)
             factors = self.views(scales)[index][down][:, across]
-            own.bytes.copy_(_e4m3(values * factors).view(-1))
+            own.bytes.copy_(e4m3_of(values * factors).view(-1))
 
     def _blocks(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The column of its block for each column, and the row of its block for each row."""
@@ -291,7 +302,7 @@ class BlockCast(_Cast):
         return torch.arange(own.shape[1], device=device) // BLOCK, down
 
 
-class MxCast(_Cast):
+class MxCast(Cast):
     """MXFP8: scales are powers of two, of 32 neighbours, so that a shard's are its own."""
 
     def __init__(self, rows: Sequence[MxRows], rounded: torch.dtype) -> None:
@@ -310,27 +321,27 @@ class MxCast(_Cast):
         for index in self.held:
             own = self.rows[index]
             _, by_row, by_column, row_scales, column_scales = own.tensors
-            values = _rounded(own.main, self.rounded).view(-1, own.shape[1])
-            sizes = _sizes(values)
+            values = round_to(own.main, self.rounded).view(-1, own.shape[1])
+            sizes = sizes_of(values)
             rows = _exponents(sizes.view(len(values), -1, GROUP).amax(2))
             columns = _exponents(sizes.view(-1, GROUP, own.shape[1]).amax(1))
             row_scales.copy_(rows.view(-1))
             column_scales.copy_(columns.view(-1))
             factors = _powers(rows).repeat_interleave(GROUP, 1)
-            by_row.copy_(_e4m3(values * factors).view(-1))
+            by_row.copy_(e4m3_of(values * factors).view(-1))
             factors = _powers(columns).repeat_interleave(GROUP, 0)
-            by_column.copy_(_e4m3(values * factors).view(-1))
+            by_column.copy_(e4m3_of(values * factors).view(-1))
 
 
-def _rounded(main: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def round_to(main: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return main.to(dtype).to(torch.float32)
 
 
-def _sizes(values: torch.Tensor) -> torch.Tensor:
+def sizes_of(values: torch.Tensor) -> torch.Tensor:
     return values.abs().nan_to_num_(nan=0.0, posinf=math.inf)
 
 
-def _e4m3(values: torch.Tensor) -> torch.Tensor:
+def e4m3_of(values: torch.Tensor) -> torch.Tensor:
     found = values.clamp(-MAX, MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return found.masked_fill_(values.isnan(), 0x7F)
 

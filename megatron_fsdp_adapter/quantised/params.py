@@ -16,18 +16,23 @@ from megatron_fsdp_adapter.core.engine.quantised import QuantisedWeight, Quantis
 from megatron_fsdp_adapter.core.layout.format import (
     BLOCK128,
     MXFP8,
+    NVFP4,
     PER_TENSOR,
     Use,
     WeightFormat,
 )
 
+from .checks import check_quantizer, check_recipe
+from .columns import derives_columns, fp4_columns, mx_columns, padded, padded_shape
 from .quantisers import make_quantiser
-from .tables import BLOCK
+from .tables import TILE
 
 HIGH_PRECISION = "_high_precision_init_val"
 OF_HIGH_PRECISION = (HIGH_PRECISION, "get_high_precision_init_val", "clear_high_precision_init_val")
 """The value before quantisation, and two methods of the object: a parameter that was swapped for
 another has those of the other one."""
+COMPACT = "_fsdp_scales"
+"""On a parameter: by field, the views of gathered scales whose field is a padded copy of them."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +40,17 @@ class Kind:
     """A class of TE's quantised tensors.
 
     format: of the weights; planes: the field of each plane; scales: fields that every rank has;
-    derived: what TE derives from planes, with the values that stand for "not there".
+    derived: what TE derives from planes, with the values that stand for "not there"; padded: rows
+    and columns that TE has the scales of a plane in multiples of. dtype: the name of what the
+    quantizer makes.
     """
 
     format: WeightFormat
     planes: Mapping[str, str]
     scales: tuple[str, ...] = ()
     derived: Mapping[str, Any] = field(default_factory=dict)
+    padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    dtype: str = "kFloat8E4M3"
 
     @property
     def guarded(self) -> tuple[str, ...]:
@@ -64,9 +73,16 @@ KINDS = {
             "rowwise": "_rowwise_data", "rowwise_scales": "_rowwise_scale_inv",
             "columnwise": "_columnwise_data", "columnwise_scales": "_columnwise_scale_inv",
         },
+        padded={"rowwise_scales": (128, 4), "columnwise_scales": (4, 128)},
+    ),
+    "NVFP4Tensor": Kind(
+        NVFP4, {"rowwise": "_rowwise_data", "rowwise_scales": "_rowwise_scale_inv"},
+        ("_amax_rowwise",),
+        {"_columnwise_data": None, "_columnwise_scale_inv": None, "_amax_columnwise": None},
+        {"rowwise_scales": (128, 4)}, "kFloat4E2M1",
     ),
 }  # fmt: skip
-UNKNOWN = ("NVFP4Tensor", "HybridQuantizedTensor", "GroupedTensor")
+UNKNOWN = ("HybridQuantizedTensor", "GroupedTensor")
 """TE's other classes of quantised tensors."""
 
 RECIPES = {
@@ -74,6 +90,7 @@ RECIPES = {
     "float8_current_scaling": PER_TENSOR,
     "float8_block_scaling": BLOCK128,
     "mxfp8": MXFP8,
+    "nvfp4": NVFP4,
 }
 """What a recipe makes of weights, by the method of TE's recipes that says which one it is."""
 
@@ -86,7 +103,8 @@ def kind_of(cls: type) -> Kind | None:
         if base.__name__ in UNKNOWN:
             raise NotImplementedError(
                 f"weights in Transformer Engine's {base.__name__} are not supported; use one of "
-                f"{sorted(KINDS)}, that is the recipes delayed, tensorwise, blockwise or mxfp8"
+                f"{sorted(KINDS)}, that is the recipes delayed, tensorwise, blockwise, "
+                "mxfp8 or nvfp4"
             )
     return None
 
@@ -97,26 +115,19 @@ def format_of(managed: ManagedParam) -> WeightFormat | None:
     param, name = managed.param, managed.fqns[0]
     kind = kind_of(type(param))
     if kind is not None:
-        _check_quantizer(param, name)
+        check_quantizer(param, kind.format, kind.dtype, name)
+        for owner, _ in managed.slots:
+            recipe = getattr(owner, "fp8_meta", {}).get("recipe")
+            check_recipe(recipe, kind.format, f"parameter {name}")
     format = kind.format if kind is not None else None
     if kind is None and param.is_meta:
         format = next(filter(None, (_format_in(*slot) for slot in managed.slots)), None)
-    if format is MXFP8 and any(size % BLOCK for size in param.shape):
+    if format is NVFP4 and param.shape[0] % TILE:
         raise ValueError(
-            f"parameter {name} of shape {tuple(param.shape)}: its MXFP8 scales would be padded; "
-            f"use dimensions that are multiples of {BLOCK}"
+            f"parameter {name} of shape {tuple(param.shape)}: NVFP4 has a scale for "
+            f"{TILE} x {TILE} elements; use rows in multiples of {TILE}"
         )
     return format
-
-
-def _check_quantizer(param: nn.Parameter, name: str) -> None:
-    quantizer: Any = param._quantizer  # type: ignore[attr-defined]
-    dtype, dim = quantizer.dtype.name, getattr(quantizer, "block_scaling_dim", 2)
-    if dtype != "kFloat8E4M3" or dim != 2:
-        raise NotImplementedError(
-            f"parameter {name} is quantised to {dtype} with scales of {dim}-dimensional blocks; "
-            "weights are E4M3, in two-dimensional blocks where there are any"
-        )
 
 
 def _format_in(owner: nn.Module, name: str) -> WeightFormat | None:
@@ -133,6 +144,7 @@ def _format_in(owner: nn.Module, name: str) -> WeightFormat | None:
             f"{type(owner).__name__}.{name} will be quantised by {type(recipe).__name__}, which is "
             f"not supported; use a recipe that is one of {sorted(RECIPES)}"
         )
+    check_recipe(recipe, found[0], f"{type(owner).__name__}.{name}")
     return found[0]
 
 
@@ -141,7 +153,15 @@ class TransformerEngineParams:
     guarded can be given to none of its functions, and none is called here."""
 
     def fields(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
-        return {plane: getattr(param, name) for plane, name in _kind(param).planes.items()}
+        kind, kept = _kind(param), param.__dict__.get(COMPACT, {})
+        if any(getattr(param, name) is None for name in kind.planes.values()):
+            _make_columns(param)
+        found = {}
+        for plane in kind.format.planes:
+            name = kind.planes[plane.name]
+            value = kept[name] if name in kept else getattr(param, name)
+            found[plane.name] = value[tuple(map(slice, plane.shape(tuple(param.shape))))]
+        return found
 
     def scales(self, param: nn.Parameter) -> list[torch.Tensor]:
         """With the scale that delayed scaling has for the next cast."""
@@ -156,19 +176,39 @@ class TransformerEngineParams:
         return value
 
     def point(self, param: nn.Parameter, views: Mapping[str, torch.Tensor]) -> None:
-        for plane, name in _kind(param).planes.items():
+        kind, compact = _kind(param), {}
+        for plane, name in kind.planes.items():
             setattr(param, name, views[plane])
+            shape = (views[plane].shape[0], views[plane].shape[1])
+            if plane in kind.padded and padded_shape(shape, kind.padded[plane]) != shape:
+                compact[name] = views[plane]
+        if compact:
+            setattr(param, COMPACT, compact)
         self.drop_derived(param)
-        self.prepare(param, Use.FORWARD)
+        self._say_usages(param)
 
     def prepare(self, param: nn.Parameter, use: Use) -> None:
+        kind, compact = _kind(param), param.__dict__.get(COMPACT, {})
+        self._say_usages(param)
+        for plane in kind.format.planes_for(use) if compact else ():
+            name = kind.planes[plane.name]
+            if name in compact and getattr(param, name) is compact[name]:
+                setattr(param, name, padded(compact[name], kind.padded[plane.name]))
+        if use & Use.BACKWARD and kind.format is NVFP4 and not derives_columns(param):
+            _derive_fp4(param)
+
+    @staticmethod
+    def _say_usages(param: nn.Parameter) -> None:
         """TE derives the columns of a weight in forward if its quantizer says that they are used,
         and in backward whatever that says. Set every time: TE puts another quantizer there when a
         recipe changes."""
         param._quantizer.set_usage(rowwise=True, columnwise=False)  # type: ignore[attr-defined]
 
     def drop_derived(self, param: nn.Parameter) -> None:
-        for name, value in _kind(param).derived.items():
+        """Of padded scales the gathered ones stay in the fields, and the copies go: TE wants
+        something in the fields of a direction that is not used."""
+        compact: Mapping[str, torch.Tensor] = param.__dict__.get(COMPACT, {})
+        for name, value in (*_kind(param).derived.items(), *compact.items()):
             setattr(param, name, value)
 
     def guard_class(self, original: type) -> type:
@@ -178,6 +218,34 @@ class TransformerEngineParams:
 
     def quantiser(self, format: WeightFormat, weights: Sequence[QuantisedWeight]) -> Quantiser:
         return make_quantiser(format, weights)
+
+
+def _make_columns(param: Any) -> None:
+    """Fields of an MXFP8 weight that was made where no gradients are recorded: TE leaves columns
+    out then. ValueError if nothing is there to make them of."""
+    value = param.__dict__.get(HIGH_PRECISION)
+    if not isinstance(value, torch.Tensor) or param._rowwise_data is None:
+        raise ValueError(
+            f"a weight of class {type(param).__name__} and shape {tuple(param.shape)} was made "
+            "without columns, as TE does under torch.no_grad(), and its value before it was "
+            "quantised is not there to make them of: use preserve_high_precision_init_val=True"
+        )
+    data, scales = mx_columns(value.to(param.dtype), param._rowwise_data)
+    multiples = KINDS["MXFP8Tensor"].padded["columnwise_scales"]
+    param._columnwise_data, param._columnwise_scale_inv = data, padded(scales, multiples)
+
+
+def _derive_fp4(param: Any) -> None:
+    """Columns of an NVFP4 weight in the fields where TE looks for them in backward."""
+    if param._columnwise_data is not None:
+        return
+    rows, columns = param.shape
+    data, scales = fp4_columns(
+        param._rowwise_data, param._rowwise_scale_inv[:rows, : columns // TILE]
+    )
+    param._columnwise_data = data
+    param._columnwise_scale_inv = padded(scales, KINDS["NVFP4Tensor"].padded["rowwise_scales"])
+    param._amax_columnwise = param._amax_rowwise
 
 
 def is_delayed(quantizer: Any) -> bool:

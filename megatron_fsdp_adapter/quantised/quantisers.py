@@ -13,8 +13,15 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.core.engine.quantised import QuantisedWeight, Quantiser
-from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR, WeightFormat
+from megatron_fsdp_adapter.core.layout.format import (
+    BLOCK128,
+    MXFP8,
+    NVFP4,
+    PER_TENSOR,
+    WeightFormat,
+)
 
+from .e2m1 import TileCast, TileRows
 from .e4m3 import (
     BlockCast,
     MxCast,
@@ -180,6 +187,36 @@ class Mx:
         self._cast.cast()
 
 
+class Fp4:
+    """Scales of tiles of 16 x 16 elements, which the rank that has a tile makes, from the amax of
+    the weight, which all ranks have."""
+
+    def __init__(self, weights: Sequence[QuantisedWeight], settings: Settings) -> None:
+        names = ("rowwise", "rowwise_scales")
+        rows = [
+            TileRows(
+                tuple(weight.param.shape), weight.start, weight.main.view(-1),
+                *(weight.planes[name].view(-1) for name in names),
+            )
+            for weight in weights
+        ]  # fmt: skip
+        self._cast = TileCast(rows, settings[3])
+        self.amax_numel = self._cast.amax_numel
+        self._kept = _apart(self.amax_numel, weights[0].main.device)
+        _take_scales(weights, "_amax_rowwise", self._cast.views(self._kept))
+
+    def bind(self, amaxes: torch.Tensor) -> None:
+        self._amaxes = amaxes
+
+    def begin(self) -> None:
+        self._amaxes.zero_()
+        self._cast.begin(self._amaxes)
+
+    def finish(self) -> None:
+        self._kept.copy_(self._amaxes)
+        self._cast.finish(self._amaxes)
+
+
 def _per_tensor(weights: Sequence[QuantisedWeight], settings: Settings) -> Quantiser:
     delayed = settings[0] == "Float8Quantizer"
     return Delayed(weights, settings) if delayed else Current(weights, settings, blocks=False)
@@ -189,4 +226,5 @@ _MAKERS: dict[str, Callable[[Sequence[QuantisedWeight], Settings], Quantiser]] =
     PER_TENSOR.name: _per_tensor,
     BLOCK128.name: lambda weights, settings: Current(weights, settings, blocks=True),
     MXFP8.name: Mx,
+    NVFP4.name: Fp4,
 }

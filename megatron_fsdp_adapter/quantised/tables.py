@@ -11,6 +11,9 @@ BLOCK = 128
 """Rows and columns of the blocks that share a scale."""
 GROUP = 32
 """Neighbours in a row, or in a column, that share a scale in MXFP8."""
+TILE, BAND = 16, 256
+"""Rows and columns of the tiles that share a scale in NVFP4; columns that one program takes of the
+rows of a tile."""
 CHUNK = 16384
 """Elements that one program of a pass takes, where there are no blocks."""
 HINT = 16

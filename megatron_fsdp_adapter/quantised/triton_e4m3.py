@@ -21,12 +21,12 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 @triton.jit
-def _size(x):
+def size_of(x):
     return tl.where(x == x, tl.abs(x), 0.0)
 
 
 @triton.jit
-def _e4m3(x, MAX: tl.constexpr):
+def e4m3(x, MAX: tl.constexpr):
     inside = tl.minimum(tl.maximum(x, -MAX), MAX)
     byte = inside.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return tl.where(x == x, byte, 0x7F).to(tl.uint8)
@@ -59,9 +59,9 @@ def _tensors(
         inside = place < numel
         x = tl.load(source + place, mask=inside, other=0.0).to(ROUNDED).to(tl.float32)
         if SIZE:
-            size = tl.maximum(size, _size(x))
+            size = tl.maximum(size, size_of(x))
         if CAST:
-            tl.store(target + place, _e4m3(x * scale, MAX), mask=inside)
+            tl.store(target + place, e4m3(x * scale, MAX), mask=inside)
     if SIZE:
         tl.atomic_max(amaxes + index, tl.max(size, 0))
 
@@ -114,11 +114,11 @@ def _blocks(
         offset = row[:, None] * columns + column[None, :]
         x = tl.load(source + offset, mask=inside, other=0.0).to(ROUNDED).to(tl.float32)
         if SIZE:
-            size = tl.maximum(size, _size(x))
+            size = tl.maximum(size, size_of(x))
             if CAST:  # all of the block is here: BAND is BLOCK
                 scale = _scale_of(tl.max(tl.max(size, 1), 0), epsilon, POWERS, LARGEST, MAX)
         if CAST:
-            tl.store(target + offset, _e4m3(x * scale, MAX), mask=inside)
+            tl.store(target + offset, e4m3(x * scale, MAX), mask=inside)
     if SIZE:
         tl.store(amaxes + place, tl.max(tl.max(size, 1), 0))
 
@@ -167,14 +167,14 @@ def _groups(
     offset = row.to(tl.int64)[:, None] * columns + column[None, :]
     inside = (column < columns)[None, :] & (row >= 0)[:, None]
     x = tl.load(source + offset, mask=inside, other=0.0).to(ROUNDED).to(tl.float32)
-    size = _size(x)
+    size = size_of(x)
 
     exponent = _exponent(tl.max(size, 0), INVERSE)
     tl.store(
         column_scales + down.to(tl.int64) * columns + column, exponent.to(tl.uint8),
         mask=column < columns,
     )  # fmt: skip
-    tl.store(by_column + offset, _e4m3(x * _power(exponent)[None, :], MAX), mask=inside)
+    tl.store(by_column + offset, e4m3(x * _power(exponent)[None, :], MAX), mask=inside)
 
     EACH: tl.constexpr = BLOCK // GROUP
     exponents = _exponent(tl.max(tl.reshape(size, (GROUP, EACH, GROUP)), 2), INVERSE)
@@ -184,7 +184,7 @@ def _groups(
         exponents.to(tl.uint8), mask=(part < columns // GROUP)[None, :] & (row >= 0)[:, None],
     )  # fmt: skip
     powers = tl.broadcast_to(_power(exponents)[:, :, None], (GROUP, EACH, GROUP))
-    tl.store(by_row + offset, _e4m3(x * tl.reshape(powers, (GROUP, BLOCK)), MAX), mask=inside)
+    tl.store(by_row + offset, e4m3(x * tl.reshape(powers, (GROUP, BLOCK)), MAX), mask=inside)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 from megatron_fsdp_adapter.quantised import e4m3, triton_e4m3
 from tests.quantised.te_checks import Shard, quantise
-from tests.quantised.te_weights import NASTY, RECIPES, random_case
+from tests.quantised.te_weights import ALL, NASTY, random_case
 
 FLOATS = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -47,7 +47,7 @@ def bits(recipe: str, seed: int, nasty: str, kernels: Callable[[Any], Any]) -> l
 
 def main() -> None:
     with mock.patch.object(interpreter, "_convert_float", convert), np.errstate(all="ignore"):
-        for recipe in RECIPES:
+        for recipe in ALL:
             for seed, nasty in enumerate(NASTY):
                 pairs = zip(
                     bits(recipe, seed, nasty, lambda device: None),

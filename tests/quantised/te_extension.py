@@ -23,6 +23,8 @@ from unittest import mock
 
 import torch
 
+from tests.quantised.te_extension_fp4 import Fp4Functions, dequantized
+
 FOLDERS = tuple(
     Path(folder) for folder in os.environ.get("TRANSFORMER_ENGINE_PYTHON", "").split(os.pathsep)
     if folder
@@ -97,7 +99,7 @@ def scale_of(amax: float, powers: bool, epsilon: float) -> float:
     return 2.0 ** math.floor(math.log2(scale)) if powers else scale
 
 
-class Extension(types.ModuleType):
+class Extension(Fp4Functions, types.ModuleType):
     """What the tests reach of `transformer_engine_torch`; all else raises when it is called."""
 
     DType = DType
@@ -152,6 +154,8 @@ class Extension(types.ModuleType):
 
     @staticmethod
     def dequantize(param: Any, dtype: Any) -> torch.Tensor:
+        if type(param).__name__ == "NVFP4Tensor":
+            return dequantized(param).to(param.dtype)
         data = getattr(param, "_data", None)
         blocks = data is None
         data = param._rowwise_data if blocks else data

@@ -13,9 +13,12 @@ import torch
 from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group
 
 RECIPES = ("current", "delayed", "blockwise", "mxfp8")
-ROWS = {"current": 1, "delayed": 1, "blockwise": 16, "mxfp8": 32}
+"""Those whose main weights TE's kernels cast on Hopper."""
+ALL = (*RECIPES, "nvfp4")
+ROWS = {"current": 1, "delayed": 1, "blockwise": 16, "mxfp8": 32, "nvfp4": 16}
 """Rows that no shard boundary cuts."""
 STEPS = {"current": (1, 16), "delayed": (1, 16), "blockwise": (16, 16), "mxfp8": (32, 32)}
+STEPS["nvfp4"] = (16, 64)  # TE writes the scales of other widths to wrong places
 """Rows and columns of the random shapes below are multiples of these."""
 POISON = 0xAA
 
@@ -27,6 +30,7 @@ def quantizer(recipe: str, slots: torch.Tensor) -> Any:
     from transformer_engine.pytorch.tensor import float8_tensor
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
     e4m3 = tex.DType.kFloat8E4M3
     if recipe == "delayed":
@@ -35,6 +39,8 @@ def quantizer(recipe: str, slots: torch.Tensor) -> Any:
         return float8_tensor.Float8CurrentScalingQuantizer(e4m3, slots.device)
     if recipe == "blockwise":
         return Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True)
+    if recipe == "nvfp4":
+        return NVFP4Quantizer(with_2d_quantization=True)
     return MXFP8Quantizer(e4m3)
 
 
@@ -74,6 +80,13 @@ def te_quantise(
         list(params), given, list(starts), group, None if shards is None else list(shards),
         manual_post_all_gather_processing=True,
     )  # fmt: skip
+
+
+def te_casts(recipe: str) -> bool:
+    """Whether TE has a function for main weights of this recipe, as for NVFP4 from 2.14 on."""
+    from transformer_engine.pytorch.tensor import utils
+
+    return recipe != "nvfp4" or hasattr(utils, "_cast_master_weights_to_nvfp4_2d")
 
 
 def te_needs_rows(recipe: str) -> bool:

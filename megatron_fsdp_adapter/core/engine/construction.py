@@ -49,8 +49,11 @@ def broadcast_weights(
 
 
 def _broadcast(tensor: torch.Tensor, communicators: Sequence[Communicator]) -> None:
+    whole = tensor.contiguous()  # scales may be a part of padded ones
     for communicator in communicators:
-        communicator.broadcast(tensor)
+        communicator.broadcast(whole)
+    if whole is not tensor and communicators:
+        tensor.copy_(whole)
 
 
 def check_known(plans: Sequence[UnitPlan], quantised: QuantisedParams | None) -> None:
