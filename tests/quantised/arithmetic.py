@@ -80,7 +80,7 @@ def e8m0(value: torch.Tensor) -> torch.Tensor:
     small = (exponent == 0) & (mantissa <= 0x400000)
     more = (mantissa > 0) & (exponent != 0xFE) & ~small
     found = torch.where(more, exponent + 1, exponent)
-    return torch.where(value == 0, torch.zeros_like(found), found).to(torch.uint8)
+    return torch.where(value == 0, torch.zeros_like(found), found).clamp(max=254).to(torch.uint8)
 
 
 def from_e8m0(scale: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def e2m1(values: torch.Tensor) -> torch.Tensor:
     above = (below + 1).clamp(max=7)
     down, more = size - E2M1[below], E2M1[above] - size
     code = torch.where((more < down) | ((more == down) & (above % 2 == 0)), above, below)
-    return (code + 8 * (values < 0)).to(torch.uint8)
+    return (code + 8 * values.signbit()).to(torch.uint8)
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
@@ -140,15 +140,20 @@ def from_e2m1(codes: torch.Tensor) -> torch.Tensor:
 
 def nvfp4_global(amax: torch.Tensor) -> torch.Tensor:
     """The scale of scales."""
-    return torch.where(amax == 0, torch.ones_like(amax), MAX * 6.0 / amax).clamp(max=F32_MAX)
+    scale = (torch.tensor(MAX * 6.0) / amax.clamp(min=torch.finfo().tiny)).clamp(max=F32_MAX)
+    return torch.where(amax == 0, torch.ones_like(amax), scale)
 
 
 def nvfp4(weight: torch.Tensor, amax: torch.Tensor) -> dict[str, torch.Tensor]:
     """Both planes, of a whole weight or of 16 n rows of one. amax: of the whole weight."""
     rows, columns = weight.shape
     tiles = weight.view(rows // 16, 16, columns // 16, 16).abs().amax((1, 3))
-    scales = e4m3(tiles / 6.0 * nvfp4_global(amax))
+    encode = nvfp4_global(amax)
+    sixth = torch.tensor(1.0) / 6
+    # An infinite amax leaves a scale to the tiles that have it, and none to others.
+    scales = e4m3((tiles * (encode * sixth)).nan_to_num(nan=F32_MAX).clamp(max=F32_MAX))
     decoded = from_e4m3(scales)
-    encode = torch.where(decoded == 0, torch.zeros_like(decoded), nvfp4_global(amax) / decoded)
+    decode = 1 / torch.where(encode > 0, encode, torch.ones_like(encode))
+    encode = torch.where(decoded == 0, torch.inf, 1 / (decoded * decode)).clamp(max=F32_MAX)
     codes = e2m1(weight * encode.repeat_interleave(16, 0).repeat_interleave(16, 1))
     return {"rowwise": packed(codes), "rowwise_scales": scales.repeat_interleave(16, 0)}

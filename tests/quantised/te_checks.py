@@ -240,7 +240,8 @@ def ranks_are_te(rank: int, world: int, recipe: str, kind: str) -> str:
     shapes = {
         "wide": [(4096, 14336)],
         "first rank only": [(32, 64)],
-        "cut": [(96, 128), (160, 96), (64, 32)],
+        "cut": [(96, 128), (160, 64), (64, 192)] if recipe == "nvfp4"
+        else [(96, 128), (160, 96), (64, 32)],
     }[kind]
     mains = [torch.randn(s, device=device, generator=generator) * 0.02 for s in shapes]
     whole = [0] if kind == "first rank only" else []

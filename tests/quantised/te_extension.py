@@ -54,6 +54,7 @@ def standing_in(folder: Path) -> Iterator[None]:
             mock.patch.object(torch.cuda, "get_device_properties", lambda device: hopper),
             mock.patch.object(torch.cuda, "current_device", lambda: "cpu"),
         ):
+            _dequantize_on_the_host()
             yield
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
@@ -77,6 +78,14 @@ def _install(folder: Path) -> None:
     common = {"load_framework_extension": lambda name: None, "decode_cudnn_version": divmod}
     _package(folder, "transformer_engine.common", **common)
     _package(folder, "transformer_engine.pytorch")
+
+
+def _dequantize_on_the_host() -> None:
+    """2.20 copies these tensors to a GPU for it. The modules go when nobody stands in any more."""
+    for name in ("MXFP8", "NVFP4"):
+        module = f"transformer_engine.pytorch.tensor.storage.{name.lower()}_tensor_storage"
+        function = getattr(importlib.import_module(module), f"_From{name}Func")
+        function.forward = staticmethod(lambda ctx, *given: Extension.dequantize(*given))
 
 
 def bytes_of(values: torch.Tensor) -> torch.Tensor:
@@ -156,6 +165,12 @@ class Extension(Fp4Functions, types.ModuleType):
     def dequantize(param: Any, dtype: Any) -> torch.Tensor:
         if type(param).__name__ == "NVFP4Tensor":
             return dequantized(param).to(param.dtype)
+        if type(param).__name__ == "MXFP8Tensor":
+            rows, columns = param._rowwise_data.shape
+            exponents = param._rowwise_scale_inv[:rows, : columns // 32].double() - 127
+            factors = torch.pow(2.0, exponents).repeat_interleave(32, 1)
+            values = param._rowwise_data.view(torch.float8_e4m3fn).double()
+            return (values * factors).to(param.dtype)
         data = getattr(param, "_data", None)
         blocks = data is None
         data = param._rowwise_data if blocks else data

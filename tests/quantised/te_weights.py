@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group
+from tests.quantised import float64
 
 RECIPES = ("current", "delayed", "blockwise", "mxfp8")
 """Those whose main weights TE's kernels cast on Hopper."""
@@ -71,15 +72,29 @@ def te_quantise(
     group: Any,
     shards: Sequence[Any] | None = None,
 ) -> None:
-    """TE's function over all weights; an empty main weight is given as it wants it, as None."""
+    """TE's function over all weights; an empty main weight is given as it wants it, as None. Of
+    whole NVFP4 weights in releases that have none, what it is by definition."""
     from transformer_engine.pytorch.tensor import utils
 
+    if not te_casts("nvfp4") and type(params[0]).__name__ == "NVFP4Tensor":
+        assert shards is None
+        for param, main in zip(params, mains, strict=True):
+            _by_definition(param, main)
+        return
     function = getattr(utils, "quantize_master_weights", None) or utils.cast_master_weights_to_fp8
     given = [main if main.numel() else None for main in mains]
     function(
         list(params), given, list(starts), group, None if shards is None else list(shards),
         manual_post_all_gather_processing=True,
     )  # fmt: skip
+
+
+def _by_definition(param: Any, main: torch.Tensor) -> None:
+    m, k = param.shape
+    planes = float64.nvfp4(main.to(param.dtype).view(m, k))
+    param._rowwise_data.copy_(planes["rowwise"])
+    param._rowwise_scale_inv[:m, : k // 16].copy_(planes["rowwise_scales"])
+    param._amax_rowwise.copy_(planes["amax"])
 
 
 def te_casts(recipe: str) -> bool:
@@ -128,11 +143,13 @@ def cut(
 
 
 def random_case(
-    recipe: str, seed: int, dtype: torch.dtype, nasty: str = "", device: str = "cuda"
+    recipe: str, seed: int, dtype: torch.dtype, nasty: str = "", device: str = "cuda",
+    across: int | None = None,
 ) -> Case:
-    """One to four weights over one to five shards. nasty: what is strewn into the values."""
+    """One to four weights over one to five shards. nasty: what is strewn into the values. across:
+    columns are multiples of that, unless of what TE takes."""
     rnd, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
-    down, across = STEPS[recipe]
+    down, across = STEPS[recipe][0], across or STEPS[recipe][1]
     shapes = [
         (down * rnd.randint(1, 480 // down), across * rnd.randint(1, 480 // across))
         for _ in range(rnd.randint(1, 4))

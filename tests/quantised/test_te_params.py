@@ -17,14 +17,18 @@ from megatron_fsdp_adapter.core.engine.guard import guard, unguard
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam
 from megatron_fsdp_adapter.core.layout.format import PER_TENSOR, Use
 from megatron_fsdp_adapter.quantised import format_of
+from megatron_fsdp_adapter.quantised.params import KINDS
+from tests.quantised import float64
 from tests.quantised.te_extension import FOLDERS, standing_in
 from tests.quantised.te_modules import FORMATS, KNOWS, check_rank, quantisers_are_te, weights_of
-from tests.quantised.te_weights import RECIPES, te_params, te_quantise
+from tests.quantised.te_weights import ALL, te_params, te_quantise
 
 SHAPE = (128, 256)
+FIELDS = KINDS["MXFP8Tensor"].planes
 METHODS = {
     "current": "Float8CurrentScaling", "delayed": "DelayedScaling",
     "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
 }  # fmt: skip
 
 pytestmark = pytest.mark.skipif(
@@ -36,6 +40,13 @@ pytestmark = pytest.mark.skipif(
 def te(request: pytest.FixtureRequest) -> Iterator[Path]:
     with standing_in(request.param):
         yield request.param
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 def make(recipe: str, shape: tuple[int, int] = SHAPE) -> Any:
@@ -59,7 +70,7 @@ def pointed(param: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return flat, fields
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ALL)
 def test_fields_are_planes_and_follow_memory_that_comes_and_goes(te: Path, recipe: str) -> None:
     param = make(recipe)
     fields = KNOWS.fields(param)
@@ -78,7 +89,7 @@ def test_fields_are_planes_and_follow_memory_that_comes_and_goes(te: Path, recip
     assert format_of(managed(param)) is FORMATS[recipe]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ALL)
 def test_a_guarded_parameter_refuses_its_fields_and_knows_its_shape(te: Path, recipe: str) -> None:
     param, original = make(recipe), None
     original = type(param)
@@ -96,14 +107,14 @@ def test_a_guarded_parameter_refuses_its_fields_and_knows_its_shape(te: Path, re
     assert type(param) is original and getattr(param, field) is not None
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise", "nvfp4"])
 def test_what_te_derives_is_dropped_and_not_asked_for_in_forward(te: Path, recipe: str) -> None:
     param = make(recipe)
-    derived = "_columnwise_data" if recipe == "blockwise" else "_transpose"
+    derived = "_transpose" if recipe in ("current", "delayed") else "_columnwise_data"
     assert getattr(param, derived) is not None
     KNOWS.drop_derived(param)
     assert getattr(param, derived) is None
-    assert recipe == "blockwise" or param._transpose_invalid
+    assert derived == "_columnwise_data" or param._transpose_invalid
     param._quantizer.set_usage(rowwise=True, columnwise=True)
     KNOWS.prepare(param, Use.FORWARD)
     assert param._quantizer.rowwise_usage and not param._quantizer.columnwise_usage
@@ -118,7 +129,7 @@ def test_the_value_before_quantisation_is_taken_once(te: Path) -> None:
     assert not [name for name in param.__dict__ if "high_precision" in name]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ALL)
 def test_the_format_of_a_parameter_that_is_made_later(te: Path, recipe: str) -> None:
     from transformer_engine.common import recipe as recipes
 
@@ -139,31 +150,128 @@ def test_the_format_of_a_parameter_that_is_made_later(te: Path, recipe: str) -> 
 
 
 def test_what_cannot_be_represented_is_an_early_error(te: Path) -> None:
+    cut = make("nvfp4", (32, 64))
+    cut.__dict__["_rowwise_data"] = cut._rowwise_data[:24]
+    if tuple(cut.shape) == (24, 64):  # 2.20 looks it up there
+        with pytest.raises(ValueError, match=r"layer.weight of shape \(24, 64\).*multiples of 16"):
+            format_of(managed(cut))
+    for setting, recipe, message in (
+        ("block_scaling_dim=1", "blockwise", "block_scaling_dim=1.*w_block_scaling_dim=2"),
+        ("with_2d_quantization=", "nvfp4", "with_2d_quantization=0.*disable_2d_quantization=False"),
+        ("nvfp4_use_4over6=1", "nvfp4", "nvfp4_use_4over6=1.*nvfp4_4over6='none'"),
+        ("with_2d_quantization=1", "mxfp8", "use enable_2d_quantization=False"),
+        ("stochastic_rounding=1", "nvfp4", "stochastic_rounding=False for weights"),
+    ):
+        param, (name, value) = make(recipe), setting.split("=")
+        setattr(param._quantizer, name, int(value or 0))
+        with pytest.raises(NotImplementedError, match=f"layer.weight.*{message}"):
+            format_of(managed(param))
+    other = make("mxfp8")
+    other._quantizer.dtype = SimpleNamespace(name="kFloat8E5M2")
+    with pytest.raises(NotImplementedError, match="is quantised to kFloat8E5M2.*are kFloat8E4M3"):
+        format_of(managed(other))
+    swizzled = make("mxfp8")
+    swizzled._with_gemm_swizzled_scales = True
+    with pytest.raises(NotImplementedError, match="order of matrix products.*optimize_for_gemm"):
+        format_of(managed(swizzled))
+
+
+OPTIONS = {
+    "blockwise": {"w_block_scaling_dim": 1},
+    "mxfp8": {"enable_2d_quantization": True, "backward_override": "dequantized"},
+    "nvfp4": {"disable_2d_quantization": True, "nvfp4_4over6": "weights"},
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "option"), [(recipe, option) for recipe in OPTIONS for option in OPTIONS[recipe]]
+)
+def test_options_of_recipes_that_weights_cannot_have(te: Path, recipe: str, option: str) -> None:
+    """Of weights that are there and of those that are made later; others may be set."""
     from transformer_engine.common import recipe as recipes
 
-    with pytest.raises(ValueError, match=r"layer.weight of shape \(96, 256\).*multiples of 128"):
-        format_of(managed(make("mxfp8", (96, 256))))
-    rows = make("blockwise")
-    rows._quantizer.block_scaling_dim = 1
-    with pytest.raises(NotImplementedError, match="layer.weight.*1-dimensional blocks"):
-        format_of(managed(rows))
+    value = OPTIONS[recipe][option]
+    chosen = getattr(recipes, METHODS[recipe])()
+    object.__setattr__(chosen, option, value)
     module = nn.Module()
     module.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=1)}
-    module.primary_weights_in_fp8 = True
-    module.fp8_meta = {"recipe": recipes.NVFP4BlockScaling()}
-    param = nn.Parameter(torch.empty(SHAPE, device="meta"))
-    with pytest.raises(NotImplementedError, match="NVFP4BlockScaling.*use a recipe"):
-        format_of(managed(param, (module, "weight")))
+    module.primary_weights_in_fp8, module.fp8_meta = True, {"recipe": chosen}
+    later = nn.Parameter(torch.empty(SHAPE, device="meta"))
+    for param in (later, make(recipe)):
+        with pytest.raises(NotImplementedError, match=f"{option}={value!r} of recipe .*; use"):
+            format_of(managed(param, (module, "weight")))
+    object.__setattr__(chosen, option, "activations" if option == "nvfp4_4over6" else None)
+    if option == "nvfp4_4over6":
+        assert format_of(managed(later, (module, "weight"))) is FORMATS[recipe]
 
 
-@pytest.fixture
-def alone() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+PADDED = {"mxfp8": (96, 160), "nvfp4": (48, 80)}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", PADDED)
+def test_scales_of_any_whole_blocks_are_padded_as_te_has_them(te: Path, recipe: str) -> None:
+    """Where a pass reads them, and only there; what is gathered stays compact."""
+    shape = PADDED[recipe]
+    param = make(recipe, shape)
+    scales = [plane.name for plane in FORMATS[recipe].planes if "scales" in plane.name]
+    theirs = {name: tuple(getattr(param, FIELDS[name]).shape) for name in scales}
+    _, before = pointed(param)
+    compact = {name: tuple(field.shape) for name, field in before.items()}
+    assert compact == {p.name: p.shape(shape) for p in FORMATS[recipe].planes}
+    assert all(compact[name] != theirs[name] for name in scales)
+    for use in (Use.FORWARD, Use.BACKWARD, Use.BOTH):
+        KNOWS.prepare(param, use)
+        for plane in FORMATS[recipe].planes:
+            if plane.name in scales:
+                found = getattr(param, FIELDS[plane.name])
+                read = bool(plane.use & use)
+                assert tuple(found.shape) == (theirs if read else compact)[plane.name], use
+                part = found[tuple(map(slice, compact[plane.name]))]
+                assert torch.equal(part, before[plane.name])
+                assert int(found.long().sum()) == int(before[plane.name].long().sum())
+        for name, field in KNOWS.fields(param).items():
+            assert torch.equal(field, before[name])
+        param.update_usage(rowwise_usage=True)
+        KNOWS.drop_derived(param)
+        assert tuple(getattr(param, FIELDS[scales[0]]).shape) == compact[scales[0]]
+
+
+def test_columns_that_te_leaves_out_without_gradients_are_made(te: Path, alone: Any) -> None:
+    value = (torch.randn(96, 160) * 0.02).bfloat16()
+    whole = te_params("mxfp8", [(96, 160)], torch.zeros(1, 2))[0]
+    te_quantise([whole], [value.float().view(-1)], [0], alone)
+    param = make("mxfp8", (96, 160))
+    param._columnwise_data = param._columnwise_scale_inv = None
+    with pytest.raises(ValueError, match="without columns.*preserve_high_precision_init_val=True"):
+        KNOWS.fields(param)
+    param._high_precision_init_val = value
+    fields, expected = KNOWS.fields(param), KNOWS.fields(whole)
+    for name in ("columnwise", "columnwise_scales"):
+        assert torch.equal(fields[name], expected[name]), name
+    KNOWS.high_precision(param)
+    assert torch.equal(KNOWS.fields(param)["columnwise"], expected["columnwise"])
+
+
+def test_columns_of_nvfp4_in_backward_are_those_of_the_transpose(te: Path, alone: Any) -> None:
+    """Derived by TE where it does that, and else before backward; never in forward."""
+    value = torch.randn(48, 128)
+    param = make("nvfp4", (48, 128))
+    te_quantise([param], [value.view(-1)], [0], alone)
+    pointed(param)
+    KNOWS.prepare(param, Use.FORWARD)
+    assert param._columnwise_data is None
+    KNOWS.prepare(param, Use.BACKWARD)
+    param.update_usage(columnwise_usage=True)
+    expected = float64.nvfp4(value.t().bfloat16())
+    assert torch.equal(param._columnwise_data, expected["rowwise"])
+    assert param._columnwise_scale_inv.shape == param._quantizer.get_scale_shape((48, 128), True)
+    assert torch.equal(param._columnwise_scale_inv[:128, :3], expected["rowwise_scales"])
+    assert torch.equal(param._amax_columnwise, expected["amax"])
+    KNOWS.drop_derived(param)
+    assert param._columnwise_data is None and param._amax_columnwise is None
+
+
+@pytest.mark.parametrize("recipe", ALL)
 def test_a_quantiser_over_ranks_gives_what_te_gives_step_after_step(
     te: Path, alone: Any, recipe: str
 ) -> None:
