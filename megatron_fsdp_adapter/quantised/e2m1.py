@@ -23,12 +23,8 @@ from typing import ClassVar
 import torch
 
 from .e4m3 import Cast, OwnRows, check_planes, e4m3_of, round_to, sizes_of
-from .tables import BAND, MAX, TILE
+from .tables import BAND, FULL, LARGEST, SIXTH, TILE, TINY
 
-FULL = MAX * 6.0
-"""The largest scale times the largest element."""
-SIXTH = float(torch.tensor(1.0) / torch.tensor(6.0))
-TINY, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Between an E2M1 number and the next; what lies on one goes to the even one of the two: down from
 the first, up from the second, and so on in turn."""

@@ -7,14 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .e2m1 import FULL, LARGEST, SIXTH, TINY
-from .tables import BAND, HINT, MAX, TILE, Table
+from .tables import BAND, FULL, HINT, LARGEST, MAX, SIXTH, TILE, TINY, Table
 from .triton_e4m3 import DTYPES, e4m3, size_of
 
 
 @triton.jit
 def _e2m1(x):
-    """See `e2m1.HALFWAY`."""
+    """As `e2m1.HALFWAY` says."""
     size = tl.abs(x)
     code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
     code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
