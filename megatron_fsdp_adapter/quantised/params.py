@@ -148,6 +148,14 @@ def _format_in(owner: nn.Module, name: str) -> WeightFormat | None:
     return found[0]
 
 
+def needs_columns(module: nn.Module) -> bool:
+    """Whether weights that `module` is to make have planes of columns. TE makes those where
+    gradients are enabled, and nowhere else."""
+    held = (name for name, param in module._parameters.items() if param is not None)
+    formats = (_format_in(module, name) for name in held)
+    return any(format is not None and format.by_direction for format in formats)
+
+
 class TransformerEngineParams:
     """`QuantisedParams` over TE's classes. Its C++ compares classes exactly: a parameter that is
     guarded can be given to none of its functions, and none is called here."""

@@ -18,7 +18,7 @@ SLACK = 512 * 2**20
 """Bytes beside weights: NCCL's and cuBLAS's buffers come from elsewhere; this is fragmentation."""
 
 
-def build(layers: int, meta: bool):
+def build(layers: int, meta: bool, **options):
     import contextlib
 
     from megatron.core.models.gpt import GPTModel
@@ -34,6 +34,8 @@ def build(layers: int, meta: bool):
         ffn_hidden_size=4 * HIDDEN, bf16=True, params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16, init_model_with_meta_device=meta,
     )  # fmt: skip
+    for name, value in options.items():
+        setattr(config, name, value)
     with torch.device("meta") if meta else contextlib.nullcontext():
         model = GPTModel(
             config, get_gpt_layer_with_transformer_engine_spec(), vocab_size=VOCAB,
@@ -108,3 +110,32 @@ def _same_start(rank: int, world: int) -> None:
 def test_weights_are_drawn_from_the_same_distributions() -> None:
     pytest.importorskip("transformer_engine")
     run_ranks(_same_start, 2, timeout=300, backend="nccl")
+
+
+def _same_quantised_start(rank: int, world: int, recipe: str) -> None:
+    """Mean and deviation of the main weights are those of a start without the meta device, whose
+    main weights are values from before quantisation; the loss is that of an untrained model."""
+    from tests.distributed.gpt import full_all, init_megatron
+
+    init_megatron()
+    tokens = torch.arange(128, device="cuda")[None]
+    starts = []
+    for meta in (True, False):
+        wrapper = _wrap(build(2, meta, fp8="hybrid", fp8_recipe=recipe, fp8_param=True))
+        quantised = [pair for pair in wrapper.engine.pairs if pair.group.key.quantised]
+        assert len(quantised) == 8, "four matrices a layer"
+        weights = full_all(dict(wrapper.named_parameters()))
+        starts.append({name: (w.float().mean(), w.float().std()) for name, w in weights.items()})
+        with torch.no_grad():
+            loss = wrapper(tokens, tokens, None, labels=tokens).float().mean().item()
+        assert 10 < loss < 13, (meta, loss)
+    for name, (mean, std) in starts[1].items():
+        ours = starts[0][name]
+        assert abs(ours[0] - mean) <= 1e-3, name
+        assert abs(ours[1] - std) <= 0.02 * std + 1e-6, name
+
+
+@pytest.mark.parametrize("recipe", ("delayed", "tensorwise", "blockwise"))
+def test_quantised_weights_are_made_unit_by_unit(recipe: str) -> None:
+    pytest.importorskip("transformer_engine")
+    run_ranks(_same_quantised_start, 2, recipe, timeout=300, backend="nccl")
