@@ -54,12 +54,16 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
 
 
 def dequantized(param: Any) -> torch.Tensor:
-    codes = unpacked(param._rowwise_data)
+    return decoded(param._rowwise_data, param._rowwise_scale_inv, param._amax_rowwise)
+
+
+def decoded(data: torch.Tensor, scales: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    codes = unpacked(data)
     numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     values = numbers[(codes & 7).long()] * torch.where(codes > 7, -1.0, 1.0)
-    scales = param._rowwise_scale_inv[: codes.shape[0], : codes.shape[1] // TILE]
+    scales = scales[: codes.shape[0], : codes.shape[1] // TILE]
     scales = scales.contiguous().view(torch.float8_e4m3fn).float().repeat_interleave(TILE, 1)
-    return values * (scales * (param._amax_rowwise / 2688))
+    return values * (scales * (amax / 2688))
 
 
 class Fp4Functions:

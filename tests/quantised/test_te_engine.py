@@ -15,6 +15,7 @@ from torch import nn
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import partition
+from megatron_fsdp_adapter.core.layout.format import Use
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from megatron_fsdp_adapter.core.topology import DENSE
@@ -23,11 +24,11 @@ from tests.distributed.launch import run_ranks
 from tests.engine.engine_cases import Setup, domains_of
 from tests.quantised.te_checks import own_group, same
 from tests.quantised.te_extension import FOLDERS, standing_in
-from tests.quantised.te_weights import quantizer, te_quantise
+from tests.quantised.te_values import columns_of, derived, rows_of
+from tests.quantised.te_weights import ALL, quantizer, te_quantise
 
 CPU = torch.device("cpu")
-RECIPES = ("current", "delayed", "blockwise")
-HIDDEN, INNER, LAYERS, STEPS = 32, 176, 3, 4
+HIDDEN, INNER, LAYERS, STEPS = 64, 192, 2, 3
 KNOWS = TransformerEngineParams()
 
 pytestmark = pytest.mark.skipif(
@@ -45,29 +46,13 @@ class Linear(torch.autograd.Function):
         weight.update_usage(rowwise_usage=rows, columnwise_usage=columns)
         assert derived(weight) is None, "made in forward"
         ctx.save_for_backward(x, weight)
-        return x @ values(weight).t()
+        return x @ rows_of(weight).t()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         weight.update_usage(columnwise_usage=True)
-        back = values(weight, derived(weight).t())
-        return grad @ back, grad.t() @ x
-
-
-def derived(weight: Any) -> Any:
-    return weight._transpose if hasattr(weight, "_transpose") else weight._columnwise_data
-
-
-def values(weight: Any, data: torch.Tensor | None = None) -> torch.Tensor:
-    """What bytes stand for; those of the rows unless others are given."""
-    rows = KNOWS.fields(weight)["rowwise"] if data is None else data
-    decoded = rows.contiguous().view(torch.float8_e4m3fn).float()
-    scales = KNOWS.scales(weight)[0]
-    if scales.dim() == 2:
-        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        scales = spread[: rows.shape[0], : rows.shape[1]]
-    return (decoded * scales).to(weight.dtype)
+        return grad @ columns_of(weight), grad.t() @ x
 
 
 class Layer(nn.Module):
@@ -142,9 +127,12 @@ class Whole:
         totals = {name: torch.zeros_like(main) for name, main in self.mains.items()}
         for rank in range(self.world):
             for name in self.quantised:
-                KNOWS.prepare(self.params[name], None)  # type: ignore[arg-type]
                 KNOWS.drop_derived(self.params[name])
-            loss_of(self.model, step, rank).backward()
+                KNOWS.prepare(self.params[name], Use.FORWARD)
+            loss = loss_of(self.model, step, rank)
+            for name in self.quantised:
+                KNOWS.prepare(self.params[name], Use.BACKWARD)
+            loss.backward()
             for name, param in self.params.items():
                 totals[name] += param.grad.float()
                 param.grad = None
@@ -166,6 +154,7 @@ def sharded(recipe: str, strategy: str, rank: int, world: int) -> FsdpEngine:
     plans = partition(
         model, {f"layers.{i}": layer for i, layer in enumerate(model.layers)},
         domain_of=lambda param, fqn: DENSE, format_of=format_of,
+        backward_use=lambda module: Use.BACKWARD,
     )  # fmt: skip
     engine = FsdpEngine(
         model, plans, domains_of(setup), setup.config, HostRuntime(),
@@ -195,8 +184,9 @@ def compare(engine: FsdpEngine, whole: Whole, label: str) -> None:
         for group in unit.groups:
             for entry in group.managed if group.key.quantised else ():
                 name, other = entry.fqns[0], whole.params[entry.fqns[0]]
-                mine = KNOWS.fields(entry.param)["rowwise"]
-                same(mine, KNOWS.fields(other)["rowwise"], f"{label}, bytes of {name}")
+                mine, theirs = KNOWS.fields(entry.param), KNOWS.fields(other)
+                for plane in mine:
+                    same(mine[plane], theirs[plane], f"{label}, {plane} of {name}")
                 for one, two in zip(KNOWS.scales(entry.param), KNOWS.scales(other), strict=True):
                     same(one, two, f"{label}, scales of {name}")
         engine.gather.release(unit)
@@ -205,7 +195,7 @@ def compare(engine: FsdpEngine, whole: Whole, label: str) -> None:
 def _train(rank: int, world: int, folder: str, strategy: str) -> None:
     with standing_in(Path(folder)):
         ALONE[:] = [own_group(rank, world)]
-        for recipe in RECIPES:
+        for recipe in ALL:
             whole, engine = Whole(recipe, world), sharded(recipe, strategy, rank, world)
             model, label = engine.model, f"{recipe}, {strategy}"  # type: ignore[attr-defined]
             compare(engine, whole, f"{label}, made")
