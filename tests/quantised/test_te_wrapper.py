@@ -3,6 +3,7 @@ after every step bytes and scales are what TE's function makes of the whole main
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,30 @@ def _train(rank: int, world: int, folder: str, strategy: str) -> None:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_gpt_in_megatrons_wrapper(folder: Path, strategy: str) -> None:
     run_ranks(_train, 2, str(folder), strategy, timeout=300)
+
+
+def _mains_of_steps(rank: int, world: int, folder: str, recipe: str) -> list[tuple[float, str]]:
+    """Of each step the loss, and a digest of all main weights. Microbatches of the ranks of two
+    are those of one process."""
+    device, case = init_megatron(), CASE.but(microbatches=1, clip=0.0)
+    with standing_in(Path(folder)):
+        group = own_group(rank, world)
+        trainer = build_trainer(
+            case, "optim_grads_params", device, lambda model: quantise_layers(model, recipe, group)
+        )
+        found = []
+        for step in range(3):
+            ranks = [rank] if world == 2 else [0, 1]
+            data = [batch for one in ranks for batch in batches(case, step, one, device)]
+            loss, _ = train_step(trainer, data)
+            mains = b"".join(value.numpy().tobytes() for value in trainer.params().values())
+            found.append((loss, hashlib.sha256(mains).hexdigest()))
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("folder", FOLDERS[:1], ids=lambda folder: folder.name)
+def test_two_ranks_are_one_process(folder: Path, recipe: str) -> None:
+    one, two = (run_ranks(_mains_of_steps, n, str(folder), recipe, timeout=300) for n in (1, 2))
+    assert one[0] == two[0] == two[1]
+    assert len({digest for _, digest in one[0]}) == 3
