@@ -210,9 +210,18 @@ def forget_fp8() -> None:
 def _config(subject: Subject, options: Options) -> Any:
     config = training.transformer_config(options)
     if subject.is_captured:
+        ask_for_one_graph(config)
+    return config
+
+
+def ask_for_one_graph(config: Any) -> None:
+    """A whole iteration in a graph: an implementation of its own, or, before megatron-core 0.18,
+    the scope of another one."""
+    if hasattr(config, "cuda_graph_modules"):
+        config.cuda_graph_impl = "full_iteration"
+    else:
         config.cuda_graph_impl = "local"
         config.cuda_graph_scope = [CudaGraphScope.full_iteration]
-    return config
 
 
 def _floor(subject: Subject, options: Options, place: Place) -> Runner:

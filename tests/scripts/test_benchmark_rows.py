@@ -9,8 +9,12 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_fsdp_adapter.megatron.options.cuda_graphs import captures_iteration
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -271,3 +275,13 @@ def test_two_ranks_in_processes_of_their_own(tmp_path: Path) -> None:
     assert [row["subject"] for row in rows] == ["floor", "ddp", "ours:optim"]
     assert all(row["over_floor"] for row in rows) and rows[2]["over_ddp"]
     assert "ours:optim" in (out / "rows.txt").read_text()
+
+
+def test_a_captured_row_asks_for_a_graph_of_the_whole_iteration() -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    assert not captures_iteration(config)
+    bench_wrappers.ask_for_one_graph(config)
+    assert captures_iteration(config)
+    newer = SimpleNamespace(cuda_graph_impl="none", cuda_graph_modules=[])
+    bench_wrappers.ask_for_one_graph(newer)
+    assert newer.cuda_graph_impl == "full_iteration"
