@@ -92,11 +92,23 @@ class Outcomes:
             lines = [json.loads(line) for line in path.read_text().splitlines()]
         return {line["name"]: line for line in lines}
 
-    def expect(self, name: str) -> None:
-        """Fails if the check `name` did, or was not reached."""
+    def _found(self) -> dict[str, Any]:
         if self._lines is None:
             self._lines = self._run()
-        line = self._lines.get(name)
+        return self._lines
+
+    def values(self) -> dict[str, str]:
+        """What each check said, or that it failed, for a table."""
+        found = {name: self._found().get(name) for name in self.checks}
+        return {
+            name: "not reached" if line is None else "FAILED" if line["errors"]
+            else f"{line['value']} ({line['seconds']} s)"
+            for name, line in found.items()
+        }
+
+    def expect(self, name: str) -> None:
+        """Fails if the check `name` did, or was not reached."""
+        line = self._found().get(name)
         assert line is not None, f"{name} was not finished:\n{self._fault}"
         assert not line["errors"], "\n".join(line["errors"])
         print(f"{name}: {line['value']} ({line['seconds']} s)", file=sys.stderr)

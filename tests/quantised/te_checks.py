@@ -206,14 +206,14 @@ def shards_are_the_whole(rank: int, world: int, recipe: str, nasty: str, count: 
 
 def host_is_the_device(rank: int, world: int, recipe: str, nasty: str, count: int) -> str:
     """And so is torch on the device."""
-    place(rank)
+    here = place(rank)
     places: dict[str, tuple[str, AbstractContextManager]] = {
         "the host": ("cpu", nullcontext()),
-        "torch": ("cuda", mock.patch.object(e4m3, "kernels_for", lambda device: None)),
+        "torch": (here, mock.patch.object(e4m3, "kernels_for", lambda device: None)),
     }
     for seed in range(count):
         dtype = torch.bfloat16 if seed % 4 == 3 else torch.float32
-        case = random_case(recipe, 1000 * rank + seed, dtype, nasty)
+        case = random_case(recipe, 1000 * rank + seed, dtype, nasty, here)
         device = [Shard(case, number, 64) for number in range(case.shards)]
         bits = quantise(recipe, device)
         for name, (where, way) in places.items():
@@ -221,10 +221,10 @@ def host_is_the_device(rank: int, world: int, recipe: str, nasty: str, count: in
                 other = [Shard(case, number, 64, where) for number in range(case.shards)]
                 found = quantise(recipe, other)
             for key in bits:
-                same(found[key].cuda(), bits[key], f"{name}, seed {seed}, {key}")
+                same(found[key].to(here), bits[key], f"{name}, seed {seed}, {key}")
             for one, two in zip(other, device, strict=True):
                 for mine, theirs in zip(one.memory, two.memory, strict=True):
-                    same(mine.cuda(), theirs, f"{name}, seed {seed}, {case.shapes}")
+                    same(mine.to(here), theirs, f"{name}, seed {seed}, {case.shapes}")
     return f"{count} cases"
 
 

@@ -172,11 +172,6 @@ class Extension(Fp4Functions, types.ModuleType):
             values = param._rowwise_data.view(torch.float8_e4m3fn).double()
             return (values * factors).to(param.dtype)
         data = getattr(param, "_data", None)
-        if type(param).__name__ == "MXFP8Tensor":
-            powers = torch.pow(2.0, param._rowwise_scale_inv.float() - 127)
-            factors = powers[: param.shape[0], : param.shape[1] // 32].repeat_interleave(32, 1)
-            values = param._rowwise_data.view(torch.float8_e4m3fn).float() * factors
-            return values.to(param.dtype)
         blocks = data is None
         data = param._rowwise_data if blocks else data
         scales = param._rowwise_scale_inv if blocks else param._scale_inv

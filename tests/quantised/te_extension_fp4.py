@@ -11,6 +11,7 @@ import torch
 
 TILE = 16
 LARGEST, TINY = np.finfo(np.float32).max, np.finfo(np.float32).tiny
+NUMBERS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 f32 = np.float32
 
 
@@ -32,17 +33,14 @@ def e4m3(value: float) -> torch.Tensor:
     return torch.tensor([value]).clamp(max=448.0).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def code_of(value: float) -> int:
+def codes_of(values: torch.Tensor) -> torch.Tensor:
     """E2M1, to nearest even, saturating; NaN is +6."""
-    if math.isnan(value):
-        return 7
-    numbers = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-    far = [abs(abs(value) - number) for number in numbers]
-    if abs(value) >= 6:
-        nearest = 7
-    else:
-        nearest = min(range(8), key=lambda code: (far[code], code % 2))
-    return nearest | (8 if math.copysign(1.0, value) < 0 else 0)
+    size = values.abs().double()
+    far = (size[:, None] - NUMBERS.double()).abs()
+    best = (far == far.amin(1, keepdim=True)).long()
+    nearest = (best * (2 - torch.arange(8) % 2)).argmax(1)
+    nearest = torch.where(size < 6, nearest, 7)
+    return (nearest + 8 * (values.signbit() & ~values.isnan())).to(torch.uint8)
 
 
 def unpacked(data: torch.Tensor) -> torch.Tensor:
@@ -59,8 +57,7 @@ def dequantized(param: Any) -> torch.Tensor:
 
 def decoded(data: torch.Tensor, scales: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     codes = unpacked(data)
-    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    values = numbers[(codes & 7).long()] * torch.where(codes > 7, -1.0, 1.0)
+    values = NUMBERS[(codes & 7).long()] * torch.where(codes > 7, -1.0, 1.0)
     scales = scales[: codes.shape[0], : codes.shape[1] // TILE]
     scales = scales.contiguous().view(torch.float8_e4m3fn).float().repeat_interleave(TILE, 1)
     return values * (scales * (amax / 2688))
@@ -100,14 +97,14 @@ class Fp4Functions:
             tiles, wholes, scales, targets, amaxes, rows, columns, padded, strict=True
         ):
             amax.copy_(whole)
-            for row in range(height):
+            # The rows of the target are taken to be as long as those of tiles.
+            written = target.view(-1)[: height * across].view(height, across)
+            written.zero_()
+            for row in range(down):
                 for column in range(across):
-                    found = f32(0)
-                    if row // block < down:
-                        found = decode_scale(tile[row // block, column].item(), whole.item())
-                        scale[row // block, column] = float(found)
-                    # The rows of the target are taken to be as long as those of tiles.
-                    target.view(-1)[row * across + column] = e4m3(float(found))
+                    found = float(decode_scale(tile[row, column].item(), whole.item()))
+                    scale[row, column] = found
+                    written[row * block : (row + 1) * block, column] = e4m3(found)
 
     @staticmethod
     def nvfp4_multi_tensor_2d_partial_cast(
@@ -126,8 +123,7 @@ class Fp4Functions:
                 factors.view(-1)[place] = float(factor)
             place = torch.arange(start, start + source.numel())
             found = source.float() * factors[place // width // block, place % width // block]
-            codes = torch.tensor([code_of(value) for value in found.tolist()], dtype=torch.uint8)
-            out.view(-1).copy_(packed(codes))
+            out.view(-1).copy_(packed(codes_of(found)))
 
     @staticmethod
     def nvfp4_data_transpose(data: torch.Tensor, *, out: Any = None) -> torch.Tensor:

@@ -14,35 +14,8 @@ from megatron_fsdp_adapter.quantised.columns import fp4_columns, mx_columns, pad
 from megatron_fsdp_adapter.quantised.e2m1 import HALFWAY, TileCast, TileRows, _e2m1
 from megatron_fsdp_adapter.quantised.e4m3 import MxRows
 from tests.quantised import arithmetic, float64
-from tests.quantised.te_checks import Shard, quantise
-from tests.quantised.te_weights import NASTY, Case, cut, random_case
-
-WIDTHS = {"nvfp4": 16, "mxfp8": 32}
-FIELDS = {
-    "nvfp4": {"rowwise": "bytes", "rowwise_scales": "scales"},
-    "mxfp8": {
-        "rowwise": "bytes", "rowwise_scales": "row_scales", "columnwise": "columns",
-        "columnwise_scales": "column_scales",
-    },
-}  # fmt: skip
-
-
-def check(case: Case, nasty: str) -> None:
-    """The planes of all shards, put together, are those of whole weights."""
-    shards = [Shard(case, number, 64) for number in range(case.shards)]
-    bits = quantise(case.recipe, shards)
-    for shard in shards:
-        shard.check_untouched()
-    for index, main in enumerate(case.mains):
-        expected = getattr(float64, case.recipe)(main.bfloat16())
-        rows = [shard.rows[index] for shard in shards]
-        if case.recipe == "nvfp4":
-            assert torch.equal(bits["amaxes"][index : index + 1], expected.pop("amax")), nasty
-        for name, plane in expected.items():
-            field = FIELDS[case.recipe][name]
-            found = torch.cat([getattr(own, field) for own in rows if own.numel])
-            differ = (found != plane.view(-1)).nonzero().view(-1)
-            assert not len(differ), f"{name} of {tuple(main.shape)}, at {differ[:5].tolist()}"
+from tests.quantised.fp4_checks import WIDTHS, check
+from tests.quantised.te_weights import NASTY, cut, random_case
 
 
 @pytest.mark.parametrize("recipe", WIDTHS)
@@ -52,14 +25,14 @@ def check(case: Case, nasty: str) -> None:
     nasty=st.sampled_from(list(NASTY)),
 )  # fmt: skip
 def test_planes_of_shards_are_those_of_whole_weights_in_float64(recipe, seed, dtype, nasty):
-    check(random_case(recipe, seed, dtype, nasty, "cpu", across=WIDTHS[recipe]), nasty)
+    check(random_case(recipe, seed, dtype, nasty, "cpu", across=WIDTHS[recipe]))
 
 
 @pytest.mark.parametrize("shards", range(1, 9))
 @pytest.mark.parametrize("recipe", WIDTHS)
 def test_one_to_eight_shards(recipe, shards):
     case = random_case(recipe, shards, torch.float32, "", "cpu", across=WIDTHS[recipe])
-    check(dataclasses.replace(case, shards=shards, ranges=cut(recipe, case.shapes, shards)), "")
+    check(dataclasses.replace(case, shards=shards, ranges=cut(recipe, case.shapes, shards)))
 
 
 @pytest.mark.parametrize("nasty", [name for name in NASTY if name != "NaN"])

@@ -3,12 +3,9 @@ initialises them: bytes, scales and main weights are those of a start without it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from megatron_fsdp_adapter import FullyShardedDataParallel
 from tests.distributed.gpt import STRATEGIES, Case, ddp_config, init_megatron, model_config
 from tests.distributed.launch import run_ranks
 from tests.quantised.te_checks import own_group, same
-from tests.quantised.te_extension import FOLDERS, Extension, standing_in
+from tests.quantised.te_extension import FOLDERS, standing_in
 from tests.quantised.te_modules import FORMATS, KNOWS
 from tests.quantised.test_te_params import METHODS
 from tests.quantised.test_te_wrapper import made
@@ -105,21 +102,9 @@ def held(wrapper: FullyShardedDataParallel) -> dict[str, torch.Tensor]:
     return found
 
 
-@contextmanager
-def dequantised_on_the_host() -> Iterator[None]:
-    """TE 2.20 moves an MXFP8 tensor to a GPU first."""
-    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
-
-    def dequantize(self: Any, *, dtype: Any = None) -> torch.Tensor:
-        return Extension.dequantize(self, dtype)
-
-    with mock.patch.object(MXFP8Tensor, "dequantize", dequantize):
-        yield
-
-
 def _same_start(rank: int, world: int, folder: str) -> None:
     init_megatron()
-    with standing_in(Path(folder)), dequantised_on_the_host():
+    with standing_in(Path(folder)):
         group = own_group(rank, world)
         for recipe in FORMATS:
             for strategy in STRATEGIES if recipe == "mxfp8" else STRATEGIES[-1:]:
