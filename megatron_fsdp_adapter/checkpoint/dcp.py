@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from megatron_fsdp_adapter.checkpoint import digests, folders
 from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, coordination
-from megatron_fsdp_adapter.checkpoint.names import EXTRA_STATE
+from megatron_fsdp_adapter.checkpoint.names import EXTRA_STATE, FP8_SCALING
+from megatron_fsdp_adapter.checkpoint.scaling import fit_scaling
 from megatron_fsdp_adapter.checkpoint.state import (
     Mismatch,
     compare,
@@ -216,6 +217,7 @@ def _open(
         return _Opened(folder, metadata, (), _View(number, "", Mismatch(unusable=problems)))
     if vocab_size is not None:
         fit_vocabulary(stored, metadata, vocab_size)
+    fit_scaling(stored, metadata)
     leaves = flatten(stored)
     keys = general_keys(leaves, rank)
     digest = hashlib.sha256("\n".join(keys).encode()).hexdigest()
@@ -243,7 +245,9 @@ def _mismatch_of_all(
     unexpected = tuple(
         key
         for key in stored
-        if key not in wanted and not key.startswith(ignored) and not key.endswith(EXTRA_STATE)
+        if key not in wanted
+        and not key.startswith(ignored)
+        and not key.endswith((EXTRA_STATE, FP8_SCALING))
     )
     # Where a state could not be flattened, its keys are unknown and so is what nobody wants.
     return merged if merged.unusable else replace(merged, unexpected=unexpected)

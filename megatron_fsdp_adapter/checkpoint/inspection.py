@@ -28,6 +28,7 @@ from megatron_fsdp_adapter.checkpoint.convert.run_config import with_arguments
 from megatron_fsdp_adapter.checkpoint.convert.safetensors_files import read_json, read_tensors
 from megatron_fsdp_adapter.checkpoint.convert.torch_dist import COMMON, load_common
 from megatron_fsdp_adapter.checkpoint.convert.training_state import argument_of
+from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
 from megatron_fsdp_adapter.checkpoint.record import RECORD
 
 TOPOLOGY = (
@@ -226,6 +227,8 @@ def _entry(folder: DcpFolder, key: str) -> Entry:
     tensor = folder.tensor(key)
     if part == OTHER and tensor.dtype.is_floating_point:
         part = WEIGHTS  # torch_dist has no "model." in front
+    if key.endswith(FP8_SCALING):
+        part = OTHER
     return Entry(
         key, part, tensor.shape, _short(tensor.dtype), tensor.nbytes, folder.pieces(key)
     )

@@ -12,6 +12,7 @@ Grammar of the keys, joined by dots; NAME is a parameter's name in the whole mod
 a Float16Module is between (that is, unless the model computes in fp32):
 
     model.module.NAME[HALF]                        main weight, or a persistent buffer
+    model.module.NAME.fp8_scaling                  what delayed scaling knows of NAME's product
     optimizer.state.DEEP NAME[HALF].exp_avg        and exp_avg_sq, step: what the optimizer keeps
     optimizer.param_to_group_meta.DEEP NAME.lr     and the other options of its parameter group
 
@@ -37,8 +38,13 @@ HALVES = ("_w", "_v")
 MODEL, OPTIMIZER_STATE, OPTIMIZER_META = "model", "optimizer.state", "optimizer.param_to_group_meta"
 
 EXTRA_STATE = "_extra_state"
-"""End of the keys of Transformer Engine's FP8 statistics, which a checkpoint leaves out, as
-Megatron's format does: they are of this run's devices, and gathered again within a few steps."""
+"""End of the keys of what Transformer Engine's modules pickle, which a checkpoint leaves out, as
+Megatron's format does. What a resume needs of it is stored as tensors, under `FP8_SCALING`."""
+
+FP8_SCALING = ".fp8_scaling"
+"""End of the keys of scales and histories of FP8's delayed scaling (`quantised/scaling.py`). Other
+programs' checkpoints do not have them, and a model has no use for them with another recipe: a load
+goes without."""
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"

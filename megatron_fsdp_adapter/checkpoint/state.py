@@ -146,7 +146,8 @@ def _restored(loaded: Any, value: Any, rank: int) -> Any:
     if isinstance(value, PerRank):
         return torch.load(io.BytesIO(loaded[_rank_key(rank)]), weights_only=False)
     if isinstance(value, Mapping):
-        return {key: _restored(loaded[key], value[key], rank) for key in value}
+        # What was taken out before the load (`scaling.py`) was not to be had.
+        return {key: _restored(loaded[key], value[key], rank) for key in value if key in loaded}
     if isinstance(value, list) and len(value) == len(loaded):
         return [_restored(a, b, rank) for a, b in zip(loaded, value, strict=True)]
     # What was read may be a view of a part of the caller's tensor.

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_fsdp_adapter.checkpoint.names import MODEL
+from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING, MODEL
 
 OPTIMIZER = "optimizer"
 _METADATA = {"distrib_optim_sharding_type": "fsdp_dtensor"}
@@ -40,7 +40,8 @@ def load_model_state(chunks: Sequence[Any], state: Mapping[str, Any], strict: bo
     """Copies what `model_state` gave, or a load of it, into the chunks and refreshes their compute
     weights. ValueError lists keys that are missing or, if `strict`, that no chunk has."""
     own = [chunk.checkpoint_keys() for chunk in chunks]
-    nobodys = sorted(set(state) - frozenset().union(*own))
+    known = frozenset().union(*own)
+    nobodys = sorted(key for key in set(state) - known if not key.endswith(FP8_SCALING))
     if strict and nobodys:
         raise ValueError(f"no model chunk of this rank has {', '.join(nobodys)}")
     for chunk, keys in zip(chunks, own, strict=True):

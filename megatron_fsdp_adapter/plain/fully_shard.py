@@ -28,6 +28,7 @@ from ..core.engine.partition import partition, unit_modules
 from ..core.topology import DENSE, FSDPDistributedIndex
 from ..diagnostics.description import describe
 from ..diagnostics.grad_check import GradCheck
+from ..quantised import TransformerEngineParams, format_of
 from ..sharding.building import build_engine
 from ..sharding.local_optimizer import adopt, end_step
 from ..sharding.materialize import meta_problems, own_initialiser, target_device
@@ -179,10 +180,12 @@ def _engine(
         unit_modules(module, lambda child: isinstance(child, classes)),
         domain_of=lambda param, fqn: DENSE,
         backward_reads_weights=lambda unit: not isinstance(unit, nn.Embedding),
+        format_of=format_of,
     )
     return build_engine(
         "fully_shard_model", module, plans, dict(index.domains), config,
         target_device(module, None), own_initialiser, grad_check=check,
+        quantised=TransformerEngineParams(),
     )
 
 
@@ -206,8 +209,8 @@ def fully_shard_model(
     """Shards the parameters of `module`, which moves into what is returned.
 
     Args:
-        module: on its device, in the dtypes that it computes in. All ranks get the first one's
-            weights. With `init_model_with_meta_device` it may be on the meta device: modules are
+        module: on its device, in the dtypes that it computes in, weights of Transformer Engine's
+            layers also quantised (`fp8_model_init`). All ranks get the first one's weights. With `init_model_with_meta_device` it may be on the meta device: modules are
             then initialised by their `reset_parameters`, in module order, one unit at a time.
         mesh: the ranks to shard over: a 1-D device mesh or a process group (default: the world);
             or a 2-D mesh (outer axis, shard axis), in which shards are replicated along the first

@@ -30,6 +30,7 @@ from .e4m3 import (
     TensorCast,
     write_scales,
 )
+from .scaling import LAST, NEXT, AfterLoad
 
 Settings = tuple[str, bool, float, torch.dtype]
 """Class of the quantizer, powers of two, least amax, nominal dtype of the weight."""
@@ -134,7 +135,9 @@ class Current:
 
 class Delayed:
     """Scales that TE has made of the amaxes of earlier steps; those of this one go to where it
-    looks for them. What has been seen since TE looked last is in the amaxes already."""
+    looks for them. What has been seen since TE looked last is in the amaxes already. After a load
+    bytes are made with the scale that the saved ones had, or, where nobody knows it, with one of
+    these main weights, which then is TE's too."""
 
     def __init__(self, weights: Sequence[QuantisedWeight], settings: Settings) -> None:
         self._weights = tuple(weights)
@@ -144,21 +147,57 @@ class Delayed:
         self._scales = torch.ones(len(weights), device=device)
         self._inverses = _apart(len(weights), device)
         _take_scales(weights, "_scale_inv", self._cast.views(self._inverses))
+        self._begin_scales()
+
+    def _begin_scales(self) -> None:
+        """Those of the bytes that are there: the quantizer's, unless it has moved on since."""
+        torch.reciprocal(self._inverses, out=self._scales)
+        for weight, scale in zip(self._weights, self._cast.views(self._scales), strict=True):
+            own, inverse = _quantizer(weight).scale.view(1), weight.param.__dict__["_scale_inv"]
+            scale.copy_(torch.where(own.reciprocal() == inverse, own, scale))
+            weight.param.__dict__[LAST] = scale
 
     def bind(self, amaxes: torch.Tensor) -> None:
         self._amaxes = amaxes
 
     def begin(self) -> None:
-        quantizers = [_quantizer(weight) for weight in self._weights]
+        self._quantizers = [_quantizer(weight) for weight in self._weights]
+        self._loaded: list[AfterLoad | None] = [
+            weight.param.__dict__.pop(NEXT, None) for weight in self._weights
+        ]
         views = self._cast.views(self._scales)
-        torch._foreach_copy_(views, [quantizer.scale.view(1) for quantizer in quantizers])
-        self._slots = [quantizer.amax.view(1) for quantizer in quantizers]
+        scales = [
+            quantizer.scale.view(1) if loaded is None or loaded.scale is None else loaded.scale
+            for quantizer, loaded in zip(self._quantizers, self._loaded, strict=True)
+        ]
+        torch._foreach_copy_(views, scales)
+        self._slots = [quantizer.amax.view(1) for quantizer in self._quantizers]
         torch._foreach_copy_(self._cast.views(self._amaxes), self._slots)
         self._cast.finish(self._scales, self._amaxes)
 
     def finish(self) -> None:
-        torch._foreach_copy_(self._slots, self._cast.views(self._amaxes))
+        amaxes = self._cast.views(self._amaxes)
+        if any(loaded is not None for loaded in self._loaded):
+            self._follow_load(amaxes)
+        torch._foreach_copy_(self._slots, amaxes)
         torch.reciprocal(self._scales, out=self._inverses)
+
+    def _follow_load(self, amaxes: list[torch.Tensor]) -> None:
+        """Finds scales that nobody knows, and makes all bytes once more; the others are the same.
+        Where bytes are those of before, TE has seen their amax, or forgotten it by now."""
+        fresh, unused = torch.empty(2, self.amax_numel, device=self._amaxes.device).unbind()
+        write_scales(self._amaxes, fresh, unused)
+        scales, found = self._cast.views(self._scales), self._cast.views(fresh)
+        for index, loaded in enumerate(self._loaded):
+            if loaded is not None and loaded.scale is None:
+                scales[index].copy_(found[index] * 2.0**-loaded.margin)
+                own = self._quantizers[index].scale
+                own.copy_(scales[index].view_as(own))
+            elif loaded is not None:
+                before = self._slots[index]
+                amaxes[index].copy_(torch.where(before > 0, amaxes[index], before))
+        if any(loaded is not None and loaded.scale is None for loaded in self._loaded):
+            self._cast.finish(self._scales)
 
 
 class Mx:

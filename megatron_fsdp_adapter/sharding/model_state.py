@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..checkpoint.names import EXTRA_STATE, GlobalNames
+from ..checkpoint.names import EXTRA_STATE, FP8_SCALING, GlobalNames
 from ..checkpoint.parts import held_range, part_of
 from ..core.uneven_dtensor import Chunks, chunks_of, even_chunks, is_replicated
 
@@ -105,9 +105,9 @@ def load_problems(
     found = []
     if strict:
         found += [f"missing: {key}" for key in sorted(set(form) - set(values))
-                  if not key.endswith(EXTRA_STATE)]
+                  if not key.endswith((EXTRA_STATE, FP8_SCALING))]
         found += [f"unexpected: {key}" for key in sorted(set(values) - set(form))
-                  if not key.endswith(EXTRA_STATE)]
+                  if not key.endswith((EXTRA_STATE, FP8_SCALING))]
     for key, value in values.items():
         place = form.get(key)
         if place is not None and place.name in params:

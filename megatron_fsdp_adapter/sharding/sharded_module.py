@@ -5,19 +5,21 @@ and guards against what would detach its parameters from their buffers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint.chunks import LayoutRef, attach_chunks
-from ..checkpoint.names import GlobalNames, global_names
+from ..checkpoint.names import EXTRA_STATE, FP8_SCALING, GlobalNames, global_names
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.guard import unchecked
 from ..core.engine.identity import ParamPair
 from ..core.uneven_dtensor import whole_tensor
+from ..quantised.scaling import Scaling, scaling_of
 from .model_state import (
     checkpoint_form,
     chosen_form,
@@ -144,13 +146,16 @@ class ShardedStateDict(OneOfItsKind, nn.Module):
         """
         params = self._params_by_key()
         plain = super().state_dict(keep_vars=keep_vars)
+        for key, scaling in self._scalings(params).items():
+            plain[key] = scaling.record(self.engine.will_quantise(scaling.trained))
         form = checkpoint_form(plain, self._checkpoint_names(params))
         return values_of(form, params, plain)
 
     def checkpoint_keys(self) -> frozenset[str]:
         """The keys of `checkpoint_state_dict`."""
-        names = self._checkpoint_names(self._params_by_key())
-        return frozenset(checkpoint_form(super().state_dict(), names))
+        params = self._params_by_key()
+        own = [*super().state_dict(), *self._scalings(params)]
+        return frozenset(checkpoint_form(own, self._checkpoint_names(params)))
 
     def _checkpoint_names(self, params: Mapping[str, nn.Parameter]) -> GlobalNames:
         names = global_names(self)
@@ -170,6 +175,12 @@ class ShardedStateDict(OneOfItsKind, nn.Module):
         entries = super().state_dict(keep_vars=True)
         return {key: value for key, value in entries.items() if hasattr(value, "fsdp_layout_ref")}
 
+    def _scalings(self, params: Mapping[str, nn.Parameter]) -> dict[str, Scaling]:
+        """Where delayed scaling has its state, by the key of a record beside the weight's."""
+        pairs = {id(pair.optimizer): pair for pair in self.engine.pairs}
+        found = {key: scaling_of(pairs[id(param)]) for key, param in params.items()}
+        return {key + FP8_SCALING: scaling for key, scaling in found.items() if scaling}
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -188,14 +199,24 @@ class ShardedStateDict(OneOfItsKind, nn.Module):
         if assign:
             raise ValueError(ASSIGN)
         params = self._params_by_key()
-        own = list(super().state_dict())
+        scalings = self._scalings(params)
+        own = [*super().state_dict(), *scalings]
         forms = (module_form(own), checkpoint_form(own, global_names(self)))
         form, keys = chosen_form(forms, state_dict)
         values = {keys[key]: value for key, value in state_dict.items()}
         found = load_problems(form, params, values, strict)
+        records = {
+            place.name: values.pop(key) for key, place in form.items()
+            if place.name in scalings and key in values
+        }
+        for name, record in records.items():
+            found += scalings[name].problems(name, record)
         if found:
             raise ValueError("load_state_dict:\n" + "\n".join(f"  - {line}" for line in found))
         result = super().load_state_dict(copy_values(form, params, values), strict=False)
+        for name, record in records.items():
+            scalings[name].load(record)
+        tell_unknown(scalings)
         self.engine.main_weights_changed(loaded=True)
         return incompatible_keys(form, keys, result)
 
@@ -232,10 +253,43 @@ def check_trained(engine: FsdpEngine) -> None:
         )
 
 
+def tell_unknown(scalings: Mapping[str, Scaling]) -> None:
+    """Prints, on one rank, for how many weights a load did not say how they are scaled."""
+    unknown = [name for name, scaling in scalings.items() if scaling.is_unknown]
+    if unknown and dist.get_rank() == 0:
+        print(
+            f"load_state_dict: nothing is known of the delayed scaling of {len(unknown)} FP8 "
+            f"weights ({unknown[0].removesuffix(FP8_SCALING)}, ...): their scales are set from the "
+            "largest of the loaded main weights",
+            flush=True,
+        )
+
+
+def forget_scaling(
+    engine: FsdpEngine, numbers: Sequence[int], child: nn.Module, state: Mapping[str, Any],
+    prefix: str,
+) -> None:
+    """A load into `child` writes weights (pairs `numbers` of the engine), and may say nothing of
+    how they are scaled: TE's module takes its own state, if there is any."""
+    extra = state.get(prefix + EXTRA_STATE)
+    if isinstance(extra, torch.Tensor) and extra.numel():
+        return
+    for pair in (engine.pairs[number] for number in numbers):
+        slots = pair.managed.slots
+        written = any(owner is child and prefix + name in state for owner, name in slots)
+        scaling = scaling_of(pair) if written else None
+        if scaling is not None:
+            scaling.forget()
+
+
 def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
     """A state dict of any module below shows main weights. A load into any takes what the wrapper's
     takes, and refreshes the compute weights."""
     ref = weakref.ref(engine)
+    owned: dict[int, list[int]] = {}  # numbers of pairs: a hook holds nothing of the engine
+    for number, pair in enumerate(engine.pairs):
+        for owner, _ in pair.managed.slots:
+            owned.setdefault(id(owner), []).append(number)
 
     def before_save(*_: Any) -> None:
         alive = ref()
@@ -251,6 +305,7 @@ def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
             if metadata.get("assign_to_params_buffers", False):
                 raise ValueError(ASSIGN)
             alive.show_optimizer_params()
+            forget_scaling(alive, owned.get(id(child), ()), child, state_dict, prefix)
             errors += load_own(child, state_dict, prefix)
 
     def after_load(*_: Any) -> None:

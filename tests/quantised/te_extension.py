@@ -78,6 +78,8 @@ def _install(folder: Path) -> None:
     common = {"load_framework_extension": lambda name: None, "decode_cudnn_version": divmod}
     _package(folder, "transformer_engine.common", **common)
     _package(folder, "transformer_engine.pytorch")
+    # It needs a package for exports, and is asked for names of functions only.
+    _package(folder, "transformer_engine.pytorch.onnx_extensions", __getattr__=lambda name: None)
 
 
 def _dequantize_on_the_host() -> None:

@@ -3,6 +3,7 @@
     model.module.NAME[_w|_v]                                weight or buffer
     optimizer.state.DEEP NAME[_w|_v].exp_avg|exp_avg_sq|step
     optimizer.param_to_group_meta.DEEP NAME.lr|...          options of the parameter group
+    model.module.NAME.fp8_scaling                           of a run, and left out
     anything else                                           args, iteration, scheduler, RNG, ...
 
 DEEP is "module.module.", and once more "module." unless the model computes in fp32.
@@ -35,6 +36,7 @@ from megatron_fsdp_adapter.checkpoint.convert.training_state import (
     split_halves,
     styled_name,
 )
+from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
 
 _STATE = ("optimizer", "state")
 _META = ("optimizer", "param_to_group_meta")
@@ -49,7 +51,11 @@ def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> Train
     """
     paths = {key: _split(folder, key) for key in (*folder.tensor_keys, *folder.object_keys)}
     tensors = {paths[key]: folder.tensor(key) for key in folder.tensor_keys}
-    model = {path[1]: tensor for path, tensor in tensors.items() if path[0] == "model"}
+    model = {
+        path[1]: tensor for path, tensor in tensors.items()
+        if path[0] == "model" and not str(path[1]).endswith(FP8_SCALING)
+    }
+    dropped = [key for key in folder.tensor_keys if key.endswith(FP8_SCALING)]
     if not any(name.startswith("module.") for name in map(str, model)):
         raise ValueError(
             f"{folder.folder} is no fsdp_dtensor checkpoint: it has no key model.module...., but "
@@ -61,7 +67,7 @@ def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> Train
         iteration=iteration,
         weights=_common(join_halves({names[str(n)]: t for n, t in model.items()})),
         rest=_rest(folder, tensors, objects, weights_only),
-        dropped=tuple(key for key in folder.object_keys if key.startswith("model.")),
+        dropped=(*dropped, *(key for key in folder.object_keys if key.startswith("model."))),
         style=_style(names.values()),
     )
     if not weights_only:

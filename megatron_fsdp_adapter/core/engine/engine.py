@@ -459,6 +459,12 @@ class FsdpEngine:
             self.quantisation.changed(loaded, needed=self.switch.shown is Identity.RAW)
         self.gather.invalidate()
 
+    def will_quantise(self, trained: bool) -> bool:
+        """Whether quantised weights, those that are trained or the others, are made anew before a
+        forward reads them."""
+        pending = self.quantisation is not None and self.quantisation.is_pending(trained)
+        return pending or (self.own_loop and trained)
+
     @torch.no_grad()
     def sync_weights(self, wait: bool) -> None:
         """Makes weights current for the next forward: all of them now, or with overlap only the

@@ -64,6 +64,10 @@ class Quantisation:
         if needed or self.at_once:
             self.catch_up(unsaid=False)
 
+    def is_pending(self, trained: bool) -> bool:
+        """Whether something has changed that is not made up for."""
+        return self._changed if trained else self._loaded
+
     @torch.no_grad()
     def catch_up(self, unsaid: bool) -> None:
         """Quantises what has changed; with `unsaid` also what somebody may have changed. On the

@@ -31,6 +31,7 @@ from typing import Any
 from ...checkpoint import folders
 from ...checkpoint.coordination import coordination
 from ...checkpoint.names import MODEL
+from ...checkpoint.scaling import fit_scaling, taken_over
 from ...checkpoint.state import compare, flatten, from_stored, to_stored
 from ...checkpoint.training import OPTIMIZER
 from ...checkpoint.vocabulary import fit_vocabulary
@@ -208,7 +209,8 @@ def _as_asked(
 ) -> dict[str, Any]:
     """What was read, with the model's dicts and the tensors that the caller gave."""
     result = {key: value for key, value in state.items() if key != MODEL}
-    result |= {key: wanted[key] for key in wanted if key == MODEL or _CHUNK.fullmatch(key)}
+    models = [key for key in wanted if key == MODEL or _CHUNK.fullmatch(key)]
+    result |= {key: taken_over(wanted[key], state[MODEL]) for key in models}
     if OPTIMIZER in wanted:
         result[OPTIMIZER] = from_stored(state[OPTIMIZER], wanted[OPTIMIZER], rank)
     if _RNG in wanted:
@@ -235,6 +237,7 @@ def _prepared(
     parts = to_stored({key: asked[key] for key in (MODEL, OPTIMIZER) if key in asked}, rank)
     if vocab_size is not None:
         fit_vocabulary(parts, metadata, vocab_size)
+    fit_scaling(parts, metadata)
     mismatch = compare(flatten(parts), metadata)
     if (strict and mismatch.missing) or mismatch.different:
         raise ValueError(f"the model does not fit {folder}:\n{mismatch.describe()}")

@@ -1,0 +1,42 @@
+"""Scales and histories of FP8's delayed scaling, which a checkpoint may have or not.
+
+A load takes those that are there, with as many steps of history as were kept. What a checkpoint
+does not have is left out of the state: who loads it learns so that there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from .names import FP8_SCALING
+
+
+def fit_scaling(stored: dict[str, Any], metadata: Metadata) -> None:
+    """Changes a nested state in place: records that the checkpoint does not have are removed, and
+    one of another length is replaced by a tensor of the stored length."""
+    for holder, name, key in list(_records(stored, "")):
+        saved = metadata.state_dict_metadata.get(key)
+        if not isinstance(saved, TensorStorageMetadata):
+            del holder[name]
+        elif saved.size[1:] == holder[name].shape[1:] and saved.size != holder[name].shape:
+            holder[name] = torch.empty(saved.size, device=holder[name].device)
+
+
+def taken_over(wanted: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """`wanted`, a flat part of a state, with the records that were `loaded` for it, and no others.
+    """
+    kept = {key: value for key, value in wanted.items() if not key.endswith(FP8_SCALING)}
+    return kept | {key: loaded[key] for key in wanted if key in loaded and key not in kept}
+
+
+def _records(state: Mapping[str, Any], path: str) -> Iterator[tuple[Any, str, str]]:
+    """(dict, its key, dotted key) of every record."""
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _records(value, f"{path}{name}.")
+        elif name.endswith(FP8_SCALING):
+            yield state, name, f"{path}{name}"
