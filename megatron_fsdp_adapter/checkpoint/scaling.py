@@ -26,9 +26,11 @@ def fit_scaling(stored: dict[str, Any], metadata: Metadata) -> None:
             holder[name] = torch.empty(saved.size, device=holder[name].device)
 
 
-def taken_over(wanted: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """`wanted`, a flat part of a state, with the records that were `loaded` for it, and no others.
-    """
+def taken_over(wanted: Mapping[str, Any], loaded: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`wanted`, a flat part of a state, with the records that were `loaded` for it, and no others;
+    itself if there are none."""
+    if not any(key.endswith(FP8_SCALING) for key in wanted):
+        return wanted
     kept = {key: value for key, value in wanted.items() if not key.endswith(FP8_SCALING)}
     return kept | {key: loaded[key] for key in wanted if key in loaded and key not in kept}
 

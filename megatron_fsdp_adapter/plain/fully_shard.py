@@ -210,8 +210,9 @@ def fully_shard_model(
 
     Args:
         module: on its device, in the dtypes that it computes in, weights of Transformer Engine's
-            layers also quantised (`fp8_model_init`). All ranks get the first one's weights. With `init_model_with_meta_device` it may be on the meta device: modules are
-            then initialised by their `reset_parameters`, in module order, one unit at a time.
+            layers also quantised (`fp8_model_init`). All ranks get the first one's weights. With
+            `init_model_with_meta_device` it may be on the meta device: modules are then
+            initialised by their `reset_parameters`, in module order, one unit at a time.
         mesh: the ranks to shard over: a 1-D device mesh or a process group (default: the world);
             or a 2-D mesh (outer axis, shard axis), in which shards are replicated along the first
             or, with `outer_dp_sharding_strategy="optim"`, split again.

@@ -5,7 +5,7 @@ and guards against what would detach its parameters from their buffers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -213,10 +213,9 @@ class ShardedStateDict(OneOfItsKind, nn.Module):
             found += scalings[name].problems(name, record)
         if found:
             raise ValueError("load_state_dict:\n" + "\n".join(f"  - {line}" for line in found))
-        result = super().load_state_dict(copy_values(form, params, values), strict=False)
-        for name, record in records.items():
-            scalings[name].load(record)
-        tell_unknown(scalings)
+        rest = copy_values(form, params, values)
+        result = super().load_state_dict(rest, strict=False)
+        take_scaling(scalings, records, {form[key].name for key in values if key in form}, rest)
         self.engine.main_weights_changed(loaded=True)
         return incompatible_keys(form, keys, result)
 
@@ -253,8 +252,22 @@ def check_trained(engine: FsdpEngine) -> None:
         )
 
 
-def tell_unknown(scalings: Mapping[str, Scaling]) -> None:
-    """Prints, on one rank, for how many weights a load did not say how they are scaled."""
+def take_scaling(
+    scalings: Mapping[str, Scaling], records: Mapping[str, torch.Tensor], given: Set[str],
+    rest: Mapping[str, Any],
+) -> None:
+    """Delayed scaling after a load of the weights `given`: from records, or from what TE's modules
+    pickle, which is in the `rest` (torch's load does not reach it below a Float16Module). Prints,
+    on one rank, for how many weights there is neither."""
+    for name, scaling in scalings.items():
+        weight = name.removesuffix(FP8_SCALING)
+        extra = rest.get(f"{weight.rpartition('.')[0]}.{EXTRA_STATE}")
+        if name in records:
+            scaling.load(records[name])
+        elif isinstance(extra, torch.Tensor) and extra.numel():
+            scaling.owner.set_extra_state(extra)
+        elif weight in given:
+            scaling.forget()
     unknown = [name for name, scaling in scalings.items() if scaling.is_unknown]
     if unknown and dist.get_rank() == 0:
         print(

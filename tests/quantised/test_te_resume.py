@@ -25,14 +25,12 @@ from tests.distributed.gpt import (
     build_trainer,
     forward_backward,
     init_megatron,
-    train_step,
 )
 from tests.distributed.launch import run_ranks
-from tests.quantised.te_checks import own_group, same
+from tests.quantised.te_checks import same
 from tests.quantised.te_extension import FOLDERS, standing_in
 from tests.quantised.te_modules import KNOWS
-from tests.quantised.te_scaling import LENGTH, roll, scale_layers, scaled_linears
-from tests.quantised.test_te_wrapper import check_weights, quantise_layers
+from tests.quantised.te_scaling import LENGTH, roll, scale_layers
 
 CASE = Case(hidden=32, heads=2, ffn=64, bf16=True, microbatches=2, lr=3e-3)
 SAVED = "optim_grads_params"

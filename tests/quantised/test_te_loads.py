@@ -1,0 +1,194 @@
+"""Every way to load weights into a model whose weights are in Transformer Engine's classes: their
+bytes and scales are those of the loaded values, by TE's own function."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from megatron_fsdp_adapter.checkpoint import (
+    load_checkpoint,
+    load_training_state,
+    save_checkpoint,
+    training_state,
+)
+from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
+from megatron_fsdp_adapter.quantised.e4m3 import write_scales
+from tests.distributed.gpt import (
+    Case,
+    Trainer,
+    batches,
+    build_trainer,
+    init_megatron,
+    load_weights,
+    train_step,
+)
+from tests.distributed.launch import run_ranks
+from tests.quantised.te_checks import own_group, same
+from tests.quantised.te_extension import FOLDERS, bytes_of, standing_in
+from tests.quantised.te_modules import KNOWS
+from tests.quantised.te_scaling import scale_layers
+from tests.quantised.test_te_wrapper import check_weights, quantise_layers
+
+CASE = Case(hidden=32, heads=2, ffn=64, bf16=True, microbatches=2, lr=3e-3)
+RECIPES = ("current", "blockwise")
+LAYER = "decoder.layers.1."
+Weights = dict[str, torch.Tensor]
+
+pytestmark = pytest.mark.skipif(
+    not FOLDERS, reason="TRANSFORMER_ENGINE_PYTHON names no folder with Transformer Engine's files"
+)
+
+
+def model_of(trainer: Trainer) -> Any:
+    """The GPT itself, below both wrappers and the Float16Module."""
+    return trainer.wrapper.module.module.module
+
+
+def one_layer(trainer: Trainer, weights: Weights) -> None:
+    named = {n.removeprefix(LAYER): w for n, w in weights.items() if n.startswith(LAYER)}
+    model_of(trainer).decoder.layers[1].load_state_dict(named, strict=False)
+
+
+def with_torch(trainer: Trainer, weights: Weights) -> None:
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    set_model_state_dict(model_of(trainer), dict(weights), options=options)
+
+
+def in_place(trainer: Trainer, weights: Weights) -> None:
+    """A write of this rank's rows, as torch DCP's, and what Megatron then calls."""
+    engine = trainer.wrapper.engine
+    engine.show_optimizer_params()
+    for pair in engine.pairs:
+        name = pair.managed.fqns[0].removeprefix("module.")
+        local = pair.optimizer._local_tensor.detach()  # type: ignore[attr-defined]
+        rows = pair.optimizer.megatron_fsdp_slice  # type: ignore[attr-defined]
+        local.copy_(weights[name].view(-1)[rows].view(local.shape))
+    trainer.wrapper.module.install_optimized_model_weights()
+
+
+PATHS: dict[str, Callable[[Trainer, Weights], Any]] = {
+    "the wrapper": load_weights,
+    "the module that was wrapped": lambda t, w: model_of(t).load_state_dict(w, strict=False),
+    "one layer": one_layer,
+    "torch's set_model_state_dict": with_torch,
+    "in place": in_place,
+}
+
+
+def others(weights: Weights, number: int) -> Weights:
+    generator = torch.Generator().manual_seed(number)
+    return {
+        name: value * 0.5 + torch.randn(value.shape, generator=generator) * 0.03
+        for name, value in weights.items()
+    }
+
+
+def check_mains(trainer: Trainer, expected: Weights, path: str) -> None:
+    found, checked = trainer.params(), 0
+    for name, value in expected.items():
+        if path != "one layer" or name.startswith(LAYER):
+            same(found[name], value, f"{path}, {name}")
+            checked += 1
+    assert checked
+
+
+def _loads(rank: int, world: int, folder: str, strategy: str) -> None:
+    device = init_megatron()
+    with standing_in(Path(folder)):
+        group = own_group(rank, world)
+        for recipe in RECIPES:
+            def change(model: Any, recipe: str = recipe) -> None:
+                quantise_layers(model, recipe, group)
+
+            trainer = build_trainer(CASE, strategy, device, change)
+            for number, (path, load) in enumerate(PATHS.items()):
+                # Made while optimizer parameters are shown, and while raw ones are.
+                for raw in (False, True):
+                    train_step(trainer, batches(CASE, number, rank, device))
+                    wanted = others(trainer.params(), 2 * number + raw)
+                    if raw:
+                        trainer.wrapper.start_param_sync(force_sync=True)
+                    load(trainer, wanted)
+                    check_mains(trainer, wanted, path)
+                    where = f"{recipe}, {strategy}, {path}, {'raw' if raw else 'shown'}"
+                    assert check_weights(trainer, recipe, group, where) == 4 * CASE.num_layers
+            trainer.wrapper.stop_communication()
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_bytes_are_those_of_what_was_loaded_whatever_loads_it(folder: Path, strategy: str) -> None:
+    run_ranks(_loads, 2, str(folder), strategy, timeout=300)
+
+
+def check_found_scales(trainer: Trainer, where: str) -> None:
+    """Each scale is 448 over the largest of its weight, rounded as the weight is; TE's too."""
+    engine, mains = trainer.wrapper.engine, trainer.params()
+    engine.show_raw_params()
+    for unit in engine.units:
+        engine.gather.need(unit)
+        for param, name in [
+            (entry.param, entry.fqns[0].removeprefix("module."))
+            for g in unit.groups if g.key.quantised for entry in g.managed
+        ]:
+            rounded = mains[name].bfloat16().float()
+            scale, inverse = torch.empty(2, 1).unbind()
+            write_scales(rounded.abs().max().view(1), scale, inverse)
+            assert scale > 100
+            same(param._quantizer.scale.view(1), scale, f"{where}, {name}, scale")
+            same(KNOWS.scales(param)[0].view(1), inverse, f"{where}, {name}, its inverse")
+            rows = KNOWS.fields(param)["rowwise"]
+            same(rows, bytes_of(rounded * scale), f"{where}, {name}, bytes")
+        engine.gather.release(unit)
+
+
+def _without_state(rank: int, world: int, folder: str, root: str) -> None:
+    device = init_megatron()
+    with standing_in(Path(folder)):
+        for strategy in ("no_shard", "optim_grads_params"):
+            trainer = build_trainer(
+                CASE, strategy, device, lambda model: scale_layers(model, rank, world)
+            )
+            for number, (path, load) in enumerate(PATHS.items()):
+                wanted = others(trainer.params(), number)
+                load(trainer, wanted)
+                if path not in ("one layer", "in place"):
+                    check_found_scales(trainer, path)
+            # A checkpoint of a run in bf16.
+            plain = build_trainer(CASE.but(seed=77), strategy, device)
+            train_step(plain, batches(CASE, 0, rank, device))
+            folder_of = f"{root}/{strategy}"
+            save_checkpoint(folder_of, 1, training_state([plain.wrapper], plain.optimizer))
+            state = training_state([trainer.wrapper], trainer.optimizer, is_loading=True)
+            _, state = load_checkpoint(folder_of, state)
+            assert not any(key.endswith(FP8_SCALING) for key in state["model"])
+            with redirect_stdout(io.StringIO()) as told:
+                load_training_state([trainer.wrapper], state, trainer.optimizer)
+            line = "nothing is known of the delayed scaling of 8 FP8 weights"
+            assert told.getvalue().count(line) == (rank == 0)
+            check_mains(trainer, plain.params(), "a checkpoint in bf16")
+            check_found_scales(trainer, "a checkpoint in bf16")
+            # And back.
+            train_step(trainer, batches(CASE, 1, rank, device))
+            back = f"{root}/{strategy}, back"
+            save_checkpoint(back, 1, training_state([trainer.wrapper], trainer.optimizer))
+            state = training_state([plain.wrapper], plain.optimizer, is_loading=True)
+            _, state = load_checkpoint(back, state)
+            load_training_state([plain.wrapper], state, plain.optimizer)
+            check_mains(plain, trainer.params(), "back in bf16")
+            train_step(plain, batches(CASE, 2, rank, device))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_what_says_nothing_of_delayed_scales_has_them_set_from_its_values(
+    folder: Path, tmp_path: Path
+) -> None:
+    run_ranks(_without_state, 2, str(folder), str(tmp_path), timeout=300)
