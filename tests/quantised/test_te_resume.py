@@ -112,6 +112,7 @@ def _resume(rank: int, world: int, folder: str, root: str) -> None:
             first.wrapper.stop_communication()
             saved(first, f"{root}/left out")
             torch.save((bits, losses, end, bits_of(first)), f"{root}/{rank}.pt")
+            dist.barrier()
         bits, losses, end, left_out = torch.load(f"{root}/0.pt", weights_only=False)
         made_with = [value[0, 1] for name, value in bits.items() if name.endswith(FP8_SCALING)]
         assert len(made_with) == 4 * CASE.num_layers and all(scale > 100 for scale in made_with)
