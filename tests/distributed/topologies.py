@@ -267,7 +267,12 @@ def vary(model: torch.nn.Module, seed: int, chunk: int) -> None:
             place = repr((seed, *coordinates(param, name, chunk))).encode()
             generator = torch.Generator(param.device).manual_seed(zlib.crc32(place))
             noise = torch.randn(param.shape, generator=generator, device=param.device)
-            param.add_(noise.to(param.dtype), alpha=0.02)
+            kept = getattr(param, "_high_precision_init_val", None)
+            if kept is None:
+                param.add_(noise.to(param.dtype), alpha=0.02)
+            else:  # a quantised weight, which is made of that value
+                kept.add_(noise.to(kept), alpha=0.02)
+                param.quantize_(kept.to(param.device))
 
 
 # Training.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -36,7 +36,7 @@ from tests.distributed.topologies import (
     vary,
 )
 
-from .table import WITH_EXPERTS, Cell, uses_te
+from .table import WITH_EXPERTS, Cell, has_fp8_weights, recipe_of, uses_te
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,22 @@ WIDTHS: Mapping[str, Width] = {
 }  # fmt: skip
 
 
+BLOCKWISE: Mapping[str, Mapping[str, Any]] = {
+    "small": {
+        "sizes": {**WIDTHS["small"].sizes, "ffn": 768}, "latent": (128, 128, 64, 128, 128),
+    },
+    "real": {"latent": (1536, 512, 64, 128, 128)},
+}  # fmt: skip
+"""What differs in cells of the blockwise recipe: blocks of 128 divide all widths, also those that
+two tensor-parallel ranks split."""
+
+
+def width_of(cell: Cell, width: str) -> Width:
+    """The sizes of a cell's model."""
+    more = BLOCKWISE.get(width, {}) if recipe_of(cell["precision"]) == "blockwise" else {}
+    return replace(WIDTHS[width], **more)
+
+
 def topology_of(cell: Cell) -> Topology:
     moe = cell["layers"] in WITH_EXPERTS
     # gloo cannot gather pieces of unequal sizes, which alltoall does over expert-tensor groups.
@@ -91,7 +107,8 @@ def case_of(cell: Cell, width: str) -> Case:
         swiglu=on_gpu, bias=bias,
         bf16=cell["precision"] == "bf16" or str(cell["precision"]).startswith("fp8"),
         fp16=cell["precision"] == "fp16", fused=cell["fusion"] == "on",
-        overlap=cell["overlap"] == "on", adam_eps=WIDTHS[width].adam_eps, **WIDTHS[width].sizes,
+        overlap=cell["overlap"] == "on", adam_eps=WIDTHS[width].adam_eps,
+        **width_of(cell, width).sizes,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -116,7 +133,7 @@ def _latent(cell: Cell, width: str) -> dict[str, Any]:
     if cell["layers"] != "mla":
         return {}
     names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-    return {"rope_type": "rope", **dict(zip(names, WIDTHS[width].latent, strict=True))}
+    return {"rope_type": "rope", **dict(zip(names, width_of(cell, width).latent, strict=True))}
 
 
 def _precision(cell: Cell, case: Case) -> dict[str, Any]:
@@ -125,10 +142,10 @@ def _precision(cell: Cell, case: Case) -> dict[str, Any]:
         "pipeline_dtype": case.dtype, "gradient_accumulation_fusion": case.fused,
     }  # fmt: skip
     if str(cell["precision"]).startswith("fp8"):
-        recipe = str(cell["precision"]).removeprefix("fp8_")
         found |= {
-            "fp8": "hybrid", "fp8_recipe": recipe, "fp8_amax_history_len": 16,
-            "fp8_amax_compute_algo": "max",
+            "fp8": "hybrid", "fp8_recipe": recipe_of(cell["precision"]),
+            "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max",
+            "fp8_param": has_fp8_weights(cell["precision"]),
         }  # fmt: skip
     return found
 

@@ -24,7 +24,10 @@ Cell = Mapping[str, Value]
 DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
     "target": ("cpu", "gpu"),
     "strategy": tuple(reversed(STRATEGIES)),
-    "precision": ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise"),
+    "precision": (
+        "fp32", "bf16", "fp16", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise",
+        "fp8w_delayed", "fp8w_tensorwise", "fp8w_blockwise",
+    ),
     "fusion": ("off", "on"),
     "overlap": ("on", "off"),
     "buffers": ("plain", "slots", "nccl_ub", "ce_gather", "ce_gather_reduce"),
@@ -49,7 +52,8 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
 MEANING: Mapping[str, str] = {
     "target": "gloo on CPUs, or NCCL on GPUs",
     "strategy": "`data_parallel_sharding_strategy`",
-    "precision": "of compute; FP8 is the recipe, with bf16 parameters",
+    "precision": "of compute; `fp8_`: FP8 products by that recipe, of bf16 weights; `fp8w_`: of "
+    "FP8 weights (`fp8_param`)",
     "fusion": "`gradient_accumulation_fusion`",
     "overlap": "`overlap_grad_reduce` and `overlap_param_gather`",
     "buffers": "none, `fsdp_double_buffer`, `nccl_ub`, `fsdp_copy_engine_all_gather`, that with "
@@ -119,6 +123,15 @@ def _fp8(precision: Value) -> bool:
     return str(precision).startswith("fp8")
 
 
+def has_fp8_weights(precision: Value) -> bool:
+    return str(precision).startswith("fp8w_")
+
+
+def recipe_of(precision: Value) -> str:
+    """Of FP8; empty for another precision."""
+    return str(precision).partition("_")[2]
+
+
 RULES: tuple[Rule, ...] = (
     # What a machine must have.
     Rule(
@@ -161,7 +174,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "refused: FP8 recipe", "`support.py` does not accept it",
         lambda precision: (
-            _fp8(precision) and str(precision).removeprefix("fp8_") not in FP8_RECIPES
+            _fp8(precision) and recipe_of(precision) not in FP8_RECIPES
         ),
     ),
     Rule(
@@ -180,6 +193,14 @@ RULES: tuple[Rule, ...] = (
         lambda target, layers, fusion, wire, strategy, precision: (
             fusion == "on" and wire == "bf16" and precision in ("fp32", "fp16")
             and uses_te(target, layers) and STRATEGIES[str(strategy)].shard_grads
+        ),
+    ),
+    # What is not mended yet.
+    Rule(
+        "open: fused, tied, MTP and PP", "the output layer of the last stage, whose weight is that "
+        "of the embedding of multi-token prediction, finds no main gradient in backward",
+        lambda fusion, trained, layers, pp: (
+            fusion == "on" and trained == "tied" and layers == "mtp" and pp > 1
         ),
     ),
     # What has no meaning.
@@ -243,7 +264,8 @@ REFERENCE: Mapping[str, Value | None] = {
 """How a cell becomes its reference, stock DDP: these dimensions are set, the others stay. Strategy
 None is DDP; it has no such buffers, outer axis, meta start or dtype on the wire, and overlap and
 graph do not change what is computed. Without the distributed optimizer, so that each rank has whole
-gradients and main weights and nothing has to be put together."""
+gradients and main weights and nothing has to be put together; but for FP8 weights, which are stock
+DDP's `fp8_param_gather`: it is the distributed optimizer that makes their bytes."""
 
 
 def plain_value(dimension: str) -> Value:

@@ -141,6 +141,40 @@ def test_the_comparison_sees_a_fault_within_the_widest_bounds_too() -> None:
         assert set(faults) == set(expected)
 
 
+def _put_together(rank: int, world: int, name: str) -> int:
+    """How many tensors are whole, and the same as without the distributed optimizer."""
+    from tests.matrix import training
+    from tests.matrix.table import REFERENCE
+
+    cell = {**cell_named(name), **REFERENCE}
+    groups = training.Groups()
+    device = groups.use(training.topology_of(cell))
+    found = []
+    for split in (False, True):
+        # On CPUs there are no FP8 weights: what is done with those is done with all.
+        with mock.patch.object(training, "has_fp8_weights", lambda precision, on=split: on):
+            trainer = training.build(cell, "tiny", device)
+        whole = {"": torch.empty(0)} if split else {}
+        before = training._main_weights(trainer, whole)
+        training.run_schedule(trainer, 0)
+        gradients = training._gradients(trainer, split)
+        training._updated(trainer)
+        after = training._main_weights(trainer, whole)
+        found.append((before, gradients, after))
+    for one, other in zip(*found, strict=True):
+        assert one.keys() == other.keys() and len(one) > 10
+        for key, value in one.items():
+            torch.testing.assert_close(value, other[key], rtol=1e-6, atol=1e-7, msg=key)
+    assert any(not torch.equal(one, found[0][2][key]) for key, one in found[0][0].items())
+    return len(found[0][0])
+
+
+@pytest.mark.parametrize("name", ("cpu precision=bf16", "cpu precision=bf16 layers=moe ep=2"))
+def test_what_stock_ddp_splits_is_put_together(name: str) -> None:
+    """The reference of FP8 weights has the distributed optimizer."""
+    assert min(run_ranks(_put_together, 2, name)) > 10
+
+
 def test_not_a_number_does_not_hold() -> None:
     from tests.matrix.training import Finding, _note, _peak
 

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from megatron_fsdp_adapter.megatron.options.support import FP8_RECIPES
 from tests.matrix import cells
 from tests.matrix.__main__ import main
+from tests.matrix.bounds import bounds_of
 from tests.matrix.cover import Space, covered, covering_array
+from tests.matrix.model import width_of
 from tests.matrix.results import REPOSITORY
 from tests.matrix.table import (
     ARRAYS,
@@ -93,8 +95,42 @@ def test_rules_have_names_of_their_own_and_read_what_there_is() -> None:
 
 def test_recipes_that_are_accepted_are_in_the_table() -> None:
     """MXFP8 is for GPUs that no cell has run on."""
-    there = {f"fp8_{recipe}" for recipe in FP8_RECIPES if recipe != "mxfp8"}
+    recipes = [recipe for recipe in FP8_RECIPES if recipe != "mxfp8"]
+    there = {f"{kind}_{recipe}" for recipe in recipes for kind in ("fp8", "fp8w")}
     assert there <= set(DIMENSIONS["precision"])
+
+
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    (
+        ("gpu precision=fp8w_delayed layers=te", True),
+        ("gpu strategy=optim precision=fp8w_blockwise microbatches=3 layers=te", True),
+        ("gpu precision=fp8w_delayed microbatches=3 layers=te", False),
+        ("gpu precision=fp8_delayed layers=te", False),
+        ("gpu precision=fp8w_delayed fusion=on layers=te", False),
+        ("gpu precision=fp8w_delayed layers=te tp=2", False),
+    ),
+)
+def test_fp8_weights_are_to_give_the_references_bits_where_sums_have_one_order(
+    name: str, exact: bool
+) -> None:
+    bounds = bounds_of(cell_named(name))
+    assert (bounds.gradient == bounds.loss == 0.0) is exact
+    assert bounds.later > 0 and bounds.movement > 0
+
+
+@pytest.mark.parametrize("width", ("small", "real"))
+def test_blocks_divide_the_weights_of_blockwise_cells(width: str) -> None:
+    """Also those that two tensor-parallel ranks split, whose qkv has 3 parts of each head."""
+    cell = cell_named("gpu precision=fp8w_blockwise layers=mla")
+    sizes, latent = width_of(cell, width).sizes, width_of(cell, width).latent
+    query, key_value, key, positions, value = latent
+    split = (
+        sizes["ffn"], sizes["hidden"], sizes["heads"] * (key + positions),
+        sizes["heads"] * (key + value), 3 * sizes["hidden"],
+    )  # fmt: skip
+    assert [size for size in split if size % 256] == []
+    assert [size for size in (query, key_value, key_value + positions) if size % 128] == []
 
 
 @pytest.mark.parametrize("array", ARRAYS)

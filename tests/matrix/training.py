@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,14 @@ from tests.distributed.topologies import (
     Topology,
     TopologyTrainer,
     init_topology,
+    plain_name,
     run_schedule,
 )
 from tests.gpu.captured import forget_graphs
 
 from .bounds import PEAK, SENSITIVITY, Bounds, bounds_of, is_sensitive
 from .model import case_of, chunk_of, config_of, topology_of
-from .table import REFERENCE, Cell
+from .table import REFERENCE, Cell, has_fp8_weights
 
 STEPS = 3
 WARMUP = 1
@@ -73,24 +74,43 @@ def _ddp_options(cell: Cell) -> dict[str, Any]:
     return options
 
 
-def build(cell: Cell, width: str, device: torch.device) -> TopologyTrainer:
-    """Groups have been made. Strategy None is stock DDP."""
+def _values_of_fp8(models: Sequence[Any]) -> Tensors:
+    return {
+        f"{number}.{plain_name(name)}": param._high_precision_init_val.to(param.device)
+        for number, model in enumerate(models)
+        for name, param in model.named_parameters()
+        if hasattr(param, "_high_precision_init_val")
+    }
+
+
+def build(
+    cell: Cell, width: str, device: torch.device, whole: Tensors | None = None
+) -> TopologyTrainer:
+    """Groups have been made. Strategy None is stock DDP. `whole`: is given, by name, the values
+    that FP8 weights were made from."""
     case, topology, config = case_of(cell, width), topology_of(cell), config_of(cell, width)
     models = [chunk_of(cell, width, config, i, device) for i in range(topology.num_chunks)]
+    if whole is not None:
+        whole.update(_values_of_fp8(models))
     strategy = cell["strategy"]
     wrap: Any = DistributedDataParallel if strategy is None else FullyShardedDataParallel
+    ours = strategy is not None
+    quantised = has_fp8_weights(cell["precision"])
     ddp = (
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-        if strategy is None
-        else ddp_config(case, str(strategy), _ddp_options(cell))
-    )
+        ddp_config(case, str(strategy), _ddp_options(cell))
+        if ours
+        else DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=False,
+            use_distributed_optimizer=quantised, fp8_param_gather=quantised,
+        )
+    )  # fmt: skip
     chunks = [
         wrap(config, ddp, model, disable_bucketing=at > 0) for at, model in enumerate(models)
     ]
-    ours = strategy is not None
     optimizer = get_megatron_optimizer(
         optimizer_config(
-            case, use_distributed_optimizer=ours, overlap_param_gather=ours and case.overlap
+            case, use_distributed_optimizer=ours or quantised,
+            overlap_param_gather=ours and case.overlap,
         ),
         chunks,
         use_gloo_process_groups=False,
@@ -145,11 +165,64 @@ def _ddp_params(trainer: TopologyTrainer) -> Iterator[tuple[str, Any]]:
     yield from trainer._named(lambda chunk: chunk)
 
 
-def _main_weights(trainer: TopologyTrainer) -> Tensors:
+def _main_weights(trainer: TopologyTrainer, whole: Tensors) -> Tensors:
+    """`whole`: of FP8 weights the values that they were made from, which nobody keeps of frozen
+    ones."""
+    if whole:
+        mains = put_together(trainer, _main_piece)
+        return {
+            name: mains[name] if param.requires_grad else whole.get(name, param.detach()).float()
+            for name, param in _ddp_params(trainer)
+        }
     return {
         name: getattr(param, "main_param", param).detach().float().clone()
         for name, param in _ddp_params(trainer)
     }
+
+
+def _gradients(trainer: TopologyTrainer, is_split: bool) -> Tensors:
+    if is_split:
+        return put_together(trainer, lambda param, rows: param.main_grad.view(-1)[rows])
+    return {
+        name: param.main_grad.detach().float().clone()
+        for name, param in _ddp_params(trainer)
+        if param.requires_grad
+    }
+
+
+def _main_piece(param: Any, rows: slice) -> torch.Tensor:
+    """A float32 parameter is its own main weight."""
+    main = getattr(param, "main_param", None)
+    return param.detach().view(-1)[rows] if main is None else main
+
+
+def put_together(
+    trainer: TopologyTrainer, piece_of: Callable[[Any, slice], torch.Tensor]
+) -> Tensors:
+    """What the distributed optimizer splits over data-parallel ranks, whole and float32, of every
+    trained parameter: `piece_of` gives this rank's piece, a range of the flat parameter;
+    collective."""
+    pieces = {}
+    for optimizer in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+        for param in getattr(optimizer, "model_param_gbuf_map", ()):
+            held = optimizer._get_model_param_range_map(param)["param"]
+            pieces[id(param)] = slice(held.start, held.end)
+    found = {}
+    for name, param in _ddp_params(trainer):
+        if not param.requires_grad:
+            continue
+        whole = torch.zeros(param.numel(), device=param.device)
+        rows = pieces.get(id(param))
+        if rows is not None:
+            whole[rows] = piece_of(param, rows).detach().view(-1).float()
+        group = (
+            parallel_state.get_data_parallel_group(with_context_parallel=True)
+            if getattr(param, "allreduce", True)
+            else parallel_state.get_expert_data_parallel_group()
+        )
+        dist.all_reduce(whole, group=group)
+        found[name] = whole.view(param.shape)
+    return found
 
 
 def _updated(trainer: TopologyTrainer) -> float:
@@ -166,25 +239,22 @@ def trained_reference(
     that keeps nothing quantised: delayed scaling looks at the history of earlier casts. `rounded`:
     gradients are rounded to bf16 before each update."""
     device = groups.use(topology_of(cell))
-    trainer = build({**cell, **REFERENCE}, width, device)
+    whole: Tensors = {}
+    trainer = build({**cell, **REFERENCE}, width, device, whole)
     if cell["fusion"] == "on" or cell["strategy"] == "optim_grads_params":
         for chunk in trainer.chunks:
             switch_off_weight_cache(chunk)
-    before, gradients = _main_weights(trainer), {}
+    before, gradients = _main_weights(trainer, whole), {}
     losses, norms = [], []
     for step in range(STEPS):
         losses.append(run_schedule(trainer, step))
         if step == 0:
-            gradients = {
-                name: param.main_grad.detach().float().clone()
-                for name, param in _ddp_params(trainer)
-                if param.requires_grad
-            }
+            gradients = _gradients(trainer, bool(whole))
         for _, param in _ddp_params(trainer) if rounded else ():
             if param.requires_grad:
                 param.main_grad.copy_(param.main_grad.bfloat16())
         norms.append(_updated(trainer))
-    record = Record(losses, norms, gradients, before, _main_weights(trainer))
+    record = Record(losses, norms, gradients, before, _main_weights(trainer, whole))
     for chunk in trainer.chunks:
         give_up(chunk)
     return record
