@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp_adapter.core.engine.construction import broadcast_weights
 from megatron_fsdp_adapter.core.engine.guard import guard, unguard
-from megatron_fsdp_adapter.core.engine.partition import ManagedParam
+from megatron_fsdp_adapter.core.engine.partition import GroupKey, ManagedParam
 from megatron_fsdp_adapter.core.layout.format import PER_TENSOR, Use
 from megatron_fsdp_adapter.quantised import format_of
 from megatron_fsdp_adapter.quantised.params import KINDS
@@ -234,6 +235,27 @@ def test_scales_of_any_whole_blocks_are_padded_as_te_has_them(te: Path, recipe: 
         param.update_usage(rowwise_usage=True)
         KNOWS.drop_derived(param)
         assert tuple(getattr(param, FIELDS[scales[0]]).shape) == compact[scales[0]]
+
+
+def test_scales_that_are_part_of_padded_ones_are_broadcast_in_one_piece(te: Path) -> None:
+    """NCCL refuses others."""
+    param = make("mxfp8", PADDED["mxfp8"])
+    seen = []
+
+    class Axis:
+        carries = ""
+
+        def broadcast(self, tensor: torch.Tensor) -> None:
+            seen.append(tensor.is_contiguous())
+            tensor.fill_(7)
+
+    param._high_precision_init_val = torch.zeros(PADDED["mxfp8"])
+    key = GroupKey("dense", torch.bfloat16, True, FORMATS["mxfp8"])
+    plan = SimpleNamespace(groups={key: [managed(param)]}, name="layer")
+    broadcast_weights(plan, KNOWS, {"dense": Axis()})  # type: ignore[arg-type, dict-item]
+    assert seen and all(seen)
+    for name, field in KNOWS.fields(param).items():
+        assert torch.equal(field, torch.full_like(field, 7)), name
 
 
 def test_columns_that_te_leaves_out_without_gradients_are_made(te: Path, alone: Any) -> None:
