@@ -81,7 +81,12 @@ def test_every_access_is_ordered_in_all_scenarios(strategy, recipe):
         run(Setup(strategy, recipe=recipe), scenario)
 
 
-@pytest.mark.parametrize("variant", CHANGED)
+LONG = ("selective", "slots", "two_domains", "far_prefetch", "reentrant", "shared_instances")
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(one, marks=pytest.mark.full if one in LONG else ()) for one in CHANGED]
+)
 def test_every_access_is_ordered_in_variants(variant):
     for strategy, recipe in ((ZERO_1, "block128"), (ZERO_3, "mxfp8")):
         for scenario in ("microbatches", "evaluation_between"):
