@@ -14,6 +14,7 @@ from ..core.engine.partition import UnitPlan
 from ..core.runtime.comm import Communicator
 from ..core.runtime.registered import zero_cta_options
 from ..core.topology import DENSE, EXPERT, FSDPDistributedIndex, ShardDomain
+from ..quantised import stored_in
 from ..sharding.placement import LEAVE, REPLICATE, Placements, replicated_domain, replicated_name
 from .options import ddp_options, staging_options
 from .process_groups import GATHER_SOURCES, build_index, mirror_group, read_groups
@@ -104,4 +105,5 @@ class ModelDomains:
         for name, param in module.named_parameters():
             if self.placements.of(name) == LEAVE:
                 group = self.index.get_dp_group(kind_of(param, name) == EXPERT)
-                Communicator(group, self.device).broadcast(param.data)
+                for tensor in stored_in(param):
+                    Communicator(group, self.device).broadcast(tensor)

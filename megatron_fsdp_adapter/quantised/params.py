@@ -156,6 +156,25 @@ def needs_columns(module: nn.Module) -> bool:
     return any(format is not None and format.by_direction for format in formats)
 
 
+def stored_in(param: nn.Parameter) -> list[torch.Tensor]:
+    """The tensors that have the value of a parameter, quantised or not, to be written in place.
+    What is derived from them is dropped."""
+    kind = kind_of(type(param))
+    if kind is None:
+        return [param.data]
+    for name, value in kind.derived.items():
+        setattr(param, name, value)
+    found = [getattr(param, name) for name in (*kind.planes.values(), *kind.scales)]
+    quantizer: Any = param._quantizer  # type: ignore[attr-defined]
+    found += [quantizer.scale] if is_delayed(quantizer) else []
+    return [tensor for tensor in found if tensor is not None]
+
+
+def dequantised(value: Any) -> Any:
+    """A quantised tensor as what it stands for, in its nominal dtype; anything else as it is."""
+    return value if kind_of(type(value)) is None else value.dequantize()
+
+
 class TransformerEngineParams:
     """`QuantisedParams` over TE's classes. Its C++ compares classes exactly: a parameter that is
     guarded can be given to none of its functions, and none is called here."""

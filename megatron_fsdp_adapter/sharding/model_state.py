@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..checkpoint.names import EXTRA_STATE, FP8_SCALING, GlobalNames
+from ..checkpoint.names import EXTRA_STATE, FP8_SCALING, GlobalNames, split_depth
 from ..checkpoint.parts import held_range, part_of
 from ..core.uneven_dtensor import Chunks, chunks_of, even_chunks, is_replicated
 
@@ -49,6 +49,17 @@ def checkpoint_form(own: Iterable[str], names: GlobalNames) -> Form:
         if not name.endswith(EXTRA_STATE)
         for number, key in enumerate(names.keys(name))
     }
+
+
+def tree_names(module: nn.Module, own: Iterable[str]) -> dict[str, str]:
+    """By key of a module's own state dict, the name by which torch's load finds it: a Float16Module
+    is a level in the tree of modules, and none in keys."""
+    holders = (*module.named_parameters(remove_duplicate=False),
+               *module.named_buffers(remove_duplicate=False))  # fmt: skip
+    names = [name for name, _ in holders]
+    names += [f"{name}.{EXTRA_STATE}" for name, _ in module.named_modules(remove_duplicate=False)]
+    places = {split_depth(name)[1]: name for name in names}
+    return {key: places[local] for key in own if (local := split_depth(key)[1]) in places}
 
 
 def chosen_form(forms: Sequence[Form], given: Iterable[str]) -> tuple[Form, dict[str, str]]:

@@ -5,7 +5,7 @@ and guards against what would detach its parameters from their buffers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..core.engine.engine import FsdpEngine
 from ..core.engine.guard import unchecked
 from ..core.engine.identity import ParamPair
 from ..core.uneven_dtensor import whole_tensor
+from ..quantised import dequantised
 from ..quantised.scaling import Scaling, scaling_of
 from .model_state import (
     checkpoint_form,
@@ -28,6 +29,7 @@ from .model_state import (
     load_own,
     load_problems,
     module_form,
+    tree_names,
     values_of,
 )
 from .problems import raise_problems
@@ -131,7 +133,7 @@ class ShardedStateDict(OneOfItsKind, nn.Module):
                 value = whole_tensor(params[key])  # type: ignore[arg-type]
                 value = value if ref.layout.specs[ref.index].shape else value.view(())
             elif isinstance(value, torch.Tensor):
-                value = value.clone()
+                value = dequantised(value).clone()
             if cpu_offload and isinstance(value, torch.Tensor):
                 value = value.cpu()
             found[key.removeprefix("module.")] = value
@@ -139,7 +141,8 @@ class ShardedStateDict(OneOfItsKind, nn.Module):
 
     def checkpoint_state_dict(self, keep_vars: bool = False) -> dict[str, Any]:
         """The same values under the names, and in the pieces, that a checkpoint has on every rank
-        (`checkpoint.names`). Pieces are views of the main weights.
+        (`checkpoint.names`). Pieces are views of the main weights. Quantised parameters that were
+        left alone are what they stand for.
 
         Raises ValueError naming the parameters that tensor parallelism splits in a way that a
         checkpoint cannot describe.
@@ -149,7 +152,8 @@ class ShardedStateDict(OneOfItsKind, nn.Module):
         for key, scaling in self._scalings(params).items():
             plain[key] = scaling.record(self.engine.will_quantise(scaling.trained))
         form = checkpoint_form(plain, self._checkpoint_names(params))
-        return values_of(form, params, plain)
+        state = values_of(form, params, plain)
+        return state if keep_vars else {key: dequantised(value) for key, value in state.items()}
 
     def checkpoint_keys(self) -> frozenset[str]:
         """The keys of `checkpoint_state_dict`."""
@@ -214,8 +218,16 @@ class ShardedStateDict(OneOfItsKind, nn.Module):
         if found:
             raise ValueError("load_state_dict:\n" + "\n".join(f"  - {line}" for line in found))
         rest = copy_values(form, params, values)
-        result = super().load_state_dict(rest, strict=False)
-        take_scaling(scalings, records, {form[key].name for key in values if key in form}, rest)
+        tree = tree_names(self, own)
+        result = super().load_state_dict(
+            {tree.get(key, key): value for key, value in rest.items()}, strict=False
+        )
+        keys_of = {name: key for key, name in tree.items()}
+        result = result._replace(**{
+            field: [keys_of.get(name, name) for name in names]
+            for field, names in result._asdict().items()
+        })
+        take_scaling(scalings, records)
         self.engine.main_weights_changed(loaded=True)
         return incompatible_keys(form, keys, result)
 
@@ -253,21 +265,12 @@ def check_trained(engine: FsdpEngine) -> None:
 
 
 def take_scaling(
-    scalings: Mapping[str, Scaling], records: Mapping[str, torch.Tensor], given: Set[str],
-    rest: Mapping[str, Any],
+    scalings: Mapping[str, Scaling], records: Mapping[str, torch.Tensor]
 ) -> None:
-    """Delayed scaling after a load of the weights `given`: from records, or from what TE's modules
-    pickle, which is in the `rest` (torch's load does not reach it below a Float16Module). Prints,
-    on one rank, for how many weights there is neither."""
-    for name, scaling in scalings.items():
-        weight = name.removesuffix(FP8_SCALING)
-        extra = rest.get(f"{weight.rpartition('.')[0]}.{EXTRA_STATE}")
-        if name in records:
-            scaling.load(records[name])
-        elif isinstance(extra, torch.Tensor) and extra.numel():
-            scaling.owner.set_extra_state(extra)
-        elif weight in given:
-            scaling.forget()
+    """Takes over the records that a load had. Prints, on one rank, for how many weights it did not
+    say how they are scaled."""
+    for name, record in records.items():
+        scalings[name].load(record)
     unknown = [name for name, scaling in scalings.items() if scaling.is_unknown]
     if unknown and dist.get_rank() == 0:
         print(
@@ -276,6 +279,14 @@ def take_scaling(
             "largest of the loaded main weights",
             flush=True,
         )
+
+
+def forget_scalings(engine: FsdpEngine) -> None:
+    """All weights were written by somebody who knows nothing of how they are scaled."""
+    for pair in engine.pairs:
+        scaling = scaling_of(pair)
+        if scaling is not None:
+            scaling.forget()
 
 
 def forget_scaling(

@@ -221,3 +221,22 @@ def test_buffers_are_part_of_the_state(trainer: Trainer) -> None:
     assert torch.equal(state["module.counter"], torch.tensor([3.0]))
     trainer.wrapper.load_state_dict({**state, "module.counter": torch.tensor([5.0])})
     assert torch.equal(model.counter, torch.tensor([5.0]))
+
+
+@pytest.mark.parametrize("bf16", (False, True))
+def test_buffers_are_loaded_whatever_levels_are_between(bf16: bool) -> None:
+    """A Float16Module is a level in the tree of modules and none in keys. Nothing is said to be
+    missing or unexpected."""
+
+    def change(model: Any) -> None:
+        layer = (model.module if bf16 else model).decoder.layers[0]
+        layer.register_buffer("persistent", torch.zeros(3))
+
+    wrapper = build_trainer(CASE.but(bf16=bf16), "optim", DEVICE, change).wrapper
+    key = "module.decoder.layers.0.persistent"
+    state = {**values(wrapper.module.state_dict()), key: torch.ones(3)}
+    shapes = {key: value.shape for key, value in wrapper.module.state_dict().items()
+              if isinstance(value, torch.Tensor)}  # fmt: skip
+    result = wrapper.module.load_state_dict({k: v.view(shapes[k]) for k, v in state.items()})
+    assert torch.equal(wrapper.module.state_dict()[key], torch.ones(3))
+    assert not result.missing_keys and not result.unexpected_keys, result

@@ -4,14 +4,19 @@ bytes and scales are those of the loaded values, by TE's own function."""
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.checkpoint import (
     load_checkpoint,
@@ -20,6 +25,7 @@ from megatron_fsdp_adapter.checkpoint import (
     training_state,
 )
 from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
+from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights
 from megatron_fsdp_adapter.quantised.e4m3 import write_scales
 from tests.distributed.gpt import (
     Case,
@@ -28,6 +34,7 @@ from tests.distributed.gpt import (
     build_trainer,
     init_megatron,
     load_weights,
+    plain_name,
     train_step,
 )
 from tests.distributed.launch import run_ranks
@@ -74,12 +81,49 @@ def in_place(trainer: Trainer, weights: Weights) -> None:
     trainer.wrapper.module.install_optimized_model_weights()
 
 
+class Bridge:
+    """Megatron-Bridge's conversion, as it writes rows of what the modules show, and reads them."""
+
+    def load_weights_hf_to_megatron(self, hf_pretrained: Any, megatron_model: Any) -> None:
+        for _, name, param in self.build_conversion_tasks(hf_pretrained, megatron_model):
+            value = hf_pretrained[plain_name(name)].reshape(-1)[param.megatron_fsdp_slice]
+            param._local_tensor.reshape(-1).copy_(value)
+
+    def build_conversion_tasks(self, hf_pretrained: Any, megatron_model: Any) -> Any:
+        return [(model, n, p) for model in megatron_model for n, p in model.named_parameters()]
+
+    def stream_weights_megatron_to_hf(self, megatron_model: Any, hf_pretrained: Any) -> Any:
+        for _, name, param in self.build_conversion_tasks(hf_pretrained, megatron_model):
+            yield plain_name(name), param
+
+    def materialize_adapter_weights(self, adapter_tasks: Any) -> Any:
+        return adapter_tasks
+
+
+def through_bridge(trainer: Trainer, weights: Weights) -> None:
+    module = ModuleType(bridge_weights.MODULE)
+    module.MegatronModelBridge = Bridge  # type: ignore[attr-defined]
+    module.DTensor = DTensor  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, {bridge_weights.MODULE: module}):
+        bridge_weights.install()
+        try:
+            bridge = Bridge()
+            bridge.load_weights_hf_to_megatron(weights, [trainer.wrapper])
+            trainer.wrapper.start_param_sync(force_sync=True)
+            for name, value in bridge.stream_weights_megatron_to_hf([trainer.wrapper], None):
+                rows = value._local_tensor.reshape(-1)
+                same(rows, weights[name].view(-1)[value.megatron_fsdp_slice], f"{name}, exported")
+        finally:
+            bridge_weights.uninstall()
+
+
 PATHS: dict[str, Callable[[Trainer, Weights], Any]] = {
     "the wrapper": load_weights,
     "the module that was wrapped": lambda t, w: model_of(t).load_state_dict(w, strict=False),
     "one layer": one_layer,
     "torch's set_model_state_dict": with_torch,
     "in place": in_place,
+    "Megatron-Bridge": through_bridge,
 }
 
 
@@ -192,3 +236,53 @@ def test_what_says_nothing_of_delayed_scales_has_them_set_from_its_values(
     folder: Path, tmp_path: Path
 ) -> None:
     run_ranks(_without_state, 2, str(folder), str(tmp_path), timeout=300)
+
+
+def _left_alone(rank: int, world: int, folder: str, root: str) -> None:
+    """Ranks begin differently: the first one's weights count."""
+    device = init_megatron()
+    with standing_in(Path(folder)):
+        group = own_group(rank, world)
+
+        def change(model: Any) -> None:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(1 + rank)
+            quantise_layers(model, "delayed", group)
+            model.module.decoder.layers[1].requires_grad_(False)
+
+        trainer = build_trainer(
+            CASE, "optim_grads_params", device, change,
+            module_placements={"decoder.layers.1": "leave"},
+        )
+        train_step(trainer, batches(CASE, 0, rank, device))
+        state = trainer.wrapper.state_dict_for_save_checkpoint()
+        alone: dict[str, Any] = {
+            name: param for name, param in model_of(trainer).named_parameters()
+            if name.startswith(LAYER) and hasattr(param, "_quantizer")
+        }
+        assert len(alone) == 4
+        before = {}
+        for name, param in alone.items():
+            bytes_ = before[name] = KNOWS.fields(param)["rowwise"].clone()
+            scale = KNOWS.scales(param)[0]
+            everyone = [torch.empty_like(bytes_) for _ in range(world)]
+            dist.all_gather(everyone, bytes_)
+            same(everyone[1], everyone[0], f"{name}, bytes")
+            found = state[f"module.{name}"]
+            assert type(found) is torch.Tensor and found.dtype == torch.bfloat16
+            value = bytes_.view(torch.float8_e4m3fn).float() * scale
+            same(found, value.bfloat16(), f"{name}, in a checkpoint")
+        save_checkpoint(root, 1, training_state([trainer.wrapper], trainer.optimizer))
+        for param in alone.values():
+            KNOWS.fields(param)["rowwise"].zero_()
+        state = training_state([trainer.wrapper], trainer.optimizer, is_loading=True)
+        _, state = load_checkpoint(root, state)
+        load_training_state([trainer.wrapper], state, trainer.optimizer)
+        for name, param in alone.items():
+            same(KNOWS.fields(param)["rowwise"], before[name], f"{name}, loaded")
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_quantised_weights_that_are_left_alone(folder: Path, tmp_path: Path) -> None:
+    run_ranks(_left_alone, 2, str(folder), str(tmp_path), timeout=300)

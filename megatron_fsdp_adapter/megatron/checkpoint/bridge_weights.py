@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.uneven_dtensor import whole_tensor
 from megatron_fsdp_adapter.megatron.seams.wrapped import unwrap, wrap
+from megatron_fsdp_adapter.sharding.sharded_module import forget_scalings
 
 MODULE = "megatron.bridge.models.conversion.model_bridge"
 CLASS = "MegatronModelBridge"
@@ -93,6 +94,7 @@ def _load(
     engines = _shown(module, original, args, kwargs)
     result = original(*args, **kwargs)
     for engine in engines:
+        forget_scalings(engine)
         engine.main_weights_changed(loaded=True)
     return result
 
