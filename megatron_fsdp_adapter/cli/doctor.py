@@ -24,7 +24,7 @@ import torch
 
 from megatron_fsdp_adapter.cli import machine, prove
 from megatron_fsdp_adapter.launch import megatron_lm, runner
-from megatron_fsdp_adapter.megatron.options import validation
+from megatron_fsdp_adapter.megatron.options import capability, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
 from megatron_fsdp_adapter.megatron.seams import releases
 
@@ -105,7 +105,10 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
     return {
         "sets": [vars(change) for change in changes],
         "groups": group_sizes(options, given.world_size),
-        "refuses": validation.launch_problems(args, os.environ),
+        "refuses": [
+            *validation.launch_problems(args, os.environ),
+            *capability.device_problems(options, machine.device()),
+        ],
     }
 
 

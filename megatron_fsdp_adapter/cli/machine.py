@@ -53,6 +53,13 @@ def harmful_variables(environment: Mapping[str, str]) -> list[dict[str, str]]:
     ]
 
 
+def device() -> torch.device:
+    """Of this process: its GPU, or the host where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def capabilities() -> dict[str, Any]:
     """Devices, NCCL, peer access and symmetric memory; only the backends where there is no GPU."""
     found: dict[str, Any] = {

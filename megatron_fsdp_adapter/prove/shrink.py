@@ -121,6 +121,9 @@ DROPPED: tuple[Dropped, ...] = (
             "a proof looks at gradients between backward and step"),
     Dropped("init_model_with_meta_device", _on("init_model_with_meta_device"), False,
             "both models are given the same weights before they are wrapped"),
+    *(Dropped(name, _on(name), False,
+              "both models are given the same weights before they are wrapped, in bf16")
+      for name in ("fp8_param", "fp8_param_gather")),
     Dropped("fine_grained_activation_offloading", _on("fine_grained_activation_offloading"), False,
             "activations of a small model need no offload"),
     Dropped("cpu_offloading", _on("cpu_offloading"), False,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_fsdp_adapter.cli import doctor, machine
 from megatron_fsdp_adapter.megatron.seams.rebound import installed
@@ -42,6 +43,14 @@ def test_a_configuration_is_judged(capsys: Any) -> None:
     }  # fmt: skip
     named = {line.split("=")[0] for line in found["refuses"]}
     assert named == {"fp4"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this GPU may compute it")
+def test_what_this_machine_cannot_compute_is_refused(capsys: Any) -> None:
+    found = report(capsys, "--set", "fp8=hybrid", "--set", "fp8_recipe=mxfp8",
+                   "--set", "fp8_param_gather=True", status=1)  # fmt: skip
+    [line] = found["configuration"]["refuses"]
+    assert line.startswith("fp8='hybrid' with fp8_recipe='mxfp8': device cpu cannot compute it")
 
 
 def test_ranks_that_cannot_be_shared_out(capsys: Any) -> None:

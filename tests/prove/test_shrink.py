@@ -40,6 +40,7 @@ RUNS = st.fixed_dictionaries(
         "num_moe_experts": st.sampled_from([None, 8, 64]),
         "fp8": st.sampled_from([None, "hybrid"]),
         "fp8_recipe": st.sampled_from(["tensorwise", "blockwise", "mxfp8"]),
+        "fp8_param_gather": st.booleans(),
         "hidden_size": st.sampled_from([1024, 4096]),
         "num_layers": st.sampled_from([1, 12, 80]),
         "hidden_dropout": st.sampled_from([0.0, 0.1]),
