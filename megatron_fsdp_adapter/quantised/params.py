@@ -217,10 +217,17 @@ class TransformerEngineParams:
     def prepare(self, param: nn.Parameter, use: Use) -> None:
         kind, compact = _kind(param), param.__dict__.get(COMPACT, {})
         self._say_usages(param)
-        for plane in kind.format.planes_for(use) if compact else ():
+        for plane in kind.format.planes if compact else ():
             name = kind.planes[plane.name]
-            if name in compact and getattr(param, name) is compact[name]:
-                setattr(param, name, padded(compact[name], kind.padded[plane.name]))
+            if name not in compact:
+                continue
+            view, multiples = compact[name], kind.padded[plane.name]
+            if plane.use & use:
+                setattr(param, name, padded(view, multiples))
+            elif getattr(param, name) is view:
+                # TE looks at the shapes of both directions, whichever one it reads.
+                shape = padded_shape((view.shape[0], view.shape[1]), multiples)
+                setattr(param, name, torch.empty(shape, dtype=view.dtype, device=view.device))
         if use & Use.BACKWARD and kind.format is NVFP4 and not derives_columns(param):
             _derive_fp4(param)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tests.quantised import fp4_checks
-from tests.quantised.te_checks import host_is_the_device
+from tests.quantised.te_checks import host_is_the_device, one_to_eight_shards
 from tests.quantised.te_weights import NASTY
 
 RECIPES = ("nvfp4", "mxfp8")
@@ -42,6 +42,7 @@ def _checks() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
             found[f"{recipe}: TE's cast, float64: {nasty or 'usual'}"] = (
                 fp4_checks.te_is_the_definition, (recipe, nasty, 3),
             )  # fmt: skip
+    found["mxfp8: our kernels, TE's over one to eight shards"] = (one_to_eight_shards, ("mxfp8",))
     for nasty in KNOWN:
         found[f"nvfp4: TE's amaxes and scales, float64: {nasty or 'usual'}"] = (
             fp4_checks.te_scales_are_the_definition, (nasty, 4),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -202,6 +203,18 @@ def shards_are_the_whole(rank: int, world: int, recipe: str, nasty: str, count: 
         check_against(case, params, mine, label)
         shards += case.shards
     return f"{count} cases, {shards} shards"
+
+
+def one_to_eight_shards(rank: int, world: int, recipe: str) -> str:
+    device, group = place(rank), own_group(rank, world)
+    case = random_case(recipe, 5, torch.float32, "", device)
+    params, slots = te_whole(case, group)
+    for shards in range(1, 9):
+        cuts = replace(case, shards=shards, ranges=cut(recipe, case.shapes, shards))
+        mine = [Shard(cuts, number, 64) for number in range(shards)]
+        check_scales(cuts, quantise(recipe, mine), params, slots, f"{shards} shards")
+        check_against(cuts, params, mine, f"{shards} shards")
+    return f"{case.shapes}"
 
 
 def host_is_the_device(rank: int, world: int, recipe: str, nasty: str, count: int) -> str:

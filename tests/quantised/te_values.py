@@ -18,6 +18,7 @@ def rows_of(weight: Any) -> torch.Tensor:
         return fp4.dequantized(weight).to(weight.dtype)
     if kind == "MXFP8Tensor":
         m, k = weight.shape
+        _check_padded(weight._columnwise_scale_inv.t(), (k, m), 32)
         scales = _check_padded(weight._rowwise_scale_inv, (m, k), 32)[:m, : k // 32]
         factors = _powers(scales).repeat_interleave(32, 1)
         return _decoded(weight._rowwise_data, factors).to(weight.dtype)
@@ -36,6 +37,7 @@ def columns_of(weight: Any) -> torch.Tensor:
         return found.t().to(weight.dtype)
     if kind == "MXFP8Tensor":
         scales = weight._columnwise_scale_inv
+        _check_padded(weight._rowwise_scale_inv, (m, k), 32)
         _check_padded(scales.t(), (k, m), 32)
         factors = _powers(scales[: m // 32, :k]).repeat_interleave(32, 0)
         return _decoded(weight._columnwise_data, factors).to(weight.dtype)

@@ -143,11 +143,11 @@ def some_weights(seed: int, sizes: int = 5) -> list[torch.Tensor]:
     return values
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("shards", range(1, 9))
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_shards_quantised_by_themselves_are_the_whole_weight_quantised(recipe, shards):
-    """Over 16 x 25 layouts."""
-    for seed in range(16):
+    """Over 10 x 40 layouts."""
+    for seed in range(10):
         made = check(some_weights(seed + 100 * shards), recipe, shards)
         for plane in made.format.planes:
             for segment in made.layout.segments:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
 def _on_rank(rank: int, world: int, folder: str) -> None:
     with standing_in(Path(folder)):
         for recipe in filter(te_casts, ALL):
+            te_checks.one_to_eight_shards(rank, world, recipe)
             for nasty in NASTY:
                 te_checks.shards_are_the_whole(rank, world, recipe, nasty, 2)
             for kind in ("cut", "first rank only"):
