@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..quantised.start import outdated_values
+
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What main gradients, of float32 at most, can be summed for."""
 
@@ -32,6 +34,7 @@ def module_problems(
         *_parameters(module, is_managed),
         *_sparse_gradients(module),
         *_main_weights_that_lose_bits(module, main_params_dtype),
+        *outdated_values(module, is_managed),
         *_units_that_match_nothing(module, unit_classes or ()),
         *_devices(module, device),
     ]

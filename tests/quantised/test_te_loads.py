@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -86,8 +86,13 @@ class Bridge:
 
     def load_weights_hf_to_megatron(self, hf_pretrained: Any, megatron_model: Any) -> None:
         for _, name, param in self.build_conversion_tasks(hf_pretrained, megatron_model):
-            value = hf_pretrained[plain_name(name)].reshape(-1)[param.megatron_fsdp_slice]
-            param._local_tensor.reshape(-1).copy_(value)
+            value = hf_pretrained[plain_name(name)]
+            if isinstance(param, DTensor):
+                rows = value.reshape(-1)[param.megatron_fsdp_slice]  # type: ignore[attr-defined]
+                param._local_tensor.reshape(-1).copy_(rows)
+            else:
+                with torch.no_grad():
+                    param.copy_(value)
 
     def build_conversion_tasks(self, hf_pretrained: Any, megatron_model: Any) -> Any:
         return [(model, n, p) for model in megatron_model for n, p in model.named_parameters()]
@@ -100,21 +105,27 @@ class Bridge:
         return adapter_tasks
 
 
-def through_bridge(trainer: Trainer, weights: Weights) -> None:
+@contextmanager
+def bridged() -> Iterator[None]:
     module = ModuleType(bridge_weights.MODULE)
     module.MegatronModelBridge = Bridge  # type: ignore[attr-defined]
     module.DTensor = DTensor  # type: ignore[attr-defined]
     with mock.patch.dict(sys.modules, {bridge_weights.MODULE: module}):
         bridge_weights.install()
         try:
-            bridge = Bridge()
-            bridge.load_weights_hf_to_megatron(weights, [trainer.wrapper])
-            trainer.wrapper.start_param_sync(force_sync=True)
-            for name, value in bridge.stream_weights_megatron_to_hf([trainer.wrapper], None):
-                rows = value._local_tensor.reshape(-1)
-                same(rows, weights[name].view(-1)[value.megatron_fsdp_slice], f"{name}, exported")
+            yield
         finally:
             bridge_weights.uninstall()
+
+
+def through_bridge(trainer: Trainer, weights: Weights) -> None:
+    with bridged():
+        bridge = Bridge()
+        bridge.load_weights_hf_to_megatron(weights, [trainer.wrapper])
+        trainer.wrapper.start_param_sync(force_sync=True)
+        for name, value in bridge.stream_weights_megatron_to_hf([trainer.wrapper], None):
+            rows = value._local_tensor.reshape(-1)
+            same(rows, weights[name].view(-1)[value.megatron_fsdp_slice], f"{name}, exported")
 
 
 PATHS: dict[str, Callable[[Trainer, Weights], Any]] = {
@@ -286,3 +297,37 @@ def _left_alone(rank: int, world: int, folder: str, root: str) -> None:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_quantised_weights_that_are_left_alone(folder: Path, tmp_path: Path) -> None:
     run_ranks(_left_alone, 2, str(folder), str(tmp_path), timeout=300)
+
+
+def _before_wrapping(rank: int, world: int, folder: str) -> None:
+    device = init_megatron()
+    with standing_in(Path(folder)):
+        wanted: Weights = {}
+
+        def written(model: Any) -> None:
+            scale_layers(model, rank, world)
+            wanted.update(others(dict(model.module.named_parameters()), 5))
+            with torch.no_grad():
+                for name, param in model.module.named_parameters():
+                    param.copy_(wanted[name])
+
+        with pytest.raises(ValueError, match=r"linear_qkv\.weight: its bytes were written after"):
+            build_trainer(CASE, "optim", device, written)
+
+        def loaded(model: Any) -> None:
+            scale_layers(model, rank, world)
+            params = dict(model.module.named_parameters())
+            wanted.update({n: v.bfloat16() for n, v in others(params, 5).items()})
+            with bridged():
+                Bridge().load_weights_hf_to_megatron(wanted, [model.module])
+            assert not any("copy_" in param.__dict__ for param in model.parameters())
+
+        trainer = build_trainer(CASE, "optim", device, loaded)
+        check_mains(trainer, {n: v.float() for n, v in wanted.items()}, "Bridge, before wrapping")
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_weights_that_are_written_before_wrapping_are_what_main_weights_begin_as_or_an_error(
+    folder: Path,
+) -> None:
+    run_ranks(_before_wrapping, 1, str(folder), timeout=300)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.uneven_dtensor import whole_tensor
 from megatron_fsdp_adapter.megatron.seams.wrapped import unwrap, wrap
+from megatron_fsdp_adapter.quantised.start import values_follow
 from megatron_fsdp_adapter.sharding.sharded_module import forget_scalings
 
 MODULE = "megatron.bridge.models.conversion.model_bridge"
@@ -71,12 +72,16 @@ def engines_of(models: Any) -> list[FsdpEngine]:
     return list(found.values())
 
 
+def _models(original: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
+    given = inspect.signature(original).bind(*args, **kwargs).arguments["megatron_model"]
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
 def _shown(
     module: ModuleType, original: Callable[..., Any], args: Any, kwargs: Any
 ) -> list[FsdpEngine]:
     """The engines of the model that `original` was called for, which show optimizer parameters."""
-    bound = inspect.signature(original).bind(*args, **kwargs)
-    engines = engines_of(bound.arguments["megatron_model"])
+    engines = engines_of(_models(original, args, kwargs))
     if engines and not hasattr(module, "DTensor"):
         raise RuntimeError(
             f"{original.__name__}: this Megatron-Bridge does not know sharded weights, which 0.6 "
@@ -92,7 +97,8 @@ def _load(
     module: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     engines = _shown(module, original, args, kwargs)
-    result = original(*args, **kwargs)
+    with values_follow(_models(original, args, kwargs)):
+        result = original(*args, **kwargs)
     for engine in engines:
         forget_scalings(engine)
         engine.main_weights_changed(loaded=True)
