@@ -15,9 +15,9 @@ from tests.distributed.launch import run_ranks
 from tests.quantised import test_te_engine
 from tests.quantised.te_checks import own_group
 from tests.quantised.te_extension import FOLDERS, standing_in
-from tests.quantised.test_te_engine import Layer, Net, Whole, compare, loss_of, roll
+from tests.quantised.test_te_engine import RATE, Layer, Net, Whole, compare, loss_of, roll
 
-RECIPES = ("current", "delayed", "blockwise")
+RECIPES = ("current", "delayed", "blockwise", "mxfp8")
 STEPS = 3
 
 pytestmark = pytest.mark.skipif(
@@ -33,7 +33,7 @@ def _train(rank: int, world: int, folder: str, strategy: str) -> None:
             model = fully_shard_model(
                 Net(recipe), fsdp_unit_modules=[Layer], data_parallel_sharding_strategy=strategy
             )
-            optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.3))
+            optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=RATE))
             kinds = {group.key.quantised for group in model.engine.groups}
             assert len(kinds) == 2, "norms are not quantised"
             assert all(pair.optimizer.dtype == torch.float32 for pair in model.engine.pairs)
