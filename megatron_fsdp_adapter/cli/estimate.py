@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -20,18 +21,22 @@ import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES, MixedPrecisionPolicy, Strategy
 from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group, row_granularity
+from megatron_fsdp_adapter.core.layout.format import WeightFormat
 from megatron_fsdp_adapter.diagnostics.memory import (
     GATHERED_WEIGHTS,
     LIFE,
+    QUANTISED_COPIES,
     Precision,
     bytes_between_steps,
     held_by_rank,
     model_bytes,
+    quantised_both_ways,
     unit_bytes,
     with_slots,
 )
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 
+from . import quantised_options
 from .gpt import (
     PRESETS,
     ROOT,
@@ -40,8 +45,10 @@ from .gpt import (
     config_from,
     flag,
     gpt_parameter_listing,
+    is_linear_weight,
     read_options,
 )
+from .quantised_options import PLAIN, Quantisation, quantisation
 
 GIB = 1 << 30
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -94,13 +101,15 @@ _STRINGS = ("normalization", "position_embedding_type", "tokenizer_type")
 
 @dataclass(frozen=True)
 class UnitKind:
-    """Units that hold parameters of the same shapes, hence have the same layout.
+    """Units that hold parameters of the same shapes, hence have the same layouts.
 
-    All parameters of a dense model have one dtype and are trained, so a unit is one group.
+    All parameters of a dense model have one dtype and are trained, so a unit is one group, and one
+    more of quantised weights. linear_numel: elements of what matrix products multiply by.
     """
 
     names: tuple[str, ...]
-    layout: GroupLayout
+    layouts: tuple[GroupLayout, ...]
+    linear_numel: int = 0
 
     @property
     def title(self) -> str:
@@ -113,12 +122,14 @@ class UnitKind:
 @dataclass(frozen=True)
 class Model:
     """A planned model: its kinds of units, on `num_shards` shards; `order`: all units, by name, as
-    they compute, the root unit last. `slots`: what `slots_wanted` says."""
+    they compute, the root unit last. `slots`: what `slots_wanted` says. `quantised`: what becomes
+    of linear weights."""
 
     kinds: tuple[UnitKind, ...]
     num_shards: int
     order: tuple[str, ...]
     slots: Mapping[str, bool]
+    quantised: Quantisation = PLAIN
 
     @property
     def first_unit(self) -> str:
@@ -128,15 +139,18 @@ class Model:
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters."""
-        return sum(kind.layout.item_numel * len(kind.names) for kind in self.kinds)
+        return sum(
+            layout.item_numel * len(kind.names) for kind in self.kinds for layout in kind.layouts
+        )
 
     @cached_property
     def fullest_rank(self) -> int:
         """The lowest of the ranks that hold most elements."""
         held = [0] * self.num_shards
         for kind in self.kinds:
-            for rank, numel in enumerate(held_by_rank(kind.layout)):
-                held[rank] += numel * len(kind.names)
+            for layout in kind.layouts:
+                for rank, numel in enumerate(held_by_rank(layout)):
+                    held[rank] += numel * len(kind.names)
         return held.index(max(held))
 
     def bytes_held(
@@ -144,16 +158,29 @@ class Model:
     ) -> dict[str, int]:
         """Bytes by kind on `rank`; with `num_layers` transformer layers in place of its own."""
         every = self.units(num_layers)
-        held = {id(k): unit_bytes([k.layout], strategy, precision, rank) for k in self.kinds}
+        again = self.quantised.recomputes
+        held = {
+            id(kind): unit_bytes(kind.layouts, strategy, precision, rank, again)
+            for kind in self.kinds
+        }
         *units, root = [held[id(kind)] for kind in every]
         return with_slots(
-            model_bytes(root, units),
+            model_bytes(root, units) | self._copies(every),
             [_class_of(kind) for kind in every],
-            [[kind.layout] for kind in every],
+            [kind.layouts for kind in every],
             strategy,
             precision.comm,
             **self.slots,
         )
+
+    def _copies(self, units: Sequence[UnitKind]) -> dict[str, int]:
+        """What layers quantise of weights in the compute dtype, and autograd keeps from forward to
+        backward: of all layers, or of the one that is computed again."""
+        form = self.quantised.products
+        if form is None:
+            return {}
+        copies = [quantised_both_ways(form, kind.linear_numel) for kind in units]
+        return {QUANTISED_COPIES: max(copies) if self.quantised.recomputes else sum(copies)}
 
     def units(self, num_layers: int | None = None) -> list[UnitKind]:
         """The kind of each unit in order, the root unit last."""
@@ -173,7 +200,7 @@ class Model:
         if self.slots["weight_slots"]:
             return 0
         return sum(
-            unit_bytes([kind.layout], strategy, precision, 0).get(GATHERED_WEIGHTS, 0)
+            unit_bytes(kind.layouts, strategy, precision, 0).get(GATHERED_WEIGHTS, 0)
             for kind in self.kinds
             if kind.names == (ROOT,) or self.first_unit in kind.names
         )
@@ -193,10 +220,12 @@ def plan_model(
     num_shards: int,
     dtype: torch.dtype,
     slots: Mapping[str, bool] = NO_SLOTS,
+    quantised: Quantisation = PLAIN,
     **planner: Any,
 ) -> Model:
-    """Plans every unit once per set of shapes. `slots`: what `slots_wanted` says; `planner`:
-    options of `plan_group`."""
+    """Plans every unit once per set of shapes. `slots`: what `slots_wanted` says; `quantised`: what
+    becomes of linear weights; `planner`: options of `plan_group`. ValueError for weights that
+    cannot be represented in their format."""
     units: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for unit, fqn, shape in gpt_parameter_listing(config):
         units.setdefault(unit, []).append((fqn, shape))
@@ -205,13 +234,28 @@ def plan_model(
         alike.setdefault((unit == ROOT, tuple(shape for _, shape in params)), []).append(unit)
     kinds = []
     for names in alike.values():
-        specs = [
-            ParamSpec(i, (fqn,), shape, dtype, True, row_granularity(shape))
-            for i, (fqn, shape) in enumerate(units[names[0]])
-        ]
-        kinds.append(UnitKind(tuple(names), plan_group(specs, num_shards, **planner)))
+        params = units[names[0]]
+        groups: dict[WeightFormat | None, list[ParamSpec]] = {}
+        for fqn, shape in params:
+            form = quantised.weights if is_linear_weight(fqn) else None
+            group = groups.setdefault(form, [])
+            group.append(_spec(len(group), fqn, shape, dtype, form))
+        layouts = tuple(plan_group(specs, num_shards, **planner) for specs in groups.values())
+        linear = sum(math.prod(shape) for fqn, shape in params if is_linear_weight(fqn))
+        kinds.append(UnitKind(tuple(names), layouts, linear))
     order = sorted(units, key=lambda unit: unit == ROOT)
-    return Model(tuple(kinds), num_shards, tuple(order), slots)
+    return Model(tuple(kinds), num_shards, tuple(order), slots, quantised)
+
+
+def _spec(
+    index: int, fqn: str, shape: tuple[int, ...], dtype: torch.dtype, form: WeightFormat | None
+) -> ParamSpec:
+    if form is None:
+        return ParamSpec(index, (fqn,), shape, dtype, True, row_granularity(shape))
+    try:
+        return ParamSpec(index, (fqn,), shape, dtype, True, form.granularity(shape), form)
+    except ValueError as error:
+        raise ValueError(f"{fqn} as {form.name}: {error}; change the model's widths") from error
 
 
 def most_layers(
@@ -241,7 +285,7 @@ def estimate(
         "parameters": model.num_parameters,
         "num_shards": model.num_shards,
         "rank": rank,
-        "units": [_unit_report(kind) for kind in model.kinds],
+        "units": [_unit_report(kind, layout) for kind in model.kinds for layout in kind.layouts],
         "strategies": {},
     }
     for strategy in strategies:
@@ -260,10 +304,10 @@ def estimate(
     return report
 
 
-def _unit_report(kind: UnitKind) -> dict[str, Any]:
-    layout = kind.layout
+def _unit_report(kind: UnitKind, layout: GroupLayout) -> dict[str, Any]:
+    form = layout.format
     return {
-        "unit": kind.title,
+        "unit": f"{kind.title}, {form.name}" if form.quantised else kind.title,
         "count": len(kind.names),
         "parameters": layout.item_numel,
         "padding": layout.padding_numel,
@@ -273,10 +317,10 @@ def _unit_report(kind: UnitKind) -> dict[str, Any]:
     }
 
 
-def render(report: Mapping[str, Any], dtype: str, memory_gib: float | None) -> str:
+def render(report: Mapping[str, Any], weights: str, memory_gib: float | None) -> str:
     """The report as text."""
     head = (
-        f"{report['parameters']:,} parameters, {dtype} compute weights, "
+        f"{report['parameters']:,} parameters, {weights}, "
         f"data-parallel size {report['num_shards']:,}"
     )
     units: list[tuple[str, ...]] = [
@@ -328,7 +372,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return lines
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron_fsdp_adapter estimate",
         description="Bytes per rank by kind of buffer, from a dense GPT's configuration alone.",
@@ -358,7 +402,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     for option, meaning in POLICY_OPTIONS.items():
         run.add_argument(flag(option), choices=list(POLICY_DTYPES), help=meaning)
-    for option, meaning in STAGING_OPTIONS.items():
+    for option, meaning in quantised_options.STRINGS.items():
+        run.add_argument(flag(option), help=meaning)
+    for option, meaning in {**STAGING_OPTIONS, **quantised_options.SWITCHES}.items():
         run.add_argument(flag(option), action="store_true", help=meaning)
     run.add_argument("--rank", type=int, default=None, help="default: the rank that holds most")
     run.add_argument("--memory-gib", type=float, default=None, help="say what fits in it")
@@ -419,11 +465,13 @@ def run(given: argparse.Namespace) -> str:
     dtype = _dtype_name(options)
     if dtype not in DTYPES:
         raise ValueError(f"--params-dtype {dtype!r} is unknown: use one of {list(DTYPES)}")
+    quantised = quantisation(options, dtype)
     model = plan_model(
         config_from(options),
         given.data_parallel_size,
         DTYPES[dtype],
         slots_wanted(given),
+        quantised,
         padding_bound=given.padding_bound,
         max_segments=given.max_segments,
     )
@@ -431,15 +479,17 @@ def run(given: argparse.Namespace) -> str:
     strategies = [STRATEGIES[chosen]] if chosen else list(STRATEGIES.values())
     report = estimate(model, strategies, _precision(vars(given)), given.rank, given.memory_gib)
     report["params_dtype"] = dtype
+    report["quantised"] = quantised.name
     if given.json:
         return json.dumps(report, indent=2)
-    return render(report, dtype, given.memory_gib)
+    described = f"{dtype} compute weights" + (f", {quantised.name}" if quantised.name else "")
+    return render(report, described, given.memory_gib)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns the exit status, 2 for bad input."""
     try:
-        print(run(_parser().parse_args(argv)))
+        print(run(make_parser().parse_args(argv)))
     except (ValueError, FileNotFoundError) as error:
         print(f"estimate: {error}", file=sys.stderr)
         return 2

@@ -197,6 +197,11 @@ def padded_rows(rows: int, multiple: int) -> int:
     return -(-rows // multiple) * multiple
 
 
+def is_linear_weight(name: str) -> bool:
+    """Whether a parameter of a transformer layer is what a matrix product multiplies by."""
+    return ".linear_" in name and name.endswith(".weight")
+
+
 def gpt_parameter_listing(config: GptConfig) -> Listing:
     """Every parameter of the model with the unit that it belongs to.
 

@@ -56,7 +56,7 @@ def _row(pair: ParamPair, unit: str) -> ParamRow:
         shape=tuple(pair.optimizer.shape),
         local_shape=tuple(pair.optimizer._local_tensor.shape),  # type: ignore[attr-defined]
         tensor_parallel=getattr(pair.raw, "_tensor_parallel_mode", "replicated"),
-        dtype=str(pair.raw.dtype).removeprefix("torch."),
+        dtype=pair.group.key.represented,
         trained=pair.group.key.requires_grad,
     )
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from ..core.engine.staging import plan_weights_and_buckets
-from ..core.layout.format import Use
+from ..core.layout.format import Use, WeightFormat
 from ..core.layout.group import GroupLayout
 
 COMPUTE_WEIGHTS = "compute weights"
@@ -26,10 +26,13 @@ REDUCE_BUCKET = "reduce bucket"
 WEIGHT_SLOTS = "weight slots"
 BUCKET_SLOTS = "bucket slots"
 RECEIVED_PIECES = "received pieces"
+TRANSPOSES = "transposes"
+QUANTISED_COPIES = "quantised copies of weights"
 
 PERSISTENT = "persistent"
 BACKWARD_TO_STEP = "backward to optimizer step"
 UNIT_IN_USE = "while the unit is in use"
+FORWARD_TO_BACKWARD = "forward to backward"
 
 LIFE: Mapping[str, str] = {
     COMPUTE_WEIGHTS: PERSISTENT,
@@ -43,6 +46,8 @@ LIFE: Mapping[str, str] = {
     WEIGHT_SLOTS: PERSISTENT,
     BUCKET_SLOTS: PERSISTENT,
     RECEIVED_PIECES: PERSISTENT,
+    TRANSPOSES: UNIT_IN_USE,
+    QUANTISED_COPIES: FORWARD_TO_BACKWARD,
 }
 """How long each kind lives. Between steps, gradients zeroed, only the persistent kinds exist."""
 
@@ -96,8 +101,14 @@ def held_by_rank(layout: GroupLayout) -> list[int]:
     return held
 
 
+def quantised_both_ways(form: WeightFormat, elements: int) -> int:
+    """Bytes of weights that are quantised for forward and backward: what is not by direction is
+    there once more, transposed."""
+    return form.nbytes(elements) * (1 if form.by_direction else 2)
+
+
 def group_bytes(
-    layout: GroupLayout, row: StrategyRow, precision: Precision, rank: int
+    layout: GroupLayout, row: StrategyRow, precision: Precision, rank: int, both: bool = False
 ) -> dict[str, int]:
     """Bytes on `rank` for a group, by kind; kinds that it does not have are absent.
 
@@ -105,7 +116,8 @@ def group_bytes(
     optimizer has state. Main weights cost nothing where they are (a slice of) the compute
     weights: those are not sharded, and have the main dtype. A frozen group has weights only, its
     main weights in the compute dtype. Of weights that exist by direction, "gathered" are those of
-    the larger one; a unit that recomputes has both.
+    the larger one, or with `both`, as in a unit that recomputes, of both; backward derives the
+    transposes of others.
     """
     total, shard = layout.total_numel, layout.shard_numel
     compute, trained = layout.specs[0].dtype, layout.specs[0].requires_grad
@@ -114,8 +126,11 @@ def group_bytes(
     form = layout.format
     held = {weights: form.nbytes(total)}
     if row.shard_weights and form.quantised:
-        held[weights] = max(form.nbytes(total, use) for use in (Use.FORWARD, Use.BACKWARD))
+        uses = (Use.BOTH,) if both else (Use.FORWARD, Use.BACKWARD)
+        held[weights] = max(form.nbytes(total, use) for use in uses)
         held[QUANTISED_SHARD] = form.nbytes(shard)
+    if form.quantised and not form.by_direction:
+        held[TRANSPOSES] = form.nbytes(total)
     if row.shard_weights or main != compute or form.quantised:
         held[MAIN_WEIGHTS] = (shard if row.shard_main else total) * main.itemsize
     if not trained:
@@ -131,17 +146,22 @@ def group_bytes(
 
 
 def unit_bytes(
-    groups: Iterable[GroupLayout], row: StrategyRow, precision: Precision, rank: int
+    groups: Iterable[GroupLayout],
+    row: StrategyRow,
+    precision: Precision,
+    rank: int,
+    both: bool = False,
 ) -> dict[str, int]:
     """Sum of `group_bytes` over the groups of one unit."""
-    return _sum(group_bytes(layout, row, precision, rank) for layout in groups)
+    return _sum(group_bytes(layout, row, precision, rank, both) for layout in groups)
 
 
 def model_bytes(root: Mapping[str, int], units: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Most bytes at one time by kind, from the `unit_bytes` of the root unit and all others.
 
     Of the kinds that a unit holds only while in use, the two largest units exist at once; the
-    root unit's gathered weights stay beside them through forward and backward.
+    root unit's gathered weights stay beside them through forward and backward. Transposes go with
+    the unit's backward: there are those of one unit.
     """
     every = [root, *units]
     totals = _sum({k: v for k, v in unit.items() if LIFE[k] != UNIT_IN_USE} for unit in every)
@@ -149,6 +169,8 @@ def model_bytes(root: Mapping[str, int], units: Sequence[Mapping[str, int]]) -> 
         totals[GATHERED_WEIGHTS] = root.get(GATHERED_WEIGHTS, 0) + _largest(GATHERED_WEIGHTS, units)
     if any(REDUCE_BUCKET in unit for unit in every):
         totals[REDUCE_BUCKET] = _largest(REDUCE_BUCKET, every)
+    if any(TRANSPOSES in unit for unit in every):
+        totals[TRANSPOSES] = max(unit.get(TRANSPOSES, 0) for unit in every)
     return totals
 
 

@@ -35,13 +35,10 @@ def model_lines(plans: Sequence[UnitPlan], config: EngineConfig) -> list[str]:
 
 def _param_line(key: GroupKey, entry: ManagedParam) -> str:
     names = " = ".join(entry.fqns)
-    dtype = str(key.dtype).removeprefix("torch.")
-    if key.quantised:
-        dtype += f" as {key.format.name}"
     state = "trained" if key.requires_grad else "frozen"
     return (
-        f"parameter {names} {tuple(entry.param.shape)} {dtype} {state}, {key.domain}, gradient "
-        f"by {entry.writer.value}"
+        f"parameter {names} {tuple(entry.param.shape)} {key.represented} {state}, {key.domain}, "
+        f"gradient by {entry.writer.value}"
     )
 
 

@@ -204,7 +204,7 @@ def test_the_fullest_rank_counts_every_unit() -> None:
     def kind(names: tuple[str, ...], rows: int, offset: int) -> UnitKind:
         spec = ParamSpec(0, ("weight",), (rows, 16), torch.bfloat16, True, 16)
         segment, placement = Segment(0, 64, 16, 2), Placement(0, offset)
-        return UnitKind(names, GroupLayout((spec,), (segment,), (placement,), 2, 16))
+        return UnitKind(names, (GroupLayout((spec,), (segment,), (placement,), 2, 16),))
 
     one, three = kind(("a",), 2, 32), kind(("b", "c", "d"), 1, 0)
     assert Model((one,), 2, ("a",), NO_SLOTS).fullest_rank == 1

@@ -18,6 +18,7 @@ from megatron_fsdp_adapter.core.engine.partition import partition
 from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.core.layout import Use
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, HostRuntime, storage_bytes
+from megatron_fsdp_adapter.diagnostics.description import param_rows
 from megatron_fsdp_adapter.diagnostics.memory import (
     LIFE,
     OPTIMIZER_STATE,
@@ -518,6 +519,10 @@ def test_ranks_compare_formats_and_buffers_say_which_plane_they_are(world):
     lines = [line for line in model_lines(plans, setup.config) if "layers.0.up" in line]
     assert any("up.weight (96, 32) bfloat16 as mxfp8 trained" in line for line in lines)
     assert any("up.bias (96,) bfloat16 trained" in line for line in lines)
-    labels = {full.label for group in build(setup).engine.groups for full in group.weights}
+    engine = build(setup).engine
+    dtypes = {row.name: row.dtype for row in param_rows(engine)}
+    assert dtypes["layers.0.up.weight"] == "bfloat16 as mxfp8"
+    assert dtypes["layers.0.up.bias"] == "bfloat16"
+    labels = {full.label for group in engine.groups for full in group.weights}
     assert "the gathered weights (columnwise_scales) of unit layers.1" in labels
     assert "the gathered weights of unit layers.1" in labels

@@ -45,6 +45,12 @@ class GroupKey:
         """How they are represented."""
         return self.quantised or plain(self.dtype)
 
+    @property
+    def represented(self) -> str:
+        """In words: the dtype, and the format of what is quantised."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return dtype if self.quantised is None else f"{dtype} as {self.quantised.name}"
+
 
 @dataclass(frozen=True)
 class ManagedParam:

@@ -1,0 +1,97 @@
+"""What Megatron's options of FP8 and FP4 make of a model's linear weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fsdp_adapter.core.layout.format import (
+    BLOCK128,
+    MXFP8,
+    NVFP4,
+    PER_TENSOR,
+    WeightFormat,
+)
+
+from .gpt import flag
+
+RECIPES: Mapping[str, Mapping[str, WeightFormat]] = {
+    "fp8": {
+        "delayed": PER_TENSOR, "tensorwise": PER_TENSOR, "blockwise": BLOCK128, "mxfp8": MXFP8,
+    },
+    "fp4": {"nvfp4": NVFP4},
+}  # fmt: skip
+"""The format of weights that each recipe multiplies, by the precision that has it."""
+
+DEFAULTS = {"fp8": "delayed", "fp4": "nvfp4"}
+KEPT_IN_BF16 = ("first_last_layers_bf16",)
+"""Options by which some layers are not quantised, which is not told apart here."""
+
+STRINGS = {
+    "fp8_format": "hybrid or e4m3: FP8 matrix products",
+    "fp8_recipe": f"one of {', '.join(RECIPES['fp8'])}; default {DEFAULTS['fp8']}",
+    "fp4_format": "e2m1: FP4 matrix products",
+    "fp4_recipe": f"one of {', '.join(RECIPES['fp4'])}",
+    "recompute_granularity": "full: activations of layers are computed again in backward",
+}
+SWITCHES = {
+    "fp8_param_gather": "linear weights kept and gathered in FP8",
+    "fp4_param_gather": "linear weights kept and gathered in FP4",
+}
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """weights: the format that linear weights are kept and gathered in, None for the compute
+    dtype. products: that of matrix products whose weights are kept in the compute dtype, None if
+    those are not quantised. recomputes: whether layers run again in backward."""
+
+    weights: WeightFormat | None = None
+    products: WeightFormat | None = None
+    recomputes: bool = False
+
+    @property
+    def name(self) -> str:
+        """For a title."""
+        if self.weights is not None:
+            return f"linear weights as {self.weights.name}"
+        return "" if self.products is None else f"products of {self.products.name} weights"
+
+
+PLAIN = Quantisation()
+
+
+def quantisation(options: Mapping[str, Any], dtype: str) -> Quantisation:
+    """Of Megatron's options; `dtype`: of the compute weights. ValueError names option, value and
+    remedy."""
+    weights, products = [], []
+    for precision, recipes in RECIPES.items():
+        name = options.get(f"{precision}_recipe") or DEFAULTS[precision]
+        gather = f"{precision}_param_gather"
+        gathers = options.get(gather) or options.get(f"{precision}_param")
+        computes = options.get(f"{precision}_format") or options.get(precision)
+        if not gathers and not computes:
+            continue
+        if name not in recipes:
+            raise ValueError(
+                f"{flag(f'{precision}_recipe')} {name!r} is unknown: use one of {list(recipes)}"
+            )
+        if gathers and dtype != "bf16":
+            raise ValueError(
+                f"{flag(gather)} with --params-dtype {dtype}: what is not quantised is bf16; use "
+                "--params-dtype bf16, or leave it out"
+            )
+        (weights if gathers else products).append((precision, recipes[name]))
+    if len(weights) + len(products) > 1:
+        raise ValueError("FP8 and FP4 are both asked for: leave the options of one of them out")
+    for option in KEPT_IN_BF16 if weights or products else ():
+        if options.get(option):
+            raise ValueError(
+                f"{flag(option)}: the layers that stay bf16 are not told apart here; leave it out"
+            )
+    return Quantisation(
+        weights[0][1] if weights else None,
+        products[0][1] if products else None,
+        options.get("recompute_granularity") == "full",
+    )
