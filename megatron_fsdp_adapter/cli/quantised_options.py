@@ -65,7 +65,8 @@ PLAIN = Quantisation()
 def quantisation(options: Mapping[str, Any], dtype: str) -> Quantisation:
     """Of Megatron's options; `dtype`: of the compute weights. ValueError names option, value and
     remedy."""
-    weights, products = [], []
+    weights: list[WeightFormat] = []
+    products: list[WeightFormat] = []
     for precision, recipes in RECIPES.items():
         name = options.get(f"{precision}_recipe") or DEFAULTS[precision]
         gather = f"{precision}_param_gather"
@@ -82,7 +83,7 @@ def quantisation(options: Mapping[str, Any], dtype: str) -> Quantisation:
                 f"{flag(gather)} with --params-dtype {dtype}: what is not quantised is bf16; use "
                 "--params-dtype bf16, or leave it out"
             )
-        (weights if gathers else products).append((precision, recipes[name]))
+        (weights if gathers else products).append(recipes[name])
     if len(weights) + len(products) > 1:
         raise ValueError("FP8 and FP4 are both asked for: leave the options of one of them out")
     for option in KEPT_IN_BF16 if weights or products else ():
@@ -91,7 +92,7 @@ def quantisation(options: Mapping[str, Any], dtype: str) -> Quantisation:
                 f"{flag(option)}: the layers that stay bf16 are not told apart here; leave it out"
             )
     return Quantisation(
-        weights[0][1] if weights else None,
-        products[0][1] if products else None,
+        weights[0] if weights else None,
+        products[0] if products else None,
         options.get("recompute_granularity") == "full",
     )
