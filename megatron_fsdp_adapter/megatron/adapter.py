@@ -44,7 +44,7 @@ from .fp8 import CACHE_OPTION, switch_off_weight_cache
 from .fused_wgrad import asks_fusion
 from .inner import ParamAndGradBuffer, ShardedModule
 from .marks import mark
-from .options import ddp_options, staging_options
+from .options import capability, ddp_options, staging_options
 from .seams.rebound import installed
 from .supported import require_supported_core
 from .units import chosen_units, plan_units
@@ -123,7 +123,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         forced = ddp_options.forced_options(ddp_config, config)
         for option, value in forced.items():
             setattr(ddp_config, option, value)
-        if asks_fusion(config) or (config.fp8 and self.engine.config.strategy.shard_weights):
+        quantises = capability.recipe_of(config) is not None
+        if asks_fusion(config) or (quantises and self.engine.config.strategy.shard_weights):
             forced |= {CACHE_OPTION: True} if switch_off_weight_cache(module) else {}
         self.module = ShardedModule(config, module, self.engine)
         self.param_and_grad_buffer = ParamAndGradBuffer(

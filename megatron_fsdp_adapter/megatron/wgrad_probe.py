@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +23,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from .options.capability import recipe_of
 
 SIZE = 128
 """Rows and columns of the weights: one block of every recipe for FP8."""
@@ -291,13 +294,14 @@ def quantised_precision(config: Any) -> Precision | None:
     """What layers compute in whose weights are quantised: the recipe of the model's config, and
     nothing else, as Transformer Engine cannot fuse where it makes such weights whole first. None
     without a recipe."""
-    if not getattr(config, "fp8", None):
+    asked = recipe_of(config)
+    if asked is None:
         return None
-    from megatron.core.fp8_utils import get_fp8_recipe
-
-    recipe = without_reductions(get_fp8_recipe(config))
+    option, name = asked
+    core = importlib.import_module(f"megatron.core.{option}_utils")
+    recipe = without_reductions(getattr(core, f"get_{option}_recipe")(config))
     return Precision(
-        f"FP8 {config.fp8} {config.fp8_recipe}",
+        f"{option.upper()} {getattr(config, option)} {name}",
         functools.partial(_quantised, recipe),
         functools.partial(_quantised_weights, recipe),
     )

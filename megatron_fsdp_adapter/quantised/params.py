@@ -148,14 +148,6 @@ def _format_in(owner: nn.Module, name: str) -> WeightFormat | None:
     return found[0]
 
 
-def needs_columns(module: nn.Module) -> bool:
-    """Whether weights that `module` is to make have planes of columns. TE makes those where
-    gradients are enabled, and nowhere else."""
-    held = (name for name, param in module._parameters.items() if param is not None)
-    formats = (_format_in(module, name) for name in held)
-    return any(format is not None and format.by_direction for format in formats)
-
-
 def stored_in(param: nn.Parameter) -> list[torch.Tensor]:
     """The tensors that have the value of a parameter, quantised or not, to be written in place.
     What is derived from them is dropped."""

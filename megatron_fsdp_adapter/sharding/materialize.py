@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from ..core.engine.partition import UnitPlan
-from ..quantised import needs_columns
 
 Initialiser = Callable[[nn.Module, Mapping[str, nn.Parameter]], None]
 """Gives values to all parameters and buffers that a module holds itself, not those below it. It is
@@ -111,7 +110,7 @@ def initialise(name: str, module: nn.Module, device: torch.device, run: Initiali
     for own, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[own] = _unfilled(buffer, device)
-    with torch.set_grad_enabled(needs_columns(module)):
+    with torch.no_grad():
         run(module, originals)
     for own, original in originals.items():
         made = module._parameters[own]

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.enums import Fp8Recipe
+from megatron.core.enums import Fp4Recipe, Fp8Recipe
 from megatron.core.optimizer import get_megatron_optimizer
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.launch import megatron_lm
 from megatron_fsdp_adapter.megatron.options import capability, ddp_options
-from megatron_fsdp_adapter.megatron.options.support import FP8_RECIPES
+from megatron_fsdp_adapter.megatron.options.support import FP4_RECIPES, FP8_RECIPES
 from tests.distributed.gpt import (
     Case,
     batches,
@@ -32,7 +32,8 @@ from tests.distributed.gpt import (
 CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
 GPU = torch.device("cuda", 0)
 NAMES = {
-    "delayed": "fp8", "tensorwise": "fp8", "blockwise": "fp8_block_scaling", "mxfp8": "mxfp8"
+    "delayed": "fp8", "tensorwise": "fp8", "blockwise": "fp8_block_scaling", "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
 }  # fmt: skip
 """What TE calls what a recipe needs."""
 
@@ -45,8 +46,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def asks(**options: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"fp8": "hybrid", "fp8_recipe": "delayed", **options})
+def asks(recipe: str = "delayed") -> SimpleNamespace:
+    """Fields as core's configs have them, whose recipes are members of its enums too."""
+    if recipe in FP4_RECIPES:
+        return SimpleNamespace(fp8=None, fp4="e2m1", fp4_recipe=Fp4Recipe(recipe))
+    return SimpleNamespace(fp8="hybrid", fp8_recipe=Fp8Recipe(recipe), fp4=None)
 
 
 def pretend_te(monkeypatch: pytest.MonkeyPatch, older: bool, able: bool = False) -> list[str]:
@@ -68,15 +72,16 @@ def pretend_te(monkeypatch: pytest.MonkeyPatch, older: bool, able: bool = False)
 
 
 @pytest.mark.parametrize("older", (False, True))
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("recipe", NAMES)
 def test_what_the_device_cannot_compute_names_it_the_recipe_and_the_reason(
     recipe: str, older: bool, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = pretend_te(monkeypatch, older)
-    assert capability.device_problems(asks(fp8_recipe=Fp8Recipe(recipe)), GPU) == [
-        f"fp8='hybrid' with fp8_recipe={recipe!r}: NVIDIA H200 (compute capability 9.0) cannot "
-        f"compute it: no {NAMES[recipe]} before compute capability 10.0; use another recipe, or "
-        "leave fp8 unset"
+    option, value = ("fp4", "e2m1") if recipe == "nvfp4" else ("fp8", "hybrid")
+    assert capability.device_problems(asks(recipe), GPU) == [
+        f"{option}={value!r} with {option}_recipe={recipe!r}: NVIDIA H200 (compute capability 9.0) "
+        f"cannot compute it: no {NAMES[recipe]} before compute capability 10.0; use another "
+        f"recipe, or leave {option} unset"
     ]
     assert asked == [NAMES[recipe]]
 
@@ -84,8 +89,8 @@ def test_what_the_device_cannot_compute_names_it_the_recipe_and_the_reason(
 def test_what_it_can_compute_is_no_problem(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = pretend_te(monkeypatch, older=False, able=True)
     assert capability.device_problems(asks(), GPU) == [] and asked == ["fp8"]
-    assert capability.device_problems(asks(fp8=None), GPU) == [] and len(asked) == 1
-    assert capability.device_problems(asks(fp8_recipe="custom"), GPU) == [], "refused by a rule"
+    assert capability.device_problems(SimpleNamespace(), GPU) == [] and len(asked) == 1
+    assert capability.device_problems(asks("custom"), GPU) == [], "refused by a rule"
 
 
 def test_a_release_that_cannot_be_asked_and_none_at_all_are_named(
@@ -93,57 +98,63 @@ def test_a_release_that_cannot_be_asked_and_none_at_all_are_named(
 ) -> None:
     pretend_te(monkeypatch, older=False)
     monkeypatch.delattr(sys.modules["transformer_engine.pytorch"], "is_mxfp8_available")
-    [line] = capability.device_problems(asks(fp8_recipe="mxfp8"), GPU)
+    [line] = capability.device_problems(asks("mxfp8"), GPU)
     assert "cannot be asked" in line and "check_mxfp8_support" in line
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     [line] = capability.device_problems(asks(), GPU)
     assert "Transformer Engine cannot be asked" in line
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("recipe", NAMES)
 def test_without_a_gpu_it_is_one_early_error(one_rank: torch.device, recipe: str) -> None:
     model = build_model(CASE, one_rank)
-    model.config.fp8, model.config.fp8_recipe = "hybrid", recipe
+    vars(model.config).update(vars(asks(recipe)))
     with pytest.raises(ValueError) as caught:
         FullyShardedDataParallel(model.config, ddp_config(CASE, "optim_grads_params"), model)
     lines = str(caught.value).split("\n")[1:]
-    assert len(lines) == 1 and f"fp8_recipe={recipe!r}: device cpu cannot compute it" in lines[0]
+    assert len(lines) == 1 and f"_recipe={recipe!r}: device cpu cannot compute it" in lines[0]
 
 
 def test_all_of_cores_recipes_but_the_users_own_are_accepted() -> None:
     assert {recipe.value for recipe in Fp8Recipe} - {"custom"} == set(FP8_RECIPES)
-    assert set(capability.QUESTIONS) >= set(FP8_RECIPES)
+    assert {recipe.value for recipe in Fp4Recipe} - {"custom"} == set(FP4_RECIPES)
+    assert set(capability.QUESTIONS) == {*FP8_RECIPES, *FP4_RECIPES} == set(NAMES)
 
 
 # Options that follow from others.
 
 
 def wrapped(
-    one_rank: torch.device, strategy: str, monkeypatch: pytest.MonkeyPatch, fp8_param: bool = True,
-    **ddp: Any,
+    one_rank: torch.device, strategy: str, monkeypatch: pytest.MonkeyPatch, option: str = "fp8",
+    param: bool = True, **ddp: Any,
 ) -> tuple[Any, FullyShardedDataParallel]:
     """The DDP config and a wrapper over a model whose config says that weights are quantised; none
     of its layers' are, as on a pipeline stage whose layers all stay in bf16."""
     monkeypatch.setattr(capability, "reason_against", lambda recipe, device: None)
     model, options = build_model(CASE, one_rank), ddp_config(CASE, strategy, ddp)
-    model.config.fp8, model.config.fp8_param = "hybrid", fp8_param
+    chosen = vars(asks("nvfp4" if option == "fp4" else "delayed"))
+    vars(model.config).update(chosen, **{f"{option}_param": param})
     return options, FullyShardedDataParallel(model.config, options, model)
 
 
+@pytest.mark.parametrize("option", ("fp8", "fp4"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_option_asks_for_quantised_weights(
-    strategy: str, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    strategy: str, option: str, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
-    options, _ = wrapped(one_rank, strategy, monkeypatch)
-    assert options.fp8_param_gather
-    assert capsys.readouterr().out.count("fp8_param_gather=True") == 1
+    options, _ = wrapped(one_rank, strategy, monkeypatch, option)
+    assert getattr(options, f"{option}_param_gather")
+    assert capsys.readouterr().out.count(f"{option}_param_gather=True") == 1
 
 
+@pytest.mark.parametrize("option", ("fp8", "fp4"))
 def test_gathers_of_quantised_weights_that_are_not_quantised_are_refused(
-    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+    option: str, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="fp8_param_gather=True: .* make the model with fp8_param"):
-        wrapped(one_rank, "optim", monkeypatch, fp8_param=False, fp8_param_gather=True)
+    name = f"{option}_param"
+    with pytest.raises(ValueError, match=f"{name}_gather=True: .* make the model with {name}=True"):
+        wrapped(one_rank, "optim", monkeypatch, option, False, **{f"{name}_gather": True})
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

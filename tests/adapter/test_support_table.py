@@ -55,7 +55,7 @@ TRIGGERS: dict[str, Values] = {
     "param_name_patterns_for_fp32_local_accumulation": (("router",),),
     # Model config
     "fp8_recipe": ("custom",),
-    "fp4": ("e2m1",),
+    "fp4_recipe": ("custom",),
     "cuda_graph_impl": ("transformer_engine",),
     "gtp_weight_remat_size": (2,),
     "expert_gtp_weight_remat_size": (2,),
@@ -78,6 +78,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     },
     "grad_reduce_in_fp32": {"megatron_fsdp_main_grads_dtype": torch.bfloat16},
     "fp8_recipe": {"fp8": "hybrid"},
+    "fp4_recipe": {"fp4": "e2m1"},
     "moe_mlp_glu_interleave_size": {"tensor_model_parallel_size": 2},
     "moe_shared_expert_glu_interleave_size": {"expert_tensor_parallel_size": 2},
     "moe_token_dispatcher_type": {"num_moe_experts": 4},

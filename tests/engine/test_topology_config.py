@@ -222,7 +222,6 @@ REFUSED = {
     "megatron_fsdp_main_params_dtype": torch.float16,
     "megatron_fsdp_main_grads_dtype": torch.float16,
     "megatron_fsdp_grad_comm_dtype": torch.float16,
-    "fp4_param_gather": True,
     "delay_wgrad_compute": True,
     "check_for_large_grads": True,
     "reduce_scatter_with_fp32_accumulation": True,
@@ -246,6 +245,7 @@ ACCEPTED = {
     "fsdp_db_use_persist_buf_on_alloc_fail": True,
     "fsdp_all_gather_in_start_param_sync": False,
     "fp8_param_gather": True,
+    "fp4_param_gather": True,
     "reuse_grad_buf_for_mxfp8_param_ag": True,
 }
 

@@ -121,7 +121,7 @@ def test_every_rule_of_the_launch_is_broken_by_its_value(rule: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"fp4": "e2m1"}, "fp4='e2m1'"),
+        ({"fp4": "e2m1", "fp4_recipe": "custom"}, "fp4_recipe='custom'"),
         ({"exp_avg_dtype": "fp8"}, "exp_avg_dtype='fp8'"),
         ({"optimizer": "sgd"}, "optimizer='sgd'"),
         ({"ddp_reduce_scatter_with_fp32_accumulation": True},

@@ -14,23 +14,31 @@ from typing import Any
 
 import torch
 
+from .support import FP4_RECIPES, FP8_RECIPES, is_on
+
 QUESTIONS: Mapping[str, str] = {
     "delayed": "fp8",
     "tensorwise": "fp8",
     "blockwise": "fp8_block_scaling",
     "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
 }
 """What TE is asked about, by the name that megatron-core has for a recipe."""
 
 PACKAGE = "transformer_engine.pytorch"
 
 
+DEFAULTS: Mapping[str, str] = {"fp8": FP8_RECIPES[0], "fp4": FP4_RECIPES[0]}
+"""Options that ask for reduced precision, with core's default for their recipes."""
+
+
 def recipe_of(config: Any) -> tuple[str, str] | None:
     """The option that asks for reduced precision, and its recipe's name; None without any."""
-    if not getattr(config, "fp8", None):
-        return None
-    recipe = getattr(config, "fp8_recipe", None) or "delayed"
-    return "fp8", str(getattr(recipe, "value", recipe))
+    for option, default in DEFAULTS.items():
+        if is_on(config, option):
+            recipe = getattr(config, f"{option}_recipe", None) or default
+            return option, str(getattr(recipe, "value", recipe))
+    return None
 
 
 def device_problems(config: Any, device: torch.device) -> list[str]:

@@ -52,7 +52,7 @@ class DistributedDataParallelConfig(CoreConfig):
     """Like `check_for_nan_in_grad`, and names the parameter."""
 
     fp4_param_gather: bool = False
-    """Refused."""
+    """Follows from the model config's `fp4_param`."""
 
     num_buckets: int | None = None
     """Accepted, as `bucket_size` is: units take the place of buckets."""

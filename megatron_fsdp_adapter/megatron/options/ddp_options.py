@@ -145,7 +145,6 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         "weights are gathered unit by unit; set it to False and choose units with the wrapper's "
         "argument fsdp_unit_modules",
     ),
-    off("fp4_param_gather", "FP4 parameters are not supported"),
     off("delay_wgrad_compute", "delayed weight gradients are not supported yet; set it to False"),
     off(
         "check_for_large_grads",
@@ -171,7 +170,9 @@ def forced_options(ddp_config: Any, config: Any) -> dict[str, bool]:
     }
 
 
-GATHERED_AS: Mapping[str, str] = {"fp8_param": "fp8_param_gather"}
+GATHERED_AS: Mapping[str, str] = {
+    "fp8_param": "fp8_param_gather", "fp4_param": "fp4_param_gather"
+}  # fmt: skip
 """Options of a model config by which weights are made quantised, and of the DDP config that say
 that they are gathered so. Core from 0.19 on reads the second kind under its own DDP: without it
 quantised weights are never written again. Here weights are what the model has."""

@@ -43,16 +43,23 @@ def _above_one(option: str, message: str) -> Rule:
 
 
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+FP4_RECIPES = ("nvfp4",)
+
+
+def _other_recipe(option: str, recipes: tuple[str, ...]) -> Rule:
+    """Reduced precision by a recipe that is none of `recipes`, the first being core's default."""
+    name = f"{option}_recipe"
+    return Rule(
+        name,
+        lambda config: is_on(config, option)
+        and (getattr(config, name, None) or recipes[0]) not in recipes,
+        f"{option.upper()} is supported with the recipes {list(recipes)}; use one of them",
+    )
 
 
 MODEL_CONFIG_RULES: tuple[Rule, ...] = (
-    Rule(
-        "fp8_recipe",
-        lambda config: bool(getattr(config, "fp8", None))
-        and getattr(config, "fp8_recipe", "delayed") not in FP8_RECIPES,
-        f"FP8 is supported with the recipes {list(FP8_RECIPES)}; use one of them",
-    ),
-    off("fp4", "FP4 compute is coming; leave it unset"),
+    _other_recipe("fp8", FP8_RECIPES),
+    _other_recipe("fp4", FP4_RECIPES),
     Rule(
         "cuda_graph_impl",
         lambda config: (
