@@ -34,7 +34,7 @@ CASE = Case(
     num_layers=2, hidden=128, heads=4, ffn=256, vocab=256, seq=64, batch=2, bf16=True, swiglu=True
 )
 WIDE = CASE.but(num_layers=4, hidden=1024, heads=8, ffn=4096, seq=128)
-RECIPES = ("delayed", "tensorwise")
+RECIPES = ("delayed", "tensorwise", "blockwise")
 STEPS = 4
 FIRST, LATER = 2e-3, 2e-2
 """Relative, of loss and norm of the first step, which starts from equal weights, and of later ones:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -46,17 +47,27 @@ BOUND = 2e-2
 """Relative, of losses whose gradients were added up in another order."""
 
 
-def trainer_of(case: Case, recipe: str, strategy: str | None, device: torch.device) -> Trainer:
-    """A GPT of TE's layers whose weights are quantised from the start."""
+def trainer_of(
+    case: Case, recipe: str, strategy: str | None, device: torch.device,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    change: Callable[[torch.nn.Module], None] = lambda model: None,
+) -> Trainer:
+    """A GPT of TE's layers whose weights are quantised from the start. `options`: fields of the
+    model config; `change`: the bare model."""
     torch.manual_seed(case.seed)
     model_parallel_cuda_manual_seed(case.seed)
     config: Any = model_config(case)
     config.fp8, config.fp8_recipe, config.fp8_param = "hybrid", recipe, True
     config.fp8_amax_history_len, config.fp8_amax_compute_algo = 16, "max"
+    for name, value in options.items():
+        setattr(config, name, value)
+    experts = options.get("num_moe_experts")
+    spec = get_gpt_layer_with_transformer_engine_spec(experts, moe_grouped_gemm=bool(experts))
     model = GPTModel(
-        config, get_gpt_layer_with_transformer_engine_spec(), vocab_size=case.vocab,
-        max_sequence_length=case.seq, position_embedding_type=case.positions,
-    ).to(device)  # fmt: skip
+        config, spec, vocab_size=case.vocab, max_sequence_length=case.seq,
+        share_embeddings_and_output_weights=case.tied, position_embedding_type=case.positions,
+    ).to(device)
+    change(model)
     ddp = {"fp8_param_gather": True}
     return make_trainer(Float16Module(config, model), case, strategy, ddp)
 
@@ -95,10 +106,12 @@ def quantised_of(trainer: Trainer) -> dict[str, tuple[torch.Tensor, torch.Tensor
     return found
 
 
-def compare(ours: Trainer, theirs: Trainer, label: str) -> int:
+def compare(
+    ours: Trainer, theirs: Trainer, label: str, count: int = 4 * CASE.num_layers
+) -> int:
     """Bits of all quantised weights and main weights."""
     mine, other = quantised_of(ours), quantised_of(theirs)
-    assert mine.keys() == other.keys() and len(mine) == 4 * CASE.num_layers, label
+    assert mine.keys() == other.keys() and len(mine) == count, (label, sorted(mine))
     for name, (data, scales) in mine.items():
         same(data, other[name][0], f"{label}, bytes of {name}")
         same(scales, other[name][1], f"{label}, scales of {name}")
