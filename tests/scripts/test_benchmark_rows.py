@@ -41,6 +41,8 @@ from lib.bench_subjects import (  # noqa: E402
 from lib.bench_trace import Budget, Overlap, Trace, Work  # noqa: E402
 from lib.check import Machine  # noqa: E402
 
+from megatron_fsdp_adapter.megatron.options.validation import wrapper_problems  # noqa: E402
+
 TINY = [
     "--num-layers=2", "--hidden-size=32", "--num-attention-heads=2", "--seq-length=16",
     "--repeats=2", "--steps=1", "--warmup=1",
@@ -112,6 +114,24 @@ def test_a_precision_is_in_the_configs_of_its_row(
     compute = dataclasses.replace(subject, precision="fp8_delayed")
     config = model.transformer_config(bench_wrappers.row_options(compute, common))
     assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("hybrid", "delayed", False)
+
+
+@pytest.mark.parametrize("name", FP8_ROWS)
+def test_the_configs_of_a_row_of_fp8_have_no_problem(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Core takes them, and the rules of the wrapper find nothing to refuse."""
+    common = options_on_gpu(monkeypatch, "--gradient-accumulation-fusion")
+    monkeypatch.setattr(model.parallel_state, "get_data_parallel_world_size", lambda: 2)
+    subject = parse_subjects(name)[0]
+    options = bench_wrappers.row_options(subject, common)
+    config = bench_wrappers._config(subject, options)
+    ddp = model.ddp_config(options)
+    assert ddp.fp8_param_gather is subject.has_fp8_weights
+    assert ddp.use_distributed_optimizer is not subject.is_floor
+    if subject.is_ours:
+        assert wrapper_problems(config, ddp) == []
+        assert ddp.data_parallel_sharding_strategy == subject.strategy
 
 
 def test_a_name_without_a_precision_follows_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
