@@ -4,12 +4,12 @@
 # does not take the others with it; logs, tables and charts go to $OUT, short tables are printed last.
 #
 #   OUT=folder bash scripts/gpu_check.sh [part ...]
-#   parts: tests matrix bench8b bench1b trace moe_tests dropin moe moe_overlap (the last two on 4
-#   GPUs or more; dropin needs MEGATRON_LM_PATH, see gpu_dropin.sh)
+#   parts: tests matrix bench8b bench1b trace fp8_tests fp8_rows fp8_curves moe_tests dropin moe
+#   moe_overlap (the last two on 4 GPUs or more; dropin needs MEGATRON_LM_PATH, see gpu_dropin.sh)
 #
 # Environment: OUT (default runs/gpu), PYTHON (python3), RANKS (all GPUs), PRESET_8B, PRESET_1B,
 # PRESET_MOE, MOE_EP and MOE_OVERLAP_EP (ranks that share out the experts; 4 and 2), and ARGS_8B,
-# ARGS_1B, ARGS_MOE to change or add options of benchmark.py. Of `matrix` (docs/matrix.md):
+# ARGS_1B, ARGS_MOE, ARGS_FP8 to change or add options of benchmark.py. Of `matrix` (docs/matrix.md):
 # MATRIX_RESULTS (default $OUT/matrix.jsonl; what it holds already is not run again), MATRIX_SECONDS
 # (560), MATRIX_WIDTH (small, or real), ARGS_MATRIX (other options of `python -m tests.matrix run`).
 set -uo pipefail
@@ -107,6 +107,27 @@ do_trace() {
     --wrappers ours:optim_grads_params --profile "$OUT/trace" ${ARGS_8B:-}
 }
 
+# FP8 weights: all rows of the benchmark (again with the same OUT goes on), loss curves, memory.
+do_fp8_rows() {
+  # shellcheck disable=SC2086
+  part "fp8_rows" 600 "$PYTHON" scripts/benchmark_rows.py --ranks 2 --rows fp8 --row-limit 90 \
+    --time-limit "${FP8_SECONDS:-570}" --out "$OUT/fp8_rows" --preset configs/llama3-8b.yaml \
+    --num-layers 24 --steps 3 --warmup 3 --repeats 3 ${ARGS_FP8:-}
+}
+
+do_fp8_curves() {
+  part "fp8_curves" 240 "$PYTHON" scripts/fp8_loss_curves.py --ranks 2 --out "$OUT/fp8_curves" \
+    --time-limit 220
+}
+
+do_fp8_tests() {
+  local name
+  for name in fp8_weights fp8_params estimate; do
+    part "test_gpu_$name" 600 "$PYTHON" -m pytest -q -rA --tb=short -p no:cacheprovider \
+      "tests/gpu/test_gpu_$name.py"
+  done
+}
+
 do_moe_tests() {
   part test_gpu_moe 75 "$PYTHON" -m pytest -q -rA --tb=short -p no:cacheprovider \
     tests/gpu/test_gpu_moe.py
@@ -161,5 +182,8 @@ for log in "$OUT"/{bench8b,bench1b,trace,moe_ep*,moe_overlap}.log; do
     grep -A3 "^wrapper " "$log" | cut -c1-420
     tail -5 "$log" | cut -c1-300
   fi
+done
+for table in "$OUT/fp8_rows/rows.txt" "$OUT/fp8_curves/table.md"; do
+  [ -f "$table" ] && echo "-- $table" && cut -c1-420 "$table"
 done
 cat "$OUT/status.txt"

@@ -4,6 +4,7 @@ costs its own time limit and no other row."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -99,8 +100,8 @@ class Apart:
 
 def run_ranks(command: Sequence[str], ranks: int, limit: float, log: Path) -> str | None:
     """None, or what went wrong, when all processes have ended: by themselves, `GRACE_S` after one
-    of them ended badly, or after `limit` seconds. Nothing of them is left. They are not torchrun's,
-    whose workers are in sessions of their own and outlive a killed launcher."""
+    of them ended badly, or after `limit` seconds. Nothing of them is left, also when this process
+    is killed. They are not torchrun's, whose workers outlive a killed launcher."""
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -117,6 +118,7 @@ def run_ranks(command: Sequence[str], ranks: int, limit: float, log: Path) -> st
                     subprocess.Popen(
                         command, env={**environment, **place}, stdout=output,
                         stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+                        preexec_fn=_end_with_parent,
                     )
                 )  # fmt: skip
             return _wait(processes, limit)
@@ -125,6 +127,16 @@ def run_ranks(command: Sequence[str], ranks: int, limit: float, log: Path) -> st
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """In a new process: a session of its own is out of reach of what kills the parent's."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> str | None:

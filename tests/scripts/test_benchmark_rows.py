@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -237,12 +238,42 @@ def test_nothing_of_a_row_is_left_when_it_ends(tmp_path: Path) -> None:
     assert "not done" in str(run_ranks([sys.executable, "-I", "-c", script], 1, 2, log))
     left = int(log.read_text())
     for _ in range(100):
-        stat = Path(f"/proc/{left}/stat")
-        if not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+        if not _is_running(left):
             return
         time.sleep(0.05)
     os.kill(left, 9)
     raise AssertionError("a process was left")
+
+
+def _is_running(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_a_row_ends_with_the_script_that_began_it(tmp_path: Path) -> None:
+    """Whoever stops the script kills it, and its session, but not those of its rows."""
+    log = tmp_path / "log"
+    row = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    script = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); from pathlib import Path; "
+        "from lib.bench_apart import run_ranks; "
+        f"run_ranks([sys.executable, '-I', '-c', {row!r}], 1, 60, Path({str(log)!r}))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        while not log.exists() or not log.read_text().strip():
+            assert parent.poll() is None
+            time.sleep(0.1)
+    finally:
+        parent.kill()
+        parent.wait()
+    child = int(log.read_text())
+    for _ in range(100):
+        if not _is_running(child):
+            return
+        time.sleep(0.05)
+    os.kill(child, 9)
+    raise AssertionError("a row was left")
 
 
 def test_rows_of_other_options_are_not_mixed(
