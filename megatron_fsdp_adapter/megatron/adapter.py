@@ -40,7 +40,7 @@ from .checkpoint import bridge_weights, checkpoint_drivers, megatron_saves
 from .construction_problems import construction_problems
 from .core_init import core_initialisers
 from .domains import SHARED_EMBEDDING, ModelDomains
-from .fp8 import CACHE_OPTION, switch_off_weight_cache
+from .fp8 import CACHE_OPTION, begin_delayed_scaling, switch_off_weight_cache
 from .fused_wgrad import asks_fusion
 from .inner import ParamAndGradBuffer, ShardedModule
 from .marks import mark
@@ -167,6 +167,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             quantised=TransformerEngineParams() if quantised else None,
         )
         domains.broadcast_left_alone(module)
+        begin_delayed_scaling(module, self.config)
         return engine
 
     def _announce(self, forced: Mapping[str, bool]) -> None:

@@ -19,7 +19,12 @@ their backward. Recomputing activations frees those too.
 
 from __future__ import annotations
 
+from typing import Any
+
+from megatron.core.fp8_utils import get_fp8_recipe
 from torch import nn
+
+from ..quantised.scaling import begin_scaling
 
 CACHE_OPTION = "disable_parameter_transpose_cache"
 
@@ -31,3 +36,12 @@ def switch_off_weight_cache(module: nn.Module) -> bool:
     for layer in layers:
         setattr(layer, CACHE_OPTION, True)
     return bool(layers)
+
+
+def begin_delayed_scaling(module: nn.Module, config: Any) -> None:
+    """Makes the state that a checkpoint of delayed scaling is loaded into, also where weights are
+    not quantised: TE's layers make theirs in their first forward."""
+    if config.fp8 and config.fp8_recipe == "delayed":
+        recipe = get_fp8_recipe(config)
+        if recipe is not None:  # without TE there are no such layers
+            begin_scaling(module, recipe)

@@ -136,3 +136,16 @@ def scaling_of(pair: ParamPair) -> Scaling | None:
         if index is not None and all(hasattr(state, "amax_history") for state in states):
             return Scaling(owner, pair.raw, int(index) // DIRECTIONS[0][1], trained)
     return None
+
+
+def begin_scaling(module: nn.Module, recipe: Any) -> None:
+    """Makes the state of delayed scaling of TE's modules that have none, as their first forward
+    would, so that a load finds where it belongs; that forward keeps what is there."""
+    child: Any
+    for child in module.modules():
+        about = getattr(child, "param_init_meta", {}).values()
+        products = [each.fp8_meta_index // DIRECTIONS[0][1] for each in about
+                    if each.fp8_meta_index is not None]  # fmt: skip
+        if products and not getattr(child, "fp8_meta_tensors_initialized", True):
+            child.fp8_meta |= {"recipe": recipe, "num_gemms": max(products) + 1}
+            child.init_fp8_meta_tensors(recipe)

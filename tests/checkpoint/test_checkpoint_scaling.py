@@ -1,0 +1,153 @@
+"""State of FP8's delayed scaling in checkpoints, of layers that are like Transformer Engine's: it
+is loaded where it is, missed by nobody, and left out by converters. One rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import test_checkpoint_drivers as drivers
+import torch
+from convert_cases import Model, fsdp_state, save_fsdp
+from megatron.core import parallel_state
+
+from megatron_fsdp_adapter.checkpoint import (
+    load_checkpoint,
+    load_training_state,
+    save_checkpoint,
+    training_state,
+)
+from megatron_fsdp_adapter.checkpoint.convert import convert
+from megatron_fsdp_adapter.checkpoint.inspection import describe
+from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
+from tests.distributed.gpt import Trainer, build_trainer, init_megatron
+
+driver = drivers.driver
+LENGTH = 3
+
+
+@pytest.fixture
+def device(one_rank: None) -> Iterator[torch.device]:
+    yield init_megatron()
+    parallel_state.destroy_model_parallel()
+
+
+def scaled(length: int) -> Any:
+    """Gives the linear layers of a GPT state with a history of `length` steps, and values that
+    differ from layer to layer."""
+
+    def change(model: torch.nn.Module) -> None:
+        linears = [m for name, m in model.named_modules() if ".linear_" in name]
+        for number, module in enumerate(linears):
+            states = {
+                key: SimpleNamespace(
+                    scale=torch.full((n,), 1.0 + number),
+                    amax_history=torch.full((length, n), 100.0 + number),
+                )
+                for key, n in (("scaling_fwd", 3), ("scaling_bwd", 2))
+            }
+            module.fp8_meta = states  # type: ignore[assignment]
+            module.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=1)}  # type: ignore
+
+    return change
+
+
+def made(device: torch.device, length: int | None) -> Trainer:
+    change = {} if length is None else {"change": scaled(length)}
+    return build_trainer(drivers.CASE, "optim_grads_params", device, **change)
+
+
+def records(state: Any) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in state.items() if key.endswith(FP8_SCALING)}
+
+
+def own(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return records(trainer.wrapper.state_dict_for_save_checkpoint())
+
+
+def saved(trainer: Trainer, root: Path) -> Path:
+    save_checkpoint(root, 1, training_state([trainer.wrapper], trainer.optimizer))
+    return root
+
+
+def reset(trainer: Trainer) -> None:
+    for module in trainer.wrapper.modules():
+        for state in getattr(module, "fp8_meta", {}).values():
+            state.scale.fill_(1)
+            state.amax_history.zero_()
+
+
+def by_us(trainer: Trainer, folder: Path) -> None:
+    state = training_state([trainer.wrapper], trainer.optimizer, is_loading=True)
+    _, state = load_checkpoint(folder.parent, state)
+    load_training_state([trainer.wrapper], state, trainer.optimizer)
+
+
+def by_megatron(driver: ModuleType) -> Any:
+    """Its function, with strict loading, whose state goes to the wrapper."""
+
+    def load(trainer: Trainer, folder: Path) -> None:
+        state = drivers._load(driver, folder, drivers._asked(trainer), strict=True)
+        trainer.wrapper.load_state_dict(state["model"])
+
+    return load
+
+
+@pytest.fixture(params=("by us", "by Megatron"))
+def load(request: pytest.FixtureRequest, driver: ModuleType) -> Any:
+    return by_us if request.param == "by us" else by_megatron(driver)
+
+
+def test_a_load_takes_what_is_there_with_the_history_that_fits(
+    device: torch.device, load: Any, tmp_path: Path
+) -> None:
+    trainer = made(device, LENGTH)
+    folder = saved(trainer, tmp_path / "saved") / "iter_0000001"
+    expected = own(trainer)
+    assert len(expected) == 4 * drivers.CASE.num_layers
+    assert all(value.shape == (2 + LENGTH, 5) for value in expected.values())
+    for length in (LENGTH, LENGTH - 1, LENGTH + 2):
+        other = made(device, length)
+        reset(other)
+        load(other, folder)
+        for name, value in own(other).items():
+            rows = 2 + min(length, LENGTH)
+            assert torch.equal(value[:rows], expected[name][:rows]), (length, name)
+            assert not value[rows:].any(), (length, name)
+
+
+def test_neither_a_model_nor_a_checkpoint_has_to_have_any(
+    device: torch.device, load: Any, tmp_path: Path
+) -> None:
+    with_state, without = made(device, LENGTH), made(device, None)
+    has = saved(with_state, tmp_path / "has") / "iter_0000001"
+    has_not = saved(without, tmp_path / "has not") / "iter_0000001"
+    load(without, has)
+    before = own(with_state)
+    load(with_state, has_not)  # of weights that are not quantised: Transformer Engine measures
+    assert all(torch.equal(value, before[name]) for name, value in own(with_state).items())
+
+
+def test_a_record_of_another_kind_is_an_error_before_anything_is_written(
+    device: torch.device
+) -> None:
+    trainer = made(device, LENGTH)
+    state = trainer.wrapper.state_dict_for_save_checkpoint()
+    name = next(iter(records(state)))
+    for wrong in (torch.ones(2, 5), torch.ones(7, 4), [1.0]):
+        with pytest.raises(ValueError, match=r"fp8_scaling: (shape|a list)"):
+            trainer.wrapper.load_state_dict({**state, name: wrong})
+
+
+def test_converters_leave_it_out_and_say_so(tmp_path: Path) -> None:
+    state = fsdp_state(Model(te=True))
+    key = f"module.decoder.layers.0.self_attention.linear_proj.weight{FP8_SCALING}"
+    state["model"][key] = torch.rand(6, 5)
+    source = save_fsdp(tmp_path / "saved", state)
+    report = convert(source, tmp_path / "out", "torch_dist")
+    assert f"model.{key}" in report.dropped
+    parts = {entry.key: entry.part for entry in describe(source).entries}
+    assert parts[f"model.{key}"] == "other"
