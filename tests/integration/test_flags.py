@@ -18,7 +18,7 @@ CONCERNS = re.compile(
     r"|distributed-optimizer|precision-aware|accumulate-allreduce|(grad-reduce|reduce-div)"
     r"|per-token-loss|nan-in-loss|large-grads|weight-hash|accumulation-fusion|delay-wgrad"
     r"|experts-wgrad|num-weight-shards|detach-heads|meta-device|cuda-graph|save-(d|w)grads"
-    r"|save-params|async-(save|strategy|ckpt)|persistent-ckpt|ckpt-(format$|workers)"
+    r"|transpose-cache|save-params|async-(save|strategy|ckpt)|persistent-ckpt|ckpt-(format$|workers)"
 )
 ELSEWHERE = re.compile(
     r"inference|decode|^--(no-)?rl-|^--moe-pad|^--dist-ckpt-format$|auto-detect|^--disable-(align|strict)"

@@ -149,6 +149,18 @@ def test_adapters_may_start_from_a_hugging_face_folder(tmp_path: Path) -> None:
     apply_fsdp_overrides(recipe(**changed), environment={})
 
 
+def test_recipes_of_quantised_weights_are_accepted() -> None:
+    """As Megatron-Bridge's mixed precision leaves them when training starts; the buffer that MXFP8
+    weights share with gradients elsewhere is not asked for any more."""
+    buffer = "reuse_grad_buf_for_mxfp8_param_ag"
+    cfg = recipe(model__fp8="e4m3", model__fp8_recipe="mxfp8", model__fp8_param=True,
+                 ddp__fp8_param_gather=True,
+                 **{f"ddp__{buffer}": True, f"optimizer__{buffer}": True})  # fmt: skip
+    apply_fsdp_overrides(cfg, environment={})
+    assert cfg.ddp.fp8_param_gather and cfg.model.fp8_param
+    assert not getattr(cfg.ddp, buffer) and not getattr(cfg.optimizer, buffer)
+
+
 def test_every_rule_of_a_recipe_has_its_case() -> None:
     rules = {rule.option for rule in validation.BRIDGE_RULES}
     assert SET_RIGHT <= rules <= {*BREAKING, *SET_RIGHT}
