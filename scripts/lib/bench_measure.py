@@ -203,12 +203,15 @@ class Bench:
 
     def _warm_libraries(self, subjects: Sequence[Subject]) -> None:
         """Steps of the bare model, in each precision: compiled kernels and the libraries'
-        workspaces, which stay, would otherwise be counted as the first wrapper's."""
+        workspaces, which stay, would otherwise be counted as the first wrapper's. One layer does
+        it, unless recomputation counts them."""
         if self.place.device.type != "cuda":
             return
         self.say("warming up libraries")
+        layers = 1 if self.options.recompute_granularity is None else self.options.num_layers
+        options = dataclasses.replace(self.options, num_layers=layers)
         for floor_subject in dict.fromkeys(subject.floor for subject in subjects):
-            floor = build(floor_subject, self.options, self.place)
+            floor = build(floor_subject, options, self.place)
             for _ in self.pool:  # a second size of the experts' inputs compiles once more
                 self.step(floor)
             self.synchronize()

@@ -168,6 +168,10 @@ WORK = {
     "attention": ("fmha", "flash", "sdpa", "attention", "cudnn"),
     "products": ("nvjet", "gemm", "cutlass", "xmma"),
     "optimizer": ("adam",),
+    "quantising": (
+        "cast_transpose", "amax", "quantize", "partial_cast", "transformer_engine::unary_kernel",
+    ),
+    "transposes": ("transpose_optimized", "transpose_general", "::transpose_kernel"),
     "norm": ("l2norm", "lpnorm"),
     "scaling": (
         "binaryopscalarfunctor", "scalefunctor",
@@ -178,6 +182,9 @@ WORK = {
     "clearing": ("zerofunctor", "memset"),
 }
 """What kernels do, by words of their names; the first that fits. All others are "rest"."""
+
+QUANTISERS = ("_tensors", "_blocks", "_groups", "_scales", "_tiles")
+"""Whole names of the kernels of ours that quantise weights."""
 
 
 @dataclass(frozen=True)
@@ -197,10 +204,16 @@ def work(events: Iterable[Mapping[str, Any]]) -> Work:
     for event in events:
         if event.get("cat") in DEVICE_EVENTS and kind_of(event["name"]) is None:
             name = event["name"].lower()
-            fits = (kind for kind, words in WORK.items() if any(word in name for word in words))
-            kinds[next(fits, "rest")] += event["dur"] / 1e3
+            kinds[_kind_of_work(name)] += event["dur"] / 1e3
             spans.append((event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3))
     return Work(kinds, sum(kinds.values()) - length(merged(spans)))
+
+
+def _kind_of_work(name: str) -> str:
+    if name in QUANTISERS:
+        return "quantising"
+    fits = (kind for kind, words in WORK.items() if any(word in name for word in words))
+    return next(fits, "rest")
 
 
 def over_floor(found: Trace, floor: Trace) -> dict[str, float]:

@@ -258,6 +258,28 @@ def test_what_a_step_takes_beyond_the_floor_adds_up() -> None:
     assert "- at once 4.0 + exposed 2.0" in time_budget_text("ours", parts)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    (
+        ("_tensors", "quantising"),
+        ("_blocks", "quantising"),
+        ("void at::native::fill_blocks(float*)", "rest"),
+        ("void transformer_engine::detail::(anonymous namespace)::cast_transpose_general_kernel<4",
+         "quantising"),
+        ("void transformer_engine::(anonymous namespace)::amax_kernel<16, true>", "quantising"),
+        ("void transformer_engine::fp8_block_scaling_recipe::fp8_block_scaling_partial_cast_kernel",
+         "quantising"),
+        ("transpose_optimized_kernel(__nv_fp8_e4m3 const*, float const*)", "transposes"),
+        ("nvjet_qqtst_128x256", "products"),
+        ("_sum_rows", "sums"),
+    ),
+)  # fmt: skip
+def test_what_a_kernel_of_fp8_does(name: str, kind: str) -> None:
+    """Names that traces of an H200 had."""
+    found = work([event(name, 0, 2)]).kinds
+    assert {one for one, ms in found.items() if ms} == {kind}
+
+
 def test_a_trace_without_gpu_events() -> None:
     with pytest.raises(ValueError, match="no event of a GPU"):
         budget([event("aten::mm", 0, 50, "cpu_op")])
