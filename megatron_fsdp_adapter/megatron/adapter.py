@@ -45,6 +45,7 @@ from .fused_wgrad import asks_fusion
 from .inner import ParamAndGradBuffer, ShardedModule
 from .marks import mark
 from .options import capability, ddp_options, staging_options
+from .options.support import is_on
 from .seams.rebound import installed
 from .supported import require_supported_core
 from .units import chosen_units, plan_units
@@ -182,11 +183,22 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         print(
             f"FullyShardedDataParallel: strategy {engine.config.strategy.name} over {axis.size} "
             f"ranks, {len(engine.units)} units ({', '.join(self.fsdp_unit_modules)}, root), "
-            f"{numel} parameters, {100 * padding / numel:.2f}% padding; main weights "
+            f"{numel} parameters{self._quantised()}, {100 * padding / numel:.2f}% padding; "
+            "main weights "
             f"{_dtype_name(engine.config.policy.main_params_dtype)}, gradients reduced in "
             f"{engine.config.policy.comm_dtype}; set for you: {', '.join(kept) or 'nothing'}",
             flush=True,
         )
+
+    def _quantised(self) -> str:
+        """How many of the parameters of this rank are, in which format. Said also if there are none
+        though they were asked for: layers that are not Transformer Engine's make none."""
+        groups = [group for group in self.engine.groups if group.key.quantised]
+        if not groups and not any(is_on(self.config, one) for one in ddp_options.GATHERED_AS):
+            return ""
+        numel = sum(group.layout.item_numel for group in groups)
+        formats = sorted({group.key.format.name for group in groups})
+        return f" ({numel} of them quantised{': ' if formats else ''}{', '.join(formats)})"
 
     def describe(self) -> str:
         """A table of the domains and of every parameter with the domain that it belongs to."""

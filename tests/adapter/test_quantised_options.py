@@ -145,7 +145,9 @@ def test_one_option_asks_for_quantised_weights(
 ) -> None:
     options, _ = wrapped(one_rank, strategy, monkeypatch, option)
     assert getattr(options, f"{option}_param_gather")
-    assert capsys.readouterr().out.count(f"{option}_param_gather=True") == 1
+    said = capsys.readouterr().out
+    assert said.count(f"{option}_param_gather=True") == 1
+    assert "(0 of them quantised)" in said, "layers that are not TE's make none"
 
 
 @pytest.mark.parametrize("option", ("fp8", "fp4"))

@@ -112,6 +112,9 @@ def _same_start(rank: int, world: int, folder: str) -> None:
                 ours, other = (started(recipe, strategy, meta, group) for meta in (True, False))
                 formats = {group.key.format.name for group in ours.engine.groups}
                 assert formats == {"plain", FORMATS[recipe].name}, label
+                numel = 3 * sum(rows * columns for rows, columns in SHAPES)
+                said = f"({numel} of them quantised: {FORMATS[recipe].name})"
+                assert said in ours._quantised(), label
                 for pair in ours.engine.pairs:
                     assert not [name for name in vars(pair.raw) if "high_precision" in name], label
                     assert pair.raw.ndim == 1 or pair.raw.partition_dim == 0, label
