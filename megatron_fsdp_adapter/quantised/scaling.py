@@ -131,11 +131,18 @@ def scaling_of(pair: ParamPair) -> Scaling | None:
     trained = pair.group.key.requires_grad
     for owner, name in pair.managed.slots:
         about = getattr(owner, "param_init_meta", {}).get(name)
-        index = getattr(about, "fp8_meta_index", None)
+        if getattr(about, "fp8_meta_index", None) is None:
+            continue
         states = [getattr(owner, "fp8_meta", {}).get(key) for key, _ in DIRECTIONS]
-        if index is not None and all(hasattr(state, "amax_history") for state in states):
-            return Scaling(owner, pair.raw, int(index) // DIRECTIONS[0][1], trained)
+        if all(hasattr(state, "amax_history") for state in states):
+            return Scaling(owner, pair.raw, _product(about), trained)
     return None
+
+
+def _product(about: Any) -> int:
+    """The number of a weight's product in its module. TE's index may be of a kind that has no
+    arithmetic."""
+    return int(about.fp8_meta_index) // DIRECTIONS[0][1]
 
 
 def begin_scaling(module: nn.Module, recipe: Any) -> None:
@@ -144,8 +151,7 @@ def begin_scaling(module: nn.Module, recipe: Any) -> None:
     child: Any
     for child in module.modules():
         about = getattr(child, "param_init_meta", {}).values()
-        products = [each.fp8_meta_index // DIRECTIONS[0][1] for each in about
-                    if each.fp8_meta_index is not None]  # fmt: skip
+        products = [_product(each) for each in about if each.fp8_meta_index is not None]
         if products and not getattr(child, "fp8_meta_tensors_initialized", True):
             child.fp8_meta |= {"recipe": recipe, "num_gemms": max(products) + 1}
             child.init_fp8_meta_tensors(recipe)

@@ -48,11 +48,18 @@ def base_class(folder: Path) -> type:
     return names["TransformerEngineBaseModule"]  # type: ignore[no-any-return]
 
 
+class Index:
+    """Of a weight among what its module quantises, as TE 2.11 has it: an enumeration of C++."""
+
+    def __index__(self) -> int:
+        return 1
+
+
 def make_linear(folder: Path) -> Any:
     """A linear layer in bf16 as it is after its construction."""
     made = base_class(folder)()
     made.weight = nn.Parameter(torch.randn(32, 32).bfloat16())
-    made.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=1)}
+    made.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=Index())}
     made.fp8_meta = {"fp8_checkpoint": False}
     made.fp8 = made.fp8_parameters = made.fp8_calibration = False
     made.fp8_initialized = made.fp8_meta_tensors_initialized = False
