@@ -31,8 +31,8 @@ HIGH_PRECISION = "_high_precision_init_val"
 OF_HIGH_PRECISION = (HIGH_PRECISION, "get_high_precision_init_val", "clear_high_precision_init_val")
 """The value before quantisation, and two methods of the object: a parameter that was swapped for
 another has those of the other one."""
-COMPACT = "_fsdp_scales"
-"""On a parameter: by field, the views of gathered scales whose field is a padded copy of them."""
+VIEWS = "_fsdp_planes"
+"""On a parameter: by field, the views of gathered planes, where a field may be something else."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,8 @@ class TransformerEngineParams:
     guarded can be given to none of its functions, and none is called here."""
 
     def fields(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
-        kind, kept = _kind(param), param.__dict__.get(COMPACT, {})
-        if any(getattr(param, name) is None for name in kind.planes.values()):
+        kind, kept = _kind(param), param.__dict__.get(VIEWS, {})
+        if not kept and any(getattr(param, name) is None for name in kind.planes.values()):
             _make_columns(param)
         found = {}
         for plane in kind.format.planes:
@@ -195,30 +195,31 @@ class TransformerEngineParams:
         return value
 
     def point(self, param: nn.Parameter, views: Mapping[str, torch.Tensor]) -> None:
-        kind, compact = _kind(param), {}
-        for plane, name in kind.planes.items():
-            setattr(param, name, views[plane])
-            shape = (views[plane].shape[0], views[plane].shape[1])
-            if plane in kind.padded and padded_shape(shape, kind.padded[plane]) != shape:
-                compact[name] = views[plane]
-        if compact:
-            setattr(param, COMPACT, compact)
+        kind = _kind(param)
+        fields = {name: views[plane] for plane, name in kind.planes.items()}
+        for name, view in fields.items():
+            setattr(param, name, view)
+        if kind.padded:
+            setattr(param, VIEWS, fields)
         self.drop_derived(param)
         self._say_usages(param)
 
     def prepare(self, param: nn.Parameter, use: Use) -> None:
-        kind, compact = _kind(param), param.__dict__.get(COMPACT, {})
+        """Fields of a direction that is not used: in backward None, so that a forward of a part of
+        the unit, computed again where nobody has said so, is an error of TE's and not a product
+        with what was in memory. In forward they have the shape that TE checks of both."""
+        kind = _kind(param)
+        views: Mapping[str, torch.Tensor] = param.__dict__.get(VIEWS, {})
         self._say_usages(param)
-        for plane in kind.format.planes if compact else ():
-            name = kind.planes[plane.name]
-            if name not in compact:
-                continue
-            view, multiples = compact[name], kind.padded[plane.name]
+        for plane in kind.format.planes if views else ():
+            name, multiples = kind.planes[plane.name], kind.padded.get(plane.name, (1, 1))
+            view = views[name]
+            shape = padded_shape((view.shape[0], view.shape[1]), multiples)
             if plane.use & use:
-                setattr(param, name, padded(view, multiples))
-            elif getattr(param, name) is view:
-                # TE looks at the shapes of both directions, whichever one it reads.
-                shape = padded_shape((view.shape[0], view.shape[1]), multiples)
+                setattr(param, name, padded(view, multiples) if shape != view.shape else view)
+            elif use is Use.BACKWARD:
+                setattr(param, name, None)
+            elif shape != view.shape:
                 setattr(param, name, torch.empty(shape, dtype=view.dtype, device=view.device))
         if use & Use.BACKWARD and kind.format is NVFP4 and not derives_columns(param):
             _derive_fp4(param)
@@ -231,10 +232,8 @@ class TransformerEngineParams:
         param._quantizer.set_usage(rowwise=True, columnwise=False)  # type: ignore[attr-defined]
 
     def drop_derived(self, param: nn.Parameter) -> None:
-        """Of padded scales the gathered ones stay in the fields, and the copies go: TE wants
-        something in the fields of a direction that is not used."""
-        compact: Mapping[str, torch.Tensor] = param.__dict__.get(COMPACT, {})
-        for name, value in (*_kind(param).derived.items(), *compact.items()):
+        views: Mapping[str, torch.Tensor] = param.__dict__.get(VIEWS, {})
+        for name, value in (*_kind(param).derived.items(), *views.items()):
             setattr(param, name, value)
 
     def guard_class(self, original: type) -> type:

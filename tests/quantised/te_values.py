@@ -37,7 +37,8 @@ def columns_of(weight: Any) -> torch.Tensor:
         return found.t().to(weight.dtype)
     if kind == "MXFP8Tensor":
         scales = weight._columnwise_scale_inv
-        _check_padded(weight._rowwise_scale_inv, (m, k), 32)
+        if weight._rowwise_data is not None:
+            _check_padded(weight._rowwise_scale_inv, (m, k), 32)
         _check_padded(scales.t(), (k, m), 32)
         factors = _powers(scales[: m // 32, :k]).repeat_interleave(32, 0)
         return _decoded(weight._columnwise_data, factors).to(weight.dtype)

@@ -211,8 +211,8 @@ PADDED = {"mxfp8": (96, 160), "nvfp4": (48, 80)}
 
 @pytest.mark.parametrize("recipe", PADDED)
 def test_scales_of_any_whole_blocks_are_padded_as_te_has_them(te: Path, recipe: str) -> None:
-    """In the fields that a pass reads; those that it does not read have the shape, as TE looks at
-    both. What is gathered stays compact."""
+    """In the fields that a pass reads; those that forward does not read have the shape, as TE looks
+    at both. What is gathered stays compact."""
     shape = PADDED[recipe]
     param = make(recipe, shape)
     scales = [plane.name for plane in FORMATS[recipe].planes if "scales" in plane.name]
@@ -226,6 +226,9 @@ def test_scales_of_any_whole_blocks_are_padded_as_te_has_them(te: Path, recipe: 
         for plane in FORMATS[recipe].planes:
             if plane.name in scales:
                 found = getattr(param, FIELDS[plane.name])
+                if use is Use.BACKWARD and not plane.use & use:
+                    assert found is None
+                    continue
                 assert tuple(found.shape) == theirs[plane.name], use
                 if plane.use & use:
                     part = found[tuple(map(slice, compact[plane.name]))]
@@ -233,11 +236,31 @@ def test_scales_of_any_whole_blocks_are_padded_as_te_has_them(te: Path, recipe: 
                     assert int(found.long().sum()) == int(before[plane.name].long().sum())
         for name, field in KNOWS.fields(param).items():
             assert torch.equal(field, before[name])
-        param.update_usage(rowwise_usage=True)
+        param.update_usage(columnwise_usage=None if use is Use.FORWARD else True)
         if use is Use.BACKWARD:  # and once not: the other direction is made beside the first
             KNOWS.drop_derived(param)
             for name in scales:
                 assert tuple(getattr(param, FIELDS[name]).shape) == compact[name]
+
+
+@pytest.mark.parametrize("shape", [SHAPE, PADDED["mxfp8"]])
+def test_backward_has_columns_alone_and_says_so_of_a_forward_in_it(te: Path, shape: Any) -> None:
+    param = make("mxfp8", shape)
+    flat, before = pointed(param)
+    for _ in range(2):
+        KNOWS.prepare(param, Use.FORWARD)
+        param.update_usage(rowwise_usage=True)
+        assert torch.equal(param._rowwise_data, before["rowwise"])
+        KNOWS.prepare(param, Use.BACKWARD)
+        param.update_usage(columnwise_usage=True)
+        assert torch.equal(param._columnwise_data, before["columnwise"])
+        assert tuple(param.shape) == tuple(shape) and param.device == flat.device
+        with pytest.raises(RuntimeError, match="missing row-scaled FP8 data"):
+            param.update_usage(rowwise_usage=True)
+    KNOWS.prepare(param, Use.BOTH)
+    param.update_usage(rowwise_usage=True, columnwise_usage=True)
+    for name, field in KNOWS.fields(param).items():
+        assert torch.equal(field, before[name])
 
 
 def test_scales_that_are_part_of_padded_ones_are_broadcast_in_one_piece(te: Path) -> None:
