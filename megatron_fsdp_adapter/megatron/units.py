@@ -14,6 +14,7 @@ from torch import nn
 
 from ..core.config import EngineConfig
 from ..core.engine.partition import UnitPlan, managed_params, partition, unit_modules
+from ..core.layout.format import Use, plain
 from ..quantised import format_of
 from .domains import ModelDomains
 from .fused_wgrad import asks_fusion, grad_writer
@@ -21,6 +22,8 @@ from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 from .wgrad_probe import Observer, precisions_of, quantised_precision
 
 DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer, MambaLayer)
+WITHOUT_WEIGHTS = {"core_attn"}
+"""Modules that can be recomputed without reading quantised weights."""
 
 
 def _has_tied_weight(module: nn.Module) -> bool:
@@ -71,6 +74,25 @@ def chosen_units(
     return unit_modules(module, lambda child: isinstance(child, tuple(unit_classes)))
 
 
+def backward_use(config: Any, unit: nn.Module) -> Use:
+    """What a unit's backward reads of weights that exist by direction: columns, if Transformer
+    Engine's modules have all of them and nothing of the unit is computed again inside it. Rows too
+    where that is not known; a forward in backward that finds none is an error of TE's."""
+    granularity = getattr(config, "recompute_granularity", None)
+    again = set(getattr(config, "recompute_modules", None) or ()) - WITHOUT_WEIGHTS
+    if granularity == "full" or (granularity == "selective" and again):
+        return Use.BOTH
+    owners = [
+        owner for managed in managed_params(unit) for owner, _ in managed.slots
+        if (format_of(managed) or plain(managed.param.dtype)).by_direction
+    ]  # fmt: skip
+    known = all(
+        hasattr(owner, "param_init_meta") and not getattr(owner, "checkpoint", False)
+        for owner in owners
+    )
+    return Use.BACKWARD if owners and known else Use.BOTH
+
+
 def plan_units(
     module: nn.Module,
     units: dict[str, nn.Module],
@@ -99,6 +121,7 @@ def plan_units(
         ),
         manages=lambda managed: domains.placements.manages(managed.fqns[0]),
         format_of=format_of,
+        backward_use=functools.partial(backward_use, config),
     )
 
 

@@ -18,7 +18,7 @@ def rows_of(weight: Any) -> torch.Tensor:
         return fp4.dequantized(weight).to(weight.dtype)
     if kind == "MXFP8Tensor":
         m, k = weight.shape
-        _check_padded(weight._columnwise_scale_inv.t(), (k, m), 32)
+        _check_columns(weight)
         scales = _check_padded(weight._rowwise_scale_inv, (m, k), 32)[:m, : k // 32]
         factors = _powers(scales).repeat_interleave(32, 1)
         return _decoded(weight._rowwise_data, factors).to(weight.dtype)
@@ -39,7 +39,7 @@ def columns_of(weight: Any) -> torch.Tensor:
         scales = weight._columnwise_scale_inv
         if weight._rowwise_data is not None:
             _check_padded(weight._rowwise_scale_inv, (m, k), 32)
-        _check_padded(scales.t(), (k, m), 32)
+        _check_columns(weight)
         factors = _powers(scales[: m // 32, :k]).repeat_interleave(32, 0)
         return _decoded(weight._columnwise_data, factors).to(weight.dtype)
     turned = getattr(weight, "_transpose", None)
@@ -51,6 +51,13 @@ def derived(weight: Any) -> Any:
     if type(weight).__name__ == "MXFP8Tensor":
         return None
     return weight._transpose if hasattr(weight, "_transpose") else weight._columnwise_data
+
+
+def _check_columns(weight: Any) -> None:
+    """Of MXFP8, which may not be gathered."""
+    m, k = weight.shape
+    expected = (-(-m // 32 // 4) * 4, -(-k // 128) * 128)
+    assert tuple(weight._columnwise_scale_inv.shape) == expected, expected
 
 
 def _check_padded(scales: torch.Tensor, shape: Any, block: int) -> torch.Tensor:

@@ -115,7 +115,10 @@ class Unit:
         return ReshardedParameter
 
     def prepare(self, use: Use) -> None:
-        """`use` of the weights, which are there, comes next."""
+        """`use` of the weights, which are there, comes next. Weights that are kept are there for
+        both whatever comes."""
+        if use is Use.BACKWARD and not self.by_direction:
+            use = Use.BOTH
         for param in self.quantised:
             self._knows.prepare(param, use)  # type: ignore[union-attr]
 
