@@ -6,6 +6,7 @@ Outcomes are written to a file as they come, so that a check that hangs loses on
 
 from __future__ import annotations
 
+import ast
 import gc
 import json
 import sys
@@ -102,7 +103,7 @@ class Outcomes:
         found = {name: self._found().get(name) for name in self.checks}
         return {
             name: "not reached" if line is None else "FAILED" if line["errors"]
-            else f"{line['value']} ({line['seconds']} s)"
+            else f"{ast.literal_eval(line['value'])} ({line['seconds']} s)"
             for name, line in found.items()
         }
 
