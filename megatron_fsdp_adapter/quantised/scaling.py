@@ -101,6 +101,14 @@ class Scaling:
         elif LAST in self.param.__dict__ and made != OUTDATED:
             self.param.__dict__[NEXT] = AfterLoad(torch.full_like(scale[:1], made))
 
+    def follow(self) -> None:
+        """TE gives a module other quantizers where it changes the length of a history, and to those
+        weights that the module shows then; outside of a pass that is not this one."""
+        quantizers = self.owner.__dict__.get("quantizers", {}).get("scaling_fwd")
+        if LAST in self.param.__dict__ and quantizers:
+            number = self.product * DIRECTIONS[0][1] + WEIGHT
+            self.param._quantizer = quantizers[number]  # type: ignore[attr-defined]
+
     @property
     def is_unknown(self) -> bool:
         """Whether the weight was loaded, and its scale is still to be found from its values."""

@@ -332,9 +332,13 @@ def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
             forget_scaling(alive, owned.get(id(child), ()), child, state_dict, prefix)
             errors += load_own(child, state_dict, prefix)
 
-    def after_load(*_: Any) -> None:
+    def after_load(child: nn.Module, *_: Any) -> None:
         alive = ref()
         if alive is not None:
+            for number in owned.get(id(child), ()):
+                scaling = scaling_of(alive.pairs[number])
+                if scaling is not None:
+                    scaling.follow()
             alive.main_weights_changed(loaded=True)
 
     for child in module.modules():

@@ -51,13 +51,14 @@ def trainer_of(
     case: Case, recipe: str, strategy: str | None, device: torch.device,
     options: Mapping[str, Any] = MappingProxyType({}),
     change: Callable[[torch.nn.Module], None] = lambda model: None,
+    quantised: bool = True,
 ) -> Trainer:
-    """A GPT of TE's layers whose weights are quantised from the start. `options`: fields of the
-    model config; `change`: the bare model."""
+    """A GPT of TE's layers whose weights are quantised from the start, or not, `quantised` says.
+    `options`: fields of the model config; `change`: the bare model."""
     torch.manual_seed(case.seed)
     model_parallel_cuda_manual_seed(case.seed)
     config: Any = model_config(case)
-    config.fp8, config.fp8_recipe, config.fp8_param = "hybrid", recipe, True
+    config.fp8, config.fp8_recipe, config.fp8_param = "hybrid", recipe, quantised
     config.fp8_amax_history_len, config.fp8_amax_compute_algo = 16, "max"
     for name, value in options.items():
         setattr(config, name, value)
@@ -68,7 +69,7 @@ def trainer_of(
         share_embeddings_and_output_weights=case.tied, position_embedding_type=case.positions,
     ).to(device)
     change(model)
-    ddp = {"fp8_param_gather": True}
+    ddp = {"fp8_param_gather": quantised}
     return make_trainer(Float16Module(config, model), case, strategy, ddp)
 
 

@@ -62,3 +62,24 @@ def test_the_first_forward_keeps_what_was_loaded(
         for number, quantizer in enumerate(quantizers):
             assert quantizer.scale.data_ptr() == state.scale[number].data_ptr()
             assert quantizer.amax.data_ptr() == state.amax_history[0, number].data_ptr()
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_weight_that_the_module_does_not_show_gets_the_quantizer_of_a_longer_history(
+    folder: Path,
+) -> None:
+    """As when TE's own state, of a run with another length, is loaded between passes."""
+    with standing_in(folder):
+        from transformer_engine.common.recipe import DelayedScaling
+
+        linear = make_linear(folder)
+        with computing(DelayedScaling(amax_history_len=4), parameters=True):
+            linear.init_fp8_metadata(num_gemms=1)
+        found, before = scaling(linear), linear.quantizers["scaling_fwd"][1]
+        linear.weight._quantizer = before
+        linear.weight._fsdp_last_scale = before.scale.view(1)
+        linear.adjust_amax_history_length(6)
+        found.follow()
+        history = linear.fp8_meta["scaling_fwd"].amax_history
+        assert linear.weight._quantizer.amax.data_ptr() == history[0, 1].data_ptr()
+        assert before.amax.data_ptr() != history[0, 1].data_ptr()
