@@ -47,9 +47,10 @@ def _free_port() -> int:
 
 
 def _context(backend: str) -> Any:
-    """Ranks with a GPU start afresh: a CUDA context does not survive a fork. The others are forked
-    from a server that never runs anything, so that no lock or thread is inherited."""
-    if backend == "nccl":
+    """Ranks that may use a GPU start afresh: a CUDA context does not survive a fork, and importing
+    Transformer Engine makes one. The others are forked from a server that never runs anything, so
+    that no lock or thread is inherited."""
+    if backend == "nccl" or torch.cuda.is_available():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))

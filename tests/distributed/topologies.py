@@ -322,7 +322,7 @@ class TopologyTrainer:
             with torch.no_grad():
                 local.copy_(weights[name].reshape(-1)[held].view(local.shape))
         for chunk in self.chunks:
-            chunk.engine.main_weights_changed()
+            chunk.engine.main_weights_changed(loaded=True)
 
 
 def local_of(value: Any) -> torch.Tensor:
