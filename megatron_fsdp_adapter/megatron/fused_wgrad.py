@@ -52,8 +52,12 @@ def grad_writer(
         if fuses(owner)
     }
     # A tied embedding weight is handed to the output layer, which does not hold it; Megatron marks
-    # it with an attribute that is about the placeholder gradient, which nobody makes here.
-    if getattr(param, "zero_out_wgrad", False):
+    # it with an attribute that is about the placeholder gradient, which nobody makes here. Of a
+    # pipeline it marks neither, but the copies: the last stage hands out its copy if it has it for
+    # multi-token prediction. That of the first stage loses nothing by it.
+    if getattr(param, "zero_out_wgrad", False) or (
+        not writers and getattr(param, "shared_embedding", False)
+    ):
         writers.add(GradWriter.ACCUMULATES)
     if len(writers) > 1:
         return GradWriter.ACCUMULATES

@@ -195,14 +195,6 @@ RULES: tuple[Rule, ...] = (
             and uses_te(target, layers) and STRATEGIES[str(strategy)].shard_grads
         ),
     ),
-    # What is not mended yet.
-    Rule(
-        "open: fused, tied, MTP and PP", "the output layer of the last stage, whose weight is that "
-        "of the embedding of multi-token prediction, finds no main gradient in backward",
-        lambda fusion, trained, layers, pp: (
-            fusion == "on" and trained == "tied" and layers == "mtp" and pp > 1
-        ),
-    ),
     # What has no meaning.
     Rule(
         "no experts", "EP and ETP are axes of experts",
@@ -227,6 +219,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "core: no CP in float32 on GPUs", "no kernel of Transformer Engine's attention does it",
         lambda target, cp, precision: target == "gpu" and cp > 1 and precision == "fp32",
+    ),
+    Rule(
+        "core: fused, tied, MTP and PP", "stock DDP drops what the last stage's embedding adds to "
+        "the fused gradient of the weight that the output layer shares with it",
+        lambda fusion, trained, layers, pp: (
+            fusion == "on" and trained == "tied" and layers == "mtp" and pp > 1
+        ),
     ),
     Rule(
         "core: graph, recompute and TP", "recomputing sets the generator of the tensor-parallel "

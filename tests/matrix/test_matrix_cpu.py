@@ -175,6 +175,25 @@ def test_what_stock_ddp_splits_is_put_together(name: str) -> None:
     assert min(run_ranks(_put_together, 2, name)) > 10
 
 
+def _train_beside_unfused(rank: int, world: int, name: str) -> list[str]:
+    """The measures that do not hold, with a reference whose gradients are not fused."""
+    from tests.matrix import training
+    from tests.matrix.table import REFERENCE
+
+    unfused = {**REFERENCE, "fusion": "off"}
+    with mock.patch.object(training, "REFERENCE", unfused):
+        found = training.check_cell(cell_named(name), "tiny", training.Groups())
+    return [f"{m}: {one.error} at {one.where}" for m, one in found.items() if not one.holds]
+
+
+@pytest.mark.parametrize("more", ("", " strategy=optim vpp=2"))
+def test_a_tied_weight_of_the_last_stage_has_all_its_fused_gradients(more: str) -> None:
+    """Its embedding is there for multi-token prediction, and its weight is handed to the output
+    layer twice. Stock DDP with fused gradients loses the embedding's."""
+    name = f"cpu{more} fusion=on microbatches=3 trained=tied layers=mtp pp=2"
+    assert run_ranks(_train_beside_unfused, 2, name) == [[], []]
+
+
 def test_not_a_number_does_not_hold() -> None:
     from tests.matrix.training import Finding, _note, _peak
 
