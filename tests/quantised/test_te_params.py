@@ -3,6 +3,7 @@ extension."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from megatron_fsdp_adapter.core.engine.guard import guard, unguard
 from megatron_fsdp_adapter.core.engine.partition import GroupKey, ManagedParam
 from megatron_fsdp_adapter.core.layout.format import PER_TENSOR, Use
 from megatron_fsdp_adapter.quantised import format_of
+from megatron_fsdp_adapter.quantised.columns import padded_shape
 from megatron_fsdp_adapter.quantised.params import KINDS
 from tests.quantised import float64
 from tests.quantised.te_extension import FOLDERS, standing_in
@@ -241,6 +243,19 @@ def test_scales_of_any_whole_blocks_are_padded_as_te_has_them(te: Path, recipe: 
             KNOWS.drop_derived(param)
             for name in scales:
                 assert tuple(getattr(param, FIELDS[name]).shape) == compact[name]
+
+
+@pytest.mark.parametrize("recipe", PADDED)
+def test_shapes_of_padded_scales_are_those_of_te(te: Path, recipe: str) -> None:
+    choose, kind = random.Random(4), KINDS[f"{recipe.upper()}Tensor"]
+    for _ in range(60):
+        shape = (32 * choose.randint(1, 20), 32 * choose.randint(1, 20))
+        param = te_params(recipe, [shape], torch.zeros(1, 2))[0]
+        for plane in kind.format.planes:
+            if plane.name in kind.padded:
+                compact = plane.shape(shape)
+                found = padded_shape((compact[0], compact[1]), kind.padded[plane.name])
+                assert found == tuple(getattr(param, kind.planes[plane.name]).shape), shape
 
 
 @pytest.mark.parametrize("shape", [SHAPE, PADDED["mxfp8"]])
