@@ -1,5 +1,6 @@
 """Checkpoints of runs whose weights are in Transformer Engine's classes: what is in them, and that
-a resume makes the bytes, and takes the steps, of a run that was not stopped."""
+a resume makes the bytes, and takes the steps, of a run that was not stopped. One weight is frozen:
+its bytes keep the scale that they were made with."""
 
 from __future__ import annotations
 
@@ -90,10 +91,12 @@ def _resume(rank: int, world: int, folder: str, root: str) -> None:
     with standing_in(Path(folder)):
 
         def made(strategy: str, seed: int = CASE.seed, length: int = LENGTH) -> Trainer:
-            trainer = build_trainer(
-                CASE.but(seed=seed), strategy, device,
-                lambda model: scale_layers(model, rank, world, length),
-            )
+            def change(model: Any) -> None:
+                scale_layers(model, rank, world, length)
+                frozen = model.module.decoder.layers[0].self_attention.linear_proj
+                frozen.requires_grad_(False)
+
+            trainer = build_trainer(CASE.but(seed=seed), strategy, device, change)
             trainer.case = CASE
             return trainer
 
