@@ -122,7 +122,7 @@ do_fp8_curves() {
 
 do_fp8_tests() {
   local name
-  for name in fp8_weights fp8_params estimate; do
+  for name in fp8_weights fp8_params fp8_models estimate; do
     part "test_gpu_$name" 600 "$PYTHON" -m pytest -q -rA --tb=short -p no:cacheprovider \
       "tests/gpu/test_gpu_$name.py"
   done
