@@ -51,10 +51,11 @@ def trainer_of(
     case: Case, recipe: str, strategy: str | None, device: torch.device,
     options: Mapping[str, Any] = MappingProxyType({}),
     change: Callable[[torch.nn.Module], None] = lambda model: None,
-    quantised: bool = True,
+    quantised: bool = True, more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Trainer:
     """A GPT of TE's layers whose weights are quantised from the start, or not, `quantised` says.
-    `options`: fields of the model config; `change`: the bare model."""
+    `options`: fields of the model config; `change`: the bare model; `more`: fields of the DDP
+    config."""
     torch.manual_seed(case.seed)
     model_parallel_cuda_manual_seed(case.seed)
     config: Any = model_config(case)
@@ -69,7 +70,7 @@ def trainer_of(
         share_embeddings_and_output_weights=case.tied, position_embedding_type=case.positions,
     ).to(device)
     change(model)
-    ddp = {"fp8_param_gather": quantised}
+    ddp = {"fp8_param_gather": quantised, **more}
     return make_trainer(Float16Module(config, model), case, strategy, ddp)
 
 
