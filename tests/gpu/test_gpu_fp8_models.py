@@ -43,11 +43,13 @@ def freezes_matrices(model: torch.nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """count: quantised weights; case: changes of the case; options: of the model config."""
+    """count: quantised weights; case: changes of the case; options: of the model config; ddp: of
+    the DDP config."""
 
     count: int
     case: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
     change: Callable[[torch.nn.Module], None] = _nothing
     recipes: tuple[str, ...] = ("tensorwise", "blockwise")
     strategies: tuple[str, ...] = ("optim_grads_params",)
@@ -65,6 +67,10 @@ KINDS = {
          "num_layers_at_end_in_bf16": 1},
     ),
     "frozen matrices": Kind(8, change=freezes_matrices),
+    "transposes kept": Kind(
+        8, {"microbatches": 3}, ddp={"keep_fp8_transpose_cache": True},
+        strategies=("no_shard", "optim"),
+    ),
     "grouped experts": Kind(
         # Of each layer qkv, projection, and two matrices of each of four experts.
         2 * (2 + 2 * 4),
@@ -102,7 +108,7 @@ def trained(
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()
-    trainer = trainer_of(case, recipe, strategy, device, kind.options, kind.change)
+    trainer = trainer_of(case, recipe, strategy, device, kind.options, kind.change, more=kind.ddp)
     notes = [_noted(trainer)]
     for step in range(STEPS):
         data = batches(case, step, rank, device)
