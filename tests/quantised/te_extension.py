@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from tests.quantised.te_extension_fp4 import Fp4Functions, dequantized
@@ -29,6 +30,11 @@ FOLDERS = tuple(
     Path(folder) for folder in os.environ.get("TRANSFORMER_ENGINE_PYTHON", "").split(os.pathsep)
     if folder
 )  # fmt: skip
+RELEASES = [
+    pytest.param(folder, marks=pytest.mark.full if number else (), id=folder.name)
+    for number, folder in enumerate(FOLDERS)
+]
+"""For long tests: the first of them by default."""
 LARGEST = torch.finfo(torch.float32).max
 OURS = ("transformer_engine", "transformer_engine_torch", "pydantic")
 

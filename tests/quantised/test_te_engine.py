@@ -23,7 +23,7 @@ from megatron_fsdp_adapter.quantised import TransformerEngineParams, format_of
 from tests.distributed.launch import run_ranks
 from tests.engine.engine_cases import Setup, domains_of
 from tests.quantised.te_checks import own_group, same
-from tests.quantised.te_extension import FOLDERS, standing_in
+from tests.quantised.te_extension import FOLDERS, RELEASES, standing_in
 from tests.quantised.te_values import columns_of, derived, rows_of
 from tests.quantised.te_weights import ALL, quantizer, te_quantise
 
@@ -227,6 +227,6 @@ def _train(rank: int, world: int, folder: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", RELEASES)
 def test_two_ranks_train_as_one_process_that_te_quantises(folder: Path, strategy: str) -> None:
     run_ranks(_train, 2, str(folder), strategy)

@@ -39,7 +39,7 @@ from tests.distributed.gpt import (
 )
 from tests.distributed.launch import run_ranks
 from tests.quantised.te_checks import own_group, same
-from tests.quantised.te_extension import FOLDERS, bytes_of, standing_in
+from tests.quantised.te_extension import FOLDERS, RELEASES, bytes_of, standing_in
 from tests.quantised.te_modules import KNOWS
 from tests.quantised.te_scaling import scale_layers
 from tests.quantised.test_te_wrapper import check_weights, quantise_layers
@@ -179,7 +179,7 @@ def _loads(rank: int, world: int, folder: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", RELEASES)
 def test_bytes_are_those_of_what_was_loaded_whatever_loads_it(folder: Path, strategy: str) -> None:
     run_ranks(_loads, 2, str(folder), strategy, timeout=300)
 
@@ -242,7 +242,7 @@ def _without_state(rank: int, world: int, folder: str, root: str) -> None:
             train_step(plain, batches(CASE, 2, rank, device))
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", RELEASES)
 def test_what_says_nothing_of_delayed_scales_has_them_set_from_its_values(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -294,7 +294,7 @@ def _left_alone(rank: int, world: int, folder: str, root: str) -> None:
             same(KNOWS.fields(param)["rowwise"], before[name], f"{name}, loaded")
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", RELEASES)
 def test_quantised_weights_that_are_left_alone(folder: Path, tmp_path: Path) -> None:
     run_ranks(_left_alone, 2, str(folder), str(tmp_path), timeout=300)
 
@@ -326,7 +326,7 @@ def _before_wrapping(rank: int, world: int, folder: str) -> None:
         check_mains(trainer, {n: v.float() for n, v in wanted.items()}, "Bridge, before wrapping")
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", RELEASES)
 def test_weights_that_are_written_before_wrapping_are_what_main_weights_begin_as_or_an_error(
     folder: Path,
 ) -> None:

@@ -14,7 +14,7 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.distributed.launch import run_ranks
 from tests.quantised import test_te_engine
 from tests.quantised.te_checks import own_group
-from tests.quantised.te_extension import FOLDERS, standing_in
+from tests.quantised.te_extension import FOLDERS, RELEASES, standing_in
 from tests.quantised.test_te_engine import RATE, Layer, Net, Whole, compare, loss_of, roll
 
 RECIPES = ("current", "delayed", "blockwise", "mxfp8")
@@ -57,6 +57,6 @@ def _train(rank: int, world: int, folder: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", RELEASES)
 def test_a_plain_model_trains_as_one_process_that_te_quantises(folder: Path, strategy: str) -> None:
-    run_ranks(_train, 2, str(folder), strategy)
+    run_ranks(_train, 2, str(folder), strategy, timeout=300)

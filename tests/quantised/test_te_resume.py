@@ -29,7 +29,7 @@ from tests.distributed.gpt import (
 )
 from tests.distributed.launch import run_ranks
 from tests.quantised.te_checks import same
-from tests.quantised.te_extension import FOLDERS, standing_in
+from tests.quantised.te_extension import FOLDERS, RELEASES, standing_in
 from tests.quantised.te_modules import KNOWS
 from tests.quantised.te_scaling import LENGTH, roll, scale_layers
 
@@ -137,7 +137,7 @@ def _resume(rank: int, world: int, folder: str, root: str) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", RELEASES)
 def test_a_resume_with_delayed_scaling_goes_on_as_if_never_stopped(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ from tests.distributed.gpt import (
 )
 from tests.distributed.launch import run_ranks
 from tests.quantised.te_checks import own_group, same
-from tests.quantised.te_extension import FOLDERS, standing_in
+from tests.quantised.te_extension import FOLDERS, RELEASES, standing_in
 from tests.quantised.te_modules import KNOWS
 from tests.quantised.te_weights import ALL, quantizer, te_quantise
 
@@ -121,7 +121,7 @@ def _train(rank: int, world: int, folder: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", RELEASES)
 def test_a_gpt_in_megatrons_wrapper(folder: Path, strategy: str) -> None:
     run_ranks(_train, 2, str(folder), strategy, timeout=300)
 
