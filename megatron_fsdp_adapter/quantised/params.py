@@ -156,10 +156,8 @@ def stored_in(param: nn.Parameter) -> list[torch.Tensor]:
         return [param.data]
     for name, value in kind.derived.items():
         setattr(param, name, value)
-    found = [getattr(param, name) for name in (*kind.planes.values(), *kind.scales)]
-    quantizer: Any = param._quantizer  # type: ignore[attr-defined]
-    found += [quantizer.scale] if is_delayed(quantizer) else []
-    return [tensor for tensor in found if tensor is not None]
+    planes = [getattr(param, name) for name in kind.planes.values()]
+    return [tensor for tensor in (*planes, *_scales(param, kind)) if tensor is not None]
 
 
 def dequantised(value: Any) -> Any:
@@ -183,10 +181,7 @@ class TransformerEngineParams:
         return found
 
     def scales(self, param: nn.Parameter) -> list[torch.Tensor]:
-        """With the scale that delayed scaling has for the next cast."""
-        found = [getattr(param, name) for name in _kind(param).scales]
-        quantizer: Any = param._quantizer  # type: ignore[attr-defined]
-        return [*found, quantizer.scale] if is_delayed(quantizer) else found
+        return _scales(param, _kind(param))
 
     def high_precision(self, param: nn.Parameter) -> torch.Tensor | None:
         value = param.__dict__.get(HIGH_PRECISION)
@@ -271,6 +266,13 @@ def _derive_fp4(param: Any) -> None:
     param._columnwise_data = data
     param._columnwise_scale_inv = padded(scales, KINDS["NVFP4Tensor"].padded["rowwise_scales"])
     param._amax_columnwise = param._amax_rowwise
+
+
+def _scales(param: nn.Parameter, kind: Kind) -> list[torch.Tensor]:
+    """With the scale that delayed scaling has for the next cast."""
+    found = [getattr(param, name) for name in kind.scales]
+    quantizer: Any = param._quantizer  # type: ignore[attr-defined]
+    return [*found, quantizer.scale] if is_delayed(quantizer) else found
 
 
 def is_delayed(quantizer: Any) -> bool:

@@ -8,7 +8,7 @@ bf16 copy of all main weights meanwhile and makes transposes of every shard that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,8 @@ from .e4m3 import (
     write_scales,
 )
 from .scaling import LAST, NEXT, AfterLoad
+
+Rows = TypeVar("Rows", bound=OwnRows)
 
 Settings = tuple[str, bool, float, torch.dtype]
 """Class of the quantizer, powers of two, least amax, nominal dtype of the weight."""
@@ -57,11 +59,17 @@ def _quantizer(weight: QuantisedWeight) -> Any:
     return weight.param._quantizer  # type: ignore[attr-defined]
 
 
-def _rows(weight: QuantisedWeight) -> OwnRows:
-    return OwnRows(
-        tuple(weight.param.shape), weight.start, weight.main.view(-1),
-        weight.planes["rowwise"].view(-1),
-    )  # fmt: skip
+def _rows(
+    weights: Sequence[QuantisedWeight], made: type[Rows], names: Sequence[str] = ("rowwise",)
+) -> list[Rows]:
+    """As a cast wants them, with the planes of these names."""
+    return [
+        made(
+            tuple(weight.param.shape), weight.start, weight.main.view(-1),
+            *(weight.planes[name].view(-1) for name in names),
+        )
+        for weight in weights
+    ]  # fmt: skip
 
 
 def _take_scales(weights: Sequence[QuantisedWeight], field: str, views: list[torch.Tensor]) -> None:
@@ -107,7 +115,7 @@ class Current:
         self, weights: Sequence[QuantisedWeight], settings: Settings, blocks: bool
     ) -> None:
         _, self._powers, self._epsilon, rounded = settings
-        rows = [_rows(weight) for weight in weights]
+        rows = _rows(weights, OwnRows)
         self._cast = (
             BlockCast(rows, rounded, self._powers, self._epsilon) if blocks
             else TensorCast(rows, rounded)
@@ -141,7 +149,7 @@ class Delayed:
 
     def __init__(self, weights: Sequence[QuantisedWeight], settings: Settings) -> None:
         self._weights = tuple(weights)
-        self._cast = TensorCast([_rows(weight) for weight in weights], settings[3])
+        self._cast = TensorCast(_rows(weights, OwnRows), settings[3])
         self.amax_numel = len(weights)
         device = weights[0].main.device
         self._scales = torch.ones(len(weights), device=device)
@@ -207,14 +215,7 @@ class Mx:
 
     def __init__(self, weights: Sequence[QuantisedWeight], settings: Settings) -> None:
         names = ("rowwise", "columnwise", "rowwise_scales", "columnwise_scales")
-        rows = [
-            MxRows(
-                tuple(weight.param.shape), weight.start, weight.main.view(-1),
-                *(weight.planes[name].view(-1) for name in names),
-            )
-            for weight in weights
-        ]  # fmt: skip
-        self._cast = MxCast(rows, settings[3])
+        self._cast = MxCast(_rows(weights, MxRows, names), settings[3])
 
     def bind(self, amaxes: torch.Tensor) -> None:
         raise AssertionError("MXFP8 has no amaxes to agree upon")
@@ -232,14 +233,7 @@ class Fp4:
 
     def __init__(self, weights: Sequence[QuantisedWeight], settings: Settings) -> None:
         names = ("rowwise", "rowwise_scales")
-        rows = [
-            TileRows(
-                tuple(weight.param.shape), weight.start, weight.main.view(-1),
-                *(weight.planes[name].view(-1) for name in names),
-            )
-            for weight in weights
-        ]  # fmt: skip
-        self._cast = TileCast(rows, settings[3])
+        self._cast = TileCast(_rows(weights, TileRows, names), settings[3])
         self.amax_numel = self._cast.amax_numel
         self._kept = _apart(self.amax_numel, weights[0].main.device)
         _take_scales(weights, "_amax_rowwise", self._cast.views(self._kept))

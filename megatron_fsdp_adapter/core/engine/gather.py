@@ -149,8 +149,7 @@ class GatherPipeline:
 
     def _fill_own(self, unit: Unit, outdated: bool, use: Use) -> None:
         for group in unit.groups:
-            chosen = group.planes_in[use] if unit.by_direction else group.planes
-            for plane in chosen:
+            for plane in group.planes_in[use]:
                 plane.full.allocate()
             if outdated or not group.keeps_shard:
                 group.write_own_weights()
@@ -159,11 +158,9 @@ class GatherPipeline:
         return self._launch(GATHERED_OUTER, self.outer, unit, lambda group: group.outer_pairs)
 
     def _all_gather(self, unit: Unit, use: Use) -> list[Any]:
-        if unit.by_direction:
-            return self._launch(
-                GATHERED, self.communicators, unit, lambda group: _pairs_of(group.planes_in[use])
-            )
-        return self._launch(GATHERED, self.communicators, unit, lambda group: group.gather_pairs)
+        return self._launch(
+            GATHERED, self.communicators, unit, lambda group: group.gather_pairs[use]
+        )
 
     def _launch(
         self,

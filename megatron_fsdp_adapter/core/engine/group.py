@@ -79,7 +79,8 @@ class ParamGroup:
             where they are sharded.
         held_weights, main_segments: `held` of each segment, in both dtypes; the former is empty
             where main weights are not cast to weights.
-        gather_pairs, outer_pairs: output and input of the gather over each axis, of all planes.
+        gather_pairs, outer_pairs: output and input of the gather over each axis; of the planes that
+            each use reads, and of all.
         main_items: this rank's rows of each parameter, in the main dtype.
         grad_segments: `inner` of each segment in `grad`; held_grads, grad_items: `held` of each
             segment and parameter; valid between reduction and zeroing.
@@ -171,7 +172,10 @@ class ParamGroup:
             use: [plane for plane in self.planes if plane.plane.use == use] for use in Use
         }
         self.held_weights = [] if quantised is not None else self.planes[0].held
-        self.gather_pairs = [pair for plane in self.planes for pair in plane.gather_pairs]
+        self.gather_pairs = {
+            use: [pair for plane in planes for pair in plane.gather_pairs]
+            for use, planes in self.planes_in.items()
+        }
         self.outer_pairs = [pair for plane in self.planes for pair in plane.outer_pairs]
 
     def quantised_weights(self) -> list[QuantisedWeight]:
