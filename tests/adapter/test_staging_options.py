@@ -31,6 +31,7 @@ def config(strategy: str = ZERO_3, **options: Any) -> Any:
         ({}, (False, False)),
         ({"fsdp_double_buffer": True}, (True, True)),
         ({"nccl_ub": True}, (True, True)),
+        ({"megatron_fsdp_max_pool_double_buffer": True}, (True, True)),
         ({CE: True}, (True, False)),
         ({CE: True, "nccl_ub": True}, (True, True)),
         ({CE_RS: True}, (False, True)),

@@ -77,6 +77,9 @@ BESIDE: dict[str, dict[str, Any]] = {
         "megatron_fsdp_main_params_dtype": torch.float32 if HAS_OLDER_NAME else torch.bfloat16
     },
     "grad_reduce_in_fp32": {"megatron_fsdp_main_grads_dtype": torch.bfloat16},
+    "param_name_patterns_for_fp32_local_accumulation": {
+        "grad_reduce_in_fp32": False, "megatron_fsdp_main_grads_dtype": torch.bfloat16
+    },
     "fp8_recipe": {"fp8": "hybrid"},
     "fp4_recipe": {"fp4": "e2m1"},
     "moe_mlp_glu_interleave_size": {"tensor_model_parallel_size": 2},

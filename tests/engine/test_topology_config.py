@@ -233,6 +233,9 @@ BESIDE = {
         "megatron_fsdp_main_params_dtype": torch.float32 if HAS_OLDER_NAME else torch.bfloat16
     },
     "grad_reduce_in_fp32": {"megatron_fsdp_main_grads_dtype": torch.bfloat16},
+    "param_name_patterns_for_fp32_local_accumulation": {
+        "megatron_fsdp_main_grads_dtype": torch.bfloat16
+    },
 }
 """What else has to be set for an option to be refused: it contradicts the older name."""
 ACCEPTED = {
@@ -241,9 +244,9 @@ ACCEPTED = {
     "megatron_fsdp_version": 2,
     "megatron_fsdp_use_decoupled_grad": True,
     "megatron_fsdp_cuda_graph_mode": True,
-    "megatron_fsdp_max_pool_double_buffer": True,
     "fsdp_db_use_persist_buf_on_alloc_fail": True,
     "fsdp_all_gather_in_start_param_sync": False,
+    "param_name_patterns_for_fp32_local_accumulation": ("*router*", "all"),
     "fp8_param_gather": True,
     "fp4_param_gather": True,
     "reuse_grad_buf_for_mxfp8_param_ag": True,

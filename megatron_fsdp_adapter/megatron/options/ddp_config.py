@@ -58,7 +58,8 @@ class DistributedDataParallelConfig(CoreConfig):
     """Accepted, as `bucket_size` is: units take the place of buckets."""
 
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
-    """Refused: `megatron_fsdp_main_grads_dtype` is one for all parameters."""
+    """Accepted: all gradients accumulate in float32. Refused where `megatron_fsdp_main_grads_dtype`
+    is another dtype."""
 
     megatron_fsdp_version: int = 1
     """Accepted: there is one engine here."""
@@ -70,7 +71,7 @@ class DistributedDataParallelConfig(CoreConfig):
     """Refused: weights are gathered unit by unit; `fsdp_unit_modules` chooses the units."""
 
     megatron_fsdp_max_pool_double_buffer: bool = False
-    """Accepted: slots are sized by the largest unit that uses them."""
+    """As `fsdp_double_buffer`: slots are sized by the largest unit that uses them in any case."""
 
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False
     """Accepted: every unit fits its slot, so that there is nothing to fall back from."""

@@ -62,6 +62,15 @@ def _contradicts_grad_dtypes(config: Any) -> bool:
     return config.grad_reduce_in_fp32 and any(d not in (None, torch.float32) for d in chosen)
 
 
+def _accumulates_otherwise(config: Any) -> bool:
+    """Some gradients are to accumulate in float32, and none does."""
+    chosen = getattr(config, MAIN_GRADS, None)
+    return is_on(config, "param_name_patterns_for_fp32_local_accumulation") and chosen not in (
+        None,
+        torch.float32,
+    )
+
+
 def _sums_in_vain(config: Any) -> bool:
     """`reduce_scatter_with_fp32_accumulation` where no sum would be rounded, or it is anyway."""
     row = STRATEGIES.get(config.data_parallel_sharding_strategy)
@@ -136,9 +145,11 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         f"reduce-scatters; set {GRAD_COMM}=torch.bfloat16 and 'optim', 'optim_grads' or "
         "'optim_grads_params', or set it to False",
     ),
-    off(
+    Rule(
         "param_name_patterns_for_fp32_local_accumulation",
-        f"{MAIN_GRADS} is one for all parameters, float32 unless set; leave it empty",
+        _accumulates_otherwise,
+        f"{MAIN_GRADS} says that all gradients accumulate in another dtype; leave that unset, and "
+        "all of them accumulate in float32, or leave this empty",
     ),
     off(
         "megatron_fsdp_enable_fine_grained_param_gather",

@@ -4,6 +4,7 @@
 |---|---|---|---|
 | none | come and go | come and go | caching allocator |
 | `fsdp_double_buffer` | slots | slots | caching allocator |
+| `megatron_fsdp_max_pool_double_buffer` | slots | slots | caching allocator |
 | `nccl_ub` | slots | slots | NCCL's allocator, registered |
 | `fsdp_copy_engine_all_gather` | slots | as the other options say | NCCL's, symmetric, zero CTAs |
 | `fsdp_copy_engine_reduce_scatter` | as the others say | slots and one for pieces | the same |
@@ -30,6 +31,11 @@ ROLES = {CE_ALL_GATHER: "ag", CE_REDUCE_SCATTER: "rs"}
 """Option -> end of the role of the groups that the wrapper makes for it."""
 
 
+FIXED = ("fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer", "nccl_ub")
+"""Options that put weights and buckets in slots. Core of 0.19 sets the first with the second, which
+is about units of different sizes; slots are as large as the largest unit in any case."""
+
+
 def copy_engine_roles(ddp_config: Any) -> list[str]:
     """What the copy engines do: gathers ("ag"), reductions ("rs"). Each is on communicators of its
     own, with NCCL's zero-CTA policy: on one they would wait for each other."""
@@ -38,7 +44,7 @@ def copy_engine_roles(ddp_config: Any) -> list[str]:
 
 def slots_wanted(ddp_config: Any) -> dict[str, bool]:
     """The fields of `EngineConfig` about slots."""
-    fixed = is_on(ddp_config, "fsdp_double_buffer") or is_on(ddp_config, "nccl_ub")
+    fixed = any(is_on(ddp_config, option) for option in FIXED)
     carried = is_on(ddp_config, CE_REDUCE_SCATTER)
     return {
         "weight_slots": fixed or is_on(ddp_config, CE_ALL_GATHER),

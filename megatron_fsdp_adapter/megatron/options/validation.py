@@ -40,12 +40,15 @@ PLAIN_OPTIONS: Mapping[str, Any] = {
 }
 """A configuration with nothing wrong, for what starts from single options."""
 
+FP32_SUMS = "param_name_patterns_for_fp32_local_accumulation"
+
 ARGUMENT_OF: Mapping[str, str] = {
     "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
     "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
     "average_in_collective": "ddp_average_in_collective",
     "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",
     "num_moe_experts": "num_experts",
+    FP32_SUMS: f"ddp_{FP32_SUMS}",
 }
 """Fields of Megatron's configs that have another name among Megatron-LM's arguments."""
 
