@@ -42,6 +42,7 @@ from .core_init import core_initialisers
 from .domains import SHARED_EMBEDDING, ModelDomains
 from .fp8 import CACHE_OPTION, begin_delayed_scaling, switch_off_weight_cache
 from .fused_wgrad import asks_fusion
+from .grad_checks import chosen_check
 from .inner import ParamAndGradBuffer, ShardedModule
 from .marks import mark
 from .options import capability, ddp_options, staging_options
@@ -163,7 +164,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             engine_config,
             self.device,
             self._initialiser_of,
-            grad_check=ddp_options.grad_check(self.ddp_config),
+            grad_check=chosen_check(self.ddp_config),
             allocate_slots=None if self._slot_memory is None else self._slot_memory.allocate,
             quantised=TransformerEngineParams() if quantised else None,
         )

@@ -264,6 +264,8 @@ def test_what_a_captured_step_excludes_is_told_with_its_remedy() -> None:
     assert cuda_graphs.problems(model("none", None), checked, CPU) == []
     (nan,) = cuda_graphs.problems(config, checked, CUDA)
     assert "check_for_nan_in_grad=True" in nan and "set it to False" in nan
+    (large,) = cuda_graphs.problems(config, SimpleNamespace(check_for_large_grads=True), CUDA)
+    assert "check_for_large_grads=True" in large and "set it to False" in large
     counted = model("local", FULL)
     counted.calculate_per_token_loss = True
     (tokens,) = cuda_graphs.problems(counted, unchecked, CUDA)

@@ -223,7 +223,6 @@ REFUSED = {
     "megatron_fsdp_main_grads_dtype": torch.float16,
     "megatron_fsdp_grad_comm_dtype": torch.float16,
     "delay_wgrad_compute": True,
-    "check_for_large_grads": True,
     "reduce_scatter_with_fp32_accumulation": True,
     "param_name_patterns_for_fp32_local_accumulation": ("router",),
     "megatron_fsdp_enable_fine_grained_param_gather": True,

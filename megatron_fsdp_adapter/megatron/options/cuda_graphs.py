@@ -47,4 +47,9 @@ def problems(
             "check_for_nan_in_grad=True with full-iteration CUDA graphs: a captured step cannot "
             "raise; set it to False (--no-check-for-nan-in-loss-and-grad)"
         )
+    if getattr(ddp_config, "check_for_large_grads", False):
+        found.append(
+            "check_for_large_grads=True with full-iteration CUDA graphs: a captured step reads no "
+            "norms on the host; set it to False"
+        )
     return found

@@ -21,7 +21,6 @@ from ...core.config import (
     forced_overlaps,
     strategy_named,
 )
-from ...diagnostics.grad_check import GradCheck
 from .staging_options import slots_wanted
 from .support import Rule, is_on, off
 
@@ -157,11 +156,6 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         "argument fsdp_unit_modules",
     ),
     off("delay_wgrad_compute", "delayed weight gradients are not supported yet; set it to False"),
-    off(
-        "check_for_large_grads",
-        "it compares norms of stock DDP's buckets with the largest so far, and units have no such "
-        "buckets; set it to False, and check_for_nan_in_grad finds what is not finite",
-    ),
 )
 
 
@@ -262,9 +256,3 @@ def engine_config(ddp_config: Any) -> EngineConfig:
             ddp_config.gradient_reduce_div_fusion or ddp_config.average_in_collective
         ),
     )
-
-
-def grad_check(ddp_config: Any) -> GradCheck | None:
-    """What looks for gradients that are not finite; None if no option asks for it."""
-    by_param = bool(getattr(ddp_config, "report_nan_in_param_grad", False))
-    return GradCheck(by_param) if ddp_config.check_for_nan_in_grad or by_param else None

@@ -1,0 +1,47 @@
+"""What looks at gradients before they are communicated, as options of the DDP config say."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+from ..core.engine.reduce import GradCheck as Check
+from ..diagnostics.grad_check import GradCheck
+from ..diagnostics.large_grads import Checks, LargeGradCheck
+from .options.support import is_on
+
+FACTOR = 10
+"""How many times the largest norm of its first samples core allows a norm to be."""
+NOISE = 0.001
+"""How much, relatively, a norm may differ when core runs the step again."""
+
+
+def judge_norm(name: str, norm: torch.Tensor) -> None:
+    """Gives a unit's norm to core's rerun state machine, which compares it with the largest of its
+    first 100 samples: it warns, or runs the step again, as its mode says."""
+    machine = get_rerun_state_machine()
+    machine.validate_result(
+        result=norm,
+        rejection_func=functools.partial(
+            machine.is_unexpectedly_large, threshold=FACTOR, context="grads"
+        ),
+        message=f"gradients of unit {name} are unexpectedly large before communication",
+        tolerance=NOISE,
+        fatal=False,
+    )
+
+
+def chosen_check(ddp_config: Any) -> Check | None:
+    """None if no option asks for any."""
+    by_param = is_on(ddp_config, "report_nan_in_param_grad")
+    checks: list[Check] = []
+    if is_on(ddp_config, "check_for_nan_in_grad") or by_param:
+        checks.append(GradCheck(by_param))
+    if is_on(ddp_config, "check_for_large_grads"):
+        checks.append(LargeGradCheck(judge_norm))
+    if len(checks) > 1:
+        return Checks(checks)
+    return checks[0] if checks else None
