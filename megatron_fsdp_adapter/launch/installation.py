@@ -66,6 +66,12 @@ def _ddp_config_class() -> object:
     return DistributedDataParallelConfig
 
 
+def _clip_qk() -> object:
+    from megatron_fsdp_adapter.megatron.qk_clip import clip_qk
+
+    return clip_qk
+
+
 def _ours(name: str) -> Callable[[], object]:
     return lambda: getattr(megatron_names, name)
 
@@ -101,6 +107,8 @@ REBINDINGS: tuple[Rebinding, ...] = (
         "DistributedDataParallelConfig",
         _ddp_config_class,
     ),
+    # It looks for layers two levels below a wrapper; ours has one level more.
+    Rebinding("megatron.core.optimizer.qk_clip", "clip_qk", _clip_qk),
     _helper("uneven_dtensor", "preprocess_state_dict_for_uneven_dtensor"),
     _helper("uneven_dtensor", "gather_uneven_dtensor_to_full_tensor"),
     _helper("uneven_dtensor", "redistribute_uneven_dtensor_to_replicated"),  # from 0.18 on

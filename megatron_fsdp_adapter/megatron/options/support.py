@@ -92,7 +92,6 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         "defer_embedding_wgrad_compute",
         "the output layer's weights are resharded before its deferred gradient; set it to False",
     ),
-    off("qk_clip", "it writes raw weights after the step; set it to False"),
     off(
         "hybrid_context_parallel", "its schedule changes groups between batches; set it to False"
     ),

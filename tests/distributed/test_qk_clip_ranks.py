@@ -1,0 +1,85 @@
+"""QK clipping on shards of uneven sizes, against core's own on whole weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp_adapter.megatron.qk_clip import clip_qk
+from tests.distributed import models
+from tests.distributed.gpt import (
+    STRATEGIES,
+    Case,
+    batches,
+    build_model,
+    init_megatron,
+    make_trainer,
+    train_step,
+)
+from tests.distributed.launch import run_ranks
+
+WORLD, STEPS, THRESHOLD = 2, 3, 100.0
+CASE = Case(num_layers=2, hidden=21, heads=3, ffn=20, vocab=23, seq=8, batch=1, microbatches=2,
+            bias=False)  # fmt: skip
+
+
+def _built(kind: str, device: torch.device) -> nn.Module:
+    torch.manual_seed(CASE.seed)
+    plain = build_model(CASE, device) if kind == "dense" else models.latent_attention("none", False)
+    for module in (plain, *_attentions(plain)):
+        module.config.qk_clip, module.config.qk_clip_threshold = True, THRESHOLD
+    return plain
+
+
+def _attentions(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "clip_qk")]
+
+
+def _set_logits(model: nn.Module, step: int, rank: int) -> None:
+    """Each rank's own: core takes the largest of all."""
+    for number, attention in enumerate(_attentions(model)):
+        logits = torch.tensor([80.0, 60.0 + 70.0 * rank, 300.0 - 250.0 * rank]) + number + step
+        attention.core_attention.current_max_attn_logits = logits
+
+
+def _clipped(kind: str, device: torch.device, weights: dict[str, Any], step: int) -> Any:
+    """Whole weights, clipped by core."""
+    whole = _built(kind, device)
+    whole.load_state_dict(weights, strict=False)
+    for rank in range(WORLD):  # both ranks' logits are above or below for heads of their own
+        _set_logits(whole, step, rank)
+        for attention in _attentions(whole):
+            noted = attention.core_attention.current_max_attn_logits
+            before = getattr(attention, "largest", noted)
+            attention.largest = torch.maximum(before, noted)
+    for attention in _attentions(whole):
+        attention.core_attention.current_max_attn_logits = attention.largest
+        attention.clip_qk()
+    return {name: param.detach() for name, param in whole.named_parameters()}
+
+
+def _train(rank: int, world: int, kind: str, strategies: tuple[str, ...]) -> None:
+    device = init_megatron()
+    for strategy in strategies:
+        trainer = make_trainer(_built(kind, device), CASE, strategy)
+        for step in range(STEPS):
+            train_step(trainer, batches(CASE, step, rank, device))
+            before = trainer.params()
+            expected = _clipped(kind, device, before, step)
+            _set_logits(trainer.wrapper, step, rank)
+            assert clip_qk([trainer.wrapper]) == 300.0 + step + CASE.num_layers - 1
+            after = trainer.params()
+            for name, weight in expected.items():
+                torch.testing.assert_close(after[name], weight, rtol=1e-6, atol=0.0, msg=name)
+            changed = [name for name in after if not torch.equal(after[name], before[name])]
+            assert len(changed) == CASE.num_layers * (1 if kind == "dense" else 2), changed
+    dist.barrier()
+
+
+@pytest.mark.parametrize("kind", ["dense", "latent"])
+def test_every_rank_scales_the_rows_that_it_has(kind: str) -> None:
+    run_ranks(_train, WORLD, kind, STRATEGIES)
