@@ -155,7 +155,11 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         "weights are gathered unit by unit; set it to False and choose units with the wrapper's "
         "argument fsdp_unit_modules",
     ),
-    off("delay_wgrad_compute", "delayed weight gradients are not supported yet; set it to False"),
+    off(
+        "delay_wgrad_compute",
+        "core takes it only with overlap_moe_expert_parallel_comm, which is not supported; set it "
+        "to False",
+    ),
 )
 
 

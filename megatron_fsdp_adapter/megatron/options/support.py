@@ -87,13 +87,20 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         "its kernels communicate on streams of their own and were never run with this wrapper; use "
         "'alltoall' or 'allgather'",
     ),
-    off("delay_wgrad_compute", "delayed weight gradients are coming; set it to False"),
     off(
-        "defer_embedding_wgrad_compute",
-        "the output layer's weights are resharded before its deferred gradient; set it to False",
+        "delay_wgrad_compute",
+        "core takes it only with overlap_moe_expert_parallel_comm, which is not supported; set it "
+        "to False",
     ),
     off(
-        "hybrid_context_parallel", "its schedule changes groups between batches; set it to False"
+        "defer_embedding_wgrad_compute",
+        "the output layer's weight gradient would come after the last backward, when its bucket "
+        "has been reduced; set it to False",
+    ),
+    off(
+        "hybrid_context_parallel",
+        "its ranks run different numbers of forward passes, and weights are gathered by all of "
+        "them in each; Megatron-LM refuses it with use_megatron_fsdp too; set it to False",
     ),
     off(
         "moe_use_legacy_grouped_gemm",
@@ -205,8 +212,9 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     off("optimizer_cpu_offload", "optimizer offload to the CPU is coming; set it to False"),
     off(
         "overlap_param_gather_with_optimizer_step",
-        "one optimizer holds all parameters here, so there is no second step to overlap with; "
-        "weights are gathered under the forward pass; set it to False",
+        "one optimizer holds all parameters here, so there is no second step to overlap with, and "
+        "weights are gathered under the forward pass; Megatron-LM takes it without distributed "
+        "checkpoints only; set it to False",
     ),
     off(
         "optimizer_cuda_graph",
