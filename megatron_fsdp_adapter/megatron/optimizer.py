@@ -8,6 +8,7 @@ AdamW, TE or apex FusedAdam) is made to step on local tensors (`local_optimizer.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -86,6 +87,11 @@ def _precision_problems(config: Any, chunks: Sequence[Any]) -> list[str]:
     policy = chunks[0].engine.config.policy
     trained = [g for chunk in chunks for g in chunk.engine.groups if g.key.requires_grad]
     dtypes = {policy.grads_dtype, *(group.main_dtype for group in trained)}
+    if config.use_precision_aware_optimizer and config.optimizer != "adam":
+        return [
+            f"use_precision_aware_optimizer=True: optimizer={config.optimizer!r} takes float32 "
+            "weights and gradients alone; set it to False, or use 'adam'"
+        ]
     if not config.use_precision_aware_optimizer:
         return [] if dtypes == {torch.float32} else [
             f"use_precision_aware_optimizer=False: main weights and gradients are in "
@@ -138,7 +144,15 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
           **kwargs: Any) -> None:
     self.model_chunks = kwargs.get("model_chunks", [])
     ours = _our_chunks(self)
-    original(self, optimizer, config, *args, **kwargs)
+    if not ours or optimizer is None or config.optimizer == "adam":
+        original(self, optimizer, config, *args, **kwargs)
+    else:
+        # Core asserts that it is Adam, for checkpoints of its own buffers, and does nothing more
+        # with it when weights are sharded.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*there is no optimizer")
+            original(self, None, config, *args, **kwargs)
+        self.optimizer, self.is_stub_optimizer = optimizer, False
     if ours and optimizer is not None:
         adopt(optimizer)
 

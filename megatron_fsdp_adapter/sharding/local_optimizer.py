@@ -194,6 +194,28 @@ def _init_fused_state(optimizer: Any, group: dict[str, Any]) -> None:
                 optimizer.state[local][name] = torch.zeros_like(local, dtype=torch.float32)
 
 
+def _has_momentum_alone(optimizer: Any) -> bool:
+    """Whether it is SGD, torch's or the fused one of Transformer Engine or apex."""
+    return "momentum" in optimizer.defaults and (
+        isinstance(optimizer, torch.optim.SGD) or not _is_torch_optimizer(optimizer)
+    )
+
+
+def _moments_of(optimizer: Any) -> tuple[str, ...]:
+    """What an optimizer that `initialize_state` knows keeps of a parameter's shape."""
+    return ("momentum_buffer",) if _has_momentum_alone(optimizer) else ("exp_avg", "exp_avg_sq")
+
+
+def _init_momentum(optimizer: Any, group: dict[str, Any]) -> None:
+    """Zeros. torch's begins with the first gradient, which is what a step makes of zeros. Without
+    a momentum torch's keeps nothing, the fused one a buffer all the same."""
+    if group["momentum"] == 0 and _is_torch_optimizer(optimizer):
+        return
+    for local in group["params"]:
+        if "momentum_buffer" not in optimizer.state[local]:
+            optimizer.state[local]["momentum_buffer"] = torch.zeros_like(local)
+
+
 def _is_torch_optimizer(optimizer: Any) -> bool:
     """Whether it is one of torch's own classes, or derived from one."""
     bases = (base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer)
@@ -203,23 +225,25 @@ def _is_torch_optimizer(optimizer: Any) -> bool:
 @torch.no_grad()
 def initialize_state(optimizer: Any) -> None:
     """State for every parameter, empty shards included, without taking a step: neither weights
-    nor the step count change. For Adam, of torch, Transformer Engine or apex."""
+    nor the step count change. For Adam and SGD, of torch, Transformer Engine or apex."""
     init = _init_torch_state if _is_torch_optimizer(optimizer) else _init_fused_state
+    if _has_momentum_alone(optimizer):
+        init = _init_momentum
     with _on_locals(optimizer) as shards:
         for group in optimizer.param_groups:
             init(optimizer, group)
-        _complete_empty_state(shards)
+        if shards.skip_empty:
+            _complete_empty_state(shards, _moments_of(optimizer))
 
 
-def _complete_empty_state(shards: LocalShards) -> None:
+def _complete_empty_state(shards: LocalShards, names: tuple[str, ...]) -> None:
     """Moments of zero size for empty shards that the inner optimizer is not given, so that every
     rank has the same keys."""
     for pairs in shards.pairs:
         for _, local in pairs:
             if local.numel() == 0 and not shards.state[local]:
                 shards.state[local] = {
-                    name: torch.zeros_like(local, dtype=torch.float32)
-                    for name in ("exp_avg", "exp_avg_sq")
+                    name: torch.zeros_like(local, dtype=torch.float32) for name in names
                 }
 
 

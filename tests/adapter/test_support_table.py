@@ -68,7 +68,7 @@ TRIGGERS: dict[str, Values] = {
     # Optimizer config
     "exp_avg_dtype": (torch.uint8,),
     "exp_avg_sq_dtype": (torch.float16,),
-    "optimizer": ("sgd",),
+    "optimizer": ("muon",),
 }
 """What breaks a rule; True for the options that are not listed."""
 

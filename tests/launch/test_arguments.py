@@ -123,7 +123,7 @@ def test_every_rule_of_the_launch_is_broken_by_its_value(rule: Any) -> None:
     [
         ({"fp4": "e2m1", "fp4_recipe": "custom"}, "fp4_recipe='custom'"),
         ({"exp_avg_dtype": "fp8"}, "exp_avg_dtype='fp8'"),
-        ({"optimizer": "sgd"}, "optimizer='sgd'"),
+        ({"optimizer": "muon"}, "optimizer='muon'"),
         ({"ddp_reduce_scatter_with_fp32_accumulation": True},
          "reduce_scatter_with_fp32_accumulation=True"),
         ({"ddp_param_name_patterns_for_fp32_local_accumulation": ["all"],

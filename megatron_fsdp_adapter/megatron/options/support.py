@@ -201,11 +201,15 @@ def _moment_dtype(option: str) -> Rule:
     )
 
 
+OPTIMIZERS = ("adam", "sgd")
+"""Muon and SOAP need whole matrices."""
+
 OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer",
-        lambda config: config.optimizer != "adam",
-        "megatron-core's DistributedOptimizer takes only Adam; use 'adam'",
+        lambda config: config.optimizer not in OPTIMIZERS,
+        f"with sharded weights megatron-core's optimizer is one of {list(OPTIMIZERS)}; use one of "
+        "them",
     ),
     _moment_dtype("exp_avg_dtype"),
     _moment_dtype("exp_avg_sq_dtype"),
