@@ -23,7 +23,7 @@ from tests.distributed.gpt import (
 from tests.distributed.launch import run_ranks
 
 WORLD, STEPS, THRESHOLD = 2, 3, 100.0
-CASE = Case(num_layers=2, hidden=21, heads=3, ffn=20, vocab=23, seq=8, batch=1, microbatches=2,
+CASE = Case(num_layers=2, hidden=18, heads=3, ffn=20, vocab=23, seq=8, batch=1, microbatches=2,
             bias=False)  # fmt: skip
 
 
