@@ -67,8 +67,9 @@ def clip_sharded(original: Callable[[Any], None], attention: Any) -> None:
     weights = [weight for weight, _ in columns]
     for weight, factors in columns:
         _multiply_rows(weight, factors)
-    # On all ranks, clipped or not: ranks of other heads, which tensor parallelism makes, may share
-    # experts, and what one gathers again all of them must.
+    # Quantised weights are made anew only if it is said. On all ranks, clipped or not: ranks of
+    # other heads, which tensor parallelism makes, may share experts, and what one does again all of
+    # them must.
     engine.main_weights_changed(loaded=not all(weight.requires_grad for weight in weights))
 
 

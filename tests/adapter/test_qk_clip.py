@@ -124,6 +124,20 @@ def test_core_finds_the_layers_where_a_training_loop_calls_it(one_rank: torch.de
     assert qk_clip.clip_qk is not clip_qk
 
 
+def test_the_engine_is_told_once_for_each_layer_clipped_or_not(
+    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of other heads have to do the same, and quantised weights are made anew only then."""
+    trainer = build_trainer(CASE, "optim_grads_params", one_rank, _turn_on)
+    told: list[bool] = []
+    monkeypatch.setattr(
+        trainer.wrapper.engine, "main_weights_changed", lambda loaded: told.append(loaded)
+    )
+    _set_logits(trainer.wrapper)
+    clip_qk([trainer.wrapper])
+    assert told == [False] * CASE.num_layers
+
+
 def test_the_largest_logit_alone_changes_no_weight(one_rank: torch.device) -> None:
     """`log_max_attention_logit` without `qk_clip`."""
     trainer = build_trainer(CASE.but(bf16=True), "optim_grads_params", one_rank)
