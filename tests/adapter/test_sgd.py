@@ -39,11 +39,13 @@ def sgd_trainer(case: Case, strategy: str | None, device: torch.device, momentum
     config = ddp_config(case, strategy)
     cls: Any = FullyShardedDataParallel
     if strategy is None:
-        cls, config = DistributedDataParallel, replace(config, use_distributed_optimizer=False)
+        cls = DistributedDataParallel
+        config = replace(config, use_distributed_optimizer=False, overlap_param_gather=False)
     wrapper = cls(model.config, config, model)
     options = optimizer_config(
         case, optimizer="sgd", sgd_momentum=momentum,
         use_distributed_optimizer=strategy is not None,
+        overlap_param_gather=config.overlap_param_gather,
     )  # fmt: skip
     optimizer = get_megatron_optimizer(options, [wrapper], use_gloo_process_groups=False)
     for group in optimizer.param_groups:
