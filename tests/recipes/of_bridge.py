@@ -1,7 +1,8 @@
 """Recipes of Megatron-Bridge that set `use_megatron_fsdp`, and what this package says to each. As a
 script, in a process of its own:
 
-    python -m tests.recipes.of_bridge
+    python -m tests.recipes.of_bridge                                   # a row of the table each
+    python -m tests.recipes.of_bridge llama3_70b_pretrain_64gpu_b300_bf16    # options of a proof
 
 Recipes are found by their source, through the functions that they call, and then called: what
 counts is what the finished config says. They ask the hub for models' configurations; here these
@@ -18,7 +19,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -146,23 +147,52 @@ def seeming_transformer_engine() -> Iterator[None]:
         yield
 
 
-def classified(name: str, cfg: Any, source: str) -> dict[str, Any]:
-    """A row: what `apply_fsdp_overrides` says, and what the wrapper would say of the configs that
-    Megatron-Bridge makes of mixed precision and overlaps when training starts. AssertionError if
-    that is more: the user would see it too late."""
+def world_size(name: str) -> int:
+    """Ranks of a recipe: said in the names of those that are for more than one node."""
+    ranks = re.search(r"_(\d+)gpu", name)
+    return int(ranks[1]) if ranks else 8
+
+
+def proof_options(cfg: Any) -> dict[str, Any]:
+    """A finished config by the names that `doctor --prove` knows: plain values, and dtypes as
+    Megatron-LM's flags name them."""
+    from torch.nn.functional import silu
+
+    from megatron_fsdp_adapter.megatron.options.validation import DTYPES
+
+    names = {value: name for name, value in DTYPES.items() if value is not None}
+    found: dict[str, Any] = {}
+    for config in (cfg.optimizer, cfg.model, cfg.ddp):
+        for name, value in vars(config).items():
+            plain = names.get(value, value) if name.endswith("_dtype") else value
+            is_plain = plain is None or isinstance(plain, (bool, int, float, str, list))
+            if is_plain and not name.startswith("_"):
+                found[name] = plain
+    return {
+        **found,
+        "swiglu": bool(cfg.model.gated_linear_unit and cfg.model.activation_func is silu),
+        "group_query_attention": cfg.model.num_query_groups is not None,
+        "untie_embeddings_and_output_weights": not cfg.model.share_embeddings_and_output_weights,
+        "micro_batch_size": cfg.train.micro_batch_size,
+        "global_batch_size": cfg.train.global_batch_size,
+        "optimizer": cfg.optimizer.optimizer,
+        "ckpt_format": cfg.checkpoint.ckpt_format,
+    }
+
+
+def overridden(name: str, cfg: Any) -> tuple[list[str], dict[str, str]]:
+    """Makes of a recipe what a run makes of it: `apply_fsdp_overrides`, and what Megatron-Bridge
+    does when training starts. Returns what is refused before that, and the environment."""
     from megatron.bridge.training import config as bridge_config
     from megatron.bridge.utils import common_utils
 
     from megatron_fsdp_adapter import apply_fsdp_overrides
     from megatron_fsdp_adapter.launch import installation
-    from megatron_fsdp_adapter.megatron.options import support, validation
-    from megatron_fsdp_adapter.megatron.seams import core_api
+    from megatron_fsdp_adapter.megatron.options import validation
     from tests.recipes import classify
 
-    ranks = re.search(r"_(\d+)gpu", name)
-    world = int(ranks[1]) if ranks else 8
+    world = world_size(name)
     environment = {k: str(v) for k, v in (getattr(cfg, "env_vars", None) or {}).items()}
-    strategy = cfg.ddp.data_parallel_sharding_strategy
     early: list[str] = []
     with (
         classify.on_hopper({"RANK": "1", "WORLD_SIZE": str(world), **environment}),
@@ -172,10 +202,24 @@ def classified(name: str, cfg: Any, source: str) -> dict[str, Any]:
         seeming_transformer_engine(),
     ):
         try:
-            apply_fsdp_overrides(cfg, strategy, environment=environment)
+            apply_fsdp_overrides(cfg, cfg.ddp.data_parallel_sharding_strategy,
+                                 environment=environment)  # fmt: skip
         except ValueError:
             early = validation.bridge_problems(cfg, environment)
         bridge_config.runtime_config_update(cfg)  # validates the config too
+    return early, environment
+
+
+def classified(name: str, cfg: Any, source: str) -> dict[str, Any]:
+    """A row: what `apply_fsdp_overrides` says, and what the wrapper would say of the configs that
+    Megatron-Bridge makes of mixed precision and overlaps when training starts. AssertionError if
+    that is more: the user would see it too late."""
+    from megatron_fsdp_adapter.megatron.options import support, validation
+    from megatron_fsdp_adapter.megatron.seams import core_api
+    from tests.recipes import classify
+
+    early, environment = overridden(name, cfg)
+    with classify.on_hopper(environment):
         late = [
             *validation.wrapper_problems(cfg.model, cfg.ddp),
             *support.problems(cfg.optimizer, support.OPTIMIZER_CONFIG_RULES),
@@ -190,19 +234,29 @@ def classified(name: str, cfg: Any, source: str) -> dict[str, Any]:
     return classify.result(name, source, on, refused, waits)
 
 
-def rows() -> Iterator[dict[str, Any]]:
-    """A row for each recipe that, once it is made, has the switch on."""
+def recipes() -> Iterator[tuple[str, Any]]:
+    """(name, config) of each recipe that, once it is made, has the switch on."""
     from tests.integration import bridge_on_cpu
 
     bridge_on_cpu.prepare_bridge()
     logging.disable(logging.CRITICAL)
-    source = "Megatron-Bridge " + importlib.metadata.version("megatron-bridge")
     for module, function in recipes_with_fsdp(bridge_folder()):
         cfg = made(module, function)
         if cfg.ddp.use_megatron_fsdp or cfg.dist.use_megatron_fsdp:
-            yield classified(function.removesuffix("_config"), cfg, source)
+            yield function.removesuffix("_config"), cfg
+
+
+def main(wanted: Sequence[str]) -> None:
+    """Prints rows of the table, or the options of one recipe."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    source = "Megatron-Bridge " + importlib.metadata.version("megatron-bridge")
+    if not wanted:
+        print("ROWS" + json.dumps([classified(name, cfg, source) for name, cfg in recipes()]))
+        return
+    cfg = next(cfg for name, cfg in recipes() if name == wanted[0])
+    overridden(wanted[0], cfg)
+    print("OPTIONS" + json.dumps(proof_options(cfg)))
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    print("ROWS" + json.dumps(list(rows())))
+    main(sys.argv[1:])
