@@ -46,7 +46,7 @@ def read() -> list[dict[str, Any]]:
     return json.loads(TABLE.read_text())
 
 
-def of_source(source: str) -> list[dict[str, Any]]:
+def of_source(source: str) -> list[Row]:
     """The rows of "bridge" or of a folder of Megatron-LM, computed in a process of its own.
     RuntimeError with what it printed if it fails."""
     module, arguments = ("of_bridge", []) if source == "bridge" else ("of_megatron_lm", [source])
@@ -59,7 +59,7 @@ def of_source(source: str) -> list[dict[str, Any]]:
     found = [line for line in done.stdout.splitlines() if line.startswith("ROWS")]
     if done.returncode or not found:
         raise RuntimeError(f"the recipes of {source}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return json.loads(found[-1].removeprefix("ROWS"))
+    return merged([], json.loads(found[-1].removeprefix("ROWS")))
 
 
 def merged(old: Iterable[Row], new: Sequence[Row]) -> list[Row]:
