@@ -76,8 +76,14 @@ MAIN_FLAGS: tuple[Flag, ...] = (
         "--megatron-fsdp-enable-fine-grained-param-gather", False, "not supported",
         is_switch=True,
     ),
-    Flag("--megatron-fsdp-max-pool-double-buffer", False, "not supported", is_switch=True),
-    Flag("--fsdp-db-use-persist-buf-on-alloc-fail", False, "not supported", is_switch=True),
+    Flag(
+        "--megatron-fsdp-max-pool-double-buffer", False,
+        "nothing to do: slots are sized by the largest unit", is_switch=True,
+    ),
+    Flag(
+        "--fsdp-db-use-persist-buf-on-alloc-fail", False,
+        "nothing to do: slots are sized by the largest unit", is_switch=True,
+    ),
     Flag(
         "--fsdp-copy-engine-all-gather", False,
         "weights are gathered by the GPUs' copy engines (docs/performance.md)", is_switch=True,
