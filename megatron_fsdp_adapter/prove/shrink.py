@@ -255,6 +255,8 @@ def _ranks(work: _Work, room: Room) -> None:
             work.left_out.append("shards of experts: each expert is on one rank")
         work.set("expert_model_parallel_size", 2 if room_for > 1 else 1, "the fewest that split")
     etp = o.get("expert_tensor_parallel_size")
+    if not experts:  # filled in by Megatron, and the ranks have to be divisible by it all the same
+        work.set("expert_tensor_parallel_size", tensor, "as tensor parallelism: no experts")
     if experts and etp is not None and etp > 1:
         fits = tensor > 1 and world // pipeline >= 2 * _number(o, "expert_model_parallel_size", 1)
         if not fits:

@@ -176,3 +176,12 @@ def test_this_repositorys_own_script_is_read_with_the_options_that_it_has() -> N
     assert [change.option for change in found.changes][:1] == ["--use-megatron-fsdp"]
     small = shrink(found.options, Room(2, True, True))
     assert small.options["num_layers"] < found.options["num_layers"]
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 4))
+def test_a_dense_run_keeps_no_more_ranks_of_experts_than_of_tensors(ranks: int) -> None:
+    """Megatron fills the size in from tensor parallelism, and divides the ranks by it."""
+    split = {"tensor_model_parallel_size": 8, "expert_tensor_parallel_size": 8}
+    found = small(split, Room(ranks, False, False)).options
+    assert found["expert_tensor_parallel_size"] == found["tensor_model_parallel_size"]
+    assert found["world_size"] % found["expert_tensor_parallel_size"] == 0
