@@ -34,7 +34,8 @@ HEADER = """# Recipes that turn FSDP on
 
 Every recipe of Megatron-Bridge that sets `use_megatron_fsdp`, and every functional test configuration of Megatron-LM that turns FSDP on, with what this package says to it. Nothing of it was trained: the recipe is made, completed as for a run
 (`apply_fsdp_overrides`, or what `--use-megatron-fsdp` sets), validated by Megatron-Bridge where it is one of its recipes, and checked by the rules for options, on a pretended Hopper GPU. What only a model shows (its layers, its
-initialisers, its groups) is not checked. Models' configurations, which recipes take from the hub, are made; sizes of Nemotron and Qwen are not theirs.
+initialisers, its groups) is not checked. Models' configurations, which recipes take from the hub, are made; sizes of Nemotron and Qwen are not theirs. The two
+configurations that are refused for `ckpt_format` are refused by their own Megatron-LM as well.
 
 Made by `python -m tests.recipes.table`, kept by `tests/recipes/test_recipe_table.py` (against the rules of today) and `tests/recipes/test_recipe_sources.py` (against the sources, where they are installed). Some of them, made small, are trained beside DDP:
 `tests/recipes/test_recipes_train.py`.
