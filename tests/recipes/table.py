@@ -32,13 +32,13 @@ CLASSES: Mapping[str, str] = {
 
 HEADER = """# Recipes that turn FSDP on
 
-Every recipe of Megatron-Bridge that sets `use_megatron_fsdp`, and every functional test configuration of Megatron-LM that turns FSDP on, with what this package says to it. Nothing of it was trained: the recipe is made, completed as for a run
+Every recipe of Megatron-Bridge that sets `use_megatron_fsdp`, and every functional test configuration of Megatron-LM that turns FSDP on, with what this package says to it. For the class nothing is trained: the recipe is made, completed as for a run
 (`apply_fsdp_overrides`, or what `--use-megatron-fsdp` sets), validated by Megatron-Bridge where it is one of its recipes, and checked by the rules for options, on a pretended Hopper GPU. What only a model shows (its layers, its
 initialisers, its groups) is not checked. Models' configurations, which recipes take from the hub, are made; sizes of Nemotron and Qwen are not theirs. The two
 configurations that are refused for `ckpt_format` are refused by their own Megatron-LM as well.
 
-Made by `python -m tests.recipes.table`, kept by `tests/recipes/test_recipe_table.py` (against the rules of today) and `tests/recipes/test_recipe_sources.py` (against the sources, where they are installed). Some of them, made small, are trained beside DDP:
-`tests/recipes/test_recipes_train.py`.
+Made by `python -m tests.recipes.table`, kept by `tests/recipes/test_recipe_table.py` (against the rules of today) and `tests/recipes/test_recipe_sources.py` (against the sources, where they are installed). Those that are accepted are trained
+by the rule of [`doctor --prove`](prove.md), on two ranks, without what needs a GPU where there is none (`tests/recipes/test_recipes_train.py`); not so the recipe of Qwen, whose layers a proof cannot build.
 """  # noqa: E501
 
 
