@@ -104,9 +104,7 @@ def _plain(rank: int, world: int, cases: Sequence[Case]) -> bytes:
 
 
 def _cases(overlap: bool) -> list[Case]:
-    three = random_case(fresh_seed()).but(
-        microbatches=3, batch=1, adam_eps=1e-5, overlap=overlap
-    )
+    three = random_case(fresh_seed()).but(microbatches=3, batch=1, overlap=overlap)
     if not overlap:
         return [three]
     return [random_case(fresh_seed()).but(microbatches=1, num_layers=2), three]
