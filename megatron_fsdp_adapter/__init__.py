@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .megatron.options.ddp_config import DistributedDataParallelConfig
     from .megatron.process_groups import create_all_gather_groups
     from .plain.fully_shard import fully_shard_model, fully_shard_optimizer
+    from .sharding.export import export_shards, export_weights
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,8 @@ _HOMES = {
     "apply_fsdp_overrides": "launch.bridge",
     "create_all_gather_groups": "megatron.process_groups",
     "enable_cpu_mode": "launch.cpu_mode",
+    "export_shards": "sharding.export",
+    "export_weights": "sharding.export",
     "fully_shard_model": "plain.fully_shard",
     "fully_shard_optimizer": "plain.fully_shard",
     "install": "launch.installation",
@@ -44,6 +47,8 @@ __all__ = [
     "apply_fsdp_overrides",
     "create_all_gather_groups",
     "enable_cpu_mode",
+    "export_shards",
+    "export_weights",
     "fully_shard_model",
     "fully_shard_optimizer",
     "install",

@@ -24,6 +24,7 @@ from ..core.topology import DENSE
 from ..diagnostics.description import describe
 from ..quantised import TransformerEngineParams
 from ..sharding.building import build_engine
+from ..sharding.export import Source
 from ..sharding.materialize import target_device
 from ..sharding.placement import Placements
 from ..sharding.problems import raise_problems
@@ -40,6 +41,7 @@ from .checkpoint import bridge_weights, checkpoint_drivers, megatron_saves
 from .construction_problems import construction_problems
 from .core_init import core_initialisers
 from .domains import SHARED_EMBEDDING, ModelDomains
+from .exported import export_source
 from .fp8 import CACHE_OPTION, begin_delayed_scaling, switch_off_weight_cache
 from .fused_wgrad import asks_fusion
 from .grad_checks import chosen_check
@@ -204,6 +206,11 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
     def describe(self) -> str:
         """A table of the domains and of every parameter with the domain that it belongs to."""
         return describe(self.engine)
+
+    def export_source(self) -> Source:
+        """What `export_weights` goes by."""
+        index = self.megatron_fsdp_dist_index
+        return export_source(self.module.module, self.engine, index, self.process_groups)
 
     # What Megatron's schedules and training loop call.
 

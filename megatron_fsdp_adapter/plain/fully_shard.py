@@ -30,6 +30,7 @@ from ..diagnostics.description import describe
 from ..diagnostics.grad_check import GradCheck
 from ..quantised import TransformerEngineParams, format_of
 from ..sharding.building import build_engine
+from ..sharding.export import Described, Source, beside_engine
 from ..sharding.local_optimizer import adopt, end_step
 from ..sharding.materialize import meta_problems, own_initialiser, target_device
 from ..sharding.module_problems import module_problems
@@ -121,6 +122,15 @@ class FullyShardedModel(GradSync, ShardedStateDict):
         if config.shard_outer and domain.outer is not None:
             dist.all_reduce(total, op, domain.outer.group)
         return total if largest else total.pow(1.0 / norm_type)
+
+    def export_source(self) -> Source:
+        """What `export_weights` goes by."""
+        beside = beside_engine(self.module, self.engine)
+        rest = [
+            (Described(name, dtype=value.dtype if is_buffer else None), value)
+            for name, value, is_buffer in beside
+        ]
+        return Source(self.engine, lambda pair: Described(pair.managed.fqns[0]), rest)
 
     def describe(self) -> str:
         """A table of every parameter with where it lies."""

@@ -21,7 +21,7 @@ heads, of the key, of the value. Both rotate halves of a head in the same order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -127,6 +127,48 @@ def weights_for(
     return found
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows `start` to `start + count` of one of our tensors are those from `at` on of `name`, which
+    has `total` rows."""
+
+    name: str
+    total: int
+    at: int
+    start: int
+    count: int
+
+
+def names_of(model: Architecture) -> dict[str, tuple[str, ...]]:
+    """Our name -> the names of the tensors that it is made of."""
+    return dict(_pieces(model))
+
+
+def rows_of(
+    model: Architecture, name: str, names: tuple[str, ...], rows: int
+) -> tuple[Rows, ...]:
+    """Where the rows of our tensor `name`, which has `rows` and is made of `names`, go; tensor by
+    tensor, in order of their rows. Rows of the vocabulary's padding go nowhere. ValueError for
+    another number of rows than the architecture has."""
+    if name.endswith(_QKV):
+        sizes = _group_rows(model)
+        _check_qkv_rows(model, name, rows)
+        starts = (0, sizes[0], sizes[0] + sizes[1])
+        return tuple(
+            Rows(part, size * model.query_groups, g * size, g * sum(sizes) + start, size)
+            for part, start, size in zip(names, starts, sizes, strict=True)
+            for g in range(model.query_groups)
+        )
+    if name in (EMBEDDING, OUTPUT):
+        if rows < model.vocab:
+            raise ValueError(f"{name} has {rows} rows, and the config vocab_size={model.vocab}")
+        rows = model.vocab
+    each, odd = divmod(rows, len(names))
+    if odd:
+        raise ValueError(f"{name} has {rows} rows, which are no {len(names)} equal parts")
+    return tuple(Rows(part, each, 0, i * each, each) for i, part in enumerate(names))
+
+
 def _pieces(model: Architecture) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Our name -> the names of the tensors that it is made of."""
     for ours, theirs in _TOP.items():
@@ -176,11 +218,7 @@ def _fuse(model: Architecture, parts: list[LazyTensor]) -> LazyTensor:
 
 def _unfuse(model: Architecture, name: str, fused: LazyTensor) -> list[LazyTensor]:
     sizes = _group_rows(model)
-    if fused.shape[0] != model.query_groups * sum(sizes):
-        raise ValueError(
-            f"{name} has {fused.shape[0]} rows, but {model.heads} heads of {model.head_dim} in "
-            f"{model.query_groups} groups need {model.query_groups * sum(sizes)}"
-        )
+    _check_qkv_rows(model, name, fused.shape[0])
     starts = (0, sizes[0], sizes[0] + sizes[1])
     return [
         concat(
@@ -188,6 +226,15 @@ def _unfuse(model: Architecture, name: str, fused: LazyTensor) -> list[LazyTenso
         )
         for start, rows in zip(starts, sizes, strict=True)
     ]
+
+
+def _check_qkv_rows(model: Architecture, name: str, rows: int) -> None:
+    needed = model.query_groups * sum(_group_rows(model))
+    if rows != needed:
+        raise ValueError(
+            f"{name} has {rows} rows, but {model.heads} heads of {model.head_dim} in "
+            f"{model.query_groups} groups need {needed}"
+        )
 
 
 def _check_names(found: Mapping[str, LazyTensor], wanted: set[str], where: object) -> None:

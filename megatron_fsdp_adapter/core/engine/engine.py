@@ -62,6 +62,8 @@ class FsdpEngine:
 
     Attributes:
         auto_sync: whether the last backward of a step also finishes its gradients.
+        loads: how many times somebody has said that weights which are not trained were written;
+            exported_loads: how many that were when everything was last exported.
         own_loop: whether the training loop is the user's own, who may do with parameters and
             gradients what torch allows: freeze, write, clear and hook them. A loop of Megatron's
             says by calls what it does, and is spared the looking.
@@ -116,6 +118,7 @@ class FsdpEngine:
         self.grads = AttachedGrads(self.pairs)
         self._is_last_microbatch, self._knows_microbatches = True, False
         self.auto_sync = self.own_loop = self._has_frozen = False
+        self.loads, self.exported_loads = 0, -1
         self._shown_before = Identity.OPTIMIZER
         self._active_root: str | None = None
         self._counts_calls = True
@@ -455,9 +458,17 @@ class FsdpEngine:
         """The optimizer, or a load, has written main weights: gathered weights are outdated, and
         quantised ones are made anew, once, when raw parameters are shown. Collective then. loaded:
         those of parameters that are not trained, too."""
+        self.loads += loaded
         if self.quantisation is not None:
             self.quantisation.changed(loaded, needed=self.switch.shown is Identity.RAW)
         self.gather.invalidate()
+
+    @torch.no_grad()
+    def bring_up_to_date(self) -> None:
+        """Quantised weights are those of the main weights after this, in each rank's own rows.
+        Collective if main weights have changed."""
+        if self.quantisation is not None and self.switch.shown is Identity.OPTIMIZER:
+            self.quantisation.catch_up(unsaid=self.own_loop)
 
     def will_quantise(self, trained: bool) -> bool:
         """Whether quantised weights, those that are trained or the others, are made anew before a

@@ -143,9 +143,10 @@ class GatherPipeline:
                 plane.full.allocate()
 
     def _gather_more(self, unit: Unit, use: Use) -> list[Any]:
-        return self._launch(
-            GATHERED, self.communicators, unit, lambda group: _pairs_of(group.planes_only[use])
-        )
+        return self.all_gather(
+            GATHERED, self.communicators, unit.groups,
+            lambda group: _pairs_of(group.planes_only[use]),
+        )  # fmt: skip
 
     def _fill_own(self, unit: Unit, outdated: bool, use: Use) -> None:
         for group in unit.groups:
@@ -155,26 +156,28 @@ class GatherPipeline:
                 group.write_own_weights()
 
     def _gather_outer(self, unit: Unit) -> list[Any]:
-        return self._launch(GATHERED_OUTER, self.outer, unit, lambda group: group.outer_pairs)
-
-    def _all_gather(self, unit: Unit, use: Use) -> list[Any]:
-        return self._launch(
-            GATHERED, self.communicators, unit, lambda group: group.gather_pairs[use]
+        return self.all_gather(
+            GATHERED_OUTER, self.outer, unit.groups, lambda group: group.outer_pairs
         )
 
-    def _launch(
+    def _all_gather(self, unit: Unit, use: Use) -> list[Any]:
+        return self.all_gather(
+            GATHERED, self.communicators, unit.groups, lambda group: group.gather_pairs[use]
+        )
+
+    def all_gather(
         self,
         kind: str,
         communicators: Mapping[str, Communicator],
-        unit: Unit,
+        groups: Sequence[ParamGroup],
         pairs_of: Callable[[ParamGroup], list[Pair]],
     ) -> list[Any]:
         """One launch a domain; nothing in a domain without this axis, or without such pairs."""
         works = []
-        for domain, groups in by_domain(unit.groups).items():
-            pairs = [pair for group in groups for pair in pairs_of(group)]
+        for domain, members in by_domain(groups).items():
+            pairs = [pair for group in members for pair in pairs_of(group)]
             if domain in communicators and pairs:
-                self.launches.note(kind, groups, communicators[domain])
+                self.launches.note(kind, members, communicators[domain])
                 works += communicators[domain].all_gather(pairs)
         return works
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+import torch
+from torch import nn
+
 from megatron_fsdp_adapter.core.layout.format import Use
 
 from .group import ParamGroup
@@ -121,6 +124,10 @@ class Unit:
             use = Use.BOTH
         for param in self.quantised:
             self._knows.prepare(param, use)  # type: ignore[union-attr]
+
+    def scales_of(self, param: nn.Parameter) -> list[torch.Tensor]:
+        """What every rank has of a quantised parameter beside its planes."""
+        return self._knows.scales(param)  # type: ignore[union-attr]
 
     def drop_derived(self) -> None:
         """What was made of the weights is old, or needed no more."""

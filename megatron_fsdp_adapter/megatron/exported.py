@@ -1,0 +1,68 @@
+"""What one chunk of a Megatron model is to an export: names in the whole model, and how tensor,
+expert and pipeline parallelism split it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from ..checkpoint.names import GlobalNames, global_names, split_depth
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.identity import ParamPair
+from ..core.topology import EXPERT, FSDPDistributedIndex
+from ..sharding.export import Described, Source, beside_engine
+from .domains import kind_of
+
+
+def export_source(
+    module: nn.Module, engine: FsdpEngine, index: FSDPDistributedIndex, pg_collection: Any
+) -> Source:
+    """Of the module inside of both wrappers. pg_collection: the groups; None: `parallel_state`'s.
+    ValueError for layers that tensor parallelism splits in a way that cannot be undone."""
+    names = global_names(module)
+
+    def described(fqn: str, param: Any) -> Described:
+        kind = kind_of(param, fqn)
+        group, split = index.kinds[kind].tensor, getattr(param, "_tp_partition_dim", None)
+        is_split = split is not None and group is not None and dist.get_world_size(group) > 1
+        if is_split and names.is_interleaved(fqn):
+            raise ValueError(
+                f"{fqn}: tensor parallelism cuts it into slices that do not join into one tensor; "
+                "use tensor_model_parallel_size=1 to export this kind of layer"
+            )
+        return Described(
+            split_depth(names.of(fqn))[1], split, group, len(names.suffixes(fqn)),
+            kind == EXPERT, _is_copy(names, fqn),
+        )  # fmt: skip
+
+    def of_pair(pair: ParamPair) -> Described:
+        return described(pair.managed.fqns[0], pair.raw)
+
+    rest, params = [], dict(module.named_parameters())
+    for fqn, value, is_buffer in beside_engine(module, engine):
+        if is_buffer:
+            name = split_depth(names.of(fqn))[1]
+            rest.append((Described(name, dtype=value.dtype), value))
+        else:
+            rest.append((described(fqn, params[fqn]), value))
+    return Source(
+        engine, of_pair, rest, _group(pg_collection, "ep"), _group(pg_collection, "pp")
+    )
+
+
+def _is_copy(names: GlobalNames, fqn: str) -> bool:
+    """Whether it is the last pipeline stage's copy of a tied embedding."""
+    return split_depth(fqn)[1] in names.alias
+
+
+def _group(pg_collection: Any, name: str) -> dist.ProcessGroup | None:
+    if pg_collection is not None:
+        return getattr(pg_collection, name, None)
+    getters = {
+        "ep": parallel_state.get_expert_model_parallel_group,
+        "pp": parallel_state.get_pipeline_model_parallel_group,
+    }
+    return getters[name](check_initialized=False)

@@ -1,0 +1,485 @@
+"""The weights of a live wrapped model, for an engine that generates with them (vLLM, SGLang).
+
+    for name, tensor in export_weights(model, "path/to/hugging_face_model"):
+        rollout.load(name, tensor)
+
+Whole tensors come unit by unit (`unit_copies.py`), so that no rank ever has the model: what is in
+memory are the unit at hand, the next one, and what the caller keeps. Each tensor is then joined
+over tensor-parallel ranks, exchanged between expert-parallel ranks, cut into Hugging Face's tensors
+and sent to the other pipeline stages, one at a time. `export_shards` does without all of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.group import ParamGroup
+from ..core.engine.identity import ParamPair
+from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR
+from ..core.runtime.comm import Communicator
+from ..quantised import dequantised
+from .export_names import HuggingFaceNames, OwnNames, WeightNames
+from .problems import raise_problems
+from .unit_copies import SCALE, WEIGHT, Planes, Wanted, add_scale, unit_copies
+
+ALL, CHANGED, TRAINED = "all", "changed", "trained"
+MODEL, STAGE = "model", "stage"
+SCALE_SUFFIX = "_scale_inv"
+"""Of the name of what a quantised weight's bytes are multiplied by."""
+SCALES = (SCALE, "rowwise_scales")
+
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Described:
+    """A parameter of one rank's model, or a persistent buffer.
+
+    name: in the whole model. split, tensor: the dim along which, and the group over which, tensor
+    parallelism splits it; None if it does not. halves: into how many parts dim 0 is cut before it
+    is split. expert: whether other expert-parallel ranks have other ones. is_copy: whether another
+    pipeline stage has the same one. dtype: to be left as it is, None for that of the export.
+    """
+
+    name: str
+    split: int | None = None
+    tensor: dist.ProcessGroup | None = None
+    halves: int = 1
+    expert: bool = False
+    is_copy: bool = False
+    dtype: torch.dtype | None = None
+
+    @property
+    def parts(self) -> int:
+        """Over how many tensor-parallel ranks it is split."""
+        if self.split is None or self.tensor is None:
+            return 1
+        return dist.get_world_size(self.tensor)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one model chunk is to an export. describe: of a parameter of the engine; rest: what the
+    engine does not have. experts, stages: the expert-parallel and the pipeline-parallel group."""
+
+    engine: FsdpEngine
+    describe: Callable[[ParamPair], Described]
+    rest: Sequence[tuple[Described, torch.Tensor]] = ()
+    experts: dist.ProcessGroup | None = None
+    stages: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class WeightShard:
+    """Rows of a tensor that this rank holds: `tensor` is the block that begins at `offsets` of the
+    whole tensor `name` of `shape`."""
+
+    name: str
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def export_weights(
+    model: Any,
+    hf_config: Any = None,
+    *,
+    dtype: torch.dtype | None = torch.bfloat16,
+    which: str = ALL,
+    scope: str = MODEL,
+    quantised: bool = False,
+) -> Named:
+    """(name, whole tensor) of every weight, unit by unit in unit order, then of what is in no unit:
+    parameters that were left alone, persistent buffers (which keep their dtype). The next unit is
+    gathered while the caller uses the present one. Collective over all ranks of the model: each has
+    to run the iterator to its end. Tensors are the caller's; one that is kept keeps the memory of
+    its unit's parameters of the same kind.
+
+    Args:
+        model: what `FullyShardedDataParallel` or `fully_shard_model` gave, or a list of model
+            chunks.
+        hf_config: `config.json` of a Llama or Mixtral (a mapping, a path of its folder, or an
+            object of transformers), for Hugging Face's names and tensors. Without it names are the
+            model's own, over the whole model; those of a transformers model are Hugging Face's.
+        dtype: main weights are cast to it before they are gathered; None for theirs.
+        which: "all"; "changed": without frozen weights that no load has written since everything
+            was last exported; "trained": without frozen weights (adapters alone, say).
+        scope: "model": every rank gets all tensors. "stage": those of its pipeline stage, and of
+            its experts; nothing is sent between stages.
+        quantised: quantised weights come as the bytes that modules compute with, under the weight's
+            name, and what to multiply them by, under that name with `_scale_inv`: one number, one
+            for each 128 x 128 elements, or (uint8, exponents) for each 32 of a row.
+
+    Raises:
+        ValueError: before anything is gathered: an option with a wrong value, weights without a
+            counterpart in Hugging Face's names, quantised weights that cannot be cut or joined.
+    """
+    chunks = _sources(model)
+    _check(which, scope, dtype)
+    plan = _Plan(_names(hf_config, chunks), dtype, quantised, scope == MODEL)
+    exported = [_Chunk(source, _chosen(source, which), plan) for source in chunks]
+    found = [line for chunk in exported for line in chunk.problems()]
+    raise_problems("export_weights", found)
+    return _run(exported, which)
+
+
+def export_shards(
+    model: Any,
+    hf_config: Any = None,
+    *,
+    dtype: torch.dtype | None = torch.bfloat16,
+    which: str = ALL,
+) -> Iterator[WeightShard]:
+    """The rows of every weight that this rank holds, as copies in `dtype` (None: the main
+    weights'), in unit order. Nothing is communicated. Ranks that are replicas of each other have
+    the same ones; a rank has none of some weights, and several blocks of others. Arguments and
+    errors are those of `export_weights`."""
+    chunks = _sources(model)
+    _check(which, MODEL, dtype)
+    plan = _Plan(_names(hf_config, chunks), dtype, False, False)
+    exported = [_Chunk(source, _chosen(source, which), plan) for source in chunks]
+    raise_problems("export_shards", [line for chunk in exported for line in chunk.problems()])
+    return (shard for chunk in exported for shard in chunk.shards())
+
+
+def beside_engine(
+    module: nn.Module, engine: FsdpEngine
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Name and value of what `module` has beside the engine's parameters, each once: parameters
+    that were left alone, as what they stand for, and persistent buffers (True)."""
+    managed = {id(param) for pair in engine.pairs for param in (pair.raw, pair.optimizer)}
+    for name, param in module.named_parameters():
+        if id(param) not in managed:
+            yield name, dequantised(param), False
+    for path, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), buffer, True
+
+
+def _sources(model: Any) -> list[Source]:
+    chunks = list(model) if isinstance(model, Sequence) else [model]
+    for chunk in chunks:
+        if not hasattr(chunk, "export_source"):
+            raise ValueError(
+                f"model: a {type(chunk).__name__} is not wrapped; give what "
+                "FullyShardedDataParallel(...) or fully_shard_model(...) returned"
+            )
+    return [chunk.export_source() for chunk in chunks]
+
+
+def _check(which: str, scope: str, dtype: torch.dtype | None) -> None:
+    found = []
+    if which not in (ALL, CHANGED, TRAINED):
+        found.append(f"which={which!r}: use one of {[ALL, CHANGED, TRAINED]}")
+    if scope not in (MODEL, STAGE):
+        found.append(f"scope={scope!r}: use one of {[MODEL, STAGE]}")
+    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+        found.append(
+            f"dtype={dtype}: main weights are cast to it without scales; use torch.bfloat16, "
+            "float16, float32 or None, and quantised=True for the bytes of quantised weights"
+        )
+    raise_problems("export_weights", found)
+
+
+def _names(hf_config: Any, chunks: Sequence[Source]) -> WeightNames:
+    return OwnNames() if hf_config is None else HuggingFaceNames.of(hf_config)
+
+
+def _chosen(source: Source, which: str) -> bool:
+    """Whether frozen weights are exported, too."""
+    engine = source.engine
+    return which == ALL or (which == CHANGED and engine.exported_loads != engine.loads)
+
+
+def _run(chunks: Sequence[_Chunk], which: str) -> Named:
+    stages = chunks[0].source.stages
+    across = chunks[0].plan.everything and stages is not None and dist.get_world_size(stages) > 1
+    yield from _over_stages(chunks, stages) if across else _in_turn(chunks)
+    for chunk in chunks:
+        if chunk.frozen_too:
+            chunk.source.engine.exported_loads = chunk.loads
+
+
+def _in_turn(chunks: Sequence[_Chunk]) -> Named:
+    for chunk in chunks:
+        yield from chunk.tensors()
+
+
+def _over_stages(chunks: Sequence[_Chunk], stages: Any) -> Named:
+    """All stages' tensors, chunk by chunk and stage by stage. What each stage will send is found
+    out on the meta device and told to the others once."""
+    mine, size = dist.get_rank(stages), dist.get_world_size(stages)
+    own = [
+        [(name, tuple(t.shape), t.dtype) for name, t in chunk.tensors(meta=True)]
+        for chunk in chunks
+    ]
+    told: list[Any] = [None] * size
+    dist.all_gather_object(told, own, group=stages)
+    for number, chunk in enumerate(chunks):
+        for stage in range(size):
+            listed = told[stage][number]
+            source = dist.get_global_rank(stages, stage)
+            sent = chunk.tensors() if stage == mine else _to_receive(listed, chunk.device)
+            for name, _, _ in listed:
+                yield _sent(name, next(sent), source, stages)
+            assert next(sent, None) is None, "more than was told"
+
+
+def _sent(
+    name: str, given: tuple[str, torch.Tensor], source: int, stages: Any
+) -> tuple[str, torch.Tensor]:
+    """What rank `source` gives, on all ranks."""
+    assert name == given[0], (name, given[0])
+    tensor = given[1].contiguous()
+    dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source, group=stages)
+    return name, tensor
+
+
+def _to_receive(listed: Sequence[Any], device: torch.device) -> Named:
+    for name, shape, dtype in listed:
+        yield name, torch.empty(shape, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is exported of each chunk. everything: whether also what other ranks have."""
+
+    names: WeightNames
+    dtype: torch.dtype | None
+    quantised: bool
+    everything: bool
+
+
+class _Chunk:
+    """The export of one model chunk."""
+
+    def __init__(self, source: Source, frozen_too: bool, plan: _Plan) -> None:
+        self.source, self.frozen_too, self.plan = source, frozen_too, plan
+        self.device = source.engine.runtime.device
+        self.loads = source.engine.loads
+        self.wanted = Wanted(self._is_chosen, plan.dtype, plan.quantised)
+        self._described = {id(pair): source.describe(pair) for pair in source.engine.pairs}
+        self._others = self._names_of_experts()
+
+    def _is_chosen(self, group: ParamGroup) -> bool:
+        return self.frozen_too or group.key.requires_grad
+
+    def _is_left_out(self, described: Described) -> bool:
+        return described.is_copy and self.plan.everything
+
+    def _rest(self) -> Sequence[tuple[Described, torch.Tensor]]:
+        return self.source.rest if self.frozen_too else ()
+
+    @property
+    def _exchanges(self) -> bool:
+        group = self.source.experts
+        return self.plan.everything and group is not None and dist.get_world_size(group) > 1
+
+    def _names_of_experts(self) -> dict[str, list[str]]:
+        """By this rank's name of a weight, the names on all expert-parallel ranks."""
+        if not self._exchanges:
+            return {}
+        rest = [described for described, _ in self.source.rest]
+        described = [*self._described.values(), *rest]
+        own = [one.name for one in described if one.expert]
+        group: Any = self.source.experts
+        told: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, own, group=group)
+        return {name: list(names) for name, *names in zip(own, *told, strict=True)}
+
+    def problems(self) -> list[str]:
+        """One line for each weight that cannot be exported as asked."""
+        found = []
+        for described, shape, format in self._listed():
+            whole = _whole_shape(described, shape)
+            found += self.plan.names.problems(described.name, whole)
+            if self.plan.quantised and format is not None:
+                found += _quantised_problems(described, shape, format)
+                if not found:
+                    found += self.plan.names.cut_problems(described.name, whole, _block(format))
+        return found
+
+    def _listed(self) -> Iterator[tuple[Described, tuple[int, ...], Any]]:
+        for pair in self.source.engine.pairs:
+            described = self._described[id(pair)]
+            if self._is_chosen(pair.group) and not self._is_left_out(described):
+                shape = pair.group.layout.specs[pair.index].shape
+                yield described, shape, pair.group.key.quantised
+        for described, tensor in self._rest():
+            yield described, tuple(tensor.shape), None
+
+    def tensors(self, meta: bool = False) -> Named:
+        """Names and tensors of this chunk; on the meta device nothing is communicated."""
+        for described, planes in self._on_meta() if meta else self._gathered():
+            if not self._is_left_out(described):
+                found = self._exported(described, planes)
+                while found:  # what the caller has had is kept by nobody here
+                    yield found.pop()
+
+    def _exported(self, described: Described, planes: Planes) -> list[tuple[str, torch.Tensor]]:
+        """What becomes of one weight, last first. Collective; takes the planes away."""
+        exchange = self._exchanges and described.expert
+        names = self._others[described.name] if exchange else [described.name]
+        rows = (*_whole_shape(described, tuple(next(iter(planes.values())).shape)), 1)[0]
+        found = []
+        for plane in list(planes):
+            whole = _joined(described, planes.pop(plane))
+            parts = _from_all(self.source.experts, whole) if exchange else [whole]
+            for name, part in zip(names, parts, strict=True):
+                for told, cut in self.plan.names.cut(name, part, rows):
+                    found.append(_presented(plane, told, cut))
+        return found[::-1]
+
+    def _gathered(self) -> Iterator[tuple[Described, Planes]]:
+        for unit in unit_copies(self.source.engine, self.wanted):
+            unit.reverse()
+            while unit:
+                pair, planes = unit.pop()
+                yield self._described[id(pair)], _trimmed(pair, planes)
+        for described, tensor in self._rest():
+            yield described, {WEIGHT: self._cast(described, tensor)}
+
+    def _on_meta(self) -> Iterator[tuple[Described, Planes]]:
+        for unit in self.source.engine.units:
+            for group in filter(self._is_chosen, unit.groups):
+                for pair in (p for p in self.source.engine.pairs if p.group is group):
+                    shape = group.layout.specs[pair.index].shape
+                    planes = {
+                        plane.name: torch.empty(
+                            plane.shape(shape), dtype=plane.dtype, device="meta"
+                        )
+                        for plane, _ in self.wanted.planes(group)
+                    }
+                    if WEIGHT not in planes:
+                        add_scale(planes, unit.scales_of(pair.raw))
+                        planes = {name: plane.to("meta") for name, plane in planes.items()}
+                    yield self._described[id(pair)], _trimmed(pair, planes)
+        for described, tensor in self._rest():
+            yield described, {WEIGHT: self._cast(described, tensor.to("meta"))}
+
+    def _cast(self, described: Described, tensor: torch.Tensor) -> torch.Tensor:
+        kept = described.dtype or self.plan.dtype or tensor.dtype
+        return tensor.detach().to(kept, copy=True)
+
+    def shards(self) -> Iterator[WeightShard]:
+        """This rank's rows."""
+        for pair in self.source.engine.pairs:
+            group = pair.group
+            if self._is_chosen(group):
+                held = group.held.layout.shard_range(pair.index, group.held.rank)
+                shape = group.layout.specs[pair.index].layout_shape
+                local = group.main_items[pair.index].detach()
+                rows = held.start // max(1, torch.Size(shape[1:]).numel())
+                local = local.to(self.plan.dtype or local.dtype, copy=True)
+                yield from self._blocks(self._described[id(pair)], local, rows, shape)
+        for described, tensor in self._rest():
+            whole = tensor.view(-1) if tensor.dim() == 0 else tensor
+            yield from self._blocks(
+                described, self._cast(described, whole), 0, tuple(whole.shape)
+            )
+
+    def _blocks(
+        self, described: Described, local: torch.Tensor, first: int, shape: tuple[int, ...]
+    ) -> Iterator[WeightShard]:
+        """local: rows from `first` on of this rank's part, of `shape`, of the whole tensor."""
+        whole = _whole_shape(described, shape)
+        columns = [0] * (len(shape) - 1)
+        rank = 0 if described.parts == 1 else dist.get_rank(described.tensor)
+        if described.parts > 1 and described.split:
+            columns[described.split - 1] = rank * shape[described.split]
+        for start, count, at in _row_runs(described, shape[0], rank):
+            low, high = max(start, first), min(start + count, first + local.shape[0])
+            if low >= high:
+                continue
+            for name, total, place, begin, stop in self.plan.names.overlaps(
+                described.name, whole[0], at + low - start, at + high - start
+            ):
+                offset = begin - (at + low - start) + low - first
+                block = local[offset : offset + stop - begin]
+                yield WeightShard(name, block, (place, *columns), (total, *whole[1:]))
+
+
+def _row_runs(described: Described, rows: int, rank: int) -> list[tuple[int, int, int]]:
+    """(first row here, rows, first row in the whole tensor) of each stretch of a rank's part."""
+    if described.parts == 1 or described.split != 0:
+        return [(0, rows, 0)]
+    each = rows // described.halves
+    return [
+        (half * each, each, (half * described.parts + rank) * each)
+        for half in range(described.halves)
+    ]
+
+
+def _whole_shape(described: Described, shape: tuple[int, ...]) -> tuple[int, ...]:
+    parts, split = described.parts, described.split
+    return tuple(n * parts if dim == split else n for dim, n in enumerate(shape))
+
+
+def _quantised_problems(
+    described: Described, shape: tuple[int, ...], format: Any
+) -> list[str]:
+    parts, name = described.parts, described.name
+    if format not in (PER_TENSOR, BLOCK128, MXFP8):
+        return [f"quantised=True: {name} is in {format.name}, which is not exported as bytes"]
+    if parts > 1 and format is PER_TENSOR:
+        return [f"quantised=True: {name} has a scale on each tensor-parallel rank"]
+    block, split = _block(format), described.split or 0
+    if parts > 1 and (shape[0] // described.halves, *shape[1:])[split] % block[split]:
+        return [
+            f"quantised=True: tensor parallelism leaves {shape} of {name}, which are no whole "
+            f"blocks of {block[0]} x {block[1]}"
+        ]
+    return []
+
+
+def _block(format: Any) -> tuple[int, int]:
+    return {PER_TENSOR.name: (1, 1), BLOCK128.name: (128, 128), MXFP8.name: (1, 32)}[format.name]
+
+
+def _trimmed(pair: ParamPair, planes: Planes) -> Planes:
+    """Without the padding that scales of blocks are kept with."""
+    if pair.group.key.quantised is BLOCK128 and SCALE in planes:
+        rows, columns = pair.group.layout.specs[pair.index].shape
+        planes[SCALE] = planes[SCALE][: -(-rows // 128), : -(-columns // 128)]
+    return planes
+
+
+def _joined(described: Described, tensor: torch.Tensor) -> torch.Tensor:
+    """The whole over tensor-parallel ranks. Collective over them."""
+    if described.parts == 1:
+        return tensor
+    assert described.tensor is not None and described.split is not None
+    found = _all_gathered(described.tensor, tensor)
+    if described.split:
+        return torch.cat(found.unbind(0), dim=described.split)
+    if described.halves == 1:
+        return found.flatten(0, 1)
+    return found.unflatten(1, (described.halves, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _from_all(group: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
+    return list(_all_gathered(group, tensor).unbind(0))
+
+
+def _all_gathered(group: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """The ranks' tensors, of one shape, along a new dim 0."""
+    found = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    if not tensor.is_meta:
+        pair = (found.view(-1), tensor.contiguous().view(-1))
+        for work in Communicator(group, tensor.device).all_gather([pair]):
+            work.wait()
+    return found
+
+
+def _presented(plane: str, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    if plane in SCALES:
+        return name + SCALE_SUFFIX, tensor
+    return name, tensor if plane == WEIGHT else tensor.view(torch.float8_e4m3fn)

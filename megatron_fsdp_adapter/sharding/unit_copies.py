@@ -1,0 +1,165 @@
+"""Whole copies of the weights of one unit after the other, beside those that modules compute with.
+
+    gather stream     copy(0) | copy(1)            | copy(2) ...
+    caller's stream             wait(0), uses it ...  wait(1), uses it ...
+
+A copy is ordinary memory of the caller's stream: a tensor that the caller keeps keeps the memory of
+its group's copy, and stays what it is. Handing out the weights that modules compute with was turned
+down: they have to be given back before the next unit takes their slot, whoever still reads them,
+and modules that were not asked would be without their guard meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.engine.buffer import FlatBuffer, copy_each, items_in, segments_in
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.group import ParamGroup
+from ..core.engine.identity import ParamPair
+from ..core.engine.launches import GATHERED, GATHERED_OUTER
+from ..core.engine.unit import Unit
+from ..core.layout.format import Plane, Use
+from ..core.runtime.comm import Pair
+from ..core.runtime.device import COMPUTE, GATHER
+
+WEIGHT, SCALE = "weight", "scale"
+"""Names of what is copied of a weight that is not quantised, and of a scale that no plane has."""
+
+Planes = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which weights are copied, and in what.
+
+    dtype: of weights that are no bytes; None for that of the main weights. quantised: whether
+    quantised weights are copied as the bytes and scales of forward.
+    """
+
+    group: Callable[[ParamGroup], bool]
+    dtype: torch.dtype | None
+    quantised: bool
+
+    def planes(self, group: ParamGroup) -> list[tuple[Plane, list[torch.Tensor]]]:
+        """What is copied of a group's weights, with what this rank holds of each segment."""
+        if self.quantised and group.key.quantised:
+            return [(plane.plane, plane.held) for plane in group.planes_in[Use.FORWARD]]
+        return [(Plane(WEIGHT, self.dtype or group.main_dtype), group.main_segments)]
+
+
+class _GroupCopy:
+    """One plane of one group. items: of each parameter, whole as this rank's model has it."""
+
+    def __init__(self, group: ParamGroup, plane: Plane, source: list[torch.Tensor]) -> None:
+        runtime, layout = group.staging.runtime, group.layout
+        self.group, self._source = group, source
+        buffer = FlatBuffer(plane.numel(layout.total_numel), plane.dtype, runtime)
+        buffer.forget()
+        parts = (group.full, group.inner, group.held)
+        full, inner, self._held = (segments_in(buffer, group.full, p, plane) for p in parts)
+        self.gather_pairs: list[Pair] = list(zip(full, inner, strict=True))
+        self.outer_pairs: list[Pair] = list(zip(inner, self._held, strict=True))
+        shapes = [plane.shape(spec.shape) for spec in layout.specs]
+        items = items_in(buffer, group.full, group.full, plane)
+        self.items = [item.view(shape) for item, shape in zip(items, shapes, strict=True)]
+
+    def fill(self) -> None:
+        """Casts what this rank holds into its place."""
+        copy_each(self._held, self._source)
+
+
+@dataclass(frozen=True)
+class _UnitCopy:
+    """The copy of a unit whose gather was launched. event: after which it is there."""
+
+    unit: Unit
+    parts: Mapping[int, Mapping[str, _GroupCopy]]
+    event: Any
+
+
+def unit_copies(
+    engine: FsdpEngine, wanted: Wanted
+) -> Iterator[list[tuple[ParamPair, Planes]]]:
+    """The wanted weights of one unit after the other, in unit order: each parameter with its
+    tensors by plane, in the shapes that this rank's model has. Collective over each domain.
+
+    The next unit's gather is launched before a unit is handed out. So there are two copies, and
+    what the caller keeps of earlier ones.
+    """
+    engine.bring_up_to_date()
+    pairs: dict[int, list[ParamPair]] = {}
+    for pair in engine.pairs:
+        pairs.setdefault(id(pair.group), []).append(pair)
+    units = [unit for unit in engine.units if any(map(wanted.group, unit.groups))]
+    launched: deque[_UnitCopy] = deque()
+    try:
+        for unit in units:
+            launched.append(_launch(engine, unit, wanted))
+            if len(launched) > 1:
+                yield _finish(engine, launched.popleft(), pairs)
+        while launched:
+            yield _finish(engine, launched.popleft(), pairs)
+    finally:
+        for copy in launched:  # memory that is written to must not go back to the caller's stream
+            engine.runtime.wait(COMPUTE, copy.event)
+
+
+def add_scale(planes: Planes, scales: list[torch.Tensor]) -> None:
+    """Adds what every rank has beside the planes of a quantised weight, if that is its scale."""
+    if scales:
+        planes[SCALE] = scales[0]
+
+
+@torch.no_grad()
+def _launch(engine: FsdpEngine, unit: Unit, wanted: Wanted) -> _UnitCopy:
+    runtime, gather = engine.runtime, engine.gather
+    parts = {
+        id(group): {
+            plane.name: _GroupCopy(group, plane, source)
+            for plane, source in wanted.planes(group)
+        }
+        for group in unit.groups if wanted.group(group)
+    }
+    groups = [group for group in unit.groups if id(group) in parts]
+
+    def fill() -> None:
+        for copies in parts.values():
+            for copy in copies.values():
+                copy.fill()
+
+    def outer(group: ParamGroup) -> list[Pair]:
+        copies = parts[id(group)].values()
+        return [pair for copy in copies for pair in copy.outer_pairs]
+
+    def inner(group: ParamGroup) -> list[Pair]:
+        copies = parts[id(group)].values()
+        return [pair for copy in copies for pair in copy.gather_pairs]
+
+    tasks: list[Callable[[], Any]] = [fill]
+    if engine.config.shard_outer:
+        tasks.append(lambda: gather.all_gather(GATHERED_OUTER, gather.outer, groups, outer))
+    if engine.config.strategy.shard_main:
+        tasks.append(lambda: gather.all_gather(GATHERED, gather.communicators, groups, inner))
+    gather.follow_compute()  # main weights, and the memory of the copies, are compute's
+    runtime.submit(GATHER, *tasks)
+    return _UnitCopy(unit, parts, runtime.record(GATHER))
+
+
+def _finish(
+    engine: FsdpEngine, copy: _UnitCopy, pairs: Mapping[int, list[ParamPair]]
+) -> list[tuple[ParamPair, Planes]]:
+    engine.runtime.wait(COMPUTE, copy.event)
+    found = []
+    for group, parts in copy.parts.items():
+        for pair in pairs[group]:
+            planes = {name: part.items[pair.index] for name, part in parts.items()}
+            if WEIGHT not in planes:
+                add_scale(planes, copy.unit.scales_of(pair.raw))
+            found.append((pair, planes))
+    return found
