@@ -65,7 +65,6 @@ TRIGGERS: dict[str, Values] = {
     "moe_mlp_glu_interleave_size": (32,),
     "moe_shared_expert_glu_interleave_size": (32,),
     "moe_expert_rank_capacity_factor": (1.5,),
-    "moe_token_dispatcher_type": ("flex",),
     # Optimizer config
     "exp_avg_dtype": (torch.uint8,),
     "exp_avg_sq_dtype": (torch.float16,),
@@ -85,7 +84,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "fp4_recipe": {"fp4": "e2m1"},
     "moe_mlp_glu_interleave_size": {"tensor_model_parallel_size": 2},
     "moe_shared_expert_glu_interleave_size": {"expert_tensor_parallel_size": 2},
-    "moe_token_dispatcher_type": {"num_moe_experts": 4},
     "flextron": {"pipeline_model_parallel_size": 2},
 }
 """What else has to be set: these are refused where they contradict another option."""

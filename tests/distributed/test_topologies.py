@@ -13,7 +13,7 @@ The cells without a cross are not covered by default: tp2 with optim and optim_g
 no_shard and optim_grads_params, cp2 and ep4 and pp2 and tp2-pp2 with optim and optim_grads_params,
 ep2 and ep2-etp2 and pp2-vpp2 and ep2-pp2 with no_shard and optim_grads. They run with `--full`,
 with and without overlap, and so do eight processes. Not run anywhere: alltoall with
-expert-tensor parallelism (gloo cannot), other token dispatchers and grouped GEMM (need a GPU).
+expert-tensor parallelism (gloo cannot), grouped GEMM (needs a GPU).
 Beside the strategy the default cells vary the loss (per token), SwiGLU, tied embeddings, overlap,
 and whether the schedule starts reductions and gathers itself.
 

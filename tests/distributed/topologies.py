@@ -345,11 +345,12 @@ def build_topology_trainer(
     strategy: str | None,
     change: Callable[[torch.nn.Module], None] = lambda model: None,
     ddp: Mapping[str, Any] = MappingProxyType({}),
+    fields: Mapping[str, Any] = MappingProxyType({}),
     **wrapper_options: Any,
 ) -> TopologyTrainer:
     """`change` edits each bare model chunk before it is wrapped. `ddp` sets fields of our DDP
-    config, `wrapper_options` are arguments of the wrapper."""
-    config = model_config(topology, case)
+    config, `fields` those of the model's; `wrapper_options` are arguments of the wrapper."""
+    config = model_config(topology, case, **fields)
     models = [build_chunk(topology, case, config, i) for i in range(topology.num_chunks)]
     for model in models:
         change(model)

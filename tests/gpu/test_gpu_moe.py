@@ -45,7 +45,24 @@ from tests.distributed.gpt import (
 from tests.gpu.gpu_ranks import Check, Outcomes
 
 EXPERTS, EP, STEPS = 4, 2, 3
-DISPATCHERS = ("allgather", "alltoall")
+HAS_DEEP_EP = importlib.util.find_spec("deep_ep") is not None
+DISPATCHERS: Mapping[str, Mapping[str, Any]] = {
+    "allgather": {"moe_token_dispatcher_type": "allgather"},
+    "alltoall": {"moe_token_dispatcher_type": "alltoall"},
+    "alltoall beside shared experts": {
+        "moe_token_dispatcher_type": "alltoall", "moe_shared_expert_overlap": True,
+        "moe_shared_expert_intermediate_size": 96,
+    },
+    "DeepEP": {
+        "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep",
+        "moe_router_dtype": "fp32",
+    },
+    "HybridEP": {
+        "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep",
+        "moe_router_dtype": "fp32",
+    },
+}  # fmt: skip
+"""Fields of the model's config; the last two need the package deep_ep."""
 CASE = Case(
     num_layers=2, hidden=128, heads=4, ffn=192, vocab=256, seq=64, batch=2, swiglu=True, bias=False
 )
@@ -107,8 +124,8 @@ def _config(case: Case, kind: Kind, dispatcher: str) -> TransformerConfig:
         moe_ffn_hidden_size=case.ffn,
         moe_aux_loss_coeff=0.01,
         moe_grouped_gemm=kind.grouped,
-        moe_token_dispatcher_type=dispatcher,
         expert_model_parallel_size=EP,
+        **DISPATCHERS[dispatcher],
     )
 
 
@@ -255,8 +272,9 @@ HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 CHECKS = {
     f"{name}, {dispatcher}": Check(trains_like_ddp, (name, dispatcher))
     for name, kind in KINDS.items()
-    for dispatcher in DISPATCHERS
-    if HAS_TE or not kind.grouped
+    for dispatcher, fields in DISPATCHERS.items()
+    if (HAS_TE or not kind.grouped)
+    and (HAS_DEEP_EP or fields["moe_token_dispatcher_type"] != "flex")
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=55.0, world=4 if torch.cuda.device_count() >= 4 else 2)
 os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it

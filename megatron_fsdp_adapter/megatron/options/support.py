@@ -80,13 +80,6 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         "overlap_moe_expert_parallel_comm",
         "its schedule calls parts of layers directly; set it to False",
     ),
-    Rule(
-        "moe_token_dispatcher_type",
-        lambda config: bool(getattr(config, "num_moe_experts", None))
-        and getattr(config, "moe_token_dispatcher_type", None) == "flex",
-        "its kernels communicate on streams of their own and were never run with this wrapper; use "
-        "'alltoall' or 'allgather'",
-    ),
     off(
         "delay_wgrad_compute",
         "core takes it only with overlap_moe_expert_parallel_comm, which is not supported; set it "
