@@ -29,7 +29,7 @@ class ParamAndGradBuffer:
         """The optimizer has stepped: gathered weights are outdated. The cast itself happens in
         the next gather, straight into the gather buffer; quantised weights are made when the next
         pass begins."""
-        self._engine.main_weights_changed()
+        self._engine.main_weights_changed(stepped=True)
 
     def manual_buffer_registration(self) -> None:
         """Registers fixed buffers with NCCL, all at once, where that was left for after the first

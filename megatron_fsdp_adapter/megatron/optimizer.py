@@ -20,6 +20,7 @@ from megatron.core.optimizer.clip_grads import (
     clip_grad_by_total_norm_fp32,
     get_grad_norm_fp32,
 )
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import param_is_not_shared
@@ -28,10 +29,11 @@ from ..core.topology import TP_DIM
 from ..sharding.local_optimizer import LocalShards, adopt, initialize_state
 from ..sharding.placement import replicated_name
 from ..sharding.problems import raise_problems
-from . import optimizer_state
+from . import hybrid_optimizer, optimizer_state
 from .inner import ShardedModule
 from .options import support
 from .options.ddp_options import MXFP8_BUFFER
+from .options.support import is_on
 from .seams import core_api
 from .seams.core_api import MORE, Replacement
 
@@ -59,6 +61,7 @@ def _param_groups(
             [
                 *support.problems(config, support.OPTIMIZER_CONFIG_RULES),
                 *_precision_problems(config, _ours(model_chunks)),
+                *hybrid_optimizer.problems(config, [c.engine for c in _ours(model_chunks)]),
             ],
         )
         _complete(config)
@@ -110,7 +113,7 @@ def _precision_problems(config: Any, chunks: Sequence[Any]) -> list[str]:
         )
         if chosen not in (torch.float32, said)
     ]  # fmt: skip
-    if core_optimizer.USING_PYTORCH_OPTIMIZER:
+    if core_optimizer.USING_PYTORCH_OPTIMIZER and not is_on(config, hybrid_optimizer.OPTION):
         found.append(
             "use_precision_aware_optimizer=True: it is Transformer Engine's FusedAdam, which "
             "cannot be imported here; install Transformer Engine, or set it to False"
@@ -153,7 +156,11 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
             warnings.filterwarnings("ignore", message=".*there is no optimizer")
             original(self, None, config, *args, **kwargs)
         self.optimizer, self.is_stub_optimizer = optimizer, False
-    if ours and optimizer is not None:
+    if not ours or optimizer is None:
+        return
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        hybrid_optimizer.adopt_hybrid(optimizer, [chunk.engine for chunk in ours])
+    else:
         adopt(optimizer)
 
 
@@ -366,7 +373,8 @@ def _save_state(original: Callable[..., Any], self: Any, is_loading: bool = Fals
     params = _params_by_name(self)
     state = original(self, is_loading)
     cut = optimizer_state.in_pieces(state[optimizer_state.STATE], params, self.halved_names)
-    return {**state, optimizer_state.STATE: cut}
+    meta = hybrid_optimizer.shown_options(state[optimizer_state.META], self.optimizer)
+    return {**state, optimizer_state.STATE: cut, optimizer_state.META: meta}
 
 
 def _load_state(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:

@@ -292,7 +292,7 @@ def _complete_gradients(optimizer: Any) -> None:
 def _weights_changed(optimizer: Any, *unused: Any) -> None:
     """After a step."""
     for engine in optimizer._fsdp_engines:
-        engine.main_weights_changed()
+        engine.main_weights_changed(stepped=True)
 
 
 def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:

@@ -109,6 +109,7 @@ DROPPED: tuple[Dropped, ...] = (
         ("first_last_layers_bf16", False),
     )),
     *(Dropped(name, _on_cpu(name), value, _GPU) for name, value in (
+        ("optimizer_cpu_offload", False),
         ("bias_gelu_fusion", False), ("bias_swiglu_fusion", False), ("bias_dropout_fusion", False),
         ("bias_activation_fusion", False), ("masked_softmax_fusion", False),
         ("persist_layer_norm", False), ("cross_entropy_loss_fusion", False), ("nccl_ub", False),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +57,24 @@ class LocalShards:
                     made = optimizer.state[param].items()
                     self.state[local] = {n: getattr(v, "_local_tensor", v) for n, v in made}
 
+    own_options: frozenset[str] = frozenset()
+    """Options of parameter groups that a load leaves alone."""
+
+    def parts(self, optimizer: Any) -> list[Any]:
+        """The optimizers that make and keep the state: `optimizer` itself, or those inside it."""
+        return [optimizer]
+
+    def made_state(self, optimizer: Any) -> None:
+        """The parts have made state without a step, or a load has written it."""
+
+    def shown_state(self, param: Any, local: torch.Tensor) -> dict[str, Any]:
+        """What is shown, and saved, of a parameter's state: DTensors where it has its shape."""
+        return {name: _shown(param, local, value) for name, value in self.state[local].items()}
+
+    def state_of_empty(self, local: torch.Tensor, names: Sequence[str]) -> dict[str, Any]:
+        """Of a shard that the inner optimizer is not given, moments of these names."""
+        return {name: torch.zeros_like(local, dtype=torch.float32) for name in names}
+
     def enter(self, optimizer: Any) -> None:
         """Makes the inner optimizer's parameters and state the local ones, until `leave`."""
         if self._shown is not None:
@@ -71,6 +89,7 @@ class LocalShards:
         """Undoes `enter`, if it was called."""
         if self._shown is None:
             return
+        self.state = optimizer.state  # some optimizers bind another dict in a step
         optimizer.state, params = self._shown
         for group, shown in zip(optimizer.param_groups, params, strict=True):
             group["params"] = shown
@@ -112,10 +131,7 @@ class LocalShards:
         for pairs in self.pairs:
             for param, local in pairs:
                 if param not in optimizer.state and local in self.state:
-                    optimizer.state[param] = {
-                        name: _shown(param, local, value)
-                        for name, value in self.state[local].items()
-                    }
+                    optimizer.state[param] = self.shown_state(param, local)
 
 
 def _shown(param: Any, local: torch.Tensor, value: Any) -> Any:
@@ -171,13 +187,14 @@ def _before_step(
 def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
     """torch's own initialisation of a group's state, which it runs at the start of a step. It
     skips parameters without a gradient, so each one stands in as its own for the moment."""
+    before = [local.grad for local in group["params"]]
     for local in group["params"]:
         local.grad = local.detach()
     try:
         optimizer._init_group(group, [], [], [], [], [], [])
     finally:
-        for local in group["params"]:
-            local.grad = None
+        for local, grad in zip(group["params"], before, strict=True):
+            local.grad = grad
 
 
 def _init_fused_state(optimizer: Any, group: dict[str, Any]) -> None:
@@ -217,8 +234,12 @@ def _init_momentum(optimizer: Any, group: dict[str, Any]) -> None:
 
 
 def _is_torch_optimizer(optimizer: Any) -> bool:
-    """Whether it is one of torch's own classes, or derived from one."""
-    bases = (base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer)
+    return is_torch_class(type(optimizer))
+
+
+def is_torch_class(kind: type) -> bool:
+    """Whether a class of optimizers is one of torch's own, or derived from one."""
+    bases = (base for base in kind.__mro__ if base is not torch.optim.Optimizer)
     return any(base.__module__.startswith("torch.optim.") for base in bases)
 
 
@@ -226,12 +247,14 @@ def _is_torch_optimizer(optimizer: Any) -> bool:
 def initialize_state(optimizer: Any) -> None:
     """State for every parameter, empty shards included, without taking a step: neither weights
     nor the step count change. For Adam and SGD, of torch, Transformer Engine or apex."""
-    init = _init_torch_state if _is_torch_optimizer(optimizer) else _init_fused_state
-    if _has_momentum_alone(optimizer):
-        init = _init_momentum
     with _on_locals(optimizer) as shards:
-        for group in optimizer.param_groups:
-            init(optimizer, group)
+        for part in shards.parts(optimizer):
+            init = _init_torch_state if _is_torch_optimizer(part) else _init_fused_state
+            if _has_momentum_alone(part):
+                init = _init_momentum
+            for group in part.param_groups:
+                init(part, group)
+        shards.made_state(optimizer)
         if shards.skip_empty:
             _complete_empty_state(shards, _moments_of(optimizer))
 
@@ -242,9 +265,7 @@ def _complete_empty_state(shards: LocalShards, names: tuple[str, ...]) -> None:
     for pairs in shards.pairs:
         for _, local in pairs:
             if local.numel() == 0 and not shards.state[local]:
-                shards.state[local] = {
-                    name: torch.zeros_like(local, dtype=torch.float32) for name in names
-                }
+                shards.state[local] = shards.state_of_empty(local, names)
 
 
 @torch.no_grad()
@@ -274,15 +295,19 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
         {key: moment.value for key, moment in moments.items()},
     )
     for moment in moments.values():
-        _put(optimizer, moment.param, moment.name, moment.piece.target)
+        if moment.piece.target is not optimizer.state[moment.param].get(moment.name):
+            _put(optimizer, moment.param, moment.name, moment.piece.target)
     for param, name, value in others:
         target = optimizer.state[param].get(name)
         if isinstance(target, torch.Tensor):
             target.copy_(torch.as_tensor(value).view(target.shape))
         else:
             _put(optimizer, param, name, value)
+    kept = {"params", *optimizer._fsdp_shards.own_options}
     for group, saved_group in zip(current, saved, strict=True):
-        group.update({k: v for k, v in saved_group.items() if k != "params"})
+        group.update({k: v for k, v in saved_group.items() if k not in kept})
+    with _on_locals(optimizer) as shards:
+        shards.made_state(optimizer)
 
 
 @dataclass(frozen=True)
@@ -375,13 +400,18 @@ def _local_class(base: type) -> type:
     )
 
 
-def adopt(optimizer: torch.optim.Optimizer, prepare: Prepare = lambda optimizer: None) -> None:
+def adopt(
+    optimizer: torch.optim.Optimizer,
+    prepare: Prepare = lambda optimizer: None,
+    shards_class: type[LocalShards] = LocalShards,
+) -> None:
     """Makes the inner `optimizer` step on local shards. Its parameters must be DTensors.
 
     TE's FusedAdam keeps no main weights of its own here, which would be a second copy of the
     shards it is given, and reads `decoupled_grad`, since it alone takes gradients of any dtype.
 
-    `prepare` is called before gradients are read in a step. Steps are seen by torch's hooks on
+    `prepare` is called before gradients are read in a step. `shards_class`: for an optimizer whose
+    state others inside it keep. Steps are seen by torch's hooks on
     them: a subclass with a `step` of its own was rejected, as a learning rate scheduler that was
     made before puts the class's `step` on the optimizer itself.
     """
@@ -392,7 +422,7 @@ def adopt(optimizer: torch.optim.Optimizer, prepare: Prepare = lambda optimizer:
     ):  # fmt: skip
         if hasattr(optimizer, option):
             setattr(optimizer, option, value)
-    optimizer._fsdp_shards = LocalShards(optimizer, skip_empty, decoupled)  # type: ignore[attr-defined]
+    optimizer._fsdp_shards = shards_class(optimizer, skip_empty, decoupled)  # type: ignore[attr-defined]
     optimizer.__class__ = _local_class(type(optimizer))  # type: ignore[arg-type]
     optimizer.register_step_pre_hook(functools.partial(_before_step, prepare=prepare))
     optimizer.register_step_post_hook(end_step)

@@ -66,8 +66,10 @@ TRIGGERS: dict[str, Values] = {
     "moe_shared_expert_glu_interleave_size": (32,),
     "moe_expert_rank_capacity_factor": (1.5,),
     # Optimizer config
-    "exp_avg_dtype": (torch.uint8,),
-    "exp_avg_sq_dtype": (torch.float16,),
+    "exp_avg_dtype": (torch.uint8, torch.bfloat16),
+    "exp_avg_sq_dtype": (torch.float16, torch.bfloat16),
+    "optimizer_offload_fraction": (1.5,),
+    "decoupled_weight_decay": (False,),
     "optimizer": ("lion",),
 }
 """What breaks a rule; True for the options that are not listed."""
@@ -84,6 +86,10 @@ BESIDE: dict[str, dict[str, Any]] = {
     "fp4_recipe": {"fp4": "e2m1"},
     "moe_mlp_glu_interleave_size": {"tensor_model_parallel_size": 2},
     "moe_shared_expert_glu_interleave_size": {"expert_tensor_parallel_size": 2},
+    "optimizer_offload_fraction": {"optimizer_cpu_offload": True},
+    "decoupled_weight_decay": {"optimizer_cpu_offload": True},
+    "exp_avg_dtype": {"optimizer_cpu_offload": True},
+    "exp_avg_sq_dtype": {"optimizer_cpu_offload": True},
     "flextron": {"pipeline_model_parallel_size": 2},
 }
 """What else has to be set: these are refused where they contradict another option."""
@@ -129,7 +135,8 @@ def _check_optimizer(rule: Rule, value: Any) -> None:
     wrapper = build_trainer(CASE, "optim_grads_params", DEVICE).wrapper
     config = optimizer_config(CASE)
     assert not rule.broken(config), "the default is refused"
-    setattr(config, rule.option, value)
+    for option, chosen in {**BESIDE.get(rule.option, {}), rule.option: value}.items():
+        setattr(config, option, chosen)
     collective = mock.patch.object(torch.distributed, "all_gather_object", side_effect=KeyError)
     with collective, pytest.raises(ValueError) as caught:
         if rule.option == "optimizer":  # 0.19 asks for a package first, then as all others do

@@ -220,13 +220,14 @@ def build_trainer(
     device: torch.device,
     change: Callable[[torch.nn.Module], None] = lambda model: None,
     ddp: Mapping[str, Any] = MappingProxyType({}),
+    optimizer: Mapping[str, Any] = MappingProxyType({}),
     **wrapper_options: Any,
 ) -> Trainer:
     """`change` edits the bare model before it is wrapped (freezing, tying, ...). `ddp` sets fields
-    of the DDP config."""
+    of the DDP config, `optimizer` of the optimizer's."""
     model = build_model(case, device)
     change(model)
-    return make_trainer(model, case, strategy, ddp, **wrapper_options)
+    return make_trainer(model, case, strategy, ddp, optimizer, **wrapper_options)
 
 
 def make_trainer(
@@ -234,13 +235,14 @@ def make_trainer(
     case: Case,
     strategy: str | None,
     ddp: Mapping[str, Any] = MappingProxyType({}),
+    optimizer_options: Mapping[str, Any] = MappingProxyType({}),
     **wrapper_options: Any,
 ) -> Trainer:
     """Wraps `model`, which is called like a GPTModel, and gives it an optimizer."""
     cls = DistributedDataParallel if strategy is None else FullyShardedDataParallel
     wrapper = cls(model.config, ddp_config(case, strategy, ddp), model, **wrapper_options)
     optimizer = get_megatron_optimizer(
-        optimizer_config(case), [wrapper], use_gloo_process_groups=False
+        optimizer_config(case, **optimizer_options), [wrapper], use_gloo_process_groups=False
     )
     for group in optimizer.param_groups:  # what OptimizerParamScheduler does at every step
         group["lr"] = case.lr * group["lr_mult"]

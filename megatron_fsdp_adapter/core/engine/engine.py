@@ -67,6 +67,8 @@ class FsdpEngine:
         own_loop: whether the training loop is the user's own, who may do with parameters and
             gradients what torch allows: freeze, write, clear and hook them. A loop of Megatron's
             says by calls what it does, and is spared the looking.
+        writes: how often main weights were written by something else than an optimizer's step: who
+            keeps a copy of them makes it anew when this has changed.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class FsdpEngine:
         self.grads = AttachedGrads(self.pairs)
         self._is_last_microbatch, self._knows_microbatches = True, False
         self.auto_sync = self.own_loop = self._has_frozen = False
-        self.loads, self.exported_loads = 0, -1
+        self.loads, self.exported_loads, self.writes = 0, -1, 0
         self._shown_before = Identity.OPTIMIZER
         self._active_root: str | None = None
         self._counts_calls = True
@@ -454,11 +456,12 @@ class FsdpEngine:
         return any(group.grad_state is not GradState.EMPTY for group in self.groups)
 
     @torch.no_grad()
-    def main_weights_changed(self, loaded: bool = False) -> None:
+    def main_weights_changed(self, loaded: bool = False, stepped: bool = False) -> None:
         """The optimizer, or a load, has written main weights: gathered weights are outdated, and
         quantised ones are made anew, once, when raw parameters are shown. Collective then. loaded:
-        those of parameters that are not trained, too."""
+        those of parameters that are not trained, too. stepped: it was the step of an optimizer."""
         self.loads += loaded
+        self.writes += not stepped
         if self.quantisation is not None:
             self.quantisation.changed(loaded, needed=self.switch.shown is Identity.RAW)
         self.gather.invalidate()

@@ -194,6 +194,19 @@ def _moment_dtype(option: str) -> Rule:
     )
 
 
+def _offloaded(option: str, wrong: Callable[[Any], bool], message: str) -> Rule:
+    """`option`, where it is there, must not be `wrong` with core's optimizer offload."""
+    return Rule(
+        option,
+        lambda config: (
+            is_on(config, "optimizer_cpu_offload")
+            and hasattr(config, option)
+            and wrong(getattr(config, option))
+        ),
+        message,
+    )
+
+
 OPTIMIZERS = ("adam", "sgd")
 """Muon and SOAP need whole matrices."""
 
@@ -206,7 +219,26 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     ),
     _moment_dtype("exp_avg_dtype"),
     _moment_dtype("exp_avg_sq_dtype"),
-    off("optimizer_cpu_offload", "optimizer offload to the CPU is coming; set it to False"),
+    _offloaded(
+        "optimizer_offload_fraction",
+        lambda fraction: not 0.0 <= fraction <= 1.0,
+        "it is the part of the parameters that is updated on the CPU; use 0.0 to 1.0",
+    ),
+    _offloaded(
+        "decoupled_weight_decay",
+        lambda decoupled: not decoupled,
+        "megatron-core updates on the CPU with AdamW alone; set it to True, or "
+        "optimizer_cpu_offload to False",
+    ),
+    *(
+        _offloaded(
+            option,
+            lambda dtype: dtype != torch.float32,
+            "moments are in the main weights' dtype, float32, where megatron-core offloads the "
+            "optimizer; leave it unset",
+        )
+        for option in ("exp_avg_dtype", "exp_avg_sq_dtype")
+    ),
     off(
         "overlap_param_gather_with_optimizer_step",
         "one optimizer holds all parameters here, so there is no second step to overlap with, and "
