@@ -73,8 +73,8 @@ MAIN_FLAGS: tuple[Flag, ...] = (
         "--megatron-fsdp-grad-comm-dtype", None, "dtype of gradients on the wire", type=_dtype
     ),
     Flag(
-        "--megatron-fsdp-enable-fine-grained-param-gather", False, "not supported",
-        is_switch=True,
+        "--megatron-fsdp-enable-fine-grained-param-gather", False,
+        "parts of a layer's experts are gathered by themselves", is_switch=True,
     ),
     Flag(
         "--megatron-fsdp-max-pool-double-buffer", False,

@@ -150,7 +150,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self, module: nn.Module, unit_classes: list[type[nn.Module]] | None
     ) -> FsdpEngine:
         engine_config = ddp_options.engine_config(self.ddp_config)
-        units = chosen_units(module, unit_classes)
+        parts = ddp_options.gathers_parts(self.ddp_config)
+        units = chosen_units(module, unit_classes, parts)
         self.fsdp_unit_modules = sorted({type(unit).__name__ for unit in units.values()})
         domains = ModelDomains(self.megatron_fsdp_dist_index, self._placements, self.device)
         plans = plan_units(module, units, self.config, engine_config, domains)

@@ -12,7 +12,7 @@ from torch import nn
 from ..core.engine.partition import ManagedParam, managed_params
 from ..quantised import format_of
 from .fused_wgrad import asks_fusion, fuses
-from .options.ddp_options import GATHERED_AS
+from .options.ddp_options import GATHERED_AS, gathers_parts
 from .options.support import is_on
 
 EXPERTS_IN_ONE_TENSOR = ("GroupedMLP",)
@@ -26,6 +26,7 @@ def model_problems(module: nn.Module, config: Any, ddp_config: Any) -> list[str]
         *_formats_that_do_not_fit(module, config, ddp_config),
         *_experts_in_one_tensor(module),
         *_experts_marked_as_dense(module, config),
+        *_parts_that_return_biases(config, ddp_config),
         *_hooks_that_get_nothing(module, asks_fusion(config)),
     ]
 
@@ -80,6 +81,17 @@ def _experts_marked_as_dense(module: nn.Module, config: Any) -> list[str]:
         "them or miss some that hold the same; make both tensor-parallel sizes equal, or "
         "expert_model_parallel_size larger than 1, or use megatron-core 0.19"
     ] if found else []
+
+
+def _parts_that_return_biases(config: Any, ddp_config: Any) -> list[str]:
+    """A bias that a unit returns is read when the unit is resharded."""
+    if not gathers_parts(ddp_config) or not getattr(config, "num_moe_experts", None):
+        return []
+    return [
+        "megatron_fsdp_enable_fine_grained_param_gather=True with add_bias_linear=True: linear "
+        "layers of experts return their biases, which are gathered no longer when core adds them; "
+        "set either to False"
+    ] if getattr(config, "add_bias_linear", False) else []
 
 
 def _hooks_that_get_nothing(module: nn.Module, fused: bool) -> list[str]:

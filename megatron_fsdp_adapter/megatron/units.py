@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
@@ -65,12 +66,36 @@ def _default_units(module: nn.Module) -> dict[str, nn.Module]:
     return units
 
 
-def chosen_units(
-    module: nn.Module, unit_classes: list[type[nn.Module]] | None
+def _parts_of_experts(experts: nn.Module) -> list[nn.Module]:
+    """What of a layer's experts is called by itself: each of them where they run one after the
+    other, each linear layer of all of them where these are grouped, and all together where
+    Transformer Engine's operations read their weights without calling them."""
+    one_by_one = getattr(experts, "local_experts", None)
+    if isinstance(one_by_one, nn.ModuleList):
+        return list(one_by_one)
+    if getattr(getattr(experts, "config", None), "use_transformer_engine_op_fuser", False):
+        return [experts]
+    return [child for child in experts.children() if next(child.parameters(), None) is not None]
+
+
+def _with_parts_of_layers(
+    module: nn.Module, units: dict[str, nn.Module]
 ) -> dict[str, nn.Module]:
-    """The units, by default or of the classes the user names."""
+    """`units` and parts of experts, in module order."""
+    layers = [layer for layer in module.modules() if isinstance(layer, BaseMoELayer)]
+    wanted = {id(unit) for unit in units.values()}
+    wanted |= {id(part) for layer in layers for part in _parts_of_experts(layer.experts)}
+    return unit_modules(module, lambda child: id(child) in wanted)
+
+
+def chosen_units(
+    module: nn.Module, unit_classes: list[type[nn.Module]] | None, parts: bool = False
+) -> dict[str, nn.Module]:
+    """The units, by default or of the classes the user names. parts: by default parts of experts
+    too, inside their layers."""
     if unit_classes is None:
-        return _default_units(module)
+        units = _default_units(module)
+        return _with_parts_of_layers(module, units) if parts else units
     return unit_modules(module, lambda child: isinstance(child, tuple(unit_classes)))
 
 

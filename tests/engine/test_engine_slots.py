@@ -30,6 +30,15 @@ def test_units_that_are_no_layers_have_slots_of_their_own():
     assert middle.slot_of == (2, 0, 1, 3, 0, 4, 5)
 
 
+def test_units_inside_layers_take_turns_in_slots_of_their_own():
+    """No unit computes in the slot of one that it is inside of."""
+    kinds = [*["Layer", *["Expert"] * 3] * 3, "NoneType"]
+    depths = [*[0, 1, 1, 1] * 3, 0]
+    plan = plan_slots(kinds, [*[9, 1, 2, 3] * 3, 5], depths)
+    assert plan.slot_of == (0, 2, 3, 2, 1, 3, 2, 3, 0, 2, 3, 2, 4)
+    assert plan.nbytes == (9, 9, 3, 3, 5)
+
+
 @given(
     st.lists(st.sampled_from("ABCDE"), max_size=12).flatmap(
         lambda kinds: st.tuples(

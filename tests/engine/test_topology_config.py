@@ -225,7 +225,6 @@ REFUSED = {
     "delay_wgrad_compute": True,
     "reduce_scatter_with_fp32_accumulation": True,
     "param_name_patterns_for_fp32_local_accumulation": ("router",),
-    "megatron_fsdp_enable_fine_grained_param_gather": True,
 }
 BESIDE = {
     "preserve_fp32_weights": {

@@ -11,6 +11,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -149,13 +150,14 @@ def _model(case: Case, kind: Kind, dispatcher: str, device: torch.device) -> tor
 
 
 def _trainer(
-    kind: Kind, dispatcher: str, strategy: str | None, device: torch.device
-) -> Trainer:
+    kind: Kind, dispatcher: str, strategy: str | None, device: torch.device,
+    ddp: Mapping[str, Any],
+) -> Trainer:  # fmt: skip
     case = CASE.but(bf16=kind.bf16)
     model = _model(case, kind, dispatcher, device)
     ours = strategy is not None
     wrapper: Any = (
-        FullyShardedDataParallel(model.config, ddp_config(case, strategy), model)
+        FullyShardedDataParallel(model.config, ddp_config(case, strategy, ddp), model)
         if ours
         else DistributedDataParallel(
             model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
@@ -214,9 +216,10 @@ class Outcome:
 
 
 def _run(
-    kind: Kind, dispatcher: str, strategy: str | None, rank: int, device: torch.device
-) -> Outcome:
-    trainer = _trainer(kind, dispatcher, strategy, device)
+    kind: Kind, dispatcher: str, strategy: str | None, rank: int, device: torch.device,
+    ddp: Mapping[str, Any] = MappingProxyType({}),
+) -> Outcome:  # fmt: skip
+    trainer = _trainer(kind, dispatcher, strategy, device, ddp)
     scalars = tuple(
         train_step(trainer, batches(trainer.case, step, rank, device)) for step in range(STEPS)
     )
@@ -253,13 +256,16 @@ def _errors(ours: Outcome, reference: Outcome) -> Errors:
     return Errors(scalars[0], max(scalars[1:]), max(moved))
 
 
-def trains_like_ddp(rank: int, world: int, name: str, dispatcher: str) -> str:
+def trains_like_ddp(
+    rank: int, world: int, name: str, dispatcher: str,
+    ddp: Mapping[str, Any] = MappingProxyType({}),
+) -> str:  # fmt: skip
     """Three steps give the losses, norms and weights of stock DDP, under every strategy. Failures
     are raised at the end: a rank that left early would leave the others in a collective."""
     kind, device = KINDS[name], init_experts()
     reference = _run(kind, dispatcher, None, rank, device)
     found = {
-        strategy: _errors(_run(kind, dispatcher, strategy, rank, device), reference)
+        strategy: _errors(_run(kind, dispatcher, strategy, rank, device, ddp), reference)
         for strategy in STRATEGIES
     }
     told = ", ".join(f"{strategy} {errors}" for strategy, errors in found.items())
@@ -275,6 +281,12 @@ CHECKS = {
     for dispatcher, fields in DISPATCHERS.items()
     if (HAS_TE or not kind.grouped)
     and (HAS_DEEP_EP or fields["moe_token_dispatcher_type"] != "flex")
+}
+PARTS = {"megatron_fsdp_enable_fine_grained_param_gather": True}
+CHECKS |= {
+    f"{name}, alltoall, in parts": Check(trains_like_ddp, (name, "alltoall", PARTS))
+    for name, kind in KINDS.items()
+    if HAS_TE or not kind.grouped
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=55.0, world=4 if torch.cuda.device_count() >= 4 else 2)
 os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it

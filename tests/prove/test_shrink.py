@@ -109,6 +109,13 @@ def test_an_axis_that_is_lost_is_not_compared(run: dict[str, Any], room: Room) -
             assert any(line.startswith(f"{name}=") for line in after.left_out)
 
 
+def test_a_dispatcher_that_needs_a_package_is_replaced_and_said() -> None:
+    flex = {"num_moe_experts": 8, "moe_token_dispatcher_type": "flex"}
+    after = small(flex, Room(2, False, False))
+    assert after.options["moe_token_dispatcher_type"] == "alltoall"
+    assert any(line.startswith("moe_token_dispatcher_type=flex") for line in after.left_out)
+
+
 def test_dropout_is_off_also_where_nobody_gave_it() -> None:
     after = small({}, Room(2, True, True))
     assert after.options["hidden_dropout"] == after.options["attention_dropout"] == 0.0

@@ -38,7 +38,7 @@ initialisers, its groups) is not checked. Models' configurations, which recipes 
 configurations that are refused for `ckpt_format` are refused by their own Megatron-LM as well.
 
 Made by `python -m tests.recipes.table`, kept by `tests/recipes/test_recipe_table.py` (against the rules of today) and `tests/recipes/test_recipe_sources.py` (against the sources, where they are installed). Those that are accepted are trained
-by the rule of [`doctor --prove`](prove.md), on two ranks, without what needs a GPU where there is none (`tests/recipes/test_recipes_train.py`); not so the recipe of Qwen, whose layers a proof cannot build.
+by the rule of [`doctor --prove`](prove.md), on two ranks, without what needs a GPU where there is none (`tests/recipes/test_recipes_train.py`); not so those of Qwen and Nemotron, whose layers a proof cannot build.
 """  # noqa: E501
 
 

@@ -81,6 +81,9 @@ def make_slots(
     if not any(wanted):
         return None, None
     kinds = [type(plan.module).__name__ for plan in plans]
+    depths = [
+        sum(plan.name.startswith(f"{other.name}.") for other in plans) for plan in plans
+    ]
     layouts = [
         [plan_layout(key, held, domains[key.domain], config) for key, held in plan.groups.items()]
         for plan in plans
@@ -89,7 +92,7 @@ def make_slots(
         Slots(slots, allocate) if want else None
         for want, slots in zip(
             wanted,
-            plan_weights_and_buckets(kinds, layouts, config.policy.comm_dtype),
+            plan_weights_and_buckets(kinds, layouts, config.policy.comm_dtype, depths),
             strict=True,
         )
     )

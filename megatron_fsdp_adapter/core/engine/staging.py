@@ -5,9 +5,9 @@ memory for life that several units use in turn (`fsdp_double_buffer`), so that i
 with NCCL once (`nccl_ub`), and addresses do not change. The rules:
 
     which   a unit's slot is fixed. Units of a kind of which there are three or more (layers) take
-            two slots in turn, sized by the largest of them all; every other unit has a slot of its
-            own, but for two of them that run first and last (embedding, output layer), which share
-            one.
+            two slots in turn, sized by the largest of them all; those inside other units (experts
+            of a layer) take two of their own. Every other unit has a slot of its own, but for two
+            of them that run first and last (embedding, output layer), which share one.
     who     a slot belongs to the unit that was gathered into it last. A unit takes it over when the
             other has been resharded; asked for by its module, also when the other is not
             computing (kept for a backward, gathered ahead), which then is gathered again. Two units
@@ -45,24 +45,30 @@ class SlotPlan:
     nbytes: tuple[int, ...]
 
 
-def plan_slots(kinds: Sequence[str], nbytes: Sequence[int]) -> SlotPlan:
+def plan_slots(
+    kinds: Sequence[str], nbytes: Sequence[int], depths: Sequence[int] | None = None
+) -> SlotPlan:
     """Shares slots out over units of the given kinds and sizes, in the order in which they run;
-    the last one is the root, which is there while any other is."""
+    the last one is the root, which is there while any other is. depths: inside how many other
+    units each one is, the root aside; None if inside none."""
     count = Counter(kinds[:-1])
+    depths = depths or [0] * len(kinds)
     layers = [i for i, kind in enumerate(kinds[:-1]) if count[kind] >= REPEATED]
     others = [i for i in range(len(kinds) - 1) if i not in set(layers)]
-    slot_of = [0] * len(kinds)
-    for position, ordinal in enumerate(layers):
-        slot_of[ordinal] = position % 2
-    used = min(len(layers), 2)
+    slot_of, largest, used = [0] * len(kinds), {}, 0
+    for depth in sorted({depths[i] for i in layers}):
+        level = [i for i in layers if depths[i] == depth]
+        for position, ordinal in enumerate(level):
+            slot_of[ordinal] = used + position % 2
+            largest[ordinal] = max(nbytes[i] for i in level)
+        used += min(len(level), 2)
     ends = len(others) == 2 and bool(layers) and others[0] < layers[0] and layers[-1] < others[1]
     for position, ordinal in enumerate(others):
         slot_of[ordinal] = used if ends else used + position
     slot_of[-1] = used + (1 if ends else len(others))
-    largest = max((nbytes[ordinal] for ordinal in layers), default=0)
     sizes = [0] * (slot_of[-1] + 1)
     for ordinal, slot in enumerate(slot_of):
-        sizes[slot] = max(sizes[slot], largest if ordinal in layers else nbytes[ordinal])
+        sizes[slot] = max(sizes[slot], largest.get(ordinal, nbytes[ordinal]))
     return SlotPlan(tuple(slot_of), tuple(sizes))
 
 
@@ -71,14 +77,17 @@ def aligned(nbytes: int) -> int:
 
 
 def plan_weights_and_buckets(
-    kinds: Sequence[str], units: Sequence[Sequence[GroupLayout]], comm: torch.dtype
+    kinds: Sequence[str],
+    units: Sequence[Sequence[GroupLayout]],
+    comm: torch.dtype,
+    depths: Sequence[int] | None = None,
 ) -> tuple[SlotPlan, SlotPlan]:
     """Slots of gathered weights, and of buckets in `comm`, from the layouts of each unit's groups;
-    `kinds` as for `plan_slots`."""
+    `kinds` and `depths` as for `plan_slots`."""
     weights = [sum(_planes_in_slot(one) for one in unit) for unit in units]
     trained = [[one for one in unit if one.specs[0].requires_grad] for unit in units]
     buckets = [sum(aligned(one.total_numel * comm.itemsize) for one in unit) for unit in trained]
-    return plan_slots(kinds, weights), plan_slots(kinds, buckets)
+    return plan_slots(kinds, weights, depths), plan_slots(kinds, buckets, depths)
 
 
 def _planes_in_slot(layout: GroupLayout) -> int:

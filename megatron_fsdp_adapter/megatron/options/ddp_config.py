@@ -68,7 +68,8 @@ class DistributedDataParallelConfig(CoreConfig):
     """Accepted: the model config says what is captured, and the wrapper sees when."""
 
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
-    """Refused: weights are gathered unit by unit; `fsdp_unit_modules` chooses the units."""
+    """Parts of a layer's experts are units of their own, so that a layer of many experts is not
+    gathered whole. Of MXFP8 weights a pass gathers the direction that it reads in any case."""
 
     megatron_fsdp_max_pool_double_buffer: bool = False
     """As `fsdp_double_buffer`: slots are sized by the largest unit that uses them in any case."""

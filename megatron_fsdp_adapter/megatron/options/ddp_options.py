@@ -151,11 +151,6 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         "all of them accumulate in float32, or leave this empty",
     ),
     off(
-        "megatron_fsdp_enable_fine_grained_param_gather",
-        "weights are gathered unit by unit; set it to False and choose units with the wrapper's "
-        "argument fsdp_unit_modules",
-    ),
-    off(
         "delay_wgrad_compute",
         "core takes it only with overlap_moe_expert_parallel_comm, which is not supported; set it "
         "to False",
@@ -211,6 +206,11 @@ def gathers_separately(ddp_config: Any) -> bool:
     """Whether gathers are to have process groups of their own. Ours: Megatron-LM has a flag of that
     name, and none of its configs a field."""
     return bool(getattr(ddp_config, "create_all_gather_group", False))
+
+
+def gathers_parts(ddp_config: Any) -> bool:
+    """Whether parts of a layer's experts are units of their own."""
+    return is_on(ddp_config, "megatron_fsdp_enable_fine_grained_param_gather")
 
 
 def main_params_dtype(ddp_config: Any) -> torch.dtype | None:
