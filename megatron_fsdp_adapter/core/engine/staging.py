@@ -5,7 +5,7 @@ memory for life that several units use in turn (`fsdp_double_buffer`), so that i
 with NCCL once (`nccl_ub`), and addresses do not change. The rules:
 
     which   a unit's slot is fixed. Units of a kind of which there are three or more (layers) take
-            two slots in turn, sized by the largest of them all; those inside other units (experts
+            two slots in turn, sized by the largest of them all; those inside other units (parts
             of a layer) take two of their own. Every other unit has a slot of its own, but for two
             of them that run first and last (embedding, output layer), which share one.
     who     a slot belongs to the unit that was gathered into it last. A unit takes it over when the
