@@ -1,6 +1,6 @@
 """Megatron-Bridge, unmodified, loads Hugging Face weights into sharded models and exports them.
 
-Opt-in, and with releases that know sharded weights (0.6 and later): see docs/tested.md.
+Opt-in: see docs/tested.md.
 """
 
 from __future__ import annotations
@@ -17,18 +17,52 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module", autouse=True)
 def bridge() -> None:
-    reason = missing_bridge("from megatron.bridge.models.conversion.model_bridge import DTensor")
+    reason = missing_bridge()
     if reason is not None:
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize("case", ("llama-1-1", "llama-2-1", "moe-1-1", "moe-1-2", "adapters"))
-def test_weights_go_in_and_out_of_live_models(case: str, tmp_path: Path) -> None:
-    """FAMILY-TP-EP: logits are those of the Hugging Face model, exported tensors equal bit for bit,
-    with and without sharded weights, whatever Megatron-Bridge is given; adapters are merged."""
-    log = tmp_path / "log"
-    arguments = [str(tmp_path / "hf"), case]
+def run(folder: Path, *cases: str) -> str:
+    """The log of a worker of two ranks that has checked `cases`, one after the other."""
+    log = folder / "log"
     worker = HARNESSES / "bridge_hf_worker.py"
-    run = finish(start("bridge_on_cpu.py", worker, arguments, 2, log), log, 400.0)
-    assert run.status == 0, run.end
-    assert run.log.count("checked ") == 2 * (1 if case == "adapters" else 6)
+    done = finish(start("bridge_on_cpu.py", worker, [str(folder), *cases], 2, log), log, 900.0)
+    assert done.status == 0, done.end
+    return done.log
+
+
+def test_weights_go_in_and_out_of_live_models(tmp_path: Path) -> None:
+    """Logits are those of the Hugging Face model, exported tensors equal bit for bit, under each
+    strategy, whatever Megatron-Bridge is given; in bf16; with tied embeddings and biases."""
+    assert run(tmp_path, "llama", "tied", "low").count("checked ") == 2 * (12 + 4 + 2)
+
+
+def test_weights_go_in_and_out_where_tensor_parallelism_splits_them(tmp_path: Path) -> None:
+    assert run(tmp_path, "llama-tp2", "tied-tp2").count("checked ") == 2 * (4 + 4)
+
+
+def test_tied_embeddings_of_both_pipeline_stages_are_loaded(tmp_path: Path) -> None:
+    assert run(tmp_path, "tied-pp2").count("checked ") == 2 * 4
+
+
+def test_experts_go_in_and_out(tmp_path: Path) -> None:
+    assert run(tmp_path, "moe", "moe-ep2").count("checked ") == 2 * (4 + 4)
+
+
+def test_a_rank_holds_a_few_weights_at_a_time(tmp_path: Path) -> None:
+    """A few times the largest, of all tensors that are made meanwhile."""
+    assert run(tmp_path, "memory", "memory-tp2").count("checked ") == 2 * 2
+
+
+def test_a_model_from_the_meta_device_takes_weights_and_is_saved(tmp_path: Path) -> None:
+    assert run(tmp_path, "meta").count("checked ") == 2 * 2
+
+
+def test_tasks_serve_several_exports_and_weights_of_another_model_are_refused(
+    tmp_path: Path
+) -> None:
+    assert run(tmp_path, "tasks", "shapes").count("checked ") == 2 * 2
+
+
+def test_adapters_are_merged_into_what_is_exported(tmp_path: Path) -> None:
+    assert run(tmp_path, "adapters", "adapters-tp2").count("checked ") == 2 * 2

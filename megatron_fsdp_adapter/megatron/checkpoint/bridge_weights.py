@@ -1,13 +1,16 @@
 """Megatron-Bridge's conversion of a live model's weights from and to Hugging Face, when sharded.
 
-From 0.6 on Megatron-Bridge itself writes into, and gathers, the DTensors that a sharded model shows
-as its parameters. Ours are of the kind that it expects, but it takes what the modules hold, and
-after a forward pass that is gathered weights: a load would change those alone, for one step. So its
-methods are wrapped: before they look, the model shows its optimizer parameters, and weights that
-are kept count as outdated after a load. Adapters (LoRA) it would not gather at all.
+Megatron-Bridge goes through a list of tasks, one for each parameter, and knows what a parameter
+under plain data parallelism is. Its methods are wrapped, so that it finds just that: modules show
+their ordinary parameters, and the tensor of a task is gathered over the data-parallel ranks when
+its turn comes, or takes over this rank's rows of what is written to it (`ModuleWeight`). No rank
+ever holds more of the model. Tensor, pipeline and expert parallelism stay Megatron-Bridge's.
 
-Nothing is imported: Megatron-Bridge is used if it is loaded. Releases that know no DTensors are an
-error, when a sharded model is converted.
+From 0.6 on it has a path for DTensors of its own, which is not used: it takes every tensor with a
+DTensor beside it for whole over tensor-parallel ranks, on this pipeline stage alone, writes what
+has another shape, and does not see adapters. 0.3 has none.
+
+Nothing is imported: Megatron-Bridge is used if it is loaded.
 """
 
 from __future__ import annotations
@@ -16,16 +19,20 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from torch.distributed.tensor import DTensor
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
 
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.core.uneven_dtensor import whole_tensor
 from megatron_fsdp_adapter.megatron.seams.wrapped import unwrap, wrap
 from megatron_fsdp_adapter.quantised.start import values_follow
+from megatron_fsdp_adapter.sharding.module_weights import ModuleWeight, module_weights
 from megatron_fsdp_adapter.sharding.sharded_module import forget_scalings
 
 MODULE = "megatron.bridge.models.conversion.model_bridge"
@@ -33,7 +40,9 @@ CLASS = "MegatronModelBridge"
 LOAD, TASKS, STREAM = (
     "load_weights_hf_to_megatron", "build_conversion_tasks", "stream_weights_megatron_to_hf"
 )  # fmt: skip
-ADAPTERS = "materialize_adapter_weights"
+ADAPTERS, TIED = "materialize_adapter_weights", "_broadcast_shared_embeddings"
+QUANT_STREAM, FP8_TASKS = "stream_weights_megatron_to_hf_quant", "build_export_fp8_tasks"
+"""Which releases before 0.4 do not have."""
 
 
 def missing() -> list[str]:
@@ -42,7 +51,11 @@ def missing() -> list[str]:
     if module is None:
         return []
     owner = getattr(module, CLASS, None)
-    return [f"{MODULE}.{CLASS}.{name}" for name in _WRAPPERS if not hasattr(owner, name)]
+    return [
+        f"{MODULE}.{CLASS}.{name}"
+        for name in _WRAPPERS
+        if name not in _OPTIONAL and not hasattr(owner, name)
+    ]
 
 
 def install() -> None:
@@ -53,7 +66,8 @@ def install() -> None:
         return
     owner = getattr(module, CLASS)
     for name, ours in _WRAPPERS.items():
-        wrap(owner, name, functools.partial(ours, module))
+        if hasattr(owner, name):
+            wrap(owner, name, functools.partial(ours, module))
 
 
 def uninstall() -> None:
@@ -65,83 +79,240 @@ def uninstall() -> None:
 
 def engines_of(models: Any) -> list[FsdpEngine]:
     """Of what is sharded among `models`: a module or a list, wrapped or any part of what was."""
-    given = models if isinstance(models, list | tuple) else [models]
-    params = [param for model in given for param in model.parameters()]
+    return _engines_behind(param for model in _listed(models) for param in model.parameters())
+
+
+def _engines_behind(params: Iterable[Any]) -> list[FsdpEngine]:
     refs = [getattr(param, "_fsdp_engine", None) for param in params]
     found = {id(engine): engine for ref in refs if ref is not None and (engine := ref())}
     return list(found.values())
 
 
-def _models(original: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
-    given = inspect.signature(original).bind(*args, **kwargs).arguments["megatron_model"]
-    return list(given) if isinstance(given, list | tuple) else [given]
+def _listed(models: Any) -> list[nn.Module]:
+    return list(models) if isinstance(models, list | tuple) else [models]
 
 
-def _shown(
-    module: ModuleType, original: Callable[..., Any], args: Any, kwargs: Any
-) -> list[FsdpEngine]:
-    """The engines of the model that `original` was called for, which show optimizer parameters."""
-    engines = engines_of(_models(original, args, kwargs))
-    if engines and not hasattr(module, "DTensor"):
-        raise RuntimeError(
-            f"{original.__name__}: this Megatron-Bridge does not know sharded weights, which 0.6 "
-            "and later releases do; use one of those, load weights before the model is wrapped, or "
-            "convert a checkpoint: python -m megatron_fsdp_adapter convert"
-        )
-    for engine in engines:
-        engine.show_optimizer_params()
-    return engines
+def _innermost(model: nn.Module) -> nn.Module:
+    """What all wrappers are around."""
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of `original` for models some of which are sharded by `engines`. models: as they were
+    given; call: with those in what is around them taken off."""
+
+    original: Callable[..., Any]
+    models: list[nn.Module]
+    call: inspect.BoundArguments
+    engines: list[FsdpEngine]
+
+    @staticmethod
+    def of(original: Callable[..., Any], args: Any, kwargs: Any) -> _Call:
+        call = inspect.signature(original).bind(*args, **kwargs)
+        models = _listed(call.arguments["megatron_model"])
+        engines = engines_of(models)
+        if engines:
+            call.arguments["megatron_model"] = [_innermost(model) for model in models]
+        return _Call(original, models, call, engines)
+
+    def run(self, **changed: Any) -> Any:
+        """What the original returns, called with some arguments changed."""
+        self.call.arguments.update(changed)
+        return self.original(*self.call.args, **self.call.kwargs)
+
+    def show_raw(self) -> None:
+        """Modules hold their ordinary parameters: mappings look at shapes, dtypes and devices."""
+        for engine in self.engines:
+            engine.show_raw_params()
+
+    def show_between_passes(self) -> None:
+        """What they hold between steps, again."""
+        for engine in self.engines:
+            engine.show_between_passes()
 
 
 def _load(
     module: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    engines = _shown(module, original, args, kwargs)
-    with values_follow(_models(original, args, kwargs)):
-        result = original(*args, **kwargs)
-    for engine in engines:
+    call = _Call.of(original, args, kwargs)
+    if not call.engines:
+        with values_follow(call.models):
+            return original(*args, **kwargs)
+    bridge = args[0]
+    instead: dict[str, Any] = {TASKS: functools.partial(_receiving, getattr(bridge, TASKS))}
+    if hasattr(bridge, "export_weight_dtype"):
+        # Of "fp8" it keeps all that it has converted, for main weights that begin as that.
+        instead["export_weight_dtype"] = "bf16"
+    with _instead(bridge, instead):
+        call.run()
+    for engine in call.engines:
+        engine.show_optimizer_params()
         forget_scalings(engine)
         engine.main_weights_changed(loaded=True)
-    return result
+    return call.models
+
+
+def _receiving(build: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """The tasks of a load: what is copied into a tensor of one goes to this rank's rows."""
+    tasks = build(*args, **kwargs)
+    engines = _engines_behind(_tensors(tasks))
+    for engine in engines:
+        engine.show_raw_params()
+    weights = module_weights(engines)
+    return [
+        dataclasses.replace(task, param_weight=weights[id(task.param_weight)])
+        if task is not None and id(task.param_weight) in weights
+        else task
+        for task in tasks
+    ]
+
+
+def _tensors(tasks: Iterable[Any]) -> list[Any]:
+    return [task.param_weight for task in tasks if task is not None]
+
+
+@contextmanager
+def _instead(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, `owner` itself has these attributes."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(owner)[name]
+        vars(owner).update(before)
 
 
 def _tasks(
     module: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    _shown(module, original, args, kwargs)
-    return original(*args, **kwargs)
+    call = _Call.of(original, args, kwargs)
+    call.show_raw()
+    tasks = call.run()
+    call.show_between_passes()
+    return tasks
 
 
 def _stream(
     module: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Iterator[Any]:
-    _shown(module, original, args, kwargs)
-    yield from original(*args, **kwargs)
+    call = _Call.of(original, args, kwargs)
+    given = call.call.arguments
+    if not call.engines:
+        yield from call.run()
+        return
+    if given.get("conversion_tasks") is None:
+        wanted = {name: given.pop(name) for name in ("weight_dtype",) if name in given}
+        build, source = getattr(args[0], TASKS), given["hf_pretrained"]
+        given["conversion_tasks"] = build(source, given["megatron_model"], **wanted)
+    try:
+        yield from call.run(conversion_tasks=_Gathered(given["conversion_tasks"], call))
+    finally:
+        call.show_between_passes()
+
+
+class _Gathered(Sequence[Any]):
+    """Tasks whose tensors are made whole, over data-parallel ranks, as one after the other is asked
+    for: always the same ones on all ranks, in one order."""
+
+    def __init__(self, tasks: Sequence[Any], call: _Call) -> None:
+        self.tasks, self.call = tasks, call
+        self.weights = module_weights(call.engines)
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._whole(self.tasks[index])
+
+    def __iter__(self) -> Iterator[Any]:
+        for task in self.tasks:
+            # Whoever takes the weights may have trained, or saved, in between.
+            self.call.show_raw()
+            yield self._whole(task)
+
+    def _whole(self, task: Any) -> Any:
+        weight = None if task is None else self.weights.get(id(task.param_weight))
+        return task if weight is None else dataclasses.replace(
+            task, param_weight=weight.gather(_wanted(task, weight))
+        )
+
+
+def _wanted(task: Any, weight: ModuleWeight) -> torch.dtype:
+    """The dtype in which the task's tensor is gathered: the module's, as without sharding, or all
+    that the main weights have, if that is what is asked for."""
+    return torch.float32 if getattr(task, "weight_dtype", None) == torch.float32 else weight.dtype
 
 
 def _adapters(
     module: ModuleType, original: Callable[..., Any], bridge: Any, /, adapter_tasks: Iterable[Any]
 ) -> Any:
-    return original(bridge, [_whole_adapter(task) for task in adapter_tasks])
+    parts = ("linear_in_task", "linear_out_task")
+    tasks = list(adapter_tasks)
+    engines = _engines_behind(_tensors(getattr(task, part) for task in tasks for part in parts))
+    weights = module_weights(engines)
+    for engine in engines:
+        engine.show_raw_params()
+
+    def whole(part: Any) -> Any:
+        weight = weights.get(id(part.param_weight))
+        return part if weight is None else dataclasses.replace(part, param_weight=weight.gather())
+
+    return original(bridge, [
+        dataclasses.replace(task, **{part: whole(getattr(task, part)) for part in parts})
+        for task in tasks
+    ])  # fmt: skip
+
+
+def _tied(
+    module: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """The copies of a tied embedding that later pipeline stages have become that of the first."""
+    call = _Call.of(original, args, kwargs)
+    if not call.engines:
+        return original(*args, **kwargs)
+    shared = [
+        ModuleWeight(pair)
+        for engine in call.engines
+        for pair in engine.pairs
+        if getattr(pair.optimizer, "shared_embedding", False)
+    ]
+    if not shared:  # without pipelines nothing is marked so
+        return None
+    find = getattr(module, "_get_embedding_group", lambda _: parallel_state.get_embedding_group())
+    group = find(call.call.arguments["megatron_model"])
+    source = dist.get_process_group_ranks(group)[0]
+    first, *others = shared
+    if dist.get_rank() == source:
+        value = first.gather(torch.float32)
+    else:
+        others = shared
+        value = torch.empty(first.shape, dtype=torch.float32, device=first.device)
+    dist.broadcast(value, source, group=group)
+    for weight in others:
+        weight.copy_(value)
+    return None
+
+
+def _fp8_tasks(
+    module: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    if _Call.of(original, args, kwargs).engines:
+        raise RuntimeError(
+            "export_weight_dtype='fp8' of a sharded model: the bytes of a weight are sharded with "
+            "scales that this conversion does not gather; leave it at 'bf16'"
+        )
+    return original(*args, **kwargs)
 
 
 _WRAPPERS: dict[str, Callable[..., Any]] = {
-    LOAD: _load, TASKS: _tasks, STREAM: _stream, ADAPTERS: _adapters
+    LOAD: _load, TASKS: _tasks, STREAM: _stream, ADAPTERS: _adapters, TIED: _tied,
+    QUANT_STREAM: _stream, FP8_TASKS: _fp8_tasks,
 }  # fmt: skip
 """By the method that is wrapped: called with the module, the original and the call's arguments."""
 
-
-def _whole_adapter(task: Any) -> Any:
-    """The task of an adapter with whole weights in the place of sharded ones. Collective."""
-    parts = {name: getattr(task, name) for name in ("linear_in_task", "linear_out_task")}
-    sharded = [n for n, part in parts.items() if isinstance(part.param_weight, DTensor)]
-    if any(parts[n].mapping.tp_size > 1 for n in sharded) and task.requires_expert_splits:
-        raise RuntimeError(
-            f"{task.global_base_prefix}: adapters of grouped experts that tensor parallelism "
-            "splits cannot be exported from a sharded model; use expert_tensor_parallel_size=1"
-        )
-    whole = {
-        n: dataclasses.replace(parts[n], param_weight=whole_tensor(parts[n].param_weight))
-        for n in sharded
-    }
-    return dataclasses.replace(task, **whole) if whole else task
+_OPTIONAL = (QUANT_STREAM, FP8_TASKS)

@@ -1,0 +1,105 @@
+"""A parameter of a sharded model, as its module would have it without sharding.
+
+For code that reads and writes weights one at a time and knows nothing of shards: what it reads is
+gathered when it asks, what it writes is cut into rows. Nothing else is held meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp_adapter.core.engine.buffer import Held
+from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.core.engine.identity import ParamPair
+from megatron_fsdp_adapter.core.layout.ranges import FlatRange, nested_shard_rank
+from megatron_fsdp_adapter.core.topology import Axis
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleWeight:
+    """The weight of `pair`. `shape` is that of the module's own parameter (one tensor-parallel
+    slice); `dtype` the compute dtype, that of values for a quantised one; `device` where it is."""
+
+    pair: ParamPair
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.pair.group.layout.specs[self.pair.index].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pair.raw.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._own.device
+
+    @property
+    def data(self) -> ModuleWeight:
+        """Itself: of a tensor, what is written without a graph."""
+        return self
+
+    @torch.no_grad()
+    def copy_(self, value: torch.Tensor) -> ModuleWeight:
+        """Writes this rank's rows of `value`, a whole plain tensor of any dtype on any device, to
+        the main weights. Who is done says `main_weights_changed` to the engine. ValueError for
+        another shape."""
+        if value.shape != self.shape:
+            raise ValueError(
+                f"parameter {self.pair.managed.fqns[0]} has shape {tuple(self.shape)}, not "
+                f"{tuple(value.shape)}"
+            )
+        rows = self._rows(self.pair.group.held, self.pair.group.held.rank)
+        self._own.copy_(value.reshape(-1)[rows.start : rows.stop].view(self._own.shape))
+        return self
+
+    @torch.no_grad()
+    def gather(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The whole of it in new memory, on every rank that has a shard: the main weights, cast to
+        `dtype` (default: `dtype` of the module). Collective over those ranks; each sends its rows
+        once, from where they are to lie, and no rank holds more than the result."""
+        group, shape = self.pair.group, self.shape
+        whole = torch.empty(shape.numel(), dtype=dtype or self.dtype, device=self.device)
+        own = self._rows(group.held, group.held.rank)
+        whole[own.start : own.stop].copy_(self._own.view(-1))
+        domain, inner = group.domain, group.inner
+        if group.splits_outer and domain.outer is not None:
+            size = domain.outer.size
+            numbers = [nested_shard_rank(inner.rank, number, size) for number in range(size)]
+            _exchange(whole, domain.outer, [self._rows(group.held, n) for n in numbers])
+        if group.config.strategy.shard_main:
+            parts = [self._rows(inner, number) for number in range(domain.axis.size)]
+            _exchange(whole, domain.axis, parts)
+        return whole.view(shape)
+
+    @property
+    def _own(self) -> torch.Tensor:
+        return self.pair.group.main_items[self.pair.index]
+
+    def _rows(self, held: Held, number: int) -> FlatRange:
+        """The elements of the parameter that shard `number` of `held`'s layout has."""
+        return held.layout.shard_range(self.pair.index, number)
+
+
+def _exchange(whole: torch.Tensor, axis: Axis, parts: Iterable[FlatRange]) -> None:
+    """Fills in the part of each rank of `axis`, in order, of `whole`. Rows are cut unevenly, which
+    an all-gather does not take; the sum of tensors of zeros would send everything twice."""
+    works = [
+        dist.broadcast(whole[part.start : part.stop], rank, group=axis.group, async_op=True)
+        for rank, part in zip(axis.ranks, parts, strict=True)
+        if not part.empty
+    ]
+    for work in works:
+        work.wait()
+
+
+def module_weights(engines: Iterable[FsdpEngine]) -> dict[int, ModuleWeight]:
+    """The weights of `engines`, by the id of either parameter that stands for one."""
+    found = {}
+    for pair in (pair for engine in engines for pair in engine.pairs):
+        found[id(pair.raw)] = found[id(pair.optimizer)] = ModuleWeight(pair)
+    return found
