@@ -1,4 +1,4 @@
-"""What is wrapped of Megatron-Bridge's conversion, around a stand-in for its four methods.
+"""What is wrapped of Megatron-Bridge's conversion, around a stand-in for its methods.
 
 The code itself, unmodified, is run by `tests/integration/test_bridge_conversion.py`.
 """
@@ -24,17 +24,16 @@ CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Task:
+    name: str
     param_weight: Any
-    mapping: Any
+    weight_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
-class _Task:
+class _Adapter:
     linear_in_task: Any
     linear_out_task: Any
-    requires_expert_splits: bool = False
-    global_base_prefix: str = "decoder.layers.0.mlp"
 
 
 class Adapters:
@@ -43,19 +42,31 @@ class Adapters:
 
 
 class MegatronModelBridge(Adapters):
-    """As the real one: it takes what the modules hold, and writes into DTensors' local rows."""
+    """As the real one: it takes what the modules hold, and copies whole tensors into that."""
 
     def load_weights_hf_to_megatron(self, hf_pretrained: Any, megatron_model: Any) -> Any:
-        for _, _, param in self.build_conversion_tasks(hf_pretrained, megatron_model):
-            assert isinstance(param, DTensor)
-            param._local_tensor.fill_(hf_pretrained)
+        for task in self.build_conversion_tasks(hf_pretrained, megatron_model):
+            assert not isinstance(task.param_weight, DTensor)
+            task.param_weight.data.copy_(hf_pretrained(task.name, task.param_weight.shape))
+        self._broadcast_shared_embeddings(megatron_model)
 
-    def build_conversion_tasks(self, hf_pretrained: Any, megatron_model: Any) -> Any:
-        return [(model, n, p) for model in megatron_model for n, p in model.named_parameters()]
+    def _broadcast_shared_embeddings(self, megatron_model: Any) -> None:
+        pass
 
-    def stream_weights_megatron_to_hf(self, megatron_model: Any, hf_pretrained: Any) -> Any:
-        for _, name, param in self.build_conversion_tasks(hf_pretrained, megatron_model):
-            yield name, type(param)
+    def build_conversion_tasks(
+        self, hf_pretrained: Any, megatron_model: Any, weight_dtype: Any = None
+    ) -> Any:
+        assert all(not hasattr(model, "module") for model in megatron_model)
+        return [_Task(n, p, weight_dtype) for m in megatron_model for n, p in m.named_parameters()]
+
+    def stream_weights_megatron_to_hf(
+        self, megatron_model: Any, hf_pretrained: Any, conversion_tasks: Any = None,
+        weight_dtype: Any = None,
+    ) -> Any:  # fmt: skip
+        assert weight_dtype is None or conversion_tasks is None
+        assert len(conversion_tasks) > 0
+        for task in conversion_tasks:
+            yield task.name, task.param_weight
 
 
 @pytest.fixture
@@ -63,9 +74,8 @@ def bridge() -> Iterator[ModuleType]:
     module = ModuleType(bridge_weights.MODULE)
     module.MegatronModelBridge = type("Bridge", (MegatronModelBridge,), {})
     for name in ("load_weights_hf_to_megatron", "build_conversion_tasks",
-                 "stream_weights_megatron_to_hf"):  # fmt: skip
+                 "stream_weights_megatron_to_hf", "_broadcast_shared_embeddings"):  # fmt: skip
         setattr(module.MegatronModelBridge, name, getattr(MegatronModelBridge, name))
-    module.DTensor = DTensor
     before = sys.modules.get(bridge_weights.MODULE)
     sys.modules[bridge_weights.MODULE] = module
     bridge_weights.install()
@@ -88,6 +98,10 @@ def _forward(trainer: Trainer) -> torch.Tensor:
         return trainer.wrapper(tokens, torch.arange(CASE.seq)[None], None)
 
 
+def _zeros(name: str, shape: torch.Size) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
 GIVEN = {
     "wrapper": lambda wrapper: [wrapper],
     "inner": lambda wrapper: [wrapper.module],
@@ -100,7 +114,7 @@ def test_a_load_after_a_forward_reaches_main_weights_and_the_next_forward(
     bridge: ModuleType, trainer: Trainer, given: str
 ) -> None:
     before = _forward(trainer)
-    bridge.MegatronModelBridge().load_weights_hf_to_megatron(0.0, GIVEN[given](trainer.wrapper))
+    bridge.MegatronModelBridge().load_weights_hf_to_megatron(_zeros, GIVEN[given](trainer.wrapper))
     assert before.abs().max() > 0 and not _forward(trainer).any()
 
 
@@ -108,46 +122,74 @@ def test_a_load_after_a_forward_reaches_main_weights_and_the_next_forward(
 def test_what_is_exported_after_a_forward_are_main_weights(
     bridge: ModuleType, trainer: Trainer, given: str
 ) -> None:
+    """Of tasks that are built for the export, or were before."""
+    made, models = bridge.MegatronModelBridge(), GIVEN[given](trainer.wrapper)
+    wanted = trainer.wrapper.module.full_state_dict()
     _forward(trainer)
+    tasks = made.build_conversion_tasks(None, models)
+    for asked in ({}, {"conversion_tasks": tasks}, {"weight_dtype": torch.float32}):
+        _forward(trainer)
+        found = dict(made.stream_weights_megatron_to_hf(models, None, **asked))
+        assert len(found) == len(tasks)
+        for name, value in found.items():
+            assert type(value) is torch.Tensor
+            assert torch.equal(value, wanted[name]), name
+
+
+def test_between_exported_weights_the_model_may_be_saved(
+    bridge: ModuleType, trainer: Trainer
+) -> None:
+    """Which shows optimizer parameters; after an export that was given up they are shown too."""
     made = bridge.MegatronModelBridge()
-    tasks = made.build_conversion_tasks(None, GIVEN[given](trainer.wrapper))
-    assert tasks and all(isinstance(param, DTensor) for *_, param in tasks)
-    _forward(trainer)
-    found = list(made.stream_weights_megatron_to_hf(GIVEN[given](trainer.wrapper), None))
-    assert found and all(issubclass(kind, DTensor) for _, kind in found)
+    stream = made.stream_weights_megatron_to_hf([trainer.wrapper], None)
+    for _ in range(3):
+        assert not isinstance(next(stream)[1], DTensor)
+        assert not any(isinstance(value, DTensor) for value in trainer.wrapper.parameters())
+        trainer.wrapper.state_dict()
+        assert all(isinstance(value, DTensor) for value in trainer.wrapper.parameters())
+    stream.close()
+    assert all(isinstance(value, DTensor) for value in trainer.wrapper.parameters())
+
+
+def test_a_value_of_another_shape_is_an_error(bridge: ModuleType, trainer: Trainer) -> None:
+    made = bridge.MegatronModelBridge()
+    with pytest.raises(ValueError, match=r"parameter .*weight has shape .*, not \(3, 5\)"):
+        made.load_weights_hf_to_megatron(lambda *_: torch.zeros(3, 5), [trainer.wrapper])
+    assert "build_conversion_tasks" not in vars(made)
 
 
 def test_adapters_are_made_whole(bridge: ModuleType, trainer: Trainer) -> None:
-    trainer.wrapper.engine.show_optimizer_params()
     params = list(trainer.wrapper.parameters())[:2]
-    parts = [_Part(param, SimpleNamespace(tp_size=1)) for param in params]
-    [found] = bridge.MegatronModelBridge().materialize_adapter_weights([_Task(*parts)])
+    parts = [_Task("adapter", param) for param in params]
+    [found] = bridge.MegatronModelBridge().materialize_adapter_weights([_Adapter(*parts)])
     for part, param in zip((found.linear_in_task, found.linear_out_task), params, strict=True):
         assert type(part.param_weight) is torch.Tensor and part.param_weight.shape == param.shape
 
 
-def test_adapters_of_split_experts_are_refused(bridge: ModuleType, trainer: Trainer) -> None:
-    trainer.wrapper.engine.show_optimizer_params()
-    part = _Part(next(iter(trainer.wrapper.parameters())), SimpleNamespace(tp_size=2))
-    with pytest.raises(RuntimeError, match="expert_tensor_parallel_size=1"):
-        bridge.MegatronModelBridge().materialize_adapter_weights([_Task(part, part, True)])
+def test_models_that_are_not_sharded_are_left_to_bridge(bridge: ModuleType) -> None:
+    plain = torch.nn.Linear(2, 2)
+    bridge.MegatronModelBridge().load_weights_hf_to_megatron(_zeros, [plain])
+    assert not plain.weight.any()
+    [weight, _] = bridge.MegatronModelBridge().build_conversion_tasks(None, [plain])
+    assert weight.param_weight is plain.weight
 
 
-def test_a_release_that_knows_no_sharded_weights_is_an_error(
+def test_bytes_of_sharded_fp8_weights_are_not_exported(
     bridge: ModuleType, trainer: Trainer
 ) -> None:
-    del bridge.DTensor
-    with pytest.raises(RuntimeError, match=r"does not know sharded weights, which 0\.6"):
-        bridge.MegatronModelBridge().load_weights_hf_to_megatron(0.0, [trainer.wrapper])
-    plain = torch.nn.Linear(2, 2)
-    assert bridge.MegatronModelBridge().build_conversion_tasks(None, [plain])
+    owner = bridge.MegatronModelBridge
+    owner.build_export_fp8_tasks = lambda self, hf_pretrained, megatron_model: "its own"
+    bridge_weights.install()
+    assert owner().build_export_fp8_tasks(None, [torch.nn.Linear(2, 2)]) == "its own"
+    with pytest.raises(RuntimeError, match="leave it at 'bf16'"):
+        owner().build_export_fp8_tasks(None, [trainer.wrapper])
 
 
 def test_uninstall_gives_the_methods_back(bridge: ModuleType) -> None:
     owner = bridge.MegatronModelBridge
     assert owner.build_conversion_tasks is not MegatronModelBridge.build_conversion_tasks
     bridge_weights.uninstall()
-    for name in bridge_weights._WRAPPERS:
+    for name in set(bridge_weights._WRAPPERS) - set(bridge_weights._OPTIONAL):
         assert getattr(owner, name) is getattr(MegatronModelBridge, name)
     assert "materialize_adapter_weights" not in vars(owner)
 

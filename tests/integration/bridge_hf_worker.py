@@ -193,14 +193,14 @@ def check_memory(folder: Path, tp: int) -> None:
         ModuleWeight(pair).shape.numel() * 4 for e in engines_of(model) for pair in e.pairs
     )
     together = sum(value.nbytes for value in state.values())
-    assert together > 12 * largest
+    assert together > 20 * largest
     with LiveBytes() as loading:
         bridge.load_hf_weights([model])
     with LiveBytes() as exporting:
         for name, value in bridge.export_hf_weights([model], show_progress=False):
             assert torch.equal(value, state[name]), name
     for what in (loading, exporting):
-        assert 0.5 * largest < what.peak <= 4 * largest, (what.peak, largest, together)
+        assert 0.5 * largest < what.peak <= 5 * largest, (what.peak, largest, together)
     told = f"{loading.peak} and {exporting.peak} bytes of {together}, largest {largest}"
     print(f"checked memory: {told}", flush=True)
 
@@ -231,7 +231,7 @@ def check_tasks(folder: Path) -> None:
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     [model] = wrapped(provider_of(bridge, 2), "optim_grads_params")
     tasks = bridge.get_conversion_tasks([model])
-    for step in range(2):
+    for _ in range(2):
         bridge.load_hf_weights([model])
         logits(model)
         model.state_dict()  # shows optimizer parameters

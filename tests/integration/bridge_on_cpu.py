@@ -117,8 +117,20 @@ def _on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def _contiguous(original: Callable[..., Any]) -> Callable[..., Any]:
+    """0.3 scatters columns as they are: copies to a GPU are contiguous, those to the host none."""
+
+    @functools.wraps(original)
+    def scatter(tensor: Any, scatter_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+        parts = scatter_list and [part.contiguous() for part in scatter_list]
+        return original(tensor, parts, *args, **kwargs)
+
+    return scatter
+
+
 def prepare_bridge() -> None:
     """Makes the modules of Megatron-Bridge run on the CPU."""
+    dist.scatter = _contiguous(dist.scatter)
     for name in ("new_group", "new_subgroups_by_enumeration"):
         setattr(dist, name, _on_gloo(getattr(dist, name)))
     if importlib.util.find_spec(TE) is None:
