@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import ClassVar
 
 import torch
+
+from megatron_fsdp_adapter.core.runtime.kernels import kernel_or_warning
 
 from .tables import BLOCK, CHUNK, GROUP, HINT, MAX, Table
 
@@ -363,20 +364,17 @@ def _powers(exponents: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def kernels_for(device: torch.device) -> ModuleType | None:
-    """The kernels, once one has run: Triton needs a C compiler where it runs first. None on the
-    host, and, said in a warning, where Triton cannot be used."""
+    """The kernels; None on the host, and where Triton cannot be used."""
     if device.type != "cuda":
         return None
-    try:
+
+    def tried() -> ModuleType:
         from . import triton_e4m3 as kernels
 
         one = torch.ones(1, device=device)
         kernels.scales(one, one, one.clone(), False, 0.0)
-    except Exception as error:  # whatever a missing or broken compiler raises
-        warnings.warn(
-            f"weights are quantised by torch, one by one, which takes several times as long: "
-            f"Triton cannot be used here ({error!r})",
-            stacklevel=2,
-        )
-        return None
-    return kernels
+        return kernels
+
+    return kernel_or_warning(
+        tried, "weights are quantised by torch, one by one, which takes several times as long"
+    )
