@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .megatron.process_groups import create_all_gather_groups
     from .plain.fully_shard import fully_shard_model, fully_shard_optimizer
     from .sharding.export import export_shards, export_weights
+    from .sharding.memory import release_memory, return_memory
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,8 @@ _HOMES = {
     "fully_shard_model": "plain.fully_shard",
     "fully_shard_optimizer": "plain.fully_shard",
     "install": "launch.installation",
+    "release_memory": "sharding.memory",
+    "return_memory": "sharding.memory",
     "uninstall": "launch.installation",
 }
 
@@ -52,6 +55,8 @@ __all__ = [
     "fully_shard_model",
     "fully_shard_optimizer",
     "install",
+    "release_memory",
+    "return_memory",
     "uninstall",
 ]
 

@@ -174,6 +174,8 @@ class UnevenDTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func not in _OF_THE_OBJECT:
+            tree_map_only(UnevenDTensor, _check_present, (args, kwargs))
         originals: dict[int, UnevenDTensor] = {}
         kept: list[DTensor] = []
         of_nothing = _norm_of_nothing(args) if func in _NORMS else None
@@ -298,6 +300,20 @@ class UnevenDTensor(DTensor):
             )
 
 
+_OF_THE_OBJECT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+"""Operators that read no values."""
+
+
+def _check_present(dtensor: DTensor) -> None:
+    """RuntimeError if the storage of the local tensor was given back."""
+    local = dtensor._local_tensor
+    if local.numel() and not local.is_meta and local.untyped_storage().nbytes() == 0:
+        raise RuntimeError(
+            f"reading a tensor of shape {tuple(dtensor.shape)} of a sharded model whose memory was "
+            "released; call return_memory(model, optimizer) first"
+        )
+
+
 _NORMS = frozenset(
     {torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar}
 )
@@ -373,6 +389,7 @@ def whole_tensor(dtensor: DTensor) -> torch.Tensor:
     collective per axis replaces an exchange of shapes and a gather of unequal sizes. Costs one
     full tensor of memory. ValueError for a shard whose place in the whole is unknown.
     """
+    _check_present(dtensor)
     local = dtensor._local_tensor.detach()
     if is_replicated(dtensor):
         return local.clone()

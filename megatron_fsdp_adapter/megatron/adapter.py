@@ -26,6 +26,7 @@ from ..quantised import TransformerEngineParams
 from ..sharding.building import build_engine
 from ..sharding.export import Source
 from ..sharding.materialize import target_device
+from ..sharding.memory import trim
 from ..sharding.placement import Placements
 from ..sharding.problems import raise_problems
 from ..sharding.sharded_module import (
@@ -293,6 +294,17 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.engine.zero_grads()
         for param in self._shared_embeddings():
             param.main_grad = None  # type: ignore[attr-defined]
+
+    def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
+        """Core's reinforcement learning calls it before generation: gradients are forgotten and
+        their buffers given back. Forwards without gradients work meanwhile."""
+        self.param_and_grad_buffer.offload_to_cpu(move_params=False)
+        if empty_cache:
+            trim(self.engine.runtime)
+
+    def restore_grad_buffers(self, synchronize: bool = True) -> None:
+        """Takes the buffers of gradients back."""
+        self.param_and_grad_buffer.reload_from_cpu(move_params=False)
 
     def broadcast_params(self) -> None:
         """Nothing to do: weights were broadcast from rank 0 of their data-parallel group before

@@ -64,6 +64,7 @@ class Captures:
 
     def _begin(self, training: bool) -> None:
         engine, self._has_graphs = self._engine, True
+        engine.memory.held_by = "a CUDA graph"
         for role in (GATHER, REDUCE) if training else (GATHER,):
             engine.runtime.wait(role, engine.runtime.record(COMPUTE))
         engine.gather.invalidate()

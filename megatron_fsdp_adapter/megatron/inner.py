@@ -9,7 +9,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from ..core.engine.engine import FsdpEngine
+from ..core.engine.memory import COMPUTE, GRADIENTS, MAIN
 from ..core.runtime.registered import RegisteredMemory
+from ..sharding.memory import release, take_back
 from ..sharding.sharded_module import ShardedStateDict, refuse_compilation
 
 
@@ -31,11 +33,23 @@ class ParamAndGradBuffer:
         pass begins."""
         self._engine.main_weights_changed(stepped=True)
 
+    def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
+        """As core's buffers have it: `release_memory` of weights, and of gradients."""
+        release(self._engine, _kinds(move_params, move_grads), {})
+
+    def reload_from_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
+        """`return_memory` of the same."""
+        take_back(self._engine, _kinds(move_params, move_grads))
+
     def manual_buffer_registration(self) -> None:
         """Registers fixed buffers with NCCL, all at once, where that was left for after the first
         step (`fsdp_manual_registration`)."""
         if self._slots is not None:
             self._slots.register()
+
+
+def _kinds(weights: bool, gradients: bool) -> list[str]:
+    return [*([MAIN, COMPUTE] if weights else []), *([GRADIENTS] if gradients else [])]
 
 
 class ShardedModule(ShardedStateDict, MegatronModule):

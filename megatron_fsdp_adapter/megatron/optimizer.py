@@ -27,6 +27,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from ..core.topology import TP_DIM
 from ..sharding.local_optimizer import LocalShards, adopt, initialize_state
+from ..sharding.memory import local_shards, park_state, take_state, trim
 from ..sharding.placement import replicated_name
 from ..sharding.problems import raise_problems
 from . import hybrid_optimizer, optimizer_state
@@ -133,14 +134,23 @@ def _refuse_whole_matrices(
     return original(model_chunks, *args, **kwargs)
 
 
-def _refuse_offload(original: Callable[..., None], self: Any) -> None:
-    if _our_chunks(self):
-        raise RuntimeError(
-            f"{original.__name__}() of Megatron's optimizer with FullyShardedDataParallel: main "
-            "weights are views of flat buffers, which a copy elsewhere leaves behind; delete the "
-            "wrapper and load a checkpoint, or keep them where they are"
-        )
-    original(self)
+def _offload_state(original: Callable[..., None], self: Any) -> None:
+    """Main weights, which core moves as well, stay: gathers read them, also for generation."""
+    ours = _our_chunks(self)
+    if not ours:
+        original(self)
+        return
+    for shards in local_shards(self):
+        park_state(shards, ours[0].engine.runtime)
+    trim(ours[0].engine.runtime)
+
+
+def _restore_state(original: Callable[..., None], self: Any) -> None:
+    if not _our_chunks(self):
+        original(self)
+        return
+    for shards in local_shards(self):
+        take_state(shards)
 
 
 def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any, *args: Any,
@@ -415,8 +425,8 @@ REPLACED: tuple[Replacement, ...] = (
         ProcessGroupCollection, "setup_process_groups_for_optimizer", _remember_groups,
         (("pg_collection", "model_chunks", MORE),),
     ),
-    Replacement(DistributedOptimizer, "offload_to_cpu", _refuse_offload, (_OWN,)),
-    Replacement(DistributedOptimizer, "restore_from_cpu", _refuse_offload, (_OWN,)),
+    Replacement(DistributedOptimizer, "offload_to_cpu", _offload_state, (_OWN,)),
+    Replacement(DistributedOptimizer, "restore_from_cpu", _restore_state, (_OWN,)),
     Replacement(
         DistributedOptimizer, "__init__", _init, ((*_OWN, "optimizer", "config", MORE),)
     ),

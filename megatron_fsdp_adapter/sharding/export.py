@@ -22,6 +22,7 @@ from torch import nn
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import ParamGroup
 from ..core.engine.identity import ParamPair
+from ..core.engine.memory import COMPUTE, MAIN
 from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from ..core.runtime.comm import Communicator
 from ..quantised import dequantised
@@ -121,8 +122,10 @@ def export_weights(
         ValueError: before anything is gathered: an option with a wrong value, weights without a
             counterpart in Hugging Face's names, quantised weights that cannot be cut or joined.
     """
-    chunks = _sources(model)
+    chunks = sources(model)
     _check(which, scope, dtype)
+    for source in chunks:
+        source.engine.memory.check("export_weights", [MAIN, *([COMPUTE] if quantised else [])])
     plan = _Plan(_names(hf_config, chunks), dtype, quantised, scope == MODEL)
     exported = [_Chunk(source, _chosen(source, which), plan) for source in chunks]
     found = [line for chunk in exported for line in chunk.problems()]
@@ -141,8 +144,10 @@ def export_shards(
     weights'), in unit order. Nothing is communicated. Ranks that are replicas of each other have
     the same ones; a rank has none of some weights, and several blocks of others. Arguments and
     errors are those of `export_weights`."""
-    chunks = _sources(model)
+    chunks = sources(model)
     _check(which, MODEL, dtype)
+    for source in chunks:
+        source.engine.memory.check("export_shards", [MAIN])
     plan = _Plan(_names(hf_config, chunks), dtype, False, False)
     exported = [_Chunk(source, _chosen(source, which), plan) for source in chunks]
     raise_problems("export_shards", [line for chunk in exported for line in chunk.problems()])
@@ -164,7 +169,8 @@ def beside_engine(
                 yield f"{path}.{name}".lstrip("."), buffer, True
 
 
-def _sources(model: Any) -> list[Source]:
+def sources(model: Any) -> list[Source]:
+    """Of a wrapped model, or of its chunks. ValueError for anything else."""
     chunks = list(model) if isinstance(model, Sequence) else [model]
     for chunk in chunks:
         if not hasattr(chunk, "export_source"):
@@ -448,7 +454,7 @@ def _trimmed(pair: ParamPair, planes: Planes) -> Planes:
     """Without the padding that scales of blocks are kept with."""
     if pair.group.key.quantised is BLOCK128 and SCALE in planes:
         rows, columns = pair.group.layout.specs[pair.index].shape
-        planes[SCALE] = planes[SCALE][: -(-rows // 128), : -(-columns // 128)]
+        planes[SCALE] = planes[SCALE][: -(-rows // 128), : -(-columns // 128)].contiguous()
     return planes
 
 

@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.chunks import dtensor_like, has_chunks
+from ..core.runtime.parking import ParkingLot
 from .model_state import Piece, Place, write_pieces
 
 Prepare = Callable[[Any], None]
@@ -45,6 +46,7 @@ class LocalShards:
         self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._local_grads: dict[torch.Tensor, torch.Tensor | None] = {}
         self._shown: tuple[Any, list[Any]] | None = None
+        self.parked: ParkingLot | None = None
         self._add_groups(optimizer)
 
     def _add_groups(self, optimizer: Any) -> None:
@@ -76,7 +78,9 @@ class LocalShards:
         return {name: torch.zeros_like(local, dtype=torch.float32) for name in names}
 
     def enter(self, optimizer: Any) -> None:
-        """Makes the inner optimizer's parameters and state the local ones, until `leave`."""
+        """Makes the inner optimizer's parameters and state the local ones, until `leave`.
+        RuntimeError if their memory was released."""
+        self.check()
         if self._shown is not None:
             return
         self._add_groups(optimizer)
@@ -84,6 +88,24 @@ class LocalShards:
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = self.locals_of(index)
         optimizer.state = self.state
+
+    def check(self) -> None:
+        """RuntimeError if the state's memory was released."""
+        if self.parked is not None and self.parked.away:
+            raise RuntimeError(
+                "using the optimizer: its state was released; call return_memory(model, optimizer) "
+                "first"
+            )
+
+    def state_storages(self) -> list[torch.Tensor]:
+        """Tensors of the state, one for each storage."""
+        found = {}
+        for state in self.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.numel():
+                    local = getattr(value, "_local_tensor", value)
+                    found[local.untyped_storage()._cdata] = local
+        return list(found.values())
 
     def leave(self, optimizer: Any) -> None:
         """Undoes `enter`, if it was called."""
@@ -161,6 +183,11 @@ def end_step(optimizer: Any, *unused: Any) -> None:
     """Also for a step that raised, or one inside another: a subclass's that calls its base's."""
     optimizer._fsdp_shards.clear_local_grads()
     optimizer._fsdp_shards.leave(optimizer)
+
+
+def _before_state_dict(optimizer: Any) -> None:
+    end_step(optimizer)
+    optimizer._fsdp_shards.check()
 
 
 def _before_step(
@@ -278,7 +305,7 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
         ValueError: before anything is written: the groups do not have this optimizer's numbers of
             parameters, a value has not its parameter's shape, or nobody knows which rows it has.
     """
-    end_step(optimizer)
+    _before_state_dict(optimizer)
     current, saved = optimizer.param_groups, state_dict["param_groups"]
     sizes = [len(group["params"]) for group in current]
     if sizes != [len(group["params"]) for group in saved]:
@@ -426,4 +453,4 @@ def adopt(
     optimizer.__class__ = _local_class(type(optimizer))  # type: ignore[arg-type]
     optimizer.register_step_pre_hook(functools.partial(_before_step, prepare=prepare))
     optimizer.register_step_post_hook(end_step)
-    optimizer.register_state_dict_pre_hook(end_step)
+    optimizer.register_state_dict_pre_hook(_before_state_dict)

@@ -111,9 +111,11 @@ def unit_copies(
 
 
 def add_scale(planes: Planes, scales: list[torch.Tensor]) -> None:
-    """Adds what every rank has beside the planes of a quantised weight, if that is its scale."""
+    """Adds a copy of what every rank has beside the planes of a quantised weight."""
     if scales:
-        planes[SCALE] = scales[0]
+        scale = scales[0]  # one number of a vector, with strides that `clone` keeps
+        copy = torch.empty(scale.shape, dtype=scale.dtype, device=scale.device)
+        planes[SCALE] = copy.copy_(scale)
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ class FlatBuffer:
         numel: elements. dtype, device: of the elements. runtime: takes and gives the storage.
         memory: uint8, of as many bytes, to lie in for good; storage then never goes.
 
-    label: what it is, and whose, for messages.
+    label: what it is, and whose, for messages. in_slot: whether it lies in given memory.
     """
 
     label = "a buffer"
@@ -52,6 +52,7 @@ class FlatBuffer:
         self, numel: int, dtype: torch.dtype, runtime: Runtime, memory: torch.Tensor | None = None
     ) -> None:
         self.runtime, self.fixed = runtime, memory is not None
+        self.in_slot = self.fixed
         self._in_use = True
         if memory is None:
             self.tensor = torch.zeros(numel, dtype=dtype, device=runtime.device)
@@ -89,7 +90,7 @@ class FlatBuffer:
 
     def forget(self) -> None:
         """Nobody needs the contents any more; the storage stays."""
-        if self.runtime.poison:
+        if self.runtime.poison and self.allocated:
             fill_with_nan(self.tensor)
 
     def keep(self) -> None:

@@ -30,6 +30,7 @@ from .group import GradState, ParamGroup
 from .guard import unchecked
 from .identity import Identity, IdentitySwitch, ParamPair, make_pairs
 from .launches import LaunchComparison
+from .memory import KINDS, MAIN, READ, EngineMemory
 from .partition import ROOT, UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
 from .quantisation import make_quantisation
@@ -109,10 +110,11 @@ class FsdpEngine:
             self.units, config, runtime, gathers, outer, self.order, self.launches
         )
         reductions = {d: plan_reduction(config, domain.grad_scale) for d, domain in used.items()}
+        received = memory_of_exchanges(self.groups, config, self._allocate_slots)
         self.reduce = ReducePipeline(
-            config, runtime, reductions, reduces, outer, self.launches, grad_check,
-            memory_of_exchanges(self.groups, config, self._allocate_slots),
-        )  # fmt: skip
+            config, runtime, reductions, reduces, outer, self.launches, grad_check, received
+        )
+        self.memory = EngineMemory(self.units, received, allocate_slots is None, runtime)
         self.quantisation = make_quantisation(self.groups, quantised, self.gather)
         self.backward = BackwardPass(self.units, config, self.gather, self.reduce)
         self.pairs = make_pairs(self.groups)
@@ -120,10 +122,9 @@ class FsdpEngine:
         self.grads = AttachedGrads(self.pairs)
         self._is_last_microbatch, self._knows_microbatches = True, False
         self.auto_sync = self.own_loop = self._has_frozen = False
-        self.loads, self.exported_loads, self.writes = 0, -1, 0
         self._shown_before = Identity.OPTIMIZER
         self._active_root: str | None = None
-        self._counts_calls = True
+        self._counts_calls, self.loads, self.exported_loads, self.writes = True, 0, -1, 0
         self._forwards = self._in_flight = 0
         self._register_hooks(module, plans)
         self.show_optimizer_params()
@@ -189,14 +190,17 @@ class FsdpEngine:
     def show_raw_params(self) -> None:
         """Whoever had the optimizer parameters may have written them: compute weights of before
         count as outdated."""
+        self.memory.check("using the model", READ)
         self.switch.show(Identity.RAW, before=self._take_over)
 
     def show_optimizer_params(self) -> None:
+        self.memory.check("reading or writing main weights", [MAIN])
         self.switch.show(Identity.OPTIMIZER, before=self.gather.quiesce)
 
     def show_between_passes(self) -> None:
         """Shows optimizer parameters, unless a forward runs or waits for its backward."""
-        if self._active_root is None and not self.backward.running and self._in_flight <= 0:
+        idle = self._active_root is None and not self.backward.running
+        if idle and self._in_flight <= 0 and not self.memory.away:
             self.show_optimizer_params()
 
     def _take_over(self) -> None:
@@ -240,6 +244,7 @@ class FsdpEngine:
         # Evaluations between a forward and its backward do not count; recomputed units do.
         self._counts_calls = torch.is_grad_enabled()
         if self._counts_calls:
+            self.memory.check("a forward with gradients", KINDS)
             self._forwards += 1
             self._in_flight += 1
             for unit in self.units:
@@ -297,6 +302,7 @@ class FsdpEngine:
     def _begin_backward(self) -> None:
         if self.backward.running:
             return
+        self.memory.check("a backward", KINDS)
         accumulates = hooks.accumulates(self.groups)
         self.order.begin(BACKWARD)
         hooks.at_end_of_backward(self.end_backward)
@@ -346,6 +352,7 @@ class FsdpEngine:
     @torch.no_grad()
     def reduce_grads(self) -> None:
         """Starts every reduction of this step that has not been started."""
+        self.memory.check("reducing gradients", KINDS)
         order = self.backward.completed
         self.reduce.reduce_rest(
             reversed(self.units) if self.has_grads else [self.units[i] for i in order]

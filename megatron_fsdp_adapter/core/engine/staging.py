@@ -99,13 +99,13 @@ class Slots:
 
     def __init__(self, plan: SlotPlan, allocate: AllocateSlots) -> None:
         self.plan = plan
-        self._memory = allocate(plan.nbytes)
+        self.memory = allocate(plan.nbytes)
         self._taken = [0] * len(plan.slot_of)
 
     def take(self, ordinal: int, nbytes: int) -> torch.Tensor:
         start = self._taken[ordinal]
         self._taken[ordinal] += aligned(nbytes)
-        return self._memory[self.plan.slot_of[ordinal]][start : start + nbytes]
+        return self.memory[self.plan.slot_of[ordinal]][start : start + nbytes]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,100 @@
+"""An engine's memory, by what it is for: given back between two steps, and taken again.
+
+Main weights go to the host. Compute weights that a gather makes anew are dropped; so are gradients,
+buckets and slots. Quantised weights go to the host: their bytes are not a matter of main weights
+alone. Storages are given back and taken again under the tensors, as gathers do it: whatever holds a
+view of a buffer keeps it. Addresses change, which only CUDA graphs and registrations with NCCL know
+of: those are refused, and left where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from megatron_fsdp_adapter.core.runtime.device import Runtime
+from megatron_fsdp_adapter.core.runtime.parking import Kept, ParkingLot, Storages
+
+from .unit import Unit
+
+MAIN, COMPUTE, GRADIENTS, SLOTS = "main_weights", "compute_weights", "gradients", "slots"
+KINDS = (MAIN, COMPUTE, GRADIENTS, SLOTS)
+READ = (MAIN, COMPUTE, SLOTS)
+"""What a forward pass without gradients needs."""
+
+
+class EngineMemory:
+    """Args:
+    units: whose buffers they are. received: memory of exchanges of gradients. ordinary: whether
+        that and slots are torch's own memory, which may go, and not registered.
+
+    Attributes:
+        held_by: who knows addresses of the memory, in words, so that it cannot go; "" if nobody.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], received: torch.Tensor | None, ordinary: bool,
+        runtime: Runtime,
+    ) -> None:
+        self._units, self._ordinary = units, ordinary
+        self._received = [] if received is None else [received]
+        self._lot = ParkingLot(runtime)
+        self.held_by = ""
+
+    def storages(self) -> Storages:
+        """By kind: a tensor over each storage, and which parts of it return as they were."""
+        found: dict[str, list[tuple[torch.Tensor, Kept]]] = {kind: [] for kind in KINDS}
+        found[SLOTS] = [(slot, ()) for slot in self._slots()]
+        for group in (group for unit in self._units for group in unit.groups):
+            for plane in group.planes:
+                kept = plane.held if group.key.quantised else []
+                if plane.shard is not plane.full:
+                    found[COMPUTE].append((plane.shard.tensor, kept))
+                elif group.main_is_weight:
+                    found[MAIN].append((plane.full.tensor, group.main_segments))
+                elif not plane.full.in_slot:
+                    found[COMPUTE].append((plane.full.tensor, kept))
+            if not group.main_is_weight:
+                found[MAIN].append((group.main.tensor, None))
+            if group.key.requires_grad and not group.grad.in_slot:
+                found[GRADIENTS].append((group.grad.tensor, ()))
+        return found
+
+    def _slots(self) -> list[torch.Tensor]:
+        stagings = [group.staging for unit in self._units for group in unit.groups]
+        made = [slots for one in stagings for slots in (one.weights, one.buckets) if slots]
+        memory = [one for slots in dict.fromkeys(made) for one in slots.memory]
+        return [*memory, *self._received] if self._ordinary else []
+
+    def check_free(self, kinds: Collection[str]) -> None:
+        """RuntimeError if somebody knows addresses of what is of `kinds`."""
+        if kinds and self.held_by:
+            raise RuntimeError(
+                f"release_memory: {self.held_by} has addresses of {', '.join(kinds)}; switch that "
+                f"off, or release the optimizer's state alone, with keep={list(KINDS)}"
+            )
+
+    def park(self, kinds: Collection[str], more: Storages) -> dict[str, int]:
+        """Gives back what is of `kinds`, and `more` storages by kind; the bytes of each. Nothing
+        may be gathered or in flight."""
+        storages = self.storages()
+        return self._lot.park({kind: [*storages[kind], *more.get(kind, ())] for kind in kinds})
+
+    def take(self, kinds: Sequence[str]) -> None:
+        """Takes back what of `kinds` is away."""
+        self._lot.take(kinds)
+
+    @property
+    def away(self) -> list[str]:
+        """Kinds that are given back."""
+        return list(self._lot.away)
+
+    def check(self, action: str, needed: Collection[str]) -> None:
+        """RuntimeError if something of `needed` is away."""
+        missing = [kind for kind in self._lot.away if kind in needed]
+        if missing:
+            raise RuntimeError(
+                f"{action}: {', '.join(missing)} of this model were released; call "
+                "return_memory(model, optimizer) first"
+            )
