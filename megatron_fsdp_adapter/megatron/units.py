@@ -20,7 +20,7 @@ from ..quantised import format_of
 from .domains import ModelDomains
 from .fused_wgrad import asks_fusion, grad_writer
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
-from .wgrad_probe import Observer, precisions_of, quantised_precision
+from .wgrad_probe import Observer, precisions_of, quantised_precision, read_by_operations
 
 DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer, MambaLayer)
 WITHOUT_WEIGHTS = {"core_attn"}
@@ -142,7 +142,7 @@ def plan_units(
         writer_of=functools.partial(
             grad_writer,
             is_fresh=engine_config.strategy.shard_grads,
-            observe=_observer(config, engine_config, domains.device),
+            observe=_observer(module, config, engine_config, domains.device),
         ),
         manages=lambda managed: domains.placements.manages(managed.fqns[0]),
         format_of=format_of,
@@ -150,10 +150,15 @@ def plan_units(
     )
 
 
-def _observer(config: Any, engine_config: EngineConfig, device: torch.device) -> Observer | None:
+def _observer(
+    module: nn.Module, config: Any, engine_config: EngineConfig, device: torch.device
+) -> Observer | None:
     """Looks at what fused modules write their gradients into; None without fusion."""
     if not asks_fusion(config):
         return None
     policy = engine_config.policy
     written = policy.comm_dtype if engine_config.strategy.shard_grads else policy.grads_dtype
-    return Observer(precisions_of(config), written, device, quantised_precision(config))
+    return Observer(
+        precisions_of(config), written, device, quantised_precision(config),
+        read_by_operations(module),
+    )  # fmt: skip

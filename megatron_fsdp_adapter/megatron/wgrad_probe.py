@@ -96,12 +96,12 @@ def _te_module(name: str, *sizes: int) -> Callable[..., nn.Module]:
     return make
 
 
-def _te_operation(name: str, *sizes: int) -> Callable[..., nn.Module]:
+def _te_operation(name: str, *sizes: int, **options: Any) -> Callable[..., nn.Module]:
     def make(dtype: torch.dtype, device: torch.device) -> nn.Module:
         import transformer_engine.pytorch.ops as ops
 
         return getattr(ops, name)(
-            *sizes, dtype=dtype, device=device, accumulate_into_main_grad=True
+            *sizes, dtype=dtype, device=device, accumulate_into_main_grad=True, **options
         )
 
     return make
@@ -131,6 +131,10 @@ def _in_groups(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return module(x, [TOKENS, 0])
 
 
+def _in_tensor_of_groups(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module(x, torch.tensor([TOKENS, 0], device=x.device))
+
+
 MAKERS: Mapping[str, Maker] = {
     "transformer_engine.Linear": Maker(_te_module("Linear", SIZE, SIZE)),
     "transformer_engine.LayerNormLinear": Maker(_te_module("LayerNormLinear", SIZE, SIZE)),
@@ -139,11 +143,33 @@ MAKERS: Mapping[str, Maker] = {
         _te_module("GroupedLinear", 2, SIZE, SIZE), _in_groups
     ),
     "transformer_engine.ops.BasicLinear": Maker(_te_operation("BasicLinear", SIZE, SIZE)),
+    "transformer_engine.ops.GroupedLinear": Maker(
+        _te_operation("GroupedLinear", 2, SIZE, SIZE, bias=False), _in_tensor_of_groups
+    ),
     "megatron.core.ColumnParallelLinear": Maker(_MegatronLinear, can_be_told=False),
     "megatron.core.RowParallelLinear": Maker(_MegatronLinear, can_be_told=False),
 }
 """By package and class; a module is that of the first class in its resolution order that has a
 row."""
+
+
+OPERATIONS: Mapping[str, str] = {
+    "transformer_engine.Linear": "transformer_engine.ops.BasicLinear",
+    "transformer_engine.LayerNormLinear": "transformer_engine.ops.BasicLinear",
+    "transformer_engine.GroupedLinear": "transformer_engine.ops.GroupedLinear",
+}
+"""What core's fused MLPs compute with in the place of the layers that hold the weights."""
+
+
+def read_by_operations(module: nn.Module) -> frozenset[int]:
+    """Ids of the modules below `module` whose weights Transformer Engine's operations read (core's
+    `use_te_op_fuser` of a layer spec, and `use_transformer_engine_op_fuser`). Core makes the
+    operations in the first forward, out of the parameters that it finds then."""
+    fused = [
+        child for child in module.modules()
+        if hasattr(child, "_fused_impl") or getattr(child, "_with_fused_impl", False)
+    ]  # fmt: skip
+    return frozenset(id(inner) for child in fused for inner in child.modules())
 
 
 def maker_name(kind: type) -> str | None:
@@ -356,13 +382,15 @@ def observed_once(
 class Observer:
     """What modules of a model do to `main_grad`, which is of `main_dtype`.
 
-    precisions: of modules whose weights are not quantised; quantised: of others.
+    precisions: of modules whose weights are not quantised; quantised: of others. by_operations: as
+    `read_by_operations`: of these, what holds for the operation as well.
     """
 
     precisions: tuple[Precision, ...]
     main_dtype: torch.dtype
     device: torch.device
     quantised: Precision | None = None
+    by_operations: frozenset[int] = frozenset()
 
     def __call__(
         self, owner: nn.Module, dtype: torch.dtype, is_quantised: bool = False
@@ -383,8 +411,11 @@ class Observer:
         if is_quantised and self.quantised is None:
             return UNKNOWN
         precisions = (self.quantised,) if is_quantised and self.quantised else self.precisions
+        names = [name, OPERATIONS.get(name)] if id(owner) in self.by_operations else [name]
         seen = [
-            observed_once(name, precision, dtype, self.main_dtype, self.device.type)
+            observed_once(each, precision, dtype, self.main_dtype, self.device.type)
             for precision in precisions
+            for each in names
+            if each is not None
         ]
         return functools.reduce(lambda one, other: one & other, seen)

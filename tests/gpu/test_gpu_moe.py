@@ -29,6 +29,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import is_te_min_version
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.launch import cpu_mode
@@ -54,6 +55,10 @@ DISPATCHERS: Mapping[str, Mapping[str, Any]] = {
         "moe_token_dispatcher_type": "alltoall", "moe_shared_expert_overlap": True,
         "moe_shared_expert_intermediate_size": 96,
     },
+    "alltoall, fused operations": {
+        "moe_token_dispatcher_type": "alltoall", "use_transformer_engine_op_fuser": True,
+        "gradient_accumulation_fusion": True,
+    },
     "DeepEP": {
         "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep",
         "moe_router_dtype": "fp32",
@@ -63,7 +68,11 @@ DISPATCHERS: Mapping[str, Mapping[str, Any]] = {
         "moe_router_dtype": "fp32",
     },
 }  # fmt: skip
-"""Fields of the model's config; the last two need the package deep_ep."""
+"""Fields of the model's config; the last two need the package deep_ep, fused operations a core and
+a Transformer Engine that have them."""
+HAS_OPERATIONS = "use_transformer_engine_op_fuser" in TransformerConfig.__dataclass_fields__ and (
+    is_te_min_version("2.14.0")
+)
 CASE = Case(
     num_layers=2, hidden=128, heads=4, ffn=192, vocab=256, seq=64, batch=2, swiglu=True, bias=False
 )
@@ -256,6 +265,15 @@ def _errors(ours: Outcome, reference: Outcome) -> Errors:
     return Errors(scalars[0], max(scalars[1:]), max(moved))
 
 
+def can_run(kind: Kind, fields: Mapping[str, Any]) -> bool:
+    """Whether what is installed has what is asked for."""
+    if fields["moe_token_dispatcher_type"] == "flex" and not HAS_DEEP_EP:
+        return False
+    if "use_transformer_engine_op_fuser" in fields and not (kind.grouped and HAS_OPERATIONS):
+        return False
+    return HAS_TE or not kind.grouped
+
+
 def trains_like_ddp(
     rank: int, world: int, name: str, dispatcher: str,
     ddp: Mapping[str, Any] = MappingProxyType({}),
@@ -279,8 +297,7 @@ CHECKS = {
     f"{name}, {dispatcher}": Check(trains_like_ddp, (name, dispatcher))
     for name, kind in KINDS.items()
     for dispatcher, fields in DISPATCHERS.items()
-    if (HAS_TE or not kind.grouped)
-    and (HAS_DEEP_EP or fields["moe_token_dispatcher_type"] != "flex")
+    if can_run(kind, fields)
 }
 PARTS = {"megatron_fsdp_enable_fine_grained_param_gather": True}
 CHECKS |= {
@@ -290,6 +307,7 @@ CHECKS |= {
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=55.0, world=4 if torch.cuda.device_count() >= 4 else 2)
 os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
+os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # core asks for it before it fuses SwiGLU
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -167,7 +167,6 @@ LATER_MODEL_RULES: tuple[Rule, ...] = (
     _is_not_none("moe_expert_rank_capacity_factor", _STASH),
     off("moe_single_grouped_weight", _ONE_TENSOR),
     off("moe_single_grouped_bias", _ONE_TENSOR),
-    off("use_transformer_engine_op_fuser", _FUSED_OPS),
     off("use_grouped_gemm_for_dense_mlp", _FUSED_OPS),
     off("use_grouped_gemm_for_shared_expert", _FUSED_OPS),
     Rule(
