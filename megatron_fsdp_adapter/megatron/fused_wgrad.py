@@ -83,7 +83,8 @@ def fuses(owner: Any) -> bool:
 def _writer_that(seen: Observed, is_fresh: bool, name: str) -> GradWriter:
     """The fastest protocol that modules of class `name` were seen to keep to."""
     if seen.told_in_backward:
-        return GradWriter.OVERWRITES
+        is_deaf = seen.deaf_under_hooks
+        return GradWriter.OVERWRITES_UNHOOKED if is_deaf else GradWriter.OVERWRITES
     if seen.told_in_forward and is_fresh:
         return GradWriter.OVERWRITES_ALWAYS
     if seen.adds:

@@ -17,6 +17,7 @@ from ..core.config import EngineConfig
 from ..core.engine.partition import UnitPlan, managed_params, partition, unit_modules
 from ..core.layout.format import Use, plain
 from ..quantised import format_of
+from .activation_offload import sets_hooks_inside_units
 from .domains import ModelDomains
 from .fused_wgrad import asks_fusion, grad_writer
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
@@ -160,5 +161,5 @@ def _observer(
     written = policy.comm_dtype if engine_config.strategy.shard_grads else policy.grads_dtype
     return Observer(
         precisions_of(config), written, device, quantised_precision(config),
-        read_by_operations(module),
+        read_by_operations(module), sets_hooks_inside_units(config),
     )  # fmt: skip

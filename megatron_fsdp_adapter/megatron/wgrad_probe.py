@@ -18,11 +18,12 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from .options.capability import recipe_of
 
@@ -42,19 +43,30 @@ class Observed:
     adds: without being told anything, they add to `main_grad`.
     told_in_backward: they overwrite where `get_main_grad()` sets `overwrite_main_grad`, and add
     where it unsets it. told_in_forward: they overwrite where it was set before the forward.
+    deaf_under_hooks: what they are told in backward they hear only where no hooks are on what
+    autograd saves: they ask the saved weight, which then has no attributes.
     """
 
     adds: bool
     told_in_backward: bool = False
     told_in_forward: bool = False
+    deaf_under_hooks: bool = False
 
     def __and__(self, other: Observed) -> Observed:
         """What holds for both."""
+        told_in_backward = self.told_in_backward and other.told_in_backward
         return Observed(
             self.adds and other.adds,
-            self.told_in_backward and other.told_in_backward,
+            told_in_backward,
             self.told_in_forward and other.told_in_forward,
+            told_in_backward and (self.deaf_under_hooks or other.deaf_under_hooks),
         )
+
+    def with_hooks_inside(self) -> Observed:
+        """What holds where hooks on what is saved are set inside of units, which no engine sees."""
+        if not self.deaf_under_hooks:
+            return self
+        return replace(self, told_in_backward=False, deaf_under_hooks=False)
 
 
 UNKNOWN = Observed(adds=True)
@@ -191,7 +203,7 @@ def observe(
     main_dtype: torch.dtype,
     device: torch.device,
 ) -> Observed:
-    """Runs a module up to four times and looks at what became of `main_grad`. Leaves random states
+    """Runs a module up to six times and looks at what became of `main_grad`. Leaves random states
     and Transformer Engine's histories as they were. No collectives.
 
     dtype: of the weights; main_dtype: of `main_grad`. An error of the module is the caller's.
@@ -206,14 +218,18 @@ def observe(
     adds = _were_added_to(run(MARK))
     if not maker.can_be_told:
         return Observed(adds)
-    return Observed(
-        adds,
-        told_in_backward=(
-            _were_overwritten(run(float("nan"), in_backward=True))
-            and _were_added_to(run(MARK, in_backward=False))
-        ),
-        told_in_forward=_were_overwritten(run(float("nan"), in_forward=True)),
+    told_in_backward = _were_overwritten(run(float("nan"), in_backward=True)) and _were_added_to(
+        run(MARK, in_backward=False)
     )
+    told_in_forward = _were_overwritten(run(float("nan"), in_forward=True))
+    with saved_tensors_hooks(_as_it_is, _as_it_is):
+        heard = told_in_backward and _were_overwritten(run(float("nan"), in_backward=True))
+        told_in_forward &= _were_overwritten(run(float("nan"), in_forward=True))
+    return Observed(adds, told_in_backward, told_in_forward, told_in_backward and not heard)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _main_grads(
@@ -383,7 +399,8 @@ class Observer:
     """What modules of a model do to `main_grad`, which is of `main_dtype`.
 
     precisions: of modules whose weights are not quantised; quantised: of others. by_operations: as
-    `read_by_operations`: of these, what holds for the operation as well.
+    `read_by_operations`: of these, what holds for the operation as well. hooks_inside:
+    hooks on what autograd saves are set inside of units.
     """
 
     precisions: tuple[Precision, ...]
@@ -391,6 +408,7 @@ class Observer:
     device: torch.device
     quantised: Precision | None = None
     by_operations: frozenset[int] = frozenset()
+    hooks_inside: bool = False
 
     def __call__(
         self, owner: nn.Module, dtype: torch.dtype, is_quantised: bool = False
@@ -418,4 +436,5 @@ class Observer:
             for each in names
             if each is not None
         ]
-        return functools.reduce(lambda one, other: one & other, seen)
+        all_of_them = functools.reduce(lambda one, other: one & other, seen)
+        return all_of_them.with_hooks_inside() if self.hooks_inside else all_of_them

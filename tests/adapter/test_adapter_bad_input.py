@@ -228,7 +228,7 @@ def test_all_problems_are_listed_at_once() -> None:
     bad = Bad(
         (),
         ddp={"data_parallel_sharding_strategy": "zero3", "fp8_param_gather": True},
-        config={"cpu_offloading": True},
+        config={"enable_autocast": True},
         module=Frozen,
         groups=lambda: groups(dp_cp_ag=[0, 1], ep=[0, 1]),
         options={"fsdp_unit_modules": [nn.Conv2d, nn.LSTM], "device": "meta"},
@@ -236,7 +236,7 @@ def test_all_problems_are_listed_at_once() -> None:
     with pytest.raises(ValueError) as caught:
         wrap(bad)
     for fragment in (
-        "zero3", "fp8_param_gather", "cpu_offloading=True", "no trainable", "is a Conv2d",
+        "zero3", "fp8_param_gather", "enable_autocast=True", "no trainable", "is a Conv2d",
         "is a LSTM",
         "device=meta", "ep process group has 2", "gather group",
     ):  # fmt: skip

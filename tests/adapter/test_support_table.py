@@ -82,6 +82,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "param_name_patterns_for_fp32_local_accumulation": {
         "grad_reduce_in_fp32": False, "megatron_fsdp_main_grads_dtype": torch.bfloat16
     },
+    "cpu_offloading": {"recompute_granularity": "selective"},
     "fp8_recipe": {"fp8": "hybrid"},
     "fp4_recipe": {"fp4": "e2m1"},
     "moe_mlp_glu_interleave_size": {"tensor_model_parallel_size": 2},

@@ -104,12 +104,12 @@ def test_groups_of_parallel_state_are_read(one_rank: torch.device) -> None:
 
 def test_missing_expert_group_is_listed_with_the_other_problems(one_rank: torch.device) -> None:
     model = build_model(CASE, one_rank)
-    model.config.cpu_offloading = True
+    model.config.enable_autocast = True
     model.output_layer.weight.allreduce = False
     groups = parallel_state._EXPERT_DATA_PARALLEL_GROUP
     try:
         parallel_state._EXPERT_DATA_PARALLEL_GROUP = None
-        with pytest.raises(ValueError, match="(?s)cpu_offloading=True.*expt_dp"):
+        with pytest.raises(ValueError, match="(?s)enable_autocast=True.*expt_dp"):
             FullyShardedDataParallel(model.config, ddp_config(CASE, "optim"), model)
     finally:
         parallel_state._EXPERT_DATA_PARALLEL_GROUP = groups

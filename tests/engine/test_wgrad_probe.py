@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, habit: str) -> torch.Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, weight)
         ctx.weight, ctx.habit = weight, habit
         ctx.early = getattr(weight, "overwrite_main_grad", False)
         return x @ weight.t()
@@ -44,9 +44,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         weight, by_weight = ctx.weight, grad.t() @ ctx.saved_tensors[0]
+        saved = ctx.saved_tensors[1]
         main = weight.get_main_grad() if hasattr(weight, "__fsdp_param__") else weight.main_grad
         overwrites = {
             "asks in backward": getattr(weight, "overwrite_main_grad", False),
+            "asks what it saved": getattr(saved, "overwrite_main_grad", False),
             "asks in forward": ctx.early,
             "asks the quantised weight": False,
             "adds": False,
@@ -78,6 +80,7 @@ class Fusing(nn.Module):
 
 SEEN = {
     "asks in backward": Observed(adds=True, told_in_backward=True, told_in_forward=True),
+    "asks what it saved": Observed(adds=True, told_in_backward=True, deaf_under_hooks=True),
     "asks in forward": Observed(adds=True, told_in_backward=False, told_in_forward=True),
     "asks the quantised weight": Observed(adds=True),
     "adds": Observed(adds=True),
@@ -101,6 +104,8 @@ def test_each_protocol_is_seen_for_what_it_is(habit: str) -> None:
 
 def test_a_class_is_as_good_as_its_worst_weight() -> None:
     assert _observe(_maker("asks in backward", "adds")) == Observed(adds=True)
+    seen = _observe(_maker("asks in backward", "asks what it saved"))
+    assert seen == SEEN["asks what it saved"]
 
 
 def test_megatrons_product_adds() -> None:
@@ -228,6 +233,17 @@ def test_what_holds_in_one_precision_only_does_not_hold(makers: dict[str, Maker]
     assert both(ColumnParallel(), torch.float32) == Observed(adds=True)
 
 
+def test_hooks_inside_of_units_are_reckoned_with_from_the_start(makers: dict[str, Maker]) -> None:
+    """Such hooks no engine sees, and so nobody would clear the bucket when they are on."""
+    makers[NAME] = _maker("asks what it saved")
+    for hooks_inside, expected in (
+        (False, GradWriter.OVERWRITES_UNHOOKED), (True, GradWriter.ACCUMULATES),
+    ):  # fmt: skip
+        observer = Observer((Precision("weights"),), torch.float32, CPU, None, hooks_inside)
+        managed = _managed(_Fused())
+        assert grad_writer(managed, True, observer) is expected
+
+
 def test_modules_of_quantised_weights_are_made_with_such_weights(makers: dict[str, Maker]) -> None:
     """Transformer Engine 2.11 looks for the flag on the weight that it computes with: where that is
     the parameter itself, it is there."""
@@ -283,10 +299,15 @@ def _managed(*owners: Any, frozen: bool = False, ndim: int = 2) -> ManagedParam:
     return ManagedParam(param, ("weight",), tuple((owner, "weight") for owner in owners))
 
 
+class _Fused(ColumnParallel):
+    fuse_wgrad_accumulation = True
+
+
 WRITERS = {
     # what was seen: who writes, into a bucket that is fresh in each backward, and into one that
     # keeps the microbatches before
     Observed(True, True, True): (GradWriter.OVERWRITES, GradWriter.OVERWRITES),
+    Observed(True, True, False, True): (GradWriter.OVERWRITES_UNHOOKED,) * 2,
     Observed(True, False, True): (GradWriter.OVERWRITES_ALWAYS, GradWriter.ACCUMULATES),
     Observed(True, False, False): (GradWriter.ACCUMULATES, GradWriter.ACCUMULATES),
 }

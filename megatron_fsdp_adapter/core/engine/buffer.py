@@ -12,6 +12,8 @@ from megatron_fsdp_adapter.core.layout.group import GroupLayout
 from megatron_fsdp_adapter.core.layout.ranges import FlatRange
 from megatron_fsdp_adapter.core.runtime.device import Runtime, fill_with_nan, storage_bytes
 
+from .saved import mark_owned
+
 LARGE = 1 << 20
 """Elements from which a tensor is copied by a kernel of its own."""
 
@@ -58,6 +60,7 @@ class FlatBuffer:
             self.tensor = torch.zeros(numel, dtype=dtype, device=runtime.device)
         else:
             self.tensor = memory.view(dtype).zero_()
+        mark_owned(self.tensor)
 
     @property
     def allocated(self) -> bool:

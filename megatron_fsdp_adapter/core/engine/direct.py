@@ -14,6 +14,10 @@ gradient on. Three protocols are spoken:
                        aside while a module called twice writes the later one.
     ACCUMULATES        adds to `raw.main_grad`, which must hold zeroes first.
 
+OVERWRITES_UNHOOKED is OVERWRITES of a module that looks for the flag on the weight that it has
+saved for backward. Where hooks are on what is saved (`saved.py`), torch returns another tensor,
+without attributes, and the module adds: then this is ACCUMULATES.
+
 None returns a gradient to autograd: `grad_added_to_main_grad`, which would make modules return a
 placeholder the size of the weight, is left unset, since nothing here waits for autograd.
 """
@@ -30,10 +34,11 @@ from torch import nn
 
 class GradWriter(enum.Enum):
     """Who writes a parameter's gradient into the bucket: the engine, from what autograd leaves in
-    `.grad`, or the module itself, in one of three ways."""
+    `.grad`, or the module itself, in one of these ways."""
 
     AUTOGRAD = "autograd"
     OVERWRITES = "overwrites"
+    OVERWRITES_UNHOOKED = "overwrites_unhooked"
     OVERWRITES_ALWAYS = "overwrites_always"
     ACCUMULATES = "accumulates"
 
@@ -44,6 +49,10 @@ class DirectGrads:
     Args:
         params: raw parameters. writers: who writes each one's gradient. views: where, full-size
         views of the bucket. label: names the buffer in errors.
+
+    Attributes:
+        hooked: whether hooks were on what autograd saved in some forward; for good, as a backward
+            may be that of several forwards.
     """
 
     def __init__(
@@ -56,17 +65,20 @@ class DirectGrads:
         self.label = label
         self._params, self._views = list(params), list(views)
         self._adding = [i for i, one in enumerate(writers) if one is GradWriter.ACCUMULATES]
-        always = GradWriter.OVERWRITES_ALWAYS
+        always, unhooked = GradWriter.OVERWRITES_ALWAYS, GradWriter.OVERWRITES_UNHOOKED
+        self._adding_hooked = [
+            i for i, one in enumerate(writers) if one in (GradWriter.ACCUMULATES, unhooked)
+        ]
         self._always = {i for i, one in enumerate(writers) if one is always}
         self.any = any(one is not GradWriter.AUTOGRAD for one in writers)
-        self.is_open = False
+        self.is_open = self.hooked = False
         self._written: set[int] = set()
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         me = weakref.ref(self)
         for index, (param, writer) in enumerate(zip(params, writers, strict=True)):
             if writer is not GradWriter.AUTOGRAD:
                 param.main_grad = views[index]  # type: ignore[attr-defined]
-            if writer in (GradWriter.OVERWRITES, always):
+            if writer in (GradWriter.OVERWRITES, unhooked, always):
                 param.__fsdp_param__ = True  # type: ignore[attr-defined]
                 param.overwrite_main_grad = writer is always  # type: ignore[attr-defined]
                 param.get_main_grad = _getter(me, index)  # type: ignore[attr-defined]
@@ -77,8 +89,9 @@ class DirectGrads:
         if self.is_open:
             return
         self.is_open = True
-        self._written = set(self._adding) if empty else set(range(len(self._params)))
-        zeroed = [self._views[index] for index in self._adding] if empty else []
+        adding = self._adding_hooked if self.hooked else self._adding
+        self._written = set(adding) if empty else set(range(len(self._params)))
+        zeroed = [self._views[index] for index in adding] if empty else []
         if zeroed:
             torch._foreach_zero_(zeroed)
 

@@ -37,6 +37,7 @@ from .quantisation import make_quantisation
 from .quantised import QuantisedParams
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
 from .reduction import plan_reduction
+from .saved import SavedTensors
 from .staging import AllocateSlots, UnitStaging, ordinary_memory
 from .unit import Phase, Unit
 
@@ -119,7 +120,7 @@ class FsdpEngine:
         self.backward = BackwardPass(self.units, config, self.gather, self.reduce)
         self.pairs = make_pairs(self.groups)
         self.switch = IdentitySwitch(self.pairs)
-        self.grads = AttachedGrads(self.pairs)
+        self.grads, self.saved = AttachedGrads(self.pairs), SavedTensors()
         self._is_last_microbatch, self._knows_microbatches = True, False
         self.auto_sync = self.own_loop = self._has_frozen = False
         self._shown_before = Identity.OPTIMIZER
@@ -166,9 +167,12 @@ class FsdpEngine:
             if plan.module is not None:
                 hooks.register_unit(self, unit, plan.module)
         everything = {id(pair.raw) for pair in self.pairs}
+        of_root = {id(param) for group in self.root.groups for param in group.params}
         for name, child in module.named_modules():
             if {id(param) for param in child.parameters()} >= everything:
                 hooks.register_root(self, name or ROOT, child)
+            elif any(id(param) in of_root for param in child.parameters(recurse=False)):
+                hooks.register_owner(self, name, child)
 
     @property
     def groups(self) -> list[ParamGroup]:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from .group import ParamGroup
 from .guard import unchecked
+from .saved import SavedTensors
 from .unit import Unit
 
 _LEAVES = (torch.Tensor, type(None), bool, int, float, str)
@@ -43,6 +44,7 @@ class Engine(Protocol):
     """What the hooks call."""
 
     units: list[Unit]
+    saved: SavedTensors
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any: ...
     def post_forward(self, unit: Unit, output: Any, given: Any) -> None: ...
@@ -200,7 +202,13 @@ def _unit_pre_forward(
     engine: EngineRef, ordinal: int, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
     alive = engine()
-    return None if alive is None else alive.pre_forward(alive.units[ordinal], args, kwargs)
+    if alive is None:
+        return None
+    unit = alive.units[ordinal]
+    given = alive.pre_forward(unit, args, kwargs)
+    if alive.saved.enter(ordinal):
+        unit.saves_through_hooks()
+    return given
 
 
 def _unit_post_forward(
@@ -215,6 +223,8 @@ def _root_pre_forward(engine: EngineRef, name: str, module: nn.Module, args: Any
     alive = engine()
     if alive is not None:
         alive.root_pre_forward(name)
+        if alive.saved.enter(name):
+            alive.units[-1].saves_through_hooks()
 
 
 def _root_post_forward(
@@ -223,6 +233,18 @@ def _root_post_forward(
     alive = engine()
     if alive is not None:
         alive.root_post_forward(name, out)
+
+
+def _enter(engine: EngineRef, key: str, module: nn.Module, args: Any) -> None:
+    alive = engine()
+    if alive is not None and alive.saved.enter(key):
+        alive.units[-1].saves_through_hooks()
+
+
+def _leave(engine: EngineRef, key: Any, module: nn.Module, args: Any, out: Any) -> None:
+    alive = engine()
+    if alive is not None:
+        alive.saved.leave(key)
 
 
 def grad_callback(method: Callable[..., None], *args: Any) -> Callable[..., None]:
@@ -247,6 +269,7 @@ def register_unit(engine: Engine, unit: Unit, module: nn.Module) -> None:
     module.register_forward_hook(
         functools.partial(_unit_post_forward, ref, unit.ordinal), with_kwargs=True
     )
+    _register_leave(module, ref, unit.ordinal)
 
 
 def register_root(engine: Engine, name: str, module: nn.Module) -> None:
@@ -254,6 +277,19 @@ def register_root(engine: Engine, name: str, module: nn.Module) -> None:
     ref = weakref.ref(engine)
     module.register_forward_pre_hook(functools.partial(_root_pre_forward, ref, name), prepend=True)
     module.register_forward_hook(functools.partial(_root_post_forward, ref, name))
+    _register_leave(module, ref, name)
+
+
+def register_owner(engine: Engine, key: str, module: nn.Module) -> None:
+    """Hooks the calls of a module that holds weights of the root's: hooks on what is saved may have
+    been set between the model's call and its own."""
+    ref = weakref.ref(engine)
+    module.register_forward_pre_hook(functools.partial(_enter, ref, key), prepend=True)
+    _register_leave(module, ref, key)
+
+
+def _register_leave(module: nn.Module, ref: EngineRef, key: Any) -> None:
+    module.register_forward_hook(functools.partial(_leave, ref, key), always_call=True)
 
 
 def at_end_of_backward(method: Callable[[], None]) -> None:

@@ -85,6 +85,11 @@ class Unit:
         """Those whose gradients the present backward collects."""
         return [group for group in self.trainable_groups if not group.idle or group.has_grads()]
 
+    def saves_through_hooks(self) -> None:
+        """Its module runs while hooks are on what autograd saves."""
+        for group in self.direct_groups:
+            group.direct.hooked = True
+
     def check_gathered(self) -> None:
         """RuntimeError if a backward that is over had no weights to read. In a slot it may have
         read those of another unit in their place."""

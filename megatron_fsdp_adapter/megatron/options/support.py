@@ -72,9 +72,15 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
     ),
     off("enable_cuda_graph", "captured layers do not run the hooks that gather weights"),
     off("external_cuda_graph", "captured layers do not run the hooks that gather weights"),
-    off("cpu_offloading", "activation offload to the CPU is coming; set it to False"),
-    off(
-        "fine_grained_activation_offloading", "activation offload is coming; set it to False"
+    Rule(
+        "cpu_offloading",
+        lambda config: is_on(config, "cpu_offloading")
+        and (
+            (getattr(config, "pipeline_model_parallel_size", None) or 1) > 1
+            or getattr(config, "recompute_granularity", None) is not None
+        ),
+        "core offloads activations only with pipeline_model_parallel_size=1 and without "
+        "recompute_granularity; choose one of them",
     ),
     off(
         "overlap_moe_expert_parallel_comm",

@@ -245,18 +245,6 @@ BRIDGE_RULES: tuple[Rule, ...] = (
     ),
     _reorders_rows("model.moe_mlp_glu_interleave_size"),
     _reorders_rows("model.moe_shared_expert_glu_interleave_size"),
-    Rule(
-        "model.cpu_offloading",
-        lambda cfg: (
-            bool(getattr(cfg.model, "cpu_offloading", False))
-            and (
-                cfg.model.pipeline_model_parallel_size > 1
-                or cfg.model.recompute_granularity is not None
-            )
-        ),
-        "core offloads activations only with pipeline_model_parallel_size=1 and without "
-        "recompute_granularity; choose one of them",
-    ),
 )
 """What a `ConfigContainer` can get wrong beside the configs in it. Options are paths in it."""
 

@@ -1,0 +1,88 @@
+"""What autograd saves for backward while somebody's hooks are on (`saved_tensors_hooks`,
+`save_on_cpu`, offload of activations): tensors in the engine's buffers are kept from them.
+
+Such hooks copy what is saved to the host, and weights are saved by nearly every operation: as the
+parameter, as a view of it, or as a plane of a quantised one. A copy would be a whole model on the
+host, made anew in each forward; the buffer itself takes no memory while its unit is resharded, and
+a view of it reads the weights that backward has gathered again.
+
+Each storage of the engine's carries a mark. A sieve, pushed over hooks that are found when a unit
+or the model is called, asks for it. Keeping a table of storages was rejected: whoever offloads
+(Megatron's own code does so inside of units) would need to find the engine; a subclass of
+`Parameter` was too: what is saved is mostly a view, and views have torch's class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+_MARK = "_fsdp_engine_buffer"
+
+
+def mark_owned(tensor: torch.Tensor) -> None:
+    """Says of the storage of `tensor` that it is an engine's, for as long as it lives."""
+    setattr(tensor.untyped_storage(), _MARK, True)
+
+
+def is_owned(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is in a buffer of an engine; of a tensor made of others, which it holds as
+    attributes, whether any of them is."""
+    if torch._C._has_storage(tensor) and getattr(tensor.untyped_storage(), _MARK, False):
+        return True
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    inside = [value for value in vars(tensor).values() if isinstance(value, torch.Tensor)]
+    return any(is_owned(value) for value in inside)
+
+
+class _Kept:
+    """A saved tensor that no hook was shown."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Sieve:
+    """A pair of hooks: `pack` and `unpack` of somebody else, without tensors that are owned."""
+
+    def __init__(
+        self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+    ) -> None:
+        self._pack, self._unpack = pack, unpack
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        return _Kept(tensor) if is_owned(tensor) else self._pack(tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        return packed.tensor if type(packed) is _Kept else self._unpack(packed)
+
+
+class SavedTensors:
+    """The sieves of one engine. `enter` and `leave` of a call are given the same key; a call that
+    raises is left as well."""
+
+    def __init__(self) -> None:
+        self._entered: list[tuple[Hashable, saved_tensors_hooks]] = []
+
+    def enter(self, key: Hashable) -> bool:
+        """A module is called; returns whether hooks are on. Costs 0.2 us where none are."""
+        found = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+        if found is None:
+            return False
+        if not isinstance(getattr(found[0], "__self__", None), _Sieve):
+            sieve = _Sieve(*found)
+            hooks = saved_tensors_hooks(sieve.pack, sieve.unpack)
+            hooks.__enter__()
+            self._entered.append((key, hooks))
+        return True
+
+    def leave(self, key: Hashable) -> None:
+        """That call is over."""
+        if self._entered and self._entered[-1][0] == key:
+            self._entered.pop()[1].__exit__()

@@ -1,0 +1,56 @@
+"""Offload of activations that core does inside of units (`fine_grained_activation_offloading`).
+
+Its hooks on what autograd saves are set while a module of a layer runs, where the engine's sieve is
+below them (`core/engine/saved.py`). Before 0.19 it copies whatever is large enough, and marks
+parameters to be left, which views of them do not inherit. So its question is answered here.
+`cpu_offloading` sets its hooks around whole layers, which the sieve sees.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler
+
+from ..core.engine.saved import is_owned
+from .options.support import is_on
+from .seams.core_api import Replacement
+
+FINE_GRAINED = "fine_grained_activation_offloading"
+
+
+def sets_hooks_inside_units(config: Any) -> bool:
+    """Whether the model config asks for that."""
+    return is_on(config, FINE_GRAINED)
+
+
+def problems(config: Any) -> list[str]:
+    """One line if core would find out in the first forward that it cannot offload."""
+    if not is_on(config, FINE_GRAINED) or _has_te_offload():
+        return []
+    return [
+        f"{FINE_GRAINED}=True: core offloads by way of Transformer Engine, which cannot be "
+        "imported here; set it to False"
+    ]
+
+
+def _has_te_offload() -> bool:
+    try:
+        extension = importlib.import_module("megatron.core.extensions.transformer_engine")
+    except ImportError:
+        return False
+    return getattr(extension, "cpu_offload", None) is not None
+
+
+def _is_to_be_offloaded(original: Callable[..., bool], self: Any, tensor: Any) -> bool:
+    return not is_owned(tensor) and original(self, tensor)
+
+
+REPLACED: tuple[Replacement, ...] = (
+    Replacement(
+        ChunkOffloadHandler, "tensor_need_offloading_checker", _is_to_be_offloaded,
+        (("self", "tensor"),),
+    ),
+)  # fmt: skip

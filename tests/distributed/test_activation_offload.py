@@ -1,0 +1,256 @@
+"""Activations that are kept on the host between forward and backward: losses and weights are those
+of a run without, bit for bit, and none of the wrapper's buffers is among what is copied.
+
+Hooks of a user's (`host_copies`, which spoil what they have copied), core's own offload inside of
+layers and Transformer Engine's around them; the last two with a stand-in for CUDA's streams, on
+which nothing runs late. On GPUs: tests/gpu/test_gpu_activation_offload.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import layers
+
+from megatron_fsdp_adapter.megatron import fused_wgrad
+from tests.distributed import gpt
+from tests.distributed.gpt import (
+    STRATEGIES,
+    Case,
+    batches,
+    build_trainer,
+    forward_backward,
+    init_megatron,
+    train_step,
+)
+from tests.distributed.launch import run_ranks
+from tests.distributed.topologies import (
+    TOPOLOGIES,
+    build_topology_trainer,
+    case_for,
+    init_topology,
+    topology_step,
+)
+from tests.engine.engine_cases import buffers_of
+from tests.host_copies import HostCopies
+from tests.host_offload import Copied, core_offloads_on_the_host, te_offloads_on_the_host
+from tests.quantised.te_extension import FOLDERS
+
+CASE = Case(num_layers=4, hidden=24, ffn=40, seq=8)
+CONTIGUOUS = ("attn_norm", "qkv_linear", "mlp_norm")
+MODULES = (*CONTIGUOUS, "core_attn", "attn_proj")
+"""The last two save transposed tensors, which core gives back contiguous: products of those are
+rounded in another order."""
+STEPS = 3
+
+Run = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def storages(*wrappers: Any) -> set[int]:
+    """Of all buffers of the wrappers' engines."""
+    return {
+        flat.untyped_storage()._cdata
+        for wrapper in wrappers
+        for _, flat in buffers_of(wrapper.engine)
+    }
+
+
+def same(found: Run, expected: Run, label: str) -> None:
+    assert found[0] == expected[0], f"{label}: {found[0]} != {expected[0]}"
+    for name, value in expected[1].items():
+        assert torch.equal(found[1][name], value), f"{label}: {name}"
+
+
+def train(
+    case: Case,
+    strategy: str | None,
+    device: torch.device,
+    rank: int,
+    around: Callable[[Any], AbstractContextManager[None]] = lambda wrapper: nullcontext(),
+) -> Run:
+    """Losses and weights of a few steps, with an evaluation between; steps run in `around`."""
+    trainer = build_trainer(case, strategy, device)
+    losses = []
+    for step in range(STEPS):
+        data = batches(case, step, rank, device)
+        with around(trainer.wrapper):
+            losses += train_step(trainer, data)
+            if step == 1:
+                losses.append(forward_backward(trainer, data, forward_only=True))
+    return losses, trainer.params()
+
+
+# Hooks of a user's.
+
+
+def check_hooks(rank: int, world: int) -> int:
+    device, packed = init_megatron(), 0
+    fused_wgrad.install()
+
+    @contextmanager
+    def copied(wrapper: Any) -> Iterator[None]:
+        nonlocal packed
+        copies = HostCopies(storages(wrapper))
+        with copies.hooks():
+            yield
+        assert not copies.found, copies.found
+        packed += copies.packed
+
+    for strategy in STRATEGIES:
+        for case in (
+            CASE.but(microbatches=1), CASE.but(microbatches=3, bf16=True, tied=True),
+            CASE.but(microbatches=3, fused=True, bf16=True),
+        ):  # fmt: skip  # with recomputation core's checkpoint calls itself, under any wrapper
+            label = f"{strategy} {case}"
+            same(train(case, strategy, device, rank, copied), train(case, strategy, device, rank),
+                 label)  # fmt: skip
+    return packed
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_what_a_users_hooks_keep_on_the_host_changes_no_bit(world: int) -> None:
+    assert all(run_ranks(check_hooks, world))
+
+
+def check_experts(rank: int, world: int) -> None:
+    topology = TOPOLOGIES["ep2"]
+    device = init_topology(topology)
+    del device
+    for strategy in STRATEGIES:
+        case = case_for(topology, microbatches=2, bf16=True)
+        runs = []
+        for offloads in (False, True):
+            trainer = build_topology_trainer(topology, case, strategy)
+            copies = HostCopies(storages(*trainer.chunks))
+            steps = []
+            for step in range(STEPS):
+                with copies.hooks() if offloads else nullcontext():
+                    steps.append(topology_step(trainer, step))
+            assert bool(copies.packed) is offloads and not copies.found, copies.found
+            runs.append(([one.loss for one in steps], steps[-1].weights))
+        same(runs[1], runs[0], strategy)
+
+
+def test_experts_whose_activations_are_on_the_host_train_to_the_same_bits() -> None:
+    run_ranks(check_experts, 2)
+
+
+# Core's offload of parts of layers.
+
+
+@contextmanager
+def config_with(**options: Any) -> Iterator[None]:
+    """Models of `gpt` are built with these options of the config."""
+    made = gpt.model_config
+
+    def changed(case: Case) -> Any:
+        config = made(case)
+        for name, value in options.items():
+            assert hasattr(config, name), name
+            setattr(config, name, value)
+        config.__post_init__()
+        return config
+
+    with mock.patch.object(gpt, "model_config", changed):
+        yield
+
+
+@contextmanager
+def views_are_saved() -> Iterator[None]:
+    """Core's linear layers multiply by torch's functions, which save views of weights. Its own
+    function saves the parameter, which core and Transformer Engine leave."""
+
+    def product(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **rest: Any
+    ) -> torch.Tensor:
+        y = input @ weight.t() * weight.view(-1)[:: weight.shape[1]]
+        return y if bias is None else y + bias
+
+    name = "linear_with_grad_accumulation_and_async_allreduce"
+    with mock.patch.object(layers, name, product):
+        yield
+
+
+def with_views_saved(rank: int, world: int, check: Callable[..., int], *args: Any) -> int:
+    with views_are_saved():
+        return check(rank, world, *args)
+
+
+def check_fine_grained(rank: int, world: int, strategies: tuple[str, ...]) -> int:
+    device, count = init_megatron(), 0
+    for strategy in strategies:
+        for case, modules in (
+            (CASE.but(microbatches=1, bf16=True), CONTIGUOUS),
+            (CASE.but(microbatches=3, tied=True), CONTIGUOUS),
+            (CASE.but(microbatches=3), MODULES),
+        ):
+            options = {
+                "fine_grained_activation_offloading": True, "offload_modules": list(modules),
+                "min_offloaded_tensor_size": 1,
+            }  # fmt: skip
+            expected = train(case, strategy, device, rank)
+            with core_offloads_on_the_host() as copied, config_with(**options):
+                found = train(case, strategy, device, rank, copied.watch(storages))
+            assert copied.count and not copied.found, (copied.count, copied.found)
+            count += copied.count
+            if modules is CONTIGUOUS:
+                same(found, expected, f"{strategy} {case}")
+            else:
+                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    return count
+
+
+@pytest.mark.parametrize(
+    "strategies", (STRATEGIES[3:], pytest.param(STRATEGIES[:3], marks=pytest.mark.full))
+)
+@pytest.mark.parametrize("world", (1, 2))
+def test_core_offloads_parts_of_layers_and_no_weight(
+    world: int, strategies: tuple[str, ...]
+) -> None:
+    """With a stand-in for streams, and tensors of any size taken for large enough."""
+    assert all(run_ranks(with_views_saved, world, check_fine_grained, strategies))
+
+
+# Transformer Engine's offload of layers.
+
+
+def check_layers(rank: int, world: int, folder: Path, strategies: tuple[str, ...]) -> int:
+    device, count = init_megatron(), 0
+    for strategy in strategies:
+        for case in (CASE.but(microbatches=1, bf16=True), CASE.but(microbatches=3, tied=True)):
+            expected = train(case, strategy, device, rank)
+            for number in (0, 2, 3):
+                options = {"cpu_offloading": True, "cpu_offloading_num_layers": number}
+                with te_offloads_on_the_host(folder) as copied, config_with(**options):
+                    found = train(case, strategy, device, rank, copied.watch(storages))
+                assert bool(copied.count) is bool(number) and not copied.found, copied.found
+                count += copied.count
+                same(found, expected, f"{strategy} {number} layers {case}")
+    return count
+
+
+@pytest.mark.skipif(not FOLDERS, reason="TRANSFORMER_ENGINE_PYTHON names no folder with TE's files")
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "strategies", (STRATEGIES[3:], pytest.param(STRATEGIES[:3], marks=pytest.mark.full))
+)
+def test_transformer_engine_offloads_layers_and_no_weight(
+    folder: Path, strategies: tuple[str, ...]
+) -> None:
+    assert all(run_ranks(with_views_saved, 2, check_layers, folder, strategies))
+
+
+def test_the_stand_ins_copy_a_weight_that_nobody_keeps_from_them() -> None:
+    """Or the two tests above would show nothing."""
+    copied = Copied()
+    weight = torch.zeros(4)
+    with copied.watch(lambda wrapper: {weight.untyped_storage()._cdata})(None):
+        copied.see(weight.view(2, 2))
+        copied.see(torch.zeros(2))
+    assert copied.count == 2 and copied.found == [(2, 2)]

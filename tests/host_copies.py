@@ -1,0 +1,57 @@
+"""Hooks that keep what autograd saves in copies on the host, as offload of activations does, and
+spoil the originals: whoever reads one in backward gets NaN.
+
+`torch.autograd.graph.save_on_cpu` is the same without the spoiling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class HostCopies:
+    """`with copies.hooks():` around a forward; its backward may run in or outside.
+
+    Args:
+        forbidden: `_cdata` of storages that must not be packed.
+
+    Attributes:
+        packed: how many tensors were copied. found: shapes of those that were in `forbidden`.
+    """
+
+    def __init__(self, forbidden: set[int] | None = None) -> None:
+        self.forbidden = forbidden or set()
+        self.packed, self.found = 0, list[tuple[int, ...]]()
+        self._originals = list[torch.Tensor]()
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.packed += 1
+        if any(part.untyped_storage()._cdata in self.forbidden for part in _parts(tensor)):
+            self.found.append(tuple(tensor.shape))
+            return tensor
+        if tensor.requires_grad:  # not a table that is used again and again
+            self._originals.append(tensor.detach())
+        return tensor.detach().clone()
+
+    def _unpack(self, copied: torch.Tensor) -> torch.Tensor:
+        """The first one of a backward: nothing that was computed before is of use now."""
+        originals, self._originals = self._originals, []
+        for original in originals:
+            if original.is_floating_point():
+                original.fill_(float("nan"))
+        return copied.clone()
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor, or those that it is made of, for example a quantised one's."""
+    parts = [one for one in vars(tensor).values() if type(one) is torch.Tensor]
+    return parts if type(tensor) not in (torch.Tensor, torch.nn.Parameter) else [tensor]
