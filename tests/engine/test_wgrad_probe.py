@@ -239,7 +239,9 @@ def test_hooks_inside_of_units_are_reckoned_with_from_the_start(makers: dict[str
     for hooks_inside, expected in (
         (False, GradWriter.OVERWRITES_UNHOOKED), (True, GradWriter.ACCUMULATES),
     ):  # fmt: skip
-        observer = Observer((Precision("weights"),), torch.float32, CPU, None, hooks_inside)
+        observer = Observer(
+            (Precision("weights"),), torch.float32, CPU, hooks_inside=hooks_inside
+        )
         managed = _managed(_Fused())
         assert grad_writer(managed, True, observer) is expected
 

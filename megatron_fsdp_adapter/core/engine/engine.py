@@ -31,7 +31,7 @@ from .guard import unchecked
 from .identity import Identity, IdentitySwitch, ParamPair, make_pairs
 from .launches import LaunchComparison
 from .memory import KINDS, MAIN, READ, EngineMemory
-from .partition import ROOT, UnitPlan
+from .partition import UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
 from .quantisation import make_quantisation
 from .quantised import QuantisedParams
@@ -127,7 +127,7 @@ class FsdpEngine:
         self._active_root: str | None = None
         self._counts_calls, self.loads, self.exported_loads, self.writes = True, 0, -1, 0
         self._forwards = self._in_flight = 0
-        self._register_hooks(module, plans)
+        hooks.register(self, module, [plan.module for plan in plans])
         self.show_optimizer_params()
         # What waits in a queue of the runtime refers to the runtime: a cycle, if not cut here.
         # The runtime is held weakly: finalize's registry would keep alive all that its queue
@@ -161,18 +161,6 @@ class FsdpEngine:
                         full.release()
             units.append(unit)
         return units
-
-    def _register_hooks(self, module: nn.Module, plans: list[UnitPlan]) -> None:
-        for unit, plan in zip(self.units, plans, strict=True):
-            if plan.module is not None:
-                hooks.register_unit(self, unit, plan.module)
-        everything = {id(pair.raw) for pair in self.pairs}
-        of_root = {id(param) for group in self.root.groups for param in group.params}
-        for name, child in module.named_modules():
-            if {id(param) for param in child.parameters()} >= everything:
-                hooks.register_root(self, name or ROOT, child)
-            elif any(id(param) in of_root for param in child.parameters(recurse=False)):
-                hooks.register_owner(self, name, child)
 
     @property
     def groups(self) -> list[ParamGroup]:

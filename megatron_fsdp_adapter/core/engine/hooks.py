@@ -17,7 +17,7 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from .group import ParamGroup
 from .guard import unchecked
+from .partition import ROOT
 from .saved import SavedTensors
 from .unit import Unit
 
@@ -257,6 +258,21 @@ def grad_callback(method: Callable[..., None], *args: Any) -> Callable[..., None
             function(alive, *args)
 
     return callback
+
+
+def register(engine: Engine, module: nn.Module, of_units: Sequence[nn.Module | None]) -> None:
+    """Hooks the modules of units, in their order, those inside of `module` that hold all
+    parameters, which begin a forward pass, and those that hold parameters of the root."""
+    for unit, own in zip(engine.units, of_units, strict=True):
+        if own is not None:
+            register_unit(engine, unit, own)
+    held = [{id(p) for group in unit.groups for p in group.params} for unit in engine.units]
+    everything, of_root = set().union(*held), held[-1]
+    for name, child in module.named_modules():
+        if {id(param) for param in child.parameters()} >= everything:
+            register_root(engine, name or ROOT, child)
+        elif any(id(param) in of_root for param in child.parameters(recurse=False)):
+            register_owner(engine, name, child)
 
 
 def register_unit(engine: Engine, unit: Unit, module: nn.Module) -> None:
