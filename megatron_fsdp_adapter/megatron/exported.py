@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from ..checkpoint.names import GlobalNames, global_names, split_depth
+from ..checkpoint.names import global_names, split_depth
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.identity import ParamPair
 from ..core.topology import EXPERT, FSDPDistributedIndex
@@ -23,6 +23,10 @@ def export_source(
     """Of the module inside of both wrappers. pg_collection: the groups; None: `parallel_state`'s.
     ValueError for layers that tensor parallelism splits in a way that cannot be undone."""
     names = global_names(module)
+    experts, stages = (_group(pg_collection, name) for name in ("ep", "pp"))
+    # The first one has the embedding, those behind it copies: of a tied output layer, of
+    # multi-token prediction.
+    is_later_stage = stages is not None and dist.get_rank(stages) > 0
 
     def described(fqn: str, param: Any) -> Described:
         kind = kind_of(param, fqn)
@@ -35,7 +39,7 @@ def export_source(
             )
         return Described(
             split_depth(names.of(fqn))[1], split, group, len(names.suffixes(fqn)),
-            kind == EXPERT, _is_copy(names, fqn),
+            kind == EXPERT, getattr(param, "shared_embedding", False) and is_later_stage,
         )  # fmt: skip
 
     def of_pair(pair: ParamPair) -> Described:
@@ -48,14 +52,7 @@ def export_source(
             rest.append((Described(name, dtype=value.dtype), value))
         else:
             rest.append((described(fqn, params[fqn]), value))
-    return Source(
-        engine, of_pair, rest, _group(pg_collection, "ep"), _group(pg_collection, "pp")
-    )
-
-
-def _is_copy(names: GlobalNames, fqn: str) -> bool:
-    """Whether it is the last pipeline stage's copy of a tied embedding."""
-    return split_depth(fqn)[1] in names.alias
+    return Source(engine, of_pair, rest, experts, stages)
 
 
 def _group(pg_collection: Any, name: str) -> dist.ProcessGroup | None:

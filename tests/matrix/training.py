@@ -22,7 +22,12 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter import (
+    FullyShardedDataParallel,
+    export_weights,
+    release_memory,
+    return_memory,
+)
 from megatron_fsdp_adapter.megatron import fused_wgrad
 from megatron_fsdp_adapter.megatron.fp8 import switch_off_weight_cache
 from megatron_fsdp_adapter.prove.build import wire_schedule
@@ -410,10 +415,27 @@ def check_cell(cell: Cell, width: str, groups: Groups) -> Findings:
     return findings
 
 
+def _check_export(trainer: TopologyTrainer) -> None:
+    """Every weight comes once, as it is; collective. What tensor parallelism splits has its own
+    tests."""
+    names = [name for name, _ in export_weights(trainer.chunks, dtype=torch.bfloat16)]
+    assert len(names) == len(set(names)), sorted(n for n in names if names.count(n) > 1)
+    exported = dict(export_weights(trainer.chunks, dtype=None, scope="stage"))
+    whole, sources = trainer.weights(), [chunk.export_source() for chunk in trainer.chunks]
+    for number, source in enumerate(sources):
+        for pair in source.engine.pairs:
+            described = source.describe(pair)
+            if described.parts == 1:
+                expected = whole[f"{number}.{plain_name(pair.managed.fqns[0])}"]
+                found = exported[described.name]
+                assert torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True), described
+
+
 def _train(
     findings: Findings, bounds: Bounds, trainer: TopologyTrainer, reference: Record, schedule: Any
 ) -> None:
-    """All steps; afterwards the optimizer's weights can be read."""
+    """All steps; afterwards the optimizer's weights can be read. Memory goes away once between two,
+    and comes back."""
     for step in range(STEPS):
         loss = run_schedule(trainer, step, schedule=schedule)
         if step == 0:
@@ -429,5 +451,9 @@ def _train(
         ):
             bound = bounds.later if step else bound
             _check_number(findings, measure + later, bound, mine, theirs, step)
+        if step == 0 and schedule is None:  # a graph has addresses
+            release_memory(trainer.chunks, trainer.optimizer)
+            return_memory(trainer.chunks, trainer.optimizer)
     for chunk in trainer.chunks:
         chunk.stop_communication()
+    _check_export(trainer)

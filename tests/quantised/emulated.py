@@ -245,7 +245,7 @@ class EmulatedParams:
             return []
         if param._quantizer.recipe == "nvfp4":
             return [param._amax]
-        return [param._rowwise_scale_inv]
+        return [vars(param)["_rowwise_scale_inv"]]  # it may be guarded
 
     def high_precision(self, param: Any) -> torch.Tensor | None:
         return param.__dict__.pop("_high_precision_init_val", None)  # type: ignore[no-any-return]

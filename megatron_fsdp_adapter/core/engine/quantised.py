@@ -86,7 +86,8 @@ class QuantisedParams(Protocol):
 
     def scales(self, param: nn.Parameter) -> list[torch.Tensor]:
         """What every rank has beside the planes, as they are now; broadcast in place at
-        construction."""
+        construction. The scale that the planes are multiplied by comes first, if it is no plane.
+        `param` may be guarded."""
 
     def high_precision(self, param: nn.Parameter) -> torch.Tensor | None:
         """The value that `param` was quantised from, on any device, in the weight's shape. Taken
