@@ -106,7 +106,7 @@ DROPPED: tuple[Dropped, ...] = (
         ("fp8", None), ("moe_grouped_gemm", False), ("moe_permute_fusion", False),
         ("moe_router_fusion", False), ("apply_rope_fusion", False),
         ("use_precision_aware_optimizer", False), ("tp_comm_overlap", False),
-        ("first_last_layers_bf16", False),
+        ("first_last_layers_bf16", False), ("use_transformer_engine_op_fuser", False),
     )),
     *(Dropped(name, _on_cpu(name), value, _GPU) for name, value in (
         ("optimizer_cpu_offload", False),
@@ -119,6 +119,9 @@ DROPPED: tuple[Dropped, ...] = (
     Dropped("moe_token_dispatcher_type",
             lambda o, room: o.get("moe_token_dispatcher_type") == "flex", "alltoall",
             "it needs a package, and GPUs that are linked as its kernels ask for"),
+    *(Dropped(name, _on(name), value, "only with that dispatcher") for name, value in (
+        ("moe_expert_rank_capacity_factor", None), ("moe_paged_stash", False),
+    )),
     Dropped("cuda_graph_impl", lambda o, room: o.get("cuda_graph_impl") not in (None, "none"),
             "none", "a proof looks at gradients between backward and step"),
     Dropped("enable_cuda_graph", _on("enable_cuda_graph"), False,

@@ -64,7 +64,6 @@ TRIGGERS: dict[str, Values] = {
     "expert_tensor_parallel_num_weight_shards": (2,),
     "moe_mlp_glu_interleave_size": (32,),
     "moe_shared_expert_glu_interleave_size": (32,),
-    "moe_expert_rank_capacity_factor": (1.5,),
     # Optimizer config
     "exp_avg_dtype": (torch.uint8, torch.bfloat16),
     "exp_avg_sq_dtype": (torch.float16, torch.bfloat16),

@@ -429,9 +429,9 @@ def run_schedule(
     return float(torch.stack([r["loss"] for r in reports]).mean()) if reports else 0.0
 
 
-def topology_step(trainer: TopologyTrainer, step: int) -> Step:
-    """A training step; collective."""
-    loss = run_schedule(trainer, step)
+def topology_step(trainer: TopologyTrainer, step: int, schedule: Any = None) -> Step:
+    """A training step, by core's schedule or another; collective."""
+    loss = run_schedule(trainer, step, schedule=schedule)
     gradients = trainer.gradients()
     success, norm, _ = trainer.optimizer.step()
     assert success, "the optimizer skipped the step"

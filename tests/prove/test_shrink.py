@@ -110,8 +110,9 @@ def test_an_axis_that_is_lost_is_not_compared(run: dict[str, Any], room: Room) -
 
 
 def test_a_dispatcher_that_needs_a_package_is_replaced_and_said() -> None:
-    flex = {"num_moe_experts": 8, "moe_token_dispatcher_type": "flex"}
+    flex = {"num_moe_experts": 8, "moe_token_dispatcher_type": "flex", "moe_paged_stash": True}
     after = small(flex, Room(2, False, False))
+    assert after.options["moe_paged_stash"] is False
     assert after.options["moe_token_dispatcher_type"] == "alltoall"
     assert any(line.startswith("moe_token_dispatcher_type=flex") for line in after.left_out)
 

@@ -139,9 +139,14 @@ def _interleaves_split_halves(option: str) -> Rule:
 
 _SHARDS = "more ranks hold parts of a weight, and data-parallel groups contain them"
 _REMAT = "its ranks hold parts of a weight, and data-parallel groups contain them; set it to 1"
-_STASH = "it runs a step again after gradients were finalised; leave it unset"
-_FUSED_OPS = "nobody has seen how its layers write weight gradients; set it to False"
-_ONE_TENSOR = "experts in one quantised tensor are not supported; set it to False"
+_OWN_RECIPE = (
+    "it computes in MXFP8 or NVFP4 by a recipe of its own, and was never run with this wrapper for "
+    "want of a GPU that does; set it to False"
+)
+_ONE_TENSOR = (
+    "all experts of a rank are one tensor, which a checkpoint cannot tell from another rank's, and "
+    "Megatron-LM refuses it with use_megatron_fsdp too; set it to False"
+)
 
 def _above_tensor_parallel(option: str, size: str) -> Rule:
     """Core sets it to that size by itself: then weights are split by tensor parallelism alone."""
@@ -169,12 +174,10 @@ LATER_MODEL_RULES: tuple[Rule, ...] = (
     ),
     _interleaves_split_halves("moe_mlp_glu_interleave_size"),
     _interleaves_split_halves("moe_shared_expert_glu_interleave_size"),
-    off("moe_paged_stash", _STASH),
-    _is_not_none("moe_expert_rank_capacity_factor", _STASH),
     off("moe_single_grouped_weight", _ONE_TENSOR),
     off("moe_single_grouped_bias", _ONE_TENSOR),
-    off("use_grouped_gemm_for_dense_mlp", _FUSED_OPS),
-    off("use_grouped_gemm_for_shared_expert", _FUSED_OPS),
+    off("use_grouped_gemm_for_dense_mlp", _OWN_RECIPE),
+    off("use_grouped_gemm_for_shared_expert", _OWN_RECIPE),
     Rule(
         "flextron",
         lambda config: bool(getattr(config, "flextron", False))
