@@ -92,8 +92,8 @@ LAUNCH_RULES: tuple[Rule, ...] = (
         "ckpt_format",
         lambda args: args.ckpt_format != CKPT_FORMAT,
         f"sharded weights are saved as {CKPT_FORMAT!r}, and Megatron-LM refuses any other format "
-        "with use_megatron_fsdp too; leave it out or use that, and `python -m megatron_fsdp_adapter "
-        "convert --to torch_dist` makes the other format of what was saved",
+        "with use_megatron_fsdp too; leave it out or use that, and `python -m "
+        "megatron_fsdp_adapter convert --to torch_dist` makes the other format of what was saved",
     ),
     Rule(
         "async_save",
