@@ -24,7 +24,7 @@ from ..core.topology import DENSE
 from ..diagnostics.description import describe
 from ..quantised import TransformerEngineParams
 from ..sharding.building import build_engine
-from ..sharding.export import Source
+from ..sharding.export_source import Source
 from ..sharding.materialize import target_device
 from ..sharding.memory import trim
 from ..sharding.placement import Placements

@@ -13,7 +13,7 @@ from ..checkpoint.names import global_names, split_depth
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.identity import ParamPair
 from ..core.topology import EXPERT, FSDPDistributedIndex
-from ..sharding.export import Described, Source, beside_engine
+from ..sharding.export_source import Described, Source, beside_engine
 from .domains import kind_of
 
 

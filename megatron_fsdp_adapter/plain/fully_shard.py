@@ -30,7 +30,7 @@ from ..diagnostics.description import describe
 from ..diagnostics.grad_check import GradCheck
 from ..quantised import TransformerEngineParams, format_of
 from ..sharding.building import build_engine
-from ..sharding.export import Described, Source, beside_engine
+from ..sharding.export_source import Described, Source, beside_engine
 from ..sharding.local_optimizer import adopt, end_step
 from ..sharding.materialize import meta_problems, own_initialiser, target_device
 from ..sharding.module_problems import module_problems

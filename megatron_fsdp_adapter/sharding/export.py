@@ -17,16 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import ParamGroup
 from ..core.engine.identity import ParamPair
 from ..core.engine.memory import COMPUTE, MAIN
 from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from ..core.runtime.comm import Communicator
-from ..quantised import dequantised
+from ..quantised.blocks import in_blocks
 from .export_names import HuggingFaceNames, OwnNames, WeightNames
+from .export_source import Described, Source, sources
 from .problems import raise_problems
 from .unit_copies import SCALE, WEIGHT, Planes, Wanted, add_scale, unit_copies
 
@@ -36,45 +35,8 @@ SCALE_SUFFIX = "_scale_inv"
 """Of the name of what a quantised weight's bytes are multiplied by."""
 SCALES = (SCALE, "rowwise_scales")
 
-Named = Iterator[tuple[str, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Described:
-    """A parameter of one rank's model, or a persistent buffer.
-
-    name: in the whole model. split, tensor: the dim along which, and the group over which, tensor
-    parallelism splits it; None if it does not. halves: into how many parts dim 0 is cut before it
-    is split. expert: whether other expert-parallel ranks have other ones. is_copy: whether another
-    pipeline stage has the same one. dtype: to be left as it is, None for that of the export.
-    """
-
-    name: str
-    split: int | None = None
-    tensor: dist.ProcessGroup | None = None
-    halves: int = 1
-    expert: bool = False
-    is_copy: bool = False
-    dtype: torch.dtype | None = None
-
-    @property
-    def parts(self) -> int:
-        """Over how many tensor-parallel ranks it is split."""
-        if self.split is None or self.tensor is None:
-            return 1
-        return dist.get_world_size(self.tensor)
-
-
-@dataclass(frozen=True)
-class Source:
-    """What one model chunk is to an export. describe: of a parameter of the engine; rest: what the
-    engine does not have. experts, stages: the expert-parallel and the pipeline-parallel group."""
-
-    engine: FsdpEngine
-    describe: Callable[[ParamPair], Described]
-    rest: Sequence[tuple[Described, torch.Tensor]] = ()
-    experts: dist.ProcessGroup | None = None
-    stages: dist.ProcessGroup | None = None
+Entry = tuple[str, torch.Tensor]
+Named = Iterator[Entry]
 
 
 @dataclass(frozen=True)
@@ -96,6 +58,7 @@ def export_weights(
     which: str = ALL,
     scope: str = MODEL,
     quantised: bool = False,
+    fp8: Callable[[str], bool] | None = None,
 ) -> Named:
     """(name, whole tensor) of every weight, unit by unit in unit order, then of what is in no unit:
     parameters that were left alone, persistent buffers (which keep their dtype). The next unit is
@@ -117,6 +80,8 @@ def export_weights(
         quantised: quantised weights come as the bytes that modules compute with, under the weight's
             name, and what to multiply them by, under that name with `_scale_inv`: one number, one
             for each 128 x 128 elements, or (uint8, exponents) for each 32 of a row.
+        fp8: names, as they are exported, of matrices that are cast to bytes with one scale for each
+            128 x 128 elements, where they are not bytes already.
 
     Raises:
         ValueError: before anything is gathered: an option with a wrong value, weights without a
@@ -126,7 +91,7 @@ def export_weights(
     _check(which, scope, dtype)
     for source in chunks:
         source.engine.memory.check("export_weights", [MAIN, *([COMPUTE] if quantised else [])])
-    plan = _Plan(_names(hf_config, chunks), dtype, quantised, scope == MODEL)
+    plan = _Plan(_names(hf_config), dtype, quantised, scope == MODEL, fp8)
     exported = [_Chunk(source, _chosen(source, which), plan) for source in chunks]
     found = [line for chunk in exported for line in chunk.problems()]
     raise_problems("export_weights", found)
@@ -148,37 +113,10 @@ def export_shards(
     _check(which, MODEL, dtype)
     for source in chunks:
         source.engine.memory.check("export_shards", [MAIN])
-    plan = _Plan(_names(hf_config, chunks), dtype, False, False)
+    plan = _Plan(_names(hf_config), dtype, False, False)
     exported = [_Chunk(source, _chosen(source, which), plan) for source in chunks]
     raise_problems("export_shards", [line for chunk in exported for line in chunk.problems()])
     return (shard for chunk in exported for shard in chunk.shards())
-
-
-def beside_engine(
-    module: nn.Module, engine: FsdpEngine
-) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Name and value of what `module` has beside the engine's parameters, each once: parameters
-    that were left alone, as what they stand for, and persistent buffers (True)."""
-    managed = {id(param) for pair in engine.pairs for param in (pair.raw, pair.optimizer)}
-    for name, param in module.named_parameters():
-        if id(param) not in managed:
-            yield name, dequantised(param), False
-    for path, child in module.named_modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
-                yield f"{path}.{name}".lstrip("."), buffer, True
-
-
-def sources(model: Any) -> list[Source]:
-    """Of a wrapped model, or of its chunks. ValueError for anything else."""
-    chunks = list(model) if isinstance(model, Sequence) else [model]
-    for chunk in chunks:
-        if not hasattr(chunk, "export_source"):
-            raise ValueError(
-                f"model: a {type(chunk).__name__} is not wrapped; give what "
-                "FullyShardedDataParallel(...) or fully_shard_model(...) returned"
-            )
-    return [chunk.export_source() for chunk in chunks]
 
 
 def _check(which: str, scope: str, dtype: torch.dtype | None) -> None:
@@ -195,7 +133,7 @@ def _check(which: str, scope: str, dtype: torch.dtype | None) -> None:
     raise_problems("export_weights", found)
 
 
-def _names(hf_config: Any, chunks: Sequence[Source]) -> WeightNames:
+def _names(hf_config: Any) -> WeightNames:
     return OwnNames() if hf_config is None else HuggingFaceNames.of(hf_config)
 
 
@@ -239,9 +177,7 @@ def _over_stages(chunks: Sequence[_Chunk], stages: Any) -> Named:
             assert next(sent, None) is None, "more than was told"
 
 
-def _sent(
-    name: str, given: tuple[str, torch.Tensor], source: int, stages: Any
-) -> tuple[str, torch.Tensor]:
+def _sent(name: str, given: Entry, source: int, stages: Any) -> Entry:
     """What rank `source` gives, on all ranks."""
     assert name == given[0], (name, given[0])
     tensor = given[1].contiguous()
@@ -262,6 +198,18 @@ class _Plan:
     dtype: torch.dtype | None
     quantised: bool
     everything: bool
+    fp8: Callable[[str], bool] | None = None
+
+    def presented(self, plane: str, name: str, tensor: torch.Tensor) -> list[Entry]:
+        """Under which names and in which dtypes a tensor of one plane goes out."""
+        if plane in SCALES:
+            return [(name + SCALE_SUFFIX, tensor)]
+        if plane != WEIGHT:
+            return [(name, tensor.view(torch.float8_e4m3fn))]
+        if self.fp8 is None or tensor.dim() != 2 or not self.fp8(name):
+            return [(name, tensor)]
+        stored, inverses = in_blocks(tensor)
+        return [(name, stored), (name + SCALE_SUFFIX, inverses)]
 
 
 class _Chunk:
@@ -330,18 +278,18 @@ class _Chunk:
                 while found:  # what the caller has had is kept by nobody here
                     yield found.pop()
 
-    def _exported(self, described: Described, planes: Planes) -> list[tuple[str, torch.Tensor]]:
+    def _exported(self, described: Described, planes: Planes) -> list[Entry]:
         """What becomes of one weight, last first. Collective; takes the planes away."""
         exchange = self._exchanges and described.expert
         names = self._others[described.name] if exchange else [described.name]
         rows = (*_whole_shape(described, tuple(next(iter(planes.values())).shape)), 1)[0]
-        found = []
+        found: list[Entry] = []
         for plane in list(planes):
             whole = _joined(described, planes.pop(plane))
             parts = _from_all(self.source.experts, whole) if exchange else [whole]
             for name, part in zip(names, parts, strict=True):
                 for told, cut in self.plan.names.cut(name, part, rows):
-                    found.append(_presented(plane, told, cut))
+                    found += self.plan.presented(plane, told, cut)
         return found[::-1]
 
     def _gathered(self) -> Iterator[tuple[Described, Planes]]:
@@ -483,9 +431,3 @@ def _all_gathered(group: Any, tensor: torch.Tensor) -> torch.Tensor:
         for work in Communicator(group, tensor.device).all_gather([pair]):
             work.wait()
     return found
-
-
-def _presented(plane: str, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-    if plane in SCALES:
-        return name + SCALE_SUFFIX, tensor
-    return name, tensor if plane == WEIGHT else tensor.view(torch.float8_e4m3fn)

@@ -16,7 +16,7 @@ from ..core.engine.engine import FsdpEngine
 from ..core.engine.memory import KINDS, MAIN
 from ..core.runtime.device import Runtime
 from ..core.runtime.parking import ParkingLot, Storages
-from .export import sources
+from .export_source import sources
 from .local_optimizer import LocalShards
 from .problems import raise_problems
 

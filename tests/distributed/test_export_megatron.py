@@ -23,6 +23,7 @@ from megatron_fsdp_adapter.checkpoint.convert.training_state import (
 from megatron_fsdp_adapter.checkpoint.names import split_depth
 from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
 from megatron_fsdp_adapter.prove.build import wire_schedule
+from megatron_fsdp_adapter.quantised.blocks import in_blocks
 from tests.distributed.gpt import STRATEGIES, Case, ddp_config, optimizer_config
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_export_plain import assert_same, from_shards
@@ -135,6 +136,17 @@ def _check(run: TopologyTrainer, label: str) -> None:
         assert_same(dict(export_weights(given, config, dtype=dtype)), wanted, label)
         shards = from_shards(export_shards(given, config, dtype=dtype))
         assert_same(shards, wanted, f"{label} shards")
+    wanted = converted(whole, config, torch.bfloat16)
+    found = dict(export_weights(given, config, fp8=lambda name: name.endswith("_proj.weight")))
+    for name, value in wanted.items():
+        if name.endswith("_proj.weight"):
+            stored, scales = in_blocks(value)
+            assert torch.equal(found[name].float(), stored.float()), (label, name)
+            assert torch.equal(found.pop(name + "_scale_inv"), scales), (label, name)
+        else:
+            assert torch.equal(found[name], value), (label, name)
+    assert found.keys() == wanted.keys()
+    wanted = converted(whole, config, torch.float32)
     stage = dict(export_weights(given, config, dtype=torch.float32, scope="stage"))
     assert_same(stage, {name: wanted[name] for name in stage}, f"{label} stage")
     own = dict(export_weights(given, dtype=torch.float32))

@@ -1,0 +1,81 @@
+"""What a wrapped model is to an export: which weights there are, what they are called in the whole
+model, and how they are split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.identity import ParamPair
+from ..quantised import dequantised
+
+
+@dataclass(frozen=True)
+class Described:
+    """A parameter of one rank's model, or a persistent buffer.
+
+    name: in the whole model. split, tensor: the dim along which, and the group over which, tensor
+    parallelism splits it; None if it does not. halves: into how many parts dim 0 is cut before it
+    is split. expert: whether other expert-parallel ranks have other ones. is_copy: whether another
+    pipeline stage has the same one. dtype: to be left as it is, None for that of the export.
+    """
+
+    name: str
+    split: int | None = None
+    tensor: dist.ProcessGroup | None = None
+    halves: int = 1
+    expert: bool = False
+    is_copy: bool = False
+    dtype: torch.dtype | None = None
+
+    @property
+    def parts(self) -> int:
+        """Over how many tensor-parallel ranks it is split."""
+        if self.split is None or self.tensor is None:
+            return 1
+        return dist.get_world_size(self.tensor)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one model chunk is to an export. describe: of a parameter of the engine; rest: what the
+    engine does not have. experts, stages: the expert-parallel and the pipeline-parallel group."""
+
+    engine: FsdpEngine
+    describe: Callable[[ParamPair], Described]
+    rest: Sequence[tuple[Described, torch.Tensor]] = ()
+    experts: dist.ProcessGroup | None = None
+    stages: dist.ProcessGroup | None = None
+
+
+def beside_engine(
+    module: nn.Module, engine: FsdpEngine
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Name and value of what `module` has beside the engine's parameters, each once: parameters
+    that were left alone, as what they stand for, and persistent buffers (True)."""
+    managed = {id(param) for pair in engine.pairs for param in (pair.raw, pair.optimizer)}
+    for name, param in module.named_parameters():
+        if id(param) not in managed:
+            yield name, dequantised(param), False
+    for path, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), buffer, True
+
+
+def sources(model: Any) -> list[Source]:
+    """Of a wrapped model, or of its chunks. ValueError for anything else."""
+    chunks = list(model) if isinstance(model, Sequence) else [model]
+    for chunk in chunks:
+        if not hasattr(chunk, "export_source"):
+            raise ValueError(
+                f"model: a {type(chunk).__name__} is not wrapped; give what "
+                "FullyShardedDataParallel(...) or fully_shard_model(...) returned"
+            )
+    return [chunk.export_source() for chunk in chunks]
