@@ -43,11 +43,16 @@ def fit_vocabulary(stored: dict[str, Any], metadata: Metadata, vocab_size: int) 
     return tuple(changed)
 
 
+def is_table(name: str) -> bool:
+    """Whether a key, or the global name of a parameter, is that of a vocabulary table."""
+    return bool(_TABLE.search(name))
+
+
 def _tables(state: Mapping[str, Any], path: str) -> Iterator[tuple[Any, str, str]]:
     """(dict, its key, dotted key) of every DTensor whose key is that of a vocabulary table."""
     for name, value in state.items():
         key = f"{path}{name}"
         if isinstance(value, Mapping):
             yield from _tables(value, f"{key}.")
-        elif isinstance(value, DTensor) and _TABLE.search(key):
+        elif isinstance(value, DTensor) and is_table(key):
             yield state, name, key

@@ -87,6 +87,9 @@ def apply_fsdp_overrides(
 
     from .installation import install  # imports Megatron, which checking a recipe does not need
 
+    if type(cfg).__module__.startswith("megatron.bridge."):
+        # Base weights of adapters are loaded before a wrapper is made, which installs the rest.
+        importlib.import_module("megatron.bridge.training.checkpointing")
     install()
     return changes
 

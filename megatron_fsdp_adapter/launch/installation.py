@@ -136,13 +136,19 @@ def install() -> None:
     every name that it lacks.
     """
     # Imported late: these import megatron.core, and importing install must not.
-    from megatron_fsdp_adapter.megatron import fused_wgrad, optimizer_seam, supported
+    from megatron_fsdp_adapter.megatron import (
+        base_weights,
+        fused_wgrad,
+        optimizer_seam,
+        supported,
+    )
     from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights, checkpoint_drivers
 
     supported.require_supported_core(_missing_for_installation)
     optimizer_seam.install()
     fused_wgrad.install()
     bridge_weights.install()
+    base_weights.install()
     checkpoint_drivers.install()
     for rebinding in REBINDINGS:
         module = _module_of(rebinding)
@@ -161,7 +167,7 @@ def uninstall() -> None:
 
     Wrappers that were already constructed stay what they are.
     """
-    from megatron_fsdp_adapter.megatron import fused_wgrad, optimizer_seam
+    from megatron_fsdp_adapter.megatron import base_weights, fused_wgrad, optimizer_seam
     from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights, checkpoint_drivers
 
     megatron_saves.uninstall()
@@ -179,6 +185,7 @@ def uninstall() -> None:
     optimizer_seam.uninstall()
     fused_wgrad.uninstall()
     checkpoint_drivers.uninstall()
+    base_weights.uninstall()
     bridge_weights.uninstall()
 
 
@@ -227,6 +234,7 @@ def missing_names(rebindings: Iterable[Rebinding] = REBINDINGS) -> list[str]:
 
 
 def _missing_for_installation() -> list[str]:
+    from megatron_fsdp_adapter.megatron import base_weights
     from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights, checkpoint_drivers
 
     return [
@@ -234,6 +242,7 @@ def _missing_for_installation() -> list[str]:
         *checkpoint_drivers.missing(),
         *megatron_saves.missing(),
         *bridge_weights.missing(),
+        *base_weights.missing(),
     ]
 
 

@@ -83,8 +83,8 @@ BREAKING: dict[str, dict[str, Any]] = {
     "dist.use_tp_pp_dp_mapping": {"dist__use_tp_pp_dp_mapping": True},
     "dist.use_decentralized_pg": {"dist__use_decentralized_pg": True},
     "checkpoint.async_save": {"checkpoint__async_save": True},
-    "checkpoint.pretrained_checkpoint": {  # a folder without a config.json, and adapters
-        "peft": "lora", "checkpoint__pretrained_checkpoint": str(ROOT / "docs")
+    "model.init_model_with_meta_device": {
+        "peft": "lora", "model__init_model_with_meta_device": True
     },
     "checkpoint.also_save_hf_checkpoint": {"checkpoint__also_save_hf_checkpoint": True},
     "train.check_weight_hash_across_dp_replicas_interval": {
@@ -143,10 +143,17 @@ def test_process_groups_that_only_bridge_has_may_be_used_from_0_6_on() -> None:
     apply_fsdp_overrides(recipe(**changed), environment={})
 
 
-def test_adapters_may_start_from_a_hugging_face_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    changed = {"peft": "lora", "checkpoint__pretrained_checkpoint": str(tmp_path)}
-    apply_fsdp_overrides(recipe(**changed), environment={})
+@pytest.mark.parametrize("file", ("config.json", ".metadata", "iter_0000001/metadata.json"))
+def test_adapters_may_start_from_a_folder_of_any_format(tmp_path: Path, file: str) -> None:
+    """Hugging Face's, sharded weights, Megatron's own, which is refused without adapters."""
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{}")
+    changed = {"checkpoint__pretrained_checkpoint": str(tmp_path)}
+    apply_fsdp_overrides(recipe(peft="lora", **changed), environment={})
+    if path.name == "metadata.json":
+        with pytest.raises(ValueError, match=r"checkpoint\.pretrained_checkpoint=.*convert it"):
+            apply_fsdp_overrides(recipe(**changed), environment={})
 
 
 def test_recipes_of_quantised_weights_are_accepted() -> None:

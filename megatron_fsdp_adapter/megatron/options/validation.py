@@ -221,14 +221,13 @@ BRIDGE_RULES: tuple[Rule, ...] = (
         "to False, or save to a folder",
     ),
     Rule(
-        "checkpoint.pretrained_checkpoint",
+        "model.init_model_with_meta_device",
         lambda cfg: (
             getattr(cfg, "peft", None) is not None
-            and _is_not_hugging_face(cfg.checkpoint.pretrained_checkpoint)
+            and bool(getattr(cfg.model, "init_model_with_meta_device", False))
         ),
-        "with adapters it is loaded before the model is wrapped, which Megatron-Bridge cannot do "
-        "from sharded weights; give a Hugging Face folder (from 0.6 on), such as 'python -m "
-        "megatron_fsdp_adapter convert' makes of a checkpoint",
+        "with adapters base weights are loaded before the model is wrapped, when it has no memory "
+        "for them; set it to False",
     ),
     Rule(
         "checkpoint.also_save_hf_checkpoint",
@@ -249,13 +248,6 @@ BRIDGE_RULES: tuple[Rule, ...] = (
     _reorders_rows("model.moe_shared_expert_glu_interleave_size"),
 )
 """What a `ConfigContainer` can get wrong beside the configs in it. Options are paths in it."""
-
-
-def _is_not_hugging_face(folder: str | None) -> bool:
-    """Of a folder that is there; Megatron-Bridge itself refuses others."""
-    if folder is None or not Path(folder).is_dir():
-        return False
-    return not Path(folder, "config.json").is_file()
 
 
 def _saves_or_loads(cfg: Any) -> bool:
@@ -342,10 +334,13 @@ def bridge_problems(cfg: Any, environment: Mapping[str, str]) -> list[str]:
         _below("optimizer", cfg.optimizer, OPTIMIZER_CONFIG_RULES),
         _below("comm_overlap", overlap, OVERLAP_RULES) if overlap is not None else [],
         folder_problems("checkpoint.load", cfg.checkpoint.load),
+        # What adapters are put on may be of either format (`base_weights.py`).
         folder_problems(
             "checkpoint.pretrained_checkpoint",
             getattr(cfg.checkpoint, "pretrained_checkpoint", None),
-        ),
+        )
+        if getattr(cfg, "peft", None) is None
+        else [],
     )
 
 

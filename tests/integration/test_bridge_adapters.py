@@ -1,0 +1,86 @@
+"""Megatron-Bridge, unmodified, fine-tunes with adapters (LoRA) on the weights of a checkpoint.
+
+Opt-in: see docs/tested.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint.convert.dcp_files import DcpFolder
+from megatron_fsdp_adapter.cli import convert
+from tests.integration import lm_log
+from tests.integration.lm_runs import HARNESSES, train_recipe
+from tests.integration.test_bridge import EXAMPLE, missing_bridge
+
+pytestmark = pytest.mark.full
+LORA = HARNESSES / "bridge_lora.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bridge() -> None:
+    reason = missing_bridge("b.importlib.import_module('megatron.bridge.training.finetune')")
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Checkpoints of equal weights, by format."""
+    root = tmp_path_factory.mktemp("bases")
+    sharded, plain = root / "fsdp_dtensor", root / "torch_dist"
+    run = train_recipe(EXAMPLE, [f"checkpoint.save={sharded}", "train.train_iters=1",
+                                "rng.seed=7"])  # fmt: skip
+    assert run.status == 0, run.end
+    assert convert.main([str(sharded), str(plain), "--to", "torch_dist", "--quiet",
+                         "--transformer-impl", "local", "--weights-only"]) == 0  # fmt: skip
+    return {"fsdp_dtensor": str(sharded), "torch_dist": str(plain)}
+
+
+def start(base: str, *overrides: str, options: tuple[str, ...] = ()) -> lm_log.Values:
+    chosen = [*options, f"checkpoint.pretrained_checkpoint={base}", *overrides]
+    run = train_recipe(LORA, chosen)
+    assert run.status == 0, run.end
+    return run.values
+
+
+@pytest.fixture(scope="module")
+def stock(bases: dict[str, str]) -> lm_log.Values:
+    """With Megatron's own DDP, which reads its own format."""
+    return start(bases["torch_dist"], options=("--ddp",))
+
+
+@pytest.mark.parametrize("strategy", ("optim_grads_params", "optim"))
+def test_adapters_are_trained_as_with_ddp(
+    bases: dict[str, str], stock: lm_log.Values, strategy: str
+) -> None:
+    """From either format; to a unit of the last printed digit, and between formats in each."""
+    asked = ("--strategy", strategy)
+    first = start(bases["fsdp_dtensor"], options=asked)
+    assert lm_log.differences(stock, first, last_digit=1) == []
+    assert lm_log.differences(first, start(bases["torch_dist"], options=asked)) == []
+
+
+def test_base_weights_are_read_where_tensor_parallelism_splits_them(
+    bases: dict[str, str], stock: lm_log.Values
+) -> None:
+    """Adapters begin at nothing: the first loss is that of the base."""
+    split = start(bases["fsdp_dtensor"], "model.tensor_model_parallel_size=2")
+    assert abs(float(split[1, "lm loss"]) - float(stock[1, "lm loss"])) < 2e-5
+
+
+def test_adapters_alone_are_saved_and_resumed(bases: dict[str, str], tmp_path: Path) -> None:
+    """In every printed digit; in the checkpoint are weights and moments of adapters alone."""
+    saved = tmp_path / "saved"
+    common = [f"checkpoint.save={saved}", "checkpoint.save_interval=2"]
+    whole = start(bases["fsdp_dtensor"], *common)
+    keys = DcpFolder.open(folders.final_folder(saved, 2)).tensor_keys
+    weights = [key for key in keys if not key.startswith(("opt_param_scheduler", "rng_state"))]
+    assert weights and all(".adapter." in key for key in weights), weights
+    assert any(key.startswith("optimizer.") for key in weights)
+    resumed = start(bases["fsdp_dtensor"], f"checkpoint.load={saved}", "checkpoint.ckpt_step=2")
+    assert (2, "grad norm") not in resumed
+    assert lm_log.differences(whole, resumed, start=3) == []
