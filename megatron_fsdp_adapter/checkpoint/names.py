@@ -16,7 +16,8 @@ a Float16Module is between (that is, unless the model computes in fp32):
     optimizer.state.DEEP NAME[HALF].exp_avg        and exp_avg_sq, step: what the optimizer keeps
     optimizer.param_to_group_meta.DEEP NAME.lr     and the other options of its parameter group
 
-HALF is one of `HALVES` for the first linear layer of a gated MLP, and nothing for anything else.
+HALF is one of `HALVES` for the first linear layer of a gated MLP, and what an adapter adds to its
+output, and nothing for anything else.
 That weight is its gate half over its linear half on *each* tensor-parallel rank, so that the
 pieces of all ranks one after the other are another tensor for every tensor-parallel size; each
 half by itself is not. Everything else that tensor parallelism splits (fused QKV, vocabulary, heads)
@@ -51,6 +52,9 @@ OUTPUT_LAYER = "output_layer.weight"
 
 _LAYER = re.compile(r"(?:.+\.)?layers\.\d+")
 _NUMBERED = re.compile(r"(weight|bias)(\d+)")
+_GATED_INSIDE = re.compile(r"(?<=\.linear_fc1)\.(to_wrap|adapter\.linear_out)$")
+"""In a linear layer with an adapter (LoRA), as Megatron-Bridge makes them: the layer itself, and
+what is added to its output, which is cut as that is."""
 _INTERLEAVED = ("MambaMixer", "GatedDeltaNet")
 
 
@@ -160,7 +164,7 @@ def _aliases(module: nn.Module) -> Iterable[tuple[str, str]]:
 
 
 def _is_gated(path: str, child: nn.Module, tree: Mapping[str, nn.Module]) -> bool:
-    owner, _, last = path.rpartition(".")
+    owner, _, last = _GATED_INSIDE.sub("", path).rpartition(".")
     config = getattr(tree.get(owner), "config", None)
     return last == "linear_fc1" and bool(getattr(config, "gated_linear_unit", False))
 

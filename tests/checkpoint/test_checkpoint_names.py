@@ -107,6 +107,24 @@ def test_only_the_first_linear_layer_of_a_gated_mlp_has_halves() -> None:
     assert last == [*halves, "linear_fc1.layer_norm_weight", "linear_fc2.weight", "linear_fc2.bias"]
 
 
+def test_an_adapter_beside_the_first_linear_layer_has_halves_as_that_has() -> None:
+    """Its output is cut over tensor-parallel ranks as the layer's: gate over linear on each."""
+    model = _stage([1], _mlp(gated=True))
+    mlp = model.decoder.layers[0].mlp
+    for name in ("linear_fc1", "linear_fc2"):
+        layer = nn.Module()
+        layer.to_wrap, layer.adapter = getattr(mlp, name), nn.Module()
+        layer.adapter.linear_in = nn.Linear(2, 1, bias=False)
+        layer.adapter.linear_out = nn.Linear(1, 4, bias=False)
+        setattr(mlp, name, layer)
+    last = {key.removeprefix("decoder.layers.0.mlp.") for key in _keys(model)}
+    halved = {f"linear_fc1.{name}_{half}" for half in "wv" for name in
+              ("to_wrap.weight", "to_wrap.bias", "adapter.linear_out.weight")}  # fmt: skip
+    assert {key for key in last if key.endswith(("_w", "_v"))} == halved
+    assert "linear_fc1.adapter.linear_in.weight" in last
+    assert "linear_fc2.adapter.linear_out.weight" in last
+
+
 def test_a_copy_of_a_tied_embedding_has_the_name_of_the_embedding() -> None:
     last = nn.Module()
     last.output_layer = nn.Linear(2, 4, bias=False)

@@ -1,0 +1,154 @@
+"""Weights of a checkpoint go into models that are not sharded, under any other split, bit for bit.
+
+The models are wrapped afterwards, and their weights put together by rules of the tests' own
+(`reshard_cases`). Two ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from megatron_fsdp_adapter.checkpoint.convert.conversion import Options, convert
+from megatron_fsdp_adapter.launch import installation
+from megatron_fsdp_adapter.megatron import base_weights
+from megatron_fsdp_adapter.megatron.base_weights import TensorParallel, load_plain
+from tests.checkpoint.reshard_cases import Split, case_of, trainer_of, whole_state
+from tests.checkpoint.test_reshard import ZERO1, ZERO3, _save, _split
+from tests.distributed.launch import run_ranks
+from tests.distributed.topologies import build_topology_trainer
+
+DENSE = _split(2, ZERO3, tp=2)
+EXPERTS = _split(2, ZERO3, tp=2, ep=1)
+
+
+def into_plain(root: Path, target: Split, vocab_size: int | None = None) -> dict[str, torch.Tensor]:
+    """The weights of a model of `target`'s split that were read before it was wrapped."""
+    trainer_of(target)  # makes the groups
+
+    def read(model: nn.Module) -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(77)
+        dense = TensorParallel.of(parallel_state.get_tensor_model_parallel_group())
+        expert = TensorParallel.of(parallel_state.get_expert_tensor_parallel_group())
+        load_plain([model], root, None, dense, expert, vocab_size)
+
+    trainer = build_topology_trainer(
+        target.topology, case_of(target), target.strategy, change=read
+    )
+    return {name: values["weight"] for name, values in whole_state(trainer).items()}
+
+
+def check_splits(
+    rank: int, world: int, root: str, source: Split, targets: tuple[Split, ...]
+) -> None:
+    _save(rank, root, source)
+    saved = Path(root) / source.name
+    plain = Path(root) / "torch_dist"
+    if rank == 0:
+        convert(saved, plain, "torch_dist", options=Options(
+            weights_only=True, transformer_impl="local", experts="sequential"))  # fmt: skip
+    dist.barrier()
+    whole = {n: v["weight"] for n, v in torch.load(f"{root}/{source.name}.pt").items()}
+    for target in targets:
+        for folder in (saved, plain):
+            found = into_plain(folder, target)
+            assert found.keys() == whole.keys()
+            for name, value in whole.items():
+                assert torch.equal(found[name], value), (target.name, folder, name)
+
+
+def test_tied_embeddings_biases_and_pipelines(tmp_path: Path) -> None:
+    """From tensor parallelism to pipelines, and to the split it came from; both formats."""
+    targets = (_split(2, ZERO1, pp=2), _split(2, ZERO3, tp=2))
+    run_ranks(check_splits, 2, str(tmp_path), DENSE, targets)
+
+
+def test_experts_and_gated_layers(tmp_path: Path) -> None:
+    targets = (_split(2, ZERO3, ep=2), _split(2, ZERO1, tp=2, ep=1))
+    run_ranks(check_splits, 2, str(tmp_path), EXPERTS, targets)
+
+
+def check_misfits(rank: int, world: int, root: str) -> list[str]:
+    _save(rank, root, replace(DENSE, case={"num_layers": 2}))
+    found, padded = [], {"num_layers": 2, "vocab": 56}
+    for case, vocab_size in ((padded, 53), (padded, None), ({}, None),
+                             ({"num_layers": 2, "ffn": 48}, None)):  # fmt: skip
+        try:
+            into_plain(Path(root) / DENSE.name, replace(DENSE, case=case), vocab_size)
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_does_not_fit_is_one_error_and_padding_does(tmp_path: Path) -> None:
+    for padded, unsaid, layers, sizes in run_ranks(check_misfits, 2, str(tmp_path)):
+        assert padded == ""
+        assert "word_embeddings.weight: has shape (56, 24), in the checkpoint (54, 24)" in unsaid
+        assert layers.count("is not in the checkpoint") > 10 and "decoder.layers.3." in layers
+        assert "linear_fc1.weight: has shape (48, 24), in the checkpoint (44, 24)" in sizes
+
+
+class _Plain(nn.Module):
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleList([nn.Linear(2, 3, device=device)])
+
+
+@pytest.fixture
+def bridge() -> Any:
+    """A stand-in for Megatron-Bridge's module."""
+    module = ModuleType(base_weights.MODULE)
+
+    def _load_base_checkpoint(
+        load_dir: Any, ckpt_cfg: Any, rank0: bool = False, sharded_state_dict: Any = None,
+        checkpointing_context: Any = None, ignore_ckpt_step: bool = False, cfg: Any = None, *,
+        pg_collection: Any,
+    ) -> Any:  # fmt: skip
+        return "its own"
+
+    module._load_base_checkpoint = _load_base_checkpoint
+    module.CheckpointType = SimpleNamespace(FSDP_DTENSOR="a type")
+    before = sys.modules.get(base_weights.MODULE)
+    sys.modules[base_weights.MODULE] = module
+    base_weights.install()
+    yield module
+    base_weights.uninstall()
+    assert module._load_base_checkpoint is _load_base_checkpoint
+    sys.modules.pop(base_weights.MODULE)
+    if before is not None:
+        sys.modules[base_weights.MODULE] = before
+
+
+def test_a_model_from_the_meta_device_is_refused_and_other_loads_are_bridges(
+    bridge: ModuleType, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = SimpleNamespace(tp=None)
+    assert bridge._load_base_checkpoint("x", None, rank0=True, pg_collection=groups) == "its own"
+    opened = SimpleNamespace(folder=tmp_path, state=SimpleNamespace(weights={}))
+    monkeypatch.setattr(base_weights, "open_state", lambda *_: opened)
+    state = {"_model": [_Plain("meta")], "model": {}, "iteration": 3}
+    with pytest.raises(ValueError, match="init_model_with_meta_device=False"):
+        bridge._load_base_checkpoint(
+            "x", SimpleNamespace(ckpt_step=None), sharded_state_dict=state, pg_collection=groups
+        )
+
+
+def test_a_bridge_without_the_function_is_an_error(bridge: ModuleType) -> None:
+    base_weights.uninstall()
+    kept = vars(bridge).pop("_load_base_checkpoint")
+    with pytest.raises(RuntimeError, match="_load_base_checkpoint"):
+        installation.install()
+    bridge._load_base_checkpoint = kept
