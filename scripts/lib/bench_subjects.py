@@ -44,22 +44,29 @@ RECIPES = ("tensorwise", "delayed", "blockwise")
 PRECISIONS = ("bf16", *(f"{kind}_{recipe}" for kind in ("fp8", "fp8w") for recipe in RECIPES))
 """What a name may end in, after `@`: bf16 products; FP8 products of bf16, or of FP8, weights."""
 
+OFFLOADS = ("half", "all")
+"""What a name may have behind a slash: how many layers' activations Transformer Engine keeps on the
+host, which are all but the last at most."""
+
 OURS = tuple(kind for kind in KINDS if kind.split("-")[0] == "ours")
 DEFAULT = tuple(kind for kind in KINDS if "-" not in kind)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One wrapper: `kind` is a key of `KINDS`, `strategy` one of its strategies or None, and
-    `precision` one of `PRECISIONS`, or None for what the options of the run say."""
+    """One wrapper: `kind` is a key of `KINDS`, `strategy` one of its strategies or None,
+    `precision` one of `PRECISIONS`, or None for what the options of the run say, and `offload` one
+    of `OFFLOADS`, or None for none."""
 
     kind: str
     strategy: str | None = None
     precision: str | None = None
+    offload: str | None = None
 
     @property
     def name(self) -> str:
         name = self.kind if self.strategy is None else f"{self.kind}:{self.strategy}"
+        name += "" if self.offload is None else f"/{self.offload}"
         return name if self.precision is None else f"{name}@{self.precision}"
 
     @property
@@ -72,6 +79,10 @@ class Subject:
         """The recipe of FP8 that its name says."""
         _, _, recipe = (self.precision or "").partition("_")
         return recipe or None
+
+    def offloaded_layers(self, layers: int) -> int:
+        """How many of so many layers have their activations on the host."""
+        return {None: 0, "half": layers // 2, "all": layers - 1}[self.offload]
 
     @property
     def has_fp8_weights(self) -> bool:
@@ -117,7 +128,13 @@ FP8_ROWS = (
     "floor@fp8_delayed", "ours:optim_grads_params@fp8_delayed", "ddp@fp8_delayed",
 )  # fmt: skip
 """Everything about quantised weights, what matters most first: time may end before the rows do."""
-SETS = {"fp8": ",".join(FP8_ROWS)}
+OFFLOAD_ROWS = (
+    "floor", "ours:optim_grads_params", "ours:optim_grads_params/half",
+    "ours:optim_grads_params/all", "bundled", "bundled/half", "bundled/all",
+    "ours-ce-rs", "ours-ce-rs/half", "ours-ce-rs/all",
+)  # fmt: skip
+"""Activations of no, half and all layers on the host."""
+SETS = {"fp8": ",".join(FP8_ROWS), "offload": ",".join(OFFLOAD_ROWS)}
 
 
 def parse_subjects(text: str) -> list[Subject]:
@@ -129,13 +146,15 @@ def parse_subjects(text: str) -> list[Subject]:
     subjects: list[Subject] = []
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         wrapper, _, precision = part.partition("@")
+        wrapper, _, offload = wrapper.partition("/")
         kind, _, strategy = wrapper.partition(":")
         known = KINDS.get(kind)
+        ends = ((offload, OFFLOADS), (precision, PRECISIONS))
         strange = known is None or (strategy and strategy not in known.strategies)
-        if known is None or strange or (precision and precision not in PRECISIONS):
+        if known is None or strange or any(one and one not in of for one, of in ends):
             raise ValueError(f"--wrappers {text}: {part!r} is unknown; use {_known()}")
         chosen = (strategy,) if strategy else known.default or (None,)
-        subjects += [Subject(kind, one, precision or None) for one in chosen]
+        subjects += [Subject(kind, one, precision or None, offload or None) for one in chosen]
     if not subjects:
         raise ValueError(f"--wrappers {text!r} names nothing; use {_known()}")
     return list(dict.fromkeys(subjects))
@@ -146,7 +165,8 @@ def _known() -> str:
         f"{kind}[:{'|'.join(row.strategies)}]" if row.strategies else kind
         for kind, row in KINDS.items()
     )
-    return f"{wrappers}; each may end in @{'|'.join(PRECISIONS)}"
+    ends = f"/{'|'.join(OFFLOADS)} (layers whose activations are on the host)"
+    return f"{wrappers}; each may end in {ends} and @{'|'.join(PRECISIONS)}"
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,11 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
 
     Raises ValueError for a wrapper that cannot take the options.
     """
+    if subject.offload is not None and options.transformer_impl != "transformer_engine":
+        raise ValueError(
+            f"{subject.name}: Transformer Engine offloads activations; use --transformer-impl "
+            "transformer_engine"
+        )
     on_shards = subject.is_ours or subject.kind == "bundled"
     reduces_tokens = on_shards or subject.kind == "ddp"
     changed = dataclasses.replace(
@@ -211,6 +216,8 @@ def _config(subject: Subject, options: Options) -> Any:
     config = training.transformer_config(options)
     if subject.is_captured:
         ask_for_one_graph(config)
+    config.cpu_offloading_num_layers = subject.offloaded_layers(options.num_layers)
+    config.cpu_offloading = config.cpu_offloading_num_layers > 0
     return config
 
 
@@ -276,7 +283,7 @@ def _fsdp2(subject: Subject, options: Options, place: Place) -> Runner:
             "has one mesh for all parameters, over which it would mix ranks that hold different "
             "experts"
         )
-    config = training.transformer_config(options)
+    config = _config(subject, options)
     model = training.build_model(options, config, place).float()
     compute = training.params_dtype(options)
     policy = MixedPrecisionPolicy(

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import benchmark  # noqa: E402
 from lib import bench_report  # noqa: E402
 from lib.bench_measure import Memory, Result, as_plain  # noqa: E402
-from lib.bench_subjects import FLOOR, Plan, Subject, parse_subjects  # noqa: E402
+from lib.bench_subjects import FLOOR, SETS, Plan, Subject, parse_subjects  # noqa: E402
 from lib.bench_trace import (  # noqa: E402
     GATHER,
     REDUCE,
@@ -65,7 +65,18 @@ def test_a_kind_stands_for_its_strategies() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ("fsdp", "ours:zero3", "ddp:optim", ","))
+def test_layers_whose_activations_are_on_the_host_are_part_of_a_name() -> None:
+    rows = parse_subjects("bundled/half,ours:optim/all@bf16,ddp") + parse_subjects(SETS["offload"])
+    assert [row.name for row in rows[:3]] == [
+        "bundled:optim_grads_params/half", "ours:optim/all@bf16", "ddp"
+    ]  # fmt: skip
+    assert [row.offloaded_layers(7) for row in rows[:3]] == [3, 6, 0]
+    assert parse_subjects(",".join(row.name for row in rows)) == list(dict.fromkeys(rows))
+    with pytest.raises(ValueError, match="ours:optim/all@bf16: .* --transformer-impl trans"):
+        row_options(rows[1], options())
+
+
+@pytest.mark.parametrize("text", ("fsdp", "ours:zero3", "ddp:optim", ",", "ours/three"))
 def test_an_unknown_wrapper_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"--wrappers.*floor, ddp, ours"):
         parse_subjects(text)
