@@ -119,6 +119,8 @@ class EngineConfig:
             `MEGATRON_FSDP_ADAPTER_POISON` is 1.
         keep_derived: what backward derives from kept quantised weights (transposes) stays until
             main weights change, and not only until the unit has run.
+        offload: main weights and optimizer state are in host memory, where they are not needed
+            there as compute weights; see `ParamGroup.main_on_host`.
         shard_outer: main weights and optimizer state are split again over the outer axis of a
             domain that has one; otherwise its instances hold the same (HSDP).
     """
@@ -135,6 +137,7 @@ class EngineConfig:
     max_segments: int = 4
     shard_outer: bool = False
     keep_derived: bool = False
+    offload: bool = False
     weight_slots: bool = False
     bucket_slots: bool = False
     poison_buffers: bool = field(default_factory=poison_asked)

@@ -156,18 +156,21 @@ class UnevenDTensor(DTensor):
         stride: Sequence[int],
         chunks: Chunks | None = None,
     ) -> UnevenDTensor:
-        """Of global `shape` and `stride` over this rank's `local`, whose storage it uses. No
-        collective. ValueError if the chunks do not fit."""
+        """Of global `shape` and `stride` over this rank's `local`, whose storage it uses, in host
+        memory too. No collective. ValueError if the chunks do not fit."""
         if chunks is not None:
             chunks.check(tuple(shape), local)
+        elsewhere = local.device.type != mesh.device_type
         plain = DTensor.from_local(
-            local,
+            local.to("meta") if elsewhere else local,  # others are moved to the mesh's device
             mesh,
             list(placements),
             run_check=False,
             shape=torch.Size(shape),
             stride=tuple(stride),
         )
+        if elsewhere:
+            plain = DTensor(local, plain._spec, requires_grad=False)
         return _with_chunks(plain, chunks)
 
     @classmethod
@@ -387,10 +390,13 @@ def whole_tensor(dtensor: DTensor) -> torch.Tensor:
     Each rank writes its blocks into a tensor of zeros, whose bytes are then added up over each
     mesh axis along which the tensor is sharded. Blocks are disjoint, so no byte changes, and one
     collective per axis replaces an exchange of shapes and a gather of unequal sizes. Costs one
-    full tensor of memory. ValueError for a shard whose place in the whole is unknown.
+    full tensor of memory, on the mesh's device. ValueError for a shard whose place in the whole is
+    unknown.
     """
     _check_present(dtensor)
     local = dtensor._local_tensor.detach()
+    if local.device.type != dtensor.device_mesh.device_type:
+        local = local.to(dtensor.device_mesh.device_type)
     if is_replicated(dtensor):
         return local.clone()
     chunks = chunks_of(dtensor) or even_chunks(dtensor)

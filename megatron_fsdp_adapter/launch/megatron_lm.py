@@ -89,6 +89,11 @@ MAIN_FLAGS: tuple[Flag, ...] = (
         "weights are gathered by the GPUs' copy engines (docs/performance.md)", is_switch=True,
     ),
     Flag(
+        "--chunked-optimizer-state-offload", False,
+        "main weights and moments in host memory, updated on the GPU unit by unit "
+        "(docs/optimizer_offload.md)", is_switch=True,
+    ),
+    Flag(
         "--outer-dp-sharding-strategy", "no_shard",
         "no_shard or optim: how optimizer instances share main weights and optimizer state",
     ),
@@ -97,7 +102,7 @@ MAIN_FLAGS: tuple[Flag, ...] = (
         is_switch=True,
     ),
 )  # fmt: skip
-"""Flags that some release of Megatron-LM lacks, and one of our own: added where they are missing.
+"""Flags that some release of Megatron-LM lacks, and two of our own: added where they are missing.
 Their fields of the DDP config are in `ddp_config.py`."""
 
 

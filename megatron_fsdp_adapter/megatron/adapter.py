@@ -190,7 +190,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             f"ranks, {len(engine.units)} units ({', '.join(self.fsdp_unit_modules)}, root), "
             f"{numel} parameters{self._quantised()}, {100 * padding / numel:.2f}% padding; "
             "main weights "
-            f"{_dtype_name(engine.config.policy.main_params_dtype)}, gradients reduced in "
+            f"{_dtype_name(engine.config.policy.main_params_dtype)}"
+            f"{' in host memory' if engine.config.offload else ''}, gradients reduced in "
             f"{engine.config.policy.comm_dtype}; set for you: {', '.join(kept) or 'nothing'}",
             flush=True,
         )

@@ -25,6 +25,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from ..core.engine.engine import FsdpEngine
 from ..sharding.local_optimizer import LocalShards, adopt, is_torch_class
+from .options.ddp_options import OFFLOAD
 from .options.support import is_on
 from .seams.core_api import MORE, Replacement
 
@@ -36,10 +37,21 @@ COMPUTED = frozenset(("lr", "weight_decay", "betas", "eps", "bias_correction", "
 
 
 def problems(config: Any, engines: Sequence[FsdpEngine]) -> list[str]:
-    """What core's offload and the wrapper have against each other; none where it is off."""
+    """What the optimizer's options and offload of either kind have against each other."""
+    streamed = any(engine.config.offload for engine in engines)
+    if streamed and config.optimizer != "adam":
+        return [
+            f"optimizer={config.optimizer!r}: with {OFFLOAD}=True of the DDP config it is 'adam'; "
+            "use that, or set the other to False"
+        ]
     if not is_on(config, OPTION):
         return []
     found = []
+    if streamed:
+        found.append(
+            f"{OPTION}=True: {OFFLOAD}=True of the DDP config has main weights and moments in host "
+            "memory already; set one of them to False"
+        )
     if is_on_host(engines):
         found.append(
             f"{OPTION}=True: the parameters are on the CPU already; set it to False, or wrap a "

@@ -30,10 +30,11 @@ from ..sharding.local_optimizer import LocalShards, adopt, initialize_state
 from ..sharding.memory import local_shards, park_state, take_state, trim
 from ..sharding.placement import replicated_name
 from ..sharding.problems import raise_problems
+from ..sharding.streamed_optimizer import shards_over
 from . import hybrid_optimizer, optimizer_state
 from .inner import ShardedModule
 from .options import support
-from .options.ddp_options import MXFP8_BUFFER
+from .options.ddp_options import MXFP8_BUFFER, OFFLOAD
 from .options.support import is_on
 from .seams import core_api
 from .seams.core_api import MORE, Replacement
@@ -69,9 +70,11 @@ def _param_groups(
     return original(model_chunks, *args, **kwargs)
 
 
-_NEEDED: Mapping[str, bool] = {"use_distributed_optimizer": True, MXFP8_BUFFER: False}
-"""Without the first core would make an optimizer that steps on DTensors. Either way it would never
-tell the wrapper that weights have changed."""
+_NEEDED: Mapping[str, bool] = {
+    "use_distributed_optimizer": True, MXFP8_BUFFER: False, OFFLOAD: False
+}
+"""Without the first core would make an optimizer that steps on DTensors. With the second it would
+never tell the wrapper that weights have changed. The third is the DDP config's here."""
 
 
 def _complete(config: Any) -> None:
@@ -168,10 +171,11 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
         self.optimizer, self.is_stub_optimizer = optimizer, False
     if not ours or optimizer is None:
         return
+    engines = [chunk.engine for chunk in ours]
     if isinstance(optimizer, HybridDeviceOptimizer):
-        hybrid_optimizer.adopt_hybrid(optimizer, [chunk.engine for chunk in ours])
+        hybrid_optimizer.adopt_hybrid(optimizer, engines)
     else:
-        adopt(optimizer)
+        adopt(optimizer, shards_class=shards_over(engines))
 
 
 def _remember_groups(
@@ -293,7 +297,7 @@ def _count_zeros(original: Callable[..., Any], self: Any) -> Any:
     if not _our_chunks(self):
         return original(self)
     grads = [grad for group in (None, *core_api.SEPARATE_NORMS) for grad in _grads(self, group)]
-    device = self.get_parameters()[0]._local_tensor.device
+    device = _our_chunks(self)[0].engine.runtime.device
     zeros = torch.zeros(1, dtype=torch.float32, device=device)
     for grad in grads:
         zeros += grad.numel() - torch.count_nonzero(grad)

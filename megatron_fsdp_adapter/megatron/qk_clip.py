@@ -107,7 +107,7 @@ def _multiply_rows(weight: Any, factors: torch.Tensor) -> None:
     held, row = held_range(ref), row_granularity(ref.shape)
     numbers = torch.arange(held.start, held.stop, device=local.device) // row
     flat = local.view(-1)
-    flat.mul_(factors.view(-1)[numbers].to(flat.dtype))
+    flat.mul_(factors.view(-1).to(flat.device)[numbers].to(flat.dtype))
 
 
 REPLACED: tuple[Replacement, ...] = tuple(

@@ -43,6 +43,7 @@ from ..sharding.sharded_module import (
     refuse_conversions,
     register_state_dict_hooks,
 )
+from ..sharding.streamed_optimizer import shards_over
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """Optimizers of torch whose step on rows is not the rows of their step on the whole tensor."""
@@ -213,6 +214,7 @@ def fully_shard_model(
     reduce_scatter_with_fp32_accumulation: bool = False,
     check_for_nan_in_grad: bool = False,
     report_nan_in_param_grad: bool = False,
+    chunked_optimizer_state_offload: bool = False,
     sync_model_each_microbatch: bool = True,
     init_model_with_meta_device: bool = False,
 ) -> FullyShardedModel:
@@ -231,6 +233,9 @@ def fully_shard_model(
         data_parallel_sharding_strategy: a row of the strategy table, as in Megatron.
         mixed_precision_policy: dtypes of main weights, main gradients and communication.
         average_gradients: whether gradients are the mean over ranks, or the sum.
+        chunked_optimizer_state_offload: main weights are in host memory, and so is the state of a
+            sharded optimizer, which is Adam or its kin; steps bring both to the device, one unit
+            after the other.
         sync_model_each_microbatch: `set_model_auto_sync`: backward ends with finished gradients.
 
     The other options are those of Megatron's DDP config.
@@ -251,6 +256,7 @@ def fully_shard_model(
         overlap_param_gather=overlap_param_gather,
         shard_outer=OUTER_STRATEGIES.get(outer_dp_sharding_strategy, False),
         fp32_accumulation=reduce_scatter_with_fp32_accumulation,
+        offload=chunked_optimizer_state_offload,
     )
     device = target_device(module, None)
     index = _index_over(mesh, device, average_gradients, outer_dp_sharding_strategy)
@@ -342,8 +348,9 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optim
             f"optimizer={kind}: its step needs whole tensors, and shards are rows; use an "
             "elementwise one (Adam, AdamW, SGD, ...)"
         )
-    optimizer._fsdp_engines = _engines_of(_params_of(optimizer))  # type: ignore[attr-defined]
-    adopt(optimizer, _complete_gradients)
+    engines = _engines_of(_params_of(optimizer))
+    adopt(optimizer, _complete_gradients, shards_over(engines))
+    optimizer._fsdp_engines = engines  # type: ignore[attr-defined]
     optimizer.register_step_post_hook(_weights_changed)
     optimizer.__class__ = _training_class(type(optimizer))  # type: ignore[assignment,arg-type]
     return optimizer

@@ -52,12 +52,28 @@ class LocalShards:
     def _add_groups(self, optimizer: Any) -> None:
         """Takes in the groups of `optimizer` that are new."""
         for group in optimizer.param_groups[len(self.pairs) :]:
-            pairs = [(param, param._local_tensor) for param in group["params"]]
+            pairs = [(param, self.local_of(param)) for param in group["params"]]
             self.pairs.append(pairs)
             for param, local in pairs:  # some optimizers make their state with themselves
                 if param in optimizer.state:
                     made = optimizer.state[param].items()
                     self.state[local] = {n: getattr(v, "_local_tensor", v) for n, v in made}
+
+    def local_of(self, param: Any) -> torch.Tensor:
+        """What the inner optimizer updates in the place of `param`."""
+        return param._local_tensor
+
+    def adopted(self, optimizer: Any) -> None:
+        """`adopt` is over."""
+
+    def begin(self, optimizer: Any) -> None:
+        """A step begins, whose gradients are there."""
+        self.enter(optimizer)
+        self.set_local_grads()
+
+    def put(self, param: Any, name: str, value: torch.Tensor) -> None:
+        """`value`, of the local shape, becomes state `name` of `param`."""
+        self.state[self.local_of(param)][name] = value
 
     own_options: frozenset[str] = frozenset()
     """Options of parameter groups that a load leaves alone."""
@@ -71,7 +87,7 @@ class LocalShards:
 
     def shown_state(self, param: Any, local: torch.Tensor) -> dict[str, Any]:
         """What is shown, and saved, of a parameter's state: DTensors where it has its shape."""
-        return {name: _shown(param, local, value) for name, value in self.state[local].items()}
+        return shown(param, local, self.state[local])
 
     def state_of_empty(self, local: torch.Tensor, names: Sequence[str]) -> dict[str, Any]:
         """Of a shard that the inner optimizer is not given, moments of these names."""
@@ -156,10 +172,14 @@ class LocalShards:
                     optimizer.state[param] = self.shown_state(param, local)
 
 
-def _shown(param: Any, local: torch.Tensor, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.shape == local.shape and value.dim() > 0:
-        return dtensor_like(param, value)
-    return value
+def is_like(value: Any, local: torch.Tensor) -> bool:
+    """Whether a value of a parameter's state has an element for each of its own."""
+    return isinstance(value, torch.Tensor) and value.shape == local.shape and value.dim() > 0
+
+
+def shown(param: Any, local: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """State of a parameter with DTensors where it has the parameter's shape."""
+    return {n: dtensor_like(param, v) if is_like(v, local) else v for n, v in state.items()}
 
 
 @contextmanager
@@ -175,8 +195,7 @@ def _on_locals(optimizer: Any) -> Iterator[LocalShards]:
 
 def _begin_step(optimizer: Any, prepare: Prepare) -> None:
     prepare(optimizer)
-    optimizer._fsdp_shards.enter(optimizer)
-    optimizer._fsdp_shards.set_local_grads()
+    optimizer._fsdp_shards.begin(optimizer)
 
 
 def end_step(optimizer: Any, *unused: Any) -> None:
@@ -276,23 +295,29 @@ def initialize_state(optimizer: Any) -> None:
     nor the step count change. For Adam and SGD, of torch, Transformer Engine or apex."""
     with _on_locals(optimizer) as shards:
         for part in shards.parts(optimizer):
-            init = _init_torch_state if _is_torch_optimizer(part) else _init_fused_state
-            if _has_momentum_alone(part):
-                init = _init_momentum
-            for group in part.param_groups:
-                init(part, group)
+            make_state(part)
         shards.made_state(optimizer)
         if shards.skip_empty:
-            _complete_empty_state(shards, _moments_of(optimizer))
+            complete_empty_state(shards, optimizer)
 
 
-def _complete_empty_state(shards: LocalShards, names: tuple[str, ...]) -> None:
+@torch.no_grad()
+def make_state(optimizer: Any) -> None:
+    """State for the parameters that `optimizer` has now, without taking a step."""
+    init = _init_torch_state if _is_torch_optimizer(optimizer) else _init_fused_state
+    if _has_momentum_alone(optimizer):
+        init = _init_momentum
+    for group in optimizer.param_groups:
+        init(optimizer, group)
+
+
+def complete_empty_state(shards: LocalShards, optimizer: Any) -> None:
     """Moments of zero size for empty shards that the inner optimizer is not given, so that every
     rank has the same keys."""
     for pairs in shards.pairs:
         for _, local in pairs:
             if local.numel() == 0 and not shards.state[local]:
-                shards.state[local] = shards.state_of_empty(local, names)
+                shards.state[local] = shards.state_of_empty(local, _moments_of(optimizer))
 
 
 @torch.no_grad()
@@ -404,9 +429,8 @@ def _target(param: Any, shown: DTensor | None, dtype: torch.dtype) -> DTensor:
 
 
 def _put(optimizer: Any, param: Any, name: str, value: Any) -> None:
+    optimizer._fsdp_shards.put(param, name, getattr(value, "_local_tensor", value))
     optimizer.state[param][name] = value
-    state = optimizer._fsdp_shards.state[param._local_tensor]
-    state[name] = getattr(value, "_local_tensor", value)
 
 
 @functools.cache
@@ -430,15 +454,15 @@ def _local_class(base: type) -> type:
 def adopt(
     optimizer: torch.optim.Optimizer,
     prepare: Prepare = lambda optimizer: None,
-    shards_class: type[LocalShards] = LocalShards,
+    shards_class: Callable[[Any, bool, bool], LocalShards] = LocalShards,
 ) -> None:
     """Makes the inner `optimizer` step on local shards. Its parameters must be DTensors.
 
     TE's FusedAdam keeps no main weights of its own here, which would be a second copy of the
     shards it is given, and reads `decoupled_grad`, since it alone takes gradients of any dtype.
 
-    `prepare` is called before gradients are read in a step. `shards_class`: for an optimizer whose
-    state others inside it keep. Steps are seen by torch's hooks on
+    `prepare` is called before gradients are read in a step. `shards_class` makes its
+    `LocalShards`: a subclass where its state is elsewhere. Steps are seen by torch's hooks on
     them: a subclass with a `step` of its own was rejected, as a learning rate scheduler that was
     made before puts the class's `step` on the optimizer itself.
     """
@@ -454,3 +478,4 @@ def adopt(
     optimizer.register_step_pre_hook(functools.partial(_before_step, prepare=prepare))
     optimizer.register_step_post_hook(end_step)
     optimizer.register_state_dict_pre_hook(_before_state_dict)
+    optimizer._fsdp_shards.adopted(optimizer)  # type: ignore[attr-defined]

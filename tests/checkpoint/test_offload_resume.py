@@ -40,7 +40,8 @@ def _bits(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def _builder(kind: str, stack: ExitStack) -> Any:
-    """Makes trainers: without offload, or with core's, with torch's Adam or a fused one."""
+    """Makes trainers: without offload, with core's or with ours, with torch's Adam or a fused
+    one."""
     from tests.distributed.fused_adam import transformer_engine_optimizer
     from tests.distributed.gpt import build_trainer
     from tests.distributed.hybrid_device import offload, two_memories
@@ -50,8 +51,12 @@ def _builder(kind: str, stack: ExitStack) -> Any:
     stack.enter_context(two_memories())
 
     def build(strategy: str, device: Any, seed: int = 1, offloaded: bool = True) -> Any:
-        options = offload(0.5) if offloaded else {}
-        return build_trainer(_case().but(seed=seed), strategy, device, optimizer=options)
+        core, ours = offload(0.5), {"chunked_optimizer_state_offload": True}
+        wanted = ({}, core) if kind.startswith("core") else (ours, {})
+        ddp, options = wanted if offloaded else ({}, {})
+        return build_trainer(
+            _case().but(seed=seed), strategy, device, ddp=ddp, optimizer=options
+        )
 
     return build
 
@@ -139,7 +144,9 @@ def _load_elsewhere(rank: int, size: int, root: str, kind: str) -> None:
                 assert not bad, (saved, bad)
 
 
-@pytest.mark.parametrize(("kind", "size", "other"), [("core", 2, 1), ("core, fused", 1, 2)])
+@pytest.mark.parametrize(("kind", "size", "other"), [
+    ("core", 2, 1), ("core, fused", 1, 2), ("streamed", 2, 1), ("streamed, fused", 1, 2),
+])
 def test_an_offloaded_run_is_resumed_and_read_without_offload(
     tmp_path: Path, kind: str, size: int, other: int
 ) -> None:

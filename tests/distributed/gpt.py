@@ -31,6 +31,9 @@ from megatron_fsdp_adapter.prove.whole import plain_name
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
+OptimizerOptions = Mapping[str, Any] | Callable[[OptimizerConfig], OptimizerConfig]
+
+
 @dataclass(frozen=True)
 class Case:
     """A model and a step. Sizes are chosen uneven on purpose; lengths in elements."""
@@ -220,11 +223,11 @@ def build_trainer(
     device: torch.device,
     change: Callable[[torch.nn.Module], None] = lambda model: None,
     ddp: Mapping[str, Any] = MappingProxyType({}),
-    optimizer: Mapping[str, Any] = MappingProxyType({}),
+    optimizer: OptimizerOptions = MappingProxyType({}),
     **wrapper_options: Any,
 ) -> Trainer:
     """`change` edits the bare model before it is wrapped (freezing, tying, ...). `ddp` sets fields
-    of the DDP config, `optimizer` of the optimizer's."""
+    of the DDP config, `optimizer` of the optimizer's, or changes that."""
     model = build_model(case, device)
     change(model)
     return make_trainer(model, case, strategy, ddp, optimizer, **wrapper_options)
@@ -235,15 +238,17 @@ def make_trainer(
     case: Case,
     strategy: str | None,
     ddp: Mapping[str, Any] = MappingProxyType({}),
-    optimizer_options: Mapping[str, Any] = MappingProxyType({}),
+    optimizer_options: OptimizerOptions = MappingProxyType({}),
     **wrapper_options: Any,
 ) -> Trainer:
     """Wraps `model`, which is called like a GPTModel, and gives it an optimizer."""
     cls = DistributedDataParallel if strategy is None else FullyShardedDataParallel
     wrapper = cls(model.config, ddp_config(case, strategy, ddp), model, **wrapper_options)
-    optimizer = get_megatron_optimizer(
-        optimizer_config(case, **optimizer_options), [wrapper], use_gloo_process_groups=False
-    )
+    if callable(optimizer_options):
+        config = optimizer_options(optimizer_config(case))
+    else:
+        config = optimizer_config(case, **optimizer_options)
+    optimizer = get_megatron_optimizer(config, [wrapper], use_gloo_process_groups=False)
     for group in optimizer.param_groups:  # what OptimizerParamScheduler does at every step
         group["lr"] = case.lr * group["lr_mult"]
         group["weight_decay"] = case.weight_decay * group["wd_mult"]

@@ -169,6 +169,7 @@ class Setup:
     scale_before_sum: bool = False
     recipe: str | None = None
     keep_derived: bool = False
+    offload: bool = False
 
     @property
     def hidden(self) -> int:
@@ -198,6 +199,7 @@ class Setup:
             fp32_accumulation=self.fp32_accumulation,
             scale_before_sum=self.scale_before_sum,
             keep_derived=self.keep_derived,
+            offload=self.offload,
         )
 
 

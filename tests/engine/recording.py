@@ -265,6 +265,16 @@ class RecordingRuntime:
         values = tensor.tolist()
         return lambda: values
 
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():
+            return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def block(self, event: ClockEvent) -> None:
+        """Whatever is submitted from now on comes after it, on every role."""
+        for clock in self._clocks.values():
+            for name, epoch in event.clock.items():
+                clock[name] = max(clock[name], epoch)
+
     def is_capturing(self) -> bool:
         return False
 

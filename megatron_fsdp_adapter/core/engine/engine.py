@@ -198,9 +198,16 @@ class FsdpEngine:
     def _take_over(self) -> None:
         if self.quantisation is not None:
             self.quantisation.catch_up(unsaid=self.own_loop)
+        if self.own_loop:
+            self._doubt_own_weights()
         self.gather.invalidate()
         if self.own_loop:
             self._follow_user()
+
+    def _doubt_own_weights(self) -> None:
+        """Main weights in host memory may have been written: the next gather reads them."""
+        for group in self.groups:
+            group.own_current = False
 
     def _follow_user(self) -> None:
         """Takes over what the user has done to gradients and `requires_grad` since the last pass.
@@ -461,6 +468,8 @@ class FsdpEngine:
         those of parameters that are not trained, too. stepped: it was the step of an optimizer."""
         self.loads += loaded
         self.writes += not stepped
+        if not stepped:
+            self._doubt_own_weights()
         if self.quantisation is not None:
             self.quantisation.changed(loaded, needed=self.switch.shown is Identity.RAW)
         self.gather.invalidate()

@@ -17,6 +17,10 @@ in the communication dtype, `grad` in the main-gradient dtype.
 
 * A full, transient copy where the two dtypes differ: made for the reduction, freed after it.
 
+Where the optimizer is offloaded `main` is in host memory, and optim_grads_params keeps its shard of
+compute weights: who updates main weights writes that as well, while they are on the device
+(`offloaded.py`).
+
 With an outer axis that splits shards again, "shard" of `main` is a part of the shard elsewhere, and
 optim_grads_params keeps its shard of compute weights in any format between steps.
 """
@@ -41,6 +45,7 @@ from megatron_fsdp_adapter.core.topology import ShardDomain
 from .buffer import FlatBuffer, Held, copy_each, items_in, segments_in
 from .direct import DirectGrads
 from .guard import unchecked
+from .offloaded import OffloadedBuffer
 from .partition import GroupKey, ManagedParam
 from .planes import Parts, WeightPlane
 from .quantised import QuantisedParams, QuantisedWeight
@@ -81,7 +86,10 @@ class ParamGroup:
             where main weights are not cast to weights.
         gather_pairs, outer_pairs: output and input of the gather over each axis; of the planes that
             each use reads, and of all.
-        main_items: this rank's rows of each parameter, in the main dtype.
+        main_items: this rank's rows of each parameter, in the main dtype; device_items: the same on
+            the device, where the optimizer updates them. staged: the twin of `main` that those are
+            in, where that is in host memory.
+        own_current: whether `held_weights` are what main weights in host memory say.
         grad_segments: `inner` of each segment in `grad`; held_grads, grad_items: `held` of each
             segment and parameter; valid between reduction and zeroing.
         bucket_items, bucket_gaps, collected_segments: full-size views that backward's gradients
@@ -109,7 +117,7 @@ class ParamGroup:
         self.splits_outer = splits_outer(domain, config)
         self.layout = plan_layout(key, managed, domain, config)
         self._set_parts()
-        self.grad_state, self.idle = GradState.EMPTY, False
+        self.grad_state, self.idle, self.own_current = GradState.EMPTY, False, True
         with torch.no_grad():
             self._build_weights(quantised)
             self._build_main(runtime, values)
@@ -139,12 +147,23 @@ class ParamGroup:
         kept = not self.config.strategy.shard_weights
         return self.main_dtype == self.key.dtype and kept and self.key.quantised is None
 
+    @property
+    def main_on_host(self) -> bool:
+        """Not where they are the compute weights, or those in another dtype of the same size; nor
+        where quantised weights are made of them, all at once, on the device."""
+        trained = self.config.offload and self.key.requires_grad
+        return trained and self.key.quantised is None and self.main_dtype != self.key.dtype
+
+    def offloaded(self, dtype: torch.dtype) -> OffloadedBuffer:
+        """Host memory for an element of each that main weights have, with its twin."""
+        return OffloadedBuffer(self.held, dtype, self.staging.runtime)
+
     def _build_weights(self, quantised: QuantisedParams | None) -> None:
         # With an outer axis a shard is kept so that that is gathered once a step and not at every
         # use: it is the slow network. Of quantised weights, as they are quantised once and not at
         # every gather. Keeping it otherwise was tried (docs/performance.md): a gather then copies
         # this rank's own piece, which costs what the cast does.
-        wanted = self.splits_outer or self.key.quantised is not None
+        wanted = self.splits_outer or self.key.quantised is not None or self.main_on_host
         self.keeps_shard = wanted and self.config.strategy.shard_weights
         parts = Parts(self.full, self.inner, self.held)
         self.planes = tuple(
@@ -198,13 +217,17 @@ class ParamGroup:
     def _build_main(
         self, runtime: Runtime, values: Mapping[nn.Parameter, torch.Tensor]
     ) -> None:
+        stored, self.staged = self.held, None
         if self.main_is_weight:
             self.main, stored = self.weights[0], self.full
+        elif self.main_on_host:
+            self.staged = self.offloaded(self.main_dtype)
+            self.main = self.staged.host
         else:
-            stored = self.held
             self.main = FlatBuffer(stored.layout.shard_numel, self.main_dtype, runtime)
         self.main_segments = segments_in(self.main, stored, self.held)
         self.main_items = items_in(self.main, stored, self.held)
+        self.device_items = self.main_items if self.staged is None else self.staged.twin_items
         if self.key.quantised:
             for index, param in enumerate(self.params):
                 rows = self.held.layout.shard_range(index, self.held.rank)
@@ -256,9 +279,18 @@ class ParamGroup:
 
     def write_own_weights(self) -> None:
         """Casts the main weights into what this rank holds of the compute weights, where those are
-        not quantised."""
-        if not self.main_is_weight and self.held_weights:
+        not quantised. From host memory only if nobody has done so since they were written."""
+        if self.main_is_weight or not self.held_weights:
+            return
+        if self.staged is None or not self.own_current:
             copy_each(self.held_weights, self.main_segments)
+        self.own_current = True
+
+    def write_own_from_twin(self) -> None:
+        """The same from the twin of main weights in host memory, which an optimizer has updated."""
+        if self.staged is not None:
+            copy_each(self.held_weights, self.staged.twin_segments)
+            self.own_current = True
 
     def has_grads(self) -> bool:
         """Whether backward has left a gradient that `take_grads` has not taken."""

@@ -125,8 +125,12 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
         trainable = group.key.requires_grad
         for index, managed in enumerate(group.managed):
             optimizer = nn.Parameter(
-                as_dtensor(group.main_items[index], group, index), requires_grad=trainable
+                as_dtensor(group.device_items[index], group, index), requires_grad=trainable
             )
+            if group.main_on_host:
+                # Gradients are on the device, and torch takes none of another device than its
+                # parameter: the DTensor goes on saying that it is there.
+                optimizer._local_tensor = group.main_items[index]  # type: ignore[attr-defined]
             grad = as_dtensor(group.grad_items[index], group, index) if trainable else None
             if grad is not None and grad.dtype != optimizer.dtype:
                 optimizer.grad_dtype = grad.dtype  # type: ignore[attr-defined]

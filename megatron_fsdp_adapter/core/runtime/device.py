@@ -1,7 +1,8 @@
 """Streams, events and storage behind one interface, so that the engine is one code path.
 
-The engine speaks of three *roles* instead of streams: ``compute`` (whatever stream is current
-when the call is made), ``gather`` and ``reduce``. Work is handed to a role with `submit` and
+The engine speaks of *roles* instead of streams: ``compute`` (whatever stream is current
+when the call is made), ``gather`` and ``reduce``, and where the optimizer is offloaded ``load`` and
+``store``. Work is handed to a role with `submit` and
 ordered between roles with `record` and `wait`; nothing else orders it.
 
 On CUDA a role is a stream. On the host a role is a queue: a collective that was handed to it runs
@@ -13,6 +14,7 @@ inline, was rejected: gloo would then never overlap and host runs would be slowe
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ from typing import Any, Protocol
 import torch
 
 COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
-ROLES = (COMPUTE, GATHER, REDUCE)
+LOAD, STORE = "load", "store"
+"""Copies from host memory, and to it: two, as a bus carries both directions at once."""
+ROLES = (COMPUTE, GATHER, REDUCE, LOAD, STORE)
 
 Works = Iterable[Any] | None
 """What a submitted function may return: `torch.distributed.Work` handles that are still running."""
@@ -72,6 +76,12 @@ class Runtime(Protocol):
         """Starts to copy a tensor to the host, on the current stream; what is returned waits for
         that and gives the elements, as `tolist` does."""
 
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """uint8, zero, in host memory that copies to and from the device need not wait for."""
+
+    def block(self, event: Any) -> None:
+        """Blocks the host until `event` has happened."""
+
     def is_capturing(self) -> bool:
         """Whether what is submitted goes into a CUDA graph."""
 
@@ -117,7 +127,9 @@ class CudaRuntime(_StorageMixin):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams = {
-            role: torch.cuda.Stream(device=device, priority=-1) for role in (GATHER, REDUCE)
+            role: torch.cuda.Stream(device=device, priority=-1 if role in (GATHER, REDUCE) else 0)
+            for role in ROLES
+            if role != COMPUTE
         }
         # torch looks a number up several times faster than a `torch.device`.
         self._index = torch.cuda.current_device() if device.index is None else device.index
@@ -170,8 +182,33 @@ class CudaRuntime(_StorageMixin):
 
         return read
 
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return pinned(nbytes)
+
+    def block(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+
+def pinned(nbytes: int) -> torch.Tensor:
+    """uint8, zero, in page-locked host memory, for as long as the tensor lives.
+
+    Pages are locked where they are: `pin_memory=True` takes a power of two of bytes, up to twice
+    as many as asked for. RuntimeError if the system does not lock so many.
+    """
+    memory = torch.zeros(nbytes, dtype=torch.uint8)
+    if nbytes > 0:
+        runtime, portable = torch.cuda.cudart(), 1
+        failed = int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, portable))
+        if failed:
+            raise RuntimeError(
+                f"{nbytes} bytes of host memory could not be page-locked (CUDA error {failed}): "
+                "offload less, or raise the limit of locked memory (ulimit -l)"
+            )
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory
 
 
 @dataclass(frozen=True)
@@ -251,6 +288,12 @@ class HostRuntime(_StorageMixin):
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
         return tensor.tolist
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def block(self, event: HostEvent) -> None:
+        self._drain(event.role, event.position)
 
     def is_capturing(self) -> bool:
         return False

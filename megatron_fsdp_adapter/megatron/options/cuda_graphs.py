@@ -52,4 +52,9 @@ def problems(
             "check_for_large_grads=True with full-iteration CUDA graphs: a captured step reads no "
             "norms on the host; set it to False"
         )
+    if getattr(ddp_config, "chunked_optimizer_state_offload", False):
+        found.append(
+            "chunked_optimizer_state_offload=True with full-iteration CUDA graphs: a replay does "
+            "not see that weights in host memory were loaded; set it to False"
+        )
     return found

@@ -44,6 +44,11 @@ class DistributedDataParallelConfig(CoreConfig):
     """Ours: the copy engines carry gradients to the ranks that add them up, each its own shard, in
     the order of the ranks. Buckets are in fixed buffers, and there is one more of them."""
 
+    chunked_optimizer_state_offload: bool = False
+    """Ours: main weights and optimizer state are in host memory, and brought to the GPU for a step,
+    one unit after the other (docs/optimizer_offload.md). Megatron's development branch has the name
+    in its optimizer config."""
+
     create_all_gather_group: bool = False
     """Ours: gathers get process groups of their own where the wrapper is given none. Megatron-LM's
     flag of that name fills it; Megatron-LM itself makes such groups in some releases only."""

@@ -158,6 +158,10 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
 )
 
 
+OFFLOAD = "chunked_optimizer_state_offload"
+"""The name of ours in the DDP config. The wrapper has to know it: it makes main weights."""
+
+
 def forced_options(ddp_config: Any, config: Any) -> dict[str, bool]:
     """What must be set in a config that has no problems and is not, with its values: the overlaps
     that the strategy needs; the distributed optimizer, by which core picks process groups; what
@@ -255,6 +259,7 @@ def engine_config(ddp_config: Any) -> EngineConfig:
         shard_outer=shards_outer(ddp_config),
         **slots_wanted(ddp_config),
         fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
+        offload=is_on(ddp_config, OFFLOAD),
         keep_derived=keeps_transposes(ddp_config),
         scale_before_sum=not (
             ddp_config.gradient_reduce_div_fusion or ddp_config.average_in_collective

@@ -1,0 +1,282 @@
+"""An optimizer whose weights and state are in host memory, updated on the device unit by unit.
+
+    load       1 | 2     | 3     | 4 ...        from host memory
+    compute        step 1| step 2| step 3 ...   the inner optimizer, on the twins of one unit
+    store                | 1     | 2     | ...  to host memory
+
+A step of the inner optimizer becomes one for each unit, on that unit's tensors alone. Adam works
+element by element, so each number is what one step on all of them gives. Twins of two units exist
+at once: what is loaded next takes the memory of the unit that has been stored.
+
+It hangs on the hook in front of a step that shards hang on anyway: all units are stepped there, and
+the step that was asked for finds groups without parameters. An optimizer around the inner one was
+turned down: learning rate schedulers, Megatron and users know the inner one by its class and by its
+groups.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..checkpoint.chunks import dtensor_like
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.group import ParamGroup
+from ..core.engine.identity import ParamPair
+from ..core.engine.offloaded import OffloadedBuffer
+from ..core.runtime.device import COMPUTE, LOAD, STORE
+from .local_optimizer import LocalShards, complete_empty_state, is_like, make_state, shown
+
+OPTION = "chunked_optimizer_state_offload"
+
+Options = dict[str, Any]
+"""Of a parameter group, all but its parameters."""
+
+
+@dataclass
+class Stage:
+    """One unit's part of a step. params: by parameter group, what the inner optimizer is given;
+    groups: the engine's; buffers: what is loaded and stored; loaded, stored: events."""
+
+    params: list[list[torch.Tensor]]
+    groups: list[ParamGroup]
+    buffers: list[OffloadedBuffer]
+    loaded: Any = None
+    stored: Any = None
+
+
+class StreamedShards(LocalShards):
+    """The twins behind an inner optimizer's DTensor parameters, and where their state is.
+
+    Args:
+        engines: those of the parameters, with `offload`.
+
+    Raises:
+        ValueError: the optimizer has state already, or is not known to keep Adam's.
+    """
+
+    def __init__(
+        self, engines: Sequence[FsdpEngine], optimizer: Any, skip_empty: bool, decoupled: bool
+    ) -> None:
+        self._engines, self._runtime = engines, engines[0].runtime
+        self._pairs = {id(pair.optimizer): pair for engine in engines for pair in engine.pairs}
+        self._host: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._stages: list[Stage] = []
+        self._walking = False
+        self._results: dict[int, Options] = {}
+        kind = type(optimizer).__name__
+        if "betas" not in optimizer.defaults or len(optimizer.state) > 0:
+            raise ValueError(
+                f"{OPTION}=True with optimizer={kind}: it is for Adam and its kin that have taken "
+                "no step yet; use one of those, or set it to False"
+            )
+        super().__init__(optimizer, skip_empty, decoupled)
+
+    def local_of(self, param: Any) -> torch.Tensor:
+        pair = self._pairs[id(param)]
+        return pair.group.device_items[pair.index]
+
+    # State.
+
+    def adopted(self, optimizer: Any) -> None:
+        """Makes all state now, one unit at a time, and moves it to host memory."""
+        self.enter(optimizer)
+        for stage, pairs in self._planned():
+            self._show(optimizer, stage)
+            make_state(optimizer)
+            for group in stage.groups:
+                own = [pair for pair in pairs if pair.group is group]
+                stage.buffers += self._moved(group, own)
+            self._stages.append(stage)
+        if self.skip_empty:
+            complete_empty_state(self, optimizer)
+        self.leave(optimizer)
+
+    def _add_groups(self, optimizer: Any) -> None:
+        if self._stages and len(optimizer.param_groups) > len(self.pairs):
+            raise ValueError(
+                f"add_param_group with {OPTION}=True: units are planned when the optimizer is "
+                "sharded; make it with all of its groups"
+            )
+        super()._add_groups(optimizer)
+
+    def _planned(self) -> Iterable[tuple[Stage, list[ParamPair]]]:
+        """The units, in order, that have parameters of this optimizer, without state."""
+        where = {
+            id(param): (index, local)
+            for index, pairs in enumerate(self.pairs)
+            for param, local in pairs
+        }
+        for engine in self._engines:
+            for unit in engine.units:
+                found = [
+                    pair for pair in engine.pairs
+                    if pair.group in unit.groups and id(pair.optimizer) in where
+                ]
+                params: list[list[torch.Tensor]] = [[] for _ in self.pairs]
+                for pair in found:
+                    index, local = where[id(pair.optimizer)]
+                    if local.numel() > 0 or not self.skip_empty:
+                        params[index].append(local)
+                groups = list(dict.fromkeys(pair.group for pair in found))
+                if any(params):
+                    staged = [group.staged for group in groups if group.staged is not None]
+                    yield Stage(params, groups, staged), found
+
+    def _moved(self, group: ParamGroup, pairs: Sequence[ParamPair]) -> list[OffloadedBuffer]:
+        """Puts the state of a group's parameters that has their shape into host memory."""
+        buffers: dict[str, OffloadedBuffer] = {}
+        for pair in pairs:
+            local = group.device_items[pair.index]
+            for name, value in self.state.get(local, {}).items():
+                if not is_like(value, local):
+                    continue
+                if name not in buffers:
+                    buffers[name] = group.offloaded(value.dtype)
+                buffers[name].host_items[pair.index].copy_(value)
+                self.state[local][name] = buffers[name].twin_items[pair.index]
+                kept = self._host.setdefault(local, {})
+                kept[name] = buffers[name].host_items[pair.index]
+        return list(buffers.values())
+
+    def shown_state(self, param: Any, local: torch.Tensor) -> dict[str, Any]:
+        """Tensors in host memory, as DTensors."""
+        kept = {n: dtensor_like(param, host) for n, host in self._host.get(local, {}).items()}
+        rest = {n: v for n, v in self.state[local].items() if n not in kept}
+        return {**shown(param, local, rest), **kept}
+
+    def put(self, param: Any, name: str, value: torch.Tensor) -> None:
+        raise ValueError(
+            f"optimizer state {name} of a parameter of shape {tuple(param.shape)}: this optimizer "
+            f"has none of that name, and with {OPTION} none can be added; load what was saved from "
+            "an optimizer of the same kind"
+        )
+
+    # A step.
+
+    def begin(self, optimizer: Any) -> None:
+        """Steps all units, and waits on the host until everything is back: from then on it may be
+        read and written. The step that was asked for finds nothing left to do."""
+        if self._walking or (self._results and _steps_in_steps(type(optimizer))):
+            return  # a step of a subclass that calls its base's
+        super().begin(optimizer)
+        self._walking, self._results = True, {}
+        try:
+            self._walk(optimizer)
+        except BaseException:
+            self._give_up()
+            self.leave(optimizer)
+            raise
+        finally:
+            self._walking = False
+        for group in optimizer.param_groups:
+            group["params"] = []
+
+    def _walk(self, optimizer: Any) -> None:
+        at_start = [_options(group) for group in optimizer.param_groups]
+        self._runtime.wait(LOAD, self._runtime.record(COMPUTE))
+        for stage, following in zip(self._stages, [*self._stages[1:], None], strict=True):
+            if stage is self._stages[0]:
+                self._load(stage)
+            if following is not None:
+                self._load(following)
+            self._runtime.wait(COMPUTE, stage.loaded)
+            for group, options in zip(optimizer.param_groups, at_start, strict=True):
+                for added in _options(group).keys() - options.keys():
+                    del group[added]
+                group.update(_copied(options))  # fused optimizers count a step in each call
+            self._show(optimizer, stage)
+            _plain_step(optimizer)
+            self._store(stage)
+            for index, group in enumerate(optimizer.param_groups):
+                if stage.params[index] or index not in self._results:
+                    self._results[index] = _options(group)
+        if self._stages:
+            self._runtime.block(self._stages[-1].stored)
+
+    def _give_up(self) -> None:
+        """A step has raised: what is on the device is as unfinished as after any such step."""
+        self._results = {}
+        self._runtime.synchronize()
+        for stage in self._stages:
+            self._runtime.submit(LOAD, functools.partial(_release, stage))
+
+    def leave(self, optimizer: Any) -> None:
+        if self._walking:
+            return  # the end of a step inside a step
+        for index, options in self._results.items():
+            optimizer.param_groups[index].update(options)
+        self._results = {}
+        super().leave(optimizer)
+
+    def _load(self, stage: Stage) -> None:
+        def load() -> None:
+            for buffer in stage.buffers:
+                buffer.load()
+
+        self._runtime.submit(LOAD, load)
+        stage.loaded = self._runtime.record(LOAD)
+
+    def _store(self, stage: Stage) -> None:
+        """The inner optimizer has updated the twins."""
+        for group in stage.groups:
+            group.write_own_from_twin()
+
+        def store() -> None:
+            for buffer in stage.buffers:
+                buffer.store()
+
+        self._runtime.wait(STORE, self._runtime.record(COMPUTE))
+        self._runtime.submit(STORE, store)
+        stage.stored = self._runtime.record(STORE)
+        self._runtime.wait(LOAD, stage.stored)
+        self._runtime.submit(LOAD, functools.partial(_release, stage))
+
+    def _show(self, optimizer: Any, stage: Stage) -> None:
+        """Gives the inner optimizer one unit's parameters."""
+        for group, params in zip(optimizer.param_groups, stage.params, strict=True):
+            group["params"] = list(params)
+
+
+def shards_over(engines: Sequence[FsdpEngine]) -> Callable[[Any, bool, bool], LocalShards]:
+    """What makes the shards of an optimizer over the parameters of `engines`, which are offloaded
+    all or none. ValueError if some are."""
+    wanted = {engine.config.offload for engine in engines}
+    if len(wanted) > 1:
+        raise ValueError(
+            f"{OPTION}: it is True for some of the models of this optimizer; set it for all or none"
+        )
+    return functools.partial(StreamedShards, engines) if wanted == {True} else LocalShards
+
+
+def _options(group: dict[str, Any]) -> Options:
+    return _copied({name: value for name, value in group.items() if name != "params"})
+
+
+def _copied(options: Options) -> Options:
+    """A step that is counted in a tensor is counted in place."""
+    return {n: v.clone() if isinstance(v, torch.Tensor) and n == "step" else v
+            for n, v in options.items()}
+
+
+def _release(stage: Stage) -> None:
+    for buffer in stage.buffers:
+        buffer.twin.release()
+
+
+def _steps_in_steps(kind: type) -> bool:
+    """Whether a step may run the hooks of a step more than once: a subclass's calls its base's."""
+    own = (vars(base).get("step") for base in kind.__mro__)
+    return sum(bool(getattr(step, "hooked", False)) for step in own) > 1
+
+
+def _plain_step(optimizer: Any) -> None:
+    """The class's own step, without the hooks of a step: those run once, around all units."""
+    step = type(optimizer).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    step(optimizer)

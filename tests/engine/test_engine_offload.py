@@ -1,0 +1,187 @@
+"""Main weights and optimizer state in host memory: order of copies, how many units are on the
+device at once, and what is read of it. The host stands for both memories."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.engine.group import ParamGroup
+from megatron_fsdp_adapter.core.engine.offloaded import OffloadedBuffer
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE, LOAD, STORE, HostRuntime
+from megatron_fsdp_adapter.sharding.local_optimizer import adopt
+from megatron_fsdp_adapter.sharding.sharded_module import mark_shard
+from megatron_fsdp_adapter.sharding.streamed_optimizer import StreamedShards, shards_over
+from tests.engine.engine_cases import Rig, Setup, build, pretended_world
+from tests.engine.engine_scenarios import SCENARIOS
+from tests.engine.recording import ALLOCATE, RELEASE, WRITE, RaceError, RecordingRuntime
+
+ZERO_3 = "optim_grads_params"
+SAID = ("steps", "microbatches", "evaluation_between", "weights_loaded")
+"""Scenarios in which whoever writes main weights says so, as Megatron's loop does."""
+
+
+def with_adam(setup: Setup, runtime: Any = None) -> Rig:
+    """A rig whose steps are torch's AdamW on local shards; inside a pretended world."""
+    rig = build(setup, runtime)
+    pairs = [pair for pair in rig.engine.pairs if pair.grad is not None]
+    for pair in rig.engine.pairs:
+        mark_shard(pair)
+    optimizer = torch.optim.AdamW([pair.optimizer for pair in pairs], lr=0.1)
+    with rig.watch():
+        adopt(optimizer, shards_class=shards_over([rig.engine]))
+
+    @torch.no_grad()
+    def step() -> None:
+        optimizer.step()
+        rig.engine.main_weights_changed(stepped=True)
+
+    rig.optimizer, rig.optimizer_step = optimizer, step  # type: ignore[attr-defined,method-assign]
+    _label(rig)
+    return rig
+
+
+def _label(rig: Rig) -> None:
+    shards = rig.optimizer._fsdp_shards  # type: ignore[attr-defined]
+    if not isinstance(shards, StreamedShards) or not isinstance(rig.runtime, RecordingRuntime):
+        return
+    for stage in shards._stages:
+        unit = next(u.name for u in rig.engine.units if stage.groups[0] in u.groups)
+        for number, buffer in enumerate(stage.buffers):
+            rig.runtime.label(buffer.twin.tensor, f"{unit}.twin{number}")
+
+
+def run(setup: Setup, scenario: str, runtime: Any = None) -> Rig:
+    with pretended_world(setup.world, setup.rank):
+        rig = with_adam(setup, runtime)
+        with rig.watch():
+            SCENARIOS[scenario](rig)
+            rig.engine.show_optimizer_params()
+        return rig
+
+
+@pytest.mark.parametrize("scenario", SAID)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_copy_is_ordered_and_bits_are_those_without_offload(
+    strategy: str, scenario: str
+) -> None:
+    plain = run(Setup(strategy), scenario)
+    ours = run(Setup(strategy, offload=True), scenario)
+    expected, found = plain.weights(), ours.weights()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("strategy", ["optim", ZERO_3])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"dtype": torch.float32}, {"frozen": True}, {"tied": True}, {"split": True},
+        {"slots": True}, {"world": 4, "rank": 1, "outer": 2, "shard_outer": True},
+        {"main_params": torch.bfloat16},
+    ],
+    ids=lambda variant: ",".join(variant),
+)  # fmt: skip
+def test_variants(strategy: str, variant: dict[str, Any]) -> None:
+    """Main weights that are compute weights, or have their dtype, stay on the device."""
+    setup = Setup(strategy, **variant)
+    plain, ours = run(setup, "steps"), run(setup.but(offload=True), "steps")
+    expected, found = plain.weights(), ours.weights()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for group in ours.engine.groups:
+        alike = group.main_dtype == group.key.dtype
+        assert group.main_on_host == (group.key.requires_grad and not alike)
+
+
+def test_twins_of_two_units_exist_at_once_and_none_between_steps() -> None:
+    """The next unit is loaded before the one in front of it is updated."""
+    rig = run(Setup(ZERO_3, offload=True), "steps")
+    stages = rig.optimizer._fsdp_shards._stages  # type: ignore[attr-defined]
+    twins = [buffer.twin for stage in stages for buffer in stage.buffers]
+    assert len(stages) > 4 and not any(twin.allocated for twin in twins)
+    there: set[str] = set()
+    most, ahead = 0, 0
+    for entry in rig.runtime.log:
+        unit, _, kind = entry.what.rpartition(".")
+        if not kind.startswith("twin"):
+            continue
+        if entry.action == ALLOCATE:
+            assert entry.role == LOAD
+            there.add(unit)
+        elif entry.action == RELEASE:
+            there.discard(unit)
+        elif entry.action == WRITE and entry.role == COMPUTE:
+            ahead += len(there) == 2
+        most = max(most, len(there))
+    assert most == 2 and ahead > 0
+
+
+class DeafBetween(RecordingRuntime):
+    """Does not wait, in the optimizer's streaming, where `role` waits for `other`."""
+
+    def __init__(self, role: str, other: str) -> None:
+        super().__init__()
+        self.pair, self.missed = (role, other), 0
+
+    def wait(self, role: str, event: Any) -> None:
+        asked_by = sys._getframe(1).f_code.co_filename
+        if (role, event.role) == self.pair and asked_by.endswith("streamed_optimizer.py"):
+            self.missed += 1
+        else:
+            super().wait(role, event)
+
+
+class DoesNotBlock(RecordingRuntime):
+    missed = 0
+
+    def block(self, event: Any) -> None:
+        self.missed += 1
+
+
+@pytest.mark.parametrize(
+    ("role", "other"), [(LOAD, COMPUTE), (COMPUTE, LOAD), (STORE, COMPUTE), (LOAD, STORE)]
+)
+def test_each_wait_is_needed_and_missed(role: str, other: str) -> None:
+    deaf = DeafBetween(role, other)
+    with pytest.raises(RaceError, match="without waiting for"):
+        run(Setup(ZERO_3, offload=True), "weights_loaded", deaf)
+    assert deaf.missed
+
+
+def test_the_host_waits_until_everything_is_back() -> None:
+    deaf = DoesNotBlock()
+    with pytest.raises(RaceError, match="without waiting for store"):
+        run(Setup(ZERO_3, offload=True), "weights_loaded", deaf)
+    assert deaf.missed
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "not loaded": (OffloadedBuffer, "load", lambda self: self.twin.allocate()),
+    "not stored": (OffloadedBuffer, "store", lambda self: None),
+    "compute weights not written": (ParamGroup, "write_own_from_twin", lambda self: None),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_left_out_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twins are NaN until they are loaded."""
+    monkeypatch.setenv("MEGATRON_FSDP_ADAPTER_POISON", "1")
+    expected = _trained(Setup(ZERO_3))
+    assert all(torch.equal(a, b) for a, b in zip(_trained(Setup(ZERO_3, offload=True)), expected,
+                                                 strict=True))
+    monkeypatch.setattr(*FAULTS[name])
+    found = _trained(Setup(ZERO_3, offload=True))
+    assert not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    if name == "not loaded":
+        assert any(value.isnan().any() for value in found)
+
+
+def _trained(setup: Setup) -> list[torch.Tensor]:
+    """Main weights after steps, and what the model then gives."""
+    rig = run(setup, "steps", HostRuntime())
+    with pretended_world(setup.world, setup.rank):
+        output = rig.evaluate()
+    return [*rig.weights().values(), output]
