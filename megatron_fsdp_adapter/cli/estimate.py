@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.core.config import STRATEGIES, MixedPrecisionPolicy, Strategy
+from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
 from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group, row_granularity
 from megatron_fsdp_adapter.core.layout.format import WeightFormat
 from megatron_fsdp_adapter.diagnostics.memory import (
@@ -30,6 +30,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     bytes_between_steps,
     held_by_rank,
     model_bytes,
+    most_bytes,
     quantised_both_ways,
     unit_bytes,
     with_slots,
@@ -48,17 +49,11 @@ from .gpt import (
     is_linear_weight,
     read_options,
 )
+from .precision_options import OFFLOAD_OPTIONS, POLICY_DTYPES, POLICY_OPTIONS, precision
 from .quantised_options import PLAIN, Quantisation, quantisation
 
 GIB = 1 << 30
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-POLICY_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "none": None}
-POLICY_OPTIONS = {
-    "megatron_fsdp_main_params_dtype": "of main weights; none: the compute dtype; default fp32",
-    "megatron_fsdp_main_grads_dtype": "in which gradients accumulate; default fp32",
-    "megatron_fsdp_grad_comm_dtype": "of gradients on the wire; default that of main gradients",
-}
 
 STAGING_OPTIONS = {
     "fsdp_double_buffer": "weights and buckets in fixed slots",
@@ -264,7 +259,7 @@ def most_layers(
     """The largest number of transformer layers whose states fit in `limit` bytes at any time."""
 
     def needed(num_layers: int) -> int:
-        return sum(model.bytes_held(strategy, precision, rank, num_layers).values())
+        return most_bytes(model.bytes_held(strategy, precision, rank, num_layers))
 
     # Every layer adds at least a shard of weights, gradients and state, so this is never too few.
     per_layer = max(1, needed(4) - needed(3))
@@ -294,7 +289,7 @@ def estimate(
             "bytes": held,
             "between_steps": bytes_between_steps(held),
             "gathered_ahead": model.gathered_ahead(strategy, precision),
-            "peak": sum(held.values()),
+            "peak": most_bytes(held),
         }
         if memory_gib is not None:
             limit = int(memory_gib * GIB)
@@ -404,8 +399,10 @@ def make_parser() -> argparse.ArgumentParser:
         run.add_argument(flag(option), choices=list(POLICY_DTYPES), help=meaning)
     for option, meaning in quantised_options.STRINGS.items():
         run.add_argument(flag(option), help=meaning)
-    for option, meaning in {**STAGING_OPTIONS, **quantised_options.SWITCHES}.items():
+    switches = {**STAGING_OPTIONS, **OFFLOAD_OPTIONS, **quantised_options.SWITCHES}
+    for option, meaning in switches.items():
         run.add_argument(flag(option), action="store_true", help=meaning)
+    run.add_argument("--optimizer-offload-fraction", type=float, help="of optimizer-cpu-offload")
     run.add_argument("--rank", type=int, default=None, help="default: the rank that holds most")
     run.add_argument("--memory-gib", type=float, default=None, help="say what fits in it")
     run.add_argument("--padding-bound", type=float, default=0.01, help="see docs/layout.md")
@@ -436,14 +433,6 @@ def _dtype_name(options: Mapping[str, Any]) -> str:
     if len(named) == 2:
         raise ValueError("--bf16 and --fp16 are both set: leave one of them out")
     return named[0] if named else "fp32" if "config" in options else "bf16"
-
-
-def _precision(given: Mapping[str, Any]) -> Precision:
-    """The dtypes of the options, unset ones as in a training run."""
-    unset = ("fp32", "none", "none")
-    names = [given.get(option, name) for option, name in zip(POLICY_OPTIONS, unset, strict=True)]
-    policy = MixedPrecisionPolicy(*(POLICY_DTYPES[name] for name in names))
-    return Precision(policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype)
 
 
 def _check(given: argparse.Namespace) -> None:
@@ -477,7 +466,7 @@ def run(given: argparse.Namespace) -> str:
     )
     chosen = vars(given).get("data_parallel_sharding_strategy")
     strategies = [STRATEGIES[chosen]] if chosen else list(STRATEGIES.values())
-    report = estimate(model, strategies, _precision(vars(given)), given.rank, given.memory_gib)
+    report = estimate(model, strategies, precision(vars(given)), given.rank, given.memory_gib)
     report["params_dtype"] = dtype
     report["quantised"] = quantised.name
     if given.json:

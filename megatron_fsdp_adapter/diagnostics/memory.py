@@ -28,11 +28,16 @@ BUCKET_SLOTS = "bucket slots"
 RECEIVED_PIECES = "received pieces"
 TRANSPOSES = "transposes"
 QUANTISED_COPIES = "quantised copies of weights"
+KEPT_SHARD = "shard of weights"
+STAGED = "staged optimizer state"
+IN_HOST_MEMORY = "offloaded optimizer"
 
 PERSISTENT = "persistent"
 BACKWARD_TO_STEP = "backward to optimizer step"
 UNIT_IN_USE = "while the unit is in use"
 FORWARD_TO_BACKWARD = "forward to backward"
+IN_STEP = "while the unit is updated"
+ON_HOST = "in host memory"
 
 LIFE: Mapping[str, str] = {
     COMPUTE_WEIGHTS: PERSISTENT,
@@ -48,6 +53,9 @@ LIFE: Mapping[str, str] = {
     RECEIVED_PIECES: PERSISTENT,
     TRANSPOSES: UNIT_IN_USE,
     QUANTISED_COPIES: FORWARD_TO_BACKWARD,
+    KEPT_SHARD: PERSISTENT,
+    STAGED: IN_STEP,
+    IN_HOST_MEMORY: ON_HOST,
 }
 """How long each kind lives. Between steps, gradients zeroed, only the persistent kinds exist."""
 
@@ -75,14 +83,30 @@ class Precision:
     main: dtype of the weights that the optimizer updates, None for the compute dtype; grad: dtype
     in which gradients accumulate; comm: dtype in which they are reduced; state_bytes: optimizer
     state per element (Adam: two fp32 moments).
+
+    offload: main weights and state are in host memory, and brought to the device unit by unit.
+    host_fraction: the part of the elements that megatron-core's optimizer updates on the host, of
+    copies: state is there, and a copy of main weights and of gradients in their dtype.
     """
 
     main: torch.dtype | None = torch.float32
     grad: torch.dtype = torch.float32
     comm: torch.dtype = torch.float32
     state_bytes: int = 8
+    offload: bool = False
+    host_fraction: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.host_fraction <= 1.0:
+            raise ValueError(
+                f"optimizer_offload_fraction={self.host_fraction}: it is a part of the parameters; "
+                "use 0.0 to 1.0"
+            )
+        if self.offload and self.host_fraction > 0:
+            raise ValueError(
+                "chunked_optimizer_state_offload=True and optimizer_cpu_offload=True exclude each "
+                "other; set one of them to False"
+            )
         if self.state_bytes < 0:
             raise ValueError(f"state_bytes={self.state_bytes} must not be negative")
 
@@ -142,7 +166,29 @@ def group_bytes(
         held[REDUCE_BUCKET] = total * precision.comm.itemsize
     elements = held_numel(layout, rank) if row.shard_main else layout.item_numel
     held[OPTIMIZER_STATE] = elements * precision.state_bytes
+    if precision.offload:
+        numel = shard if row.shard_main else total
+        return _streamed(held, layout, row, numel, main, precision.state_bytes)
+    updated = round(precision.host_fraction * elements)
+    if updated:
+        held[OPTIMIZER_STATE] -= updated * precision.state_bytes
+        held[IN_HOST_MEMORY] = updated * (precision.state_bytes + 2 * main.itemsize)
     return held
+
+
+def _streamed(
+    held: Mapping[str, int], layout: GroupLayout, row: StrategyRow, numel: int, main: torch.dtype,
+    state_bytes: int,
+) -> dict[str, int]:
+    """`held` with the optimizer in host memory: main weights too, unless they have the compute
+    dtype or quantised weights are made of them. Flat buffers of `numel` elements."""
+    left, moved, compute = dict(held), numel * state_bytes, layout.specs[0].dtype
+    del left[OPTIMIZER_STATE]
+    if main != compute and not layout.format.quantised:
+        moved += left.pop(MAIN_WEIGHTS)
+        if row.shard_weights:
+            left[KEPT_SHARD] = layout.shard_numel * compute.itemsize
+    return {**left, STAGED: moved, IN_HOST_MEMORY: moved}
 
 
 def unit_bytes(
@@ -164,7 +210,10 @@ def model_bytes(root: Mapping[str, int], units: Sequence[Mapping[str, int]]) -> 
     the unit's backward: there are those of one unit.
     """
     every = [root, *units]
-    totals = _sum({k: v for k, v in unit.items() if LIFE[k] != UNIT_IN_USE} for unit in every)
+    passing = (UNIT_IN_USE, IN_STEP)
+    totals = _sum({k: v for k, v in unit.items() if LIFE[k] not in passing} for unit in every)
+    if any(STAGED in unit for unit in every):
+        totals[STAGED] = _largest(STAGED, every)
     if any(GATHERED_WEIGHTS in unit for unit in every):
         totals[GATHERED_WEIGHTS] = root.get(GATHERED_WEIGHTS, 0) + _largest(GATHERED_WEIGHTS, units)
     if any(REDUCE_BUCKET in unit for unit in every):
@@ -206,6 +255,17 @@ def with_slots(
 def bytes_between_steps(held: Mapping[str, int]) -> int:
     """Bytes of the kinds that exist between two steps, gradients zeroed."""
     return sum(count for kind, count in held.items() if LIFE[kind] == PERSISTENT)
+
+
+def most_bytes(held: Mapping[str, int]) -> int:
+    """Most bytes on the device at one time. What a unit's pass needs and what its update needs do
+    not exist together."""
+    lives = {
+        life: sum(count for kind, count in held.items() if LIFE[kind] == life)
+        for life in set(LIFE.values())
+    }
+    passes = lives[UNIT_IN_USE] + lives[FORWARD_TO_BACKWARD]
+    return lives[PERSISTENT] + lives[BACKWARD_TO_STEP] + max(passes, lives[IN_STEP])
 
 
 def _largest(kind: str, units: Iterable[Mapping[str, int]]) -> int:

@@ -29,7 +29,14 @@ from ..core.engine.group import ParamGroup
 from ..core.engine.identity import ParamPair
 from ..core.engine.offloaded import OffloadedBuffer
 from ..core.runtime.device import COMPUTE, LOAD, STORE
-from .local_optimizer import LocalShards, complete_empty_state, is_like, make_state, shown
+from .local_optimizer import (
+    LocalShards,
+    complete_empty_state,
+    is_like,
+    is_torch_class,
+    make_state,
+    shown,
+)
 
 OPTION = "chunked_optimizer_state_offload"
 
@@ -56,7 +63,7 @@ class StreamedShards(LocalShards):
         engines: those of the parameters, with `offload`.
 
     Raises:
-        ValueError: the optimizer has state already, or is not known to keep Adam's.
+        ValueError: the optimizer has state already, or is no Adam.
     """
 
     def __init__(
@@ -68,11 +75,12 @@ class StreamedShards(LocalShards):
         self._stages: list[Stage] = []
         self._walking = False
         self._results: dict[int, Options] = {}
-        kind = type(optimizer).__name__
-        if "betas" not in optimizer.defaults or len(optimizer.state) > 0:
+        kind = type(optimizer)
+        adam = issubclass(kind, torch.optim.Adam) if is_torch_class(kind) else True
+        if not adam or "betas" not in optimizer.defaults or len(optimizer.state) > 0:
             raise ValueError(
-                f"{OPTION}=True with optimizer={kind}: it is for Adam and its kin that have taken "
-                "no step yet; use one of those, or set it to False"
+                f"{OPTION}=True with optimizer={kind.__name__}: it is for Adam and AdamW, torch's "
+                "or fused ones, that have taken no step yet; use one of those, or set it to False"
             )
         super().__init__(optimizer, skip_empty, decoupled)
 
@@ -168,11 +176,11 @@ class StreamedShards(LocalShards):
         try:
             self._walk(optimizer)
         except BaseException:
+            self._walking = False
             self._give_up()
             self.leave(optimizer)
             raise
-        finally:
-            self._walking = False
+        self._walking = False
         for group in optimizer.param_groups:
             group["params"] = []
 

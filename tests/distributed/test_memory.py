@@ -15,6 +15,8 @@ from megatron_fsdp_adapter.cli import estimate
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.diagnostics.memory import (
     BACKWARD_TO_STEP,
+    GRADIENT_SHARD,
+    IN_HOST_MEMORY,
     LIFE,
     OPTIMIZER_STATE,
     PERSISTENT,
@@ -105,6 +107,24 @@ def test_live_bytes_equal_the_formula_and_the_estimate(world, capsys):
             for strategy in STRATEGIES:
                 expected = expected_points(strategy, report, ddp)
                 assert found[number, strategy] == expected, (case, ddp, strategy, rank)
+
+
+OFFLOADED = {"chunked_optimizer_state_offload": True}
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_offloaded_state_is_counted_where_it_is(bf16, capsys):
+    """On the host both memories are one: what is there is the sum of both."""
+    case = BASE.but(bf16=bf16)
+    measured = run_ranks(measure_all, 2, [(case, OFFLOADED)], list(STRATEGIES), timeout=300)
+    for rank, found in enumerate(measured):
+        report = estimated(case, 2, rank, capsys, OFFLOADED)["strategies"]
+        for strategy, held in report.items():
+            at_rest = held["between_steps"] + held["bytes"][IN_HOST_MEMORY]
+            points = found[0, strategy]
+            assert points["second: at rest"] == points["wrapped"] == at_rest, strategy
+            grads = held["bytes"].get(GRADIENT_SHARD, 0)
+            assert points["second: reduced"] == at_rest + grads
 
 
 def test_strategies_hold_less_the_more_they_shard(capsys):

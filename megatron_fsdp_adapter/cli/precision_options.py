@@ -1,0 +1,36 @@
+"""Options of `estimate` that say in which dtypes, and in which memory, the optimizer works."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_fsdp_adapter.core.config import MixedPrecisionPolicy
+from megatron_fsdp_adapter.diagnostics.memory import Precision
+
+POLICY_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "none": None}
+POLICY_OPTIONS = {
+    "megatron_fsdp_main_params_dtype": "of main weights; none: the compute dtype; default fp32",
+    "megatron_fsdp_main_grads_dtype": "in which gradients accumulate; default fp32",
+    "megatron_fsdp_grad_comm_dtype": "of gradients on the wire; default that of main gradients",
+}
+
+OFFLOAD_OPTIONS = {
+    "chunked_optimizer_state_offload": "main weights and optimizer state in host memory",
+    "optimizer_cpu_offload": "a part of the optimizer on the host",
+}
+
+
+def precision(given: Mapping[str, Any]) -> Precision:
+    """The dtypes of the options, unset ones as in a training run."""
+    unset = ("fp32", "none", "none")
+    names = [given.get(option, name) for option, name in zip(POLICY_OPTIONS, unset, strict=True)]
+    policy = MixedPrecisionPolicy(*(POLICY_DTYPES[name] for name in names))
+    on_host = given.get("optimizer_offload_fraction", 0.0)
+    return Precision(
+        policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype,
+        offload=given.get("chunked_optimizer_state_offload", False),
+        host_fraction=on_host if given.get("optimizer_cpu_offload", False) else 0.0,
+    )
