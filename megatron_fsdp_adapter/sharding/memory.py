@@ -91,6 +91,7 @@ def release(engine: FsdpEngine, kinds: Sequence[str], more: Storages) -> dict[st
 def take_back(engine: FsdpEngine, kinds: Sequence[str]) -> None:
     """Takes it back; whatever can be gathered is gathered anew."""
     engine.memory.take(kinds)
+    engine.doubt_own_weights()
     engine.gather.invalidate()
 
 

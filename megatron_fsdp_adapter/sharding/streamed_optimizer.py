@@ -164,6 +164,10 @@ class StreamedShards(LocalShards):
             "an optimizer of the same kind"
         )
 
+    def state_storages(self) -> list[torch.Tensor]:
+        """None: it is in host memory already."""
+        return []
+
     # A step.
 
     def begin(self, optimizer: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fsdp_adapter import release_memory, return_memory
 from tests.distributed.checks import (
     check_run,
     check_run_bits,
@@ -159,6 +160,27 @@ def _at(trainer: Trainer, weights: dict[str, torch.Tensor]) -> Trainer:
 
 def test_what_is_written_between_steps_is_computed_with() -> None:
     run_ranks(_between_steps, 2)
+
+
+def _released(rank: int, world: int) -> None:
+    """Memory goes away between steps, and comes back: weights kept beside main weights are made of
+    them again."""
+    device = init_megatron()
+    for strategy in ("optim", "optim_grads_params"):
+        runs = []
+        for releases in (False, True):
+            trainer = build_trainer(CASE, strategy, device, ddp=OFFLOAD)
+            train_step(trainer, batches(CASE, 0, rank, device))
+            if releases:
+                found = release_memory(trainer.wrapper, trainer.optimizer)
+                assert found["optimizer"] == 0 and found["main_weights"] == 0
+                return_memory(trainer.wrapper, trainer.optimizer)
+            runs.append(recorded_step(trainer, batches(CASE, 1, rank, device)))
+        check_run_bits(runs[1:], runs[:1], strategy)
+
+
+def test_memory_that_is_released_between_steps() -> None:
+    run_ranks(_released, 2)
 
 
 def _hybrid(rank: int, world: int) -> None:

@@ -199,12 +199,12 @@ class FsdpEngine:
         if self.quantisation is not None:
             self.quantisation.catch_up(unsaid=self.own_loop)
         if self.own_loop:
-            self._doubt_own_weights()
+            self.doubt_own_weights()
         self.gather.invalidate()
         if self.own_loop:
             self._follow_user()
 
-    def _doubt_own_weights(self) -> None:
+    def doubt_own_weights(self) -> None:
         """Main weights in host memory may have been written: the next gather reads them."""
         for group in self.groups:
             group.own_current = False
@@ -469,7 +469,7 @@ class FsdpEngine:
         self.loads += loaded
         self.writes += not stepped
         if not stepped:
-            self._doubt_own_weights()
+            self.doubt_own_weights()
         if self.quantisation is not None:
             self.quantisation.changed(loaded, needed=self.switch.shown is Identity.RAW)
         self.gather.invalidate()

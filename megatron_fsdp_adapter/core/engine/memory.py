@@ -55,7 +55,7 @@ class EngineMemory:
                     found[MAIN].append((plane.full.tensor, group.main_segments))
                 elif not plane.full.in_slot:
                     found[COMPUTE].append((plane.full.tensor, kept))
-            if not group.main_is_weight:
+            if not group.main_is_weight and not group.main_on_host:
                 found[MAIN].append((group.main.tensor, None))
             if group.key.requires_grad and not group.grad.in_slot:
                 found[GRADIENTS].append((group.grad.tensor, ()))
