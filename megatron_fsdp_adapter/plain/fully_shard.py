@@ -157,7 +157,7 @@ def _groups_of(
 
 
 def _index_over(
-    mesh: DeviceMesh | dist.ProcessGroup | None, device: torch.device, mean: bool, outer_name: str
+    mesh: DeviceMesh | dist.ProcessGroup | None, module: nn.Module, mean: bool, outer_name: str
 ) -> FSDPDistributedIndex:
     shard, outer = _groups_of(mesh)
     ranks = dist.get_world_size(shard) * (1 if outer is None else dist.get_world_size(outer))
@@ -172,7 +172,7 @@ def _index_over(
         )
     return FSDPDistributedIndex(
         shard,
-        device_type=device.type,
+        device_type=target_device(module, None).type,
         grad_scale=1.0 / ranks if mean else 1.0,
         outer_fsdp_group=outer,
         hsdp_outer_dp_shard=OUTER_STRATEGIES[outer_name],
@@ -181,14 +181,14 @@ def _index_over(
 
 def _engine(
     module: nn.Module,
-    classes: tuple[type[nn.Module], ...],
+    classes: Sequence[type[nn.Module]],
     index: FSDPDistributedIndex,
     config: EngineConfig,
     check: GradCheck | None,
 ) -> FsdpEngine:
     plans = partition(
         module,
-        unit_modules(module, lambda child: isinstance(child, classes)),
+        unit_modules(module, lambda child: isinstance(child, tuple(classes))),
         domain_of=lambda param, fqn: DENSE,
         backward_reads_weights=lambda unit: not isinstance(unit, nn.Embedding),
         format_of=format_of,
@@ -198,6 +198,10 @@ def _engine(
         target_device(module, None), own_initialiser, grad_check=check,
         quantised=TransformerEngineParams(),
     )
+
+
+def _grad_check(by_unit: bool, by_param: bool) -> GradCheck | None:
+    return GradCheck(by_param) if by_unit or by_param else None
 
 
 def fully_shard_model(
@@ -233,22 +237,19 @@ def fully_shard_model(
         data_parallel_sharding_strategy: a row of the strategy table, as in Megatron.
         mixed_precision_policy: dtypes of main weights, main gradients and communication.
         average_gradients: whether gradients are the mean over ranks, or the sum.
-        chunked_optimizer_state_offload: main weights are in host memory, and so is the state of a
-            sharded optimizer, which is Adam or its kin; steps bring both to the device, one unit
-            after the other.
+        chunked_optimizer_state_offload: main weights, and the state of a sharded optimizer (Adam),
+            are in host memory; a step brings both to the device, one unit after the other.
         sync_model_each_microbatch: `set_model_auto_sync`: backward ends with finished gradients.
-
     The other options are those of Megatron's DDP config.
 
     Raises:
         ValueError: a module without trainable parameters, sharded already, compiled, or on
             several devices; a unit class that matches nothing; an option with a wrong value.
     """
-    raise_problems(
-        "fully_shard_model",
-        module_problems(module, fsdp_unit_modules, None, mixed_precision_policy.main_params_dtype)
-        + meta_problems(module, init_model_with_meta_device, own_initialiser),
-    )
+    main = mixed_precision_policy.main_params_dtype
+    found = module_problems(module, fsdp_unit_modules, None, main)
+    found += meta_problems(module, init_model_with_meta_device, own_initialiser)
+    raise_problems("fully_shard_model", found)
     config = EngineConfig(
         strategy=strategy_named(data_parallel_sharding_strategy),
         policy=mixed_precision_policy,
@@ -258,11 +259,9 @@ def fully_shard_model(
         fp32_accumulation=reduce_scatter_with_fp32_accumulation,
         offload=chunked_optimizer_state_offload,
     )
-    device = target_device(module, None)
-    index = _index_over(mesh, device, average_gradients, outer_dp_sharding_strategy)
-    checked = check_for_nan_in_grad or report_nan_in_param_grad
-    check = GradCheck(report_nan_in_param_grad) if checked else None
-    engine = _engine(module, tuple(fsdp_unit_modules or ()), index, config, check)
+    index = _index_over(mesh, module, average_gradients, outer_dp_sharding_strategy)
+    check = _grad_check(check_for_nan_in_grad, report_nan_in_param_grad)
+    engine = _engine(module, fsdp_unit_modules or (), index, config, check)
     engine.auto_sync, engine.own_loop = sync_model_each_microbatch, True
     return FullyShardedModel(module, engine)
 
