@@ -149,6 +149,18 @@ def test_generators_of_another_split_are_left_as_they_are(
     assert "generators stay as it seeded them" in capsys.readouterr().out
 
 
+def test_generators_that_nobody_asks_for_are_not_read(
+    driver: ModuleType, trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Megatron-Bridge from 0.6 on does under another split: it has None in their place."""
+    stored = {"(0, 0)": [{"torch_rng_state": torch.ones(3)}]}
+    folder = _saved(trainer, tmp_path / "saved", rng_state=stored)
+    expected = _poison(trainer)
+    state = _load(driver, folder, _asked(trainer, rng_state=None))
+    _assert_weights(trainer, expected)
+    assert state["rng_state"] is None and "generator" not in capsys.readouterr().out
+
+
 def test_generators_of_another_number_of_data_parallel_ranks_are_left_as_they_are(
     driver: ModuleType, trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

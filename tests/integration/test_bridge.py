@@ -115,6 +115,21 @@ def test_saves_and_resumes(strategy: str, tmp_path: Path) -> None:
     assert lm_log.differences(whole.values, resumed.values, start=3) == []
 
 
+def test_resumes_where_tensor_parallelism_splits_the_model(tmp_path: Path) -> None:
+    """Losses are those of the run that was not interrupted, but for the order of sums."""
+    saving = [f"checkpoint.save={tmp_path / 'saved'}", "checkpoint.save_interval=2"]
+    whole = train_recipe(EXAMPLE, saving)
+    assert whole.status == 0, whole.end
+    resumed = train_recipe(EXAMPLE, [f"checkpoint.load={tmp_path / 'saved'}",
+                                     "checkpoint.ckpt_step=2",
+                                     "model.tensor_model_parallel_size=2"])  # fmt: skip
+    assert resumed.status == 0, resumed.end
+    assert (2, "grad norm") not in resumed.values
+    for step in (3, 4):
+        losses = [float(run.values[step, "lm loss"]) for run in (whole, resumed)]
+        assert abs(losses[0] - losses[1]) < 1e-4, (step, losses)
+
+
 @pytest.fixture(scope="module")
 def from_0_6(bridge: None) -> None:
     reason = missing_bridge("b.importlib.import_module('megatron.bridge.training.config')"

@@ -73,7 +73,8 @@ def test_base_weights_are_read_where_tensor_parallelism_splits_them(
 
 
 def test_adapters_alone_are_saved_and_resumed(bases: dict[str, str], tmp_path: Path) -> None:
-    """In every printed digit; in the checkpoint are weights and moments of adapters alone."""
+    """In every printed digit, and under another split with losses of the same model; in the
+    checkpoint are weights and moments of adapters alone."""
     saved = tmp_path / "saved"
     common = [f"checkpoint.save={saved}", "checkpoint.save_interval=2"]
     whole = start(bases["fsdp_dtensor"], *common)
@@ -84,3 +85,8 @@ def test_adapters_alone_are_saved_and_resumed(bases: dict[str, str], tmp_path: P
     resumed = start(bases["fsdp_dtensor"], f"checkpoint.load={saved}", "checkpoint.ckpt_step=2")
     assert (2, "grad norm") not in resumed
     assert lm_log.differences(whole, resumed, start=3) == []
+    split = start(bases["fsdp_dtensor"], f"checkpoint.load={saved}", "checkpoint.ckpt_step=2",
+                  "model.tensor_model_parallel_size=2")  # fmt: skip
+    assert (2, "grad norm") not in split
+    for step in (3, 4):
+        assert abs(float(split[step, "lm loss"]) - float(whole[step, "lm loss"])) < 2e-5

@@ -234,6 +234,8 @@ def _prepared(
     not fit."""
     metadata = folders.read_metadata(folder.parent, folder)
     asked = merged_chunks(wanted)
+    if asked.get(_RNG, {}) is None:  # Megatron-Bridge from 0.6 on, under another split
+        del asked[_RNG]
     parts = to_stored({key: asked[key] for key in (MODEL, OPTIMIZER) if key in asked}, rank)
     if vocab_size is not None:
         fit_vocabulary(parts, metadata, vocab_size)
