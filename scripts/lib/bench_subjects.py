@@ -30,6 +30,9 @@ KINDS: dict[str, Kind] = {
     "ours-ce": Kind("this package, weights gathered by copy engines", ZERO_3, ZERO_3),
     "ours-ce-ub": Kind("this package, copy engines, and buckets registered", ZERO_3, ZERO_3),
     "ours-ce-rs": Kind("this package, copy engines for weights and gradients", ZERO_3, ZERO_3),
+    "ours-stream": Kind("this package, main weights and moments in host memory, streamed through "
+                        "the GPU", STRATEGIES, ZERO_3),
+    "ours-hybrid": Kind("this package, core's optimizer offload of everything", STRATEGIES, ZERO_3),
     "ours-graph": Kind("this package, fixed slots, forward and backward in one CUDA graph",
                        STRATEGIES, ZERO_3),
     "ours-ce-graph": Kind("copy engines for weights and gradients, in one CUDA graph",
@@ -134,7 +137,12 @@ OFFLOAD_ROWS = (
     "ours-ce-rs", "ours-ce-rs/half", "ours-ce-rs/all",
 )  # fmt: skip
 """Activations of no, half and all layers on the host."""
-SETS = {"fp8": ",".join(FP8_ROWS), "offload": ",".join(OFFLOAD_ROWS)}
+OPTIMIZER_ROWS = ("ours:optim_grads_params", "ours-stream", "ours-hybrid", "ours-stream:optim")
+"""Where the optimizer is. The last is for models whose gradients fit."""
+SETS = {
+    "fp8": ",".join(FP8_ROWS), "offload": ",".join(OFFLOAD_ROWS),
+    "optimizer": ",".join(OPTIMIZER_ROWS),
+}
 
 
 def parse_subjects(text: str) -> list[Subject]:

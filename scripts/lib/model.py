@@ -91,6 +91,8 @@ _OPTIMIZER_FIELDS = (
     "bf16",
     "use_distributed_optimizer",
     "overlap_param_gather",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
 )
 _DDP_FIELDS = (
     "overlap_grad_reduce",
@@ -209,7 +211,7 @@ def ddp_config(options: Options) -> DistributedDataParallelConfig:
         **common,
         data_parallel_sharding_strategy=options.data_parallel_sharding_strategy,
         megatron_fsdp_grad_comm_dtype=torch.bfloat16 if options.grad_reduce_in_bf16 else None,
-        **_chosen(options, FIXED_BUFFERS),
+        **_chosen(options, (*FIXED_BUFFERS, "chunked_optimizer_state_offload")),
     )
 
 
@@ -246,6 +248,7 @@ def build_optimizer(options: Options, model: torch.nn.Module) -> MegatronOptimiz
     """Core's optimizer for the wrapped model."""
     config = OptimizerConfig(
         **_chosen(options, _OPTIMIZER_FIELDS),
+        overlap_cpu_optimizer_d2h_h2d=options.optimizer_cpu_offload,
         params_dtype=params_dtype(options),
         fp8_recipe=options.fp8_recipe if options.fp8_format is not None else None,
     )

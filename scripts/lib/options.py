@@ -135,6 +135,11 @@ class Options:
     fsdp_double_buffer: bool = option(False, "communication buffers in fixed memory")
     fsdp_copy_engine_all_gather: bool = option(False, "weights gathered by the copy engines")
     fsdp_copy_engine_reduce_scatter: bool = option(False, "gradients carried by the copy engines")
+    chunked_optimizer_state_offload: bool = option(
+        False, "main weights and moments in host memory, updated on the GPU unit by unit"
+    )
+    optimizer_cpu_offload: bool = option(False, "core's optimizer offload: updated on the host")
+    optimizer_offload_fraction: float = option(0.0, "the part that it offloads")
     separate_all_gather_groups: bool = option(
         False, "with --use-megatron-fsdp: gather on process groups of its own"
     )

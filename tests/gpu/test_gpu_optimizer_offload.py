@@ -1,0 +1,150 @@
+"""The optimizer in host memory, on two GPUs: bits, memory on both sides, and copies beside compute.
+
+Core's optimizer offload is here too: it trains within bounds of the run without it.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter.diagnostics.memory import (
+    IN_HOST_MEMORY,
+    Precision,
+    bytes_between_steps,
+    model_bytes,
+    most_bytes,
+    unit_bytes,
+)
+from tests.distributed.checks import check_run, check_run_bits, free_run
+from tests.distributed.gpt import (
+    STRATEGIES,
+    Case,
+    Trainer,
+    build_trainer,
+    distributed_optimizer,
+    init_megatron,
+)
+from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.test_gpu_memory import SMALL, _forget_grads, _requested, _steps, _warm_libraries
+
+WIDE = Case(
+    num_layers=4, hidden=4096, heads=32, ffn=11008, vocab=8192, seq=256, batch=1, microbatches=2,
+    bf16=True, swiglu=True, bias=False,
+)  # fmt: skip
+UNEVEN = Case(num_layers=3, hidden=264, heads=4, ffn=680, vocab=1003, seq=64, bf16=True)
+STREAMED = {"chunked_optimizer_state_offload": True}
+CORE = {
+    "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+}  # fmt: skip
+
+
+def same_bits(rank: int, world: int, strategy: str, wide: bool) -> None:
+    """Transformer Engine's FusedAdam, one step for all weights and one for each unit."""
+    device, case = init_megatron(), WIDE if wide else UNEVEN
+    runs = []
+    for ddp in ({}, STREAMED):
+        trainer = build_trainer(case, strategy, device, ddp=ddp)
+        runs.append(free_run(trainer, rank, 3, device))
+        steps = {group.get("step") for group in trainer.optimizer.param_groups}
+        assert steps <= {3, None}, steps
+        del trainer
+        gc.collect()
+    check_run_bits(runs[1], runs[0], strategy)
+
+
+def cores_own(rank: int, world: int, strategy: str) -> None:
+    """Torch's AdamW on the host against the fused one: the same numbers, other roundings."""
+    device, case = init_megatron(), UNEVEN.but(adam_eps=1e-3)
+    plain = free_run(build_trainer(case, strategy, device), rank, 3, device)
+    for fraction in (0.5, 1.0):
+        options = {**CORE, "optimizer_offload_fraction": fraction}
+        trainer = build_trainer(case, strategy, device, optimizer=options)
+        inner = distributed_optimizer(trainer).optimizer
+        copies = list(inner.cpu_copys_map_gpu_param)
+        assert copies and all(copy.is_pinned() for copy in copies)
+        check_run(free_run(trainer, rank, 3, device), plain, f"{strategy}, {fraction}")
+
+
+def _formula(trainer: Trainer, rank: int) -> dict[str, int]:
+    engine = trainer.wrapper.engine
+    every = [
+        unit_bytes(
+            [group.layout for group in unit.groups], engine.config.strategy,
+            Precision(offload=True), rank,
+        )
+        for unit in engine.units
+    ]
+    return model_bytes(every[-1], every[:-1])
+
+
+def memory(rank: int, world: int, strategy: str) -> str:
+    """Between steps and at most the device holds what the formula says; host memory is pinned."""
+    device = init_megatron()
+    _warm_libraries(UNEVEN, rank, device)
+    before = _requested()
+    trainer = build_trainer(WIDE, strategy, device, ddp=STREAMED)
+    _steps(trainer, rank, 2, device)
+    held = _formula(trainer, rank)
+    _forget_grads(trainer)
+    trainer.wrapper.engine.gather.release_all()
+    torch.cuda.synchronize()
+    found, expected = _requested() - before, bytes_between_steps(held)
+    assert abs(found - expected) <= SMALL + expected // 1000, (found, expected)
+    on_host = 0
+    for stage in distributed_optimizer(trainer).optimizer._fsdp_shards._stages:
+        for buffer in stage.buffers:
+            assert buffer.host.tensor.is_pinned() and not buffer.twin.allocated
+            on_host += buffer.host.nbytes
+    assert on_host == held[IN_HOST_MEMORY], (on_host, held)
+    torch.cuda.reset_peak_memory_stats()
+    _steps(trainer, rank, 1, device)
+    peak = torch.cuda.max_memory_allocated() - before
+    return f"{strategy}: {expected:,} between steps, at most {peak:,} of {most_bytes(held):,} and "\
+        f"activations, {on_host:,} on the host"
+
+
+def copies_beside_compute(rank: int, world: int) -> str:
+    """Copies to the device and from it are on two streams, and run at one time."""
+    device = init_megatron()
+    trainer = build_trainer(WIDE, "optim_grads_params", device, ddp=STREAMED)
+    _steps(trainer, rank, 2, device)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        _steps(trainer, rank, 1, device)
+        torch.cuda.synchronize()
+    spans: dict[str, list[tuple[float, float]]] = {"HtoD": [], "DtoH": []}
+    for event in profile.events():
+        for way in spans:
+            if way in event.name and event.time_range.elapsed_us() > 200:
+                spans[way].append((event.time_range.start, event.time_range.end))
+    both = sum(
+        max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in spans["HtoD"] for b in spans["DtoH"]
+    )
+    one = sum(end - start for start, end in spans["DtoH"])
+    assert one > 0 and both > 0.3 * one, (both, one)
+    return f"{both / one:.0%} of the time of copies to the host there are copies to the device"
+
+
+CHECKS: dict[str, Check] = {
+    **{f"bits, {s}": Check(same_bits, (s, False)) for s in STRATEGIES},
+    "bits, hidden 4096": Check(same_bits, ("optim_grads_params", True)),
+    **{f"core's, {s}": Check(cores_own, (s,)) for s in STRATEGIES},
+    **{f"memory, {s}": Check(memory, (s,)) for s in ("optim", "optim_grads_params")},
+    "copies beside compute": Check(copies_beside_compute),
+}
+OUTCOMES = Outcomes(CHECKS, timeout_s=240.0)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_two_gpus(name: str) -> None:
+    OUTCOMES.expect(name)
+
+
+def test_the_checks_are_named_once() -> None:
+    arguments: list[Any] = [(check.function, check.arguments) for check in CHECKS.values()]
+    assert len(arguments) == len(set(arguments))
