@@ -133,7 +133,9 @@ def _check(run: TopologyTrainer, label: str) -> None:
     given = chunks if len(chunks) > 1 else chunks[0]
     for dtype in (torch.bfloat16, torch.float32):
         wanted = converted(whole, config, dtype)
-        assert_same(dict(export_weights(given, config, dtype=dtype)), wanted, label)
+        listed = list(export_weights(given, config, dtype=dtype))
+        assert len(listed) == len(wanted), f"{label}: a name comes twice"
+        assert_same(dict(listed), wanted, label)
         shards = from_shards(export_shards(given, config, dtype=dtype))
         assert_same(shards, wanted, f"{label} shards")
     wanted = converted(whole, config, torch.bfloat16)

@@ -4,11 +4,18 @@ and back bit for bit after their memory was given back."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_fsdp_adapter import export_weights, release_memory, return_memory
+from megatron_fsdp_adapter import (
+    export_weights,
+    fully_shard_model,
+    fully_shard_optimizer,
+    release_memory,
+    return_memory,
+)
 from megatron_fsdp_adapter.core.engine.memory import COMPUTE, MAIN
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -20,10 +27,12 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.distributed.launch import run_ranks
+from tests.quantised import test_te_engine
 from tests.quantised.te_checks import own_group, same
 from tests.quantised.te_extension import FOLDERS, standing_in
 from tests.quantised.te_modules import KNOWS
 from tests.quantised.te_weights import ALL
+from tests.quantised.test_te_engine import RATE, Layer, Net, loss_of
 from tests.quantised.test_te_wrapper import CASE, quantise_layers
 
 pytestmark = pytest.mark.skipif(
@@ -33,9 +42,9 @@ pytestmark = pytest.mark.skipif(
 BYTES = [recipe for recipe in ALL if recipe != "nvfp4"]
 
 
-def computed_with(trainer: Trainer, recipe: str) -> dict[str, torch.Tensor]:
+def computed_with(engine: Any, recipe: str) -> dict[str, torch.Tensor]:
     """Gathered bytes and scales by name, as modules see them."""
-    engine, found = trainer.wrapper.engine, {}
+    found = {}
     engine.show_raw_params()
     for unit in engine.units:
         engine.gather.need(unit)
@@ -74,7 +83,9 @@ def _exported(rank: int, world: int, folder: str, strategy: str) -> None:
                     dict(export_weights(trainer.wrapper, quantised=True))
                 release_memory(trainer.wrapper, trainer.optimizer)
                 return_memory(trainer.wrapper, trainer.optimizer)
-            mine, theirs = computed_with(trainer, recipe), computed_with(plain, recipe)
+            mine, theirs = (
+                computed_with(one.wrapper.engine, recipe) for one in (trainer, plain)
+            )
             for name, value in mine.items():
                 same(value.float(), theirs[name].float(), f"{recipe} {name}")
             forward_backward(trainer, batches(CASE, 3, rank, device))
@@ -90,7 +101,7 @@ def _check(trainer: Trainer, recipe: str, label: str) -> None:
             export_weights(trainer.wrapper, quantised=True)
         return
     found = dict(export_weights(trainer.wrapper, quantised=True))
-    expected = computed_with(trainer, recipe)
+    expected = computed_with(trainer.wrapper.engine, recipe)
     assert len(expected) == 8 * CASE.num_layers and expected.keys() < found.keys()
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, (label, name)
@@ -118,3 +129,31 @@ def test_bytes_and_scales_are_those_that_modules_compute_with(
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_bytes_and_scales_in_every_strategy(folder: Path, strategy: str) -> None:
     run_ranks(_exported, 2, str(folder), strategy, timeout=900)
+
+
+def _plain(rank: int, world: int, folder: str, strategy: str) -> None:
+    with standing_in(Path(folder)):
+        test_te_engine.ALONE[:] = [own_group(rank, world)]
+        for recipe in ("current", "blockwise", "mxfp8"):
+            model = fully_shard_model(
+                Net(recipe), fsdp_unit_modules=[Layer], data_parallel_sharding_strategy=strategy
+            )
+            optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=RATE))
+            for step in range(2):
+                before = dict(export_weights(model, quantised=True))
+                loss_of(model, step, rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found = dict(export_weights(model, quantised=True))  # nobody has asked for them yet
+                expected = computed_with(model.engine, recipe)
+                changed = 0
+                for name, value in expected.items():
+                    same(found[name].float(), value.float(), f"{recipe} {strategy} {step} {name}")
+                    changed += not torch.equal(before[name].float(), value.float())
+                assert changed > 0
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("folder", FOLDERS[:1], ids=lambda folder: folder.name)
+def test_bytes_are_made_of_the_main_weights_of_the_last_step(folder: Path, strategy: str) -> None:
+    run_ranks(_plain, 2, str(folder), strategy, timeout=300)
