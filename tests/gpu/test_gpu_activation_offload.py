@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -31,7 +32,13 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
-from tests.distributed.test_activation_offload import Run, config_with, same, storages
+from tests.distributed.test_activation_offload import (
+    CONTIGUOUS,
+    Run,
+    config_with,
+    same,
+    storages,
+)
 from tests.gpu.gpu_ranks import Check, Outcomes
 
 CASE = Case(
@@ -45,7 +52,7 @@ WIDE = Case(
 STEPS = 3
 FINE_GRAINED = {
     "fine_grained_activation_offloading": True, "min_offloaded_tensor_size": 1024,
-    "offload_modules": ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"],
+    "offload_modules": list(CONTIGUOUS),
 }  # fmt: skip
 
 
@@ -109,8 +116,8 @@ def wide_layers_change_no_bit(rank: int, world: int) -> str:
 
 
 def memory_falls(rank: int, world: int) -> str:
-    """Peak of a step of the wide model in MiB, with 0, half and all layers but the last; what each
-    layer saves is over 900 MiB, of which at least a half has to go."""
+    """Peak of a step of the wide model in MiB, with 0, half and all layers but the last. What a
+    layer saves is some 500 MiB, of which at least a half has to go."""
     device, peaks = init_megatron(), {}
     for number in (0, 3, 5):
         with (
@@ -130,10 +137,11 @@ def memory_falls(rank: int, world: int) -> str:
         del trainer
         gc.collect()
         torch.cuda.empty_cache()
-    assert peaks[3] < peaks[0] - 900 and peaks[5] < peaks[3], peaks
+    assert peaks[3] < peaks[0] - 750 and peaks[5] < peaks[3], peaks
     return str({number: round(peak) for number, peak in peaks.items()})
 
 
+os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 CHECKS = {
     **{
