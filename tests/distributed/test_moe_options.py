@@ -87,7 +87,8 @@ def replay(trainer: TopologyTrainer) -> None:
     case, experts = trainer.case, trainer.topology.experts
     assert RouterReplay.global_router_replay_instances and experts
     generator = torch.Generator().manual_seed(case.seed)
-    scores = torch.rand(case.seq * case.batch, experts, generator=generator)
+    split = trainer.topology.tp if trainer.topology.sp else 1
+    scores = torch.rand(case.seq * case.batch // split, experts, generator=generator)
     for router in RouterReplay.global_router_replay_instances:
         router.clear_indices()
         router.set_target_indices(scores.topk(2).indices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from megatron_fsdp_adapter.checkpoint.dcp import load_checkpoint, save_checkpoint
 from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
 from megatron_fsdp_adapter.core.engine.unit import Unit
 from megatron_fsdp_adapter.megatron.units import chosen_units
@@ -71,6 +73,7 @@ def peaks(rank: int, world: int) -> dict[str, int]:
     found = {}
     for name, options in (
         ("layers", {}), ("parts", {"ddp": PARTS}), ("classes", {"fsdp_unit_modules": CLASSES}),
+        ("recomputed parts", {"ddp": PARTS, "fields": RECOMPUTED}),
     ):  # fmt: skip
         trainer = trainer_of(ZERO_3, **options)
         topology_step(trainer, 0)
@@ -91,7 +94,7 @@ def peaks(rank: int, world: int) -> dict[str, int]:
 def test_experts_are_gathered_one_after_the_other() -> None:
     """With the root, the layer around them, and what is gathered ahead."""
     for found in run_ranks(peaks, 2, timeout=200):
-        for name in ("layers", "parts", "classes"):
+        for name in ("layers", "parts", "classes", "recomputed parts"):
             assert found[name] <= found[f"{name}: allowed"], found
         assert found["parts"] < found["layers"] / 3, found
         assert found["classes"] < found["layers"] / 2, found
@@ -152,6 +155,7 @@ def test_parts_of_layers_train_like_ddp() -> None:
         {"strategy": "optim_grads", "ddp": PARTS, "change": feed_two_experts},
         {"strategy": ZERO_3, "ddp": SLOTS, "change": feed_two_experts},
         {"strategy": ZERO_3, "ddp": PARTS, "fields": RECOMPUTED},
+        {"strategy": ZERO_3, "ddp": SLOTS, "fields": RECOMPUTED},
         {"strategy": ZERO_3, "fsdp_unit_modules": CLASSES},
     ]
     assert run_ranks(train_like_ddp, 2, rows, timeout=250) == [len(rows)] * 2
@@ -164,6 +168,25 @@ def test_parts_of_layers_train_like_ddp_under_every_strategy() -> None:
         for strategy in STRATEGIES for ddp in (PARTS, SLOTS) for fields in ({}, RECOMPUTED)
     ]  # fmt: skip
     assert run_ranks(train_like_ddp, 3, rows, timeout=900) == [len(rows)] * 3
+
+
+def saved_and_loaded(rank: int, world: int, root: str) -> None:
+    """Weights of one choice of units, in another, bit for bit."""
+    init_topology(TOPOLOGY)
+    saver, loader = trainer_of(ZERO_3, ddp=PARTS), trainer_of(ZERO_3)
+    for step in range(2):
+        topology_step(saver, step)
+    [source], [target] = saver.chunks, loader.chunks
+    save_checkpoint(root, 1, {"model": source.state_dict_for_save_checkpoint()})
+    load_checkpoint(root, {"model": target.state_dict_for_save_checkpoint()})
+    target.engine.main_weights_changed(loaded=True)
+    expected, found = saver.weights(), loader.weights()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_checkpoint_does_not_say_how_units_were_chosen(tmp_path: Path) -> None:
+    run_ranks(saved_and_loaded, 2, str(tmp_path), timeout=200)
 
 
 def refused(rank: int, world: int) -> str:

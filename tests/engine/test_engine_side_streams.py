@@ -20,6 +20,7 @@ from megatron_fsdp_adapter.core.runtime.device import COMPUTE
 from tests.engine.engine_cases import Layer, Setup, build, pretended_world
 from tests.engine.engine_scenarios import SCENARIOS
 from tests.engine.recording import RaceError, RecordingRuntime
+from tests.engine.traces import collectives
 
 SIDE = "side"
 ZERO_3 = "optim_grads_params"
@@ -111,7 +112,24 @@ def computed(layer: Layer, x: torch.Tensor, side: Side) -> torch.Tensor:
     return (Product.apply(rows, layer.down.weight, side) + layer.down.bias).view_as(x)
 
 
-INNER: dict[str, Inner] = {"dispatched": dispatched, "computed": computed}
+def reordered(layer: Layer, x: torch.Tensor, side: Side) -> torch.Tensor:
+    """As shared experts beside a dispatcher: autograd is told to run nodes of their branch before
+    all others, or after some."""
+    if not torch.is_grad_enabled():
+        return Layer._inner(layer, x)
+    there = Exchanged.apply(x, side)
+    first = layer.up(x)
+    first.grad_fn._set_sequence_nr(torch.iinfo(torch.int).max)
+    rows = torch.nn.functional.gelu(first)
+    rows.grad_fn._set_sequence_nr(there.grad_fn._sequence_nr() - 1)
+    out = layer.down(rows)
+    out.grad_fn._set_sequence_nr(torch.iinfo(torch.int).max)
+    return out + 0.0 * Exchanged.apply(there, side)
+
+
+INNER: dict[str, Inner] = {
+    "dispatched": dispatched, "computed": computed, "reordered": reordered,
+}  # fmt: skip
 
 
 def run(setup: Setup, inner: Inner, scenario: str, forgets: str = "") -> None:
@@ -136,6 +154,26 @@ def test_a_module_that_joins_its_own_stream_races_with_nothing(strategy, inner):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_module_that_joins_its_own_stream_races_with_nothing_in_variants(variant, inner):
     run(Setup(ZERO_3, **VARIANTS[variant]), INNER[inner], "microbatches")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_order_in_which_autograd_runs_a_layers_nodes_changes_no_weight(strategy):
+    """A unit's backward is over when the gradients of its inputs are known, in any order."""
+    found = {}
+    plain: Inner = lambda layer, x, side: Layer._inner(layer, x)  # noqa: E731
+    for name, inner in {"plain": plain, **INNER}.items():
+        with pretended_world(2):
+            runtime = RecordingRuntime(SIDE)
+            rig = build(Setup(strategy), runtime)
+            for layer in rig.model.layers:
+                layer._inner = functools.partial(inner, layer, side=Side(runtime))
+            SCENARIOS["microbatches"](rig)
+            found[name] = rig.weights()
+            counted = collectives(rig)
+        assert counted == found.setdefault("collectives", counted), name
+    for key, value in found["plain"].items():
+        assert torch.equal(found["dispatched"][key], value), key
+        assert torch.equal(found["reordered"][key], value), key
 
 
 @pytest.mark.parametrize("inner", INNER)

@@ -27,6 +27,7 @@ class BackwardPass:
             before the first one, what most models do: their first unit's inputs need no gradient,
             so that it is completed at the end, with the root.
         late_seen: whether kept gradients came to some unit after it had been reduced.
+        recomputed: the unit whose module has returned last while recomputing.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class BackwardPass:
     ) -> None:
         self.units, self.config, self.gather, self.reduce = units, config, gather, reduce
         self.running, self.accumulates, self.late_seen = False, True, False
+        self.recomputed: Unit | None = None
         inner = [unit.ordinal for unit in units[:-1]]
         self.completed = [*inner[:0:-1], units[-1].ordinal, *inner[:1]]
         self._done: set[int] = set()
@@ -51,6 +53,7 @@ class BackwardPass:
         `ReducePipeline.backward_done`; several: the backward may be that of several forwards."""
         self.running, self.accumulates = True, accumulates
         self._is_last, self._is_known_last = is_last, is_last and is_known_last
+        self.recomputed = None
         # Kept gradients can be reduced only once: then all units are completed at its end.
         kept = not self.config.strategy.shard_grads
         self._at_the_end = accumulates and kept and is_last and (several or self.late_seen)
@@ -69,6 +72,13 @@ class BackwardPass:
             self.gather.need(unit, unit.backward_use)
             unit.busy = True
         self.reduce.backward_begins(unit, self.accumulates)
+
+    def recomputes(self, unit: Unit) -> None:
+        """`unit`'s module is called again. Of units inside one that is recomputed (the parts of a
+        large layer) the one before it is resharded: its backward comes after `unit`'s."""
+        before, self.recomputed = self.recomputed, None
+        if before is not None and before is not unit and before.inside and not before.busy:
+            self.gather.release(before)
 
     def inputs_done(self, unit: Unit) -> None:
         """All gradients of one call of a unit are known. A unit that was called several times in

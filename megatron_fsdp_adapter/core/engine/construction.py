@@ -81,9 +81,7 @@ def make_slots(
     if not any(wanted):
         return None, None
     kinds = [type(plan.module).__name__ for plan in plans]
-    depths = [
-        sum(plan.name.startswith(f"{other.name}.") for other in plans) for plan in plans
-    ]
+    depths = [plan.inside for plan in plans]
     layouts = [
         [plan_layout(key, held, domains[key.domain], config) for key, held in plan.groups.items()]
         for plan in plans

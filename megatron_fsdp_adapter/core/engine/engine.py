@@ -268,6 +268,7 @@ class FsdpEngine:
         if hooks.in_backward():
             use = Use.BOTH  # backward goes on from the recomputed values
             self._begin_backward()
+            self.backward.recomputes(unit)
         else:
             self.show_raw_params()
             if self._active_root is None or self._counts_calls:
@@ -284,13 +285,16 @@ class FsdpEngine:
 
     def post_forward(self, unit: Unit, output: Any, given: Any = ()) -> None:
         """A unit's module, which was `given` inputs, returns. While recomputing, the unit's own
-        backward comes next; so it does for the last unit of a forward pass: neither is resharded.
-        """
-        unit.busy = hooks.in_backward()
-        if torch.is_grad_enabled():
+        backward comes next, unless another one is recomputed before that; so it does for the last
+        unit of a forward pass: neither is resharded."""
+        again, with_gradients = hooks.in_backward(), torch.is_grad_enabled()
+        unit.busy = again and not with_gradients
+        if with_gradients:
             callback = hooks.grad_callback(self.pre_backward, unit)
             hooks.on_outputs_needed(output, callback, given)
-            if hooks.in_backward() or self.order.is_last(unit.ordinal):
+            if again:
+                self.backward.recomputed = unit
+            if again or self.order.is_last(unit.ordinal):
                 return
         elif hooks.in_backward():
             return

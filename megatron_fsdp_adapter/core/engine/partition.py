@@ -85,7 +85,8 @@ class UnitPlan:
 
     `module` is None for the root unit. `backward_reads_weights` is False for units whose backward
     needs no weights (an embedding look-up), which are not gathered in backward. `backward_use`: the
-    planes that its backward reads; those of forward too where any of it is recomputed.
+    planes that its backward reads; those of forward too where any of it is recomputed. `inside`: of
+    how many other units, the root aside, its module is a part.
     """
 
     name: str
@@ -93,6 +94,7 @@ class UnitPlan:
     groups: dict[GroupKey, list[ManagedParam]] = field(default_factory=dict)
     backward_reads_weights: bool = True
     backward_use: Use = Use.BOTH
+    inside: int = 0
 
 
 def managed_params(module: nn.Module) -> list[ManagedParam]:
@@ -163,6 +165,7 @@ def partition(
         name: UnitPlan(
             name, child, backward_reads_weights=backward_reads_weights(child),
             backward_use=backward_use(child),
+            inside=sum(name.startswith(f"{other}.") for other in units),
         )
         for name, child in units.items()
     }

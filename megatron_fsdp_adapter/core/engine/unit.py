@@ -39,6 +39,7 @@ TRANSITIONS = {
 class Unit:
     """Attributes:
     ordinal: position in module order; collectives are issued in an order made of ordinals.
+    inside: of how many other units it is a part, the root aside.
     backward_reads_weights: False for an embedding, whose backward is not given weights.
     direct_groups: those with gradients that modules write into the bucket by themselves.
     forward_calls: calls of the unit's module in the last forward pass with gradients.
@@ -55,7 +56,7 @@ class Unit:
         knows: QuantisedParams | None = None,
     ) -> None:
         name = self.name = plan.name
-        self.ordinal, self.groups = ordinal, groups
+        self.ordinal, self.groups, self.inside = ordinal, groups, plan.inside
         self.backward_reads_weights = plan.backward_reads_weights
         self.backward_use = plan.backward_use
         self.trainable_groups = [group for group in groups if group.key.requires_grad]
