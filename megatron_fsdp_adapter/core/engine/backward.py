@@ -27,7 +27,7 @@ class BackwardPass:
             before the first one, what most models do: their first unit's inputs need no gradient,
             so that it is completed at the end, with the root.
         late_seen: whether kept gradients came to some unit after it had been reduced.
-        recomputed: the unit whose module has returned last while recomputing.
+        recomputed: the unit whose module has returned last; None when a backward begins.
     """
 
     def __init__(

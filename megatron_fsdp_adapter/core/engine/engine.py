@@ -284,16 +284,14 @@ class FsdpEngine:
         return args, kwargs
 
     def post_forward(self, unit: Unit, output: Any, given: Any = ()) -> None:
-        """A unit's module, which was `given` inputs, returns. While recomputing, the unit's own
-        backward comes next, unless another one is recomputed before that; so it does for the last
-        unit of a forward pass: neither is resharded."""
+        """A unit's module, which was `given` inputs, returns. The unit's own backward may come next
+        while recomputing, and does for the last unit of a forward: neither is resharded."""
         again, with_gradients = hooks.in_backward(), torch.is_grad_enabled()
         unit.busy = again and not with_gradients
+        self.backward.recomputed = unit
         if with_gradients:
-            callback = hooks.grad_callback(self.pre_backward, unit)
-            hooks.on_outputs_needed(output, callback, given)
-            if again:
-                self.backward.recomputed = unit
+            reached = hooks.grad_callback(self.pre_backward, unit)
+            hooks.on_outputs_needed(output, reached, given)
             if again or self.order.is_last(unit.ordinal):
                 return
         elif hooks.in_backward():
