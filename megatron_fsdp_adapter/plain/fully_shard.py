@@ -204,6 +204,15 @@ def _grad_check(by_unit: bool, by_param: bool) -> GradCheck | None:
     return GradCheck(by_param) if by_unit or by_param else None
 
 
+def _raise_problems(
+    module: nn.Module, classes: Sequence[type[nn.Module]] | None, main: torch.dtype | None,
+    on_meta: bool,
+) -> None:
+    found = module_problems(module, classes, None, main)
+    found += meta_problems(module, on_meta, own_initialiser)
+    raise_problems("fully_shard_model", found)
+
+
 def fully_shard_model(
     module: nn.Module,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
@@ -240,6 +249,7 @@ def fully_shard_model(
         chunked_optimizer_state_offload: main weights, and the state of a sharded optimizer (Adam),
             are in host memory; a step brings both to the device, one unit after the other.
         sync_model_each_microbatch: `set_model_auto_sync`: backward ends with finished gradients.
+
     The other options are those of Megatron's DDP config.
 
     Raises:
@@ -247,9 +257,7 @@ def fully_shard_model(
             several devices; a unit class that matches nothing; an option with a wrong value.
     """
     main = mixed_precision_policy.main_params_dtype
-    found = module_problems(module, fsdp_unit_modules, None, main)
-    found += meta_problems(module, init_model_with_meta_device, own_initialiser)
-    raise_problems("fully_shard_model", found)
+    _raise_problems(module, fsdp_unit_modules, main, init_model_with_meta_device)
     config = EngineConfig(
         strategy=strategy_named(data_parallel_sharding_strategy),
         policy=mixed_precision_policy,

@@ -266,6 +266,9 @@ def test_what_a_captured_step_excludes_is_told_with_its_remedy() -> None:
     assert "check_for_nan_in_grad=True" in nan and "set it to False" in nan
     (large,) = cuda_graphs.problems(config, SimpleNamespace(check_for_large_grads=True), CUDA)
     assert "check_for_large_grads=True" in large and "set it to False" in large
+    streamed = SimpleNamespace(chunked_optimizer_state_offload=True)
+    (offload,) = cuda_graphs.problems(config, streamed, CUDA)
+    assert "chunked_optimizer_state_offload=True" in offload and "set it to False" in offload
     counted = model("local", FULL)
     counted.calculate_per_token_loss = True
     (tokens,) = cuda_graphs.problems(counted, unchecked, CUDA)

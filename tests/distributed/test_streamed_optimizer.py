@@ -30,6 +30,13 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.distributed.launch import run_ranks
+from tests.distributed.topologies import (
+    TOPOLOGIES,
+    build_topology_trainer,
+    case_for,
+    init_topology,
+    topology_step,
+)
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, clip=0.5, bf16=True)
 OFFLOAD = {"chunked_optimizer_state_offload": True}
@@ -199,6 +206,35 @@ def _hybrid(rank: int, world: int) -> None:
 
 def test_with_instances_that_hold_the_same_shards_or_parts_of_them() -> None:
     run_ranks(_hybrid, 2)
+
+
+def _topology(rank: int, world: int, name: str, strategy: str) -> None:
+    """Model chunks with an optimizer of all of them, experts in a domain of their own."""
+    topology = TOPOLOGIES[name]
+    init_topology(topology)
+    case = case_for(topology, bf16=True)
+    runs = []
+    for ddp in ({}, OFFLOAD):
+        trainer = build_topology_trainer(topology, case, strategy, ddp=ddp)
+        runs.append([topology_step(trainer, step) for step in range(2)])
+        if ddp:
+            units = [unit for chunk in trainer.chunks for unit in chunk.engine.units]
+            shards = trainer.optimizer.optimizer._fsdp_shards
+            assert 1 < len(shards._stages) <= len(units)
+    check_run_bits(runs[1], runs[0], f"{name}, {strategy}")
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "strategy"),
+    [
+        ("pp2-vpp2", 2, "optim_grads_params"),
+        pytest.param("ep2-etp2", 4, "optim", marks=pytest.mark.full),
+        pytest.param("ep2-pp2", 4, "optim_grads_params", marks=pytest.mark.full),
+        pytest.param("tp2-sp", 4, "optim_grads", marks=pytest.mark.full),
+    ],
+)
+def test_other_axes(name: str, world: int, strategy: str) -> None:
+    run_ranks(_topology, world, name, strategy)
 
 
 def _refused(rank: int, world: int) -> None:

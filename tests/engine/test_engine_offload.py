@@ -81,19 +81,20 @@ def test_every_copy_is_ordered_and_bits_are_those_without_offload(
     [
         {"dtype": torch.float32}, {"frozen": True}, {"tied": True}, {"split": True},
         {"slots": True}, {"world": 4, "rank": 1, "outer": 2, "shard_outer": True},
-        {"main_params": torch.bfloat16},
+        {"main_params": torch.bfloat16}, {"recipe": "current"},
     ],
     ids=lambda variant: ",".join(variant),
 )  # fmt: skip
 def test_variants(strategy: str, variant: dict[str, Any]) -> None:
-    """Main weights that are compute weights, or have their dtype, stay on the device."""
+    """Main weights that are compute weights, have their dtype, or are quantised, stay on the
+    device."""
     setup = Setup(strategy, **variant)
     plain, ours = run(setup, "steps"), run(setup.but(offload=True), "steps")
     expected, found = plain.weights(), ours.weights()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     for group in ours.engine.groups:
-        alike = group.main_dtype == group.key.dtype
-        assert group.main_on_host == (group.key.requires_grad and not alike)
+        stays = group.main_dtype == group.key.dtype or group.key.quantised is not None
+        assert group.main_on_host == (group.key.requires_grad and not stays)
 
 
 def test_twins_of_two_units_exist_at_once_and_none_between_steps() -> None:
