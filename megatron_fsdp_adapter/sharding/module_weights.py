@@ -22,7 +22,8 @@ from megatron_fsdp_adapter.core.topology import Axis
 @dataclass(frozen=True, eq=False)
 class ModuleWeight:
     """The weight of `pair`. `shape` is that of the module's own parameter (one tensor-parallel
-    slice); `dtype` the compute dtype, that of values for a quantised one; `device` where it is."""
+    slice); `dtype` the compute dtype, that of values for a quantised one; `device` where modules
+    compute, main weights may be in host memory."""
 
     pair: ParamPair
 
@@ -36,7 +37,7 @@ class ModuleWeight:
 
     @property
     def device(self) -> torch.device:
-        return self._own.device
+        return self.pair.raw.device
 
     @property
     def data(self) -> ModuleWeight:

@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp_adapter import release_memory, return_memory
 from megatron_fsdp_adapter.launch import installation
 from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights, checkpoint_drivers
 from tests.distributed.gpt import Case, Trainer, build_trainer, init_megatron
@@ -156,6 +157,23 @@ def test_a_value_of_another_shape_is_an_error(bridge: ModuleType, trainer: Train
     with pytest.raises(ValueError, match=r"parameter .*weight has shape .*, not \(3, 5\)"):
         made.load_weights_hf_to_megatron(lambda *_: torch.zeros(3, 5), [trainer.wrapper])
     assert "build_conversion_tasks" not in vars(made)
+
+
+def test_weights_whose_memory_was_released_are_an_error(
+    bridge: ModuleType, trainer: Trainer
+) -> None:
+    made, optimizer = bridge.MegatronModelBridge(), trainer.optimizer
+    tasks = made.build_conversion_tasks(None, [trainer.wrapper])
+    release_memory(trainer.wrapper, optimizer)
+    for use in (
+        lambda: made.load_weights_hf_to_megatron(_zeros, [trainer.wrapper]),
+        lambda: next(made.stream_weights_megatron_to_hf([trainer.wrapper], None, tasks)),
+        lambda: made.materialize_adapter_weights([_Adapter(tasks[0], tasks[1])]),
+    ):
+        with pytest.raises(RuntimeError, match="return_memory"):
+            use()
+    return_memory(trainer.wrapper, optimizer)
+    assert dict(made.stream_weights_megatron_to_hf([trainer.wrapper], None, tasks))
 
 
 def test_adapters_are_made_whole(bridge: ModuleType, trainer: Trainer) -> None:

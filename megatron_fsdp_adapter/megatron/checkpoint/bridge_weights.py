@@ -30,6 +30,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.core.engine.memory import MAIN
 from megatron_fsdp_adapter.megatron.seams.wrapped import unwrap, wrap
 from megatron_fsdp_adapter.quantised.start import values_follow
 from megatron_fsdp_adapter.sharding.module_weights import ModuleWeight, module_weights
@@ -124,14 +125,20 @@ class _Call:
         return self.original(*self.call.args, **self.call.kwargs)
 
     def show_raw(self) -> None:
-        """Modules hold their ordinary parameters: mappings look at shapes, dtypes and devices."""
-        for engine in self.engines:
-            engine.show_raw_params()
+        _show_raw(self.engines)
 
     def show_between_passes(self) -> None:
         """What they hold between steps, again."""
         for engine in self.engines:
             engine.show_between_passes()
+
+
+def _show_raw(engines: Iterable[FsdpEngine]) -> None:
+    """Modules hold their ordinary parameters: mappings look at shapes, dtypes and devices.
+    RuntimeError if the main weights' memory was released."""
+    for engine in engines:
+        engine.memory.check("converting weights", [MAIN])
+        engine.show_raw_params()
 
 
 def _load(
@@ -159,8 +166,7 @@ def _receiving(build: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any
     """The tasks of a load: what is copied into a tensor of one goes to this rank's rows."""
     tasks = build(*args, **kwargs)
     engines = _engines_behind(_tensors(tasks))
-    for engine in engines:
-        engine.show_raw_params()
+    _show_raw(engines)
     weights = module_weights(engines)
     return [
         dataclasses.replace(task, param_weight=weights[id(task.param_weight)])
@@ -255,8 +261,7 @@ def _adapters(
     tasks = list(adapter_tasks)
     engines = _engines_behind(_tensors(getattr(task, part) for task in tasks for part in parts))
     weights = module_weights(engines)
-    for engine in engines:
-        engine.show_raw_params()
+    _show_raw(engines)
 
     def whole(part: Any) -> Any:
         weight = weights.get(id(part.param_weight))
