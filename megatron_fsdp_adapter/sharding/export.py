@@ -332,7 +332,7 @@ class _Chunk:
                 shape = group.layout.specs[pair.index].layout_shape
                 local = group.main_items[pair.index].detach()
                 rows = held.start // max(1, torch.Size(shape[1:]).numel())
-                local = local.to(self.plan.dtype or local.dtype, copy=True)
+                local = local.to(self.device, self.plan.dtype or local.dtype, copy=True)
                 yield from self._blocks(self._described[id(pair)], local, rows, shape)
         for described, tensor in self._rest():
             whole = tensor.view(-1) if tensor.dim() == 0 else tensor

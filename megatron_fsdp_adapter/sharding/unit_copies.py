@@ -26,7 +26,7 @@ from ..core.engine.launches import GATHERED, GATHERED_OUTER
 from ..core.engine.unit import Unit
 from ..core.layout.format import Plane, Use
 from ..core.runtime.comm import Pair
-from ..core.runtime.device import COMPUTE, GATHER
+from ..core.runtime.device import COMPUTE, GATHER, storage_bytes
 
 WEIGHT, SCALE = "weight", "scale"
 """Names of what is copied of a weight that is not quantised, and of a scale that no plane has."""
@@ -50,7 +50,17 @@ class Wanted:
         """What is copied of a group's weights, with what this rank holds of each segment."""
         if self.quantised and group.key.quantised:
             return [(plane.plane, plane.held) for plane in group.planes_in[Use.FORWARD]]
-        return [(Plane(WEIGHT, self.dtype or group.main_dtype), group.main_segments)]
+        dtype = self.dtype or group.main_dtype
+        return [(Plane(WEIGHT, dtype), _source(group, dtype))]
+
+
+def _source(group: ParamGroup, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What this rank holds of each segment. Of main weights in host memory rather what was made of
+    them on the device, in the same dtype, if it is there and nobody has written them since."""
+    kept = group.main_on_host and group.own_current and dtype == group.key.dtype
+    if kept and all(storage_bytes(segment) for segment in group.held_weights):
+        return group.held_weights
+    return group.main_segments
 
 
 class _GroupCopy:
