@@ -9,6 +9,7 @@ say which of them go where, `marks.py` what Megatron reads on them; this file fo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +37,7 @@ from ..sharding.sharded_module import (
     refuse_conversions,
     register_state_dict_hooks,
 )
-from . import optimizer_seam
+from . import optimizer_seam, schedule_plans
 from .captures import Captures
 from .checkpoint import bridge_weights, checkpoint_drivers, megatron_saves
 from .construction_problems import construction_problems
@@ -123,6 +124,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.force_all_reduce = False
         self.engine = self._build_engine(module, fsdp_unit_modules)
         self._captures = Captures(self.engine)
+        if schedule_plans.is_asked_for(config):
+            schedule_plans.watch_plans(module, self.engine, weakref.WeakMethod(self._before_pass))
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed())
         forced = ddp_options.forced_options(ddp_config, config)
@@ -220,11 +223,15 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module on gathered weights. RuntimeError under torch.compile."""
         refuse_compilation()
-        self._wiring.on_forward(self.config, self.training and not self.engine.auto_sync)
-        self._captures.before_forward()
+        self._before_pass()
         output = self.module(*inputs, **kwargs)
         self._captures.after_forward()
         return output
+
+    def _before_pass(self) -> None:
+        """A forward begins, by a call of this module or of parts of it."""
+        self._wiring.on_forward(self.config, self.training and not self.engine.auto_sync)
+        self._captures.before_forward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -377,7 +377,10 @@ def build_topology_trainer(
     return TopologyTrainer(topology, case, chunks, optimizer, strategy)
 
 
-def forward_step(case: Case, iterator: Iterator[Mapping[str, torch.Tensor]], model: Any) -> Any:
+def forward_step(
+    case: Case, iterator: Iterator[Mapping[str, torch.Tensor]], model: Any,
+    return_schedule_plan: bool = False,
+) -> Any:
     """What core's schedule calls; `iterator` gives a dict with the tokens (batch, seq + 1)."""
     tokens = next(iterator)["tokens"]
     device = tokens.device
@@ -389,7 +392,8 @@ def forward_step(case: Case, iterator: Iterator[Mapping[str, torch.Tensor]], mod
         }
     )
     mask = torch.ones(case.seq, case.seq, dtype=torch.bool, device=device).triu(1)[None, None]
-    losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+    run = model.build_schedule_plan if return_schedule_plan else model
+    losses = run(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
     counted = batch["labels"] % 3 != 0
 
     def loss_func(output: torch.Tensor) -> Any:

@@ -51,6 +51,19 @@ class BackwardPass:
     ) -> None:
         """The first gradient arrives. is_last, is_known_last: as of
         `ReducePipeline.backward_done`; several: the backward may be that of several forwards."""
+        self._start(accumulates, is_last, is_known_last, several)
+        root = self.units[-1]
+        if root.groups:
+            self.gather.need(root)
+        self.reduce.backward_begins(root, accumulates)
+
+    def begin_parts(self, is_last: bool, is_known_last: bool) -> None:
+        """A backward whose parts somebody calls, and says when units are opened and complete."""
+        self._start(True, is_last, is_known_last, several=False)
+
+    def _start(
+        self, accumulates: bool, is_last: bool, is_known_last: bool, several: bool
+    ) -> None:
         self.running, self.accumulates = True, accumulates
         self._is_last, self._is_known_last = is_last, is_last and is_known_last
         self.recomputed = None
@@ -61,16 +74,16 @@ class BackwardPass:
         self._done.clear()
         if accumulates:
             self.completed = []
-        root = self.units[-1]
-        if root.groups:
-            self.gather.need(root)
-        self.reduce.backward_begins(root, accumulates)
 
     def reach(self, unit: Unit) -> None:
         """The first gradient of a unit's output arrives."""
         if unit.backward_reads_weights:
             self.gather.need(unit, unit.backward_use)
             unit.busy = True
+        self.opens(unit)
+
+    def opens(self, unit: Unit) -> None:
+        """Gradients of the unit's weights come next."""
         self.reduce.backward_begins(unit, self.accumulates)
 
     def recomputes(self, unit: Unit) -> None:
@@ -86,7 +99,7 @@ class BackwardPass:
         unit.check_gathered()
         self._fired[unit.ordinal] += 1
         if self._fired[unit.ordinal] == unit.forward_calls and not self._at_the_end:
-            self._complete(unit)
+            self.complete(unit)
 
     def end(self) -> None:
         """Completes the units whose inputs needed no gradient or that were not reached, and those
@@ -95,13 +108,14 @@ class BackwardPass:
         casts), or a unit ran more often than was counted."""
         for unit in reversed(self.units) if self.accumulates else ():
             if unit.ordinal not in self._done:
-                self._complete(unit)
+                self.complete(unit)
             elif any(group.has_grads() for group in unit.trainable_groups):
                 self._complete_late(unit)
         self.gather.release_all()
         self.running = False
 
-    def _complete(self, unit: Unit) -> None:
+    def complete(self, unit: Unit) -> None:
+        """All gradients of the unit are there."""
         if self.accumulates and unit.ordinal not in self._done:
             self.completed.append(unit.ordinal)
         self._done.add(unit.ordinal)
@@ -113,7 +127,7 @@ class BackwardPass:
 
     def _complete_late(self, unit: Unit) -> None:
         if self.config.strategy.shard_grads:
-            self._complete(unit)
+            self.complete(unit)
             return
         with torch.no_grad():
             self.late_seen |= self.reduce.take_late(unit)

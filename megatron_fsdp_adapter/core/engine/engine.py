@@ -63,6 +63,7 @@ class FsdpEngine:
     After construction the module tree shows optimizer parameters.
 
     Attributes:
+        calls_parts: whether a part of a pass runs that a schedule calls by itself (`parts.py`).
         auto_sync: whether the last backward of a step also finishes its gradients.
         loads: how many times somebody has said that weights which are not trained were written;
             exported_loads: how many that were when everything was last exported.
@@ -121,12 +122,12 @@ class FsdpEngine:
         self.pairs = make_pairs(self.groups)
         self.switch = IdentitySwitch(self.pairs)
         self.grads, self.saved = AttachedGrads(self.pairs), SavedTensors()
-        self._is_last_microbatch, self._knows_microbatches = True, False
-        self.auto_sync = self.own_loop = self._has_frozen = False
+        self._is_last_microbatch, self.knows_microbatches = True, False
+        self.auto_sync = self.own_loop = self._has_frozen = self.calls_parts = False
         self._shown_before = Identity.OPTIMIZER
         self._active_root: str | None = None
         self._counts_calls, self.loads, self.exported_loads, self.writes = True, 0, -1, 0
-        self._forwards = self._in_flight = 0
+        self._forwards = self.in_flight = 0
         hooks.register(self, module, [plan.module for plan in plans])
         self.show_optimizer_params()
         # What waits in a queue of the runtime refers to the runtime: a cycle, if not cut here.
@@ -175,7 +176,7 @@ class FsdpEngine:
 
     @is_last_microbatch.setter
     def is_last_microbatch(self, value: bool) -> None:
-        self._is_last_microbatch, self._knows_microbatches = value, True
+        self._is_last_microbatch, self.knows_microbatches = value, True
 
     # Identities. Main weights may be read and written while optimizer parameters are shown.
 
@@ -192,7 +193,7 @@ class FsdpEngine:
     def show_between_passes(self) -> None:
         """Shows optimizer parameters, unless a forward runs or waits for its backward."""
         idle = self._active_root is None and not self.backward.running
-        if idle and self._in_flight <= 0 and not self.memory.away:
+        if idle and self.in_flight <= 0 and not self.memory.away:
             self.show_optimizer_params()
 
     def _take_over(self) -> None:
@@ -218,7 +219,7 @@ class FsdpEngine:
             for group in (group for unit in self.units for group in unit.trainable_groups):
                 with unchecked():
                     frozen = not any(param.requires_grad for param in group.params)
-                group.idle = frozen and (group.idle or self._in_flight <= 0)
+                group.idle = frozen and (group.idle or self.in_flight <= 0)
                 self._has_frozen |= frozen
 
     # Forward.
@@ -245,7 +246,7 @@ class FsdpEngine:
         if self._counts_calls:
             self.memory.check("a forward with gradients", KINDS)
             self._forwards += 1
-            self._in_flight += 1
+            self.in_flight += 1
             for unit in self.units:
                 unit.forward_calls = 0
 
@@ -309,18 +310,19 @@ class FsdpEngine:
         hooks.at_end_of_backward(self.end_backward)
         several = self._forwards > 1
         if accumulates:
-            self._begin_accumulation()
+            self.begin_accumulation()
         self.backward.begin(
-            accumulates, self.is_last_microbatch, self._knows_microbatches, several
+            accumulates, self.is_last_microbatch, self.knows_microbatches, several
         )
 
-    def _begin_accumulation(self) -> None:
+    def begin_accumulation(self) -> None:
+        """A backward that accumulates gradients begins."""
         if self.own_loop:
             self._follow_grads()
         self.grads.attached, self._forwards = False, 0
         # Without a pipeline a forward follows, unless this is the step's last microbatch. In a
         # pipeline other forwards may still wait for their backward, which then follows.
-        self.gather.forward_follows = self._in_flight == 1 and not self.is_last_microbatch
+        self.gather.forward_follows = self.in_flight == 1 and not self.is_last_microbatch
 
     def pre_backward(self, unit: Unit) -> None:
         """The first gradient of a unit's output arrives."""
@@ -337,15 +339,16 @@ class FsdpEngine:
         self.backward.end()
         if not self.backward.accumulates:
             return
-        self._in_flight -= 1
+        self.in_flight -= 1
         if self.auto_sync and self.is_last_microbatch:
             self.finish_grads()
 
     def recover(self) -> None:
         """Forgets a forward or backward that raised: nothing is in flight or gathered after."""
         self.backward.running = self.gather.forward_follows = False
-        self._active_root, self._in_flight = None, 0
+        self._active_root, self.in_flight = None, 0
         self.reduce.abandon(self.units)
+        self.gather.forget_kept()
         self.gather.release_all()
 
     # The step around forward and backward.
@@ -383,7 +386,7 @@ class FsdpEngine:
                 self.reduce.check.raise_found()
             if self.own_loop:
                 # Of several forwards that one backward has joined, each was counted.
-                self._in_flight = 0
+                self.in_flight = 0
                 self.grads.run_hooks()
         self.show_optimizer_params()
 
@@ -423,9 +426,9 @@ class FsdpEngine:
 
     def zero_grads(self) -> None:
         """Forgets all gradients. Gradient shards take no memory until the next backward."""
-        if self.backward.running or self._active_root is not None:
+        if self.backward.running or self._active_root is not None or self.gather.keeps_any:
             self.recover()
-        self._in_flight = 0
+        self.in_flight = 0
         self.reduce.finish()
         if self.reduce.check is not None:
             self.reduce.check.clear()

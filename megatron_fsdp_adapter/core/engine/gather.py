@@ -10,6 +10,7 @@ gather is launched after the wait for the present one, so that it is never in fr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ class GatherPipeline:
         self.forward_follows = False
         self._ahead: list[Unit] = []
         self._holders: dict[int, Unit] = {}
+        self._kept: Counter[int] = Counter()
 
     def need(self, unit: Unit, use: Use = Use.BOTH) -> None:
         """Orders the compute stream behind `unit`'s weights for `use` and launches the next
@@ -58,20 +60,39 @@ class GatherPipeline:
         if not unit.groups:
             return
         upcoming = self.order.request(unit.ordinal)
-        if unit.phase is Phase.SHARDED:
-            self._make_way(unit)
-            self.launch(unit, use)
-        elif unit.by_direction and use not in unit.present:
-            self._add(unit, use & ~unit.present)
-        self._finish(unit)
-        if unit.quantised:
-            unit.prepare(use)
+        self.require(unit, use)
         forward = self.order.direction is FORWARD
         if self.forward_follows and self.order.ends:
             upcoming = (i for i in self.order.first() if self.units[i].phase is not Phase.READY)
             forward = True
         if self.config.overlap_param_gather:
             self._prefetch(self._within_budget(upcoming), forward)
+
+    def require(self, unit: Unit, use: Use) -> None:
+        """The same without what comes next, which somebody else knows."""
+        self.start(unit, use)
+        self._finish(unit)
+        if unit.quantised:
+            unit.prepare(use)
+
+    def start(self, unit: Unit, use: Use) -> None:
+        """Gathers `unit`'s weights for `use`, unless they are there or on their way."""
+        if not unit.groups:
+            return
+        if unit.phase is Phase.SHARDED:
+            self._make_way(unit)
+            self.launch(unit, use)
+        elif unit.by_direction and use not in unit.present:
+            self._add(unit, use & ~unit.present)
+
+    def keep(self, unit: Unit) -> None:
+        """`unit` is not resharded until somebody has let it go for each that keeps it."""
+        self._kept[unit.ordinal] += 1
+
+    def let_go(self, unit: Unit) -> None:
+        """Reshards `unit` if nobody else keeps it."""
+        self._kept[unit.ordinal] -= 1
+        self.release(unit)
 
     def _within_budget(self, upcoming: Iterable[int]) -> list[Unit]:
         """The next unit, and further ones while the byte budget lasts."""
@@ -191,7 +212,7 @@ class GatherPipeline:
     def release(self, unit: Unit) -> None:
         """Reshards `unit` once the compute stream has passed this point; keeps kept weights, and
         what was derived from them if that is asked for."""
-        if unit.phase is Phase.SHARDED:
+        if unit.phase is Phase.SHARDED or self._kept[unit.ordinal]:
             return
         if self.config.strategy.shard_weights:
             self._drop(unit)
@@ -215,6 +236,15 @@ class GatherPipeline:
         for unit in self.units:
             unit.busy = False
             self.release_used(unit)
+
+    @property
+    def keeps_any(self) -> bool:
+        """Whether somebody keeps a unit."""
+        return any(self._kept.values())
+
+    def forget_kept(self) -> None:
+        """Nobody keeps any unit: a pass was given up."""
+        self._kept.clear()
 
     def release_used(self, unit: Unit) -> None:
         """Reshards `unit`, unless the forward that follows begins with it."""

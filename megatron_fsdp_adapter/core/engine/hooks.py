@@ -46,6 +46,7 @@ class Engine(Protocol):
 
     units: list[Unit]
     saved: SavedTensors
+    calls_parts: bool
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any: ...
     def post_forward(self, unit: Unit, output: Any, given: Any) -> None: ...
@@ -203,7 +204,7 @@ def _unit_pre_forward(
     engine: EngineRef, ordinal: int, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
     alive = engine()
-    if alive is None:
+    if alive is None or alive.calls_parts:
         return None
     unit = alive.units[ordinal]
     given = alive.pre_forward(unit, args, kwargs)
@@ -216,13 +217,13 @@ def _unit_post_forward(
     engine: EngineRef, ordinal: int, module: nn.Module, args: Any, kwargs: Any, out: Any
 ) -> None:
     alive = engine()
-    if alive is not None:
+    if alive is not None and not alive.calls_parts:
         alive.post_forward(alive.units[ordinal], out, (args, kwargs))
 
 
 def _root_pre_forward(engine: EngineRef, name: str, module: nn.Module, args: Any) -> None:
     alive = engine()
-    if alive is not None:
+    if alive is not None and not alive.calls_parts:
         alive.root_pre_forward(name)
         if alive.saved.enter(name):
             alive.units[-1].saves_through_hooks()
@@ -232,7 +233,7 @@ def _root_post_forward(
     engine: EngineRef, name: str, module: nn.Module, args: Any, out: Any
 ) -> None:
     alive = engine()
-    if alive is not None:
+    if alive is not None and not alive.calls_parts:
         alive.root_post_forward(name, out)
 
 

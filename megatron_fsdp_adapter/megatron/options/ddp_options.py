@@ -22,7 +22,7 @@ from ...core.config import (
     strategy_named,
 )
 from .staging_options import slots_wanted
-from .support import Rule, is_on, off
+from .support import Rule, is_on
 
 
 def _dtype_is_not(option: str, *allowed: torch.dtype | None) -> Callable[[Any], bool]:
@@ -149,11 +149,6 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         _accumulates_otherwise,
         f"{MAIN_GRADS} says that all gradients accumulate in another dtype; leave that unset, and "
         "all of them accumulate in float32, or leave this empty",
-    ),
-    off(
-        "delay_wgrad_compute",
-        "core takes it only with overlap_moe_expert_parallel_comm, which is not supported; set it "
-        "to False",
     ),
 )
 

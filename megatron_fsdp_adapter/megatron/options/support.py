@@ -83,15 +83,6 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         "recompute_granularity; choose one of them",
     ),
     off(
-        "overlap_moe_expert_parallel_comm",
-        "its schedule calls parts of layers directly; set it to False",
-    ),
-    off(
-        "delay_wgrad_compute",
-        "core takes it only with overlap_moe_expert_parallel_comm, which is not supported; set it "
-        "to False",
-    ),
-    off(
         "defer_embedding_wgrad_compute",
         "the output layer's weight gradient would come after the last backward, when its bucket "
         "has been reduced; set it to False",

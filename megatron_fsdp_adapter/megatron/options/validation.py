@@ -260,8 +260,6 @@ OVERLAP_RULES: tuple[Rule, ...] = tuple(
     if rule.option
     in (
         "defer_embedding_wgrad_compute",
-        "delay_wgrad_compute",
-        "overlap_moe_expert_parallel_comm",
         "overlap_param_gather_with_optimizer_step",
     )
 )

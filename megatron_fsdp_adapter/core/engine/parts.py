@@ -1,0 +1,125 @@
+"""Passes that a schedule takes apart: it calls parts of the model by itself, each with an autograd
+graph of its own, and those of one microbatch's forward between those of another's backward.
+
+No call of a module says then when a unit runs, and no gradient of an output when its backward
+begins: whoever knows the schedule says it. A pass goes through *stages* in a fixed order, a stage
+being the units that some parts read; the units of the next stage are gathered meanwhile.
+
+    forward of microbatch 2     stage 0     stage 1     stage 2
+    backward of microbatch 1          stage 2     stage 1     stage 0
+
+Both passes may keep a unit at one time. It is resharded when nobody does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from megatron_fsdp_adapter.core.layout.format import Use
+
+from .backward import BackwardPass
+from .gather import GatherPipeline
+from .unit import Unit
+
+
+class Engine(Protocol):
+    """What a pass uses."""
+
+    in_flight: int
+    knows_microbatches: bool
+    calls_parts: bool
+
+    @property
+    def gather(self) -> GatherPipeline: ...
+    @property
+    def backward(self) -> BackwardPass: ...
+    @property
+    def is_last_microbatch(self) -> bool: ...
+
+    def show_raw_params(self) -> None: ...
+    def begin_accumulation(self) -> None: ...
+    def end_backward(self) -> None: ...
+
+
+class PartsOfPass:
+    """A forward, or a backward, of one microbatch.
+
+    Args:
+        stages: in the order in which the pass goes through them; a unit is in one.
+        throughout: units that any part may read.
+        use: FORWARD or BACKWARD.
+        before_grads: of a backward; told of units before their gradients are taken.
+    """
+
+    def __init__(
+        self, engine: Engine, stages: Sequence[Sequence[Unit]], throughout: Sequence[Unit],
+        use: Use, before_grads: Callable[[Sequence[Unit]], None] = lambda units: None,
+    ) -> None:
+        self._engine, self._stages, self._throughout = engine, stages, throughout
+        self._use, self._before_grads = use, before_grads
+        self._kept: set[int] = set()
+        self._entered: set[int] = set()
+        self._left: set[int] = set()
+
+    @contextmanager
+    def part_of(self, stage: int) -> Iterator[None]:
+        """A part that reads the stage's weights runs inside, on the current stream or behind it."""
+        engine, gather = self._engine, self._engine.gather
+        if not self._kept:
+            self._begin()
+        self._keep(stage)
+        self._entered.add(stage)
+        read = [*self._throughout, *self._stages[stage]]
+        for unit in read:
+            gather.require(unit, self._use)
+        if stage + 1 < len(self._stages) and gather.config.overlap_param_gather:
+            self._keep(stage + 1)
+            for unit in self._stages[stage + 1]:
+                gather.start(unit, self._use)
+        if self._use is Use.BACKWARD:
+            for unit in read:
+                engine.backward.opens(unit)
+        engine.calls_parts = True
+        try:
+            yield
+        finally:
+            engine.calls_parts = False
+
+    def is_in(self, stage: int) -> bool:
+        """Whether the pass has come to the stage, and not left it."""
+        return stage in self._entered and stage not in self._left
+
+    def leave(self, stage: int) -> None:
+        """All parts of the stage have run: what reads its weights, and of a backward what makes
+        their gradients, is in front of the current stream. More than once is once."""
+        if not self.is_in(stage):
+            return
+        self._left.add(stage)
+        is_last = stage + 1 == len(self._stages)
+        units = self._stages[stage]
+        for unit in units:
+            self._engine.gather.let_go(unit)
+        if self._use is Use.BACKWARD:
+            self._before_grads([*units, *self._throughout] if is_last else units)
+            for unit in units:
+                self._engine.backward.complete(unit)
+            if is_last:
+                self._engine.end_backward()
+
+    def _begin(self) -> None:
+        engine = self._engine
+        if self._use is Use.FORWARD:
+            engine.show_raw_params()
+            engine.in_flight += 1
+        else:
+            engine.begin_accumulation()
+            engine.backward.begin_parts(engine.is_last_microbatch, engine.knows_microbatches)
+        engine.gather.forward_follows = False
+
+    def _keep(self, stage: int) -> None:
+        if stage not in self._kept:
+            self._kept.add(stage)
+            for unit in self._stages[stage]:
+                self._engine.gather.keep(unit)

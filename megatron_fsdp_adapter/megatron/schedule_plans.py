@@ -1,0 +1,212 @@
+"""Core's schedule that overlaps the communication of experts (`overlap_moe_expert_parallel_comm`).
+
+It does not call the model. The model makes a plan of a microbatch (`build_schedule_plan`), which
+has *nodes*, parts of layers with a forward, a backward and, with `delay_wgrad_compute`, a backward
+of weights; core runs those of two microbatches in turn, some on a stream of its own. Here the nodes
+of each plan are watched: the engine is told before a node reads a layer's weights, and when the
+layer's last one has run. Core is left as it is; the model's method is replaced on the instance.
+
+A layer is one stage, whatever units are in it: the parts of its experts are gathered with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.parts import PartsOfPass
+from ..core.engine.unit import Unit
+from ..core.layout.format import Use
+
+BUILD = "build_schedule_plan"
+OPTION = "overlap_moe_expert_parallel_comm"
+FIRST = ("pre_dispatch_computation", "attn")
+"""The node that a layer's forward begins with, and its backward ends with; one of these names."""
+EXPERTS, COMBINE, PREDICTION = "mlp", "moe_combine", "mtp_post_process"
+NODES = (*FIRST, "moe_dispatch", EXPERTS, COMBINE, PREDICTION)
+COMBINED_BY = "fc2_latent_proj"
+"""A module of experts that runs when their outputs are combined, on the stream of communication."""
+
+
+class _Node:
+    """In a node's place in a plan. ends_forward, ends_backward: whether it is the last one of its
+    stage that reads weights, or makes gradients; delays: whether gradients of weights come later;
+    behind: the node on whose stream weights are waited for, where this one has another."""
+
+    def __init__(
+        self, node: Any, passes: _Passes, stage: int, *,
+        ends_forward: bool = False, ends_backward: bool = False, delays: bool = False,
+        behind: Any = None,
+    ) -> None:
+        self._node, self._passes, self._stage = node, passes, stage
+        self._ends_forward, self._ends_backward = ends_forward, ends_backward
+        self._delays, self._behind = delays, behind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def forward(self, *inputs: Any) -> Any:
+        self._passes.catch_up(self._stage, self._node)
+        with self._passes.forward.part_of(self._stage):
+            output = self._node.forward(*inputs)
+        if self._ends_forward:
+            self._passes.forward.leave(self._stage)
+        return output
+
+    def backward(self, *grads: Any) -> Any:
+        passes = self._passes
+        passes.catch_up(passes.stages, self._node)
+        with passes.backward.part_of(passes.stages - 1 - self._stage):
+            if self._behind is not None:
+                # The stream of communication waits for what the plan's event has seen, and the
+                # weights that it reads were gathered after that.
+                self._node.event.record(_stream(self._behind))
+            found = self._node.backward(*grads)
+        self._after(done=not self._delays)
+        return found
+
+    def backward_dw(self) -> Any:
+        if not self._delays:
+            return self._node.backward_dw()
+        with self._passes.backward.part_of(self._passes.stages - 1 - self._stage):
+            found = self._node.backward_dw()
+        self._after(done=True)
+        return found
+
+    def _after(self, done: bool) -> None:
+        if self._ends_backward and done:
+            self._passes.backward.leave(self._passes.stages - 1 - self._stage)
+
+
+class _Passes:
+    """Forward and backward of one plan."""
+
+    def __init__(
+        self, engine: FsdpEngine, stages: Sequence[Sequence[Unit]], throughout: Sequence[Unit],
+        foreign: Iterable[int],
+    ) -> None:
+        self.stages = len(stages)
+        self._foreign = frozenset(foreign)
+        self.forward = PartsOfPass(engine, stages, throughout, Use.FORWARD)
+        self.backward = PartsOfPass(
+            engine, stages[::-1], throughout, Use.BACKWARD, self._streams_follow
+        )
+
+    def catch_up(self, stage: int, node: Any) -> None:
+        """Leaves the stages before this one, whose last reader may have run on the other stream."""
+        behind = [number for number in range(stage) if self.forward.is_in(number)]
+        if behind:
+            node.event.wait(_stream(node))
+        for number in behind:
+            self.forward.leave(number)
+
+    def _streams_follow(self, units: Sequence[Unit]) -> None:
+        """Gradients that were made on the stream of communication are taken away by this one: their
+        memory must not be used again before that."""
+        for param in (p for unit in units for g in unit.trainable_groups for p in g.params):
+            if id(param) in self._foreign and param.grad is not None and param.grad.is_cuda:
+                param.grad.record_stream(torch.cuda.current_stream())
+
+
+def _stream(node: Any) -> Any:
+    return node.stream() if callable(node.stream) else node.stream
+
+
+def is_asked_for(config: Any) -> bool:
+    """Whether core runs parts of layers."""
+    return bool(getattr(config, OPTION, False))
+
+
+def watch_plans(
+    module: nn.Module, engine: FsdpEngine, before: Callable[[], Callable[[], None] | None]
+) -> None:
+    """Watches all plans that the model inside `module` makes. before: refers to what is called
+    before each. ValueError if it makes none."""
+    model = next((child for child in module.modules() if hasattr(child, BUILD)), None)
+    if model is None:
+        raise ValueError(
+            f"{OPTION}=True: no module of the model has {BUILD}, by which core runs parts of "
+            "layers; set it to False"
+        )
+    build = getattr(type(model), BUILD)
+    engine_of, model_of = weakref.ref(engine), weakref.ref(model)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        engine, model, call = engine_of(), model_of(), before()
+        # Whoever calls this has the model, and the wrapper.
+        assert engine is not None and model is not None and call is not None
+        call()
+        plan = build(model, *args, **kwargs)
+        _watch(plan, model, engine)
+        return plan
+
+    setattr(model, BUILD, watched)
+
+
+def _watch(plan: Any, model: Any, engine: FsdpEngine) -> None:
+    engine.show_raw_params()
+    unit_of = {
+        id(param): unit for unit in engine.units for group in unit.groups for param in group.params
+    }
+
+    def units(*modules: Any) -> list[Unit]:
+        params = (param for one in modules if one is not None for param in one.parameters())
+        return list({unit_of[id(p)].ordinal: unit_of[id(p)] for p in params}.values())
+
+    layers = [plan.get_layer(number) for number in range(plan.num_layers())]
+    ends = [getattr(model, name, None) for name in ("embedding", "output_layer")]
+    norm = getattr(model.decoder, "final_layernorm", None)
+    of_layers = [units(layer.layer) for layer in layers]
+    inside = {unit.ordinal for found in of_layers for unit in found}
+    at_ends = [[u for u in units(end) if u.ordinal not in inside] for end in ends]
+    shared = _predicts(layers) or len({u.ordinal for found in at_ends for u in found}) < len(
+        [u for found in at_ends for u in found]
+    )
+    once = inside if shared else inside | {u.ordinal for found in at_ends for u in found}
+    once -= {engine.root.ordinal}
+    stages = [[u for u in found if u.ordinal in once] for found in (
+        at_ends[0], *of_layers, *((at_ends[1],) if plan.post_process is not None else ())
+    )]  # fmt: skip
+    throughout = [unit for unit in engine.units if unit.ordinal not in once]
+    late = [_combined(layer.layer) for layer in layers]
+    foreign = [id(p) for one in (norm, *late) if one is not None for p in one.parameters()]
+    passes = _Passes(engine, stages, throughout, foreign)
+    plan.pre_process = _Node(
+        plan.pre_process, passes, 0, ends_forward=True, ends_backward=True
+    )
+    for stage, (layer, combined) in enumerate(zip(layers, late, strict=True), 1):
+        _watch_layer(layer, passes, stage, combined is not None)
+    if plan.post_process is not None:
+        plan.post_process = _Node(
+            plan.post_process, passes, len(stages) - 1, ends_forward=True, ends_backward=True
+        )
+
+
+def _watch_layer(layer: Any, passes: _Passes, stage: int, reads_to_combine: bool) -> None:
+    real = {n: getattr(layer, n) for n in NODES if hasattr(getattr(layer, n, None), "stream")}
+    first = next(name for name in FIRST if name in real)
+    last = PREDICTION if PREDICTION in real else EXPERTS
+    delays = bool(getattr(layer.config, "delay_wgrad_compute", False))
+    for name, node in real.items():
+        watched = _Node(
+            node, passes, stage,
+            ends_forward=name == last and not (reads_to_combine and last == EXPERTS),
+            ends_backward=name == first, delays=delays and name in (first, EXPERTS),
+            behind=real[first] if name == COMBINE else None,
+        )  # fmt: skip
+        setattr(layer, name, watched)
+
+
+def _combined(layer: nn.Module) -> nn.Module | None:
+    """What of the layer runs where outputs of experts are combined."""
+    return next((c for name, c in layer.named_modules() if name.endswith(COMBINED_BY)), None)
+
+
+def _predicts(layers: Sequence[Any]) -> bool:
+    """Whether a layer predicts further tokens (MTP): it calls embedding and output layer too."""
+    return any(hasattr(getattr(layer, PREDICTION, None), "stream") for layer in layers)
