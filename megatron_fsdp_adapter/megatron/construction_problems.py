@@ -12,7 +12,7 @@ from ..core.topology import FSDPDistributedIndex
 from ..sharding.materialize import InitialiserOf, meta_problems
 from ..sharding.module_problems import module_problems
 from ..sharding.placement import Placements
-from . import activation_offload
+from . import activation_offload, schedule_plans
 from .domains import read_index
 from .model_problems import model_problems
 from .options import arguments, capability, cuda_graphs, ddp_options, validation
@@ -36,6 +36,7 @@ def construction_problems(
     the wrapper makes groups."""
     found = [
         *validation.wrapper_problems(config, ddp_config),
+        *schedule_plans.problems(config, ddp_config),
         *capability.device_problems(config, target),
         *activation_offload.problems(config),
         *cuda_graphs.problems(config, ddp_config, target, core_api.asks_tokens_on_the_host()),

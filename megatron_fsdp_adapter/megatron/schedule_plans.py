@@ -18,13 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.config import STRATEGIES
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.parts import PartsOfPass
 from ..core.engine.unit import Unit
 from ..core.layout.format import Use
+from .options.cuda_graphs import captures_iteration
+from .options.staging_options import slots_wanted
+from .options.support import is_on
 
 BUILD = "build_schedule_plan"
-OPTION = "overlap_moe_expert_parallel_comm"
+OPTION, DELAY = "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"
 FIRST = ("pre_dispatch_computation", "attn")
 """The node that a layer's forward begins with, and its backward ends with; one of these names."""
 EXPERTS, COMBINE, PREDICTION = "mlp", "moe_combine", "mtp_post_process"
@@ -119,7 +123,31 @@ def _stream(node: Any) -> Any:
 
 def is_asked_for(config: Any) -> bool:
     """Whether core runs parts of layers."""
-    return bool(getattr(config, OPTION, False))
+    return is_on(config, OPTION)
+
+
+def problems(config: Any, ddp_config: Any) -> list[str]:
+    """One line for each option that such a schedule excludes, or that needs it."""
+    if not is_asked_for(config):
+        return [
+            f"{DELAY}=True: without {OPTION} nobody makes the gradients that it leaves for later; "
+            f"set both, or neither"
+            for one in (config, ddp_config) if is_on(one, DELAY)
+        ][:1]  # fmt: skip
+    found = []
+    sharded = STRATEGIES[ddp_config.data_parallel_sharding_strategy].shard_weights
+    if sharded and slots_wanted(ddp_config)["weight_slots"]:
+        found.append(
+            f"{OPTION}=True with gathered weights in fixed buffers: two passes read layers at a "
+            "time, and each gathers one ahead, which two slots do not hold; set "
+            "fsdp_double_buffer, nccl_ub and a zero-copy all-gather to False, or use 'optim_grads'"
+        )
+    if captures_iteration(config):
+        found.append(
+            f"{OPTION}=True with full-iteration CUDA graphs: the streams of core's schedule were "
+            "never captured with this wrapper; set one of them off"
+        )
+    return found
 
 
 def watch_plans(
@@ -191,7 +219,7 @@ def _watch_layer(layer: Any, passes: _Passes, stage: int, reads_to_combine: bool
     real = {n: getattr(layer, n) for n in NODES if hasattr(getattr(layer, n, None), "stream")}
     first = next(name for name in FIRST if name in real)
     last = PREDICTION if PREDICTION in real else EXPERTS
-    delays = bool(getattr(layer.config, "delay_wgrad_compute", False))
+    delays = bool(getattr(layer.config, DELAY, False))
     for name, node in real.items():
         watched = _Node(
             node, passes, stage,

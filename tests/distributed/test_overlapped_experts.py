@@ -1,8 +1,9 @@
-"""Core's schedule that runs parts of layers (`overlap_moe_expert_parallel_comm`), of two microbatches
-in turn: gradients like those of stock DDP under the same schedule."""
+"""Core runs parts of layers (`overlap_moe_expert_parallel_comm`), of two microbatches in turn:
+gradients are those of stock DDP under the same schedule."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,20 +11,27 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from torch import nn
 
-from tests.distributed.checks import check_step
+from tests.distributed.checks import check_gradients, check_loss, check_step
+from tests.distributed.delayed_weights import delay_weight_gradients
 from tests.distributed.gpt import STRATEGIES
 from tests.distributed.launch import run_ranks
 from tests.distributed.topologies import (
     Topology,
+    TopologyTrainer,
     build_topology_trainer,
     case_for,
     init_topology,
+    run_schedule,
     topology_step,
 )
 
-FIELDS = {"overlap_moe_expert_parallel_comm": True, "bf16": True}
+OVERLAP = {"overlap_moe_expert_parallel_comm": True, "bf16": True}
+KNOWN_BY_DDP = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
 EP2 = Topology("ep2", ep=2, experts=4)
+PIPELINE = Topology("ep2-pp2-vpp2", ep=2, pp=2, vpp=2, experts=4, aligned=True)
 
 
 @contextmanager
@@ -33,24 +41,89 @@ def host_tensors() -> Iterator[None]:
         yield
 
 
-def _compare(rank: int, world: int, options: dict[str, Any], fields: dict[str, Any]) -> None:
-    init_topology(EP2)
-    case = case_for(EP2, bf16=True, adam_eps=1e-3, **options)
-    fields = {**FIELDS, **fields}
+def _calls(trainer: TopologyTrainer) -> list[str]:
+    """What is called of the layers from here on: whole layers, or parts of them."""
+    seen: list[str] = []
+    for chunk in trainer.chunks:
+        for name, child in chunk.named_modules():
+            if name.endswith(("layers.1", "layers.1.self_attention")):
+                short = name.rsplit(".", 1)[-1]
+                child.register_forward_pre_hook(lambda *_, short=short: seen.append(short))
+    return seen
+
+
+def _compare(
+    rank: int, world: int, topology: Topology, options: dict[str, Any], fields: dict[str, Any],
+    ddp: dict[str, Any], bound: float = 0.0,
+) -> None:
+    init_topology(topology)
+    case = case_for(topology, bf16=True, **options)
+    delays = bool(fields.get("delay_wgrad_compute"))
     with host_tensors():
-        reference = build_topology_trainer(EP2, case, None, fields=fields)
+        plain = {**fields, "delay_wgrad_compute": False}
+        reference = build_topology_trainer(topology, case, None, fields={**OVERLAP, **plain})
+        made: list[list[str]] = []
+
+        def change(model: nn.Module) -> None:
+            made.append(delay_weight_gradients(model) if delays else [])
+
         ours = {
-            strategy: build_topology_trainer(EP2, case, strategy, fields=fields)
+            strategy: build_topology_trainer(
+                topology, case, strategy, change, ddp, {**OVERLAP, **fields}
+            )
             for strategy in STRATEGIES
         }
+        seen = {strategy: _calls(trainer) for strategy, trainer in ours.items()}
         for step in range(3):
             weights = reference.weights()
+            evaluated = run_schedule(reference, step, forward_only=True)
             theirs = topology_step(reference, step)
             for strategy, trainer in ours.items():
                 trainer.load(weights)
-                check_step(topology_step(trainer, step), theirs, f"{strategy}, step {step}")
+                seen[strategy].clear()
+                mine, label = topology_step(trainer, step), f"{strategy}, step {step}"
+                if bound:
+                    check_gradients(mine.gradients, theirs.gradients, label, bound)
+                    check_loss(mine.loss, theirs.loss, label)
+                else:
+                    check_step(mine, theirs, label)
+                if topology is EP2:
+                    assert set(seen[strategy]) == {"self_attention"}, "parts are called"
+                trainer.load(weights)
+                check_loss(run_schedule(trainer, step, forward_only=True), evaluated, strategy)
+        assert not delays or all(made)
 
 
 @pytest.mark.parametrize("microbatches", (1, 3))
 def test_each_step_is_that_of_stock_ddp(microbatches: int) -> None:
-    run_ranks(_compare, 2, {"microbatches": microbatches}, {}, timeout=300)
+    run_ranks(_compare, 2, EP2, {"microbatches": microbatches}, {}, {}, timeout=300)
+
+
+def test_weight_gradients_that_come_later() -> None:
+    """`delay_wgrad_compute`: a layer is reduced behind the last of them."""
+    fields = {"delay_wgrad_compute": True}
+    ddp = {"delay_wgrad_compute": True} if "delay_wgrad_compute" in KNOWN_BY_DDP else {}
+    run_ranks(_compare, 2, EP2, {}, fields, ddp, timeout=300)
+
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "shared experts": {"moe_shared_expert_intermediate_size": 20},
+    "early release": {"ep_overlap_early_attn_memory_release": True},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FIELDS)
+def test_each_step_is_that_of_stock_ddp_with_more_options(name: str) -> None:
+    run_ranks(_compare, 2, EP2, {}, FIELDS[name], {}, timeout=300)
+
+
+def test_a_tied_weight_has_the_gradients_of_both_uses() -> None:
+    """Two graphs make them. Autograd adds them up in bfloat16, which rounds once; stock DDP takes
+    each away by itself."""
+    run_ranks(_compare, 2, EP2, {"tied": True}, {}, {}, 2**-7, timeout=300)
+
+
+@pytest.mark.full
+def test_each_step_is_that_of_stock_ddp_in_an_interleaved_pipeline() -> None:
+    run_ranks(_compare, 4, PIPELINE, {}, {}, {}, timeout=600)

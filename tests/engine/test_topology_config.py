@@ -222,7 +222,6 @@ REFUSED = {
     "megatron_fsdp_main_params_dtype": torch.float16,
     "megatron_fsdp_main_grads_dtype": torch.float16,
     "megatron_fsdp_grad_comm_dtype": torch.float16,
-    "delay_wgrad_compute": True,
     "reduce_scatter_with_fp32_accumulation": True,
     "param_name_patterns_for_fp32_local_accumulation": ("router",),
 }

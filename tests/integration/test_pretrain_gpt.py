@@ -224,12 +224,11 @@ def test_contradictions_are_one_error(megatron_lm: Path) -> None:
     run = train(
         megatron_lm,
         [*MOCK, "--use-megatron-fsdp", "--ckpt-format", "torch_dist", "--use-torch-fsdp2",
-         "--optimizer", "muon", "--delay-wgrad-compute"],
+         "--optimizer", "muon"],
     )  # fmt: skip
     assert run.status == 2
     assert run.log.count("cannot be used with this configuration") == 1
-    for option in ("ckpt_format='torch_dist'", "use_torch_fsdp2=True", "optimizer='muon'",
-                   "delay_wgrad_compute=True"):  # fmt: skip
+    for option in ("ckpt_format='torch_dist'", "use_torch_fsdp2=True", "optimizer='muon'"):
         assert f"  - {option}: " in run.log
     assert "Traceback" not in run.log
 

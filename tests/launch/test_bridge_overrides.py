@@ -97,11 +97,10 @@ BREAKING: dict[str, dict[str, Any]] = {
     "model.cpu_offloading": {
         "model__cpu_offloading": True, "model__recompute_granularity": "full"
     },
-    "ddp.delay_wgrad_compute": {"ddp__delay_wgrad_compute": True},
     "model.fp4_recipe": {"model__fp4": "e2m1", "model__fp4_recipe": "custom"},
     "optimizer.optimizer": {"optimizer__optimizer": "muon"},
-    "comm_overlap.delay_wgrad_compute": {
-        "comm_overlap": SimpleNamespace(delay_wgrad_compute=True)
+    "comm_overlap.defer_embedding_wgrad_compute": {
+        "comm_overlap": SimpleNamespace(defer_embedding_wgrad_compute=True)
     },
 }  # fmt: skip
 SET_RIGHT = {"dist.use_megatron_fsdp", "checkpoint.ckpt_format"}
@@ -175,7 +174,7 @@ def test_every_rule_of_a_recipe_has_its_case() -> None:
 
 def test_all_problems_are_one_error() -> None:
     cfg = recipe(dist__use_torch_fsdp2=True, dist__use_tp_pp_dp_mapping=True,
-                 ddp__delay_wgrad_compute=True)
+                 ddp__megatron_fsdp_main_params_dtype=torch.float16)
     with pytest.raises(ValueError) as caught:
         apply_fsdp_overrides(cfg, "zero3", environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     assert str(caught.value).count("\n  - ") == 5

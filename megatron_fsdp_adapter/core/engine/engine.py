@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -124,8 +124,7 @@ class FsdpEngine:
         self.grads, self.saved = AttachedGrads(self.pairs), SavedTensors()
         self._is_last_microbatch, self.knows_microbatches = True, False
         self.auto_sync = self.own_loop = self._has_frozen = self.calls_parts = False
-        self._shown_before = Identity.OPTIMIZER
-        self._active_root: str | None = None
+        self._shown_before, self._active_root = Identity.OPTIMIZER, cast("str | None", None)
         self._counts_calls, self.loads, self.exported_loads, self.writes = True, 0, -1, 0
         self._forwards = self.in_flight = 0
         hooks.register(self, module, [plan.module for plan in plans])
@@ -316,7 +315,6 @@ class FsdpEngine:
         )
 
     def begin_accumulation(self) -> None:
-        """A backward that accumulates gradients begins."""
         if self.own_loop:
             self._follow_grads()
         self.grads.attached, self._forwards = False, 0
@@ -348,8 +346,7 @@ class FsdpEngine:
         self.backward.running = self.gather.forward_follows = False
         self._active_root, self.in_flight = None, 0
         self.reduce.abandon(self.units)
-        self.gather.forget_kept()
-        self.gather.release_all()
+        self.gather.give_up()
 
     # The step around forward and backward.
 

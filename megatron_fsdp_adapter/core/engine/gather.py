@@ -242,9 +242,10 @@ class GatherPipeline:
         """Whether somebody keeps a unit."""
         return any(self._kept.values())
 
-    def forget_kept(self) -> None:
-        """Nobody keeps any unit: a pass was given up."""
+    def give_up(self) -> None:
+        """Reshards every unit, also those that are kept: a pass raised."""
         self._kept.clear()
+        self.release_all()
 
     def release_used(self, unit: Unit) -> None:
         """Reshards `unit`, unless the forward that follows begins with it."""

@@ -21,12 +21,14 @@ from megatron_fsdp_adapter.core.layout.format import Use
 
 from .backward import BackwardPass
 from .gather import GatherPipeline
+from .saved import SavedTensors
 from .unit import Unit
 
 
 class Engine(Protocol):
     """What a pass uses."""
 
+    saved: SavedTensors
     in_flight: int
     knows_microbatches: bool
     calls_parts: bool
@@ -81,11 +83,15 @@ class PartsOfPass:
         if self._use is Use.BACKWARD:
             for unit in read:
                 engine.backward.opens(unit)
-        engine.calls_parts = True
+        engine.calls_parts, call = True, object()
+        if engine.saved.enter(call):
+            for unit in read:
+                unit.saves_through_hooks()
         try:
             yield
         finally:
             engine.calls_parts = False
+            engine.saved.leave(call)
 
     def is_in(self, stage: int) -> bool:
         """Whether the pass has come to the stage, and not left it."""
