@@ -124,8 +124,6 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.force_all_reduce = False
         self.engine = self._build_engine(module, fsdp_unit_modules)
         self._captures = Captures(self.engine)
-        if schedule_plans.is_asked_for(config):
-            schedule_plans.watch_plans(module, self.engine, weakref.WeakMethod(self._before_pass))
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed())
         forced = ddp_options.forced_options(ddp_config, config)
@@ -177,6 +175,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         )
         domains.broadcast_left_alone(module)
         begin_delayed_scaling(module, self.config)
+        if schedule_plans.is_asked_for(self.config):
+            schedule_plans.watch_plans(module, engine, weakref.WeakMethod(self._before_pass))
         return engine
 
     def _announce(self, forced: Mapping[str, bool]) -> None:
