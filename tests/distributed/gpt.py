@@ -268,11 +268,15 @@ def batches(case: Case, step: int, rank: int, device: torch.device) -> list[torc
     ]
 
 
-def forward_step(case: Case, iterator: Iterator[torch.Tensor], model: Any) -> Any:
+def forward_step(
+    case: Case, iterator: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False
+) -> Any:
+    """return_schedule_plan: core asks for the model's plan, whose parts it runs by itself."""
     tokens = next(iterator)
     positions = torch.arange(case.seq, device=tokens.device).expand(case.batch, -1)
     mask = torch.ones(case.seq, case.seq, dtype=torch.bool, device=tokens.device).triu(1)
-    losses = model(tokens[:, :-1], positions, mask[None, None], labels=tokens[:, 1:])
+    run = model.build_schedule_plan if return_schedule_plan else model
+    losses = run(tokens[:, :-1], positions, mask[None, None], labels=tokens[:, 1:])
     counted = tokens[:, 1:] % 3 != 0
 
     def loss_func(output: torch.Tensor) -> Any:

@@ -59,6 +59,19 @@ DISPATCHERS: Mapping[str, Mapping[str, Any]] = {
         "moe_token_dispatcher_type": "alltoall", "use_transformer_engine_op_fuser": True,
         "gradient_accumulation_fusion": True,
     },
+    "alltoall, overlapped": {
+        "moe_token_dispatcher_type": "alltoall", "overlap_moe_expert_parallel_comm": True,
+        "moe_shared_expert_intermediate_size": 96,
+    },
+    "alltoall, overlapped, weight gradients later": {
+        "moe_token_dispatcher_type": "alltoall", "overlap_moe_expert_parallel_comm": True,
+        "delay_wgrad_compute": True, "gradient_accumulation_fusion": True,
+    },
+    "alltoall, overlapped, latent": {
+        "moe_token_dispatcher_type": "alltoall", "overlap_moe_expert_parallel_comm": True,
+        "delay_wgrad_compute": True, "moe_latent_size": 64,
+        "moe_shared_expert_intermediate_size": 96,
+    },
     "DeepEP": {
         "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep",
         "moe_router_dtype": "fp32",
@@ -70,6 +83,11 @@ DISPATCHERS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 """Fields of the model's config; the last two need the package deep_ep, fused operations a core and
 a Transformer Engine that have them."""
+OVERLAPS = "overlap_moe_expert_parallel_comm"
+ORDER_ONLY = (
+    OVERLAPS, "delay_wgrad_compute", "gradient_accumulation_fusion",
+)  # fmt: skip
+"""Fields that change when things are computed, and not what: the reference goes without."""
 HAS_OPERATIONS = "use_transformer_engine_op_fuser" in TransformerConfig.__dataclass_fields__ and (
     is_te_min_version("2.14.0")
 )
@@ -113,7 +131,10 @@ def init_experts() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def _config(case: Case, kind: Kind, dispatcher: str) -> TransformerConfig:
+def _config(case: Case, kind: Kind, dispatcher: str, is_reference: bool) -> TransformerConfig:
+    chosen = DISPATCHERS[dispatcher]
+    if is_reference and OVERLAPS in chosen:
+        chosen = {name: value for name, value in chosen.items() if name not in ORDER_ONLY}
     return TransformerConfig(
         num_layers=case.num_layers,
         hidden_size=case.hidden,
@@ -135,18 +156,20 @@ def _config(case: Case, kind: Kind, dispatcher: str) -> TransformerConfig:
         moe_aux_loss_coeff=0.01,
         moe_grouped_gemm=kind.grouped,
         expert_model_parallel_size=EP,
-        **DISPATCHERS[dispatcher],
+        **chosen,
     )
 
 
-def _model(case: Case, kind: Kind, dispatcher: str, device: torch.device) -> torch.nn.Module:
+def _model(
+    case: Case, kind: Kind, dispatcher: str, device: torch.device, is_reference: bool
+) -> torch.nn.Module:
     """The same weights each time, from `case.seed` and the place among the expert ranks."""
     torch.manual_seed(case.seed)
     model_parallel_cuda_manual_seed(case.seed)
     spec_of = (
         get_gpt_layer_with_transformer_engine_spec if kind.grouped else get_gpt_layer_local_spec
     )
-    config = _config(case, kind, dispatcher)
+    config = _config(case, kind, dispatcher, is_reference)
     model = GPTModel(
         config,
         spec_of(num_experts=EXPERTS, moe_grouped_gemm=kind.grouped),
@@ -163,8 +186,8 @@ def _trainer(
     ddp: Mapping[str, Any],
 ) -> Trainer:  # fmt: skip
     case = CASE.but(bf16=kind.bf16)
-    model = _model(case, kind, dispatcher, device)
     ours = strategy is not None
+    model = _model(case, kind, dispatcher, device, not ours)
     wrapper: Any = (
         FullyShardedDataParallel(model.config, ddp_config(case, strategy, ddp), model)
         if ours
@@ -268,6 +291,8 @@ def _errors(ours: Outcome, reference: Outcome) -> Errors:
 def can_run(kind: Kind, fields: Mapping[str, Any]) -> bool:
     """Whether what is installed has what is asked for."""
     if fields["moe_token_dispatcher_type"] == "flex" and not HAS_DEEP_EP:
+        return False
+    if fields.get(OVERLAPS) and not (kind.bf16 and HAS_TE):
         return False
     if "use_transformer_engine_op_fuser" in fields and not (kind.grouped and HAS_OPERATIONS):
         return False
