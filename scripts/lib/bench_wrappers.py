@@ -73,8 +73,8 @@ class Runner:
         )
         return torch.stack(sums).sum(dim=0)
 
-    def _marked_forward(self, batches: Any, model: Any) -> Any:
-        output, loss = forward_step(batches, model)
+    def _marked_forward(self, batches: Any, model: Any, **how: Any) -> Any:
+        output, loss = forward_step(batches, model, **how)
 
         def marked_loss(*args: Any) -> Any:
             value = loss(*args)

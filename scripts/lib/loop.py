@@ -37,10 +37,14 @@ def token_loss(
     return loss, tokens, torch.stack([loss.detach(), tokens.float()])
 
 
-def forward_step(data: Batches, model: Any) -> tuple[torch.Tensor, Any]:
-    """One forward, in the form that core's schedules call."""
+def forward_step(
+    data: Batches, model: Any, return_schedule_plan: bool = False
+) -> tuple[torch.Tensor, Any]:
+    """One forward, in the form that core's schedules call; or the model's plan of it, whose parts
+    core runs by itself."""
     batch = next(data)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(token_loss, batch["loss_mask"])
 
 

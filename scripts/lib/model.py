@@ -74,6 +74,8 @@ _MOE_FIELDS = (
     "moe_token_dispatcher_type",
     "moe_grouped_gemm",
     "moe_permute_fusion",
+    "overlap_moe_expert_parallel_comm",
+    "delay_wgrad_compute",
 )
 _FP8_FIELDS = (
     "fp8_recipe",

@@ -74,6 +74,23 @@ ROWS: tuple[tuple[Callable[[Any, Any], bool], str], ...] = (
         "--moe-permute-fusion needs a GPU and an installed Transformer Engine: leave it out",
     ),
     (
+        lambda o, m: (
+            o.overlap_moe_expert_parallel_comm
+            and (o.expert_model_parallel_size == 1 or o.moe_token_dispatcher_type != "alltoall")
+        ),
+        "--overlap-moe-expert-parallel-comm needs --expert-model-parallel-size above 1 and "
+        "--moe-token-dispatcher-type alltoall: give both, or leave it out",
+    ),
+    (
+        lambda o, m: o.overlap_moe_expert_parallel_comm and not o.bf16,
+        "--overlap-moe-expert-parallel-comm needs --bf16: core refuses it otherwise",
+    ),
+    (
+        lambda o, m: o.delay_wgrad_compute and not o.overlap_moe_expert_parallel_comm,
+        "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm: give both, or leave it "
+        "out",
+    ),
+    (
         lambda o, m: o.separate_all_gather_groups and not o.use_megatron_fsdp,
         "--separate-all-gather-groups without --use-megatron-fsdp: stock DDP has one group; leave "
         "it out",

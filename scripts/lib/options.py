@@ -63,6 +63,12 @@ class Options:
     moe_token_dispatcher_type: str = option("allgather", "allgather or alltoall")
     moe_grouped_gemm: bool = option(False, "one kernel for a rank's experts (TE's grouped linear)")
     moe_permute_fusion: bool = option(False, "TE's kernels that sort tokens by expert")
+    overlap_moe_expert_parallel_comm: bool = option(
+        False, "core's schedule that runs parts of layers of two microbatches in turn"
+    )
+    delay_wgrad_compute: bool = option(
+        False, "weight gradients behind those of inputs; with that schedule"
+    )
     # Kernels
     bias_gelu_fusion: bool = option(True, "fused bias and GELU (compiled; off on the CPU)")
     bias_swiglu_fusion: bool = option(True, "fused bias and SwiGLU (compiled; off on the CPU)")
