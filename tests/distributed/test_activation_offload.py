@@ -132,6 +132,7 @@ def check_hooks(rank: int, world: int) -> int:
     return packed
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("world", (1, 2))
 def test_what_a_users_hooks_keep_on_the_host_changes_no_bit(world: int) -> None:
     assert all(run_ranks(check_hooks, world))

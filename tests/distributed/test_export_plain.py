@@ -30,6 +30,8 @@ from megatron_fsdp_adapter.sharding import unit_copies
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, Net, tokens
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:

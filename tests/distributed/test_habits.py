@@ -14,6 +14,8 @@ from tests.distributed.habits import HABITS, check_habit
 from tests.distributed.launch import run_ranks
 from tests.distributed.random_cases import fresh_seed, random_case
 
+pytestmark = pytest.mark.once
+
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 NAMES = [name for name, habit in HABITS.items() if HAS_TE or not habit.needs_te]
 

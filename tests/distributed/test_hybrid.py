@@ -45,6 +45,8 @@ from tests.distributed.topologies import (
     topology_step,
 )
 
+pytestmark = pytest.mark.once
+
 WORLD, INSTANCES = 4, 2
 OUTER = ("no_shard", "optim")
 

@@ -9,6 +9,8 @@ import pytest
 from tests.distributed.late_gradients import HABITS, check_habits
 from tests.distributed.launch import run_ranks
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_trains_to_the_same_weights(world: int) -> None:

@@ -25,6 +25,8 @@ from tests.distributed.gpt import Case
 from tests.distributed.launch import run_ranks
 from tests.distributed.memory import measure_all, measure_leaking
 
+pytestmark = pytest.mark.once
+
 BASE = Case(positions="learned_absolute", microbatches=2)
 SLOTS = {"fsdp_double_buffer": True}
 CASES: list[tuple[Case, dict[str, Any]]] = [

@@ -233,6 +233,7 @@ def _checks_under(rank: int, world: int, case: Case, fault: str) -> dict[str, di
     return passed
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "fault", ("none", "scaled by 1.001", "one microbatch of one rank dropped")
 )

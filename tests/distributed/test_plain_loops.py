@@ -20,6 +20,8 @@ from tests.distributed.plain import Block, tokens
 from tests.distributed.plain_loops import LOOPS, check_loops
 from tests.distributed.plain_side import net
 
+pytestmark = pytest.mark.once
+
 
 def test_loops_train_to_the_same_weights() -> None:
     run_ranks(check_loops, 2, list(LOOPS), timeout=400)

@@ -31,6 +31,8 @@ from tests.distributed.precision import (
     with_fp32_accumulation,
 )
 
+pytestmark = pytest.mark.once
+
 CELLS = [*pairwise(), *with_fp32_accumulation(), *over_two_axes()]
 
 

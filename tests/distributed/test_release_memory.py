@@ -27,6 +27,8 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.plain import tokens
 from tests.distributed.test_export_plain import assert_same, sharded, train
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:

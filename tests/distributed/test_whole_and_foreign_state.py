@@ -31,6 +31,8 @@ from megatron_fsdp_adapter.plain.fully_shard import FullyShardedModel
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import VOCAB, WIDTH, Block, Net, tokens
 
+pytestmark = pytest.mark.once
+
 Values = dict[str, torch.Tensor]
 
 OTHERS = [*list(STRATEGIES)[2:], *list(STRATEGIES)[:2]]
