@@ -60,19 +60,21 @@ def _storage_of(tensor: torch.Tensor) -> Any:
 
 def engine_storages(wrapper: Any) -> dict[str, StorageWeakRef]:
     """Every buffer of the engine by name."""
-    return {
-        f"{group.name} {kind}": StorageWeakRef(getattr(group, kind).tensor.untyped_storage())
-        for group in wrapper.engine.groups
-        for kind in ("weight", "main", "bucket", "grad")
-        if hasattr(group, kind)
-    }
+    found = {}
+    for group in wrapper.engine.groups:
+        flats = {kind: getattr(group, kind).tensor for kind in ("main", "bucket", "grad")}
+        for number, flat in enumerate(flat for plane in group.planes for flat in plane.buffers):
+            flats[f"weights {number}"] = flat
+        for kind, flat in flats.items():
+            found[f"{group.name} {kind}"] = StorageWeakRef(flat.untyped_storage())
+    return found
 
 
 def still_there(storages: dict[str, StorageWeakRef]) -> list[str]:
     """What is not freed. Collectives that were running keep their tensors until they are done, and
     a little longer: a thread of gloo's lets go of them after it has told that it is done."""
     dist.barrier()
-    for _ in range(100):
+    for _ in range(600):
         left = [name for name, storage in storages.items() if not storage.expired()]
         if not left:
             break
