@@ -382,7 +382,10 @@ def _batches(trainer: Trainer, step: int) -> list[torch.Tensor]:
     return found
 
 
-def _forward_step(options: Options, iterator: Iterator[torch.Tensor], model: Any) -> Any:
+def _forward_step(
+    options: Options, iterator: Iterator[torch.Tensor], model: Any,
+    return_schedule_plan: bool = False,
+) -> Any:
     tokens = next(iterator)
     length = options["seq_length"]
     batch = batch_of_context_rank(
@@ -392,7 +395,8 @@ def _forward_step(options: Options, iterator: Iterator[torch.Tensor], model: Any
             "position_ids": torch.arange(length, device=tokens.device).expand(tokens.size(0), -1),
         }
     )
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    run = model.build_schedule_plan if return_schedule_plan else model
+    losses = run(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     counted = batch["labels"] % 3 != 0
 
     def loss_func(output: torch.Tensor) -> Any:

@@ -115,6 +115,7 @@ DROPPED: tuple[Dropped, ...] = (
         ("persist_layer_norm", False), ("cross_entropy_loss_fusion", False), ("nccl_ub", False),
         ("fsdp_copy_engine_all_gather", False), ("fsdp_copy_engine_reduce_scatter", False),
         ("fsdp_manual_registration", False), ("moe_shared_expert_overlap", False),
+        ("overlap_moe_expert_parallel_comm", False), ("delay_wgrad_compute", False),
     )),
     Dropped("moe_token_dispatcher_type",
             lambda o, room: o.get("moe_token_dispatcher_type") == "flex", "alltoall",
