@@ -133,7 +133,7 @@ def check_hooks(rank: int, world: int) -> int:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_what_a_users_hooks_keep_on_the_host_changes_no_bit(world: int) -> None:
     assert all(run_ranks(check_hooks, world))
 

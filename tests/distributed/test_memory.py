@@ -97,7 +97,7 @@ def expected_points(
     }
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full), 4])
 def test_live_bytes_equal_the_formula_and_the_estimate(world, capsys):
     """Of every rank, for tied and untied weights, in float32 and bfloat16, with Adam's state; on
     two ranks in fixed slots too."""

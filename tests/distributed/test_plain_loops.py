@@ -27,6 +27,7 @@ def test_loops_train_to_the_same_weights() -> None:
     run_ranks(check_loops, 2, list(LOOPS), timeout=400)
 
 
+@pytest.mark.full
 def test_loops_on_three_ranks() -> None:
     names = ("a_rank_without_data", "clipped_by_norms", "some_gradients_taken_away", "adversaries")
     run_ranks(check_loops, 3, names, timeout=400)

@@ -56,7 +56,7 @@ def _matrix(rank: int, world: int, cells: Sequence[Cell]) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize("world", (1, 2, pytest.param(4, marks=pytest.mark.full)))
 def test_gradients_and_updates_in_every_mixture(world: int) -> None:
     """Two steps each: gradients within the bounds of their dtypes, and updates bit for bit those of
     whole tensors. Where something travels or is summed in bf16, the error is more than float32's:

@@ -60,7 +60,9 @@ def test_cached_cells_are_what_the_table_yields() -> None:
     assert json.loads(cells.FILE.read_text()) == made, OUTDATED
 
 
-@pytest.mark.parametrize("array", ARRAYS)
+@pytest.mark.parametrize(
+    "array", [pytest.param(a, marks=pytest.mark.full if a == "gpu" else ()) for a in ARRAYS]
+)
 def test_every_pair_that_is_left_out_names_its_rules(array: str) -> None:
     """And without any one of these rules the pair is possible."""
     one = space(array)

@@ -471,6 +471,7 @@ def test_two_ranks_isolated_and_a_faulty_wrapper(
     assert "DIFFERS" in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_two_ranks_with_experts_of_their_own(tmp_path: Path) -> None:
     """A mixture of experts with EP 2: all that run train alike, fsdp2 tells why it does not.
