@@ -215,7 +215,8 @@ def _two_jobs(rank: int, size: int, work: str) -> None:
 
 
 def _race(rank: int, root: str, group: Any) -> None:
-    """Both at once, several times: whoever wins, what is there is wholly one job's."""
+    """Both at once, several times: what is there is wholly one job's, and of this time. Who has put
+    it there may be told of the other all the same, where that came in between."""
     won = 0
     for turn in range(5):
         dist.barrier()
@@ -232,7 +233,7 @@ def _race(rank: int, root: str, group: Any) -> None:
         assert bool((loaded["model"]["w"] == winner).all()) and at == turn
     total = torch.tensor([won])
     dist.all_reduce(total)
-    assert int(total) >= 5
+    assert int(total) >= 1
 
 
 def test_two_jobs_that_save_the_same_iteration_do_not_mix(tmp_path: Path) -> None:
