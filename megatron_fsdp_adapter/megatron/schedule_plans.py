@@ -12,6 +12,7 @@ A layer is one stage, whatever units are in it: the parts of its experts are gat
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ class _Node:
         self._node, self._passes, self._stage = node, passes, stage
         self._ends_forward, self._ends_backward = ends_forward, ends_backward
         self._delays, self._behind = delays, behind
+        self._backward_stage = passes.stages - 1 - stage
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._node, name)
@@ -65,7 +67,7 @@ class _Node:
     def backward(self, *grads: Any) -> Any:
         passes = self._passes
         passes.catch_up(passes.stages, self._node)
-        with passes.backward.part_of(passes.stages - 1 - self._stage):
+        with passes.backward.part_of(self._backward_stage):
             if self._behind is not None:
                 # The stream of communication waits for what the plan's event has seen, and the
                 # weights that it reads were gathered after that.
@@ -77,14 +79,14 @@ class _Node:
     def backward_dw(self) -> Any:
         if not self._delays:
             return self._node.backward_dw()
-        with self._passes.backward.part_of(self._passes.stages - 1 - self._stage):
+        with self._passes.backward.part_of(self._backward_stage):
             found = self._node.backward_dw()
         self._after(done=True)
         return found
 
     def _after(self, done: bool) -> None:
         if self._ends_backward and done:
-            self._passes.backward.leave(self._passes.stages - 1 - self._stage)
+            self._passes.backward.leave(self._backward_stage)
 
 
 class _Passes:
@@ -135,8 +137,8 @@ def problems(config: Any, ddp_config: Any) -> list[str]:
             for one in (config, ddp_config) if is_on(one, DELAY)
         ][:1]  # fmt: skip
     found = []
-    sharded = STRATEGIES[ddp_config.data_parallel_sharding_strategy].shard_weights
-    if sharded and slots_wanted(ddp_config)["weight_slots"]:
+    row = STRATEGIES.get(ddp_config.data_parallel_sharding_strategy)
+    if row is not None and row.shard_weights and slots_wanted(ddp_config)["weight_slots"]:
         found.append(
             f"{OPTION}=True with gathered weights in fixed buffers: two passes read layers at a "
             "time, and each gathers one ahead, which two slots do not hold; set "
@@ -187,19 +189,16 @@ def _watch(plan: Any, model: Any, engine: FsdpEngine) -> None:
         return list({unit_of[id(p)].ordinal: unit_of[id(p)] for p in params}.values())
 
     layers = [plan.get_layer(number) for number in range(plan.num_layers())]
-    ends = [getattr(model, name, None) for name in ("embedding", "output_layer")]
     norm = getattr(model.decoder, "final_layernorm", None)
-    of_layers = [units(layer.layer) for layer in layers]
-    inside = {unit.ordinal for found in of_layers for unit in found}
-    at_ends = [[u for u in units(end) if u.ordinal not in inside] for end in ends]
-    shared = _predicts(layers) or len({u.ordinal for found in at_ends for u in found}) < len(
-        [u for found in at_ends for u in found]
-    )
-    once = inside if shared else inside | {u.ordinal for found in at_ends for u in found}
-    once -= {engine.root.ordinal}
-    stages = [[u for u in found if u.ordinal in once] for found in (
-        at_ends[0], *of_layers, *((at_ends[1],) if plan.post_process is not None else ())
-    )]  # fmt: skip
+    first, last = (units(getattr(model, name, None)) for name in ("embedding", "output_layer"))
+    read = [first, *(units(layer.layer) for layer in layers)]
+    if plan.post_process is not None:
+        read.append(last)
+    readers = Counter(unit.ordinal for found in read for unit in found)
+    once = {ordinal for ordinal, count in readers.items() if count == 1} - {engine.root.ordinal}
+    if _predicts(layers):
+        once -= {unit.ordinal for unit in (*first, *last)}
+    stages = [[unit for unit in found if unit.ordinal in once] for found in read]
     throughout = [unit for unit in engine.units if unit.ordinal not in once]
     late = [_combined(layer.layer) for layer in layers]
     foreign = [id(p) for one in (norm, *late) if one is not None for p in one.parameters()]

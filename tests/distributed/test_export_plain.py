@@ -7,8 +7,6 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,13 +29,6 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, Net, tokens
 
 pytestmark = pytest.mark.once
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Tied(Net):

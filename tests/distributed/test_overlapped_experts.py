@@ -4,16 +4,20 @@ gradients are those of stock DDP under the same schedule."""
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 
+from megatron_fsdp_adapter.megatron.schedule_plans import problems
 from tests.distributed.checks import check_gradients, check_loss, check_step
 from tests.distributed.delayed_weights import delay_weight_gradients
 from tests.distributed.gpt import STRATEGIES
@@ -110,6 +114,40 @@ FIELDS: dict[str, dict[str, Any]] = {
     "shared experts": {"moe_shared_expert_intermediate_size": 20},
     "early release": {"ep_overlap_early_attn_memory_release": True},
 }
+
+
+def _one_unit_of_all_layers(rank: int, world: int) -> None:
+    init_topology(EP2)
+    case = case_for(EP2, bf16=True)
+    with host_tensors():
+        reference = build_topology_trainer(EP2, case, None, fields=OVERLAP)
+        ours = build_topology_trainer(
+            EP2, case, "optim_grads_params", fields=OVERLAP, fsdp_unit_modules=[TransformerBlock]
+        )
+        reduce, reduced = ours.chunks[0].engine.reduce, Counter[str]()
+        original = reduce.backward_done
+
+        def counted(unit: Any, *args: Any) -> None:
+            reduced[unit.name] += 1
+            original(unit, *args)
+
+        reduce.backward_done = counted
+        for step in range(2):
+            ours.load(reference.weights())
+            check_step(topology_step(ours, step), topology_step(reference, step), f"step {step}")
+        assert set(reduced.values()) == {2 * case.microbatches}, reduced
+
+
+def test_a_unit_that_several_layers_read_is_reduced_once_behind_the_last() -> None:
+    run_ranks(_one_unit_of_all_layers, 2, timeout=300)
+
+
+def test_a_strategy_that_is_unknown_is_left_to_its_own_rule() -> None:
+    config = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
+    ddp = SimpleNamespace(data_parallel_sharding_strategy="zero3", fsdp_double_buffer=True)
+    assert problems(config, ddp) == []
+    ddp.data_parallel_sharding_strategy = "optim_grads_params"
+    assert "fsdp_double_buffer" in problems(config, ddp)[0]
 
 
 @pytest.mark.full

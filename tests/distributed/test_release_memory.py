@@ -4,13 +4,11 @@ error to use meanwhile. Buffers are poisoned where the suite runs."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_adapter import (
@@ -28,13 +26,6 @@ from tests.distributed.plain import tokens
 from tests.distributed.test_export_plain import assert_same, sharded, train
 
 pytestmark = pytest.mark.once
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def buffers(model: Any) -> list[torch.Tensor]:
