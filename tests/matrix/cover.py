@@ -59,20 +59,27 @@ class Space:
         if not all(self.is_allowed(cell, name) for name in cell):
             return None
         found = self._extend(cell, [name for name in self._order if name not in cell])
-        return None if found is None else {name: found[name] for name in self.dimensions}
+        return None if isinstance(found, set) else {name: found[name] for name in self.dimensions}
 
-    def _extend(self, cell: dict[str, Value], names: list[str]) -> dict[str, Value] | None:
+    def _extend(
+        self, cell: dict[str, Value], names: list[str]
+    ) -> dict[str, Value] | set[str]:
+        """The cell with all of `names`, or, if there is none, dimensions that it has already and
+        whose values alone exclude it: where the last one is not among them, its other values need
+        not be tried."""
         if not names:
             return dict(cell)
         name, *others = names
+        blamed: set[str] = set()
         for value in self.values[name]:
             cell[name] = value
-            if self.is_allowed(cell, name):
-                found = self._extend(cell, others)
-                if found is not None:
-                    return found
+            broken = next((rule for rule in self._rules_of[name] if rule.breaks(cell)), None)
+            found = set(broken.reads) if broken else self._extend(cell, others)
             del cell[name]
-        return None
+            if isinstance(found, dict) or name not in found:
+                return found
+            blamed |= found - {name}
+        return blamed
 
     @cached_property
     def all_pairs(self) -> list[Pair]:

@@ -54,15 +54,12 @@ def test_cached_cells_have_every_possible_pair(array: str) -> None:
     assert not missing, OUTDATED
 
 
-@pytest.mark.full
 def test_cached_cells_are_what_the_table_yields() -> None:
     made = {name: [name_of(row) for row in rows] for name, rows in cells.computed().items()}
     assert json.loads(cells.FILE.read_text()) == made, OUTDATED
 
 
-@pytest.mark.parametrize(
-    "array", [pytest.param(a, marks=pytest.mark.full if a == "gpu" else ()) for a in ARRAYS]
-)
+@pytest.mark.parametrize("array", ARRAYS)
 def test_every_pair_that_is_left_out_names_its_rules(array: str) -> None:
     """And without any one of these rules the pair is possible."""
     one = space(array)
@@ -147,7 +144,6 @@ def test_a_name_that_tells_no_cell_is_an_error() -> None:
             cell_named(name)
 
 
-@pytest.mark.full
 def test_the_document_has_the_tables_of_today(capsys: pytest.CaptureFixture[str]) -> None:
     """`python -m tests.matrix count` prints them."""
     assert main(["count"]) == 0

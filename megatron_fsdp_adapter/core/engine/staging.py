@@ -54,13 +54,14 @@ def plan_slots(
     count = Counter(kinds[:-1])
     depths = depths or [0] * len(kinds)
     layers = [i for i, kind in enumerate(kinds[:-1]) if count[kind] >= REPEATED]
-    others = [i for i in range(len(kinds) - 1) if i not in set(layers)]
+    others = [i for i, kind in enumerate(kinds[:-1]) if count[kind] < REPEATED]
     slot_of, largest, used = [0] * len(kinds), {}, 0
     for depth in sorted({depths[i] for i in layers}):
         level = [i for i in layers if depths[i] == depth]
+        most = max(nbytes[i] for i in level)
         for position, ordinal in enumerate(level):
             slot_of[ordinal] = used + position % 2
-            largest[ordinal] = max(nbytes[i] for i in level)
+            largest[ordinal] = most
         used += min(len(level), 2)
     ends = len(others) == 2 and bool(layers) and others[0] < layers[0] and layers[-1] < others[1]
     for position, ordinal in enumerate(others):
