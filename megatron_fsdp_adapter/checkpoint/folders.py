@@ -15,6 +15,11 @@ A temporary folder has a name that no other job has, so that two jobs which save
 (such as one that was preempted and still runs) never write into one folder. Whoever begins later
 takes the other's folder away by renaming it, and the other's save ends in an error: an exclusive
 lock was turned down, for a job that hangs would keep the one that replaces it from saving.
+
+A file that is to replace another, such as the tracker, is written beside it under a name that tells
+its process, and what a process that is gone left there is deleted; what lives is left alone. Were
+it deleted too, each of two jobs could stop the other: one by the file, one by the folder. What a
+process of another machine left is kept, some bytes, for nobody here can tell whether it is gone.
 """
 from __future__ import annotations
 
@@ -22,7 +27,9 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +57,7 @@ _FOREIGN = (
 )  # fmt: skip
 """What only other formats have in their folder: (pattern, what it is, what to do)."""
 _NONCE = r"\.[0-9a-f]{8}"
+_OWNER = r"\.([0-9a-f]{8})-([0-9]+)"
 _NAME = re.compile(rf"(?:(old\.)?iter_(\d{{7,}})|(tmp\.)iter_(\d{{7,}})(?:{_NONCE})?)")
 
 
@@ -158,8 +166,10 @@ def replacing(path: Path) -> Iterator[Path]:
     """Gives a name beside `path`; the file that is written there, and is on disk, takes the place
     of `path` when the block ends without error. What killed processes left there is deleted."""
     for left in _temporaries(path):
-        left.unlink(missing_ok=True)
-    temporary = fresh_name(path)
+        if _is_ownerless(left):
+            left.unlink(missing_ok=True)
+    owned = path.with_name(f"{path.name}.{_place()}-{os.getpid()}")
+    temporary = fresh_name(owned)
     try:
         yield temporary
         if not temporary.is_file():
@@ -294,8 +304,31 @@ def _rename(source: Path, target: Path) -> None:
 
 def _temporaries(path: Path) -> list[Path]:
     """What lies beside `path` under one of its temporary names, that of earlier releases too."""
-    name = re.compile(rf"{re.escape(TEMPORARY + path.name)}(?:{_NONCE})?")
+    name = re.compile(rf"{re.escape(TEMPORARY + path.name)}(?:{_OWNER})?(?:{_NONCE})?")
     return [found for found in path.parent.iterdir() if name.fullmatch(found.name)]
+
+
+def _is_ownerless(temporary: Path) -> bool:
+    """Whether the process in the file's name is gone. Earlier releases wrote no process there."""
+    owner = re.search(rf"{_OWNER}{_NONCE}$", temporary.name)
+    if owner is None:
+        return True
+    if owner[1] != _place():
+        return False
+    try:
+        os.kill(int(owner[2]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # another user's
+        pass
+    return False
+
+
+def _place() -> str:
+    """Where a process id names one process, in 8 digits: a machine, and in it a container."""
+    namespace = Path("/proc/self/ns/pid")
+    known = f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else ''}"
+    return f"{zlib.crc32(known.encode()):08x}"
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -216,7 +216,7 @@ def test_everything_is_on_disk_before_it_gets_its_name(
     fsync, rename = os.fsync, os.rename
 
     def without_nonce(path: Any) -> str:
-        return re.sub(r"\.[0-9a-f]{8}$", "", os.path.basename(path))
+        return re.sub(r"(\.[0-9a-f]{8}-\d+)?\.[0-9a-f]{8}$", "", os.path.basename(path))
 
     def synced(descriptor: int) -> None:
         events.append(without_nonce(os.readlink(f"/proc/self/fd/{descriptor}")))

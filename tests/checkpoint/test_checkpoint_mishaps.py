@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import shutil
@@ -215,8 +216,7 @@ def _two_jobs(rank: int, size: int, work: str) -> None:
 
 
 def _race(rank: int, root: str, group: Any) -> None:
-    """Both at once, several times: what is there is wholly one job's, and of this time. Who has put
-    it there may be told of the other all the same, where that came in between."""
+    """Both at once, several times: whoever wins, what is there is wholly one job's."""
     won = 0
     for turn in range(5):
         dist.barrier()
@@ -233,7 +233,47 @@ def _race(rank: int, root: str, group: Any) -> None:
         assert bool((loaded["model"]["w"] == winner).all()) and at == turn
     total = torch.tensor([won])
     dist.all_reduce(total)
-    assert int(total) >= 1
+    assert int(total) >= 5
+
+
+def _one_file(rank: int, size: int, path: Path) -> None:
+    """The first rank is in the middle of it while the second one begins, and fails."""
+    if rank == 0:
+        with folders.replacing(path) as temporary:
+            temporary.write_text("first")
+            dist.barrier()
+            dist.barrier()
+    else:
+        dist.barrier()
+        with pytest.raises(OSError, match="no disk"), folders.replacing(path):
+            raise OSError("no disk")
+        dist.barrier()
+
+
+def _killed(path: str) -> None:
+    with folders.replacing(Path(path)) as temporary:
+        temporary.write_text("half")
+        os._exit(1)
+
+
+def test_a_file_that_another_process_writes_is_left_to_it(tmp_path: Path) -> None:
+    path = tmp_path / folders.TRACKER
+    run_ranks(_one_file, 2, path)
+    assert path.read_text() == "first" and _names(tmp_path) == [path.name]
+
+
+def test_what_a_dead_process_left_beside_a_file_is_deleted(tmp_path: Path) -> None:
+    """And what one of another machine, or of an earlier release, left is kept, or deleted."""
+    path = tmp_path / folders.TRACKER
+    killed = multiprocessing.get_context("fork").Process(target=_killed, args=(str(path),))
+    killed.start()
+    killed.join()
+    [left] = _names(tmp_path)
+    elsewhere = f"tmp.{path.name}.{'0' * 8}-{killed.pid}.{'0' * 8}"
+    for name in (elsewhere, f"tmp.{path.name}.{'0' * 8}", f"tmp.{path.name}"):
+        (tmp_path / name).touch()
+    folders.write_atomically(path, "10")
+    assert str(killed.pid) in left and _names(tmp_path) == sorted([path.name, elsewhere])
 
 
 def test_two_jobs_that_save_the_same_iteration_do_not_mix(tmp_path: Path) -> None:
