@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,10 @@ from ..diagnostics.grad_check import GradCheck
 from ..quantised import TransformerEngineParams, format_of
 from ..sharding.building import build_engine
 from ..sharding.export_source import Described, Source, beside_engine
-from ..sharding.local_optimizer import adopt, end_step
+from ..sharding.local_optimizer import LocalShards, adopt, end_step
 from ..sharding.materialize import meta_problems, own_initialiser, target_device
 from ..sharding.module_problems import module_problems
+from ..sharding.muon.torch_muon import is_torch_muon, muon_shards
 from ..sharding.problems import raise_problems
 from ..sharding.sharded_module import (
     GradSync,
@@ -43,9 +44,9 @@ from ..sharding.sharded_module import (
     refuse_conversions,
     register_state_dict_hooks,
 )
-from ..sharding.streamed_optimizer import shards_over
+from ..sharding.streamed_optimizer import OPTION, shards_over
 
-NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "SparseAdam")
 """Optimizers of torch whose step on rows is not the rows of their step on the whole tensor."""
 
 
@@ -333,10 +334,33 @@ def _training_class(base: type) -> type:
     )
 
 
+def _shards_for(
+    optimizer: torch.optim.Optimizer, engines: Sequence[FsdpEngine]
+) -> Callable[[Any, bool, bool], LocalShards]:
+    """What makes the shards that `optimizer` steps on. ValueError if it cannot step on any."""
+    kind = type(optimizer)
+    if is_torch_muon(kind):
+        if any(engine.config.offload for engine in engines):
+            raise ValueError(
+                f"optimizer={kind.__name__} with {OPTION}=True: it is for Adam; use AdamW, or set "
+                "it to False"
+            )
+        return muon_shards(engines)
+    if kind.__name__ in NOT_ELEMENTWISE or issubclass(kind, torch.optim.Muon):
+        raise ValueError(
+            f"optimizer={kind.__name__}: its step needs whole tensors, and shards are rows; use "
+            "torch.optim.Muon itself, or an elementwise one (Adam, AdamW, SGD, ...)"
+        )
+    return shards_over(engines)
+
+
 def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Makes `optimizer`, over the parameters of one or several sharded models, step on this rank's
     shards; returns it. State is of local shape and shown as DTensors. `zero_grad` frees the
     gradients of its parameters, and those of no others.
+
+    `torch.optim.Muon` steps on whole matrices, each on one of the ranks that share it
+    (docs/muon.md).
 
     Where main gradients have another dtype than main weights, a step makes a copy of the gradient
     shards in the weights' dtype for its duration, since torch's optimizers take no other. Step
@@ -349,14 +373,8 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optim
     """
     if hasattr(optimizer, "_fsdp_engines"):
         raise ValueError("optimizer: it is sharded already")
-    kind = type(optimizer).__name__
-    if kind in NOT_ELEMENTWISE:
-        raise ValueError(
-            f"optimizer={kind}: its step needs whole tensors, and shards are rows; use an "
-            "elementwise one (Adam, AdamW, SGD, ...)"
-        )
     engines = _engines_of(_params_of(optimizer))
-    adopt(optimizer, _complete_gradients, shards_over(engines))
+    adopt(optimizer, _complete_gradients, _shards_for(optimizer, engines))
     optimizer._fsdp_engines = engines  # type: ignore[attr-defined]
     optimizer.register_step_post_hook(_weights_changed)
     optimizer.__class__ = _training_class(type(optimizer))  # type: ignore[assignment,arg-type]

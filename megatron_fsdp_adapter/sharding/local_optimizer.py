@@ -82,6 +82,10 @@ class LocalShards:
         """The optimizers that make and keep the state: `optimizer` itself, or those inside it."""
         return [optimizer]
 
+    def makes_own(self, group: dict[str, Any]) -> bool:
+        """Whether the state of a parameter group is not the inner optimizer's to make."""
+        return False
+
     def made_state(self, optimizer: Any) -> None:
         """The parts have made state without a step, or a load has written it."""
 
@@ -295,20 +299,24 @@ def initialize_state(optimizer: Any) -> None:
     nor the step count change. For Adam and SGD, of torch, Transformer Engine or apex."""
     with _on_locals(optimizer) as shards:
         for part in shards.parts(optimizer):
-            make_state(part)
+            make_state(part, shards.makes_own)
         shards.made_state(optimizer)
         if shards.skip_empty:
             complete_empty_state(shards, optimizer)
 
 
 @torch.no_grad()
-def make_state(optimizer: Any) -> None:
-    """State for the parameters that `optimizer` has now, without taking a step."""
+def make_state(
+    optimizer: Any, leaves_out: Callable[[dict[str, Any]], bool] = lambda group: False
+) -> None:
+    """State for the parameters that `optimizer` has now, without taking a step; not for those of
+    groups that it `leaves_out`."""
     init = _init_torch_state if _is_torch_optimizer(optimizer) else _init_fused_state
     if _has_momentum_alone(optimizer):
         init = _init_momentum
     for group in optimizer.param_groups:
-        init(optimizer, group)
+        if not leaves_out(group):
+            init(optimizer, group)
 
 
 def complete_empty_state(shards: LocalShards, optimizer: Any) -> None:

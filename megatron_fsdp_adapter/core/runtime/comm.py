@@ -120,6 +120,21 @@ class Communicator:
                 works.append(sums)
         return works
 
+    def all_to_all(
+        self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int],
+        sent: Sequence[int],
+    ) -> list[Any]:
+        """Each rank's piece of the flat `source`, of `sent` elements, goes to it; theirs for this
+        one, of `received` elements, to `output`. Both may be empty."""
+        if self.size == 1:
+            output.copy_(source)
+            return []
+        ordered = self.capabilities.stream_ordered
+        work = dist.all_to_all_single(
+            output, source, list(received), list(sent), group=self.group, async_op=not ordered
+        )
+        return [] if ordered else [work]
+
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Sums each flat tensor in place."""
         return self._launch([(tensor, tensor) for tensor in tensors], self._all_reduce_one)

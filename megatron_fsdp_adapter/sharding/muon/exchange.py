@@ -1,0 +1,214 @@
+"""The exchange of one stage: rows to owners, updates back, and the products in between.
+
+    gather     rows 1 | rows 2 | rows 3 |          updates 1 | rows 4 | updates 2 | ...
+    compute             momentum    | matrices 1 | matrices 2        | apply 1 | ...
+
+Exchanges run on the gather role, which has nothing else to do in a step. Rows travel some stages
+ahead, so that a rank whose matrices of a stage are fewer goes on with the next one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...core.engine.buffer import copy_each
+from ...core.layout.ranges import nested_shard_rank
+from ...core.runtime.comm import Communicator
+from ...core.runtime.device import COMPUTE, GATHER, Runtime
+from ...core.topology import OUTER_DIM, TP_DIM, ShardDomain
+from .matrices import Member, Piece
+from .plan import Run, Runs, StagePlan
+
+AHEAD = 3
+"""Stages whose rows travel before the first one's matrices are computed."""
+MAX_BATCH = 1 << 27
+"""Elements of the matrices that are computed at once, if there is more than one: temporary memory
+is some four times as much."""
+
+Sources = dict[tuple[int, int], list[tuple[Piece, torch.Tensor]]]
+"""What has arrived of each matrix, by parameter and matrix."""
+
+Orthogonalise = Callable[[torch.Tensor], torch.Tensor]
+"""Of a batch of matrices, (batch, rows, columns)."""
+
+
+@dataclass(frozen=True)
+class Parties:
+    """The ranks of an exchange: global ranks, what each holds, and this one's number."""
+
+    ranks: tuple[int, ...]
+    members: tuple[Member, ...]
+    me: int
+
+
+def parties_of(domain: ShardDomain, shards_main: bool, splits_outer: bool) -> Parties:
+    """The ranks that have some of a domain's parameters between them: those of the shard axis, of
+    an outer axis that splits shards again, and of tensor parallelism. Replicas of shards on an
+    outer axis compute their own: its network is the slow one."""
+    mesh, names = domain.mesh.mesh, domain.mesh.mesh_dim_names or ()
+    found = []
+    for place in torch.cartesian_prod(*(torch.arange(n) for n in mesh.shape)).view(-1, mesh.dim()):
+        at = dict(zip(names, place.tolist(), strict=True))
+        outer = at.get(OUTER_DIM, 0)
+        if domain.outer is not None and not splits_outer and outer != domain.outer.rank:
+            continue
+        shard = at[domain.axis.name] if shards_main else 0
+        if splits_outer:
+            shard = nested_shard_rank(shard, outer, domain.outer_size)
+        found.append((int(mesh[tuple(place.tolist())]), Member(shard, at.get(TP_DIM, 0))))
+    ranks = tuple(rank for rank, _ in found)
+    return Parties(ranks, tuple(member for _, member in found), ranks.index(dist.get_rank()))
+
+
+def communicator_of(
+    parties: Parties, domain: ShardDomain, device: torch.device
+) -> Communicator:
+    """Over the group of the shards, if those are all; else over a new one of these ranks, which
+    alone take part in making it."""
+    if parties.ranks == domain.axis.ranks:
+        return Communicator(domain.reduce_group, device)
+    group = dist.new_group(list(parties.ranks), use_local_synchronization=True)
+    return Communicator(group, device)
+
+
+class StageExchange:
+    """The buffers of one stage.
+
+    Args:
+        plan: this rank's part. communicator: over the ranks of the plan, in its order.
+        dtype: what travels, and what is computed in.
+    """
+
+    def __init__(
+        self, plan: StagePlan, communicator: Communicator, runtime: Runtime, dtype: torch.dtype
+    ) -> None:
+        self._plan, self._communicator, self._runtime = plan, communicator, runtime
+        self._dtype = dtype
+        me = communicator.rank
+        owned: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for number, (param, of) in enumerate(zip(plan.params, plan.owners, strict=True)):
+            for matrix, owner in enumerate(of):
+                if owner == me:
+                    owned.setdefault(param.shapes[matrix], []).append((number, matrix))
+        self._batches = [
+            (shape, keys[start : start + _batch_size(shape)])
+            for shape, keys in owned.items()
+            for start in range(0, len(keys), _batch_size(shape))
+        ]
+        self._flight: Any = None
+        self._results: list[torch.Tensor] = []
+
+    def send(self, rows: Sequence[torch.Tensor | None]) -> None:
+        """Starts to send this rank's flat rows of each parameter; zeros where there are none."""
+        source = self._empty(self._plan.sent)
+        targets, pieces = [], []
+        for run, target in _cut(source, self._plan.sent):
+            own = rows[run.param]
+            if own is None:
+                target.zero_()
+            else:
+                targets.append(target)
+                pieces.append(own[run.piece.local.start : run.piece.local.stop])
+        copy_each(targets, pieces)
+        self._exchange(source, self._plan.sent, self._plan.received)
+
+    def compute(self, orthogonalise: Orthogonalise) -> None:
+        """Waits for the matrices that this rank owns, and starts to send their updates back."""
+        received = self._arrived()
+        sources: Sources = {}
+        for run, source in _cut(received, self._plan.received):
+            sources.setdefault((run.param, run.matrix), []).append((run.piece, source))
+        panels: dict[tuple[int, int], torch.Tensor] = {}
+        for shape, keys in self._batches:
+            batch = self._received_batch(shape, keys, sources)
+            found = orthogonalise(batch)
+            panels.update(self._panels_of(found, keys))
+        del received, sources
+        updates = self._empty(self._plan.returned)
+        cut = list(_cut(updates, self._plan.returned))
+        copy_each(
+            [target for _, target in cut],
+            [
+                panels[run.param, run.matrix][run.piece.panel][
+                    run.piece.at : run.piece.at + run.numel
+                ]
+                for run, _ in cut
+            ],
+        )
+        self._exchange(updates, self._plan.returned, self._plan.updates)
+
+    def updates(self) -> Iterator[tuple[int, int, slice, torch.Tensor]]:
+        """Waits for the updates of this rank's rows: parameter, matrix, place in the flat rows, and
+        values."""
+        for run, values in _cut(self._arrived(), self._plan.updates):
+            yield run.param, run.matrix, slice(run.piece.local.start, run.piece.local.stop), values
+
+    def _received_batch(
+        self, shape: tuple[int, int], keys: Sequence[tuple[int, int]], sources: Sources
+    ) -> torch.Tensor:
+        batch = torch.empty(
+            (len(keys), *shape), dtype=self._dtype, device=self._runtime.device
+        )
+        targets, pieces, split = [], [], []
+        for number, key in enumerate(keys):
+            panels = self._plan.params[key[0]].panels
+            whole = batch[number].view(1, -1)
+            if panels > 1:
+                whole = torch.empty_like(batch[number]).view(panels, -1)
+                split.append((number, whole))
+            for piece, source in sources.get(key, ()):
+                targets.append(whole[piece.panel, piece.at : piece.at + source.numel()])
+                pieces.append(source)
+        copy_each(targets, pieces)
+        for number, whole in split:
+            joined = whole.view(len(whole), shape[0], -1).transpose(0, 1)
+            batch[number].view(joined.shape).copy_(joined)
+        return batch
+
+    def _panels_of(
+        self, batch: torch.Tensor, keys: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+        """Of each matrix its panels, flat."""
+        for key, matrix in zip(keys, batch, strict=True):
+            panels = self._plan.params[key[0]].panels
+            split = matrix.reshape(matrix.shape[0], panels, -1).transpose(0, 1)
+            yield key, split.reshape(panels, -1)
+
+    def _empty(self, runs: Runs) -> torch.Tensor:
+        numel = sum(_counts(runs))
+        return torch.empty(numel, dtype=self._dtype, device=self._runtime.device)
+
+    def _exchange(self, source: torch.Tensor, sent: Runs, received: Runs) -> None:
+        output = self._empty(received)
+        counts = _counts(received), _counts(sent)
+        self._runtime.wait(GATHER, self._runtime.record(COMPUTE))
+        self._runtime.launch(
+            GATHER, lambda: self._communicator.all_to_all(output, source, *counts)
+        )
+        # Kept until compute has waited: both were allocated on its stream.
+        self._flight = output, source, self._runtime.record(GATHER)
+
+    def _arrived(self) -> torch.Tensor:
+        output, _, event = self._flight
+        self._runtime.wait(COMPUTE, event)
+        self._flight = None
+        return output
+
+
+def _batch_size(shape: tuple[int, int]) -> int:
+    return max(1, MAX_BATCH // (shape[0] * shape[1]))
+
+
+def _counts(runs: Runs) -> list[int]:
+    return [sum(run.numel for run in of) for of in runs]
+
+
+def _cut(flat: torch.Tensor, runs: Runs) -> Iterator[tuple[Run, torch.Tensor]]:
+    """Each run, and its elements in a buffer that has all of them in order."""
+    every = [run for of in runs for run in of]
+    return zip(every, flat.split([run.numel for run in every]) if every else (), strict=True)

@@ -1,0 +1,39 @@
+"""Who orthogonalises which matrix: a pure function of the costs, equal on every rank."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+def assign(costs: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """The owner of each matrix: the most costly first, each to the rank with the least so far.
+
+    Matrices of one cost keep their order, so that those of neighbouring units, which are exchanged
+    one after the other, lie on different ranks. No rank has more than the mean and one matrix.
+    Parts of a cost that are smaller were rejected: a matrix that several ranks share costs as much
+    on each of them, or an exchange in every step of the iteration. ValueError without ranks.
+    """
+    if ranks < 1:
+        raise ValueError(f"{ranks} ranks cannot own {len(costs)} matrices")
+    heap = [(0, 0, rank) for rank in range(ranks)]
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        load, count, rank = heapq.heappop(heap)
+        owners[index] = rank
+        heapq.heappush(heap, (load + costs[index], count + 1, rank))
+    return tuple(owners)
+
+
+def loads(costs: Sequence[int], owners: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """The cost of what each rank owns."""
+    found = [0] * ranks
+    for cost, owner in zip(costs, owners, strict=True):
+        found[owner] += cost
+    return tuple(found)
+
+
+def imbalance(costs: Sequence[int], owners: Sequence[int], ranks: int) -> float:
+    """The largest load over the mean; 1.0 where there is nothing to do."""
+    total = sum(costs)
+    return max(loads(costs, owners, ranks)) * ranks / total if total else 1.0

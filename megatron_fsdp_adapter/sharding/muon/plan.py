@@ -1,0 +1,91 @@
+"""What travels so that each matrix of a stage is whole on its owner, and its update comes back.
+
+A *stage* is what is exchanged together: the matrices of one unit. Every rank works out its own part
+of each exchange from numbers that all of them have, and both sides of a pair list the same runs in
+the same order, so that what is sent needs no labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .matrices import Member, MuonParam, Piece
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements that travel: of matrix `matrix` of parameter `param`, both numbers in the stage."""
+
+    param: int
+    matrix: int
+    piece: Piece
+
+    @property
+    def numel(self) -> int:
+        return self.piece.local.numel
+
+
+Runs = tuple[tuple[Run, ...], ...]
+"""For each rank of the exchange."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """This rank's part. sent: its rows that each owner gets; received: what each rank sends of the
+    matrices that it owns; returned: of these, what each rank gets of their updates; updates: what
+    it gets of each owner, for its own rows. Two of them differ from the other two where several
+    ranks hold the same rows: one sends them, and all get their update."""
+
+    params: tuple[MuonParam, ...]
+    owners: tuple[tuple[int, ...], ...]
+    sent: Runs
+    received: Runs
+    returned: Runs
+    updates: Runs
+
+
+def plan_stage(
+    params: Sequence[MuonParam], owners: Sequence[Sequence[int]], members: tuple[Member, ...],
+    me: int,
+) -> StagePlan:  # fmt: skip
+    """The part of rank number `me` of `members`. owners: of each parameter's matrices, by number
+    in `members`."""
+    ranks = range(len(members))
+    sources = [_Sources(param, members) for param in params]
+
+    def runs(holder: int, owner: int, as_source: bool) -> Iterator[Run]:
+        for number, param in enumerate(params):
+            for matrix, of in enumerate(owners[number]):
+                if of != owner or (as_source and not sources[number].sends(holder, owner)):
+                    continue
+                for piece in param.pieces(matrix, members[holder]):
+                    yield Run(number, matrix, piece)
+
+    return StagePlan(
+        tuple(params),
+        tuple(tuple(of) for of in owners),
+        sent=tuple(tuple(runs(me, rank, True)) for rank in ranks),
+        received=tuple(tuple(runs(rank, me, True)) for rank in ranks),
+        returned=tuple(tuple(runs(rank, me, False)) for rank in ranks),
+        updates=tuple(tuple(runs(me, rank, False)) for rank in ranks),
+    )
+
+
+class _Sources:
+    """Who sends an owner what several ranks hold: the owner itself if it is one of them, else one
+    that the owner's number chooses."""
+
+    def __init__(self, param: MuonParam, members: tuple[Member, ...]) -> None:
+        whole = param.split is None
+        self._keys = [(member.shard, 0 if whole else member.part) for member in members]
+        self._holders: dict[tuple[int, int], list[int]] = {}
+        for number, key in enumerate(self._keys):
+            self._holders.setdefault(key, []).append(number)
+
+    def sends(self, holder: int, owner: int) -> bool:
+        """Whether `holder` is the one that sends `owner` what it holds."""
+        if self._keys[holder] == self._keys[owner]:
+            return holder == owner
+        alike = self._holders[self._keys[holder]]
+        return alike[owner % len(alike)] == holder

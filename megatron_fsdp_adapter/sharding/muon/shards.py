@@ -1,0 +1,276 @@
+"""The step of Muon on shards.
+
+A parameter group is Muon's or the inner optimizer's: Adam's, in a run of Megatron, so that one
+optimizer holds all parameters, as core's own for sharded weights does; a gradient norm, clipping
+and a checkpoint then know nothing of Muon. The step of Muon's groups is made in the hook in front
+of the inner optimizer's, which finds these groups without parameters.
+
+Two optimizers in core's chain were rejected: the norm, the count of zeros and the names in a
+checkpoint would each be put together from two. So was momentum on the owners, with gradients that
+travel as soon as they are reduced: they are clipped by a norm that is known last, and momentum
+would need a layout of its own in checkpoints.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...core.engine.engine import FsdpEngine
+from ...core.engine.identity import ParamPair
+from ...core.runtime.comm import Communicator
+from ...core.topology import TP_DIM
+from ..local_optimizer import LocalShards
+from . import newton_schulz, owners
+from .exchange import AHEAD, Parties, StageExchange, communicator_of, parties_of
+from .matrices import MuonParam
+from .plan import plan_stage
+
+MOMENTUM = "momentum_buffer"
+"""The name of Muon's state, as torch.optim.Muon has it."""
+
+Options = dict[str, Any]
+"""A parameter group."""
+
+
+@dataclass(frozen=True)
+class MuonOptions:
+    """How a parameter group is updated; lr and weight decay are the group's own.
+
+    momentum: m <- momentum m + (1 - momentum) g; nesterov: what is orthogonalised is the same sum
+    of g and the new m, and m without; coefficients: of each Newton-Schulz step; scale: of a
+    matrix's rows and columns, the factor on its update; dtype: of the products and on the wire.
+    """
+
+    momentum: float
+    nesterov: bool
+    coefficients: tuple[newton_schulz.Coefficients, ...]
+    eps: float
+    scale: Callable[[int, int], float]
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class MuonRule:
+    """What an optimizer's Muon is: which groups are its, their options, and of which parts of rows
+    a parameter is made (`MuonParam.heights`)."""
+
+    is_muon: Callable[[Options], bool]
+    options: Callable[[Options], MuonOptions]
+    heights: Callable[[ParamPair], tuple[int, ...]]
+
+
+@dataclass
+class Entry:
+    """A parameter of a stage: its flat local rows, as parameter and as the key of its state."""
+
+    group: int
+    local: torch.Tensor
+    param: MuonParam
+
+
+@dataclass
+class Stage:
+    """What is exchanged together."""
+
+    entries: list[Entry]
+    exchange: StageExchange | None = None
+    trained: list[bool] = field(default_factory=list)
+
+
+class MuonShards(LocalShards):
+    """Local shards of an optimizer of which Muon updates some groups.
+
+    Args:
+        engines: those of the parameters. rule: which groups, and how.
+    """
+
+    def __init__(
+        self, engines: Sequence[FsdpEngine], rule: MuonRule, optimizer: Any, skip_empty: bool,
+        decoupled: bool,
+    ) -> None:  # fmt: skip
+        self._engines, self._rule, self._runtime = engines, rule, engines[0].runtime
+        self._communicators: dict[tuple[int, ...], Communicator] = {}
+        self._planned_groups, self._stages = 0, list[Stage]()
+        self._stepped = False
+        super().__init__(optimizer, skip_empty, decoupled)
+
+    def _muon_groups(self, optimizer: Any) -> dict[int, Options]:
+        groups = enumerate(optimizer.param_groups)
+        return {number: group for number, group in groups if self._rule.is_muon(group)}
+
+    # State.
+
+    def makes_own(self, group: Options) -> bool:
+        return self._rule.is_muon(group)
+
+    def made_state(self, optimizer: Any) -> None:
+        """Zeros, where a group of Muon's has no momentum yet."""
+        for number in self._muon_groups(optimizer):
+            for _, local in self.pairs[number]:
+                if MOMENTUM not in self.state[local]:
+                    self.state[local][MOMENTUM] = torch.zeros_like(local)
+
+    # Planning.
+
+    def _plan(self, optimizer: Any) -> None:
+        """Once, and anew when groups were added: all ranks have the same ones."""
+        if self._planned_groups == len(self.pairs):
+            return
+        self._planned_groups = len(self.pairs)
+        where = {
+            id(param): (number, local)
+            for number in self._muon_groups(optimizer)
+            for param, local in self.pairs[number]
+        }
+        stages = [
+            (parties, communicator, Stage(entries))
+            for engine in self._engines
+            for parties, communicator, entries in self._stages_of(engine, where)
+        ]
+        for ranks in dict.fromkeys(parties.ranks for parties, _, _ in stages):
+            self._assign([row for row in stages if row[0].ranks == ranks], optimizer)
+        self._stages = [stage for _, _, stage in stages]
+
+    def _stages_of(
+        self, engine: FsdpEngine, where: dict[int, tuple[int, torch.Tensor]]
+    ) -> Iterator[tuple[Parties, Communicator, list[Entry]]]:
+        """The groups of each unit, in the order of the units, that Muon updates something of."""
+        for unit in engine.units:
+            for group in unit.groups:
+                pairs = [
+                    pair for pair in engine.pairs
+                    if pair.group is group and id(pair.optimizer) in where
+                ]
+                if not pairs:
+                    continue
+                shards_main = engine.config.strategy.shard_main
+                parties = parties_of(group.domain, shards_main, group.splits_outer)
+                if parties.ranks not in self._communicators:
+                    made = communicator_of(parties, group.domain, self._runtime.device)
+                    self._communicators[parties.ranks] = made
+                entries = [
+                    Entry(*where[id(pair.optimizer)], self._muon_param(pair)) for pair in pairs
+                ]
+                yield parties, self._communicators[parties.ranks], entries
+
+    def _muon_param(self, pair: ParamPair) -> MuonParam:
+        mesh = pair.group.domain.mesh
+        names = mesh.mesh_dim_names or ()
+        parts = mesh.size(-1) if names and names[-1] == TP_DIM else 1
+        split = pair.managed.split if parts > 1 else None
+        layout = pair.group.held.layout
+        return MuonParam(layout, pair.index, split, parts, self._rule.heights(pair))
+
+    def _assign(self, rows: list[tuple[Parties, Communicator, Stage]], optimizer: Any) -> None:
+        """Owners for all matrices that the same ranks exchange."""
+        parties, communicator, _ = rows[0]
+        costs = [
+            newton_schulz.cost(*shape)
+            for _, _, stage in rows for entry in stage.entries for shape in entry.param.shapes
+        ]  # fmt: skip
+        found = iter(owners.assign(costs, len(parties.ranks)))
+        for parties, communicator, stage in rows:
+            params = [entry.param for entry in stage.entries]
+            of = [[next(found) for _ in param.shapes] for param in params]
+            plan = plan_stage(params, of, parties.members, parties.me)
+            options = self._rule.options(optimizer.param_groups[stage.entries[0].group])
+            stage.exchange = StageExchange(plan, communicator, self._runtime, options.dtype)
+
+    # A step.
+
+    def begin(self, optimizer: Any) -> None:
+        """Steps Muon's groups; the step that was asked for finds them without parameters."""
+        if self._stepped:
+            return  # a step of a subclass that calls its base's
+        super().begin(optimizer)
+        self._stepped = True
+        try:
+            with torch.no_grad():
+                self._plan(optimizer)
+                self._step(optimizer.param_groups)
+        except BaseException:
+            self.leave(optimizer)
+            raise
+        for group in self._muon_groups(optimizer).values():
+            group["params"] = []
+
+    def leave(self, optimizer: Any) -> None:
+        self._stepped = False
+        super().leave(optimizer)
+
+    def _check(self, groups: Sequence[Options]) -> None:
+        """ValueError if matrices that are computed together are not to be computed alike."""
+        for stage in self._stages:
+            found = {
+                (chosen.coefficients, chosen.eps, chosen.dtype)
+                for chosen in (self._rule.options(groups[e.group]) for e in stage.entries)
+            }
+            if len(found) > 1:
+                raise ValueError(
+                    f"Muon: weights of one unit ({stage.entries[0].param.name} and others) are in "
+                    "parameter groups with different Newton-Schulz coefficients, steps, eps or "
+                    "dtypes; give all parameter groups the same"
+                )
+
+    def _step(self, groups: Sequence[Options]) -> None:
+        self._check(groups)
+        stages, options = self._stages, functools.cache(lambda n: self._rule.options(groups[n]))
+        sent = 0
+        for number, stage in enumerate(stages):
+            for ahead in stages[sent : number + 1 + AHEAD]:
+                self._send(ahead, options)
+                sent += 1
+            first = options(stage.entries[0].group)
+            stage.exchange.compute(  # type: ignore[union-attr]
+                functools.partial(
+                    newton_schulz.orthogonalised, coefficients=first.coefficients, eps=first.eps
+                )
+            )
+            if number > 0:
+                _apply(stages[number - 1], groups, options)
+        if stages:
+            _apply(stages[-1], groups, options)
+
+    def _send(self, stage: Stage, options: Callable[[int], MuonOptions]) -> None:
+        """Adds the gradients to the momentum, and sends what is to be orthogonalised."""
+        name = "decoupled_grad" if self.decoupled else "grad"
+        grads = [getattr(entry.local, name, None) for entry in stage.entries]
+        stage.trained = [grad is not None for grad in grads]
+        rows: list[torch.Tensor | None] = []
+        for entry, given in zip(stage.entries, grads, strict=True):
+            if given is None:
+                rows.append(None)
+                continue
+            state, chosen = self.state[entry.local], options(entry.group)
+            if MOMENTUM not in state:
+                state[MOMENTUM] = torch.zeros_like(entry.local)
+            grad = given.to(entry.local.dtype)
+            momentum = state[MOMENTUM].lerp_(grad, 1 - chosen.momentum)
+            update = grad.lerp(momentum, chosen.momentum) if chosen.nesterov else momentum
+            rows.append(update.reshape(-1))
+        stage.exchange.send(rows)  # type: ignore[union-attr]
+
+
+def _apply(
+    stage: Stage, groups: Sequence[Options], options: Callable[[int], MuonOptions]
+) -> None:
+    for entry, trained in zip(stage.entries, stage.trained, strict=True):
+        group = groups[entry.group]
+        if trained and group["weight_decay"] != 0:
+            entry.local.mul_(1 - float(group["lr"]) * group["weight_decay"])
+    alike: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for number, matrix, place, values in stage.exchange.updates():  # type: ignore[union-attr]
+        entry = stage.entries[number]
+        if stage.trained[number]:
+            scale = options(entry.group).scale(*entry.param.shapes[matrix])
+            key = -float(groups[entry.group]["lr"]) * scale
+            targets, updates = alike.setdefault(key, ([], []))
+            targets.append(entry.local.view(-1)[place])
+            updates.append(values.to(entry.local.dtype))
+    for alpha, (targets, updates) in alike.items():
+        torch._foreach_add_(targets, updates, alpha=alpha)

@@ -1,0 +1,49 @@
+"""`torch.optim.Muon`, whose step needs whole matrices, on shards."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...core.engine.engine import FsdpEngine
+from ...core.engine.identity import ParamPair
+from ..local_optimizer import LocalShards
+from .shards import MuonOptions, MuonRule, MuonShards, Options
+
+
+def is_torch_muon(kind: type) -> bool:
+    """Whether optimizers of this class step as `torch.optim.Muon` does."""
+    return issubclass(kind, torch.optim.Muon) and (
+        inspect.unwrap(kind.step) is inspect.unwrap(torch.optim.Muon.step)
+    )
+
+
+def muon_shards(engines: Sequence[FsdpEngine]) -> Callable[[Any, bool, bool], LocalShards]:
+    """What makes the shards of a `torch.optim.Muon` over the parameters of `engines`. Every
+    parameter is one matrix, as it is to torch's own."""
+    return functools.partial(MuonShards, engines, MuonRule(lambda _: True, _options, _whole))
+
+
+def _whole(pair: ParamPair) -> tuple[int, ...]:
+    return (pair.group.layout.specs[pair.index].layout_shape[0],)
+
+
+def _options(group: Options) -> MuonOptions:
+    return MuonOptions(
+        momentum=group["momentum"],
+        nesterov=group["nesterov"],
+        coefficients=(tuple(group["ns_coefficients"]),) * group["ns_steps"],
+        eps=group["eps"],
+        scale=functools.partial(_scale, group["adjust_lr_fn"]),
+    )
+
+
+def _scale(rule: str | None, rows: int, columns: int) -> float:
+    if rule == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))

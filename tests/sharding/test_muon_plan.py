@@ -1,0 +1,233 @@
+"""Muon's plan: matrices of fused weights, their owners, and what travels."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fsdp_adapter.core.layout import plan_group
+from megatron_fsdp_adapter.sharding.muon import owners
+from megatron_fsdp_adapter.sharding.muon.matrices import Member, MuonParam, row_blocks
+from megatron_fsdp_adapter.sharding.muon.newton_schulz import (
+    COEFFICIENTS,
+    coefficients_of,
+    orthogonalised,
+    symmetric_product,
+)
+from megatron_fsdp_adapter.sharding.muon.plan import StagePlan, plan_stage
+from tests.layout.layout_cases import specs_of
+
+pytestmark = pytest.mark.once
+
+# Owners.
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=60), st.integers(1, 40))
+def test_no_rank_has_more_than_the_mean_and_one_matrix(costs: list[int], ranks: int) -> None:
+    found = owners.assign(costs, ranks)
+    assert len(found) == len(costs) and all(0 <= owner < ranks for owner in found)
+    assert found == owners.assign(costs, ranks)
+    largest = max(owners.loads(costs, found, ranks))
+    assert largest <= sum(costs) / ranks + max(costs, default=0)
+
+
+def test_equal_matrices_of_neighbouring_units_have_different_owners() -> None:
+    assert owners.assign([5] * 8, 4) == (0, 1, 2, 3, 0, 1, 2, 3)
+    assert owners.imbalance([5] * 8, owners.assign([5] * 8, 4), 4) == 1.0
+
+
+def test_a_large_model_on_many_ranks_is_planned_in_seconds() -> None:
+    costs = [7, 3, 2] * 58 * 256
+    began = time.monotonic()
+    found = owners.assign(costs, 1024)
+    assert time.monotonic() - began < 10
+    assert owners.imbalance(costs, found, 1024) < 1.01
+
+
+# Matrices.
+
+
+def test_parts_of_fused_rows_repeat() -> None:
+    assert row_blocks(6, (6,)) == (((0, 6),),)
+    assert row_blocks(8, (2, 1, 1)) == (((0, 2), (4, 6)), ((2, 3), (6, 7)), ((3, 4), (7, 8)))
+
+
+@pytest.mark.parametrize(("rows", "heights"), [(7, (2, 1, 1)), (4, ()), (4, (4, 0))])
+def test_heights_that_do_not_make_the_rows_are_refused(
+    rows: int, heights: tuple[int, ...]
+) -> None:
+    with pytest.raises(ValueError, match=r"parts of .* rows do not make"):
+        row_blocks(rows, heights)
+
+
+def test_a_vector_is_no_matrix() -> None:
+    layout = plan_group(specs_of([(12,)]), 2)
+    with pytest.raises(ValueError, match=r"Muon needs a matrix, not \(12,\)"):
+        MuonParam(layout, 0, None, 1, (12,))
+
+
+# What travels, with tensors in the place of ranks.
+
+
+@st.composite
+def stages(draw: st.DrawFn) -> tuple[list[MuonParam], tuple[Member, ...], list[list[int]]]:
+    """Parameters with any heights, cut by tensor-parallel ranks and into shards, or not."""
+    parts, shards = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    copies = draw(st.integers(1, 2))
+    fused = draw(st.lists(
+        st.tuples(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 3),
+                  st.integers(1, 9), st.sampled_from([None, 0, 1])),
+        min_size=1, max_size=4,
+    ))  # fmt: skip
+    shapes = []
+    for heights, times, columns, split in fused:
+        rows = sum(heights) * times * (parts if split == 0 else 1)
+        shapes.append((rows // (parts if split == 0 else 1), columns))
+    layout = plan_group(specs_of(shapes), shards)
+    params = [
+        MuonParam(layout, index, split, parts,
+                  tuple(heights) if len(heights) > 1 else (shapes[index][0] * (
+                      parts if split == 0 else 1),))
+        for index, (heights, _, _, split) in enumerate(fused)
+    ]  # fmt: skip
+    members = tuple(
+        Member(shard, part) for _ in range(copies) for shard in range(shards)
+        for part in range(parts)
+    )
+    ranks = st.integers(0, len(members) - 1)
+    return params, members, [[draw(ranks) for _ in param.shapes] for param in params]
+
+
+def whole_of(param: MuonParam) -> torch.Tensor:
+    """Every element its own number."""
+    columns = param.columns * param.panels
+    return torch.arange(param.rows * columns).view(param.rows, columns)
+
+
+def held_by(param: MuonParam, member: Member, whole: torch.Tensor) -> torch.Tensor:
+    """The member's rows of the parameter, flat: its part, and of that its shard."""
+    if param.split is not None:
+        whole = whole.chunk(param.parts, param.split)[member.part]
+    held = param.layout.shard_range(param.index, member.shard)
+    return whole.reshape(-1)[held.start : held.stop]
+
+
+@settings(max_examples=150, deadline=None)
+@given(stages())
+def test_matrices_arrive_whole_and_every_holder_gets_their_updates(
+    case: tuple[list[MuonParam], tuple[Member, ...], list[list[int]]]
+) -> None:
+    params, members, of = case
+    plans = [plan_stage(params, of, members, me) for me in range(len(members))]
+    wholes = [whole_of(param) for param in params]
+    found = [
+        [torch.full((param.panels, rows * param.columns), -1) for rows, _ in param.shapes]
+        for param in params
+    ]
+    for me, plan in enumerate(plans):
+        _deliver(me, plan, plans, members, wholes, found)
+    for param, whole, matrices in zip(params, wholes, found, strict=True):
+        for blocks, panels in zip(param.blocks, matrices, strict=True):
+            rows = torch.cat([whole[start:stop] for start, stop in blocks])
+            split = [panel.view(len(rows), -1) for panel in panels]
+            assert torch.equal(torch.cat(split, 1), rows)
+    for me, plan in enumerate(plans):
+        _return(me, plan, plans, members, wholes, found)
+
+
+def _deliver(me: int, plan: StagePlan, plans, members, wholes, found) -> None:  # type: ignore[no-untyped-def]
+    for source, runs in enumerate(plan.received):
+        assert runs_of(plans[source].sent[me]) == runs_of(runs)
+        for sent, got in zip(plans[source].sent[me], runs, strict=True):
+            rows = held_by(plan.params[sent.param], members[source], wholes[sent.param])
+            panel = found[got.param][got.matrix][got.piece.panel]
+            target = panel[got.piece.at : got.piece.at + got.numel]
+            assert (target == -1).all(), "an element was sent twice"
+            target.copy_(rows[sent.piece.local.start : sent.piece.local.stop])
+
+
+def _return(me: int, plan: StagePlan, plans, members, wholes, found) -> None:  # type: ignore[no-untyped-def]
+    own = [torch.full_like(held_by(p, members[me], w), -1)
+           for p, w in zip(plan.params, wholes, strict=True)]  # fmt: skip
+    for owner, runs in enumerate(plan.updates):
+        assert runs_of(plans[owner].returned[me]) == runs_of(runs)
+        for run in runs:
+            values = found[run.param][run.matrix][run.piece.panel]
+            target = own[run.param][run.piece.local.start : run.piece.local.stop]
+            assert (target == -1).all(), "an element came back twice"
+            target.copy_(values[run.piece.at : run.piece.at + run.numel])
+    for param, whole, rows in zip(plan.params, wholes, own, strict=True):
+        assert torch.equal(rows, held_by(param, members[me], whole))
+
+
+def runs_of(runs) -> list[tuple[int, int, int, int, int]]:  # type: ignore[no-untyped-def]
+    return [(r.param, r.matrix, r.piece.panel, r.piece.at, r.numel) for r in runs]
+
+
+# Newton-Schulz.
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 40), (2, 17, 61), (1, 61, 17), (2, 1, 5)])
+def test_singular_values_become_about_one(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(shape[1])
+    x = torch.randn(shape)
+    found = orthogonalised(x, coefficients_of("quintic", 5))
+    assert (torch.linalg.svdvals(found) - 1).abs().max() < 0.35
+    left, _, right = torch.linalg.svd(x, full_matrices=False)
+    assert (found - left @ right).abs().max() < 0.35
+
+
+def test_torch_muon_computes_the_same() -> None:
+    """In bf16, whose products are added up in another order."""
+    from torch.optim._muon import _zeropower_via_newtonschulz as reference
+
+    torch.manual_seed(3)
+    for shape in ((48, 80), (80, 48), (64, 64)):
+        x = torch.randn(shape)
+        [coefficients] = COEFFICIENTS["simple"]
+        theirs = reference(x, coefficients, 5, 1e-7)
+        ours = orthogonalised(x.bfloat16()[None], coefficients_of("simple", 5))[0]
+        assert ours.dtype == theirs.dtype == torch.bfloat16
+        assert (ours - theirs).abs().max() < 0.05 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_symmetric_product_in_blocks_is_the_product(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 1100, 40).to(dtype)
+    found = symmetric_product(x)
+    assert torch.equal(found, found.mT)
+    close = {"rtol": 0.02, "atol": 0.1} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(found, x @ x.mT, **close)
+    again = symmetric_product(found, found, 0.5, 1e-3)
+    close = {"rtol": 0.02, "atol": 0.5} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(again, 0.5 * found + 1e-3 * (found @ found), **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matrix_has_the_same_result_in_every_batch(dtype: torch.dtype) -> None:
+    """Which matrices share a batch depends on the number of ranks."""
+    torch.manual_seed(1)
+    x = torch.randn(5, 96, 130).to(dtype)
+    steps = coefficients_of("quintic", 5)
+    alone = torch.cat([orthogonalised(one[None], steps) for one in x])
+    assert torch.equal(orthogonalised(x, steps), alone)
+
+
+def test_zeros_stay_zeros() -> None:
+    assert not orthogonalised(torch.zeros(1, 4, 6), coefficients_of("simple", 5)).any()
+
+
+def test_unknown_coefficients_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'cubic' are none of \['quintic', 'simple'\]"):
+        coefficients_of("cubic", 5)
+    with pytest.raises(ValueError, match="at least one"):
+        coefficients_of("simple", 0)
+    with pytest.raises(ValueError, match=r"\(batch, rows, columns\)"):
+        orthogonalised(torch.zeros(2, 2), coefficients_of("simple", 1))
+    with pytest.raises(ValueError, match="0 ranks cannot own"):
+        owners.assign([1], 0)
