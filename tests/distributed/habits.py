@@ -293,18 +293,20 @@ HABITS: Mapping[str, Habit] = {
 STEPS = 3
 
 
-def check_habit(rank: int, world: int, case: Case, names: list[str]) -> None:
-    """Trains with each habit under every strategy and under stock DDP without overlap, which
-    asserts when a parameter has no gradient, and compares losses, norms, gradients of inputs and
-    weights."""
+def check_habit(
+    rank: int, world: int, case: Case, names: list[str], strategies: tuple[str, ...] | None
+) -> None:
+    """Trains with each habit under some strategies (None: the last and one of the others, in turn)
+    and under stock DDP without overlap, which asserts when a parameter has no gradient, and
+    compares losses, norms, gradients of inputs and weights."""
     device = init_megatron()
-    for name in names:
+    for position, name in enumerate(names):
         habit = HABITS[name]
         own = case.but(**habit.case)
         reference = build_trainer(own.but(overlap=False), None, device, habit.change)
         expected = [habit.drive(reference, n, rank, device) for n in range(STEPS)]
         weights = reference.params()
-        for strategy in STRATEGIES if world > 1 else ("optim", "optim_grads_params"):
+        for strategy in strategies or (STRATEGIES[position % 3], STRATEGIES[3]):
             trainer = build_trainer(own, strategy, device, habit.change)
             label = f"{name}: {strategy} on {world} ranks, {own}"
             for number, theirs in enumerate(expected):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.distributed.checks import (
+    Step,
     Tensors,
     check_run,
     check_run_bits,
@@ -41,7 +42,7 @@ from tests.distributed.gpt import (
 from tests.distributed.launch import run_ranks
 from tests.distributed.random_cases import fresh_seed, random_case
 
-WORLDS = (1, 2, 4, pytest.param(8, marks=pytest.mark.full))
+FOUR, EIGHT = (pytest.param(world, marks=pytest.mark.full) for world in (4, 8))
 KEPT_GRADS, SHARDED_GRADS = ("no_shard", "optim"), ("optim_grads", "optim_grads_params")
 """The first sum microbatches on each rank before they reduce, as stock DDP does; the others reduce
 each microbatch."""
@@ -63,7 +64,7 @@ def _compare_each_step(
         check_step(mine, theirs, f"{strategy} on {world} ranks, {case}")
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", (1, 2, 4, EIGHT))
 def test_each_step_from_the_reference_weights(world: int) -> None:
     """Show 2 (a): weight decay, clipping at 1.0, 3 microbatches, uneven random shapes."""
     run_ranks(_compare_each_step, world, random_case(fresh_seed()), STRATEGIES, {})
@@ -97,7 +98,7 @@ def _run_free(rank: int, world: int, case: Case) -> None:
         check_run(steps, reference, f"{strategy} on {world} ranks, {case}")
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", (1, 2, FOUR, EIGHT))
 def test_twenty_steps_running_free(world: int) -> None:
     """Show 2 (b): loss, norm and weights after each of 20 steps."""
     case = random_case(fresh_seed()).but(num_layers=1, batch=1)
@@ -155,7 +156,7 @@ def _within_bounds(rank: int, world: int, case: Case, comm_bf16: bool) -> None:
 
 @pytest.mark.parametrize("comm_bf16", (False, True), ids=("fp32-comm", "bf16-comm"))
 @pytest.mark.parametrize("bf16", (False, True), ids=("fp32", "bf16"))
-@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize("world", (1, 2, FOUR))
 def test_gradients_within_derived_bounds(world: int, bf16: bool, comm_bf16: bool) -> None:
     """Show 2 (d). Main gradients are fp32, so with compute in bf16 every microbatch's gradient is
     a bf16 number that enters a float32 sum without a rounding of its own, and only the additions
@@ -201,6 +202,13 @@ def test_fp16_with_a_loss_scaler(microbatches: int) -> None:
 # The suite's power: the same checks fail on an engine with a mistake in it.
 
 
+Passed = dict[str, dict[str, bool]]
+"""Strategy and check of the suite -> whether it passes."""
+
+FAULTS = ("none", "scaled by 1.001", "one microbatch of one rank dropped")
+FAULTY_STEPS = 5
+
+
 def _fault(name: str, case: Case) -> AbstractContextManager[None]:
     faults = {
         "none": nullcontext,
@@ -210,17 +218,24 @@ def _fault(name: str, case: Case) -> AbstractContextManager[None]:
     return faults[name]()
 
 
-def _checks_under(rank: int, world: int, case: Case, fault: str) -> dict[str, dict[str, bool]]:
-    """For each strategy, which of the suite's checks pass with `fault` in the engine."""
+def _checks_under_all(rank: int, world: int, case: Case) -> dict[str, Passed]:
+    """By fault."""
     device = init_megatron()
-    unclipped = case.but(clip=0.0)
-    reference = free_run(build_trainer(case, None, device), rank, 20, device)
-    bits = free_run(build_trainer(unclipped, None, device), rank, 2, device)
-    passed: dict[str, dict[str, bool]] = {}
+    reference = free_run(build_trainer(case, None, device), rank, FAULTY_STEPS, device)
+    bits = free_run(build_trainer(case.but(clip=0.0), None, device), rank, 2, device)
+    return {fault: _checks_under(rank, case, fault, reference, bits) for fault in FAULTS}
+
+
+def _checks_under(
+    rank: int, case: Case, fault: str, reference: list[Step], bits: list[Step]
+) -> Passed:
+    """What passes with `fault` in the engine; `bits`: the reference's steps without clipping."""
+    device, unclipped = init_megatron(), case.but(clip=0.0)
+    passed: Passed = {}
     with _fault(fault, case):
         for strategy in STRATEGIES:
             ours = build_trainer(case, strategy, device)
-            steps = free_run(ours, rank, 20, device)
+            steps = free_run(ours, rank, FAULTY_STEPS, device)
             own_bits = free_run(build_trainer(unclipped, strategy, device), rank, 2, device)
             passed[strategy] = {
                 "step": passes(check_step, steps[0], reference[0], strategy),
@@ -234,17 +249,14 @@ def _checks_under(rank: int, world: int, case: Case, fault: str) -> dict[str, di
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(
-    "fault", ("none", "scaled by 1.001", "one microbatch of one rank dropped")
-)
-def test_every_check_sees_a_mistake(fault: str) -> None:
+def test_every_check_sees_a_mistake() -> None:
     """Show 2 (e): with a mistake in the engine no check passes, for any strategy; without one all
     do, except that bits differ where the order of summation does."""
     case = random_case(fresh_seed()).but(num_layers=1, batch=1)
-    passed = run_ranks(_checks_under, 2, case, fault)[0]
-    for strategy in STRATEGIES:
-        if fault == "none":
-            passed[strategy]["bits"] |= strategy in SHARDED_GRADS
-            assert all(passed[strategy].values()), (strategy, passed[strategy], case)
-        else:
-            assert not any(passed[strategy].values()), (strategy, passed[strategy], case)
+    for fault, passed in run_ranks(_checks_under_all, 2, case)[0].items():
+        for strategy, checks in passed.items():
+            if fault == "none":
+                checks["bits"] |= strategy in SHARDED_GRADS
+                assert all(checks.values()), (strategy, checks, case)
+            else:
+                assert not any(checks.values()), (fault, strategy, checks, case)

@@ -33,7 +33,7 @@ from tests.distributed.topologies import (
     topology_step,
 )
 
-EXPERTS, ZERO_3, STEPS = 12, "optim_grads_params", 3
+EXPERTS, ZERO_3, STEPS = 12, "optim_grads_params", 2
 TOPOLOGY = Topology("12 experts", experts=EXPERTS)
 PARTS = {"megatron_fsdp_enable_fine_grained_param_gather": True}
 SLOTS = {**PARTS, "fsdp_double_buffer": True}

@@ -23,8 +23,9 @@ from tests.distributed.plain_side import net
 pytestmark = pytest.mark.once
 
 
-def test_loops_train_to_the_same_weights() -> None:
-    run_ranks(check_loops, 2, list(LOOPS), timeout=400)
+@pytest.mark.parametrize("every", (False, pytest.param(True, marks=pytest.mark.full)))
+def test_loops_train_to_the_same_weights(every: bool) -> None:
+    run_ranks(functools.partial(check_loops, every=every), 2, list(LOOPS), timeout=400)
 
 
 @pytest.mark.full

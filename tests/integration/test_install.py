@@ -1,6 +1,7 @@
 """install() reaches every place where Megatron holds the names, and uninstall() leaves no trace.
 
-Each case is a process of its own: what is tested is the order of imports.
+Each case is a process of its own: what is tested is the order of imports. Two run at a time, for
+most of it is the import of Megatron.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,16 +68,40 @@ def run(body: str, *path: str) -> str:
     return done.stdout
 
 
-def test_importing_the_package_imports_no_megatron() -> None:
-    run("""
+BODIES: dict[str, str] = {}
+
+
+def in_a_process(body: Callable[[], str]) -> Callable[..., None]:
+    """A test that runs the code that `body` returns."""
+    BODIES[body.__name__] = body()
+
+    def test(outcomes: Mapping[str, Future[str]]) -> None:
+        outcomes[body.__name__].result()
+
+    test.__name__, test.__doc__ = body.__name__, body.__doc__
+    return test
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Future[str]]]:
+    """Of the tests that were chosen."""
+    chosen = {item.name for item in request.session.items}
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(run, body) for name, body in BODIES.items() if name in chosen}
+
+
+@in_a_process
+def test_importing_the_package_imports_no_megatron() -> str:
+    return """
         import megatron_fsdp_adapter
         from megatron_fsdp_adapter.megatron.seams.rebound import installed
         assert not megatron_modules() and not installed()
-    """)
+    """
 
 
-def test_install_before_megatron() -> None:
-    run("""
+@in_a_process
+def test_install_before_megatron() -> str:
+    return """
         from megatron_fsdp_adapter import install
         install()
         from megatron_fsdp_adapter import FullyShardedDataParallel as ours
@@ -88,11 +115,12 @@ def test_install_before_megatron() -> None:
                 megatron_names, name), name
         checkpoint = importlib.import_module(CHECKPOINT)
         assert checkpoint.make_fsdp_dtensor is megatron_names.make_fsdp_dtensor
-    """)
+    """
 
 
-def test_install_after_megatron_and_back() -> None:
-    run("""
+@in_a_process
+def test_install_after_megatron_and_back() -> str:
+    return """
         for name in ("megatron.core", "megatron.core.distributed", "megatron.core.optimizer",
                      "megatron.core.utils", "megatron.core.tensor_parallel.layers",
                      "megatron.core.models.gpt", CHECKPOINT):
@@ -161,11 +189,12 @@ def test_install_after_megatron_and_back() -> None:
             raise AssertionError("no original while nothing is rebound")
         install()
         assert holders(ours) == places["class"], "it can be installed again"
-    """)
+    """
 
 
-def test_a_second_install_reaches_what_was_bound_in_between() -> None:
-    run("""
+@in_a_process
+def test_a_second_install_reaches_what_was_bound_in_between() -> str:
+    return """
         from megatron_fsdp_adapter import install
         from megatron_fsdp_adapter.launch.installation import original
         install()
@@ -175,11 +204,12 @@ def test_a_second_install_reaches_what_was_bound_in_between() -> None:
         install()
         from megatron_fsdp_adapter import FullyShardedDataParallel as ours
         assert late.FSDP is ours and holders(original("FullyShardedDataParallel")) == []
-    """)
+    """
 
 
-def test_a_megatron_without_the_engine_keeps_its_names() -> None:
-    run("""
+@in_a_process
+def test_a_megatron_without_the_engine_keeps_its_names() -> str:
+    return """
         class Absent:
             def find_spec(self, name, path=None, target=None):
                 if name.startswith(ENGINE + ".uneven_dtensor"):
@@ -192,12 +222,13 @@ def test_a_megatron_without_the_engine_keeps_its_names() -> None:
         required = Rebinding(ENGINE + ".uneven_dtensor", "x", lambda: None, required=True)
         assert module.missing_names([required]) == [ENGINE + ".uneven_dtensor.x"]
         assert module.missing_names() == []
-    """)
+    """
 
 
-def test_another_megatron_core_is_told_what_it_lacks() -> None:
+@in_a_process
+def test_another_megatron_core_is_told_what_it_lacks() -> str:
     """A release that renamed methods of its optimizer; nothing is changed then."""
-    run("""
+    return """
         from megatron.core.distributed import FullyShardedDataParallel as original
         from megatron.core.optimizer.optimizer import MegatronOptimizer
         for name in ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm", "count_zeros"):
@@ -214,12 +245,13 @@ def test_another_megatron_core_is_told_what_it_lacks() -> None:
         else:
             raise AssertionError("names that are replaced may not be absent")
         assert not installed() and len(holders(original)) >= 3
-    """)
+    """
 
 
-def test_megatrons_own_wrapper_cannot_be_constructed_meanwhile() -> None:
+@in_a_process
+def test_megatrons_own_wrapper_cannot_be_constructed_meanwhile() -> str:
     """A module that is not Megatron's holds the class under a name that is out of reach."""
-    run("""
+    return """
         import torch
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.distributed import FullyShardedDataParallel as original
@@ -235,16 +267,17 @@ def test_megatrons_own_wrapper_cannot_be_constructed_meanwhile() -> None:
             raise AssertionError("it was constructed")
         uninstall()
         assert original.__init__ is constructor
-    """)
+    """
 
 
-def test_importing_submodules_does_not_hide_the_functions() -> None:
-    run("""
+@in_a_process
+def test_importing_submodules_does_not_hide_the_functions() -> str:
+    return """
         import megatron_fsdp_adapter.launch.installation, megatron_fsdp_adapter.megatron.adapter
         from megatron_fsdp_adapter import install, uninstall, FullyShardedDataParallel
         install()
         uninstall()
-    """)
+    """
 
 
 @pytest.mark.parametrize("order", ["install first", "install last"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 ROOT = Path(__file__).parents[2]
 DDP_FIELDS = vars(DistributedDataParallelConfig())
+Outcome = subprocess.CompletedProcess[str]
 
 ARGUMENTS = """
 import argparse
@@ -70,7 +73,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "train.py"
 
 
-def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*argv: str, **environment: str) -> Outcome:
     inherited = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "megatron_fsdp_adapter", *argv],
@@ -79,13 +82,65 @@ def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_the_script_runs_with_the_wrapper(script: Path) -> None:
+OWN = (
+    "from megatron.core.distributed import FullyShardedDataParallel as a\n"
+    "from megatron_fsdp_adapter import FullyShardedDataParallel as b, install\n"
+    "install()\nprint(a is b)\n"
+)
+CONTRADICTIONS = ("--use-megatron-fsdp", "--use-torch-fsdp2", "--ckpt-format", "zarr")
+Runs = Callable[[str], Outcome]
+
+
+def elsewhere(folder: Path) -> str:
+    """The script's path, without a Megatron-LM beside it."""
+    (folder / "helper_beside_the_script.py").write_text("")
+    (folder / "train.py").write_text(SCRIPT)
+    return str(folder / "train.py")
+
+
+def beside_another_core(folder: Path) -> Outcome:
+    core = folder / "megatron" / "core"
+    core.mkdir(parents=True)
+    (folder / "train.py").write_text("")
+    program = (
+        "import megatron.core, sys; from megatron_fsdp_adapter.__main__ import main; "
+        f"main([{str(folder / 'train.py')!r}])"
+    )
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """What became of each, by name. Two run at a time: most of it is the import of Megatron."""
+    own = tmp_path_factory.mktemp("own") / "own.py"
+    own.write_text(OWN)
+    alone = elsewhere(tmp_path_factory.mktemp("elsewhere"))
+    path = f"{ROOT}{os.pathsep}{script.parent}"
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    with ThreadPoolExecutor(2) as pool:
+        started = {
+            "flag": pool.submit(
+                run, str(script), "--use-megatron-fsdp", "--megatron-fsdp-grad-comm-dtype", "bf16",
+                "--outer-dp-sharding-strategy", "no_shard",
+            ),
+            "no flag": pool.submit(run, str(script)),
+            "first rank": pool.submit(run, str(script), *CONTRADICTIONS, **one, RANK="0"),
+            "second rank": pool.submit(run, str(script), *CONTRADICTIONS, **one, RANK="1"),
+            "own": pool.submit(run, str(own)),
+            "elsewhere": pool.submit(run, alone, PYTHONPATH=path),
+            "elsewhere, flag": pool.submit(run, alone, "--use-megatron-fsdp", PYTHONPATH=path),
+            "another core": pool.submit(beside_another_core, tmp_path_factory.mktemp("core")),
+        }  # fmt: skip
+        yield lambda name: started[name].result()
+
+
+def test_the_script_runs_with_the_wrapper(runs: Runs) -> None:
     """Hooks reach names that were imported before; the table is printed once; the script's exit
     status goes through."""
-    done = run(
-        str(script), "--use-megatron-fsdp", "--megatron-fsdp-grad-comm-dtype", "bf16",
-        "--outer-dp-sharding-strategy", "no_shard",
-    )  # fmt: skip
+    done = runs("flag")
     assert done.returncode == 7, done.stderr
     assert done.stdout.count("--use-megatron-fsdp sets\n") == 1
     assert "wrapper True\nconnections 8\n" in done.stdout and "field True" in done.stdout
@@ -94,8 +149,8 @@ def test_the_script_runs_with_the_wrapper(script: Path) -> None:
         assert pair in done.stdout
 
 
-def test_without_the_flag_nothing_is_changed(script: Path) -> None:
-    done = run(str(script))
+def test_without_the_flag_nothing_is_changed(runs: Runs) -> None:
+    done = runs("no flag")
     assert done.returncode == 7, done.stderr
     assert "sets" not in done.stdout
     assert "wrapper False\nconnections None\n" in done.stdout
@@ -104,57 +159,37 @@ def test_without_the_flag_nothing_is_changed(script: Path) -> None:
     assert "('ckpt_format', 'torch_dist')" in done.stdout
 
 
-def test_contradictions_are_one_message_on_one_rank(script: Path) -> None:
-    argv = (str(script), "--use-megatron-fsdp", "--use-torch-fsdp2", "--ckpt-format", "zarr")
-    done = run(*argv, CUDA_DEVICE_MAX_CONNECTIONS="1", RANK="0")
+def test_contradictions_are_one_message_on_one_rank(runs: Runs) -> None:
+    done = runs("first rank")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.count("\n  - ") == 3, done.stderr
-    silent = run(*argv, CUDA_DEVICE_MAX_CONNECTIONS="1", RANK="1")
+    silent = runs("second rank")
     assert silent.returncode == 2 and silent.stdout == ""
     # torch warns where it finds a compiler for CUDA and no GPU.
     assert all("torch/utils/cpp_extension" in line for line in silent.stderr.splitlines())
 
 
-def test_a_script_without_megatron_lm_gets_the_wrapper_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
-    path.write_text(
-        "from megatron.core.distributed import FullyShardedDataParallel as a\n"
-        "from megatron_fsdp_adapter import FullyShardedDataParallel as b, install\n"
-        "install()\nprint(a is b)\n"
-    )
-    done = run(str(path))
+def test_a_script_without_megatron_lm_gets_the_wrapper_at_once(runs: Runs) -> None:
+    done = runs("own")
     assert done.returncode == 0 and done.stdout == "True\n", done.stderr
 
 
 def test_a_script_elsewhere_that_parses_without_the_flag_gets_megatrons_wrapper(
-    script: Path, tmp_path: Path
+    runs: Runs,
 ) -> None:
     """Megatron-LM's modules on the path, as from 0.19 on in megatron-core's wheel, and not beside
     the script."""
-    (tmp_path / "helper_beside_the_script.py").write_text("")
-    (tmp_path / "train.py").write_text(SCRIPT)
-    beside = f"{ROOT}{os.pathsep}{script.parent}"
-    done = run(str(tmp_path / "train.py"), PYTHONPATH=beside)
+    done = runs("elsewhere")
     assert done.returncode == 7, done.stderr
     assert "wrapper False\n" in done.stdout and "sets" not in done.stdout
-    done = run(str(tmp_path / "train.py"), "--use-megatron-fsdp", PYTHONPATH=beside)
+    done = runs("elsewhere, flag")
     assert done.returncode == 7 and "wrapper True\n" in done.stdout, done.stderr
 
 
-def test_another_core_beside_the_script_is_refused(tmp_path: Path) -> None:
+def test_another_core_beside_the_script_is_refused(runs: Runs) -> None:
     """`megatron` has no __init__: a core imported from elsewhere would be mixed with the script's
     own training modules."""
-    core = tmp_path / "megatron" / "core"
-    core.mkdir(parents=True)
-    (tmp_path / "train.py").write_text("")
-    program = (
-        "import megatron.core, sys; from megatron_fsdp_adapter.__main__ import main; "
-        f"main([{str(tmp_path / 'train.py')!r}])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = runs("another core")
     assert done.returncode == 1 and "has a megatron-core of its own" in done.stderr
 
 

@@ -24,15 +24,24 @@ def quantised_cells(ranks: int) -> list[str]:
     return [name for name in dict.fromkeys(found) if not broken_rules(cell_named(name))]
 
 
-@pytest.mark.parametrize(
-    "ranks", (2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full))
-)
-def test_quantised_weights_train_as_what_they_stand_for(ranks: int) -> None:
-    names = quantised_cells(ranks)
-    assert len(names) > 1
-    for outcome in run_ranks(check, ranks, names, RECIPES, timeout=500.0):
-        assert len(outcome) == len(names) * len(RECIPES)
+def check_all(ranks: int, names: list[str], recipes: tuple[str, ...]) -> None:
+    assert names
+    for outcome in run_ranks(check, ranks, names, recipes, timeout=500.0):
+        assert len(outcome) == len(names) * len(recipes)
         assert {cell: problems for cell, problems in outcome.items() if problems} == {}
+
+
+def test_quantised_weights_train_as_what_they_stand_for() -> None:
+    """Each cell with one of the recipes, in turn."""
+    names = quantised_cells(2)
+    for position, recipe in enumerate(RECIPES):
+        check_all(2, names[position :: len(RECIPES)], (recipe,))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", (2, 3, 4))
+def test_quantised_weights_of_every_cell_and_recipe(ranks: int) -> None:
+    check_all(ranks, quantised_cells(ranks), RECIPES)
 
 
 def test_the_comparison_sees_weights_of_another_recipe() -> None:
