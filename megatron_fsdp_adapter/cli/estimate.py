@@ -24,7 +24,6 @@ from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group
 from megatron_fsdp_adapter.core.layout.format import WeightFormat
 from megatron_fsdp_adapter.diagnostics.memory import (
     GATHERED_WEIGHTS,
-    LIFE,
     QUANTISED_COPIES,
     Precision,
     bytes_between_steps,
@@ -36,9 +35,13 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     with_slots,
 )
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
+from megatron_fsdp_adapter.sharding.budget import GIB, KeptUnits, kept_units
+from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
 
 from . import quantised_options
+from .estimate_text import render
 from .gpt import (
+    EMBEDDING,
     PRESETS,
     ROOT,
     TRAINING_TOKENIZER,
@@ -52,7 +55,6 @@ from .gpt import (
 from .precision_options import OFFLOAD_OPTIONS, POLICY_DTYPES, POLICY_OPTIONS, precision
 from .quantised_options import PLAIN, Quantisation, quantisation
 
-GIB = 1 << 30
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 STAGING_OPTIONS = {
@@ -61,13 +63,6 @@ STAGING_OPTIONS = {
     "fsdp_copy_engine_all_gather": "weights in slots, gathered by copy engines",
     "fsdp_copy_engine_reduce_scatter": "gradients in slots, carried by copy engines",
 }
-
-TOTALS = {
-    "held between steps": "between_steps",
-    "and gathered ahead": "gathered_ahead",
-    "held at most": "peak",
-}
-"""Rows of the report below the kinds of buffers, and their names in `estimate`'s values."""
 
 NO_SLOTS = slots_wanted(argparse.Namespace())
 
@@ -118,13 +113,14 @@ class UnitKind:
 class Model:
     """A planned model: its kinds of units, on `num_shards` shards; `order`: all units, by name, as
     they compute, the root unit last. `slots`: what `slots_wanted` says. `quantised`: what becomes
-    of linear weights."""
+    of linear weights. `budget`: bytes for units that stay whole over a step."""
 
     kinds: tuple[UnitKind, ...]
     num_shards: int
     order: tuple[str, ...]
     slots: Mapping[str, bool]
     quantised: Quantisation = PLAIN
+    budget: int = 0
 
     @property
     def first_unit(self) -> str:
@@ -153,20 +149,31 @@ class Model:
     ) -> dict[str, int]:
         """Bytes by kind on `rank`; with `num_layers` transformer layers in place of its own."""
         every = self.units(num_layers)
+        rows = self.kept(strategy, precision, num_layers).rows
         again = self.quantised.recomputes
         held = {
-            id(kind): unit_bytes(kind.layouts, strategy, precision, rank, again)
-            for kind in self.kinds
+            (id(kind), row): unit_bytes(kind.layouts, row, precision, rank, again)
+            for kind, row in {(id(k), r): (k, r) for k, r in zip(every, rows, strict=True)}.values()
         }
-        *units, root = [held[id(kind)] for kind in every]
+        *units, root = [held[id(kind), row] for kind, row in zip(every, rows, strict=True)]
         return with_slots(
             model_bytes(root, units) | self._copies(every),
             [_class_of(kind) for kind in every],
             [kind.layouts for kind in every],
             strategy,
-            precision.comm,
+            precision,
+            rows,
             **self.slots,
         )
+
+    def kept(
+        self, strategy: Strategy, precision: Precision, num_layers: int | None = None
+    ) -> KeptUnits:
+        """What of which units the budget keeps whole over a step."""
+        every = self.units(num_layers)
+        forward_only = [at for at, kind in enumerate(every) if EMBEDDING in kind.names]
+        layouts = [kind.layouts for kind in every]
+        return kept_units(layouts, strategy, precision, self.budget, forward_only)
 
     def _copies(self, units: Sequence[UnitKind]) -> dict[str, int]:
         """What layers quantise of weights in the compute dtype, and autograd keeps from forward to
@@ -194,10 +201,11 @@ class Model:
         between two steps. In slots they take nothing more."""
         if self.slots["weight_slots"]:
             return 0
+        first_and_root = (0, len(self.order) - 1)
+        units, rows = self.units(), self.kept(strategy, precision).rows
         return sum(
-            unit_bytes(kind.layouts, strategy, precision, 0).get(GATHERED_WEIGHTS, 0)
-            for kind in self.kinds
-            if kind.names == (ROOT,) or self.first_unit in kind.names
+            unit_bytes(units[at].layouts, rows[at], precision, 0).get(GATHERED_WEIGHTS, 0)
+            for at in first_and_root
         )
 
 
@@ -216,11 +224,12 @@ def plan_model(
     dtype: torch.dtype,
     slots: Mapping[str, bool] = NO_SLOTS,
     quantised: Quantisation = PLAIN,
+    budget: int = 0,
     **planner: Any,
 ) -> Model:
     """Plans every unit once per set of shapes. `slots`: what `slots_wanted` says; `quantised`: what
-    becomes of linear weights; `planner`: options of `plan_group`. ValueError for weights that
-    cannot be represented in their format."""
+    becomes of linear weights; `budget`: bytes for units that stay whole over a step; `planner`:
+    options of `plan_group`. ValueError for weights that cannot be represented in their format."""
     units: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for unit, fqn, shape in gpt_parameter_listing(config):
         units.setdefault(unit, []).append((fqn, shape))
@@ -239,7 +248,7 @@ def plan_model(
         linear = sum(math.prod(shape) for fqn, shape in params if is_linear_weight(fqn))
         kinds.append(UnitKind(tuple(names), layouts, linear))
     order = sorted(units, key=lambda unit: unit == ROOT)
-    return Model(tuple(kinds), num_shards, tuple(order), slots, quantised)
+    return Model(tuple(kinds), num_shards, tuple(order), slots, quantised, budget)
 
 
 def _spec(
@@ -291,6 +300,9 @@ def estimate(
             "gathered_ahead": model.gathered_ahead(strategy, precision),
             "peak": most_bytes(held),
         }
+        if model.budget:
+            kept = model.kept(strategy, precision)
+            found["kept"] = {"weights": kept.weights, "gradients": kept.grads, "bytes": kept.nbytes}
         if memory_gib is not None:
             limit = int(memory_gib * GIB)
             found["fits"] = found["peak"] <= limit
@@ -310,61 +322,6 @@ def _unit_report(kind: UnitKind, layout: GroupLayout) -> dict[str, Any]:
         "segments": [segment.numel for segment in layout.segments],
         "shard_numel": layout.shard_numel,
     }
-
-
-def render(report: Mapping[str, Any], weights: str, memory_gib: float | None) -> str:
-    """The report as text."""
-    head = (
-        f"{report['parameters']:,} parameters, {weights}, "
-        f"data-parallel size {report['num_shards']:,}"
-    )
-    units: list[tuple[str, ...]] = [
-        ("unit", "count", "parameters", "padding", "", "segments", "shard")
-    ]
-    for unit in report["units"]:
-        numbers = [f"{unit[key]:,}" for key in ("count", "parameters", "padding")]
-        segments = str(len(unit["segments"]))
-        fraction = f"{unit['padding_fraction']:.2%}"
-        units.append((unit["unit"], *numbers, fraction, segments, f"{unit['shard_numel']:,}"))
-    return "\n".join(
-        [
-            head,
-            "",
-            "Flat buffers, in elements, of each unit:",
-            *_aligned(units),
-            "",
-            f"Bytes on rank {report['rank']} (activations not counted):",
-            *_aligned(_strategy_rows(report["strategies"], memory_gib)),
-        ]
-    )
-
-
-def _strategy_rows(
-    strategies: Mapping[str, Any], memory_gib: float | None
-) -> list[tuple[str, ...]]:
-    found = list(strategies.values())
-    rows: list[tuple[str, ...]] = [("kind", "life", *strategies)]
-    for kind, life in LIFE.items():
-        if any(kind in entry["bytes"] for entry in found):
-            rows.append((kind, life, *(f"{entry['bytes'].get(kind, 0):,}" for entry in found)))
-    for title, key in TOTALS.items():
-        rows.append((title, "", *(f"{entry[key]:,}" for entry in found)))
-        rows.append((title, "in GiB", *(f"{entry[key] / GIB:.3f}" for entry in found)))
-    if memory_gib is not None:
-        limit = f"{memory_gib:g} GiB"
-        rows.append(("fits", limit, *("yes" if entry["fits"] else "no" for entry in found)))
-        rows.append(("most layers", limit, *(str(entry["most_layers"]) for entry in found)))
-    return rows
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -402,6 +359,9 @@ def make_parser() -> argparse.ArgumentParser:
     switches = {**STAGING_OPTIONS, **OFFLOAD_OPTIONS, **quantised_options.SWITCHES}
     for option, meaning in switches.items():
         run.add_argument(flag(option), action="store_true", help=meaning)
+    run.add_argument(
+        flag(BUDGET), type=float, help="GiB for weights and gradients that stay whole over a step"
+    )
     run.add_argument("--optimizer-offload-fraction", type=float, help="of optimizer-cpu-offload")
     run.add_argument("--rank", type=int, default=None, help="default: the rank that holds most")
     run.add_argument("--memory-gib", type=float, default=None, help="say what fits in it")
@@ -443,6 +403,9 @@ def _check(given: argparse.Namespace) -> None:
             f"--rank {given.rank} must be from 0 to {given.data_parallel_size - 1} with "
             f"--data-parallel-size {given.data_parallel_size}"
         )
+    budget = vars(given).get(BUDGET, 0.0)
+    if not (math.isfinite(budget) and budget >= 0):
+        raise ValueError(f"{flag(BUDGET)} {budget} must be 0 or more")
     if given.memory_gib is not None and not given.memory_gib > 0:
         raise ValueError(f"--memory-gib {given.memory_gib} must be above 0")
 
@@ -461,6 +424,7 @@ def run(given: argparse.Namespace) -> str:
         DTYPES[dtype],
         slots_wanted(given),
         quantised,
+        int(vars(given).get(BUDGET, 0.0) * GIB),
         padding_bound=given.padding_bound,
         max_segments=given.max_segments,
     )

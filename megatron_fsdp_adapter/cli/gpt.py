@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-ROOT = "root"
+ROOT, EMBEDDING = "root", "embedding"
 
 Listing = list[tuple[str, str, tuple[int, ...]]]
 """(unit, fully qualified name, shape) of every parameter, in registration order."""
@@ -211,7 +211,7 @@ def gpt_parameter_listing(config: GptConfig) -> Listing:
     tied = not config.untie_embeddings_and_output_weights
     rows = config.embedding_rows
     assert rows is not None  # checked by the configuration
-    embedding = ROOT if tied else "embedding"
+    embedding = ROOT if tied else EMBEDDING
     listing: Listing = [(embedding, "embedding.word_embeddings.weight", (rows, config.hidden_size))]
     if config.position_embedding_type == "learned_absolute" and config.positions is not None:
         shape = (config.positions, config.hidden_size)

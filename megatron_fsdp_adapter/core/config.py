@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -172,6 +172,23 @@ class EngineConfig:
             )
         if self.prefetch_bytes < 0:
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: must be 0 or more")
+
+    def for_unit(self, strategy: Strategy | None) -> EngineConfig:
+        """The same with a unit's own strategy, None for the engine's. What is kept lies in no
+        slot and is no bucket; how gradients are reduced is the domain's matter."""
+        if strategy is None or strategy == self.strategy:
+            return self
+        return replace(
+            self,
+            strategy=strategy,
+            weight_slots=self.weight_slots and strategy.shard_weights,
+            exchange_gradients=self.exchange_gradients and strategy.shard_grads,
+        )
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether gradients are reduced from buffers that come and go."""
+        return self.strategy.shard_grads or self.policy.comm_dtype != self.policy.grads_dtype
 
     @property
     def sums_in_fp32_help(self) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.config import EngineConfig
+from ..core.config import EngineConfig, Strategy
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import plan_layout
 from ..core.engine.hooks import in_backward
@@ -151,14 +151,17 @@ def _size(nbytes: float) -> str:
     return f"{nbytes / 2**30:.3f} GiB" if nbytes >= 2**20 else f"{nbytes:.0f} bytes"
 
 
-def memory_plan(units: Layouts, config: EngineConfig, kinds: Sequence[str]) -> list[str]:
+def memory_plan(
+    units: Layouts, config: EngineConfig, kinds: Sequence[str],
+    own: Sequence[Strategy] | None = None,
+) -> list[str]:
     """Most bytes of each kind that this rank holds at one time, one kind a line. kinds: the class
-    of each unit's module, in order."""
-    policy = config.policy
+    of each unit's module, in order; own: each unit's strategy, None for the model's."""
+    policy, own = config.policy, own or [config.strategy] * len(units)
     precision = Precision(policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype)
     held = {
-        name: _summed([group_bytes(lay, config.strategy, precision, rank) for lay, rank in groups])
-        for name, groups in units.items()
+        name: _summed([group_bytes(lay, row, precision, rank) for lay, rank in groups])
+        for (name, groups), row in zip(units.items(), own, strict=True)
     }
     root = held.pop(ROOT)
     totals = with_slots(
@@ -166,7 +169,8 @@ def memory_plan(units: Layouts, config: EngineConfig, kinds: Sequence[str]) -> l
         kinds,
         [[layout for layout, _ in groups] for groups in units.values()],
         config.strategy,
-        policy.comm_dtype,
+        precision,
+        own,
         weight_slots=config.weight_slots,
         bucket_slots=config.bucket_slots,
         exchange_gradients=config.exchange_gradients,
@@ -198,6 +202,7 @@ class FaultReport:
     ) -> None:
         self._plans, self._domains, self._config = list(plans), domains, config
         self._kinds = [type(plan.module).__name__ for plan in plans]
+        self._own = [plan.strategy or config.strategy for plan in plans]
         self._engine: Callable[[], FsdpEngine | None] = lambda: None
         self._log: LaunchLog | None = None
 
@@ -270,7 +275,7 @@ class FaultReport:
         }
 
     def _out_of_memory(self, what: str, error: RuntimeError) -> RuntimeError:
-        lines = memory_plan(self._layouts(), self._config, self._kinds)
+        lines = memory_plan(self._layouts(), self._config, self._kinds, self._own)
         plan = "\n".join(f"  {line}" for line in lines)
         return type(error)(
             f"rank {dist.get_rank()}: no memory for {what}: {error}\nWhat the strategy "

@@ -228,7 +228,8 @@ def with_slots(
     kinds: Sequence[str],
     units: Sequence[Sequence[GroupLayout]],
     strategy: StrategyRow,
-    comm: torch.dtype,
+    precision: Precision,
+    rows: Sequence[StrategyRow] | None = None,
     *,
     weight_slots: bool,
     bucket_slots: bool,
@@ -236,10 +237,14 @@ def with_slots(
 ) -> dict[str, int]:
     """`model_bytes` with slots in place of the transient buffers that are in them.
 
-    kinds, units: class of each unit's module, and layouts of its groups, in order; the switches
-    are those of `EngineConfig`.
+    kinds, units: class of each unit's module, and layouts of its groups, in order; rows: each
+    unit's own strategy, None where all have the model's; the switches are those of `EngineConfig`.
     """
-    weights, buckets = plan_weights_and_buckets(kinds, units, comm)
+    comm, rows = precision.comm, rows or [strategy] * len(units)
+    collected = [row.shard_grads or comm != precision.grad for row in rows]
+    weights, buckets = plan_weights_and_buckets(
+        kinds, units, comm, None, [row.shard_weights for row in rows], collected
+    )
     totals = dict(held)
     if weight_slots and totals.pop(GATHERED_WEIGHTS, None) is not None:
         totals[WEIGHT_SLOTS] = sum(weights.nbytes)

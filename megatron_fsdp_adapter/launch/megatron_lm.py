@@ -89,6 +89,11 @@ MAIN_FLAGS: tuple[Flag, ...] = (
         "weights are gathered by the GPUs' copy engines (docs/performance.md)", is_switch=True,
     ),
     Flag(
+        "--fsdp-unsharded-budget-gib", 0.0,
+        "GiB of each GPU for weights and gradients that stay whole over the microbatches of a step "
+        "(docs/design.md)", type=float,
+    ),
+    Flag(
         "--chunked-optimizer-state-offload", False,
         "main weights and moments in host memory, updated on the GPU unit by unit "
         "(docs/optimizer_offload.md)", is_switch=True,
@@ -102,7 +107,7 @@ MAIN_FLAGS: tuple[Flag, ...] = (
         is_switch=True,
     ),
 )  # fmt: skip
-"""Flags that some release of Megatron-LM lacks, and two of our own: added where they are missing.
+"""Flags that some release of Megatron-LM lacks, and some of our own: added where they are missing.
 Their fields of the DDP config are in `ddp_config.py`."""
 
 

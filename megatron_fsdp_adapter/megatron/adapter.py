@@ -24,6 +24,7 @@ from ..core.engine.engine import FsdpEngine
 from ..core.topology import DENSE
 from ..diagnostics.description import describe
 from ..quantised import TransformerEngineParams
+from ..sharding.budget import GIB
 from ..sharding.building import build_engine
 from ..sharding.export_source import Source
 from ..sharding.materialize import target_device
@@ -53,7 +54,7 @@ from .options import capability, ddp_options, staging_options
 from .options.support import is_on
 from .seams.rebound import installed
 from .supported import require_supported_core
-from .units import chosen_units, plan_units
+from .units import chosen_units, plan_units, with_kept_units
 from .wiring import WiringCheck
 
 
@@ -156,7 +157,11 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         units = chosen_units(module, unit_classes, parts)
         self.fsdp_unit_modules = sorted({type(unit).__name__ for unit in units.values()})
         domains = ModelDomains(self.megatron_fsdp_dist_index, self._placements, self.device)
-        plans = plan_units(module, units, self.config, engine_config, domains)
+        plans, self._kept = with_kept_units(
+            plan_units(module, units, self.config, engine_config, domains),
+            module, self.config, engine_config, domains,
+            ddp_options.unsharded_budget(self.ddp_config),
+        )
         quantised = any(key.quantised for plan in plans for key in plan.groups)
         self._slot_memory = staging_options.slot_memory(
             self.ddp_config, domains.index, self.device
@@ -195,8 +200,20 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             "main weights "
             f"{_dtype_name(engine.config.policy.main_params_dtype)}"
             f"{' in host memory' if engine.config.offload else ''}, gradients reduced in "
-            f"{engine.config.policy.comm_dtype}; set for you: {', '.join(kept) or 'nothing'}",
+            f"{engine.config.policy.comm_dtype}; {self._kept_whole()}set for you: "
+            f"{', '.join(kept) or 'nothing'}",
             flush=True,
+        )
+
+    def _kept_whole(self) -> str:
+        """What of which units stays whole over a step; empty if nobody has given a budget."""
+        budget, kept = ddp_options.unsharded_budget(self.ddp_config), self._kept
+        if not budget:
+            return ""
+        count = len(kept.rows)
+        return (
+            f"whole over a step: weights of {kept.weights} and gradients of {kept.grads} of "
+            f"{count} units, for {kept.nbytes / GIB:.3f} of {budget / GIB:g} GiB; "
         )
 
     def _quantised(self) -> str:

@@ -4,6 +4,8 @@ have."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +16,18 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from ..core.config import EngineConfig
-from ..core.engine.partition import UnitPlan, managed_params, partition, unit_modules
+from ..core.engine.group import plan_layout
+from ..core.engine.partition import (
+    GroupKey,
+    ManagedParam,
+    UnitPlan,
+    managed_params,
+    partition,
+    unit_modules,
+)
 from ..core.layout.format import Use, plain
 from ..quantised import format_of
+from ..sharding.budget import KeptUnits, kept_units, policy_precision
 from .activation_offload import sets_hooks_inside_units
 from .domains import ModelDomains
 from .fused_wgrad import asks_fusion, grad_writer
@@ -149,6 +160,52 @@ def plan_units(
         format_of=format_of,
         backward_use=functools.partial(backward_use, config),
     )
+
+
+def with_kept_units(
+    plans: Sequence[UnitPlan],
+    module: nn.Module,
+    config: Any,
+    engine_config: EngineConfig,
+    domains: ModelDomains,
+    budget: int,
+) -> tuple[list[UnitPlan], KeptUnits]:
+    """`plans`, of units of which some stay whole over a step, for `budget` bytes, and which those
+    are. Modules that write weight gradients by themselves write into kept ones of those units."""
+    by_name = domains.by_name(plans)
+    layouts = [
+        [
+            plan_layout(key, managed, by_name[key.domain], engine_config)
+            for key, managed in plan.groups.items()
+        ]
+        for plan in plans
+    ]
+    precision = policy_precision(engine_config)
+    forward_only = [at for at, plan in enumerate(plans) if not plan.backward_reads_weights]
+    kept = kept_units(layouts, engine_config.strategy, precision, budget, forward_only)
+    found = []
+    for plan, row in zip(plans, kept.rows, strict=True):
+        own = engine_config.for_unit(row)
+        if own is not engine_config:
+            plan = replace(plan, strategy=row)
+        if own.strategy.shard_grads != engine_config.strategy.shard_grads:
+            plan = replace(plan, groups=_written(plan, module, config, own, domains.device))
+        found.append(plan)
+    return found, kept
+
+
+def _written(
+    plan: UnitPlan, module: nn.Module, config: Any, own: EngineConfig, device: torch.device
+) -> dict[GroupKey, list[ManagedParam]]:
+    """The groups of a plan whose unit has the configuration `own`."""
+    observe = _observer(module, config, own, device)
+    return {
+        key: [
+            replace(entry, writer=grad_writer(entry, own.strategy.shard_grads, observe))
+            for entry in managed
+        ]
+        for key, managed in plan.groups.items()
+    }
 
 
 def _observer(

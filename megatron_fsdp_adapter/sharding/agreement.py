@@ -25,7 +25,8 @@ def model_lines(plans: Sequence[UnitPlan], config: EngineConfig) -> list[str]:
     lines = [f"option {name}={value}" for name, value in options.items()]
     for plan in plans:
         members = [(key, entry) for key, managed in plan.groups.items() for entry in managed]
-        lines.append(f"unit {plan.name}")
+        own = "" if plan.strategy is None else f", {plan.strategy.name}"
+        lines.append(f"unit {plan.name}{own}")
         # By name: a parameter that differs is then told as such, not as one that is elsewhere.
         lines += sorted(_param_line(key, entry) for key, entry in members)
         order = ", ".join(entry.fqns[0] for _, entry in members)

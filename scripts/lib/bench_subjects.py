@@ -59,16 +59,18 @@ DEFAULT = tuple(kind for kind in KINDS if "-" not in kind)
 class Subject:
     """One wrapper: `kind` is a key of `KINDS`, `strategy` one of its strategies or None,
     `precision` one of `PRECISIONS`, or None for what the options of the run say, and `offload` one
-    of `OFFLOADS`, or None for none."""
+    of `OFFLOADS`, or None for none; `budget` is GiB for units that stay whole over a step."""
 
     kind: str
     strategy: str | None = None
     precision: str | None = None
     offload: str | None = None
+    budget: float = 0.0
 
     @property
     def name(self) -> str:
         name = self.kind if self.strategy is None else f"{self.kind}:{self.strategy}"
+        name += f"+{self.budget:g}" if self.budget else ""
         name += "" if self.offload is None else f"/{self.offload}"
         return name if self.precision is None else f"{name}@{self.precision}"
 
@@ -139,9 +141,15 @@ OFFLOAD_ROWS = (
 """Activations of no, half and all layers on the host."""
 OPTIMIZER_ROWS = ("ours:optim_grads_params", "ours-stream", "ours-hybrid", "ours-stream:optim")
 """Where the optimizer is. The last is for models whose gradients fit."""
+BUDGET_ROWS = (
+    "ddp", "ours:optim_grads_params", "ours:optim_grads_params+5", "ours:optim_grads_params+10",
+    "ours:optim_grads_params+20", "ours:optim_grads_params+30", "ours-ce-graph",
+    "ours-ce-graph+10", "ours-ce-graph+30", "ours:optim", "bundled",
+)  # fmt: skip
+"""GiB for units that stay whole over the microbatches of a step."""
 SETS = {
     "fp8": ",".join(FP8_ROWS), "offload": ",".join(OFFLOAD_ROWS),
-    "optimizer": ",".join(OPTIMIZER_ROWS),
+    "optimizer": ",".join(OPTIMIZER_ROWS), "budget": ",".join(BUDGET_ROWS),
 }
 
 
@@ -155,14 +163,20 @@ def parse_subjects(text: str) -> list[Subject]:
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         wrapper, _, precision = part.partition("@")
         wrapper, _, offload = wrapper.partition("/")
+        wrapper, _, budget = wrapper.partition("+")
         kind, _, strategy = wrapper.partition(":")
         known = KINDS.get(kind)
         ends = ((offload, OFFLOADS), (precision, PRECISIONS))
         strange = known is None or (strategy and strategy not in known.strategies)
+        if budget:
+            strange = strange or kind not in OURS or not budget.replace(".", "", 1).isdigit()
         if known is None or strange or any(one and one not in of for one, of in ends):
             raise ValueError(f"--wrappers {text}: {part!r} is unknown; use {_known()}")
         chosen = (strategy,) if strategy else known.default or (None,)
-        subjects += [Subject(kind, one, precision or None, offload or None) for one in chosen]
+        subjects += [
+            Subject(kind, one, precision or None, offload or None, float(budget or 0))
+            for one in chosen
+        ]
     if not subjects:
         raise ValueError(f"--wrappers {text!r} names nothing; use {_known()}")
     return list(dict.fromkeys(subjects))
@@ -174,7 +188,8 @@ def _known() -> str:
         for kind, row in KINDS.items()
     )
     ends = f"/{'|'.join(OFFLOADS)} (layers whose activations are on the host)"
-    return f"{wrappers}; each may end in {ends} and @{'|'.join(PRECISIONS)}"
+    whole = "+GIB (ours: for units that stay whole over a step)"
+    return f"{wrappers}; each may end in {whole}, {ends} and @{'|'.join(PRECISIONS)}"
 
 
 @dataclass(frozen=True)

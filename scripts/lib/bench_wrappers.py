@@ -161,6 +161,7 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
         # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,
         # and wrappers that know nothing of tokens reach the same gradients with the latter.
         calculate_per_token_loss=options.calculate_per_token_loss and reduces_tokens,
+        fsdp_unsharded_budget_gib=subject.budget,
         data_parallel_sharding_strategy=subject.strategy or "optim_grads_params",
         ckpt_format=None,
         **_precision(subject),

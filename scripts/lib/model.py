@@ -113,6 +113,8 @@ FIXED_BUFFERS = (
     "fsdp_copy_engine_reduce_scatter",
 )
 
+OURS_ALONE = ("chunked_optimizer_state_offload", "fsdp_unsharded_budget_gib")
+
 
 @dataclass(frozen=True)
 class Trainee:
@@ -213,7 +215,7 @@ def ddp_config(options: Options) -> DistributedDataParallelConfig:
         **common,
         data_parallel_sharding_strategy=options.data_parallel_sharding_strategy,
         megatron_fsdp_grad_comm_dtype=torch.bfloat16 if options.grad_reduce_in_bf16 else None,
-        **_chosen(options, (*FIXED_BUFFERS, "chunked_optimizer_state_offload")),
+        **_chosen(options, (*FIXED_BUFFERS, *OURS_ALONE)),
     )
 
 

@@ -141,6 +141,9 @@ class Options:
     fsdp_double_buffer: bool = option(False, "communication buffers in fixed memory")
     fsdp_copy_engine_all_gather: bool = option(False, "weights gathered by the copy engines")
     fsdp_copy_engine_reduce_scatter: bool = option(False, "gradients carried by the copy engines")
+    fsdp_unsharded_budget_gib: float = option(
+        0.0, "GiB of each GPU for weights and gradients that stay whole over a step"
+    )
     chunked_optimizer_state_offload: bool = option(
         False, "main weights and moments in host memory, updated on the GPU unit by unit"
     )

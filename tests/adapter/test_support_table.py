@@ -50,6 +50,7 @@ TRIGGERS: dict[str, Values] = {
     "outer_dp_sharding_strategy": ("optim_grads", "optim"),
     "preserve_fp32_weights": (not HAS_OLDER_NAME,),
     "grad_reduce_in_fp32": (True,),
+    "fsdp_unsharded_budget_gib": (-1.0, 2.0),
     "megatron_fsdp_main_params_dtype": (torch.float16,),
     "megatron_fsdp_main_grads_dtype": (torch.float16,),
     "megatron_fsdp_grad_comm_dtype": (torch.float16,),

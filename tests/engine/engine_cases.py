@@ -6,6 +6,7 @@ what real ones would, and a runtime that checks every access.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -140,7 +141,8 @@ class Setup:
     share `world` ranks out among them, and hold the same shards or, with `shard_outer`, parts.
     `check_by` looks for gradients that are not finite by "unit" or "parameter". `fused` lets the
     layers' maps write their weight gradients by themselves: a `GradWriter` that does. `slots`:
-    transient buffers are in fixed memory. `recipe`: how the layers' maps are quantised, none of
+    transient buffers are in fixed memory. `own`: strategies that units have in turn, in place of
+    the model's. `recipe`: how the layers' maps are quantised, none of
     them by default."""
 
     strategy: str = "optim_grads_params"
@@ -170,6 +172,7 @@ class Setup:
     recipe: str | None = None
     keep_derived: bool = False
     offload: bool = False
+    own: tuple[str, ...] = ()
 
     @property
     def hidden(self) -> int:
@@ -527,6 +530,9 @@ def build(
         format_of=format_of,
         backward_use=lambda unit: backward_use_of(setup),
     )
+    if setup.own:
+        turn = itertools.cycle(setup.own)
+        plans = [replace(plan, strategy=STRATEGIES[next(turn)]) for plan in plans]
     with rig.watch():
         rig.engine = FsdpEngine(
             model, plans, domains_of(setup), setup.config, runtime,

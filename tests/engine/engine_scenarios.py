@@ -264,6 +264,9 @@ SCENARIOS: dict[str, Scenario] = {
     )
 }  # fmt: skip
 
+KEPT = ("optim", "optim_grads_params", "optim_grads", "optim_grads_params", "optim")
+"""Strategies of units in turn, of a model that shards weights: some keep them, gradients too."""
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "untied": {},
     "tied": {"tied": True},
@@ -288,11 +291,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "slots_fused": {"slots": True, "fused": GradWriter.OVERWRITES},
     "slots_recompute": {"slots": True, "recompute": "non_reentrant"},
     "slots_two_domains": {"slots": True, "split": True, "world": 4, "rank": 1},
+    "kept": {"own": KEPT},
+    "kept_slots": {"own": KEPT, "slots": True},
+    "kept_bf16_comm": {"own": KEPT, "slots": True, "comm_dtype": torch.bfloat16},
+    "kept_exchange": {"own": KEPT, "slots": True, "exchange": True},
+    "kept_fused": {"own": KEPT, "fused": GradWriter.ACCUMULATES},
+    "kept_recompute": {"own": KEPT, "recompute": "non_reentrant"},
+    "kept_instances": {"own": KEPT, "outer": 2, "shard_outer": True, "world": 4, "rank": 1},
     "shared_instances": {"split": True, "outer": 2, "shard_outer": True, "world": 8, "rank": 6},
 }
 
 RARE = ("fused_recompute", "fused_two_domains", "slots_far_prefetch", "slots_exchange",
-        "slots_fused", "slots_recompute", "slots_two_domains")  # fmt: skip
+        "slots_fused", "slots_recompute", "slots_two_domains", "kept", "kept_slots",
+        "kept_bf16_comm", "kept_exchange", "kept_fused", "kept_recompute",
+        "kept_instances")  # fmt: skip
 
 
 def variant_cells(names: Iterable[str]) -> list[Any]:
@@ -304,4 +316,5 @@ def variant_cells(names: Iterable[str]) -> list[Any]:
         for strategy, row in STRATEGIES.items()
         # Copy engines carry gradients to where they are sharded, nowhere else.
         if row.shard_grads or not VARIANTS[name].get("exchange")
+        if row.shard_weights or not VARIANTS[name].get("own")
     ]

@@ -32,7 +32,7 @@ def world():
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(Phase, repeat=2)))
 def test_transitions(old, new):
-    unit = Unit(UnitPlan("decoder.layers.7", None), 7, [])
+    unit = Unit(UnitPlan("decoder.layers.7", None), 7, [], STRATEGIES["optim_grads_params"])
     unit.phase = old
     if (old.name, new.name) in LEGAL:
         unit.advance(new)

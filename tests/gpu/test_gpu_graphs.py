@@ -15,6 +15,8 @@ from megatron.core import tensor_parallel
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_fsdp_adapter.sharding.budget import GIB
+from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     Case,
@@ -45,6 +47,14 @@ CELLS: dict[str, tuple[str, Case, dict[str, Any]]] = {
     "copy engines": ("optim_grads_params", CASE, {"fsdp_copy_engine_all_gather": True}),
     "gradients by copy engines": (
         "optim_grads_params", CASE, {"fsdp_copy_engine_reduce_scatter": True}
+    ),
+    "some units whole": ("optim_grads_params", CASE, {**SLOTS, BUDGET: 6e6 / GIB}),
+    "all units whole, copy engines": (
+        "optim_grads_params", CASE,
+        {
+            "fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True,
+            BUDGET: 1.0,
+        },
     ),
 }
 

@@ -67,9 +67,8 @@ class BackwardPass:
         self.running, self.accumulates = True, accumulates
         self._is_last, self._is_known_last = is_last, is_last and is_known_last
         self.recomputed = None
-        # Kept gradients can be reduced only once: then all units are completed at its end.
-        kept = not self.config.strategy.shard_grads
-        self._at_the_end = accumulates and kept and is_last and (several or self.late_seen)
+        # Kept gradients can be reduced only once: then their units are completed at its end.
+        self._at_the_end = accumulates and is_last and (several or self.late_seen)
         self._fired.clear()
         self._done.clear()
         if accumulates:
@@ -98,7 +97,8 @@ class BackwardPass:
         forward is done after as many."""
         unit.check_gathered()
         self._fired[unit.ordinal] += 1
-        if self._fired[unit.ordinal] == unit.forward_calls and not self._at_the_end:
+        waits = self._at_the_end and not unit.strategy.shard_grads
+        if self._fired[unit.ordinal] == unit.forward_calls and not waits:
             self.complete(unit)
 
     def end(self) -> None:
@@ -126,7 +126,7 @@ class BackwardPass:
                 self.reduce.backward_done(unit, self._is_last, self._is_known_last)
 
     def _complete_late(self, unit: Unit) -> None:
-        if self.config.strategy.shard_grads:
+        if unit.strategy.shard_grads:
             self.complete(unit)
             return
         with torch.no_grad():

@@ -80,6 +80,7 @@ def make_slots(
     )
     if not any(wanted):
         return None, None
+    own = [config.for_unit(plan.strategy) for plan in plans]
     kinds = [type(plan.module).__name__ for plan in plans]
     depths = [plan.inside for plan in plans]
     layouts = [
@@ -87,10 +88,13 @@ def make_slots(
         for plan in plans
     ]
     weights, buckets = (
-        Slots(slots, allocate) if want else None
+        Slots(slots, allocate) if want and any(slots.nbytes) else None
         for want, slots in zip(
             wanted,
-            plan_weights_and_buckets(kinds, layouts, config.policy.comm_dtype, depths),
+            plan_weights_and_buckets(
+                kinds, layouts, config.policy.comm_dtype, depths,
+                [one.strategy.shard_weights for one in own], [one.has_buckets for one in own],
+            ),
             strict=True,
         )
     )

@@ -38,7 +38,7 @@ from .quantised import QuantisedParams
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
 from .reduction import plan_reduction
 from .saved import SavedTensors
-from .staging import AllocateSlots, UnitStaging, ordinary_memory
+from .staging import AllocateSlots, ordinary_memory, unit_staging
 from .unit import Phase, Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
@@ -144,17 +144,17 @@ class FsdpEngine:
         weights, buckets = make_slots(plans, domains, self.config, self._allocate_slots)
         units = []
         for ordinal, plan in enumerate(plans):
-            values = make_ready(plan)
-            staging = UnitStaging(self.runtime, ordinal, weights, buckets)
+            values, config = make_ready(plan), self.config.for_unit(plan.strategy)
+            staging = unit_staging(self.runtime, ordinal, config, weights, buckets)
             groups = [
                 ParamGroup(
-                    f"{plan.name}/{key.domain}", key, managed, domains[key.domain], self.config,
+                    f"{plan.name}/{key.domain}", key, managed, domains[key.domain], config,
                     staging, quantised if key.quantised else None, values,
                 )
                 for key, managed in plan.groups.items()
             ]
-            unit = Unit(plan, ordinal, groups, quantised)
-            if self.config.strategy.shard_weights:
+            unit = Unit(plan, ordinal, groups, config.strategy, quantised)
+            if unit.strategy.shard_weights:
                 unit.advance(Phase.SHARDED)
                 for group in groups:
                     for full in group.weights:

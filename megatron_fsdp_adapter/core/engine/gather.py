@@ -214,7 +214,7 @@ class GatherPipeline:
         what was derived from them if that is asked for."""
         if unit.phase is Phase.SHARDED or self._kept[unit.ordinal]:
             return
-        if self.config.strategy.shard_weights:
+        if unit.strategy.shard_weights:
             self._drop(unit)
         elif unit.quantised and not self.config.keep_derived:
             unit.drop_derived()
@@ -223,7 +223,7 @@ class GatherPipeline:
         unit.gathered = None
         unit.advance(Phase.SHARDED)
         self.runtime.wait(GATHER, self.runtime.record(COMPUTE))
-        if self.config.strategy.shard_weights:
+        if unit.strategy.shard_weights:
             self.runtime.submit(GATHER, lambda: self._give_back(unit))
 
     def _give_back(self, unit: Unit) -> None:

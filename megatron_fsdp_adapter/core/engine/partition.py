@@ -19,6 +19,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.layout.format import Use, WeightFormat, plain
 from megatron_fsdp_adapter.core.layout.spec import ParamSpec
 
@@ -86,7 +87,8 @@ class UnitPlan:
     `module` is None for the root unit. `backward_reads_weights` is False for units whose backward
     needs no weights (an embedding look-up), which are not gathered in backward. `backward_use`: the
     planes that its backward reads; those of forward too where any of it is recomputed. `inside`: of
-    how many other units, the root aside, its module is a part.
+    how many other units, the root aside, its module is a part. `strategy`: the unit's own, where
+    that keeps more than the engine's.
     """
 
     name: str
@@ -95,6 +97,7 @@ class UnitPlan:
     backward_reads_weights: bool = True
     backward_use: Use = Use.BOTH
     inside: int = 0
+    strategy: Strategy | None = None
 
 
 def managed_params(module: nn.Module) -> list[ManagedParam]:

@@ -123,7 +123,7 @@ class ReducePipeline:
             )
         with torch.no_grad():
             self._refuse_late(unit)
-            if self.config.strategy.shard_grads:
+            if unit.strategy.shard_grads:
                 self._make_room(unit.active_groups)
             for group in groups:
                 group.collected.allocate()
@@ -135,7 +135,7 @@ class ReducePipeline:
         for unit in units:
             for group in unit.direct_groups:
                 group.direct.close()
-                if self.config.strategy.shard_grads:
+                if unit.strategy.shard_grads:
                     group.bucket.release()
 
     def backward_done(self, unit: Unit, is_last: bool, is_known_last: bool) -> None:
@@ -149,7 +149,7 @@ class ReducePipeline:
             return
         self._outer_in_backward = is_known_last
         self._refuse_late(unit)
-        if self.config.strategy.shard_grads:
+        if unit.strategy.shard_grads:
             self._make_room(groups)
             for group in groups:
                 group.collected.allocate()
@@ -161,7 +161,9 @@ class ReducePipeline:
                 group.take_grads(accumulate=group.grad_state is GradState.ACCUMULATED)
                 group.grad_state = GradState.ACCUMULATED
             self._note(unit)
-            if is_last and self.config.overlap_grad_reduce:
+            # Who shards gradients need not say which microbatch is the last.
+            launches = is_known_last if self.config.strategy.shard_grads else is_last
+            if launches and self.config.overlap_grad_reduce:
                 self._launch(groups)
         if is_known_last:
             self._finish_outer(groups)
@@ -210,7 +212,7 @@ class ReducePipeline:
 
     def _refuse_late(self, unit: Unit) -> None:
         over = {GradState.FINISHED}
-        if not self.config.strategy.shard_grads:
+        if not unit.strategy.shard_grads:
             over.add(GradState.REDUCED)
         if any(group.grad_state in over for group in unit.active_groups):
             raise RuntimeError(
@@ -262,7 +264,7 @@ class ReducePipeline:
     def _launch(self, groups: Sequence[ParamGroup]) -> None:
         """Starts reducing what was collected; coalesced per domain."""
         transient = any(group.has_transient_bucket for group in groups)
-        if transient and not self.config.strategy.shard_grads:
+        if transient and not groups[0].config.strategy.shard_grads:
             self._make_room(groups)
         reductions = [self._reduction_of(group) for group in groups]
         for reduction in reductions:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.layout.group import GroupLayout
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 
@@ -46,16 +47,21 @@ class SlotPlan:
 
 
 def plan_slots(
-    kinds: Sequence[str], nbytes: Sequence[int], depths: Sequence[int] | None = None
+    kinds: Sequence[str], nbytes: Sequence[int], depths: Sequence[int] | None = None,
+    takes: Sequence[bool] | None = None,
 ) -> SlotPlan:
     """Shares slots out over units of the given kinds and sizes, in the order in which they run;
     the last one is the root, which is there while any other is. depths: inside how many other
-    units each one is, the root aside; None if inside none."""
-    count = Counter(kinds[:-1])
+    units each one is, the root aside; None if inside none. takes: whether each has need of a slot;
+    None if all have. Who has none is said to be in the root's, of which it takes nothing."""
+    takes = takes or [True] * len(kinds)
+    nbytes = [size if take else 0 for size, take in zip(nbytes, takes, strict=True)]
+    taking = [i for i in range(len(kinds) - 1) if takes[i]]
+    count = Counter(kinds[i] for i in taking)
     depths = depths or [0] * len(kinds)
-    layers = [i for i, kind in enumerate(kinds[:-1]) if count[kind] >= REPEATED]
-    others = [i for i, kind in enumerate(kinds[:-1]) if count[kind] < REPEATED]
-    slot_of, largest, used = [0] * len(kinds), {}, 0
+    layers = [i for i in taking if count[kinds[i]] >= REPEATED]
+    others = [i for i in taking if count[kinds[i]] < REPEATED]
+    slot_of, largest, used = [-1] * len(kinds), {}, 0
     for depth in sorted({depths[i] for i in layers}):
         level = [i for i in layers if depths[i] == depth]
         most = max(nbytes[i] for i in level)
@@ -67,6 +73,7 @@ def plan_slots(
     for position, ordinal in enumerate(others):
         slot_of[ordinal] = used if ends else used + position
     slot_of[-1] = used + (1 if ends else len(others))
+    slot_of = [slot_of[-1] if slot < 0 else slot for slot in slot_of]
     sizes = [0] * (slot_of[-1] + 1)
     for ordinal, slot in enumerate(slot_of):
         sizes[slot] = max(sizes[slot], largest.get(ordinal, nbytes[ordinal]))
@@ -82,13 +89,19 @@ def plan_weights_and_buckets(
     units: Sequence[Sequence[GroupLayout]],
     comm: torch.dtype,
     depths: Sequence[int] | None = None,
+    gathered: Sequence[bool] | None = None,
+    collected: Sequence[bool] | None = None,
 ) -> tuple[SlotPlan, SlotPlan]:
     """Slots of gathered weights, and of buckets in `comm`, from the layouts of each unit's groups;
-    `kinds` and `depths` as for `plan_slots`."""
+    `kinds` and `depths` as for `plan_slots`. gathered, collected: whether weights, and gradients,
+    of each unit come and go at all."""
     weights = [sum(_planes_in_slot(one) for one in unit) for unit in units]
     trained = [[one for one in unit if one.specs[0].requires_grad] for unit in units]
     buckets = [sum(aligned(one.total_numel * comm.itemsize) for one in unit) for unit in trained]
-    return plan_slots(kinds, weights, depths), plan_slots(kinds, buckets, depths)
+    return (
+        plan_slots(kinds, weights, depths, gathered),
+        plan_slots(kinds, buckets, depths, collected),
+    )
 
 
 def _planes_in_slot(layout: GroupLayout) -> int:
@@ -135,6 +148,17 @@ class UnitStaging:
     def _buffer(self, slots: Slots | None, numel: int, dtype: torch.dtype) -> FlatBuffer:
         place = None if slots is None else slots.take(self.ordinal, numel * dtype.itemsize)
         return FlatBuffer(numel, dtype, self.runtime, place)
+
+
+def unit_staging(
+    runtime: Runtime, ordinal: int, config: EngineConfig, weights: Slots | None,
+    buckets: Slots | None,
+) -> UnitStaging:
+    """Of a unit of this configuration, with the slots of those that have any."""
+    return UnitStaging(
+        runtime, ordinal, weights if config.strategy.shard_weights else None,
+        buckets if config.has_buckets else None,
+    )
 
 
 def ordinary_memory(device: torch.device) -> AllocateSlots:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.layout.format import Use
 
 from .group import ParamGroup
@@ -49,13 +50,15 @@ class Unit:
     quantised: the parameters whose weights are; by_direction: whether forward and backward read
         different planes of any, and the strategy gathers them by use.
     present: the uses whose planes were gathered, unless SHARDED.
+    strategy: what is sharded of this unit.
     """
 
     def __init__(
-        self, plan: UnitPlan, ordinal: int, groups: list[ParamGroup],
+        self, plan: UnitPlan, ordinal: int, groups: list[ParamGroup], strategy: Strategy,
         knows: QuantisedParams | None = None,
     ) -> None:
-        name = self.name = plan.name
+        name, self.strategy = plan.name, strategy
+        self.name = name
         self.ordinal, self.groups, self.inside = ordinal, groups, plan.inside
         self.backward_reads_weights = plan.backward_reads_weights
         self.backward_use = plan.backward_use
@@ -70,8 +73,7 @@ class Unit:
         quantised = [group for group in groups if group.key.quantised]
         self.quantised = [param for group in quantised for param in group.params]
         self.by_direction = any(
-            group.key.format.by_direction and group.config.strategy.shard_weights
-            for group in quantised
+            group.key.format.by_direction and strategy.shard_weights for group in quantised
         )
         self.present, self._knows = Use.BOTH, knows
         self._params = [

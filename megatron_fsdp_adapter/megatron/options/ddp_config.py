@@ -44,6 +44,10 @@ class DistributedDataParallelConfig(CoreConfig):
     """Ours: the copy engines carry gradients to the ranks that add them up, each its own shard, in
     the order of the ranks. Buckets are in fixed buffers, and there is one more of them."""
 
+    fsdp_unsharded_budget_gib: float = 0.0
+    """Ours: memory of each GPU, in GiB, for weights that stay gathered, and gradients that add up
+    unsharded, over the microbatches of a step, in as many units as fit (docs/design.md)."""
+
     chunked_optimizer_state_offload: bool = False
     """Ours: main weights and optimizer state are in host memory, and brought to the GPU for a step,
     one unit after the other (docs/optimizer_offload.md). Megatron's development branch has the name

@@ -7,6 +7,7 @@ Megatron-LM main's; a field that megatron-core 0.16.1 lacks is read with main's 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +22,8 @@ from ...core.config import (
     forced_overlaps,
     strategy_named,
 )
+from ...sharding.budget import GIB, can_keep
+from ...sharding.budget import OPTION as BUDGET
 from .staging_options import slots_wanted
 from .support import Rule, is_on
 
@@ -79,6 +82,15 @@ def _sums_in_vain(config: Any) -> bool:
     return config.reduce_scatter_with_fp32_accumulation and not (useful and row.shard_main)  # type: ignore[union-attr]
 
 
+def _is_budget(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
+
+
+def _keeps_all(config: Any) -> bool:
+    row = STRATEGIES.get(config.data_parallel_sharding_strategy)
+    return row is not None and not can_keep(row)
+
+
 DDP_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(
         "use_megatron_fsdp",
@@ -121,6 +133,18 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         f"it asks for float32 main gradients and communication, but {MAIN_GRADS} or {GRAD_COMM} "
         "is another dtype; set it to False (--grad-reduce-in-bf16 in Megatron-LM's script), or "
         "leave those unset",
+    ),
+    Rule(
+        BUDGET,
+        lambda config: not _is_budget(getattr(config, BUDGET, None) or 0.0),
+        "it is a number of GiB for weights and gradients that stay unsharded over a step; use 0 or "
+        "more",
+    ),
+    Rule(
+        BUDGET,
+        lambda config: bool(getattr(config, BUDGET, None)) and _keeps_all(config),
+        "this strategy shards neither gradients nor weights, so that there is nothing to keep; use "
+        "'optim_grads_params' or 'optim_grads', or set it to 0",
     ),
     Rule(
         MAIN_PARAMS,
@@ -217,6 +241,11 @@ def main_params_dtype(ddp_config: Any) -> torch.dtype | None:
     chosen = getattr(ddp_config, MAIN_PARAMS, torch.float32)
     own = getattr(ddp_config, "preserve_fp32_weights", None) is False
     return None if own and chosen == torch.float32 else chosen
+
+
+def unsharded_budget(ddp_config: Any) -> int:
+    """Bytes that units may take more than their strategy does, to stay whole over a step."""
+    return int((getattr(ddp_config, BUDGET, None) or 0.0) * GIB)
 
 
 def precision_policy(ddp_config: Any) -> MixedPrecisionPolicy:

@@ -1,0 +1,75 @@
+"""The report of `estimate` as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_fsdp_adapter.diagnostics.memory import LIFE
+from megatron_fsdp_adapter.sharding.budget import GIB
+
+TOTALS = {
+    "held between steps": "between_steps",
+    "and gathered ahead": "gathered_ahead",
+    "held at most": "peak",
+}
+"""Rows of the report below the kinds of buffers, and their names in `estimate`'s values."""
+
+
+def render(report: Mapping[str, Any], weights: str, memory_gib: float | None) -> str:
+    """The report as text."""
+    head = (
+        f"{report['parameters']:,} parameters, {weights}, "
+        f"data-parallel size {report['num_shards']:,}"
+    )
+    units: list[tuple[str, ...]] = [
+        ("unit", "count", "parameters", "padding", "", "segments", "shard")
+    ]
+    for unit in report["units"]:
+        numbers = [f"{unit[key]:,}" for key in ("count", "parameters", "padding")]
+        segments = str(len(unit["segments"]))
+        fraction = f"{unit['padding_fraction']:.2%}"
+        units.append((unit["unit"], *numbers, fraction, segments, f"{unit['shard_numel']:,}"))
+    return "\n".join(
+        [
+            head,
+            "",
+            "Flat buffers, in elements, of each unit:",
+            *_aligned(units),
+            "",
+            f"Bytes on rank {report['rank']} (activations not counted):",
+            *_aligned(_strategy_rows(report["strategies"], memory_gib)),
+        ]
+    )
+
+
+def _strategy_rows(
+    strategies: Mapping[str, Any], memory_gib: float | None
+) -> list[tuple[str, ...]]:
+    found = list(strategies.values())
+    rows: list[tuple[str, ...]] = [("kind", "life", *strategies)]
+    for kind, life in LIFE.items():
+        if any(kind in entry["bytes"] for entry in found):
+            rows.append((kind, life, *(f"{entry['bytes'].get(kind, 0):,}" for entry in found)))
+    for title, key in TOTALS.items():
+        rows.append((title, "", *(f"{entry[key]:,}" for entry in found)))
+        rows.append((title, "in GiB", *(f"{entry[key] / GIB:.3f}" for entry in found)))
+    if any("kept" in entry for entry in found):
+        for what in ("weights", "gradients"):
+            counts = (str(entry["kept"][what]) for entry in found)
+            rows.append((f"units with {what} whole over a step", "", *counts))
+    if memory_gib is not None:
+        limit = f"{memory_gib:g} GiB"
+        rows.append(("fits", limit, *("yes" if entry["fits"] else "no" for entry in found)))
+        rows.append(("most layers", limit, *(str(entry["most_layers"]) for entry in found)))
+    return rows
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
