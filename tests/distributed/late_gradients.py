@@ -334,13 +334,15 @@ def sharded(habit: Habit, rank: int, strategy: str, **options: Any) -> dict[str,
     return full_all(values)
 
 
-def check_habits(rank: int, world: int, names: list[str]) -> None:
-    """Trains with each habit under every strategy; all that differ are told at once."""
+def check_habits(rank: int, world: int, names: list[str], every: bool) -> None:
+    """Trains with each habit under every strategy, or under the last and one of the others, in
+    turn; all that differ are told at once."""
     wrong = []
-    for name in names:
+    *others, last = STRATEGIES
+    for position, name in enumerate(names):
         habit = HABITS[name]
         expected = reference(habit, rank, world)
-        for strategy in STRATEGIES:
+        for strategy in (*(others if every else [others[position % 3]]), last):
             found = sharded(habit, rank, strategy)
             error = max(
                 float((found[key] - value).norm() / value.norm())

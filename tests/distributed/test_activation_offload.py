@@ -246,7 +246,7 @@ def check_fine_grained(rank: int, world: int, strategies: tuple[str, ...]) -> in
 @pytest.mark.parametrize(
     "strategies", (STRATEGIES[3:], pytest.param(STRATEGIES[:3], marks=pytest.mark.full))
 )
-@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_core_offloads_parts_of_layers_and_no_weight(
     world: int, strategies: tuple[str, ...]
 ) -> None:

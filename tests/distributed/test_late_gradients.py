@@ -12,6 +12,14 @@ from tests.distributed.launch import run_ranks
 pytestmark = pytest.mark.once
 
 
-@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
-def test_trains_to_the_same_weights(world: int) -> None:
-    run_ranks(check_habits, world, list(HABITS))
+@pytest.mark.parametrize(
+    ("world", "every"),
+    [
+        (2, False),
+        pytest.param(2, True, marks=pytest.mark.full),
+        pytest.param(1, True, marks=pytest.mark.full),
+    ],
+)
+def test_trains_to_the_same_weights(world: int, every: bool) -> None:
+    """By default each habit with ZeRO-3 and one of the other strategies."""
+    run_ranks(check_habits, world, list(HABITS), every)

@@ -193,7 +193,7 @@ def _leave() -> None:
     raise ValueError("before the comparison")
 
 
-@pytest.mark.parametrize("world", (pytest.param(2, marks=pytest.mark.full), 3))
+@pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.full)))
 def test_ranks_that_use_other_units_are_told_so_and_like_ones_train(world: int) -> None:
     """Units of one size: nothing else says so. Under every strategy."""
     run_ranks(_check, world)
