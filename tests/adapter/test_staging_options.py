@@ -13,7 +13,7 @@ from megatron_fsdp_adapter.megatron.options import staging_options
 from megatron_fsdp_adapter.megatron.options.ddp_options import engine_config
 from tests.distributed.gpt import Case, build_trainer, ddp_config, train_step
 from tests.distributed.gpt import batches as batches_of
-from tests.engine.engine_cases import pretended_world
+from tests.engine.pretended import pretended_world
 
 CASE = Case(num_layers=4, hidden=12, heads=2, ffn=20, vocab=23)
 ZERO_3, CPU, CUDA = "optim_grads_params", torch.device("cpu"), torch.device("cuda")

@@ -32,7 +32,7 @@ from tests.distributed.topologies import (
     init_topology,
     topology_step,
 )
-from tests.engine.engine_cases import pretended_world
+from tests.engine.pretended import pretended_world
 
 WORLD = 4
 MIRRORED = {"dp_cp_ag": "dp_cp", "expt_dp_ag": "expt_dp"}

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig, MixedPrecisionPolicy
@@ -26,6 +25,7 @@ from megatron_fsdp_adapter.core.layout import Use
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, FSDPDistributedIndex
 from megatron_fsdp_adapter.diagnostics.grad_check import GradCheck
 from tests.engine.fused_linear import FusedLinear
+from tests.engine.pretended import PretendCommunicator
 from tests.engine.recording import RecordingRuntime
 from tests.quantised.emulated import EmulatedParams, EmulatedTensor, format_of, quantise_linears
 
@@ -35,102 +35,6 @@ HIDDEN, VOCAB, BATCH, SEQ = 6, 11, 2, 5
 def microbatch(index: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(index)
     return torch.randint(0, VOCAB, (BATCH, SEQ), generator=generator)
-
-
-@contextmanager
-def pretended_world(size: int, rank: int = 0) -> Iterator[None]:
-    """A default process group of `size` ranks of which only this one exists."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-class PretendCommunicator:
-    """`Communicator` whose other ranks hold the weights that the model began with, and send the
-    gradients that this one does.
-
-    `initial` maps a gather's output to its contents at the beginning. `report` is told the name
-    of each collective and its tensors before it runs.
-    """
-
-    def __init__(
-        self,
-        group: Any,
-        initial: Callable[[torch.Tensor], torch.Tensor],
-        report: Callable[[str, Sequence[torch.Tensor]], None],
-    ) -> None:
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.ranks = dist.get_process_group_ranks(group)
-        self.initial, self.report = initial, report
-
-    def all_gather(self, pairs: Any) -> list[Any]:
-        self.report("all_gather", [pair[0] for pair in pairs])
-        for output, own in pairs:
-            pieces = list(self.initial(output).chunk(self.size))
-            pieces[self.rank] = own.clone()  # a real one reads it, in place or not
-            for shard, piece in zip(output.chunk(self.size), pieces, strict=True):
-                if shard.data_ptr() != own.data_ptr():
-                    shard.copy_(piece)
-        return []
-
-    def reduce_scatter(self, pairs: Any) -> list[Any]:
-        self.report("reduce_scatter", [pair[1] for pair in pairs])
-        for output, full in pairs:
-            output.copy_(full.chunk(self.size)[self.rank] * self.size)
-        return []
-
-    def reduce_scatter_by_exchange(
-        self, pairs: Any, memory: Any = None, scale: float = 1.0, accumulate: bool = False
-    ) -> list[Any]:
-        self.report("reduce_scatter_by_exchange", [pair[1] for pair in pairs])
-        for output, full in pairs:
-            total = full.chunk(self.size)[self.rank].float() * (self.size * scale)
-            output.copy_(output.float() + total if accumulate else total)
-        return []
-
-    def all_reduce(self, tensors: Any) -> list[Any]:
-        self.report("all_reduce", tensors)
-        for tensor in tensors:
-            tensor.mul_(self.size)
-        return []
-
-    def all_max(self, tensor: torch.Tensor) -> list[Any]:
-        tensor.mul_(1)
-        return []
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        tensor.mul_(1)
-
-
-class Work:
-    """A collective that happens only when somebody waits for it."""
-
-    def __init__(self, effect: Callable[[], Any]) -> None:
-        self._effect: Callable[[], Any] | None = effect
-
-    def wait(self) -> None:
-        if self._effect is not None:
-            effect, self._effect = self._effect, None
-            effect()
-
-
-class LateCommunicator(PretendCommunicator):
-    """Does nothing until the work is waited for: the slowest network there can be."""
-
-    def all_gather(self, pairs: Any) -> list[Any]:
-        return [Work(lambda: super(LateCommunicator, self).all_gather(pairs))]
-
-    def reduce_scatter(self, pairs: Any) -> list[Any]:
-        return [Work(lambda: super(LateCommunicator, self).reduce_scatter(pairs))]
-
-    def reduce_scatter_by_exchange(self, pairs: Any, *options: Any) -> list[Any]:
-        late = super().reduce_scatter_by_exchange
-        return [Work(lambda: late(pairs, *options))]
-
-    def all_reduce(self, tensors: Any) -> list[Any]:
-        return [Work(lambda: super(LateCommunicator, self).all_reduce(tensors))]
 
 
 @dataclass(frozen=True)

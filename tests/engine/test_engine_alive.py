@@ -8,8 +8,9 @@ import pytest
 
 from megatron_fsdp_adapter.core.engine import prefetch
 from megatron_fsdp_adapter.core.engine.reduce import MAX_BUCKETS
-from tests.engine.engine_cases import Rig, Setup, build, pretended_world
+from tests.engine.engine_cases import Rig, Setup, build
 from tests.engine.engine_scenarios import SCENARIOS
+from tests.engine.pretended import pretended_world
 from tests.engine.traces import ZERO_2, ZERO_3, alive, steady
 
 

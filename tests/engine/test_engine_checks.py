@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from tests.engine.engine_cases import Setup, build, pretended_world
+from tests.engine.engine_cases import Setup, build
+from tests.engine.pretended import pretended_world
 from tests.engine.recording import RecordingRuntime
 
 

@@ -13,8 +13,9 @@ import torch
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE
 from megatron_fsdp_adapter.sharding import unit_copies
-from tests.engine.engine_cases import Rig, Setup, build, pretended_world
+from tests.engine.engine_cases import Rig, Setup, build
 from tests.engine.engine_scenarios import VARIANTS, variant_cells
+from tests.engine.pretended import pretended_world
 from tests.engine.recording import RaceError
 
 COVERED = ("untied", "tied", "frozen", "no_overlap", "two_domains", "two_instances", "slots",

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megatron_fsdp_adapter
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, HostRuntime
-from tests.engine.engine_cases import Rig, Setup, build, pretended_world
+from tests.engine.engine_cases import Rig, Setup, build
+from tests.engine.pretended import pretended_world
 from tests.engine.traces import ZERO_3
 
 

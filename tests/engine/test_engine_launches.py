@@ -11,7 +11,8 @@ import torch
 from megatron_fsdp_adapter.core.engine import launches
 from megatron_fsdp_adapter.core.engine.launches import GATHERED, REDUCED, LaunchComparison, Launched
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.engine.engine_cases import PretendCommunicator, Setup, build, pretended_world
+from tests.engine.engine_cases import Setup, build
+from tests.engine.pretended import PretendCommunicator, pretended_world
 
 
 class Group:

@@ -16,8 +16,9 @@ from megatron_fsdp_adapter.core.runtime.device import COMPUTE, LOAD, STORE, Host
 from megatron_fsdp_adapter.sharding.local_optimizer import adopt
 from megatron_fsdp_adapter.sharding.sharded_module import mark_shard
 from megatron_fsdp_adapter.sharding.streamed_optimizer import StreamedShards, shards_over
-from tests.engine.engine_cases import Rig, Setup, build, pretended_world
+from tests.engine.engine_cases import Rig, Setup, build
 from tests.engine.engine_scenarios import SCENARIOS
+from tests.engine.pretended import pretended_world
 from tests.engine.recording import ALLOCATE, RELEASE, WRITE, RaceError, RecordingRuntime
 
 ZERO_3 = "optim_grads_params"

@@ -9,8 +9,9 @@ import pytest
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.engine import engine_cases
-from tests.engine.engine_cases import Setup, build, pretended_world
+from tests.engine.engine_cases import Setup, build
 from tests.engine.engine_scenarios import microbatches, steps
+from tests.engine.pretended import pretended_world
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -16,7 +16,8 @@ from megatron_fsdp_adapter.core.engine.partition import (
 from megatron_fsdp_adapter.core.layout.planner import plan_group
 from megatron_fsdp_adapter.core.layout.ranges import FlatRange
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.engine.engine_cases import Setup, build, pretended_world
+from tests.engine.engine_cases import Setup, build
+from tests.engine.pretended import pretended_world
 
 
 class Block(nn.Module):

@@ -15,14 +15,8 @@ from megatron_fsdp_adapter.core.engine.parts import PartsOfPass
 from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.core.layout import Use
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.engine.engine_cases import (
-    LateCommunicator,
-    Rig,
-    Setup,
-    build,
-    microbatch,
-    pretended_world,
-)
+from tests.engine.engine_cases import Rig, Setup, build, microbatch
+from tests.engine.pretended import LateCommunicator, pretended_world
 from tests.engine.recording import RaceError
 
 ZERO_3 = "optim_grads_params"

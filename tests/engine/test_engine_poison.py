@@ -19,8 +19,9 @@ from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
 from megatron_fsdp_adapter.core.engine.direct import DirectGrads, GradWriter
 from megatron_fsdp_adapter.core.engine.group import ParamGroup
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime, fill_with_nan
-from tests.engine.engine_cases import PretendCommunicator, Setup, build, pretended_world
+from tests.engine.engine_cases import Setup, build
 from tests.engine.engine_scenarios import SCENARIOS, VARIANTS
+from tests.engine.pretended import PretendCommunicator, pretended_world
 
 COVERED = ("untied", "frozen", "bf16_comm", "accumulates", "overwrites", "slots", "slots_exchange",
            "slots_fused", "shared_instances")  # fmt: skip

@@ -22,8 +22,9 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     group_bytes,
 )
 from tests.distributed.memory import Baseline
-from tests.engine.engine_cases import LateCommunicator, PretendCommunicator, Setup, build
-from tests.engine.engine_cases import pretended_world as world_of
+from tests.engine.engine_cases import Setup, build
+from tests.engine.pretended import LateCommunicator, PretendCommunicator
+from tests.engine.pretended import pretended_world as world_of
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SUMS = {"comm_dtype": BF16, "fp32_accumulation": True}

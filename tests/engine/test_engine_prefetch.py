@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_fsdp_adapter.core.engine.prefetch import BACKWARD, FORWARD, LOOKAHEAD, PrefetchOrder
-from tests.engine.engine_cases import Rig, Setup, build, pretended_world
+from tests.engine.engine_cases import Rig, Setup, build
+from tests.engine.pretended import pretended_world
 from tests.engine.recording import MARK
 
 ZERO_3 = "optim_grads_params"

@@ -16,8 +16,9 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine import gather, group, reduce
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, REDUCE
-from tests.engine.engine_cases import Setup, build, pretended_world
+from tests.engine.engine_cases import Setup, build
 from tests.engine.engine_scenarios import SCENARIOS, VARIANTS, variant_cells
+from tests.engine.pretended import pretended_world
 from tests.engine.recording import MARK, RaceError, RecordingRuntime
 
 ZERO_1, ZERO_2, ZERO_3 = "optim", "optim_grads", "optim_grads_params"

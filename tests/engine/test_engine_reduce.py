@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_fsdp_adapter.core.engine.reduce import largest_domain_first
-from tests.engine.engine_cases import Setup, build, pretended_world
+from tests.engine.engine_cases import Setup, build
+from tests.engine.pretended import pretended_world
 
 
 def test_the_largest_domain_of_a_unit_is_reduced_first():

@@ -15,16 +15,9 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.core.engine.saved import SavedTensors, is_owned, mark_owned
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.engine.engine_cases import (
-    Exploded,
-    PretendCommunicator,
-    Rig,
-    Setup,
-    buffers_of,
-    build,
-    pretended_world,
-)
+from tests.engine.engine_cases import Exploded, Rig, Setup, buffers_of, build
 from tests.engine.engine_scenarios import SCENARIOS, VARIANTS
+from tests.engine.pretended import PretendCommunicator, pretended_world
 from tests.host_copies import HostCopies
 
 PLAIN = ("untied", "frozen", "accumulates", "overwrites", "overwrites_always", "slots",

@@ -17,8 +17,9 @@ import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE
-from tests.engine.engine_cases import Layer, Setup, build, pretended_world
+from tests.engine.engine_cases import Layer, Setup, build
 from tests.engine.engine_scenarios import SCENARIOS
+from tests.engine.pretended import pretended_world
 from tests.engine.recording import RaceError, RecordingRuntime
 from tests.engine.traces import collectives
 

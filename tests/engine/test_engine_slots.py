@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from megatron_fsdp_adapter.core.engine import hooks
 from megatron_fsdp_adapter.core.engine.staging import plan_slots
 from megatron_fsdp_adapter.core.engine.unit import Phase
-from tests.engine.engine_cases import Layer, Setup, build, pretended_world
+from tests.engine.engine_cases import Layer, Setup, build
+from tests.engine.pretended import pretended_world
 
 GPT = ["Embedding", "Layer", "Layer", "Layer", "Layer", "Linear", "NoneType"]
 

@@ -13,7 +13,8 @@ from megatron_fsdp_adapter.core.engine.group import GradState
 from megatron_fsdp_adapter.core.engine.guard import ReshardedParameter
 from megatron_fsdp_adapter.core.engine.partition import UnitPlan
 from megatron_fsdp_adapter.core.engine.unit import TRANSITIONS, Phase, Unit
-from tests.engine.engine_cases import Exploded, Rig, Setup, build, microbatch, pretended_world
+from tests.engine.engine_cases import Exploded, Rig, Setup, build, microbatch
+from tests.engine.pretended import pretended_world
 
 ZERO_1, ZERO_2, ZERO_3 = "optim", "optim_grads", "optim_grads_params"
 LEGAL = {

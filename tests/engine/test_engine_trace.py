@@ -9,8 +9,9 @@ import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
-from tests.engine.engine_cases import HIDDEN, Setup, build, pretended_world
+from tests.engine.engine_cases import HIDDEN, Setup, build
 from tests.engine.engine_scenarios import SCENARIOS
+from tests.engine.pretended import pretended_world
 from tests.engine.traces import ZERO_1, ZERO_2, ZERO_3, collectives, schedule, steady
 
 # One step with sharded weights and gradients, once the order is known. Everything that is

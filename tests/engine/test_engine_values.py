@@ -17,14 +17,9 @@ import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.engine.engine_cases import (
-    LateCommunicator,
-    PretendCommunicator,
-    Setup,
-    build,
-    pretended_world,
-)
+from tests.engine.engine_cases import Setup, build
 from tests.engine.engine_scenarios import SCENARIOS, VARIANTS, PlainRig, variant_cells
+from tests.engine.pretended import LateCommunicator, PretendCommunicator, pretended_world
 
 ONE_SHARD = [
     name

@@ -15,7 +15,7 @@ from megatron_fsdp_adapter.core.runtime.device import (
     HostRuntime,
     make_runtime,
 )
-from tests.engine.engine_cases import pretended_world
+from tests.engine.pretended import pretended_world
 
 
 class Diary:

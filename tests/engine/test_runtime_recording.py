@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, REDUCE
-from tests.engine.engine_cases import pretended_world
+from tests.engine.pretended import pretended_world
 from tests.engine.recording import RaceError, RecordingRuntime
 
 

@@ -35,7 +35,7 @@ from megatron_fsdp_adapter.megatron.options.ddp_options import (
 )
 from megatron_fsdp_adapter.megatron.options.support import problems
 from megatron_fsdp_adapter.megatron.process_groups import build_index, groups_of
-from tests.engine.engine_cases import pretended_world
+from tests.engine.pretended import pretended_world
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from tests.engine.engine_cases import Rig, Setup, build, pretended_world
+from tests.engine.engine_cases import Rig, Setup, build
+from tests.engine.pretended import pretended_world
 from tests.engine.recording import (
     ALLOCATE,
     MARK,

@@ -1,0 +1,107 @@
+"""A world of which one rank exists, and communicators that do what the others would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@contextmanager
+def pretended_world(size: int, rank: int = 0) -> Iterator[None]:
+    """A default process group of `size` ranks of which only this one exists."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class PretendCommunicator:
+    """`Communicator` whose other ranks hold the weights that the model began with, and send the
+    gradients that this one does.
+
+    `initial` maps a gather's output to its contents at the beginning. `report` is told the name
+    of each collective and its tensors before it runs.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        initial: Callable[[torch.Tensor], torch.Tensor],
+        report: Callable[[str, Sequence[torch.Tensor]], None],
+    ) -> None:
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.ranks = dist.get_process_group_ranks(group)
+        self.initial, self.report = initial, report
+
+    def all_gather(self, pairs: Any) -> list[Any]:
+        self.report("all_gather", [pair[0] for pair in pairs])
+        for output, own in pairs:
+            pieces = list(self.initial(output).chunk(self.size))
+            pieces[self.rank] = own.clone()  # a real one reads it, in place or not
+            for shard, piece in zip(output.chunk(self.size), pieces, strict=True):
+                if shard.data_ptr() != own.data_ptr():
+                    shard.copy_(piece)
+        return []
+
+    def reduce_scatter(self, pairs: Any) -> list[Any]:
+        self.report("reduce_scatter", [pair[1] for pair in pairs])
+        for output, full in pairs:
+            output.copy_(full.chunk(self.size)[self.rank] * self.size)
+        return []
+
+    def reduce_scatter_by_exchange(
+        self, pairs: Any, memory: Any = None, scale: float = 1.0, accumulate: bool = False
+    ) -> list[Any]:
+        self.report("reduce_scatter_by_exchange", [pair[1] for pair in pairs])
+        for output, full in pairs:
+            total = full.chunk(self.size)[self.rank].float() * (self.size * scale)
+            output.copy_(output.float() + total if accumulate else total)
+        return []
+
+    def all_reduce(self, tensors: Any) -> list[Any]:
+        self.report("all_reduce", tensors)
+        for tensor in tensors:
+            tensor.mul_(self.size)
+        return []
+
+    def all_max(self, tensor: torch.Tensor) -> list[Any]:
+        tensor.mul_(1)
+        return []
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        tensor.mul_(1)
+
+
+class Work:
+    """A collective that happens only when somebody waits for it."""
+
+    def __init__(self, effect: Callable[[], Any]) -> None:
+        self._effect: Callable[[], Any] | None = effect
+
+    def wait(self) -> None:
+        if self._effect is not None:
+            effect, self._effect = self._effect, None
+            effect()
+
+
+class LateCommunicator(PretendCommunicator):
+    """Does nothing until the work is waited for: the slowest network there can be."""
+
+    def all_gather(self, pairs: Any) -> list[Any]:
+        return [Work(lambda: super(LateCommunicator, self).all_gather(pairs))]
+
+    def reduce_scatter(self, pairs: Any) -> list[Any]:
+        return [Work(lambda: super(LateCommunicator, self).reduce_scatter(pairs))]
+
+    def reduce_scatter_by_exchange(self, pairs: Any, *options: Any) -> list[Any]:
+        late = super().reduce_scatter_by_exchange
+        return [Work(lambda: late(pairs, *options))]
+
+    def all_reduce(self, tensors: Any) -> list[Any]:
+        return [Work(lambda: super(LateCommunicator, self).all_reduce(tensors))]
