@@ -1,0 +1,254 @@
+"""What a machine takes for things: GPUs, their network, the host, and what they cost each other.
+
+The tables say where each number is from. A probe of one's own machine (`measure.py`) writes the
+same fields as JSON, which `--machine FILE` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from .program import Kind
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device, alone.
+
+    Attributes:
+        memory_gib: of the device, as nvidia-smi says. reserved_gib: of it, what contexts, NCCL and
+            fragments of the allocator take.
+        peak_tflops: bf16, dense, as the vendor says: MFU is in parts of it.
+        product_tflops: what large bf16 matrix products reach. fp8_product_tflops: FP8 ones.
+        attention_tflops: causal attention, forward and backward together, counting half of the
+            square.
+        memory_tbps: what passes over memory reach, bytes read and written. kernel_us: from one
+            kernel to the next on a stream.
+        sustained: how much slower products are where they are all that runs, for the limit of
+            power; busy: from which part of the time on, linearly up to all of it.
+        source: where the numbers are from.
+    """
+
+    name: str
+    memory_gib: float
+    peak_tflops: float
+    product_tflops: float
+    fp8_product_tflops: float
+    attention_tflops: float
+    memory_tbps: float
+    reserved_gib: float = 6.0
+    kernel_us: float = 2.0
+    sustained: float = 1.0
+    busy: float = 0.75
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        _positive(self, ("memory_gib", "peak_tflops", "product_tflops", "fp8_product_tflops",
+                         "attention_tflops", "memory_tbps"))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Network:
+    """Two levels: an NVLink domain, and rail-optimised links between domains, one a GPU.
+
+    Attributes:
+        domain: GPUs of one NVLink domain. link_gbps: GB/s that a GPU's ring reaches inside, by the
+            number of ranks, the next larger row counts; copy_gbps: the same by copy engines.
+        rail_gbps: GB/s of one GPU's link to other domains, as reached.
+        hop_us, rail_hop_us: latency of one step inside and between domains; base_us: of any
+            collective.
+    """
+
+    name: str
+    domain: int
+    link_gbps: Mapping[int, float]
+    copy_gbps: Mapping[int, float]
+    rail_gbps: float
+    hop_us: float = 1.0
+    rail_hop_us: float = 8.0
+    base_us: float = 15.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        _positive(self, ("domain", "rail_gbps", "hop_us", "rail_hop_us", "base_us"))
+        for name in ("link_gbps", "copy_gbps"):
+            if not getattr(self, name) or min(getattr(self, name).values()) <= 0:
+                raise ValueError(f"{name} of network {self.name}: give GB/s above 0 by ranks")
+
+
+@dataclass(frozen=True)
+class Contention:
+    """How many times as long things take that run at once. Of docs/performance.md."""
+
+    product_beside_nccl: float = 1.3
+    product_beside_copies: float = 1.1
+    product_beside_memory: float = 1.3
+    gather_beside_product: float = 1.4
+    reduce_beside_product: float = 1.25
+    copies_beside_product: float = 1.1
+    exchange_beside_product: float = 1.38
+    memory_beside_product: float = 3.0
+    memory_beside_nccl: float = 1.2
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if getattr(self, item.name) < 1.0:
+                raise ValueError(f"{item.name}={getattr(self, item.name)}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """host: how many times as long as the reference host this one takes for a launch."""
+
+    gpu: Gpu
+    network: Network
+    contention: Contention = field(default_factory=Contention)
+    host: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive(self, ("host",))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one collective: how many, and how many of them share an NVLink domain."""
+
+    size: int
+    in_domain: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.in_domain <= self.size:
+            raise ValueError(
+                f"in_domain={self.in_domain}: must be from 1 to the size of the group, {self.size}"
+            )
+
+
+def _positive(owner: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{type(owner).__name__}.{name}={value}: must be above 0")
+
+
+def _reached(table: Mapping[int, float], ranks: int) -> float:
+    """Of the row for as many ranks or, where there is none, the next larger, else the largest."""
+    known = sorted(table)
+    row = next((size for size in known if size >= ranks), known[-1])
+    return table[row]
+
+
+def collective_seconds(
+    kind: Kind, nbytes: float, group: Group, network: Network, copy_engine: bool = False
+) -> float:
+    """Alone. nbytes: of the whole buffer. Ring inside a domain; between domains each GPU of a
+    domain carries its part over its own rail. An all-reduce is a reduction and a gather."""
+    if group.size == 1:
+        return 0.0
+    if kind is Kind.ALL_REDUCE:
+        half = collective_seconds(Kind.REDUCE_SCATTER, nbytes, group, network)
+        return 2 * half - network.base_us * 1e-6
+    inside = group.in_domain
+    domains = group.size / inside
+    seconds, hops = 0.0, 0.0
+    if inside > 1:
+        copies = copy_engine and domains == 1
+        reached = _reached(network.copy_gbps if copies else network.link_gbps, inside)
+        seconds = nbytes * (inside - 1) / inside / (reached * 1e9)
+        hops = (1 if copies else inside - 1) * network.hop_us
+    if domains > 1:
+        rails = nbytes * (1 - 1 / domains) / (inside * network.rail_gbps * 1e9)
+        seconds = max(seconds, rails)
+        # NCCL's rings have a step a domain; its trees (PAT) take a logarithm, for small messages.
+        ring = (domains - 1) * network.rail_hop_us
+        tree = 4 * math.log2(domains) * network.rail_hop_us
+        hops += ring if nbytes / group.size > 64e3 else min(ring, tree)
+    return seconds + (hops + network.base_us) * 1e-6
+
+
+def operation_seconds(
+    kind: Kind, amount: float, gpu: Gpu, fp8: bool = False
+) -> float:
+    """Of what is no collective, alone."""
+    if kind is Kind.PRODUCT:
+        rate = (gpu.fp8_product_tflops if fp8 else gpu.product_tflops) * 1e12
+    elif kind is Kind.ATTENTION:
+        rate = gpu.attention_tflops * 1e12
+    else:
+        rate = gpu.memory_tbps * 1e12
+    return amount / rate + gpu.kernel_us * 1e-6
+
+
+_MEASURED = "kernel times of 24 layers of Llama-3 8B on 2 H200 (docs/performance.md)"
+_SCALED = "vendor's peaks, in the proportions that an H200 reaches; not measured here"
+
+H200 = Gpu("H200", 140.0, 989.0, 690.0, 1180.0, 420.0, 3.55, sustained=1.06, source=_MEASURED)
+GPUS: Mapping[str, Gpu] = {
+    "h200": H200,
+    "h100": replace(
+        H200, name="H100", memory_gib=79.0, memory_tbps=2.5, source="as an H200; memory 3.35 TB/s"
+    ),
+    "b200": Gpu("B200", 178.0, 2250.0, 1570.0, 2700.0, 950.0, 5.9, source=_SCALED),
+    "gb200": Gpu("GB200", 184.0, 2500.0, 1740.0, 3000.0, 1050.0, 5.9, source=_SCALED),
+}
+_HOPPER_LINK = {2: 270.0, 4: 320.0, 8: 340.0}
+_HOPPER_COPY = {2: 300.0, 4: 376.0, 8: 380.0}
+NETWORKS: Mapping[str, Network] = {
+    "nvlink4-ib400": Network(
+        "8 GPUs of NVLink 4, 400 Gb/s InfiniBand a GPU", 8, _HOPPER_LINK, _HOPPER_COPY, 42.0,
+        source="2 and 4 H200 measured (docs/performance.md); 8, and between hosts, assumed: 85% of "
+        "the links",
+    ),
+    "nvlink5-ib400": Network(
+        "8 GPUs of NVLink 5, 400 Gb/s InfiniBand a GPU", 8,
+        {n: 2 * gbps for n, gbps in _HOPPER_LINK.items()},
+        {n: 2 * gbps for n, gbps in _HOPPER_COPY.items()}, 42.0, source=_SCALED,
+    ),
+    "nvl72-ib400": Network(
+        "72 GPUs of NVLink 5, 400 Gb/s InfiniBand a GPU", 72,
+        {n: 2 * gbps for n, gbps in (_HOPPER_LINK | {72: 340.0}).items()},
+        {n: 2 * gbps for n, gbps in (_HOPPER_COPY | {72: 380.0}).items()}, 42.0, source=_SCALED,
+    ),
+}
+NETWORK_OF = {
+    "h100": "nvlink4-ib400", "h200": "nvlink4-ib400", "b200": "nvlink5-ib400",
+    "gb200": "nvl72-ib400",
+}  # fmt: skip
+
+
+def machine_named(gpu: str, network: str | None = None) -> Machine:
+    """From the tables; ValueError lists the rows."""
+    if gpu not in GPUS:
+        raise ValueError(f"--gpu {gpu!r} is unknown: use one of {sorted(GPUS)}, or --machine FILE")
+    name = network or NETWORK_OF[gpu]
+    if name not in NETWORKS:
+        raise ValueError(f"--network {name!r} is unknown: use one of {sorted(NETWORKS)}")
+    return Machine(GPUS[gpu], NETWORKS[name])
+
+
+def to_json(machine: Machine) -> str:
+    return json.dumps(asdict(machine), indent=2)
+
+
+def from_json(path: str) -> Machine:
+    """A machine that `--measure` has written. FileNotFoundError or ValueError, naming the file."""
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"--machine {path}: no such file")
+    try:
+        content = json.loads(file.read_text())
+        network = content["network"]
+        for name in ("link_gbps", "copy_gbps"):
+            network[name] = {int(ranks): gbps for ranks, gbps in network[name].items()}
+        return Machine(
+            Gpu(**content["gpu"]), Network(**network), Contention(**content["contention"]),
+            content["host"],
+        )  # fmt: skip
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"--machine {path}: not what --measure writes ({error!r}); write it anew"
+        ) from error

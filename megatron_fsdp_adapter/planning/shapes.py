@@ -1,0 +1,361 @@
+"""A model as its units compute: parameters, operations and bytes of one microbatch on one rank.
+
+Dense GPTs are those that `estimate` knows. Beside them mixtures of experts, and tensor, expert and
+pipeline parallelism, by which each rank has a part of the layers, of their matrices, of the experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_fsdp_adapter.cli.gpt import (
+    PRESETS,
+    ROOT,
+    GptConfig,
+    Listing,
+    config_from,
+    gpt_parameter_listing,
+)
+
+from .program import Kind
+from .step import UnitWork, Work
+
+DENSE, EXPERT = "dense", "expert"
+BF16 = 2
+
+LAYER_HOST = 1500.0
+"""Reference microseconds in which a host launches a layer's forward, with Transformer Engine."""
+
+MOE_HOST = 2.0
+"""Times that for a layer of experts."""
+
+FORWARD_PASSES, BACKWARD_PASSES = 26.0, 42.0
+"""Bytes that element-wise kernels of a layer move a token, in parts of hidden + ffn elements times
+2 bytes over 10: norms, rotary embedding, SwiGLU, residuals. From a trace of Llama-3 8B layers."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Of a mixture: `number` of width `ffn`, of which a token passes `topk`; `shared` width of what
+    every token passes; the first `dense_layers` layers have none."""
+
+    number: int
+    topk: int
+    ffn: int
+    shared: int = 0
+    dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.topk <= self.number:
+            raise ValueError(
+                f"--moe-router-topk {self.topk}: must be from 1 to --num-experts {self.number}"
+            )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model. gpt: what a dense layer is; experts: in place of its MLP. attention: parameters of a
+    layer's attention where that is not what `gpt` says (latent attention), else 0."""
+
+    name: str
+    gpt: GptConfig
+    seq_length: int
+    experts: Experts | None = None
+    attention: int = 0
+
+    def __post_init__(self) -> None:
+        if self.seq_length < 1:
+            raise ValueError(f"--seq-length {self.seq_length}: must be at least 1")
+
+    @property
+    def attention_numel(self) -> int:
+        """Elements of the matrices of a layer's attention."""
+        gpt = self.gpt
+        query = gpt.num_attention_heads * gpt.head_dim
+        kv = 2 * gpt.query_groups * gpt.head_dim
+        return self.attention or gpt.hidden_size * (2 * query + kv)
+
+    def mlp_numel(self, width: int) -> int:
+        """Elements of the matrices of an MLP of that width."""
+        return self.gpt.hidden_size * width * (3 if self.gpt.swiglu else 2)
+
+    def is_moe(self, layer: int) -> bool:
+        return self.experts is not None and layer >= self.experts.dense_layers
+
+    def active_numel(self, layer: int) -> int:
+        """Elements that a token meets in the matrices of a layer."""
+        if not self.is_moe(layer):
+            return self.attention_numel + self.mlp_numel(self.gpt.ffn)
+        experts = self.experts
+        assert experts is not None
+        width = experts.topk * experts.ffn + experts.shared
+        return self.attention_numel + self.mlp_numel(width)
+
+    @property
+    def vocabulary(self) -> int:
+        rows = self.gpt.embedding_rows
+        assert rows is not None
+        return rows
+
+    def step_flops(self, tokens: int) -> float:
+        """As a benchmark counts them: 6 a weight that a token meets and token, causal attention;
+        what is computed again is not counted."""
+        layers = range(self.gpt.num_layers)
+        weights = sum(self.active_numel(i) for i in layers)
+        weights += self.vocabulary * self.gpt.hidden_size
+        attention = 6 * len(layers) * self.seq_length * self.gpt.num_attention_heads * self.head_dim
+        return float(tokens) * (6 * weights + attention)
+
+    @property
+    def head_dim(self) -> int:
+        return self.gpt.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, norms left out."""
+        layers = self.gpt.num_layers
+        total = 2 * self.vocabulary * self.gpt.hidden_size + layers * self.attention_numel
+        for layer in range(layers):
+            if self.is_moe(layer) and self.experts is not None:
+                width = self.experts.number * self.experts.ffn + self.experts.shared
+                total += self.mlp_numel(width) + self.experts.number * self.gpt.hidden_size
+            else:
+                total += self.mlp_numel(self.gpt.ffn)
+        return total
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How a model is split: over tensor, pipeline (and virtual stages), context and expert parallel
+    ranks. recompute: none, or all of each layer."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    context: int = 1
+    expert: int = 1
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "virtual", "context", "expert"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} parallel size {getattr(self, name)}: must be at least 1")
+
+
+def listing(shape: Shape, parallel: Parallel, stage: int = 0) -> list[tuple[str, str, tuple[int, ...], str]]:
+    """Unit, name, shape and domain of every parameter that a rank of a pipeline stage has."""
+    found: list[tuple[str, str, tuple[int, ...], str]] = []
+    layers = layers_of(shape, parallel, stage)
+    first, last = stage == 0, stage == parallel.pipeline - 1
+    for unit, fqn, full in gpt_parameter_listing(shape.gpt):
+        if unit.startswith("decoder.layers."):
+            number = int(unit.split(".")[2])
+            if number not in layers or (shape.is_moe(number) and ".mlp." in fqn):
+                continue
+        elif not (last if "output" in fqn or "final" in fqn else first):
+            continue
+        found.append((unit, fqn, _split(fqn, full, parallel.tensor), DENSE))
+    for number in layers:
+        if shape.is_moe(number):
+            found += _experts(shape, number, parallel)
+    return sorted(found, key=lambda row: _order(row[0]))
+
+
+def layers_of(shape: Shape, parallel: Parallel, stage: int) -> list[int]:
+    """Numbers of the layers of a stage: as even as they can be, virtual stages joined."""
+    count = shape.gpt.num_layers
+    each, more = divmod(count, parallel.pipeline)
+    begin = stage * each + min(stage, more)
+    return list(range(begin, begin + each + (stage < more)))
+
+
+def _order(unit: str) -> tuple[int, int]:
+    if unit.startswith("decoder.layers."):
+        return 1, int(unit.split(".")[2])
+    return {"embedding": (0, 0), ROOT: (2, 0)}.get(unit, (3, 0))
+
+
+def _split(fqn: str, full: tuple[int, ...], tensor: int) -> tuple[int, ...]:
+    """A tensor-parallel rank's part: columns of what ends a block, rows of what begins one."""
+    if tensor == 1 or len(full) == 1:
+        return full
+    rows, columns = full
+    if fqn.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return rows, -(-columns // tensor)
+    return -(-rows // tensor), columns
+
+
+def _experts(
+    shape: Shape, number: int, parallel: Parallel
+) -> list[tuple[str, str, tuple[int, ...], str]]:
+    experts, hidden = shape.experts, shape.gpt.hidden_size
+    assert experts is not None
+    unit = f"decoder.layers.{number}"
+    gate = 2 if shape.gpt.swiglu else 1
+    rows: list[tuple[str, str, tuple[int, ...], str]] = [
+        (unit, f"{unit}.mlp.router.weight", (experts.number, hidden), DENSE)
+    ]
+    if experts.shared:
+        width = -(-experts.shared // parallel.tensor)
+        rows.append((unit, f"{unit}.mlp.shared_experts.linear_fc1.weight", (gate * width, hidden), DENSE))
+        rows.append((unit, f"{unit}.mlp.shared_experts.linear_fc2.weight", (hidden, width), DENSE))
+    for index in range(-(-experts.number // parallel.expert)):
+        name = f"{unit}.mlp.experts"
+        rows.append((unit, f"{name}.linear_fc1.weight{index}", (gate * experts.ffn, hidden), EXPERT))
+        rows.append((unit, f"{name}.linear_fc2.weight{index}", (hidden, experts.ffn), EXPERT))
+    return rows
+
+
+def units(
+    shape: Shape, parallel: Parallel, microbatch: int, stage: int = 0
+) -> list[UnitWork]:
+    """The units of a stage's rank with their work for one microbatch of `microbatch` sequences."""
+    params: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
+    for unit, fqn, full, domain in listing(shape, parallel, stage):
+        params.setdefault(unit, []).append((fqn, full, domain))
+    tokens = microbatch * shape.seq_length / parallel.context
+    found = []
+    for name, mine in params.items():
+        if name.startswith("decoder.layers."):
+            forward, backward, host = _layer_work(shape, parallel, tokens, int(name.split(".")[2]))
+        elif name == "output_layer" or (name == ROOT and "output_layer" not in params and stage == parallel.pipeline - 1):
+            forward, backward = _head_work(shape, parallel, tokens)
+            host = LAYER_HOST / 2
+        else:
+            moved = tokens * shape.gpt.hidden_size * BF16 * 2
+            forward = backward = (Work(Kind.MEMORY, moved),)
+            host = LAYER_HOST / 8
+        reads = name != "embedding"
+        found.append(UnitWork(name, tuple(mine), forward, backward, host, reads))
+    return found
+
+
+def _layer_work(
+    shape: Shape, parallel: Parallel, tokens: float, number: int
+) -> tuple[tuple[Work, ...], tuple[Work, ...], float]:
+    gpt, tensor = shape.gpt, parallel.tensor
+    moe = shape.is_moe(number)
+    products = 2 * tokens * shape.active_numel(number) / tensor
+    heads = gpt.num_attention_heads * gpt.head_dim / tensor
+    attention = 2 * tokens * shape.seq_length * heads
+    width = gpt.ffn
+    if moe and shape.experts is not None:
+        width = shape.experts.topk * shape.experts.ffn + shape.experts.shared
+    element = tokens * BF16 * (gpt.hidden_size + width / 3) / tensor
+    forward = [
+        Work(Kind.PRODUCT, products), Work(Kind.ATTENTION, attention),
+        Work(Kind.MEMORY, FORWARD_PASSES * element),
+    ]  # fmt: skip
+    backward = [
+        Work(Kind.ATTENTION, 2.5 * attention), Work(Kind.PRODUCT, 2 * products),
+        Work(Kind.MEMORY, BACKWARD_PASSES * element),
+    ]  # fmt: skip
+    whole = tokens * gpt.hidden_size * BF16
+    own: list[Work] = []
+    if tensor > 1:  # with sequence parallelism: a gather and a reduction around each half
+        own += [Work(Kind.ALL_GATHER, whole, "tensor"), Work(Kind.REDUCE_SCATTER, whole, "tensor")] * 2
+    if parallel.context > 1:  # keys and values of the other ranks
+        kv = 2 * whole * gpt.query_groups / gpt.num_attention_heads * parallel.context
+        own.append(Work(Kind.ALL_GATHER, kv / tensor, "context"))
+    if moe and shape.experts is not None and parallel.expert > 1:
+        sent = whole / tensor * shape.experts.topk
+        own += [Work(Kind.EXCHANGE, sent, "expert parallel")] * 2
+    forward += own
+    backward += own
+    if parallel.recompute:
+        backward = forward + backward
+    host = LAYER_HOST * (MOE_HOST if moe else 1.0)
+    return tuple(forward), tuple(backward), host
+
+
+HEAD_PASSES = 20.0
+"""Bytes that loss and softmax move a token and row of the vocabulary, forward and backward."""
+
+
+def _head_work(
+    shape: Shape, parallel: Parallel, tokens: float
+) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+    """The output layer and the loss, in float32."""
+    logits = tokens * shape.vocabulary / parallel.tensor
+    products = 2 * logits * shape.gpt.hidden_size
+    half = Work(Kind.MEMORY, HEAD_PASSES * logits / 2)
+    return (Work(Kind.PRODUCT, products), half), (half, Work(Kind.PRODUCT, 2 * products))
+
+
+def activation_bytes(shape: Shape, parallel: Parallel, microbatch: int, in_flight: int = 1) -> int:
+    """Of one rank at the end of a forward: what autograd keeps of a stage's layers for `in_flight`
+    microbatches, with flash attention, and the logits in bf16 and float32."""
+    gpt, tensor = shape.gpt, parallel.tensor
+    tokens = microbatch * shape.seq_length / parallel.context / tensor
+    layers = layers_of(shape, parallel, 0)
+    query = gpt.num_attention_heads * gpt.head_dim
+    kv = 2 * gpt.query_groups * gpt.head_dim
+    total = 0.0
+    for number in layers:
+        width = gpt.ffn
+        if shape.is_moe(number) and shape.experts is not None:
+            # Tokens are sent in copies, one an expert: their inputs and outputs too.
+            width = shape.experts.topk * (shape.experts.ffn + 2 * gpt.hidden_size // 3)
+            width += shape.experts.shared
+        kept = 4 * gpt.hidden_size + 2 * query + kv + (3 if gpt.swiglu else 2) * width
+        if parallel.recompute:
+            kept = gpt.hidden_size
+        total += tokens * BF16 * kept
+    total *= in_flight
+    if parallel.recompute:
+        again = 4 * gpt.hidden_size + 2 * query + kv + 3 * gpt.ffn
+        total += tokens * BF16 * again
+    logits = microbatch * shape.seq_length / parallel.context * shape.vocabulary / tensor
+    return int(total + (6 * logits if parallel.pipeline == 1 else 0))
+
+
+_MIXTRAL = {**PRESETS["llama3-8b"], "vocab_size": 32000, "seq_length": 4096}
+SHAPES: Mapping[str, tuple[Mapping[str, Any], Experts | None, int, int]] = {
+    "llama-1.5b": (
+        {**PRESETS["llama3-8b"], "num_layers": 16, "hidden_size": 2048, "ffn_hidden_size": 8192,
+         "num_attention_heads": 32}, None, 2048, 0,
+    ),
+    "llama3-8b": (PRESETS["llama3-8b"], None, 8192, 0),
+    "llama-13b": (
+        {**PRESETS["llama3-8b"], "num_layers": 40, "hidden_size": 5120, "ffn_hidden_size": 13824,
+         "num_attention_heads": 40, "num_query_groups": 40, "vocab_size": 32000}, None, 4096, 0,
+    ),
+    "llama3-70b": (PRESETS["llama3-70b"], None, 8192, 0),
+    "llama3-405b": (PRESETS["llama3-405b"], None, 8192, 0),
+    "mixtral-8x7b": (
+        {**_MIXTRAL, "num_layers": 32}, Experts(8, 2, 14336), 4096, 0,
+    ),
+    "mixtral-8x22b": (
+        {**_MIXTRAL, "num_layers": 56, "hidden_size": 6144, "ffn_hidden_size": 16384,
+         "num_attention_heads": 48}, Experts(8, 2, 16384), 4096, 0,
+    ),
+    # Latent attention: down and up projections of queries (1536), keys and values (512 + 64).
+    "deepseek-v3": (
+        {**PRESETS["llama3-8b"], "num_layers": 61, "hidden_size": 7168, "ffn_hidden_size": 18432,
+         "num_attention_heads": 128, "num_query_groups": 128, "kv_channels": 128,
+         "vocab_size": 129280}, Experts(256, 8, 2048, 2048, 3), 4096,
+        7168 * 1536 + 1536 * 24576 + 7168 * 576 + 512 * 32768 + 16384 * 7168,
+    ),
+}  # fmt: skip
+"""Options of the dense part, experts, default sequence length, elements of attention's matrices."""
+
+
+def shape_named(name: str) -> Shape:
+    """ValueError lists the names."""
+    if name not in SHAPES:
+        raise ValueError(f"--preset {name!r} is unknown: use one of {sorted(SHAPES)}")
+    options, experts, seq, attention = SHAPES[name]
+    return Shape(name, config_from(options), seq, experts, attention)
+
+
+def with_layers(shape: Shape, count: int) -> Shape:
+    """The same with another number of layers, of them as many dense ones as before."""
+    return replace(shape, gpt=replace(shape.gpt, num_layers=count))
+
+
+def even(number: int, parts: int) -> int:
+    """The larger of the parts."""
+    return math.ceil(number / parts)

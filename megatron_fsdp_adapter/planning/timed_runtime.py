@@ -1,0 +1,249 @@
+"""The engine's runtime that keeps a list in place of computing: same calls, tensors without memory.
+
+The engine runs unchanged, on meta tensors. What it submits is written down with the stream, the
+order that events make and the host's share; every operation of torch that touches many bytes is a
+memory pass of as many bytes. Timing is another step, so that one list serves many machines.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE, Works
+
+from .program import Kind, Operation, Program
+
+SMALL = 1 << 14
+"""Bytes below which an operation is left out: it takes a launch, and no time on the device."""
+
+CALL, SWITCH, LAUNCH = 5.0, 25.0, 8.0
+"""Microseconds of the reference host: of an event, of work handed to another stream, of a launch."""
+
+VIEWS = ("view", "detach", "slice", "alias", "empty", "as_strided", "select", "expand", "split")
+"""Beginnings of the names of operations that move nothing."""
+
+
+class TimedRuntime:
+    """A `Runtime` on the meta device that writes a `Program`."""
+
+    host_waits = False
+    poison = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("meta")
+        self.on_out_of_memory: Callable[[str, torch.Tensor, RuntimeError], None] = (
+            lambda *_: None
+        )
+        self.part, self.label = "", ""
+        self._role = COMPUTE
+        self._operations: list[Operation] = []
+        self._last: dict[str, int] = {}
+        self._waits: dict[str, set[int]] = {}
+        self._host = 0.0
+        self._marks: list[tuple[str, int]] = []
+        self._live: dict[int, int] = {}
+        self._bytes: list[tuple[int, int]] = []
+
+    @property
+    def program(self) -> Program:
+        """What was written so far."""
+        return Program(tuple(self._operations), tuple(self._marks), tuple(self._bytes))
+
+    def mark(self, name: str) -> None:
+        """A name for this place in the program."""
+        self._marks.append((name, len(self._operations)))
+
+    def spend(self, microseconds: float) -> None:
+        """The host is busy for that long."""
+        self._host += microseconds
+
+    def write(self, kind: Kind, amount: float, **given: Any) -> None:
+        """An operation on the current stream."""
+        if amount <= 0:
+            return
+        role = self._role
+        after = self._waits.pop(role, set())
+        operation = Operation(
+            role, kind, amount, given.pop("label", self.label), given.pop("part", self.part),
+            tuple(sorted(after)), self._host + LAUNCH, **given,
+        )  # fmt: skip
+        self._host = 0.0
+        self._last[role] = len(self._operations)
+        self._operations.append(operation)
+
+    # The engine's interface.
+
+    def submit(self, role: str, *tasks: Callable[[], Works]) -> None:
+        before, self._role = self._role, role
+        if role != COMPUTE:
+            self.spend(SWITCH)
+        try:
+            for task in tasks:
+                task()
+        finally:
+            self._role = before
+
+    def launch(
+        self, role: str, collective: Callable[[], Works], *tasks: Callable[[], Works]
+    ) -> None:
+        self.submit(role, collective, *tasks)
+
+    def record(self, role: str) -> tuple[int, ...]:
+        self.spend(CALL)
+        found = set(self._waits.get(role, ()))
+        if role in self._last:
+            found.add(self._last[role])
+        return tuple(found)
+
+    def wait(self, role: str, event: Sequence[int]) -> None:
+        self.spend(CALL)
+        self._waits.setdefault(role, set()).update(event)
+
+    def allocate(self, flat: torch.Tensor) -> None:
+        if storage_bytes(flat) == 0:
+            flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+            self._note(flat)
+
+    def release(self, flat: torch.Tensor) -> None:
+        flat.untyped_storage().resize_(0)
+        self._note(flat)
+
+    def _note(self, flat: torch.Tensor) -> None:
+        key, nbytes = id(flat), storage_bytes(flat)
+        before = self._live.get(key, 0)
+        total = (self._bytes[-1][1] if self._bytes else 0) + nbytes - before
+        self._live[key] = nbytes
+        self._bytes.append((len(self._operations), total))
+
+    def hold(self, nbytes: int) -> None:
+        """Buffers that the runtime was not asked for, which stay."""
+        total = (self._bytes[-1][1] if self._bytes else 0) + nbytes
+        self._bytes.append((len(self._operations), total))
+
+    def synchronize(self) -> None:
+        """Nothing runs."""
+
+    def abandon(self) -> None:
+        """Nothing waits."""
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
+        """For comparisons of launches: a number and its complement, so that ranks agree."""
+        return lambda: [[0, ~0]] * tensor.shape[0]
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+    def block(self, event: Any) -> None:
+        """Nothing runs."""
+
+    def is_capturing(self) -> bool:
+        return False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Torch's operations inside are written down."""
+        with _Watch(self):
+            yield
+
+
+def storage_bytes(flat: torch.Tensor) -> int:
+    return flat.untyped_storage().nbytes()
+
+
+class _Watch(TorchDispatchMode):
+    """Writes a memory pass for each operation that moves bytes."""
+
+    def __init__(self, runtime: TimedRuntime) -> None:
+        super().__init__()
+        self._runtime = runtime
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[-1].lstrip("_")
+        if not name.startswith(VIEWS):
+            moved = _bytes_moved(name, args, out)
+            if moved >= SMALL:
+                self._runtime.write(Kind.MEMORY, moved)
+            else:
+                self._runtime.spend(LAUNCH)
+        return out
+
+
+def _bytes_moved(name: str, args: Any, out: Any) -> int:
+    """Read and written; what is overwritten is not read."""
+    read = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
+    total = sum(one.numel() * one.element_size() for one in read)
+    if name.startswith(("fill", "zero", "foreach_zero", "copy", "foreach_copy")):
+        return total
+    written = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
+    if name.startswith("foreach") and not written:
+        written = [one for one in tree_leaves(args[0]) if isinstance(one, torch.Tensor)]
+    return total + sum(one.numel() * one.element_size() for one in written)
+
+
+class TimedCommunicator:
+    """A `Communicator` that writes its collectives down.
+
+    channel: collectives of one channel run one after the other, as NCCL does with those of a
+    communicator. copy_engine: all-gathers and exchanges are carried by copy engines.
+    """
+
+    carries = ""
+    _numbers = itertools.count()
+
+    def __init__(
+        self, group: dist.ProcessGroup, runtime: TimedRuntime, axis: str, channel: str,
+        copy_engine: bool = False,
+    ) -> None:
+        self.group, self.device, self._runtime = group, runtime.device, runtime
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.ranks = dist.get_process_group_ranks(group)
+        self._axis, self._channel, self._copy_engine = axis, channel, copy_engine
+
+    def _write(self, kind: Kind, tensors: Sequence[torch.Tensor], copied: bool = False) -> list[Any]:
+        nbytes = sum(one.numel() * one.element_size() for one in tensors)
+        if self.size > 1:
+            self._runtime.write(
+                kind, nbytes, label=f"{kind.value}: {self.carries}", group=self._axis,
+                channel=self._channel, copy_engine=copied,
+            )  # fmt: skip
+        return []
+
+    def all_gather(self, pairs: Any) -> list[Any]:
+        return self._write(Kind.ALL_GATHER, [output for output, _ in pairs], self._copy_engine)
+
+    def reduce_scatter(self, pairs: Any) -> list[Any]:
+        return self._write(Kind.REDUCE_SCATTER, [source for _, source in pairs])
+
+    def reduce_scatter_by_exchange(
+        self, pairs: Any, memory: Any = None, scale: float = 1.0, accumulate: bool = False
+    ) -> list[Any]:
+        for output, source in pairs:
+            self._write(Kind.EXCHANGE, [source], self._copy_engine)
+            out = output.numel() * output.element_size() * (2 if accumulate else 1)
+            self._runtime.write(
+                Kind.MEMORY, source.numel() * source.element_size() + out, label="sums of pieces"
+            )
+        return []
+
+    def all_reduce(self, tensors: Any) -> list[Any]:
+        return self._write(Kind.ALL_REDUCE, list(tensors))
+
+    def all_max(self, tensor: torch.Tensor) -> list[Any]:
+        return self._write(Kind.ALL_REDUCE, [tensor])
+
+    def all_objects(self, value: Any) -> dict[int, Any]:
+        return {self.rank: value}
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """At the start: not part of a step."""

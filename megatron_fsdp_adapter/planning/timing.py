@@ -1,0 +1,258 @@
+"""When each operation of a program runs: streams, communicators, the host, and what they take from
+each other while they run at once.
+
+Between two events every running operation goes on at the rate that those beside it leave it. One
+operation runs on a stream at a time, in launch order, not before the host has launched it, after
+the events that it waits for; one collective runs on a communicator at a time, in launch order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE
+
+from .machine import Contention, Group, Machine, collective_seconds, operation_seconds
+from .program import COLLECTIVES, Kind, Operation, Program
+
+EXPOSED, IDLE, HOST = "exposed", "idle", "waits for the host"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """starts, ends: seconds, of each operation of `program`. spent: seconds between `begin` and
+    `end` by what they were for: parts of compute, "exposed <collective>", idle, host."""
+
+    program: Program
+    starts: Sequence[float]
+    ends: Sequence[float]
+    begin: float
+    end: float
+    spent: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass
+class _State:
+    """Of the simulation."""
+
+    program: Program
+    alone: list[float]
+    launched: list[float]
+    starts: list[float]
+    ends: list[float]
+    queues: dict[str, list[int]] = field(default_factory=dict)
+    heads: dict[str, int] = field(default_factory=dict)
+    before_on_channel: list[int] = field(default_factory=list)
+    running: dict[str, int] = field(default_factory=dict)
+    left: dict[int, float] = field(default_factory=dict)
+
+
+def time_program(
+    program: Program,
+    machine: Machine,
+    groups: Mapping[str, Group],
+    fp8: bool = False,
+    window: tuple[str, int] = ("step", 1),
+) -> Timeline:
+    """Times `program`. window: the mark, by name and number, at which measuring begins; it ends
+    with the next mark of that name, or the end."""
+    first = _simulate(program, machine, groups, fp8, window)
+    gpu = machine.gpu
+    if gpu.sustained <= 1.0:
+        return first
+    duty = first.spent.get("products", 0.0) / max(first.seconds, 1e-12)
+    over = max(0.0, duty - gpu.busy) / (1.0 - gpu.busy)
+    slower = 1.0 + (gpu.sustained - 1.0) * over
+    rates = {name: getattr(gpu, name) / slower for name in ("product_tflops", "fp8_product_tflops")}
+    return _simulate(program, replace(machine, gpu=replace(gpu, **rates)), groups, fp8, window)
+
+
+def _simulate(
+    program: Program, machine: Machine, groups: Mapping[str, Group], fp8: bool,
+    window: tuple[str, int],
+) -> Timeline:
+    state = _prepare(program, machine, groups, fp8)
+    intervals: list[tuple[float, float, tuple[int, ...], bool]] = []
+    now = 0.0
+    remaining = len(program.operations)
+    while remaining:
+        _begin_ready(state, now)
+        next_launch = _next_launch(state, now)
+        if not state.running:
+            if next_launch is None:
+                raise RuntimeError("the program waits for itself")
+            intervals.append((now, next_launch, (), True))
+            now = next_launch
+            continue
+        rates = _rates(state, machine.contention)
+        step = min(state.left[i] / rates[i] for i in state.running.values())
+        if next_launch is not None:
+            step = min(step, next_launch - now)
+        late = COMPUTE not in state.running and _waits_for_host(state, now)
+        intervals.append((now, now + step, tuple(state.running.values()), late))
+        now += step
+        for role, index in list(state.running.items()):
+            state.left[index] -= step * rates[index]
+            if state.left[index] <= 1e-12:
+                state.ends[index] = now
+                del state.running[role], state.left[index]
+                remaining -= 1
+    return _timeline(state, intervals, window)
+
+
+def _prepare(
+    program: Program, machine: Machine, groups: Mapping[str, Group], fp8: bool
+) -> _State:
+    alone, launched, clock = [], [], 0.0
+    last: dict[str, int] = {}
+    state = _State(program, alone, launched, [], [])
+    for index, one in enumerate(program.operations):
+        clock += one.host * 1e-6 * machine.host
+        launched.append(clock)
+        alone.append(_alone(one, machine, groups, fp8))
+        state.queues.setdefault(one.role, []).append(index)
+        state.before_on_channel.append(last.get(one.channel, -1) if one.channel else -1)
+        if one.channel:
+            last[one.channel] = index
+    state.heads = dict.fromkeys(state.queues, 0)
+    state.starts, state.ends = [0.0] * len(alone), [-1.0] * len(alone)
+    return state
+
+
+def _alone(one: Operation, machine: Machine, groups: Mapping[str, Group], fp8: bool) -> float:
+    if one.kind in COLLECTIVES:
+        return max(1e-9, collective_seconds(
+            one.kind, one.amount, groups[one.group], machine.network, one.copy_engine
+        ))  # fmt: skip
+    return operation_seconds(one.kind, one.amount, machine.gpu, fp8)
+
+
+def _blocked(state: _State, index: int) -> bool:
+    """By another operation."""
+    one, before = state.program.operations[index], state.before_on_channel[index]
+    if before >= 0 and state.ends[before] < 0:
+        return True
+    return any(state.ends[i] < 0 for i in one.after)
+
+
+def _begin_ready(state: _State, now: float) -> None:
+    for role, queue in state.queues.items():
+        if role in state.running or state.heads[role] == len(queue):
+            continue
+        index = queue[state.heads[role]]
+        if state.launched[index] <= now + 1e-12 and not _blocked(state, index):
+            state.heads[role] += 1
+            state.running[role] = index
+            state.left[index] = state.alone[index]
+            state.starts[index] = now
+
+
+def _heads(state: _State) -> list[int]:
+    """Of streams that run nothing."""
+    return [
+        queue[state.heads[role]]
+        for role, queue in state.queues.items()
+        if role not in state.running and state.heads[role] < len(queue)
+    ]
+
+
+def _next_launch(state: _State, now: float) -> float | None:
+    times = [state.launched[i] for i in _heads(state) if state.launched[i] > now + 1e-12]
+    return min(times, default=None)
+
+
+def _waits_for_host(state: _State, now: float) -> bool:
+    """Whether the next of compute is not launched yet, and waits for nothing else."""
+    queue = state.queues.get(COMPUTE, [])
+    head = state.heads.get(COMPUTE, 0)
+    if head == len(queue):
+        return False
+    return state.launched[queue[head]] > now + 1e-12 and not _blocked(state, queue[head])
+
+
+def _rates(state: _State, cost: Contention) -> dict[int, float]:
+    """Parts of the speed alone."""
+    operations = state.program.operations
+    rates = {}
+    for role, index in state.running.items():
+        beside = [operations[i] for r, i in state.running.items() if r != role]
+        slower = 1.0
+        for other in beside:
+            slower = max(slower, _slowed(operations[index], other, cost))
+        rates[index] = 1.0 / slower
+    return rates
+
+
+def _slowed(one: Operation, other: Operation, cost: Contention) -> float:
+    """How many times as long `one` takes beside `other`."""
+    computes = other.kind in (Kind.PRODUCT, Kind.ATTENTION)
+    communicates = other.kind in COLLECTIVES
+    if one.kind in (Kind.PRODUCT, Kind.ATTENTION):
+        if communicates:
+            return cost.product_beside_copies if other.copy_engine else cost.product_beside_nccl
+        return cost.product_beside_memory
+    if one.kind is Kind.MEMORY:
+        if computes:
+            return cost.memory_beside_product
+        return cost.memory_beside_nccl
+    if not computes:
+        return 1.0
+    if one.copy_engine:
+        exchanged = one.kind is Kind.EXCHANGE
+        return cost.exchange_beside_product if exchanged else cost.copies_beside_product
+    gathers = one.kind is Kind.ALL_GATHER
+    return cost.gather_beside_product if gathers else cost.reduce_beside_product
+
+
+def _timeline(
+    state: _State, intervals: Sequence[tuple[float, float, tuple[int, ...], bool]],
+    window: tuple[str, int],
+) -> Timeline:
+    """A window's edges are when the compute stream, and what it waits for, has passed a mark."""
+    marks = [count for name, count in state.program.marks if name == window[0]]
+    begin = _passed(state, marks[window[1]])
+    later = marks[window[1] + 1 :]
+    end = _passed(state, later[0] if later else len(state.program.operations))
+    spent: dict[str, float] = {}
+    for start, stop, running, late in intervals:
+        inside = min(stop, end) - max(start, begin)
+        if inside > 0:
+            for name in _purposes(state.program.operations, running, late):
+                spent[name] = spent.get(name, 0.0) + inside
+    return Timeline(state.program, state.starts, state.ends, begin, end, spent)
+
+
+def _passed(state: _State, count: int) -> float:
+    """When the last operation of compute in front of a mark has ended."""
+    operations = state.program.operations
+    for index in range(count - 1, -1, -1):
+        if operations[index].role == COMPUTE:
+            return state.ends[index]
+    return 0.0
+
+
+def _purposes(
+    operations: Sequence[Operation], running: tuple[int, ...], late: bool
+) -> list[str]:
+    """What an interval is counted as: one purpose; "products" beside that where any run."""
+    found = []
+    compute = next((operations[i] for i in running if operations[i].role == COMPUTE), None)
+    if compute is not None:
+        if compute.kind in COLLECTIVES:
+            found.append(f"{EXPOSED} {compute.kind.value} of the model")
+        else:
+            found.append(compute.part)
+        if compute.kind is Kind.PRODUCT:
+            found.append("products")
+        return found
+    if late:
+        return [HOST]
+    carried = [operations[i] for i in running if operations[i].kind in COLLECTIVES]
+    if carried:
+        return [f"{EXPOSED} {carried[0].kind.value}"]
+    return [IDLE]
