@@ -39,6 +39,7 @@ class Gpu:
     peak_tflops: float
     product_tflops: float
     fp8_product_tflops: float
+    grouped_tflops: float
     attention_tflops: float
     memory_tbps: float
     reserved_gib: float = 6.0
@@ -49,6 +50,7 @@ class Gpu:
 
     def __post_init__(self) -> None:
         _positive(self, ("memory_gib", "peak_tflops", "product_tflops", "fp8_product_tflops",
+                         "grouped_tflops",
                          "attention_tflops", "memory_tbps"))  # fmt: skip
 
 
@@ -171,29 +173,31 @@ def collective_seconds(
 
 
 def operation_seconds(
-    kind: Kind, amount: float, gpu: Gpu, fp8: bool = False
+    kind: Kind, amount: float, gpu: Gpu, fp8: bool = False, kernels: int = 1
 ) -> float:
     """Of what is no collective, alone."""
     if kind is Kind.PRODUCT:
         rate = (gpu.fp8_product_tflops if fp8 else gpu.product_tflops) * 1e12
+    elif kind is Kind.GROUPED:
+        rate = gpu.grouped_tflops * 1e12
     elif kind is Kind.ATTENTION:
         rate = gpu.attention_tflops * 1e12
     else:
         rate = gpu.memory_tbps * 1e12
-    return amount / rate + gpu.kernel_us * 1e-6
+    return amount / rate + kernels * gpu.kernel_us * 1e-6
 
 
 _MEASURED = "kernel times of 24 layers of Llama-3 8B on 2 H200 (docs/performance.md)"
 _SCALED = "vendor's peaks, in the proportions that an H200 reaches; not measured here"
 
-H200 = Gpu("H200", 140.0, 989.0, 690.0, 1180.0, 420.0, 3.55, sustained=1.06, source=_MEASURED)
+H200 = Gpu("H200", 140.0, 989.0, 720.0, 1180.0, 480.0, 405.0, 3.55, sustained=1.06, source=_MEASURED)
 GPUS: Mapping[str, Gpu] = {
     "h200": H200,
     "h100": replace(
         H200, name="H100", memory_gib=79.0, memory_tbps=2.5, source="as an H200; memory 3.35 TB/s"
     ),
-    "b200": Gpu("B200", 178.0, 2250.0, 1570.0, 2700.0, 950.0, 5.9, source=_SCALED),
-    "gb200": Gpu("GB200", 184.0, 2500.0, 1740.0, 3000.0, 1050.0, 5.9, source=_SCALED),
+    "b200": Gpu("B200", 178.0, 2250.0, 1640.0, 2700.0, 1090.0, 920.0, 5.9, source=_SCALED),
+    "gb200": Gpu("GB200", 184.0, 2500.0, 1820.0, 3000.0, 1210.0, 1020.0, 5.9, source=_SCALED),
 }
 _HOPPER_LINK = {2: 270.0, 4: 320.0, 8: 340.0}
 _HOPPER_COPY = {2: 300.0, 4: 376.0, 8: 380.0}

@@ -14,6 +14,7 @@ class Kind(enum.Enum):
     """What an operation is limited by: the table of costs has a row for each."""
 
     PRODUCT = "matrix product"
+    GROUPED = "grouped matrix product"
     ATTENTION = "attention"
     MEMORY = "memory pass"
     ALL_GATHER = "all-gather"
@@ -22,6 +23,7 @@ class Kind(enum.Enum):
     EXCHANGE = "all-to-all"
 
 
+PRODUCTS = (Kind.PRODUCT, Kind.GROUPED)
 COLLECTIVES = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.EXCHANGE)
 
 
@@ -38,6 +40,7 @@ class Operation:
         label: for people, e.g. "forward decoder.layers.3".
         part: the part of the step that it belongs to, e.g. "forward", "optimizer".
         after: numbers of operations, in the program, that must have ended.
+        kernels: how many there are, each with a gap behind it.
         host: reference microseconds of the host between the launch before and this one.
         group: of a collective, the axis that it runs on, as in `Groups`.
         channel: of a collective, its communicator: those of one run one after the other.
@@ -50,6 +53,7 @@ class Operation:
     label: str = ""
     part: str = ""
     after: tuple[int, ...] = ()
+    kernels: int = 1
     host: float = 0.0
     group: str = ""
     channel: str = ""

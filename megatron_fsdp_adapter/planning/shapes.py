@@ -32,9 +32,13 @@ LAYER_HOST = 1500.0
 MOE_HOST = 2.0
 """Times that for a layer of experts."""
 
-FORWARD_PASSES, BACKWARD_PASSES = 26.0, 42.0
+FORWARD_PASSES, BACKWARD_PASSES = 14.0, 30.0
 """Bytes that element-wise kernels of a layer move a token, in parts of hidden + ffn elements times
-2 bytes over 10: norms, rotary embedding, SwiGLU, residuals. From a trace of Llama-3 8B layers."""
+2 bytes: norms, rotary embedding, SwiGLU, residuals. From a trace of Llama-3 8B layers."""
+FORWARD_KERNELS, BACKWARD_KERNELS = 20, 36
+PERMUTED = 12.0
+"""Times that a token's hidden state is read or written, for each expert it is sent to, on the way
+there and back, in one direction."""
 
 
 @dataclass(frozen=True)
@@ -238,20 +242,25 @@ def _layer_work(
 ) -> tuple[tuple[Work, ...], tuple[Work, ...], float]:
     gpt, tensor = shape.gpt, parallel.tensor
     moe = shape.is_moe(number)
-    products = 2 * tokens * shape.active_numel(number) / tensor
+    dense, grouped = _numel_of(shape, number)
     heads = gpt.num_attention_heads * gpt.head_dim / tensor
     attention = 2 * tokens * shape.seq_length * heads
     width = gpt.ffn
     if moe and shape.experts is not None:
         width = shape.experts.topk * shape.experts.ffn + shape.experts.shared
+    sent = tokens * BF16 * gpt.hidden_size * (shape.experts.topk if moe and shape.experts else 0)
+    moved = PERMUTED * sent / tensor
     element = tokens * BF16 * (gpt.hidden_size + width / 3) / tensor
     forward = [
-        Work(Kind.PRODUCT, products), Work(Kind.ATTENTION, attention),
-        Work(Kind.MEMORY, FORWARD_PASSES * element),
+        Work(Kind.PRODUCT, 2 * tokens * dense / tensor), Work(Kind.ATTENTION, attention),
+        Work(Kind.GROUPED, 2 * tokens * grouped / tensor),
+        Work(Kind.MEMORY, FORWARD_PASSES * element + moved, kernels=FORWARD_KERNELS),
     ]  # fmt: skip
     backward = [
-        Work(Kind.ATTENTION, 2.5 * attention), Work(Kind.PRODUCT, 2 * products),
-        Work(Kind.MEMORY, BACKWARD_PASSES * element),
+        Work(Kind.ATTENTION, 2.5 * attention),
+        Work(Kind.GROUPED, 4 * tokens * grouped / tensor),
+        Work(Kind.PRODUCT, 4 * tokens * dense / tensor),
+        Work(Kind.MEMORY, BACKWARD_PASSES * element + moved, kernels=BACKWARD_KERNELS),
     ]  # fmt: skip
     whole = tokens * gpt.hidden_size * BF16
     own: list[Work] = []
@@ -261,8 +270,7 @@ def _layer_work(
         kv = 2 * whole * gpt.query_groups / gpt.num_attention_heads * parallel.context
         own.append(Work(Kind.ALL_GATHER, kv / tensor, "context"))
     if moe and shape.experts is not None and parallel.expert > 1:
-        sent = whole / tensor * shape.experts.topk
-        own += [Work(Kind.EXCHANGE, sent, "expert parallel")] * 2
+        own += [Work(Kind.EXCHANGE, sent / tensor, "expert parallel")] * 2
     forward += own
     backward += own
     if parallel.recompute:
@@ -271,7 +279,15 @@ def _layer_work(
     return tuple(forward), tuple(backward), host
 
 
-HEAD_PASSES = 20.0
+def _numel_of(shape: Shape, number: int) -> tuple[int, int]:
+    """Elements that a token meets in dense products of a layer, and in grouped ones."""
+    if not shape.is_moe(number) or shape.experts is None:
+        return shape.active_numel(number), 0
+    grouped = shape.mlp_numel(shape.experts.topk * shape.experts.ffn)
+    return shape.active_numel(number) - grouped, grouped
+
+
+HEAD_PASSES = 62.0
 """Bytes that loss and softmax move a token and row of the vocabulary, forward and backward."""
 
 

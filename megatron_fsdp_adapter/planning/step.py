@@ -31,6 +31,7 @@ class Work:
     kind: Kind
     amount: float
     group: str = ""
+    kernels: int = 1
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class _Charged(torch.autograd.Function):
         grads = []
         for shape, dtype, write in ctx.params:
             if write is not None:
-                write()
+                view = write()
+                ctx.module.writes(view.numel() * view.element_size())
                 grads.append(None)
             else:
                 grads.append(torch.empty(shape, dtype=dtype, device="meta"))
@@ -137,8 +139,14 @@ class _Module(nn.Module):
             runtime.spend(host / len(works))
             runtime.write(
                 work.kind, work.amount, label=f"{part} {unit.name}", part=part,
-                group=work.group, channel=f"model {work.group}" if work.group else "",
+                kernels=work.kernels, group=work.group, channel=f"model {work.group}" if work.group else "",
             )  # fmt: skip
+
+    def writes(self, nbytes: int) -> None:
+        """A product ends in the bucket, in its dtype, and not in a gradient of half the size."""
+        self._runtime.write(
+            Kind.MEMORY, nbytes, label=f"gradient of {self.unit.name}", part="backward"
+        )
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return _Charged.apply(value, self, *self.parameters(recurse=False))  # type: ignore[no-any-return,no-untyped-call]

@@ -24,7 +24,7 @@ from .program import Kind, Operation, Program
 SMALL = 1 << 14
 """Bytes below which an operation is left out: it takes a launch, and no time on the device."""
 
-CALL, SWITCH, LAUNCH = 5.0, 25.0, 8.0
+CALL, SWITCH, LAUNCH = 20.0, 100.0, 8.0
 """Microseconds of the reference host: of an event, of work handed to another stream, of a launch."""
 
 VIEWS = ("view", "detach", "slice", "alias", "empty", "as_strided", "select", "expand", "split")
@@ -73,7 +73,7 @@ class TimedRuntime:
         after = self._waits.pop(role, set())
         operation = Operation(
             role, kind, amount, given.pop("label", self.label), given.pop("part", self.part),
-            tuple(sorted(after)), self._host + LAUNCH, **given,
+            tuple(sorted(after)), host=self._host + LAUNCH, **given,
         )  # fmt: skip
         self._host = 0.0
         self._last[role] = len(self._operations)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE
 
 from .machine import Contention, Group, Machine, collective_seconds, operation_seconds
-from .program import COLLECTIVES, Kind, Operation, Program
+from .program import COLLECTIVES, PRODUCTS, Kind, Operation, Program
 
 EXPOSED, IDLE, HOST = "exposed", "idle", "waits for the host"
 
@@ -129,7 +129,7 @@ def _alone(one: Operation, machine: Machine, groups: Mapping[str, Group], fp8: b
         return max(1e-9, collective_seconds(
             one.kind, one.amount, groups[one.group], machine.network, one.copy_engine
         ))  # fmt: skip
-    return operation_seconds(one.kind, one.amount, machine.gpu, fp8)
+    return operation_seconds(one.kind, one.amount, machine.gpu, fp8, one.kernels)
 
 
 def _blocked(state: _State, index: int) -> bool:
@@ -190,9 +190,9 @@ def _rates(state: _State, cost: Contention) -> dict[int, float]:
 
 def _slowed(one: Operation, other: Operation, cost: Contention) -> float:
     """How many times as long `one` takes beside `other`."""
-    computes = other.kind in (Kind.PRODUCT, Kind.ATTENTION)
+    computes = other.kind in (*PRODUCTS, Kind.ATTENTION)
     communicates = other.kind in COLLECTIVES
-    if one.kind in (Kind.PRODUCT, Kind.ATTENTION):
+    if one.kind in (*PRODUCTS, Kind.ATTENTION):
         if communicates:
             return cost.product_beside_copies if other.copy_engine else cost.product_beside_nccl
         return cost.product_beside_memory
@@ -247,7 +247,7 @@ def _purposes(
             found.append(f"{EXPOSED} {compute.kind.value} of the model")
         else:
             found.append(compute.part)
-        if compute.kind is Kind.PRODUCT:
+        if compute.kind in PRODUCTS:
             found.append("products")
         return found
     if late:

@@ -1,0 +1,130 @@
+"""Rows of docs/performance.md that a plan can be held against: what ran, and what it took.
+
+`host`: milliseconds in which the host of that table launched a step of the row that `of` names, so
+that one number a table, of a row that is not predicted, says how fast the host was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Table:
+    """gpus, model, layers, sequence; host: ms that the host took for a
+    step of DDP, or, where it limits everything, the ms of that step; fused: weight gradients written into
+    buckets."""
+
+    name: str
+    gpus: int
+    model: str
+    layers: int
+    seq: int
+    host: float
+    fused: bool
+    expert: int = 1
+    clips: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One row: the wrapper as docs/performance.md names it, microbatches, ms: median, lowest,
+    highest."""
+
+    table: Table
+    wrapper: str
+    ms: float
+    low: float
+    high: float
+    microbatches: int = 1
+    strategy: str = "optim_grads_params"
+    wire: str = "fp32"
+
+
+A8 = Table("2 x H200, 8 layers", 2, "llama3-8b", 8, 4096, 56, False)
+A15 = Table("2 x H200, 1.5B", 2, "llama-1.5b", 16, 2048, 99.2, False)
+B32 = Table("4 x H200, 8B", 4, "llama3-8b", 32, 4096, 175, True)
+B15 = Table("4 x H200, 1.5B", 4, "llama-1.5b", 16, 2048, 100.3, False)
+C32 = Table("4 x H200, 8B, every peer", 4, "llama3-8b", 32, 4096, 259, True)
+C15 = Table("4 x H200, 1.5B, every peer", 4, "llama-1.5b", 16, 2048, 124.6, True)
+D32 = Table("4 x H200, 8B, third machine", 4, "llama3-8b", 32, 4096, 216, True)
+D15 = Table("4 x H200, 1.5B, third machine", 4, "llama-1.5b", 16, 2048, 118.7, True)
+E24 = Table("2 x H200, 24 layers", 2, "llama3-8b", 24, 4096, 219, True)
+E32 = Table("2 x H200, 32 layers", 2, "llama3-8b", 32, 4096, 290, True)
+E15 = Table("2 x H200, 1.5B, slow host", 2, "llama-1.5b", 16, 2048, 109.4, True)
+F8 = Table("2 x H200, 8 layers, core 0.19.2", 2, "llama3-8b", 8, 4096, 79, False)
+G16 = Table("4 x H200, 16 layers", 4, "llama3-8b", 16, 4096, 62, False)
+K24 = Table("2 x H200, 24 layers, TE 2.20", 2, "llama3-8b", 24, 4096, 223, False, 1, True)
+MOE8 = Table("4 x H200, Mixtral 8 layers, EP 4", 4, "mixtral-8x7b", 8, 4096, 126, False, 4)
+MOE4 = Table("4 x H200, Mixtral 4 layers, EP 2", 4, "mixtral-8x7b", 4, 4096, 52, False, 2)
+
+
+def _rows(table: Table, *rows: tuple) -> list[Measured]:
+    return [Measured(table, *row[:4], *row[4:]) for row in rows]
+
+
+ROWS: list[Measured] = [
+    *_rows(
+        A8, ("ours", 169.4, 169.4, 169.8, 1, "no_shard"),
+        ("ours", 149.5, 148.9, 149.6, 1, "optim"), ("ours", 151.1, 151.0, 151.2, 1, "optim_grads"),
+        ("ours", 154.2, 154.2, 154.8),
+    ),
+    *_rows(A15, ("ours", 88.1, 83.8, 93.1, 1, "optim"), ("ours", 99.6, 94.6, 102.7)),
+    *_rows(
+        B32, ("ours", 431.0, 428.9, 432.6), ("ours-ub", 423.3, 421.6, 427.1),
+        ("ours-ce", 419.9, 416.6, 421.8), ("ours-ce-ub", 418.8, 417.0, 419.4),
+        ("ours", 1704.0, 1702.1, 1704.8, 4), ("ours-ce", 1641.9, 1638.9, 1642.7, 4),
+    ),
+    *_rows(
+        B15, ("ours", 79.8, 77.5, 84.8), ("ours", 81.9, 80.6, 83.6, 1, "optim"),
+        ("ours-ce", 82.4, 82.1, 86.2),
+    ),
+    *_rows(
+        C32, ("ours", 446.9, 444.9, 447.9), ("ours-ce", 450.7, 432.1, 453.1),
+        ("ours-ce-rs", 421.7, 418.1, 426.9), ("ours", 1727.7, 1721.2, 1731.9, 4),
+        ("ours-ce-rs", 1644.3, 1643.4, 1647.7, 4),
+    ),
+    *_rows(
+        C15, ("ours-graph", 56.6, 56.5, 56.7), ("ours", 114.0, 112.1, 119.9, 1, "optim"),
+        ("ours", 139.8, 139.3, 141.1),
+    ),
+    *_rows(
+        D32, ("ours-ce-graph", 410.7, 410.2, 415.2), ("ours-ce-rs", 422.3, 418.5, 426.8),
+        ("ours-graph", 431.9, 431.8, 439.3), ("ours", 432.0, 431.8, 434.0),
+        ("ours-ce-graph", 396.4, 396.4, 396.4, 1, "optim_grads_params", "bf16"),
+        ("ours", 1477.0, 1475.7, 1477.2, 4, "optim"),
+        ("ours", 1571.8, 1570.5, 1572.4, 4, "optim_grads"),
+        ("ours-ce-graph", 1585.0, 1575.1, 1588.3, 4), ("ours-ce-rs", 1648.5, 1639.2, 1655.8, 4),
+        ("ours", 1704.7, 1698.0, 1707.5, 4),
+    ),
+    *_rows(
+        D15, ("ours-ce-graph", 49.9, 49.7, 50.5), ("ours-graph", 55.8, 55.4, 55.8),
+        ("ours", 100.4, 97.3, 102.4, 1, "optim"), ("ours", 116.2, 115.8, 119.4),
+    ),
+    *_rows(
+        E24, ("ours-ce-graph", 334.5, 333.5, 342.6), ("ours-ce-rs", 336.5, 333.7, 338.5),
+        ("ours", 347.0, 344.5, 350.4, 1, "optim"), ("ours", 350.3, 349.2, 353.8),
+        ("ours-ce-graph", 325.0, 325.0, 325.0, 1, "optim_grads_params", "bf16"),
+        ("ours", 1173.9, 1168.9, 1175.7, 4, "optim"),
+        ("ours-ce-graph", 1253.3, 1251.0, 1255.6, 4), ("ours", 1317.4, 1315.6, 1321.4, 4),
+    ),
+    *_rows(
+        E32, ("ours-ce-graph", 432.8, 432.8, 432.8), ("ours-ce-rs", 434.4, 434.4, 434.4),
+        ("ours", 466.1, 466.1, 466.1),
+    ),
+    *_rows(
+        E15, ("ours-ce-graph", 53.9, 53.6, 53.9), ("ours", 108.2, 104.9, 111.3, 1, "optim"),
+        ("ours", 116.1, 110.6, 119.3),
+    ),
+    *_rows(
+        F8, ("ours", 146.6, 145.7, 148.5, 1, "optim"),
+        ("ours", 148.0, 147.7, 150.7, 1, "optim_grads"), ("ours", 150.4, 150.1, 152.4),
+        ("ours", 166.9, 165.5, 170.6, 1, "no_shard"),
+    ),
+    *_rows(G16, ("ours", 236.7, 235.4, 238.2, 1, "optim"), ("ours", 243.1, 241.6, 244.8)),
+    *_rows(K24, ("ours", 368.9, 367.6, 370.3)),
+    *_rows(MOE8, ("ours", 256.7, 254.5, 264.9), ("ours", 266.9, 258.8, 268.9)),
+    *_rows(MOE4, ("ours", 170.7, 169.8, 171.6), ("ours-ag", 142.8, 141.1, 144.6)),
+]
+"""FP8 rows are not here: a plan knows bf16 products of bf16 weights, and no others from
+measurements."""
