@@ -11,6 +11,7 @@ COMMANDS = {
     "doctor": "megatron_fsdp_adapter.cli.doctor",
     "estimate": "megatron_fsdp_adapter.cli.estimate",
     "inspect": "megatron_fsdp_adapter.cli.inspect",
+    "plan": "megatron_fsdp_adapter.planning.command",
     "verify": "megatron_fsdp_adapter.cli.verify",
 }
 USAGE = f"""\

@@ -230,24 +230,41 @@ def plan_model(
     """Plans every unit once per set of shapes. `slots`: what `slots_wanted` says; `quantised`: what
     becomes of linear weights; `budget`: bytes for units that stay whole over a step; `planner`:
     options of `plan_group`. ValueError for weights that cannot be represented in their format."""
-    units: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-    for unit, fqn, shape in gpt_parameter_listing(config):
-        units.setdefault(unit, []).append((fqn, shape))
-    alike: dict[tuple[bool, tuple[tuple[int, ...], ...]], list[str]] = {}
+    rows = [(unit, fqn, shape, num_shards) for unit, fqn, shape in gpt_parameter_listing(config)]
+    return plan_listing(rows, dtype, slots, quantised, budget, **planner)
+
+
+def plan_listing(
+    listing: Sequence[tuple[str, str, tuple[int, ...], int]],
+    dtype: torch.dtype,
+    slots: Mapping[str, bool] = NO_SLOTS,
+    quantised: Quantisation = PLAIN,
+    budget: int = 0,
+    **planner: Any,
+) -> Model:
+    """The same for any parameters: unit, name, shape and number of shards of each."""
+    units: dict[str, list[tuple[str, tuple[int, ...], int]]] = {}
+    for unit, *param in listing:
+        units.setdefault(unit, []).append(tuple(param))  # type: ignore[arg-type]
+    alike: dict[tuple[bool, tuple[tuple[Any, int], ...]], list[str]] = {}
     for unit, params in units.items():
-        alike.setdefault((unit == ROOT, tuple(shape for _, shape in params)), []).append(unit)
+        shapes = tuple((shape, shards) for _, shape, shards in params)
+        alike.setdefault((unit == ROOT, shapes), []).append(unit)
     kinds = []
     for names in alike.values():
         params = units[names[0]]
-        groups: dict[WeightFormat | None, list[ParamSpec]] = {}
-        for fqn, shape in params:
+        groups: dict[tuple[WeightFormat | None, int], list[ParamSpec]] = {}
+        for fqn, shape, shards in params:
             form = quantised.weights if is_linear_weight(fqn) else None
-            group = groups.setdefault(form, [])
+            group = groups.setdefault((form, shards), [])
             group.append(_spec(len(group), fqn, shape, dtype, form))
-        layouts = tuple(plan_group(specs, num_shards, **planner) for specs in groups.values())
-        linear = sum(math.prod(shape) for fqn, shape in params if is_linear_weight(fqn))
+        layouts = tuple(
+            plan_group(specs, shards, **planner) for (_, shards), specs in groups.items()
+        )
+        linear = sum(math.prod(shape) for fqn, shape, _ in params if is_linear_weight(fqn))
         kinds.append(UnitKind(tuple(names), layouts, linear))
     order = sorted(units, key=lambda unit: unit == ROOT)
+    num_shards = max(shards for _, _, _, shards in listing)
     return Model(tuple(kinds), num_shards, tuple(order), slots, quantised, budget)
 
 

@@ -1,0 +1,204 @@
+"""`plan`: which configuration, how fast, how much memory, on 1 to 16,384 GPUs.
+
+    plan --preset llama3-8b --gpus 8 --gpu h100 --global-batch-size 128
+    plan --hf-config model/config.json --gpus 64 --gpu h200 --global-batch-size 512 --explain
+    plan --preset llama3-70b --global-batch-size 2048 --curve 64,128,256,512,1024 --gpu gb200
+    plan --measure machine.json            one layer and the network, under torchrun on GPUs
+
+No GPU and no weights are needed but for --measure. docs/plan.md says what is modelled, and how far
+off it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_fsdp_adapter.cli.gpt import flag, read_options
+from megatron_fsdp_adapter.core.config import STRATEGIES
+
+from . import report
+from .machine import GPUS, NETWORKS, Machine, from_json, machine_named
+from .models import from_hugging_face, from_options
+from .search import Plan, Wanted, plan
+from .shapes import SHAPES, Shape, shape_named
+
+FIXED = {
+    "data_parallel_sharding_strategy": ("strategy", str),
+    "num_distributed_optimizer_instances": ("instances", int),
+    "micro_batch_size": ("microbatch", int),
+    "tensor_model_parallel_size": ("tensor", int),
+    "pipeline_model_parallel_size": ("pipeline", int),
+    "expert_model_parallel_size": ("expert", int),
+}
+"""Options that fix a field of a configuration."""
+
+MODEL = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "vocab_size", "seq_length", "num_experts", "moe_router_topk",
+    "moe_ffn_hidden_size",
+)  # fmt: skip
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron_fsdp_adapter plan", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    model = parser.add_argument_group("model (a flag overrides the rest)")
+    model.add_argument("--preset", choices=sorted(SHAPES))
+    model.add_argument("--config", metavar="FILE", help="YAML with Megatron's flag names as keys")
+    model.add_argument("--hf-config", metavar="FILE", help="config.json of a Hugging Face model")
+    for name in MODEL:
+        model.add_argument(flag(name), type=int, metavar="N")
+    run = parser.add_argument_group("run")
+    run.add_argument("--gpus", type=int, default=8, metavar="N")
+    run.add_argument("--gpu", default="h200", choices=sorted(GPUS))
+    run.add_argument("--network", choices=sorted(NETWORKS), help="default: that of the GPU")
+    run.add_argument("--machine", metavar="FILE", help="what --measure has written")
+    run.add_argument("--memory-gib", type=float, help="of a GPU; default: that of the GPU")
+    run.add_argument("--global-batch-size", type=int, default=None, metavar="N",
+                     help="sequences; default 16 a GPU")  # fmt: skip
+    run.add_argument("--bf16-wire", action="store_true",
+                     help="also gradients that travel in bf16 and are summed in fp32")  # fmt: skip
+    run.add_argument("--tries", type=int, default=10, help="configurations run by the engine")
+    run.add_argument("--top", type=int, default=5, help="configurations shown")
+    for name, (field, kind) in FIXED.items():
+        choices = list(STRATEGIES) if field == "strategy" else None
+        run.add_argument(flag(name), type=kind, choices=choices, help="fixed; default: planned")
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true")
+    out.add_argument("--explain", action="store_true", help="the step as the engine runs it")
+    out.add_argument("--plot", metavar="FILE", help="a picture of a step, or of the curve")
+    out.add_argument("--curve", metavar="N,N,...", help="the best for each number of GPUs")
+    out.add_argument("--measure", metavar="FILE", help="measures this machine, and writes FILE")
+    out.add_argument("--measure-small", action="store_true", help="tiny shapes, to try --measure")
+    return parser
+
+
+def shape_of(given: argparse.Namespace) -> Shape:
+    """The model. ValueError or FileNotFoundError for bad input."""
+    named = [name for name in ("preset", "config", "hf_config") if getattr(given, name)]
+    if len(named) > 1:
+        raise ValueError(f"{', '.join(map(flag, named))}: give one of them")
+    chosen = {name: getattr(given, name) for name in MODEL if getattr(given, name) is not None}
+    if given.preset:
+        shape = shape_named(given.preset)
+        options: dict[str, Any] = {}
+    elif given.hf_config:
+        return _overridden(from_hugging_face(given.hf_config), chosen)
+    else:
+        options = read_options(given.config) if given.config else {}
+        return from_options({**options, **chosen}, given.config or "the model")
+    return _overridden(shape, chosen)
+
+
+def _overridden(shape: Shape, chosen: Mapping[str, Any]) -> Shape:
+    layers, seq = chosen.get("num_layers"), chosen.get("seq_length")
+    others = sorted(set(chosen) - {"num_layers", "seq_length"})
+    if others:
+        raise ValueError(
+            f"{', '.join(map(flag, others))}: a preset or Hugging Face config has these; only "
+            "--num-layers and --seq-length may change; or give all by flags"
+        )
+    gpt = replace(shape.gpt, num_layers=layers) if layers else shape.gpt
+    name = f"{shape.name}, {layers} layers" if layers else shape.name
+    return replace(shape, name=name, gpt=gpt, seq_length=seq or shape.seq_length)
+
+
+def machine_of(given: argparse.Namespace) -> Machine:
+    if given.machine:
+        return from_json(given.machine)
+    return machine_named(given.gpu, given.network)
+
+
+def wanted_of(given: argparse.Namespace, gpus: int) -> Wanted:
+    machine = machine_of(given)
+    fixed = {
+        field: getattr(given, name) for name, (field, _) in FIXED.items()
+        if getattr(given, name) is not None
+    }  # fmt: skip
+    batch = given.global_batch_size or 16 * gpus
+    return Wanted(
+        shape_of(given), machine, gpus, batch, given.memory_gib or machine.gpu.memory_gib, fixed,
+        given.tries, given.bf16_wire,
+    )  # fmt: skip
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--curve {text}: write numbers of GPUs, e.g. 8,16,32") from error
+
+
+def run(given: argparse.Namespace) -> str:
+    """What the command prints. ValueError, FileNotFoundError or RuntimeError for what cannot be."""
+    if given.plot:
+        from .plot import check_matplotlib
+
+        check_matplotlib()
+    if given.measure:
+        from .measure import measure
+
+        return measure(given.measure, machine_of(given), given.measure_small)
+    if given.curve:
+        return _curve(given, _numbers(given.curve))
+    found = plan(wanted_of(given, given.gpus))
+    if given.plot:
+        from .plot import plot_step
+
+        plot_step(found.predictions[0], given.plot)
+    if given.json:
+        return json.dumps(report.plain(found, given.top), indent=2)
+    text = report.render(found, given.top)
+    timeline = found.predictions[0].timeline
+    if given.explain and timeline is not None:
+        text += "\n\n" + report.explain(timeline)
+    return text
+
+
+def _curve(given: argparse.Namespace, sizes: Sequence[int]) -> str:
+    plans: list[tuple[int, Plan | str]] = []
+    for gpus in sizes:
+        try:
+            plans.append((gpus, plan(wanted_of(given, gpus))))
+        except ValueError as error:
+            plans.append((gpus, str(error)))
+    if given.plot:
+        from .plot import plot_curve
+
+        known = [(gpus, one.predictions[0]) for gpus, one in plans if isinstance(one, Plan)]
+        plot_curve(known, given.plot)
+    if given.json:
+        return json.dumps([
+            report.plain(one, 1) if isinstance(one, Plan) else {"gpus": gpus, "error": one}
+            for gpus, one in plans
+        ], indent=2)  # fmt: skip
+    rows: list[tuple[str, ...]] = [
+        ("GPUs", "ms/step", "tok/s/GPU", "MFU", "peak GiB", "limited by", "configuration")
+    ]
+    for gpus, one in plans:
+        if isinstance(one, str):
+            rows.append((str(gpus), "-", "-", "-", "-", "-", one))
+            continue
+        best = one.predictions[0]
+        rows.append((
+            str(gpus), f"{best.ms:,.0f}", f"{best.tokens_per_gpu:,.0f}", f"{best.mfu:.1%}",
+            f"{best.peak_bytes / 2**30:.1f}", best.limit, best.configuration.name,
+        ))  # fmt: skip
+    return "\n".join(report.aligned(rows))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line; returns the exit status, 2 for bad input."""
+    try:
+        print(run(make_parser().parse_args(argv)))
+    except (ValueError, FileNotFoundError, RuntimeError) as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,393 @@
+"""One configuration of a run, and what it is expected to take: time from the engine's own program,
+memory from the formulas of `estimate`."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from megatron_fsdp_adapter.cli.estimate import GIB, Model, plan_listing
+from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig, MixedPrecisionPolicy
+from megatron_fsdp_adapter.diagnostics.memory import (
+    BACKWARD_TO_STEP,
+    IN_STEP,
+    KEPT_SHARD,
+    LIFE,
+    MAIN_WEIGHTS,
+    OPTIMIZER_STATE,
+    PERSISTENT,
+    REDUCE_BUCKET,
+    UNIT_IN_USE,
+    Precision,
+)
+from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
+
+from .machine import Group, Machine
+from .shapes import (
+    BF16,
+    DENSE,
+    EXPERT,
+    Parallel,
+    Shape,
+    activation_bytes,
+    layers_of,
+    listing,
+    units,
+    with_layers,
+)
+from .step import StepSetup, record_step
+from .timing import EXPOSED, HOST, Timeline, time_program
+
+ACTIVATIONS, RESERVED = "activations", "contexts, NCCL, fragments"
+FEW, MORE = 4, 7
+"""Layers that are run to know what each further one takes: all are alike."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a user chooses. instances: optimizer instances (the outer axis), `outer_optim`: they
+    split main weights and state too. microbatch: sequences. copies: copy engines for weights and
+    gradients. bf16_wire: gradients travel in bf16 and are summed in fp32."""
+
+    gpus: int
+    parallel: Parallel = Parallel()
+    strategy: str = "optim_grads_params"
+    instances: int = 1
+    outer_optim: bool = False
+    microbatch: int = 1
+    copies: bool = False
+    graph: bool = False
+    bf16_wire: bool = False
+    separate_gathers: bool = False
+    fused: bool = True
+
+    def __post_init__(self) -> None:
+        split = self.parallel.tensor * self.parallel.pipeline
+        if self.gpus % (split * self.parallel.context):
+            raise ValueError(
+                f"{self.gpus} GPUs cannot be shared out over tensor {self.parallel.tensor} x "
+                f"pipeline {self.parallel.pipeline} x context {self.parallel.context} ranks"
+            )
+        if self.sharded_over % self.instances or self.experts_over % self.instances:
+            raise ValueError(
+                f"num_distributed_optimizer_instances={self.instances} does not divide the "
+                f"{self.sharded_over} (experts: {self.experts_over}) data-parallel ranks"
+            )
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that have batches of their own."""
+        split = self.parallel.tensor * self.parallel.pipeline * self.parallel.context
+        return self.gpus // split
+
+    @property
+    def sharded_over(self) -> int:
+        """Data and context parallel ranks, of all instances."""
+        return self.data_parallel * self.parallel.context
+
+    @property
+    def experts_over(self) -> int:
+        """Ranks that have the same experts."""
+        return max(1, self.gpus // (self.parallel.pipeline * self.parallel.expert))
+
+    def microbatches(self, global_batch: int) -> int:
+        """ValueError if the batch cannot be shared out."""
+        each = self.data_parallel * self.microbatch
+        if global_batch % each:
+            raise ValueError(
+                f"--global-batch-size {global_batch} is no multiple of {each}: data-parallel "
+                f"{self.data_parallel} x micro batch {self.microbatch}"
+            )
+        return global_batch // each
+
+    @property
+    def shards(self) -> dict[str, tuple[int, int]]:
+        """Of each domain: ranks of an instance, instances."""
+        return {
+            DENSE: (self.sharded_over // self.instances, self.instances),
+            EXPERT: (self.experts_over // self.instances, self.instances),
+        }
+
+    @property
+    def slots(self) -> dict[str, bool]:
+        """As the options of the DDP config ask for them."""
+        return slots_wanted(Namespace(
+            fsdp_double_buffer=self.graph and self.strategy == "optim_grads_params",
+            fsdp_copy_engine_all_gather=self.copies,
+            fsdp_copy_engine_reduce_scatter=self.copies,
+        ))  # fmt: skip
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(comm=torch.bfloat16 if self.bf16_wire else torch.float32)
+
+    @property
+    def engine(self) -> EngineConfig:
+        """What the wrapper would tell the engine."""
+        row = STRATEGIES[self.strategy]
+        wire = torch.bfloat16 if self.bf16_wire else None
+        return EngineConfig(
+            row, MixedPrecisionPolicy(grad_comm_dtype=wire), poison_buffers=False,
+            fp32_accumulation=self.bf16_wire and row.shard_main,
+            shard_outer=self.outer_optim and self.instances > 1, **self.slots,
+        )  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        """For a table."""
+        parts = [self.strategy]
+        sizes = {"TP": self.parallel.tensor, "PP": self.parallel.pipeline,
+                 "VPP": self.parallel.virtual, "CP": self.parallel.context,
+                 "EP": self.parallel.expert, "instances": self.instances,
+                 "micro": self.microbatch}  # fmt: skip
+        parts += [f"{key} {size}" for key, size in sizes.items() if size > 1]
+        flags = {"split over instances": self.outer_optim, "copy engines": self.copies,
+                 "graph": self.graph, "bf16 wire": self.bf16_wire,
+                 "gather groups": self.separate_gathers, "recompute": self.parallel.recompute}  # fmt: skip
+        return ", ".join(parts + [key for key, on in flags.items() if on])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """ms: of a step. spent: ms of it by purpose. memory: bytes by kind, at their most. program: the
+    timeline of the few layers that were run."""
+
+    configuration: Configuration
+    ms: float
+    tokens: float
+    flops: float
+    spent: Mapping[str, float]
+    memory: Mapping[str, int]
+    peak_tflops: float
+    timeline: Timeline | None = field(default=None, repr=False)
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """A second."""
+        return self.tokens / self.configuration.gpus / self.ms * 1e3
+
+    @property
+    def tflops(self) -> float:
+        """A GPU and second, as a benchmark counts them."""
+        return self.flops / self.configuration.gpus / self.ms * 1e3 / 1e12
+
+    @property
+    def mfu(self) -> float:
+        return self.tflops / self.peak_tflops
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def exposed_ms(self) -> float:
+        return sum(ms for name, ms in self.spent.items() if name.startswith(EXPOSED))
+
+    @property
+    def limit(self) -> str:
+        """The largest of what is no matrix product, or those where nothing else is 5%."""
+        others = {
+            name: ms for name, ms in self.spent.items()
+            if name.startswith((EXPOSED, HOST)) or name in ("optimizer", "pipeline bubble", "norm")
+        }  # fmt: skip
+        name, ms = max(others.items(), key=lambda entry: entry[1], default=("", 0.0))
+        return f"{name} {ms:.0f} ms" if ms > 0.05 * self.ms else "compute"
+
+
+def planned(shape: Shape, chosen: Configuration, stage: int = 0) -> Model:
+    """The memory model of `estimate` for a rank of a pipeline stage."""
+    shards = {name: inner for name, (inner, _) in chosen.shards.items()}
+    rows = [
+        (unit, fqn, full, shards[domain])
+        for unit, fqn, full, domain in listing(shape, chosen.parallel, stage)
+    ]
+    return plan_listing(rows, torch.bfloat16, chosen.slots)
+
+
+def memory(
+    shape: Shape, chosen: Configuration, machine: Machine, microbatches: int
+) -> dict[str, int]:
+    """Bytes by kind of the first rank of the stage that needs most; the kinds of `estimate`, with
+    `outer_optim` main weights and state split again."""
+    stages = sorted({0, chosen.parallel.pipeline - 1})
+    return max(
+        (_stage_memory(shape, chosen, machine, microbatches, stage) for stage in stages),
+        key=lambda kinds: sum(kinds.values()),
+    )
+
+
+def _stage_memory(
+    shape: Shape, chosen: Configuration, machine: Machine, microbatches: int, stage: int
+) -> dict[str, int]:
+    model = planned(shape, chosen, stage)
+    held = model.bytes_held(STRATEGIES[chosen.strategy], chosen.precision, 0)
+    if chosen.engine.shard_outer:
+        if chosen.strategy == "optim_grads_params":
+            held[KEPT_SHARD] = held.get(MAIN_WEIGHTS, 0) // 2
+        for kind in (MAIN_WEIGHTS, OPTIMIZER_STATE):
+            held[kind] = -(-held.get(kind, 0) // chosen.instances)
+    in_flight = min(chosen.parallel.pipeline - stage, microbatches)
+    activations = activation_bytes(shape, chosen.parallel, chosen.microbatch, in_flight)
+    held[RESERVED] = int(machine.gpu.reserved_gib * GIB)
+    return at_its_most(held, activations, microbatches > 1)
+
+
+def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[str, int]:
+    """Of what a rank holds by kind, the kinds at the event of a step at which they are most: the end
+    of a forward, with all activations; the end of a backward, with gradients and buckets; the
+    update of a unit, where the optimizer is streamed. again: a microbatch before has left
+    gradients."""
+    kept = {kind: n for kind, n in held.items() if LIFE.get(kind, PERSISTENT) == PERSISTENT}
+    grads = {kind: n for kind, n in held.items() if LIFE.get(kind) == BACKWARD_TO_STEP}
+    passing = {kind: n for kind, n in held.items() if LIFE.get(kind) == UNIT_IN_USE}
+    staged = {kind: n for kind, n in held.items() if LIFE.get(kind) == IN_STEP}
+    weights = {kind: n for kind, n in passing.items() if kind != REDUCE_BUCKET}
+    events = (
+        {**kept, **(grads if again else {}), **weights, ACTIVATIONS: activations},
+        {**kept, **grads, **passing},
+        {**kept, **grads, **staged},
+    )
+    most = max(events, key=lambda kinds: sum(kinds.values()))
+    return {kind: count for kind, count in most.items() if count}
+
+
+def groups(chosen: Configuration, machine: Machine) -> dict[str, Group]:
+    """Where the ranks of each axis are: tensor parallel ranks are neighbours, then context and data
+    parallel ones (of an instance first), then stages."""
+    domain = machine.network.domain
+    parallel = chosen.parallel
+    tensor, context = parallel.tensor, parallel.context
+
+    def spread(size: int, stride: int) -> Group:
+        return Group(size, max(1, min(size, domain // stride)) if size > 1 else 1)
+
+    inner, outer = chosen.shards[DENSE]
+    einner, eouter = chosen.shards[EXPERT]
+    return {
+        "tensor": spread(tensor, 1), "context": spread(context, tensor),
+        DENSE: spread(inner, tensor), f"{DENSE} outer": spread(outer, inner * tensor),
+        "expert parallel": spread(parallel.expert, 1),
+        EXPERT: spread(einner, parallel.expert),
+        f"{EXPERT} outer": spread(eouter, einner * parallel.expert),
+    }
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Seconds of a stage by the number of its layers: of a step's begin and end, and of a
+    microbatch in the middle."""
+
+    around: float
+    middle: float
+    spent: Mapping[str, float]
+    spent_middle: Mapping[str, float]
+    timeline: Timeline
+
+
+def predict(
+    shape: Shape, chosen: Configuration, machine: Machine, global_batch: int
+) -> Prediction:
+    """What a step is expected to take.
+
+    Raises:
+        ValueError: the batch cannot be shared out, or the configuration not be used.
+    """
+    count = chosen.microbatches(global_batch)
+    stages = sorted({0, chosen.parallel.pipeline - 1})
+    slowest = max(
+        (_stage(shape, chosen, machine, count, stage) for stage in stages),
+        key=lambda found: found[0],
+    )
+    seconds, spent, timeline = slowest
+    spent = {name: 1e3 * part for name, part in spent.items()}
+    hosts = max(1, chosen.gpus // machine.network.domain)
+    late = seconds * machine.straggle * math.sqrt(2 * math.log(hosts)) if hosts > 1 else 0.0
+    if late:
+        spent["stragglers"] = 1e3 * late
+    tokens = global_batch * shape.seq_length
+    return Prediction(
+        chosen, 1e3 * (seconds + late), tokens, shape.step_flops(tokens), spent,
+        memory(shape, chosen, machine, count), machine.gpu.peak_tflops, timeline,
+    )  # fmt: skip
+
+
+def _stage(
+    shape: Shape, chosen: Configuration, machine: Machine, count: int, stage: int
+) -> tuple[float, dict[str, float], Timeline]:
+    """Seconds of a step on a stage, where they go, and a timeline."""
+    layers = len(layers_of(shape, chosen.parallel, stage))
+    run = min(count, 3)
+    if layers <= MORE:
+        ran = _ran(shape, chosen, machine, run, stage, layers)
+    else:
+        few, more = (_ran(shape, chosen, machine, run, stage, n) for n in (FEW, MORE))
+        ran = _further(few, more, (layers - MORE) / (MORE - FEW))
+    middles = count - run
+    parallel = chosen.parallel
+    bubble = (parallel.pipeline - 1) / parallel.virtual * ran.middle
+    spent = {
+        name: ran.spent.get(name, 0.0) + middles * ran.spent_middle.get(name, 0.0)
+        for name in {*ran.spent, *ran.spent_middle}
+    }
+    seconds = ran.around + middles * ran.middle
+    if parallel.pipeline > 1:
+        spent["pipeline bubble"] = bubble
+        tokens = chosen.microbatch * shape.seq_length / parallel.context / parallel.tensor
+        sent = 2 * tokens * shape.gpt.hidden_size * BF16 / (machine.network.rail_gbps * 1e9)
+        spent[f"{EXPOSED} pipeline sends"] = sent * parallel.pipeline
+        seconds += bubble + sent * parallel.pipeline
+    return seconds, spent, ran.timeline
+
+
+def _further(few: _Stage, more: _Stage, times: float) -> _Stage:
+    """As many times the layers by which the two differ, beyond the larger."""
+
+    def on(small: float, large: float) -> float:
+        return max(0.0, large + (large - small) * times)
+
+    def each(small: Mapping[str, float], large: Mapping[str, float]) -> dict[str, float]:
+        names = {*small, *large}
+        return {name: on(small.get(name, 0.0), large.get(name, 0.0)) for name in names}
+
+    return _Stage(
+        on(few.around, more.around), on(few.middle, more.middle), each(few.spent, more.spent),
+        each(few.spent_middle, more.spent_middle), more.timeline,
+    )
+
+
+def _ran(
+    shape: Shape, chosen: Configuration, machine: Machine, run: int, stage: int, layers: int
+) -> _Stage:
+    """The engine's program for so many of the stage's layers, timed."""
+    mine = [
+        unit for unit in units(shape, chosen.parallel, chosen.microbatch, stage)
+    ]
+    numbers = [unit.name for unit in mine if unit.name.startswith("decoder.layers.")]
+    kept = set(_sample(numbers, layers))
+    mine = [unit for unit in mine if unit.name not in set(numbers) - kept]
+    used = {domain for unit in mine for _, _, domain in unit.params}
+    shards = {name: sizes for name, sizes in chosen.shards.items() if name in used}
+    warmup = min(chosen.parallel.pipeline - 1 - stage, run - 1, 2)
+    setup = StepSetup(
+        chosen.engine, shards, run, warmup, separate_gathers=chosen.separate_gathers,
+        copy_gathers=chosen.copies, copy_reduces=chosen.copies, fused=chosen.fused,
+        graph=chosen.graph,
+    )  # fmt: skip
+    program = record_step(mine, setup)
+    where = groups(chosen, machine)
+    step = time_program(program, machine, where)
+    if run < 3:
+        return _Stage(step.seconds, step.seconds, step.spent, step.spent, step)
+    middle = time_program(program, machine, where, window=("microbatch", run + 1))
+    return _Stage(step.seconds, middle.seconds, step.spent, middle.spent, step)
+
+
+def _sample(names: list[str], count: int) -> list[str]:
+    """The last ones: of a mixture the first layers may be dense."""
+    return names[-count:]
+
+

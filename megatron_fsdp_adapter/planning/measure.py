@@ -1,0 +1,238 @@
+"""Measures what the tables say, on one's own machine: `plan --measure FILE`.
+
+One process measures a GPU: matrix products, attention, passes over memory, launches. Under torchrun
+the processes also measure gathers and reductions of the first 2, 4, 8, ... ranks, alone and, on
+GPUs, beside matrix products. Two minutes at most. What is not measured stays as the table has it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from .machine import Contention, Gpu, Machine, Network, to_json
+
+REFERENCE_LAUNCH = 6.0
+"""Microseconds of one launch from Python, of the reference host."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of what is run: tokens, hidden and width of products; elements of a pass; bytes of a large
+    and a small collective; repetitions."""
+
+    tokens: int = 4096
+    hidden: int = 4096
+    width: int = 14336
+    heads: int = 32
+    elements: int = 1 << 28
+    large: int = 1 << 28
+    small: int = 1 << 16
+    times: int = 20
+
+
+TINY = Sizes(16, 32, 64, 2, 1 << 12, 1 << 12, 1 << 8, 2)
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    return torch.device("cpu")
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(run: Callable[[], object], device: torch.device, times: int) -> float:
+    """Of one `run`, after warming up."""
+    for _ in range(max(1, times // 4)):
+        run()
+    _wait(device)
+    begin = time.perf_counter()
+    for _ in range(times):
+        run()
+    _wait(device)
+    return max((time.perf_counter() - begin) / times, 1e-9)
+
+
+def measure_gpu(gpu: Gpu, device: torch.device, sizes: Sizes) -> Gpu:
+    """`gpu` with what this device reaches."""
+    x = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=torch.bfloat16)
+    up = torch.randn(sizes.hidden, sizes.width, device=device, dtype=torch.bfloat16)
+    down = torch.randn(sizes.width, sizes.hidden, device=device, dtype=torch.bfloat16)
+    product = seconds_of(lambda: (x @ up) @ down, device, sizes.times)
+    flops = 4.0 * sizes.tokens * sizes.hidden * sizes.width
+    size = (1, sizes.heads, sizes.tokens, sizes.hidden // sizes.heads)
+    q, k, v = (
+        torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
+
+    def attention() -> None:
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(out, (q, k, v), out)
+
+    attended = seconds_of(attention, device, sizes.times)
+    attention_flops = 3.5 * 2 * sizes.tokens * sizes.tokens * sizes.hidden
+    one = torch.zeros(sizes.elements, device=device)
+    other = torch.zeros_like(one)
+    copied = seconds_of(lambda: other.copy_(one), device, sizes.times)
+    memory = gpu.memory_gib
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return replace(
+        gpu, name=name, memory_gib=memory, product_tflops=flops / product / 1e12,
+        attention_tflops=attention_flops / attended / 1e12,
+        memory_tbps=8.0 * sizes.elements / copied / 1e12, source="measured by plan --measure",
+    )  # fmt: skip
+
+
+def measure_host(device: torch.device, times: int = 2000) -> float:
+    """How many times as long as the reference host this one takes for a launch."""
+    one = torch.zeros(1, device=device)
+    for _ in range(50):
+        one.add_(1.0)
+    _wait(device)
+    begin = time.perf_counter()
+    for _ in range(times):
+        one.add_(1.0)
+    spent = (time.perf_counter() - begin) / times
+    _wait(device)
+    return spent * 1e6 / REFERENCE_LAUNCH
+
+
+def _gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    run(output, own, group=group)
+
+
+def _slowest(seconds: float, device: torch.device, group: dist.ProcessGroup) -> float:
+    found = torch.tensor([seconds], device=device, dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return float(found.item())
+
+
+def measure_network(network: Network, device: torch.device, sizes: Sizes) -> Network:
+    """`network` with gathers of the first 2, 4, 8, ... ranks, inside one domain, and of all of them
+    where they are in several. Collective over all ranks."""
+    link = dict(network.link_gbps)
+    world = dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    latency, rail = network.hop_us, network.rail_gbps
+    count = 2
+    while count <= min(local, world):
+        group = dist.new_group(list(range(count)))
+        if dist.get_rank() < count:
+            large, small = _two_sizes(group, count, device, sizes)
+            link[count] = sizes.large * (count - 1) / count / large / 1e9
+            latency = max(0.1, (small * 1e6 - network.base_us) / max(1, count - 1))
+        count *= 2
+    if world > local:
+        large, _ = _two_sizes(dist.group.WORLD, world, device, sizes)
+        rail = sizes.large * (1 - local / world) / (local * large) / 1e9
+    copies = network.copy_gbps
+    known = {n: link[n] * copies[n] / network.link_gbps[n] for n in link if n in copies}
+    return replace(
+        network, name="measured", domain=local if world > local else network.domain,
+        link_gbps=link, copy_gbps=known or copies, rail_gbps=rail, hop_us=min(latency, 20.0),
+        source="measured by plan --measure; copy engines in the table's proportion",
+    )  # fmt: skip
+
+
+def _two_sizes(
+    group: dist.ProcessGroup, count: int, device: torch.device, sizes: Sizes
+) -> tuple[float, float]:
+    """Seconds of a large and of a small gather, of the slowest rank."""
+    found = []
+    for nbytes in (sizes.large, sizes.small):
+        own = torch.zeros(nbytes // count, device=device, dtype=torch.uint8)
+        output = torch.zeros(nbytes // count * count, device=device, dtype=torch.uint8)
+        spent = seconds_of(lambda o=output, i=own: _gather(o, i, group), device, sizes.times)
+        found.append(_slowest(spent, device, group))
+    return found[0], found[1]
+
+
+def measure_contention(known: Contention, device: torch.device, sizes: Sizes) -> Contention:
+    """Products beside a gather of all ranks, and that beside them. CUDA only; collective."""
+    world = dist.get_world_size()
+    x = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=torch.bfloat16)
+    up = torch.randn(sizes.hidden, sizes.width, device=device, dtype=torch.bfloat16)
+    own = torch.zeros(sizes.large // world, device=device, dtype=torch.uint8)
+    output = torch.zeros(sizes.large // world * world, device=device, dtype=torch.uint8)
+    side = torch.cuda.Stream(device=device, priority=-1)
+    group = dist.group.WORLD
+    product = seconds_of(lambda: x @ up, device, sizes.times)
+    gather = seconds_of(lambda: _gather(output, own, group), device, sizes.times)
+    count = max(4, int(sizes.times * gather / product))
+
+    def beside() -> tuple[float, float]:
+        starts = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        _wait(device)
+        starts[0].record()
+        with torch.cuda.stream(side):
+            starts[2].record()
+            for _ in range(sizes.times):
+                _gather(output, own, group)
+            starts[3].record()
+        for _ in range(count):
+            x @ up
+        starts[1].record()
+        _wait(device)
+        return starts[0].elapsed_time(starts[1]) / 1e3, starts[2].elapsed_time(starts[3]) / 1e3
+
+    beside()
+    both, gathers = beside()
+    # The shorter of the two ran beside the other all the time.
+    shared = min(both, gathers)
+    slower = max(1.0, shared / max(1e-9, shared - max(0.0, both - count * product)))
+    return replace(
+        known, product_beside_nccl=_slowest(min(slower, 3.0), device, group),
+        gather_beside_product=_slowest(
+            min(3.0, max(1.0, gathers / (gather * sizes.times))), device, group
+        ),
+    )  # fmt: skip
+
+
+def measure(path: str, known: Machine, small: bool = False) -> str:
+    """Measures this machine and writes `path`, on the first rank; what is not measured is that of
+    `known`. Returns what to print. ValueError where there is neither a GPU nor `small`."""
+    device, sizes = _device(), TINY if small else Sizes()
+    if device.type != "cuda" and not small:
+        raise ValueError(
+            "--measure: there is no GPU here; run it where there is one, or with --measure-small"
+        )
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    found = replace(
+        known, gpu=measure_gpu(known.gpu, device, sizes),
+        host=measure_host(device, 200 if small else 2000),
+    )  # fmt: skip
+    rank = 0
+    if world > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        try:
+            rank = dist.get_rank()
+            found = replace(found, network=measure_network(found.network, device, sizes))
+            if device.type == "cuda":
+                cost = measure_contention(found.contention, device, sizes)
+                found = replace(found, contention=cost)
+        finally:
+            dist.destroy_process_group()
+    if rank == 0:
+        Path(path).write_text(to_json(found) + "\n")
+    gpu = found.gpu
+    return (
+        f"{gpu.name}: products {gpu.product_tflops:,.1f} TFLOP/s, attention "
+        f"{gpu.attention_tflops:,.1f} TFLOP/s, memory {gpu.memory_tbps:.2f} TB/s, launches "
+        f"{found.host:.2f} x the reference host; {path}: use it with --machine"
+    )

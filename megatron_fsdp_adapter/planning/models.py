@@ -1,0 +1,95 @@
+"""Shapes from what users have: Megatron's options, or a Hugging Face config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_fsdp_adapter.cli.gpt import GptConfig, config_from
+
+from .shapes import Experts, Shape
+
+_KNOWN = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_experts")
+"""What `estimate` refuses, and a plan knows or chooses itself."""
+
+_LLAMA = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+          "add_bias_linear": False}  # fmt: skip
+"""Of a model that only flags of sizes describe."""
+
+
+def from_options(options: Mapping[str, Any], name: str) -> Shape:
+    """Megatron's options, by the names of arguments. ValueError for what makes no GPT."""
+    sizes = {key: value for key, value in options.items() if key not in _KNOWN}
+    if "position_embedding_type" not in sizes:
+        sizes = {**_LLAMA, **sizes}
+    if sizes.get("vocab_size") is None and sizes.get("padded_vocab_size") is None:
+        raise ValueError("--vocab-size is not given: give it, --preset or --hf-config")
+    if sizes.get("num_query_groups"):
+        sizes["group_query_attention"] = True
+    gpt = config_from(sizes)
+    experts = None
+    if options.get("num_experts"):
+        experts = Experts(
+            options["num_experts"], options.get("moe_router_topk", 2),
+            options.get("moe_ffn_hidden_size") or gpt.ffn,
+            options.get("moe_shared_expert_intermediate_size") or 0,
+        )  # fmt: skip
+    return Shape(name, gpt, options.get("seq_length") or 4096, experts)
+
+
+def from_hugging_face(path: str) -> Shape:
+    """A decoder's config.json. FileNotFoundError or ValueError, naming the file."""
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"--hf-config {path}: no such file")
+    try:
+        found = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--hf-config {path}: not valid JSON ({error})") from error
+    found = {**found, **found.get("text_config", {})}
+    needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+              "vocab_size")  # fmt: skip
+    missing = [name for name in needed if name not in found]
+    if missing:
+        raise ValueError(f"--hf-config {path}: has no {', '.join(missing)}: no decoder's config")
+    heads = found["num_attention_heads"]
+    gpt = GptConfig(
+        num_layers=found["num_hidden_layers"], hidden_size=found["hidden_size"],
+        num_attention_heads=heads, ffn_hidden_size=found["intermediate_size"],
+        group_query_attention=True, num_query_groups=found.get("num_key_value_heads") or heads,
+        kv_channels=found.get("v_head_dim") or found.get("head_dim"),
+        vocab_size=found["vocab_size"], position_embedding_type="rope", normalization="RMSNorm",
+        swiglu=True, add_bias_linear=False,
+        untie_embeddings_and_output_weights=not found.get("tie_word_embeddings", False),
+    )  # fmt: skip
+    number = found.get("num_local_experts") or found.get("n_routed_experts") or found.get(
+        "num_experts"
+    )
+    experts = None
+    if number:
+        width = found.get("moe_intermediate_size") or found["intermediate_size"]
+        experts = Experts(
+            number, found.get("num_experts_per_tok", 2), width,
+            (found.get("n_shared_experts") or 0) * width, found.get("first_k_dense_replace", 0),
+        )  # fmt: skip
+    name = found.get("_name_or_path") or file.parent.name or found.get("model_type", "the model")
+    longest = min(found.get("max_position_embeddings", 4096), 8192)
+    return Shape(str(name), gpt, longest, experts, _latent(found))
+
+
+def _latent(found: Mapping[str, Any]) -> int:
+    """Elements of the matrices of latent attention; 0 for any other."""
+    rank = found.get("kv_lora_rank")
+    if not rank:
+        return 0
+    hidden, heads = found["hidden_size"], found["num_attention_heads"]
+    nope, rope, value = (
+        found[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    query = heads * (nope + rope)
+    lora = found.get("q_lora_rank")
+    queries = hidden * query if not lora else hidden * lora + lora * query
+    kv = hidden * (rank + rope) + rank * heads * (nope + value)
+    return int(queries + kv + heads * value * hidden)

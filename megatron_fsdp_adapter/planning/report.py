@@ -1,0 +1,220 @@
+"""A plan as text, as JSON, and as flags to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_fsdp_adapter.cli.estimate import GIB
+
+from .configurations import Configuration, Prediction
+from .search import Plan
+from .timing import Timeline
+
+SHOWN = 5
+"""Kinds of time and of memory that a line names."""
+
+
+def ddp_options(chosen: Configuration) -> dict[str, Any]:
+    """Fields of the DDP config that differ from what the runner sets."""
+    options: dict[str, Any] = {"data_parallel_sharding_strategy": chosen.strategy}
+    if chosen.instances > 1:
+        options["num_distributed_optimizer_instances"] = chosen.instances
+        options["outer_dp_sharding_strategy"] = "optim" if chosen.outer_optim else "no_shard"
+    if chosen.slots["weight_slots"] and not chosen.copies:
+        options["fsdp_double_buffer"] = True
+    if chosen.copies:
+        options["fsdp_copy_engine_all_gather"] = True
+        options["fsdp_copy_engine_reduce_scatter"] = True
+    if chosen.bf16_wire:
+        options["megatron_fsdp_grad_comm_dtype"] = "bf16"
+        options["reduce_scatter_with_fp32_accumulation"] = True
+    if chosen.separate_gathers:
+        options["create_all_gather_group"] = True
+    return options
+
+
+def model_options(chosen: Configuration) -> dict[str, Any]:
+    """Of the model's config and the run."""
+    parallel = chosen.parallel
+    options: dict[str, Any] = {"micro_batch_size": chosen.microbatch}
+    sizes = {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "num_virtual_stages_per_pipeline_rank": parallel.virtual,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+    }
+    options |= {name: size for name, size in sizes.items() if size > 1}
+    if parallel.tensor > 1:
+        options["sequence_parallel"] = True
+    if parallel.recompute:
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform",
+                    "recompute_num_layers": 1}  # fmt: skip
+    if chosen.graph:
+        options["cuda_graph_impl"] = "full_iteration"
+    return options
+
+
+def megatron_flags(chosen: Configuration) -> str:
+    """For the runner of Megatron-LM's scripts."""
+    words = ["--use-megatron-fsdp"]
+    for name, value in {**model_options(chosen), **ddp_options(chosen)}.items():
+        words.append("--" + name.replace("_", "-"))
+        if value is not True:
+            words.append(str(value))
+    return " ".join(words)
+
+
+def bridge_overrides(chosen: Configuration) -> str:
+    """For a recipe of Megatron-Bridge."""
+    words = [f"ddp.{name}={value}" for name, value in ddp_options(chosen).items()]
+    for name, value in model_options(chosen).items():
+        owner = "train" if name == "micro_batch_size" else "model"
+        words.append(f"{owner}.{name}={value}")
+    return " ".join(words)
+
+
+PLAIN_ARGUMENTS = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy")
+
+
+def plain_arguments(chosen: Configuration) -> str:
+    """For `fully_shard_model`; what has no argument there is said."""
+    options = ddp_options(chosen)
+    known = ", ".join(f"{k}={v!r}" for k, v in options.items() if k in PLAIN_ARGUMENTS)
+    others = [name for name in options if name not in PLAIN_ARGUMENTS]
+    text = f"fully_shard_model(module, {known})"
+    return f"{text}  # without {', '.join(others)}: Megatron's only" if others else text
+
+
+def benchmark_row(chosen: Configuration) -> str | None:
+    """The row of scripts/benchmark_rows.py that measures it; None where it has none."""
+    parallel = chosen.parallel
+    if parallel != type(parallel)(expert=parallel.expert) or chosen.instances > 1:
+        return None
+    kind = {(True, True): "ours-ce-graph", (True, False): "ours-ce-rs",
+            (False, True): "ours-graph", (False, False): "ours"}[chosen.copies, chosen.graph]
+    if chosen.separate_gathers and kind == "ours":
+        kind = "ours-ag"
+    return f"{kind}:{chosen.strategy}"
+
+
+def plain(plan: Plan, top: int) -> dict[str, Any]:
+    """The plan as plain values."""
+    wanted = plan.wanted
+    return {
+        "model": wanted.shape.name,
+        "parameters": wanted.shape.num_parameters,
+        "gpus": wanted.gpus,
+        "global_batch_size": wanted.global_batch,
+        "seq_length": wanted.shape.seq_length,
+        "gpu": wanted.machine.gpu.name,
+        "network": wanted.machine.network.name,
+        "memory_gib": wanted.memory_gib,
+        "configurations": [_plain_row(one) for one in plan.predictions[:top]],
+        "why_not": [
+            *({"configuration": one.configuration.name, "reason": _slower(one, plan)}
+              for one in plan.predictions[top:]),
+            *({"configuration": name, "reason": reason} for name, reason in plan.refused),
+        ],
+    }  # fmt: skip
+
+
+def _plain_row(one: Prediction) -> dict[str, Any]:
+    chosen = one.configuration
+    return {
+        "name": chosen.name,
+        "ms": one.ms,
+        "tokens_per_second_per_gpu": one.tokens_per_gpu,
+        "tflops_per_gpu": one.tflops,
+        "mfu": one.mfu,
+        "peak_bytes": one.peak_bytes,
+        "bytes": dict(one.memory),
+        "exposed_ms": one.exposed_ms,
+        "spent_ms": dict(one.spent),
+        "limit": one.limit,
+        "megatron_lm": megatron_flags(chosen),
+        "megatron_bridge": bridge_overrides(chosen),
+        "fully_shard_model": plain_arguments(chosen),
+        "benchmark_row": benchmark_row(chosen),
+    }
+
+
+def _slower(one: Prediction, plan: Plan) -> str:
+    best = plan.predictions[0]
+    return f"{one.ms / best.ms - 1:.0%} slower; {one.limit}"
+
+
+def render(plan: Plan, top: int) -> str:
+    """The plan as text."""
+    wanted, machine = plan.wanted, plan.wanted.machine
+    rows = [("configuration", "ms/step", "tok/s/GPU", "TFLOP/s", "MFU", "peak GiB", "exposed ms",
+             "limited by")]  # fmt: skip
+    for one in plan.predictions[:top]:
+        rows.append((
+            one.configuration.name, f"{one.ms:,.1f}", f"{one.tokens_per_gpu:,.0f}",
+            f"{one.tflops:,.0f}", f"{one.mfu:.1%}", f"{one.peak_bytes / GIB:.1f}",
+            f"{one.exposed_ms:,.1f}", one.limit,
+        ))  # fmt: skip
+    best = plan.predictions[0]
+    lines = [
+        f"{wanted.shape.name}: {wanted.shape.num_parameters / 1e9:,.1f}B parameters on "
+        f"{wanted.gpus:,} {machine.gpu.name}, {machine.network.name}",
+        f"global batch {wanted.global_batch:,} x {wanted.shape.seq_length:,} tokens, "
+        f"{wanted.memory_gib:g} GiB a GPU",
+        "", *aligned(rows), "",
+        "the first one: memory at its most " + _largest(best.memory, 1 / GIB, "GiB"),
+        "               time " + _largest(_times(best.spent), 1.0, "ms"),
+        f"  Megatron-LM        {megatron_flags(best.configuration)}",
+        f"  Megatron-Bridge    {bridge_overrides(best.configuration)}",
+        f"  plain PyTorch      {plain_arguments(best.configuration)}",
+    ]  # fmt: skip
+    row = benchmark_row(best.configuration)
+    if row is not None:
+        lines.append(f"  to measure it      scripts/benchmark_rows.py --ranks {wanted.gpus} "
+                     f"--rows {row} ...")  # fmt: skip
+    lines += ["", "why not"]
+    others = [(one.configuration.name, _slower(one, plan)) for one in plan.predictions[top:]]
+    refused = list(plan.refused)
+    lines += [f"  {name}: {reason}" for name, reason in [*others, *refused[:12]]]
+    if len(refused) > 12:
+        lines.append(f"  and {len(refused) - 12} more that do not fit (--json names them)")
+    return "\n".join(lines)
+
+
+def _times(spent: Mapping[str, float]) -> dict[str, float]:
+    """Without what is part of another."""
+    return {name: ms for name, ms in spent.items() if name != "products"}
+
+
+def _largest(parts: Mapping[str, float], factor: float, unit: str) -> str:
+    largest = sorted(parts.items(), key=lambda entry: -entry[1])[:SHOWN]
+    return ", ".join(f"{name} {value * factor:,.1f} {unit}" for name, value in largest)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns: the first and the last to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    return lines
+
+
+def explain(timeline: Timeline) -> str:
+    """The step as the engine runs it: each launch of its second step, with its stream, what it
+    waits for, and when it runs."""
+    program = timeline.program
+    first = [count for name, count in program.marks if name == "step"][1]
+    rows = [("ms", "to", "stream", "what", "launch", "waits for")]
+    for index in range(first, len(program.operations)):
+        one = program.operations[index]
+        after = [str(i - first) for i in one.after if i >= first]
+        rows.append((
+            f"{1e3 * (timeline.starts[index] - timeline.begin):.2f}",
+            f"{1e3 * (timeline.ends[index] - timeline.begin):.2f}", one.role,
+            one.label or one.kind.value, str(index - first), ", ".join(after),
+        ))  # fmt: skip
+    return "\n".join(aligned(rows))
