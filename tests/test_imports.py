@@ -33,6 +33,11 @@ PARTS = (
     "megatron",
     "launch",
     "prove",
+    "cli.gpt",
+    "cli.precision_options",
+    "cli.quantised_options",
+    "cli.estimate",
+    "planning",
     "cli",
 )
 """A part of the package imports itself and parts in front of it. The package's own two files, which

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -37,7 +37,6 @@ from .shapes import (
     layers_of,
     listing,
     units,
-    with_layers,
 )
 from .step import StepSetup, record_step
 from .timing import EXPOSED, HOST, Timeline, time_program
@@ -54,7 +53,7 @@ class Configuration:
     gradients. bf16_wire: gradients travel in bf16 and are summed in fp32."""
 
     gpus: int
-    parallel: Parallel = Parallel()
+    parallel: Parallel = field(default_factory=Parallel)
     strategy: str = "optim_grads_params"
     instances: int = 1
     outer_optim: bool = False
@@ -147,7 +146,8 @@ class Configuration:
         parts += [f"{key} {size}" for key, size in sizes.items() if size > 1]
         flags = {"split over instances": self.outer_optim, "copy engines": self.copies,
                  "graph": self.graph, "bf16 wire": self.bf16_wire,
-                 "gather groups": self.separate_gathers, "recompute": self.parallel.recompute}  # fmt: skip
+                 "gather groups": self.separate_gathers,
+                 "recompute": self.parallel.recompute}  # fmt: skip
         return ", ".join(parts + [key for key, on in flags.items() if on])
 
 
@@ -237,8 +237,8 @@ def _stage_memory(
 
 
 def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[str, int]:
-    """Of what a rank holds by kind, the kinds at the event of a step at which they are most: the end
-    of a forward, with all activations; the end of a backward, with gradients and buckets; the
+    """Of what a rank holds by kind, the kinds at the event of a step at which they are most: the
+    end of a forward, with all activations; the end of a backward, with gradients and buckets; the
     update of a unit, where the optimizer is streamed. again: a microbatch before has left
     gradients."""
     kept = {kind: n for kind, n in held.items() if LIFE.get(kind, PERSISTENT) == PERSISTENT}
@@ -363,9 +363,7 @@ def _ran(
     shape: Shape, chosen: Configuration, machine: Machine, run: int, stage: int, layers: int
 ) -> _Stage:
     """The engine's program for so many of the stage's layers, timed."""
-    mine = [
-        unit for unit in units(shape, chosen.parallel, chosen.microbatch, stage)
-    ]
+    mine = units(shape, chosen.parallel, chosen.microbatch, stage)
     numbers = [unit.name for unit in mine if unit.name.startswith("decoder.layers.")]
     kept = set(_sample(numbers, layers))
     mine = [unit for unit in mine if unit.name not in set(numbers) - kept]

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -112,6 +113,12 @@ def measure_host(device: torch.device, times: int = 2000) -> float:
     return spent * 1e6 / REFERENCE_LAUNCH
 
 
+def _everyone() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def _gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
     run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     run(output, own, group=group)
@@ -139,7 +146,7 @@ def measure_network(network: Network, device: torch.device, sizes: Sizes) -> Net
             latency = max(0.1, (small * 1e6 - network.base_us) / max(1, count - 1))
         count *= 2
     if world > local:
-        large, _ = _two_sizes(dist.group.WORLD, world, device, sizes)
+        large, _ = _two_sizes(_everyone(), world, device, sizes)
         rail = sizes.large * (1 - local / world) / (local * large) / 1e9
     copies = network.copy_gbps
     known = {n: link[n] * copies[n] / network.link_gbps[n] for n in link if n in copies}
@@ -158,7 +165,7 @@ def _two_sizes(
     for nbytes in (sizes.large, sizes.small):
         own = torch.zeros(nbytes // count, device=device, dtype=torch.uint8)
         output = torch.zeros(nbytes // count * count, device=device, dtype=torch.uint8)
-        spent = seconds_of(lambda o=output, i=own: _gather(o, i, group), device, sizes.times)
+        spent = seconds_of(partial(_gather, output, own, group), device, sizes.times)
         found.append(_slowest(spent, device, group))
     return found[0], found[1]
 
@@ -171,7 +178,7 @@ def measure_contention(known: Contention, device: torch.device, sizes: Sizes) ->
     own = torch.zeros(sizes.large // world, device=device, dtype=torch.uint8)
     output = torch.zeros(sizes.large // world * world, device=device, dtype=torch.uint8)
     side = torch.cuda.Stream(device=device, priority=-1)
-    group = dist.group.WORLD
+    group = _everyone()
     product = seconds_of(lambda: x @ up, device, sizes.times)
     gather = seconds_of(lambda: _gather(output, own, group), device, sizes.times)
     count = max(4, int(sizes.times * gather / product))

@@ -14,7 +14,7 @@ COLOURS = {"compute": "tab:blue", "gather": "tab:green", "reduce": "tab:red"}
 def check_matplotlib() -> None:
     """ValueError where it is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot: matplotlib is not installed; pip install matplotlib, or use --json")
+        raise ValueError("--plot: matplotlib is not installed; install it, or use --json")
 
 
 def _axes() -> tuple[Any, Any]:

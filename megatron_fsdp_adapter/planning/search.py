@@ -13,7 +13,7 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from .configurations import Configuration, Prediction, groups, memory, predict
 from .machine import Machine, collective_seconds
 from .program import Kind
-from .shapes import DENSE, EXPERT, Parallel, Shape, listing
+from .shapes import DENSE, EXPERT, Parallel, Shape
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def candidates(wanted: Wanted) -> Iterator[Configuration]:
     shape, domain = wanted.shape, wanted.machine.network.domain
     heads = shape.gpt.query_groups
     tensors = [n for n in _powers(min(8, domain, wanted.gpus)) if heads % n == 0]
-    pipelines = [n for n in _powers(min(32, shape.gpt.num_layers // 2 or 1))]
+    pipelines = _powers(min(32, shape.gpt.num_layers // 2 or 1))
     experts = [1]
     if shape.experts is not None:
         experts = [n for n in _powers(shape.experts.number) if shape.experts.number % n == 0]
@@ -205,16 +205,16 @@ def plan(wanted: Wanted) -> Plan:
             f"no configuration of {wanted.gpus} GPUs and a global batch of {wanted.global_batch} "
             f"has {dict(wanted.fixed)}: change the batch, or leave an option out"
         )
-    chosen, refused = _run_best(wanted, known, limit)
+    found, refused = _run_best(wanted, known, limit)
     for strategy, (needed, name) in too_large.items():
-        if not any(one.configuration.strategy == strategy for one in chosen):
+        if not any(one.configuration.strategy == strategy for one in found):
             refused.append((name, f"states alone need {needed / GIB:.0f} GiB"))
-    if not chosen:
+    if not found:
         least = min((f"{why} ({name})" for name, why in refused), default="nothing was tried")
         raise ValueError(
             f"no configuration fits in {wanted.memory_gib:g} GiB: {least}; use more GPUs"
         )
-    return Plan(wanted, sorted(chosen, key=lambda one: one.ms), refused)
+    return Plan(wanted, sorted(found, key=lambda one: one.ms), refused)
 
 
 def _run_best(

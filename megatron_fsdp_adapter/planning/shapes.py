@@ -1,7 +1,7 @@
 """A model as its units compute: parameters, operations and bytes of one microbatch on one rank.
 
 Dense GPTs are those that `estimate` knows. Beside them mixtures of experts, and tensor, expert and
-pipeline parallelism, by which each rank has a part of the layers, of their matrices, of the experts.
+pipeline parallelism, by which each rank has a part of the layers, of their matrices and experts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from megatron_fsdp_adapter.cli.gpt import (
     PRESETS,
     ROOT,
     GptConfig,
-    Listing,
     config_from,
     gpt_parameter_listing,
 )
@@ -149,9 +148,13 @@ class Parallel:
                 raise ValueError(f"{name} parallel size {getattr(self, name)}: must be at least 1")
 
 
-def listing(shape: Shape, parallel: Parallel, stage: int = 0) -> list[tuple[str, str, tuple[int, ...], str]]:
+Row = tuple[str, str, tuple[int, ...], str]
+"""Unit, name, shape and domain of a parameter."""
+
+
+def listing(shape: Shape, parallel: Parallel, stage: int = 0) -> list[Row]:
     """Unit, name, shape and domain of every parameter that a rank of a pipeline stage has."""
-    found: list[tuple[str, str, tuple[int, ...], str]] = []
+    found: list[Row] = []
     layers = layers_of(shape, parallel, stage)
     first, last = stage == 0, stage == parallel.pipeline - 1
     for unit, fqn, full in gpt_parameter_listing(shape.gpt):
@@ -192,24 +195,24 @@ def _split(fqn: str, full: tuple[int, ...], tensor: int) -> tuple[int, ...]:
     return -(-rows // tensor), columns
 
 
-def _experts(
-    shape: Shape, number: int, parallel: Parallel
-) -> list[tuple[str, str, tuple[int, ...], str]]:
+def _experts(shape: Shape, number: int, parallel: Parallel) -> list[Row]:
     experts, hidden = shape.experts, shape.gpt.hidden_size
     assert experts is not None
     unit = f"decoder.layers.{number}"
     gate = 2 if shape.gpt.swiglu else 1
-    rows: list[tuple[str, str, tuple[int, ...], str]] = [
+    rows: list[Row] = [
         (unit, f"{unit}.mlp.router.weight", (experts.number, hidden), DENSE)
     ]
     if experts.shared:
         width = -(-experts.shared // parallel.tensor)
-        rows.append((unit, f"{unit}.mlp.shared_experts.linear_fc1.weight", (gate * width, hidden), DENSE))
-        rows.append((unit, f"{unit}.mlp.shared_experts.linear_fc2.weight", (hidden, width), DENSE))
+        name = f"{unit}.mlp.shared_experts"
+        rows.append((unit, f"{name}.linear_fc1.weight", (gate * width, hidden), DENSE))
+        rows.append((unit, f"{name}.linear_fc2.weight", (hidden, width), DENSE))
     for index in range(-(-experts.number // parallel.expert)):
         name = f"{unit}.mlp.experts"
-        rows.append((unit, f"{name}.linear_fc1.weight{index}", (gate * experts.ffn, hidden), EXPERT))
-        rows.append((unit, f"{name}.linear_fc2.weight{index}", (hidden, experts.ffn), EXPERT))
+        up, down = f"{name}.linear_fc1.weight{index}", f"{name}.linear_fc2.weight{index}"
+        rows.append((unit, up, (gate * experts.ffn, hidden), EXPERT))
+        rows.append((unit, down, (hidden, experts.ffn), EXPERT))
     return rows
 
 
@@ -222,10 +225,13 @@ def units(
         params.setdefault(unit, []).append((fqn, full, domain))
     tokens = microbatch * shape.seq_length / parallel.context
     found = []
+    head = "output_layer"
+    if stage == parallel.pipeline - 1 and head not in params:  # tied: the root has the weights
+        head = ROOT
     for name, mine in params.items():
         if name.startswith("decoder.layers."):
             forward, backward, host = _layer_work(shape, parallel, tokens, int(name.split(".")[2]))
-        elif name == "output_layer" or (name == ROOT and "output_layer" not in params and stage == parallel.pipeline - 1):
+        elif name == head:
             forward, backward = _head_work(shape, parallel, tokens)
             host = LAYER_HOST / 2
         else:
@@ -265,7 +271,8 @@ def _layer_work(
     whole = tokens * gpt.hidden_size * BF16
     own: list[Work] = []
     if tensor > 1:  # with sequence parallelism: a gather and a reduction around each half
-        own += [Work(Kind.ALL_GATHER, whole, "tensor"), Work(Kind.REDUCE_SCATTER, whole, "tensor")] * 2
+        gathered = Work(Kind.ALL_GATHER, whole, "tensor")
+        own += [gathered, Work(Kind.REDUCE_SCATTER, whole, "tensor")] * 2
     if parallel.context > 1:  # keys and values of the other ranks
         kv = 2 * whole * gpt.query_groups / gpt.num_attention_heads * parallel.context
         own.append(Work(Kind.ALL_GATHER, kv / tensor, "context"))

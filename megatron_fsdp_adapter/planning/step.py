@@ -110,7 +110,7 @@ class _Charged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ctx.module.charge("backward")
-        grads = []
+        grads: list[torch.Tensor | None] = []
         for shape, dtype, write in ctx.params:
             if write is not None:
                 view = write()
@@ -139,7 +139,8 @@ class _Module(nn.Module):
             runtime.spend(host / len(works))
             runtime.write(
                 work.kind, work.amount, label=f"{part} {unit.name}", part=part,
-                kernels=work.kernels, group=work.group, channel=f"model {work.group}" if work.group else "",
+                kernels=work.kernels, group=work.group,
+                channel=f"model {work.group}" if work.group else "",
             )  # fmt: skip
 
     def writes(self, nbytes: int) -> None:
@@ -163,7 +164,9 @@ def _flat(fqn: str) -> str:
 class _Model(nn.Module):
     """Units in order; the root's own parameters are used last but one, like a final norm."""
 
-    def __init__(self, units: Sequence[UnitWork], runtime: TimedRuntime, dtype: torch.dtype) -> None:
+    def __init__(
+        self, units: Sequence[UnitWork], runtime: TimedRuntime, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         layers = {u.name for u in units if u.name.startswith("decoder.layers.")}
         self.children_in_order = nn.ModuleList(
@@ -305,7 +308,8 @@ def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
         for i, child in enumerate(model.children_in_order)
         if units[i].name != ROOT and units[i].params
     }
-    reads = {id(c): u.backward_reads_weights for c, u in zip(model.children_in_order, units, strict=True)}
+    pairs = zip(model.children_in_order, units, strict=True)
+    reads = {id(child): unit.backward_reads_weights for child, unit in pairs}
     writer = GradWriter.OVERWRITES if setup.fused else GradWriter.AUTOGRAD
     plans = partition(
         model, modules,

@@ -25,7 +25,7 @@ SMALL = 1 << 14
 """Bytes below which an operation is left out: it takes a launch, and no time on the device."""
 
 CALL, SWITCH, LAUNCH = 20.0, 100.0, 8.0
-"""Microseconds of the reference host: of an event, of work handed to another stream, of a launch."""
+"""Microseconds of the reference host: an event, work handed to another stream, a launch."""
 
 VIEWS = ("view", "detach", "slice", "alias", "empty", "as_strided", "select", "expand", "split")
 """Beginnings of the names of operations that move nothing."""
@@ -210,7 +210,9 @@ class TimedCommunicator:
         self.ranks = dist.get_process_group_ranks(group)
         self._axis, self._channel, self._copy_engine = axis, channel, copy_engine
 
-    def _write(self, kind: Kind, tensors: Sequence[torch.Tensor], copied: bool = False) -> list[Any]:
+    def _write(
+        self, kind: Kind, tensors: Sequence[torch.Tensor], copied: bool = False
+    ) -> list[Any]:
         nbytes = sum(one.numel() * one.element_size() for one in tensors)
         if self.size > 1:
             self._runtime.write(

@@ -108,7 +108,9 @@ def _simulate(
 def _prepare(
     program: Program, machine: Machine, groups: Mapping[str, Group], fp8: bool
 ) -> _State:
-    alone, launched, clock = [], [], 0.0
+    alone: list[float] = []
+    launched: list[float] = []
+    clock = 0.0
     last: dict[str, int] = {}
     state = _State(program, alone, launched, [], [])
     for index, one in enumerate(program.operations):

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Table:
-    """gpus, model, layers, sequence; host: ms that the host took for a
-    step of DDP, or, where it limits everything, the ms of that step; fused: weight gradients written into
-    buckets."""
+    """gpus, model, layers, sequence; host: ms that the host took for a step of DDP, or, where it
+    limits everything, the ms of that step; fused: weight gradients written into buckets; clips: the
+    norm is above the limit, as its trace shows."""
 
     name: str
     gpus: int
