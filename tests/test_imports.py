@@ -36,6 +36,7 @@ PARTS = (
     "cli.gpt",
     "cli.precision_options",
     "cli.quantised_options",
+    "cli.estimate_text",
     "cli.estimate",
     "planning",
     "cli",

@@ -1,0 +1,264 @@
+"""`plan`: predictions, the search, what is printed, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter.cli.estimate import plan_model
+from megatron_fsdp_adapter.cli.gpt import PRESETS, config_from
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.diagnostics.memory import LIFE, PERSISTENT, Precision
+from megatron_fsdp_adapter.planning import command
+from megatron_fsdp_adapter.planning.configurations import (
+    ACTIVATIONS,
+    Configuration,
+    at_its_most,
+    groups,
+    memory,
+    planned,
+    predict,
+)
+from megatron_fsdp_adapter.planning.machine import Group, machine_named
+from megatron_fsdp_adapter.planning.models import from_hugging_face, from_options
+from megatron_fsdp_adapter.planning.report import megatron_flags
+from megatron_fsdp_adapter.planning.search import Wanted, candidates, plan
+from megatron_fsdp_adapter.planning.shapes import (
+    SHAPES,
+    Parallel,
+    layers_of,
+    listing,
+    shape_named,
+    with_layers,
+)
+
+H200 = machine_named("h200")
+FEW = replace(with_layers(shape_named("llama3-8b"), 4), seq_length=4096)
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("copies", [False, True])
+def test_memory_of_a_plan_is_that_of_estimate(strategy, copies):
+    chosen = Configuration(8, strategy=strategy, copies=copies and strategy == "optim_grads_params")
+    mine = planned(FEW, chosen)
+    theirs = plan_model(FEW.gpt, 8, torch.bfloat16, chosen.slots)
+    row, precision = STRATEGIES[strategy], Precision()
+    assert mine.num_parameters == theirs.num_parameters
+    assert mine.bytes_held(row, precision, 0) == theirs.bytes_held(row, precision, 0)
+    kept = {k: n for k, n in theirs.bytes_held(row, precision, 0).items() if LIFE[k] == PERSISTENT}
+    found = memory(FEW, chosen, H200, 1)
+    assert {kind: found[kind] for kind in kept} == kept
+
+
+@pytest.mark.parametrize(
+    ("gpus", "layers", "strategy", "copies", "microbatches", "measured"),
+    [(2, 24, "optim_grads_params", False, 1, 52.70), (2, 24, "optim", False, 1, 86.01),
+     (2, 24, "optim_grads_params", False, 4, 64.01), (2, 24, "optim_grads_params", True, 1, 58.22),
+     (4, 32, "optim_grads_params", False, 1, 43.87), (4, 32, "optim", False, 4, 87.34),
+     (4, 32, "optim_grads", False, 4, 64.93), (4, 32, "optim_grads_params", True, 1, 49.79)],
+)  # fmt: skip
+def test_the_peak_is_what_was_measured(gpus, layers, strategy, copies, microbatches, measured):
+    shape = replace(with_layers(shape_named("llama3-8b"), layers), seq_length=4096)
+    chosen = Configuration(gpus, strategy=strategy, copies=copies)
+    found = memory(shape, chosen, H200, microbatches)
+    peak = sum(found.values()) / GIB - H200.gpu.reserved_gib
+    assert peak == pytest.approx(measured, rel=0.04)
+
+
+def test_what_does_not_exist_at_once_is_not_added_up():
+    held = {"main weights": 10, "gradient shard": 5, "reduce bucket": 3, "gathered weights": 2}
+    assert sum(at_its_most(held, 4, again=False).values()) == 20
+    assert sum(at_its_most(held, 20, again=False).values()) == 32
+    assert at_its_most(held, 20, again=True)["gradient shard"] == 5
+    assert ACTIVATIONS not in at_its_most(held, 4, again=False)
+
+
+def test_a_prediction_of_few_layers_is_that_of_all_of_them(monkeypatch):
+    from megatron_fsdp_adapter.planning import configurations
+
+    shape = replace(with_layers(shape_named("llama3-8b"), 14), seq_length=4096)
+    chosen = Configuration(4, copies=True)
+    further = predict(shape, chosen, H200, 8)
+    monkeypatch.setattr(configurations, "MORE", 14)
+    every = predict(shape, chosen, H200, 8)
+    assert further.ms == pytest.approx(every.ms, rel=0.01)
+    assert further.exposed_ms == pytest.approx(every.exposed_ms, rel=0.1, abs=0.5)
+
+
+def test_a_faster_machine_is_never_slower():
+    chosen = Configuration(8)
+    now = predict(FEW, chosen, H200, 8).ms
+    network = H200.network
+    links = {ranks: 2 * gbps for ranks, gbps in network.link_gbps.items()}
+    for better in (
+        replace(H200, network=replace(network, link_gbps=links)),
+        replace(H200, gpu=replace(H200.gpu, memory_tbps=2 * H200.gpu.memory_tbps)),
+        replace(H200, gpu=replace(H200.gpu, product_tflops=2 * H200.gpu.product_tflops)),
+        replace(H200, host=H200.host / 2),
+    ):
+        assert predict(FEW, chosen, better, 8).ms <= 1.001 * now
+
+
+def test_ranks_of_a_domain_are_tensor_parallel_ones_first():
+    found = groups(Configuration(64, Parallel(tensor=4), instances=8), H200)
+    assert found["tensor"] == Group(4, 4)
+    assert found["dense"] == Group(2, 2) and found["dense outer"] == Group(8, 1)
+
+
+def test_stages_share_out_all_layers_and_all_parameters():
+    shape = replace(with_layers(shape_named("llama3-8b"), 10))
+    parallel = Parallel(pipeline=4)
+    numbers = [n for stage in range(4) for n in layers_of(shape, parallel, stage)]
+    assert numbers == list(range(10))
+    whole = sorted(fqn for _, fqn, _, _ in listing(shape, Parallel()))
+    parts = sorted(fqn for stage in range(4) for _, fqn, _, _ in listing(shape, parallel, stage))
+    assert parts == whole
+
+
+def test_presets_have_the_sizes_that_they_are_known_by():
+    known = {"llama3-8b": 8.03, "llama3-70b": 70.6, "llama3-405b": 405.9, "llama-13b": 13.0,
+             "mixtral-8x7b": 46.7, "mixtral-8x22b": 140.6, "deepseek-v3": 671.0}  # fmt: skip
+    for name, billions in known.items():
+        assert shape_named(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.01), name
+    assert set(PRESETS) <= set(SHAPES)
+
+
+def wanted(**given) -> Wanted:
+    return Wanted(**{
+        "shape": FEW, "machine": H200, "gpus": 8, "global_batch": 16, "memory_gib": 140.0,
+        "fixed": {"tensor": 1, "pipeline": 1, "recompute": False, "microbatch": 1}, "tries": 4,
+        **given,
+    })  # fmt: skip
+
+
+def test_the_best_is_first_and_fits():
+    found = plan(wanted())
+    times = [one.ms for one in found.predictions]
+    assert times == sorted(times) and len(times) == 4
+    assert all(one.peak_bytes <= 140 * GIB for one in found.predictions)
+
+
+def test_less_memory_never_gives_a_faster_plan_and_too_little_is_an_error():
+    roomy, tight = (plan(wanted(memory_gib=gib)).predictions[0] for gib in (140.0, 28.0))
+    assert tight.ms >= roomy.ms and tight.peak_bytes <= 28 * GIB
+    with pytest.raises(ValueError, match="fits in 8 GiB.*use more GPUs"):
+        plan(wanted(memory_gib=8.0))
+
+
+def test_options_that_leave_nothing_are_an_error_that_names_them():
+    with pytest.raises(ValueError, match="change the batch"):
+        plan(wanted(fixed={"tensor": 3}))
+    with pytest.raises(ValueError, match="--gpus 0"):
+        wanted(gpus=0)
+
+
+def test_copy_engines_and_shards_stay_inside_a_domain():
+    far = wanted(gpus=64, global_batch=64)
+    for chosen in candidates(far):
+        inner, _ = chosen.shards["dense"]
+        assert not chosen.copies or inner * chosen.parallel.tensor <= 8
+
+
+def test_flags_are_those_of_the_options():
+    chosen = Configuration(
+        64, Parallel(tensor=2, recompute=True), instances=4, outer_optim=True, copies=True
+    )
+    text = megatron_flags(chosen)
+    for words in (
+        "--use-megatron-fsdp", "--tensor-model-parallel-size 2", "--sequence-parallel",
+        "--data-parallel-sharding-strategy optim_grads_params",
+        "--num-distributed-optimizer-instances 4", "--outer-dp-sharding-strategy optim",
+        "--fsdp-copy-engine-all-gather", "--fsdp-copy-engine-reduce-scatter",
+        "--recompute-granularity full",
+    ):  # fmt: skip
+        assert words in text
+
+
+def run(capsys, *words: str) -> tuple[int, str]:
+    status = command.main(words)
+    seen = capsys.readouterr()
+    return status, seen.out + seen.err
+
+
+ONE_STAGE = ("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1")
+SMALL = ("--preset", "llama3-8b", "--num-layers", "4", "--seq-length", "4096", "--gpus", "2",
+         "--global-batch-size", "2", "--tries", "2", *ONE_STAGE)  # fmt: skip
+
+
+def test_the_command_prints_a_table_flags_reasons_and_the_step(capsys):
+    status, text = run(capsys, *SMALL, "--explain")
+    assert status == 0
+    for words in ("ms/step", "Megatron-LM", "why not", "all-gather", "waits for"):
+        assert words in text
+
+
+def test_the_command_prints_json(capsys):
+    status, text = run(capsys, *SMALL, "--json")
+    best = json.loads(text)["configurations"][0]
+    assert status == 0 and best["ms"] > 0 and best["peak_bytes"] == sum(best["bytes"].values())
+
+
+def test_a_curve_has_a_row_for_each_number_of_gpus(capsys):
+    status, text = run(
+        capsys, *SMALL[:6], "--curve", "1,2", "--global-batch-size", "2", "--tries", "1",
+    )  # fmt: skip
+    assert status == 0 and len(text.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [(("--preset", "llama3-8b", "--config", "x"), "give one of them"),
+     (("--hf-config", "/nowhere/config.json"), "no such file"),
+     (("--preset", "llama3-8b", "--hidden-size", "8"), "only --num-layers and --seq-length"),
+     (("--num-layers", "2"), "--vocab-size is not given"),
+     (("--preset", "llama3-8b", "--curve", "eight"), "write numbers of GPUs"),
+     ((*SMALL, "--global-batch-size", "3"), "change the batch")],
+)  # fmt: skip
+def test_bad_input_is_one_line_that_names_it(capsys, words, reason):
+    status, text = run(capsys, *words)
+    assert status == 2 and reason in text and "Traceback" not in text
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed"
+)
+def test_without_matplotlib_a_plot_is_one_clear_error(capsys, tmp_path):
+    status, text = run(capsys, *SMALL, "--plot", str(tmp_path / "x.png"))
+    assert status == 2 and "matplotlib is not installed" in text
+
+
+def test_measuring_wants_a_gpu_and_writes_a_machine_that_plans(capsys, tmp_path):
+    path = str(tmp_path / "machine.json")
+    if not torch.cuda.is_available():
+        assert run(capsys, "--measure", path)[0] == 2
+    assert run(capsys, "--measure", path, "--measure-small")[0] == 0
+    status, text = run(capsys, *SMALL, "--machine", path)
+    assert status == 0 and "ms/step" in text
+
+
+def test_models_of_hugging_face_have_megatrons_sizes(tmp_path):
+    path = tmp_path / "config.json"
+    known = {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+    }  # fmt: skip
+    path.write_text(json.dumps(known))
+    assert from_hugging_face(str(path)).num_parameters == shape_named("llama3-8b").num_parameters
+    path.write_text(json.dumps({**known, "vocab_size": 32000, "num_local_experts": 8}))
+    found = from_hugging_face(str(path))
+    assert found.num_parameters == shape_named("mixtral-8x7b").num_parameters
+    path.write_text(json.dumps({"hidden_size": 4}))
+    with pytest.raises(ValueError, match="has no num_hidden_layers"):
+        from_hugging_face(str(path))
+
+
+def test_flags_of_megatron_make_the_same_model():
+    options = dict(PRESETS["llama3-8b"])
+    assert from_options(options, "x").gpt == config_from(options)
+    mixture = from_options({**options, "num_experts": 8}, "x")
+    assert mixture.experts is not None and mixture.experts.topk == 2
