@@ -34,7 +34,9 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     unit_bytes,
     with_slots,
 )
+from megatron_fsdp_adapter.megatron.options.ddp_options import BLOCKS
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
+from megatron_fsdp_adapter.megatron.options.support import is_on
 from megatron_fsdp_adapter.sharding.budget import GIB, KeptUnits, kept_units
 from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
 
@@ -62,6 +64,7 @@ STAGING_OPTIONS = {
     "nccl_ub": "the same, registered with NCCL",
     "fsdp_copy_engine_all_gather": "weights in slots, gathered by copy engines",
     "fsdp_copy_engine_reduce_scatter": "gradients in slots, carried by copy engines",
+    BLOCKS: "gradients on the wire in 8-bit blocks",
 }
 
 NO_SLOTS = slots_wanted(argparse.Namespace())
@@ -439,7 +442,7 @@ def run(given: argparse.Namespace) -> str:
         config_from(options),
         given.data_parallel_size,
         DTYPES[dtype],
-        slots_wanted(given),
+        {**slots_wanted(given), "wire_in_blocks": is_on(given, BLOCKS)},
         quantised,
         int(vars(given).get(BUDGET, 0.0) * GIB),
         padding_bound=given.padding_bound,

@@ -108,6 +108,8 @@ class EngineConfig:
         fp32_accumulation: a reduce-scatter sends the communication dtype and sums in float32.
         exchange_gradients: a reduce-scatter is an all-to-all, which copy engines can do, into fixed
             memory, and a sum in the order of the ranks. `fp32_accumulation` is one anyway.
+        wire_in_blocks: a reduce-scatter is an exchange of 8-bit blocks (`runtime/blocks.py`), which
+            are summed in float32.
         scale_before_sum: the domain's scale is applied to what is communicated; otherwise to what
             came out of the reduction, which is smaller and rounds once.
         padding_bound: largest share of padding in a flat buffer before it is cut in segments.
@@ -132,6 +134,7 @@ class EngineConfig:
     prefetch_bytes: int = 0
     fp32_accumulation: bool = False
     exchange_gradients: bool = False
+    wire_in_blocks: bool = False
     scale_before_sum: bool = False
     padding_bound: float = 0.01
     max_segments: int = 4
@@ -164,6 +167,14 @@ class EngineConfig:
                 f"exchange_gradients=True with {self.strategy.name}, bucket_slots="
                 f"{self.bucket_slots}: it is for buckets in fixed slots; set bucket_slots=True and "
                 "use a strategy that shards gradients"
+            )
+        if self.wire_in_blocks and not (
+            self.strategy.shard_main and self.policy.comm_dtype == torch.float32
+        ):
+            raise ValueError(
+                f"wire_in_blocks=True with {self.strategy.name} and communication in "
+                f"{self.policy.comm_dtype}: it is for a reduce-scatter of float32, of which it "
+                "makes 8-bit blocks"
             )
         if self.keep_derived and self.strategy.shard_weights:
             raise ValueError(

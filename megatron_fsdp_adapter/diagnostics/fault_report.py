@@ -130,6 +130,9 @@ class NamedCommunicator(Communicator):
     def reduce_scatter_by_exchange(self, pairs: Sequence[Pair], *options: Any) -> list[Any]:
         return self._named(REDUCE, partial(super().reduce_scatter_by_exchange, pairs, *options))
 
+    def reduce_scatter_in_blocks(self, pairs: Sequence[Pair], *options: Any) -> list[Any]:
+        return self._named(REDUCE, partial(super().reduce_scatter_in_blocks, pairs, *options))
+
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         return self._named(REDUCE, partial(super().all_reduce, tensors))
 
@@ -174,6 +177,7 @@ def memory_plan(
         weight_slots=config.weight_slots,
         bucket_slots=config.bucket_slots,
         exchange_gradients=config.exchange_gradients,
+        wire_in_blocks=config.wire_in_blocks,
     )
     lines = [f"{kind}: {_size(nbytes)}" for kind, nbytes in totals.items()]
     return [*lines, f"together: {_size(sum(totals.values()))}"]

@@ -14,6 +14,7 @@ import torch
 from ..core.engine.staging import plan_weights_and_buckets
 from ..core.layout.format import Use, WeightFormat
 from ..core.layout.group import GroupLayout
+from ..core.runtime.block_format import row_bytes
 
 COMPUTE_WEIGHTS = "compute weights"
 QUANTISED_SHARD = "quantised shard"
@@ -26,6 +27,7 @@ REDUCE_BUCKET = "reduce bucket"
 WEIGHT_SLOTS = "weight slots"
 BUCKET_SLOTS = "bucket slots"
 RECEIVED_PIECES = "received pieces"
+ENCODED_PIECES = "gradients in 8-bit blocks"
 TRANSPOSES = "transposes"
 QUANTISED_COPIES = "quantised copies of weights"
 KEPT_SHARD = "shard of weights"
@@ -51,6 +53,7 @@ LIFE: Mapping[str, str] = {
     WEIGHT_SLOTS: PERSISTENT,
     BUCKET_SLOTS: PERSISTENT,
     RECEIVED_PIECES: PERSISTENT,
+    ENCODED_PIECES: UNIT_IN_USE,
     TRANSPOSES: UNIT_IN_USE,
     QUANTISED_COPIES: FORWARD_TO_BACKWARD,
     KEPT_SHARD: PERSISTENT,
@@ -234,8 +237,10 @@ def with_slots(
     weight_slots: bool,
     bucket_slots: bool,
     exchange_gradients: bool,
+    wire_in_blocks: bool = False,
 ) -> dict[str, int]:
-    """`model_bytes` with slots in place of the transient buffers that are in them.
+    """`model_bytes` with slots in place of the transient buffers that are in them, and with what an
+    exchange needs.
 
     kinds, units: class of each unit's module, and layouts of its groups, in order; rows: each
     unit's own strategy, None where all have the model's; the switches are those of `EngineConfig`.
@@ -254,7 +259,19 @@ def with_slots(
         trained = [one for unit in units for one in unit if one.specs[0].requires_grad]
         pieces = (one.total_numel * comm.itemsize for one in trained)
         totals[RECEIVED_PIECES] = max(pieces, default=0)
+    elif wire_in_blocks:
+        totals[ENCODED_PIECES] = max(map(_encoded_bytes, filter(None, units)), default=0)
     return totals
+
+
+def _encoded_bytes(unit: Sequence[GroupLayout]) -> int:
+    """Of the largest segment, to send and to receive: one is communicated after the other."""
+    trained = [one for one in unit if one.specs[0].requires_grad]
+    segments = [
+        2 * one.num_shards * row_bytes(segment.numel // one.num_shards)
+        for one in trained for segment in one.segments
+    ]  # fmt: skip
+    return max(segments, default=0)
 
 
 def bytes_between_steps(held: Mapping[str, int]) -> int:

@@ -94,6 +94,11 @@ MAIN_FLAGS: tuple[Flag, ...] = (
         "(docs/design.md)", type=float,
     ),
     Flag(
+        "--fsdp-grad-comm-fp8-blocks", False,
+        "gradients travel as 8-bit blocks and are summed in float32 (docs/precision.md)",
+        is_switch=True,
+    ),
+    Flag(
         "--chunked-optimizer-state-offload", False,
         "main weights and moments in host memory, updated on the GPU unit by unit "
         "(docs/optimizer_offload.md)", is_switch=True,

@@ -200,10 +200,14 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             "main weights "
             f"{_dtype_name(engine.config.policy.main_params_dtype)}"
             f"{' in host memory' if engine.config.offload else ''}, gradients reduced in "
-            f"{engine.config.policy.comm_dtype}; {self._kept_whole()}set for you: "
+            f"{self._wire()}; {self._kept_whole()}set for you: "
             f"{', '.join(kept) or 'nothing'}",
             flush=True,
         )
+
+    def _wire(self) -> str:
+        config = self.engine.config
+        return "8-bit blocks" if config.wire_in_blocks else str(config.policy.comm_dtype)
 
     def _kept_whole(self) -> str:
         """What of which units stays whole over a step; empty if nobody has given a budget."""

@@ -113,7 +113,11 @@ FIXED_BUFFERS = (
     "fsdp_copy_engine_reduce_scatter",
 )
 
-OURS_ALONE = ("chunked_optimizer_state_offload", "fsdp_unsharded_budget_gib")
+OURS_ALONE = (
+    "chunked_optimizer_state_offload",
+    "fsdp_unsharded_budget_gib",
+    "fsdp_grad_comm_fp8_blocks",
+)
 
 
 @dataclass(frozen=True)

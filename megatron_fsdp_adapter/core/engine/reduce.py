@@ -332,10 +332,14 @@ class ReducePipeline:
     def _exchange(self, reduction: Reduction, communicator: Communicator) -> list[Any]:
         if self.runtime.poison and self._received is not None:
             fill_with_nan(self._received)
-        shards = reduction.group.grad_segments
-        return communicator.reduce_scatter_by_exchange(
+        shards, plan = reduction.group.grad_segments, reduction.plan
+        exchange = (
+            communicator.reduce_scatter_in_blocks if plan.in_blocks
+            else communicator.reduce_scatter_by_exchange
+        )
+        return exchange(
             list(zip(shards, reduction.segments, strict=True)),
-            self._received, reduction.plan.scale_after, reduction.adds,
+            self._received, plan.scale_after, reduction.adds,
         )  # fmt: skip
 
     def _make_room(self, groups: Sequence[ParamGroup]) -> None:

@@ -38,12 +38,14 @@ class ReducePlan:
     """Attributes:
     into_shard: a reduction whose gradient shard holds nothing yet ends in that shard: there is
         nothing to copy.
+    in_blocks: an exchange carries 8-bit blocks.
     """
 
     collective: Collective
     into_shard: bool
     scale: float
     scale_at: ScaleAt
+    in_blocks: bool = False
 
     def scale_of(self, place: ScaleAt) -> float:
         """The factor that is due there."""
@@ -58,7 +60,7 @@ class ReducePlan:
 def plan_reduction(config: EngineConfig, grad_scale: float) -> ReducePlan:
     """For the groups of a domain with this scale."""
     comm, main = config.policy.comm_dtype, config.policy.grads_dtype
-    if config.fp32_accumulation or config.exchange_gradients:
+    if config.fp32_accumulation or config.exchange_gradients or config.wire_in_blocks:
         collective = Collective.EXCHANGE
     elif config.strategy.shard_main:
         collective = Collective.REDUCE_SCATTER
@@ -68,7 +70,7 @@ def plan_reduction(config: EngineConfig, grad_scale: float) -> ReducePlan:
         scale_at = ScaleAt.BUCKET
     else:
         scale_at = ScaleAt.RESULT if comm.itemsize > main.itemsize else ScaleAt.SHARD
-    return ReducePlan(collective, comm == main, grad_scale, scale_at)
+    return ReducePlan(collective, comm == main, grad_scale, scale_at, config.wire_in_blocks)
 
 
 @dataclass(frozen=True)

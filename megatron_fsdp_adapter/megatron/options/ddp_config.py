@@ -48,6 +48,10 @@ class DistributedDataParallelConfig(CoreConfig):
     """Ours: memory of each GPU, in GiB, for weights that stay gathered, and gradients that add up
     unsharded, over the microbatches of a step, in as many units as fit (docs/design.md)."""
 
+    fsdp_grad_comm_fp8_blocks: bool = False
+    """Ours: gradients travel as e4m3 in blocks of 32 with a scale each, a quarter of the bytes of
+    float32, and are summed in float32 (docs/precision.md)."""
+
     chunked_optimizer_state_offload: bool = False
     """Ours: main weights and optimizer state are in host memory, and brought to the GPU for a step,
     one unit after the other (docs/optimizer_offload.md). Megatron's development branch has the name
