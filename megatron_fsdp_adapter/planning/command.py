@@ -44,6 +44,10 @@ MODEL = (
 )  # fmt: skip
 
 
+CURVE_TRIES = 4
+"""Configurations of each point of a curve that are run."""
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron_fsdp_adapter plan", description=__doc__, allow_abbrev=False,
@@ -166,7 +170,8 @@ def _curve(given: argparse.Namespace, sizes: Sequence[int]) -> str:
     plans: list[tuple[int, Plan | str]] = []
     for gpus in sizes:
         try:
-            plans.append((gpus, plan(wanted_of(given, gpus))))
+            wanted = wanted_of(given, gpus)
+            plans.append((gpus, plan(replace(wanted, tries=min(wanted.tries, CURVE_TRIES)))))
         except ValueError as error:
             plans.append((gpus, str(error)))
     if given.plot:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 
@@ -39,7 +40,7 @@ from .shapes import (
     units,
 )
 from .step import StepSetup, record_step
-from .timing import EXPOSED, HOST, Timeline, time_program
+from .timing import EXPOSED, HOST, STEP, Timeline, time_program, time_windows
 
 ACTIVATIONS, RESERVED = "activations", "contexts, NCCL, fragments"
 FEW, MORE = 4, 7
@@ -200,12 +201,17 @@ class Prediction:
 
 def planned(shape: Shape, chosen: Configuration, stage: int = 0) -> Model:
     """The memory model of `estimate` for a rank of a pipeline stage."""
-    shards = {name: inner for name, (inner, _) in chosen.shards.items()}
-    rows = [
-        (unit, fqn, full, shards[domain])
-        for unit, fqn, full, domain in listing(shape, chosen.parallel, stage)
-    ]
-    return plan_listing(rows, torch.bfloat16, chosen.slots)
+    dense, expert = (chosen.shards[name][0] for name in (DENSE, EXPERT))
+    split = replace(chosen.parallel, virtual=1, context=1, recompute=False)
+    return replace(_planned(shape, split, stage, dense, expert), slots=chosen.slots)
+
+
+@lru_cache(maxsize=512)
+def _planned(shape: Shape, split: Parallel, stage: int, dense: int, expert: int) -> Model:
+    shards = {DENSE: dense, EXPERT: expert}
+    listed = listing(shape, split, stage)
+    rows = [(unit, fqn, full, shards[domain]) for unit, fqn, full, domain in listed]
+    return plan_listing(rows, torch.bfloat16)
 
 
 def memory(
@@ -377,10 +383,10 @@ def _ran(
     )  # fmt: skip
     program = record_step(mine, setup)
     where = groups(chosen, machine)
-    step = time_program(program, machine, where)
     if run < 3:
+        step = time_program(program, machine, where)
         return _Stage(step.seconds, step.seconds, step.spent, step.spent, step)
-    middle = time_program(program, machine, where, window=("microbatch", run + 1))
+    step, middle = time_windows(program, machine, where, [STEP, ("microbatch", run + 1)])
     return _Stage(step.seconds, middle.seconds, step.spent, middle.spent, step)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 from megatron_fsdp_adapter.cli.estimate import GIB
@@ -13,7 +14,7 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from .configurations import Configuration, Prediction, groups, memory, predict
 from .machine import Machine, collective_seconds
 from .program import Kind
-from .shapes import DENSE, EXPERT, Parallel, Shape
+from .shapes import DENSE, EXPERT, Parallel, Shape, activation_bytes
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ def quick_seconds(wanted: Wanted, chosen: Configuration) -> float:
     return busy + max(0.0, link - 0.8 * busy) + update
 
 
+@lru_cache(maxsize=4096)
 def _numel(shape: Shape, parallel: Parallel) -> dict[str, float]:
     """Elements of a rank's part of the model, by domain."""
     layers = range(shape.gpt.num_layers)
@@ -168,13 +170,19 @@ def _numel(shape: Shape, parallel: Parallel) -> dict[str, float]:
 
 
 def at_least_bytes(wanted: Wanted, chosen: Configuration) -> float:
-    """States alone, without planning: who has too many of these is not looked at further."""
-    row, total = STRATEGIES[chosen.strategy], 0.0
+    """States and activations, without planning: who has too many of these is not looked at
+    further."""
+    row, parallel = STRATEGIES[chosen.strategy], chosen.parallel
+    in_flight = min(parallel.pipeline, chosen.microbatches(wanted.global_batch))
+    again = chosen.microbatches(wanted.global_batch) > 1
+    total = float(activation_bytes(wanted.shape, parallel, chosen.microbatch, in_flight))
     for domain, elements in _numel(wanted.shape, chosen.parallel).items():
         inner, outer = chosen.shards[domain]
         part = elements / inner
         held = part / (outer if chosen.outer_optim else 1) if row.shard_main else elements
-        total += 12 * held + 4 * (part if row.shard_grads else elements)
+        total += 12 * held
+        if again or not row.shard_grads:
+            total += 4 * (part if row.shard_grads else elements)
         total += 0 if row.shard_weights else 2 * elements
     return total
 
@@ -208,7 +216,7 @@ def plan(wanted: Wanted) -> Plan:
     found, refused = _run_best(wanted, known, limit)
     for strategy, (needed, name) in too_large.items():
         if not any(one.configuration.strategy == strategy for one in found):
-            refused.append((name, f"states alone need {needed / GIB:.0f} GiB"))
+            refused.append((name, f"states and activations need {needed / GIB:.0f} GiB"))
     if not found:
         least = min((f"{why} ({name})" for name, why in refused), default="nothing was tried")
         raise ValueError(

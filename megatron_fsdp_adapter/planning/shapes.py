@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from megatron_fsdp_adapter.cli.gpt import (
@@ -103,6 +104,7 @@ class Shape:
         assert rows is not None
         return rows
 
+    @lru_cache(maxsize=64)  # noqa: B019 - a shape is a small value, and few are made
     def step_flops(self, tokens: int) -> float:
         """As a benchmark counts them: 6 a weight that a token meets and token, causal attention;
         what is computed again is not counted."""
@@ -308,6 +310,7 @@ def _head_work(
     return (Work(Kind.PRODUCT, products), half), (half, Work(Kind.PRODUCT, 2 * products))
 
 
+@lru_cache(maxsize=4096)
 def activation_bytes(shape: Shape, parallel: Parallel, microbatch: int, in_flight: int = 1) -> int:
     """Of one rank at the end of a forward: what autograd keeps of a stage's layers for `in_flight`
     microbatches, with flash attention, and the logits in bf16 and float32."""

@@ -3,7 +3,6 @@ meta tensors, with modules that say what they would compute."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -283,7 +282,6 @@ def record_step(units: Sequence[UnitWork], setup: StepSetup, steps: int = 2) -> 
         run.runtime.mark("end")
         program = run.runtime.program
         del run
-        gc.collect()
     if setup.graph:
         program = replace(program, operations=tuple(_replayed(program)))
     return program

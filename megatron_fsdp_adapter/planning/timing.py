@@ -52,32 +52,47 @@ class _State:
     left: dict[int, float] = field(default_factory=dict)
 
 
+STEP = ("step", 1)
+"""The second step: the first one learns the order of units."""
+
+
 def time_program(
-    program: Program,
-    machine: Machine,
-    groups: Mapping[str, Group],
-    fp8: bool = False,
-    window: tuple[str, int] = ("step", 1),
+    program: Program, machine: Machine, groups: Mapping[str, Group], fp8: bool = False,
+    window: tuple[str, int] = STEP,
 ) -> Timeline:
     """Times `program`. window: the mark, by name and number, at which measuring begins; it ends
     with the next mark of that name, or the end."""
-    first = _simulate(program, machine, groups, fp8, window)
+    return time_windows(program, machine, groups, [window], fp8)[0]
+
+
+def time_windows(
+    program: Program, machine: Machine, groups: Mapping[str, Group],
+    windows: Sequence[tuple[str, int]], fp8: bool = False,
+) -> list[Timeline]:
+    """The same for several windows of one run. The first decides how hot the device gets."""
+    state, intervals = _simulate(program, machine, groups, fp8)
     gpu = machine.gpu
-    if gpu.sustained <= 1.0:
-        return first
+    first = _timeline(state, intervals, windows[0])
     duty = first.spent.get("products", 0.0) / max(first.seconds, 1e-12)
-    over = max(0.0, duty - gpu.busy) / (1.0 - gpu.busy)
-    slower = 1.0 + (gpu.sustained - 1.0) * over
-    rates = {name: getattr(gpu, name) / slower for name in ("product_tflops", "fp8_product_tflops")}
-    return _simulate(program, replace(machine, gpu=replace(gpu, **rates)), groups, fp8, window)
+    if gpu.sustained > 1.0 and duty > gpu.busy:
+        slower = 1.0 + (gpu.sustained - 1.0) * (duty - gpu.busy) / (1.0 - gpu.busy)
+        rates = {
+            name: getattr(gpu, name) / slower for name in ("product_tflops", "fp8_product_tflops")
+        }
+        hot = replace(machine, gpu=replace(gpu, **rates))
+        state, intervals = _simulate(program, hot, groups, fp8)
+    return [_timeline(state, intervals, window) for window in windows]
+
+
+Interval = tuple[float, float, tuple[int, ...], bool]
+"""Begin, end, the operations that ran, and whether compute waited for the host."""
 
 
 def _simulate(
-    program: Program, machine: Machine, groups: Mapping[str, Group], fp8: bool,
-    window: tuple[str, int],
-) -> Timeline:
+    program: Program, machine: Machine, groups: Mapping[str, Group], fp8: bool
+) -> tuple[_State, list[Interval]]:
     state = _prepare(program, machine, groups, fp8)
-    intervals: list[tuple[float, float, tuple[int, ...], bool]] = []
+    intervals: list[Interval] = []
     now = 0.0
     remaining = len(program.operations)
     while remaining:
@@ -102,7 +117,7 @@ def _simulate(
                 state.ends[index] = now
                 del state.running[role], state.left[index]
                 remaining -= 1
-    return _timeline(state, intervals, window)
+    return state, intervals
 
 
 def _prepare(
@@ -212,8 +227,7 @@ def _slowed(one: Operation, other: Operation, cost: Contention) -> float:
 
 
 def _timeline(
-    state: _State, intervals: Sequence[tuple[float, float, tuple[int, ...], bool]],
-    window: tuple[str, int],
+    state: _State, intervals: Sequence[Interval], window: tuple[str, int]
 ) -> Timeline:
     """A window's edges are when the compute stream, and what it waits for, has passed a mark."""
     marks = [count for name, count in state.program.marks if name == window[0]]
