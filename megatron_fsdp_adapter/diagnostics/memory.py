@@ -155,7 +155,8 @@ def group_bytes(
     if row.shard_weights and form.quantised:
         uses = (Use.BOTH,) if both else (Use.FORWARD, Use.BACKWARD)
         held[weights] = max(form.nbytes(total, use) for use in uses)
-        held[QUANTISED_SHARD] = form.nbytes(shard)
+        if form.keeps_shards(trained):
+            held[QUANTISED_SHARD] = form.nbytes(shard)
     if form.quantised and not form.by_direction:
         held[TRANSPOSES] = form.nbytes(total)
     if row.shard_weights or main != compute or form.quantised:

@@ -31,18 +31,20 @@ def whole_values(
     named: Named, local_of: Callable[[Any], torch.Tensor | None]
 ) -> dict[str, torch.Tensor]:
     """By name, in the raw parameter's shape, what `local_of` gives of this rank's part of each
-    pair; without those of which it gives None. Collective over data-parallel ranks."""
+    pair; without those of which it gives None. Collective over data-parallel ranks; the pieces go
+    through host memory: a tensor of another rank's device would arrive on that device."""
     by_groups: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
     for name, pair in named:
-        local = local_of(pair)
-        if local is not None:
-            by_groups.setdefault(shard_groups(pair.group), {})[name] = local.reshape(-1)
+        part = local_of(pair)
+        if part is not None:
+            by_groups.setdefault(shard_groups(pair.group), {})[name] = part.reshape(-1)
     found: dict[str, torch.Tensor] = {}
     # A stage may lack a domain, but all ranks of the domain's groups are of one stage.
-    for groups, mine in by_groups.items():
+    for groups, local in by_groups.items():
+        mine = {name: value.cpu() for name, value in local.items()}
         for group in groups:
             pieces: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(pieces, mine, group=group)
             mine = {name: torch.cat([piece[name] for piece in pieces]) for name in mine}
-        found |= mine
+        found |= {name: value.to(local[name].device) for name, value in mine.items()}
     return {name: found[name].view(pair.raw.shape) for name, pair in named if name in found}

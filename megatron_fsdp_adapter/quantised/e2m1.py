@@ -93,7 +93,7 @@ class TileCast(Cast):
         """Writes all bytes and scales. amaxes: of all ranks."""
         kernels = self._fp4_kernels()
         if kernels is not None:
-            kernels.tiles(self.table(), amaxes)
+            kernels.tiles(self.table(), self.bases(), amaxes)
             return
         for index in self.held:
             own = self.rows[index]

@@ -12,12 +12,13 @@ saturate, and NaN is the byte 0x7F.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -141,16 +142,38 @@ def write_scales(
     torch.reciprocal(found, out=inverses)
 
 
+Kind = TypeVar("Kind", bound="Cast")
+
+
 class Cast:
-    """The rows of many weights, with the table that kernels read, made when it is first needed."""
+    """The rows of many weights, with the table that kernels read, made when it is first needed.
+
+    Of planes that come and go (`only`) the table has offsets in their storages, and a kernel is
+    told where those begin when it runs: a table that is made anew has to go to the device.
+    """
 
     def __init__(self, rows: Sequence[OwnRows], rounded: torch.dtype) -> None:
         self.rows, self.rounded = tuple(rows), rounded
         self.held = [index for index, own in enumerate(self.rows) if own.numel]
         if len({(self.rows[i].main.dtype, self.rows[i].main.device) for i in self.held}) > 1:
             raise ValueError("main weights that are cast together must have one dtype and device")
+        self._moves = False
         self._table: Table | None = None
         self._addresses: list[int] = []
+
+    def only(self: Kind, chosen: Container[int], moves: bool) -> Kind:
+        """The same for those whose numbers are `chosen`, with the same places of their scales.
+        moves: planes are not always there; of those that are cast together each kind is in one
+        storage."""
+        made = copy.copy(self)
+        made.held = [index for index in self.held if index in chosen]
+        made._table, made._addresses, made._moves = None, [], moves
+        return made
+
+    def bases(self) -> list[int]:
+        """What is to be added to each plane's addresses in the table."""
+        planes = self.rows[self.held[0]].tensors[1:]
+        return [plane.untyped_storage().data_ptr() if self._moves else 0 for plane in planes]
 
     def _numbers(self, index: int) -> tuple[list[int], int]:
         """What kernels must know of a weight, sizes last, and how many programs it takes."""
@@ -162,10 +185,18 @@ class Cast:
 
     def table(self) -> Table:
         """Made anew when memory has moved."""
-        addresses = [t.data_ptr() for index in self.held for t in self.rows[index].tensors]
+        addresses = [
+            address for index in self.held for address in self._places(self.rows[index].tensors)
+        ]
         if self._table is None or addresses != self._addresses:
             self._table, self._addresses = self._make_table(addresses), addresses
         return self._table
+
+    def _places(self, tensors: tuple[torch.Tensor, ...]) -> list[int]:
+        main, *planes = tensors
+        if self._moves:
+            return [main.data_ptr(), *(int(plane.storage_offset()) for plane in planes)]
+        return [tensor.data_ptr() for tensor in tensors]
 
     def _make_table(self, addresses: list[int]) -> Table:
         first = self.rows[self.held[0]].main
@@ -208,7 +239,7 @@ class TensorCast(Cast):
     def _run(self, scales: torch.Tensor | None, amaxes: torch.Tensor | None) -> None:
         kernels = self._kernels()
         if kernels is not None:
-            kernels.tensors(self.table(), scales, amaxes)
+            kernels.tensors(self.table(), self.bases(), scales, amaxes)
             return
         for index in self.held:
             own = self.rows[index]
@@ -225,7 +256,8 @@ class BlockCast(Cast):
 
     Two passes, with the maxima over ranks between them. The first one writes amaxes, and on CUDA
     the bytes of blocks that this rank has all of: their scales need nobody else. Most blocks are of
-    that kind, and main weights are read once for them."""
+    that kind, and main weights are read once for them. Not of planes that come and go: their bytes
+    are written by the second pass."""
 
     def __init__(
         self, rows: Sequence[OwnRows], rounded: torch.dtype, powers_of_two: bool = True,
@@ -261,7 +293,7 @@ class BlockCast(Cast):
         line, within = table.work.cpu().long().unbind(1)
         start, stop, across, last = numbers[line].unbind(1)
         top = (start // BLOCK + within // across) * BLOCK
-        whole = (top >= start) & (torch.minimum(top + BLOCK, last) <= stop)
+        whole = (top >= start) & (torch.minimum(top + BLOCK, last) <= stop) & (not self._moves)
         order = torch.cat([whole.nonzero(), (~whole).nonzero()]).view(-1)
         work = table.work[order.to(table.work.device)]
         return replace(table, work=work, whole=int(whole.sum()))
@@ -287,7 +319,7 @@ class BlockCast(Cast):
         with the same options."""
         kernels = self._kernels()
         if kernels is not None:
-            kernels.finish_blocks(self.table(), scales)
+            kernels.finish_blocks(self.table(), self.bases(), scales)
             return
         for index in self.held:
             own = self.rows[index]

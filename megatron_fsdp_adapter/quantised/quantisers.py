@@ -8,6 +8,7 @@ bf16 copy of all main weights meanwhile and makes transposes of every shard that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from megatron_fsdp_adapter.core.layout.format import (
 from .e2m1 import TileCast, TileRows
 from .e4m3 import (
     BlockCast,
+    Kind,
     MxCast,
     MxRows,
     OwnRows,
@@ -44,7 +46,7 @@ def make_quantiser(format: WeightFormat, weights: Sequence[QuantisedWeight]) -> 
     for weight in weights:
         parts.setdefault(_settings(weight), []).append(weight)
     made = [_MAKERS[format.name](each, settings) for settings, each in parts.items()]
-    return made[0] if len(made) == 1 else Together(made)
+    return made[0] if len(made) == 1 else Together(made, list(parts.values()))
 
 
 def _settings(weight: QuantisedWeight) -> Settings:
@@ -72,6 +74,20 @@ def _rows(
     ]  # fmt: skip
 
 
+def _split(cast: Kind, weights: Sequence[QuantisedWeight]) -> tuple[Kind, Kind]:
+    """Of the weights whose planes are kept, and of the others."""
+    kept = [index for index, weight in enumerate(weights) if weight.kept]
+    return cast.only(kept, False), cast.only(set(range(len(weights))).difference(kept), True)
+
+
+def _part(
+    cast: Kind, weights: Sequence[QuantisedWeight], chosen: Sequence[QuantisedWeight]
+) -> Kind:
+    """Of some of the others."""
+    wanted = {id(weight) for weight in chosen}
+    return cast.only([i for i, weight in enumerate(weights) if id(weight) in wanted], True)
+
+
 def _take_scales(weights: Sequence[QuantisedWeight], field: str, views: list[torch.Tensor]) -> None:
     """Makes `views` the scales of the weights, with the values that they have."""
     for weight, view in zip(weights, views, strict=True):
@@ -87,10 +103,12 @@ def _apart(count: int, device: torch.device) -> torch.Tensor:
 
 
 class Together:
-    """Several quantisers as one."""
+    """Several quantisers as one, with the weights of each."""
 
-    def __init__(self, parts: Sequence[Quantiser]) -> None:
-        self._parts = parts
+    def __init__(
+        self, parts: Sequence[Quantiser], weights: Sequence[Sequence[QuantisedWeight]]
+    ) -> None:
+        self._parts, self._weights = parts, weights
         self.amax_numel = sum(part.amax_numel for part in parts)
 
     def bind(self, amaxes: torch.Tensor) -> None:
@@ -107,6 +125,20 @@ class Together:
         for part in self._parts:
             part.finish()
 
+    def writer(self, weights: Sequence[QuantisedWeight]) -> Callable[[], None]:
+        wanted = {id(weight) for weight in weights}
+        writers = [
+            part.writer(found)
+            for part, own in zip(self._parts, self._weights, strict=True)
+            if (found := [weight for weight in own if id(weight) in wanted])
+        ]
+
+        def write() -> None:
+            for each in writers:
+                each()
+
+        return write
+
 
 class Current:
     """Scales from the amaxes of these main weights: of a weight, or of each of its blocks."""
@@ -115,30 +147,35 @@ class Current:
         self, weights: Sequence[QuantisedWeight], settings: Settings, blocks: bool
     ) -> None:
         _, self._powers, self._epsilon, rounded = settings
-        rows = _rows(weights, OwnRows)
-        self._cast = (
+        self._weights, rows = tuple(weights), _rows(weights, OwnRows)
+        cast = (
             BlockCast(rows, rounded, self._powers, self._epsilon) if blocks
             else TensorCast(rows, rounded)
         )  # fmt: skip
-        self.amax_numel = self._cast.amax_numel
+        self._kept, self._others = _split(cast, weights)
+        self.amax_numel = cast.amax_numel
         device = weights[0].main.device
         self._scales, self._inverses = torch.ones(2, self.amax_numel, device=device).unbind()
         self._read = self._inverses if blocks else _apart(self.amax_numel, device)
         field = "_rowwise_scale_inv" if blocks else "_scale_inv"
-        _take_scales(weights, field, self._cast.views(self._read))
+        _take_scales(weights, field, cast.views(self._read))
 
     def bind(self, amaxes: torch.Tensor) -> None:
         self._amaxes = amaxes
 
     def begin(self) -> None:
         self._amaxes.zero_()
-        self._cast.begin(self._amaxes)
+        self._kept.begin(self._amaxes)
+        self._others.begin(self._amaxes)
 
     def finish(self) -> None:
         write_scales(self._amaxes, self._scales, self._inverses, self._powers, self._epsilon)
         if self._read is not self._inverses:
             self._read.copy_(self._inverses)
-        self._cast.finish(self._scales)
+        self._kept.finish(self._scales)
+
+    def writer(self, weights: Sequence[QuantisedWeight]) -> Callable[[], None]:
+        return partial(_part(self._others, self._weights, weights).finish, self._scales)
 
 
 class Delayed:
@@ -150,6 +187,7 @@ class Delayed:
     def __init__(self, weights: Sequence[QuantisedWeight], settings: Settings) -> None:
         self._weights = tuple(weights)
         self._cast = TensorCast(_rows(weights, OwnRows), settings[3])
+        self._kept, self._others = _split(self._cast, weights)
         self.amax_numel = len(weights)
         device = weights[0].main.device
         self._scales = torch.ones(len(weights), device=device)
@@ -181,7 +219,8 @@ class Delayed:
         torch._foreach_copy_(views, scales)
         self._slots = [quantizer.amax.view(1) for quantizer in self._quantizers]
         torch._foreach_copy_(self._cast.views(self._amaxes), self._slots)
-        self._cast.finish(self._scales, self._amaxes)
+        self._kept.finish(self._scales, self._amaxes)
+        self._others.begin(self._amaxes)
 
     def finish(self) -> None:
         amaxes = self._cast.views(self._amaxes)
@@ -189,6 +228,9 @@ class Delayed:
             self._follow_load(amaxes)
         torch._foreach_copy_(self._slots, amaxes)
         torch.reciprocal(self._scales, out=self._inverses)
+
+    def writer(self, weights: Sequence[QuantisedWeight]) -> Callable[[], None]:
+        return partial(_part(self._others, self._weights, weights).finish, self._scales)
 
     def _follow_load(self, amaxes: list[torch.Tensor]) -> None:
         """Finds scales that nobody knows, and makes all bytes once more; the others are the same.
@@ -205,7 +247,7 @@ class Delayed:
                 before = self._slots[index]
                 amaxes[index].copy_(torch.where(before > 0, amaxes[index], before))
         if any(loaded is not None and loaded.scale is None for loaded in self._loaded):
-            self._cast.finish(self._scales)
+            self._kept.finish(self._scales)
 
 
 class Mx:
@@ -226,6 +268,9 @@ class Mx:
     def finish(self) -> None:
         self._cast.cast()
 
+    def writer(self, weights: Sequence[QuantisedWeight]) -> Callable[[], None]:
+        raise AssertionError("MXFP8 planes, which differ by direction, are kept")
+
 
 class Fp4:
     """Scales of tiles of 16 x 16 elements, which the rank that has a tile makes, from the amax of
@@ -233,21 +278,27 @@ class Fp4:
 
     def __init__(self, weights: Sequence[QuantisedWeight], settings: Settings) -> None:
         names = ("rowwise", "rowwise_scales")
-        self._cast = TileCast(_rows(weights, TileRows, names), settings[3])
-        self.amax_numel = self._cast.amax_numel
-        self._kept = _apart(self.amax_numel, weights[0].main.device)
-        _take_scales(weights, "_amax_rowwise", self._cast.views(self._kept))
+        self._weights = tuple(weights)
+        cast = TileCast(_rows(weights, TileRows, names), settings[3])
+        self._kept, self._others = _split(cast, weights)
+        self.amax_numel = cast.amax_numel
+        self._whole = _apart(self.amax_numel, weights[0].main.device)
+        _take_scales(weights, "_amax_rowwise", cast.views(self._whole))
 
     def bind(self, amaxes: torch.Tensor) -> None:
         self._amaxes = amaxes
 
     def begin(self) -> None:
         self._amaxes.zero_()
-        self._cast.begin(self._amaxes)
+        self._kept.begin(self._amaxes)
+        self._others.begin(self._amaxes)
 
     def finish(self) -> None:
-        self._kept.copy_(self._amaxes)
-        self._cast.finish(self._amaxes)
+        self._whole.copy_(self._amaxes)
+        self._kept.finish(self._amaxes)
+
+    def writer(self, weights: Sequence[QuantisedWeight]) -> Callable[[], None]:
+        return partial(_part(self._others, self._weights, weights).finish, self._amaxes)
 
 
 def _per_tensor(weights: Sequence[QuantisedWeight], settings: Settings) -> Quantiser:

@@ -43,7 +43,7 @@ def _factors(
 
 @triton.jit
 def _tiles(
-    lines, work, amaxes,
+    lines, work, base, scales_base, amaxes,
     MAIN: tl.constexpr, ROUNDED: tl.constexpr, ALIGNED: tl.constexpr, CAST: tl.constexpr,
     TILE: tl.constexpr, BAND: tl.constexpr, FULL: tl.constexpr, SIXTH: tl.constexpr,
     TINY: tl.constexpr, LARGEST: tl.constexpr, MAX: tl.constexpr, HINT: tl.constexpr,
@@ -54,8 +54,8 @@ def _tiles(
     index = tl.load(line)
     columns = tl.load(line + 1)
     source = tl.load(line + 2).to(tl.pointer_type(MAIN))
-    target = tl.load(line + 3).to(tl.pointer_type(tl.uint8))
-    scales = tl.load(line + 4).to(tl.pointer_type(tl.uint8))
+    target = (base + tl.load(line + 3)).to(tl.pointer_type(tl.uint8))
+    scales = (scales_base + tl.load(line + 4)).to(tl.pointer_type(tl.uint8))
     if ALIGNED:
         columns = tl.multiple_of(columns, HINT)
         source = tl.multiple_of(source, HINT)
@@ -94,17 +94,17 @@ def _tiles(
 
 def amaxes(table: Table, amaxes: torch.Tensor) -> None:
     """See `e2m1.TileCast.begin`."""
-    _run(table, amaxes, False)
+    _run(table, [0, 0], amaxes, False)
 
 
-def tiles(table: Table, amaxes: torch.Tensor) -> None:
+def tiles(table: Table, bases: list[int], amaxes: torch.Tensor) -> None:
     """See `e2m1.TileCast.finish`."""
-    _run(table, amaxes, True)
+    _run(table, bases, amaxes, True)
 
 
-def _run(table: Table, amaxes: torch.Tensor, cast: bool) -> None:
+def _run(table: Table, bases: list[int], amaxes: torch.Tensor, cast: bool) -> None:
     _tiles[(len(table.work),)](
-        table.lines, table.work, amaxes,
+        table.lines, table.work, *bases, amaxes,
         DTYPES[table.main], DTYPES[table.rounded], table.aligned, cast,
         TILE, BAND, FULL, SIXTH, TINY, LARGEST, MAX, HINT, num_warps=4,
     )  # fmt: skip

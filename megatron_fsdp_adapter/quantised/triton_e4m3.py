@@ -34,7 +34,7 @@ def e4m3(x, MAX: tl.constexpr):
 
 @triton.jit
 def _tensors(
-    lines, work, scales, amaxes,
+    lines, work, base, scales, amaxes,
     MAIN: tl.constexpr, ROUNDED: tl.constexpr, ALIGNED: tl.constexpr,
     CAST: tl.constexpr, SIZE: tl.constexpr,
     CHUNK: tl.constexpr, STEP: tl.constexpr, MAX: tl.constexpr, HINT: tl.constexpr,
@@ -45,7 +45,7 @@ def _tensors(
     index = tl.load(line)
     numel = tl.load(line + 1)
     source = tl.load(line + 2).to(tl.pointer_type(MAIN))
-    target = tl.load(line + 3).to(tl.pointer_type(tl.uint8))
+    target = (base + tl.load(line + 3)).to(tl.pointer_type(tl.uint8))
     if ALIGNED:
         numel = tl.multiple_of(numel, HINT)
         source = tl.multiple_of(source, HINT)
@@ -82,7 +82,7 @@ def _scale_of(
 
 @triton.jit
 def _blocks(
-    lines, work, scales, amaxes, epsilon,
+    lines, work, base, scales, amaxes, epsilon,
     MAIN: tl.constexpr, ROUNDED: tl.constexpr, ALIGNED: tl.constexpr,
     CAST: tl.constexpr, SIZE: tl.constexpr, POWERS: tl.constexpr, LARGEST: tl.constexpr,
     BLOCK: tl.constexpr, BAND: tl.constexpr, MAX: tl.constexpr, HINT: tl.constexpr,
@@ -94,7 +94,7 @@ def _blocks(
     rows = tl.load(line + 3)
     columns = tl.load(line + 4)
     source = tl.load(line + 5).to(tl.pointer_type(MAIN))
-    target = tl.load(line + 6).to(tl.pointer_type(tl.uint8))
+    target = (base + tl.load(line + 6)).to(tl.pointer_type(tl.uint8))
     if ALIGNED:
         columns = tl.multiple_of(columns, HINT)
         source = tl.multiple_of(source, HINT)
@@ -208,10 +208,12 @@ def _either(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tenso
     return found
 
 
-def tensors(table: Table, scales: torch.Tensor | None, amaxes: torch.Tensor | None) -> None:
+def tensors(
+    table: Table, bases: list[int], scales: torch.Tensor | None, amaxes: torch.Tensor | None
+) -> None:
     """See `e4m3.TensorCast`."""
     _tensors[(len(table.work),)](
-        table.lines, table.work, _either(scales, amaxes), _either(amaxes, scales),
+        table.lines, table.work, *bases, _either(scales, amaxes), _either(amaxes, scales),
         DTYPES[table.main], DTYPES[table.rounded], table.aligned,
         scales is not None, amaxes is not None, CHUNK, STEP, MAX, HINT, num_warps=WARPS,
     )  # fmt: skip
@@ -224,23 +226,24 @@ def begin_blocks(
     cut = table.work[table.whole :]
     for work, cast in ((table.work[: table.whole], True), (cut, False)):
         if len(work):
-            _run_blocks(table, work, amaxes, amaxes, cast, True, powers_of_two, epsilon)
+            _run_blocks(table, work, [0], amaxes, amaxes, cast, True, powers_of_two, epsilon)
 
 
-def finish_blocks(table: Table, scales: torch.Tensor) -> None:
+def finish_blocks(table: Table, bases: list[int], scales: torch.Tensor) -> None:
     """See `e4m3.BlockCast`."""
     work = table.work[table.whole :]
     if len(work):
-        _run_blocks(table, work, scales, scales, True, False)
+        _run_blocks(table, work, bases, scales, scales, True, False)
 
 
 def _run_blocks(
-    table: Table, work: torch.Tensor, scales: torch.Tensor, amaxes: torch.Tensor, cast: bool,
-    size: bool, powers_of_two: bool = False, epsilon: float = 0.0,
+    table: Table, work: torch.Tensor, bases: list[int], scales: torch.Tensor,
+    amaxes: torch.Tensor, cast: bool, size: bool, powers_of_two: bool = False,
+    epsilon: float = 0.0,
 ) -> None:  # fmt: skip
     band, warps = (BLOCK, WHOLE_WARPS) if cast and size else (BAND, WARPS)
     _blocks[(len(work),)](
-        table.lines, work, scales, amaxes, epsilon,
+        table.lines, work, *bases, scales, amaxes, epsilon,
         DTYPES[table.main], DTYPES[table.rounded], table.aligned,
         cast, size, powers_of_two, LARGEST, BLOCK, band, MAX, HINT, num_warps=warps,
     )  # fmt: skip

@@ -33,6 +33,7 @@ from megatron.core.utils import is_te_min_version
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.launch import cpu_mode
+from megatron_fsdp_adapter.megatron import fused_wgrad
 from tests.distributed.checks import relative
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -124,6 +125,7 @@ KINDS: Mapping[str, Kind] = {
 def init_experts() -> torch.device:
     """Groups with experts shared out over `EP` ranks, once in a process; CPU mode without a GPU."""
     on_gpu = torch.cuda.is_available()
+    fused_wgrad.install()
     if not on_gpu:
         cpu_mode.enable_cpu_mode()
     if not parallel_state.model_parallel_is_initialized():
@@ -330,7 +332,7 @@ CHECKS |= {
     for name, kind in KINDS.items()
     if HAS_TE or not kind.grouped
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=55.0, world=4 if torch.cuda.device_count() >= 4 else 2)
+OUTCOMES = Outcomes(CHECKS, timeout_s=240.0, world=4 if torch.cuda.device_count() >= 4 else 2)
 os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
 os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # core asks for it before it fuses SwiGLU
 

@@ -230,11 +230,12 @@ class EmulatedLinear(nn.Module):
 
 
 class EmulatedParams:
-    """`QuantisedParams` of the above. quantised: how often quantisers have finished; uses: what
-    was prepared for, in order."""
+    """`QuantisedParams` of the above. finished: how often quantisers have; written: how often
+    planes of a group that does not keep its shard were written; uses: what was prepared for, in
+    order."""
 
     def __init__(self) -> None:
-        self.finished, self.uses = 0, []  # type: ignore[var-annotated]
+        self.finished, self.written, self.uses = 0, 0, []  # type: ignore[var-annotated]
 
     def fields(self, param: Any) -> dict[str, torch.Tensor]:
         format = RECIPES[param._quantizer.recipe]
@@ -308,39 +309,62 @@ class EmulatedQuantiser:
 
     def finish(self) -> None:
         self._owner.finished += 1
-        for weight, amax in zip(self._weights, self._amaxes, strict=True):
-            rows = math.rounded(weight.main, weight.param.dtype)
-            made = self._make(weight, rows, amax)
-            for name, plane in weight.planes.items() if rows.numel() else ():
-                plane.copy_(made[name])
+        self._scales = [
+            self._set_scales(weight, amax)
+            for weight, amax in zip(self._weights, self._amaxes, strict=True)
+        ]
+        for weight in self._weights:
+            if weight.kept:
+                self._write(weight)
 
-    def _make(
-        self, weight: QuantisedWeight, rows: torch.Tensor, amax: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """This rank's rows of each plane; sets what all ranks have."""
-        quantizer, kept = _quantizer(weight), weight.param.__dict__
+    def writer(self, weights: Sequence[QuantisedWeight]) -> Callable[[], None]:
+        def write() -> None:
+            self._owner.written += 1
+            for weight in weights:
+                self._write(weight)
+
+        return write
+
+    def _set_scales(self, weight: QuantisedWeight, amax: torch.Tensor) -> torch.Tensor:
+        """What all ranks have beside planes; returns what bytes are made with."""
+        quantizer, fields = _quantizer(weight), weight.param.__dict__
         if quantizer.recipe == "mxfp8":
-            return math.mxfp8(rows) if rows.numel() else {}
+            return amax
         if quantizer.recipe == "nvfp4":
-            kept["_amax"].copy_(amax)
-            return math.nvfp4(rows, amax) if rows.numel() else {}
+            fields["_amax"].copy_(amax)
+            return amax
+        inverse = fields["_rowwise_scale_inv"]
         if quantizer.recipe == "block128":
-            return self._blocks(weight, rows, amax)
-        scale = quantizer.scale if quantizer.recipe == "delayed" else math.scale_of(amax)
-        quantizer.history.copy_(amax)
-        kept["_rowwise_scale_inv"].copy_(1.0 / scale)
-        return {"rowwise": math.per_tensor(rows, scale)}
-
-    def _blocks(
-        self, weight: QuantisedWeight, rows: torch.Tensor, amax: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        shape = (weight.param.shape[0], weight.param.shape[1])
-        inverse = weight.param.__dict__["_rowwise_scale_inv"]
-        scale = math.scale_of(amax, True).view(inverse.shape)
+            scale = math.scale_of(amax, True).view(inverse.shape)
+        else:
+            scale = quantizer.scale if quantizer.recipe == "delayed" else math.scale_of(amax)
+            quantizer.history.copy_(amax)
         inverse.copy_(1.0 / scale)
-        first = weight.start // shape[1]
-        full = math.spread(scale, shape, 128, 128)[first : first + rows.shape[0]]
-        return {"rowwise": math.e4m3(rows * full)}
+        return scale
+
+    def _write(self, weight: QuantisedWeight) -> None:
+        """This rank's rows of each plane."""
+        rows = math.rounded(weight.main, weight.param.dtype)
+        scale = self._scales[[own is weight for own in self._weights].index(True)]
+        if not rows.numel():
+            return
+        for name, made in self._planes(weight, rows, scale).items():
+            weight.planes[name].copy_(made)
+
+    def _planes(
+        self, weight: QuantisedWeight, rows: torch.Tensor, scale: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        recipe = _quantizer(weight).recipe
+        if recipe == "mxfp8":
+            return math.mxfp8(rows)
+        if recipe == "nvfp4":
+            return math.nvfp4(rows, scale)
+        if recipe == "block128":
+            shape = (weight.param.shape[0], weight.param.shape[1])
+            first = weight.start // shape[1]
+            full = math.spread(scale, shape, 128, 128)[first : first + rows.shape[0]]
+            return {"rowwise": math.e4m3(rows * full)}
+        return {"rowwise": math.per_tensor(rows, scale)}
 
 
 def _quantizer(weight: QuantisedWeight) -> EmulatedQuantizer:

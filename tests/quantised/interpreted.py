@@ -17,6 +17,8 @@ import torch
 from triton.runtime import interpreter
 
 from megatron_fsdp_adapter.quantised import e4m3, triton_e4m3
+from megatron_fsdp_adapter.quantised.e2m1 import TileCast, TileRows
+from megatron_fsdp_adapter.quantised.e4m3 import BlockCast, OwnRows, TensorCast
 from tests.quantised.te_checks import Shard, quantise
 from tests.quantised.te_weights import ALL, NASTY, random_case
 
@@ -45,6 +47,42 @@ def bits(recipe: str, seed: int, nasty: str, kernels: Callable[[Any], Any]) -> l
     return [*found.values(), *(memory for shard in shards for memory in shard.memory)]
 
 
+def moved(recipe: str, kernels: Callable[[Any], Any]) -> list[torch.Tensor]:
+    """Bytes of weights whose planes come and go, each kind in one storage, written where that was
+    last; some weights are another writer's."""
+    torch.manual_seed(3)
+    mains = [torch.randn(rows, 96).bfloat16() for rows in (64, 16, 48)]
+    kinds = {"nvfp4": (2, 16)}.get(recipe, (1,))
+    total = sum(main.numel() for main in mains)
+    planes = [torch.full((total // kind + 64,), 7, dtype=torch.uint8)[16:] for kind in kinds]
+    made, first = [], 0
+    for main in mains:
+        views = [
+            plane[first // kind : (first + main.numel()) // kind]
+            for plane, kind in zip(planes, kinds, strict=True)
+        ]
+        of_rows = TileRows if recipe == "nvfp4" else OwnRows
+        made.append(of_rows(tuple(main.shape), 0, main.view(-1), *views))
+        first += main.numel()
+    cast_class = {"nvfp4": TileCast, "blockwise": BlockCast}.get(recipe, TensorCast)
+    with mock.patch.object(e4m3, "kernels_for", kernels):
+        cast = cast_class(made, torch.bfloat16).only({0, 2}, True)
+        vector = torch.zeros(cast.amax_numel)
+        cast.begin(vector)
+        found = vector.clone()
+        for plane in planes:
+            plane.untyped_storage().resize_(0)
+            keep.append(torch.empty(1 << 20))
+            plane.untyped_storage().resize_(plane.numel() + 16)
+            plane.fill_(7)
+        cast.finish(vector + 1.0)
+    return [found, *planes]
+
+
+keep: list[torch.Tensor] = []
+"""So that memory is taken anew elsewhere."""
+
+
 def main() -> None:
     with mock.patch.object(interpreter, "_convert_float", convert), np.errstate(all="ignore"):
         for recipe in ALL:
@@ -58,6 +96,15 @@ def main() -> None:
                     int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs
                 )
                 print(f"{recipe}, {nasty or 'usual'}: {differ} bytes differ", flush=True)
+        for recipe in ("tensorwise", "blockwise", "nvfp4"):
+            pairs = zip(
+                moved(recipe, lambda device: None), moved(recipe, lambda device: triton_e4m3),
+                strict=True,
+            )  # fmt: skip
+            differ = sum(
+                int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs
+            )
+            print(f"{recipe}, planes that move: {differ} bytes differ", flush=True)
 
 
 if __name__ == "__main__":

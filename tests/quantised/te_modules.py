@@ -36,7 +36,7 @@ def weights_of(
         }
         own = main.view(-1)[start:stop].view(rows, columns)
         found.append(
-            QuantisedWeight(param, "w", FORMATS[recipe], start if rows else 0, own, planes)
+            QuantisedWeight(param, "w", FORMATS[recipe], start if rows else 0, own, True, planes)
         )
     return found
 
@@ -150,9 +150,9 @@ class Pointed:
             view = part.view(param.shape)
             view.copy_(KNOWS.fields(param)["rowwise"])
             KNOWS.point(param, {"rowwise": view})
-            weights.append(
-                QuantisedWeight(param, name.fqns[0], FORMATS[recipe], 0, main, {"rowwise": view})
-            )
+            weights.append(QuantisedWeight(
+                param, name.fqns[0], FORMATS[recipe], 0, main, True, {"rowwise": view}
+            ))  # fmt: skip
             self.mains.append(main)
         self.quantiser = KNOWS.quantiser(FORMATS[recipe], weights)
         self.quantiser.bind(torch.empty(self.quantiser.amax_numel, device="cuda"))

@@ -84,7 +84,7 @@ class Shards:
         rows = self.layout.shard_range(index, rank)
         main = self.values[index].reshape(-1)[rows.start : rows.stop]
         main = main.view(self.layout.local_shape(index, rank))
-        return QuantisedWeight(param, f"w{index}", self.format, rows.start, main, planes)
+        return QuantisedWeight(param, f"w{index}", self.format, rows.start, main, True, planes)
 
     def quantise(self) -> None:
         vectors = [torch.full((q.amax_numel,), torch.nan) for q in self.quantisers]

@@ -22,7 +22,10 @@ def ptx_of(kernel: Any, options: dict[str, Any], capability: int, warps: int = 4
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    known = {"lines": "*i64", "work": "*i32", "amaxes": "*fp32", "scales": "*fp32"}
+    known = {
+        "lines": "*i64", "work": "*i32", "amaxes": "*fp32", "scales": "*fp32", "base": "i64",
+        "scales_base": "i64",
+    }  # fmt: skip
     fixed = {
         "MAIN": tl.float32, "ROUNDED": tl.bfloat16, "ALIGNED": True, "LARGEST": tables.LARGEST,
         **{name: getattr(tables, name) for name in dir(tables) if name.isupper()}, **options,

@@ -149,6 +149,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 RARE = ("no overlap", "transposes kept", "selective", "slots")
+PAIRS = (
+    ("optim_grads", "current"), ("optim_grads_params", "delayed"), ("optim_grads_params", "mxfp8"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,7 @@ def test_two_ranks_train_as_one_process_with_options(option):
 
 
 def _options(rank: int, world: int, options: Mapping[str, Any]) -> None:
-    for strategy, recipe in (("optim_grads", "current"), ("optim_grads_params", "mxfp8")):
+    for strategy, recipe in PAIRS:
         if not (options.get("keep_derived") and STRATEGIES[strategy].shard_weights):
             setup = Setup(strategy, world, rank, recipe=recipe, layers=3, **options)
             train(setup, rank, (recipe, strategy, options))

@@ -9,11 +9,11 @@
 `weights` are the planes of the group's format: one in the compute dtype, which holds the raw
 parameters, or those that the fields of quantised parameters are in. `main` is what the optimizer
 updates; where its dtype is the weights' and the weights are kept, it *is* this rank's slice of
-them. Quantised weights are written when main weights have changed, and not at every gather
-(`quantisation.py`): optim_grads_params keeps this rank's shard of every plane. Backward writes
-gradients into `collected`: the bucket where gradients are sharded, else the kept gradients. The
-reduction moves the bucket to `grad`, and the optimizer reads this rank's rows of that. `bucket` is
-in the communication dtype, `grad` in the main-gradient dtype.
+them. Scales of quantised weights are made when main weights have changed (`quantisation.py`), and
+so are their bytes where they are kept; optim_grads_params casts trained ones at every gather.
+Backward writes gradients into `collected`: the bucket where gradients are sharded, else the kept
+gradients. The reduction moves the bucket to `grad`, and the optimizer reads this rank's rows of
+that. `bucket` is in the communication dtype, `grad` in the main-gradient dtype.
 
 * A full, transient copy where the two dtypes differ: made for the reduction, freed after it.
 
@@ -28,7 +28,7 @@ optim_grads_params keeps its shard of compute weights in any format between step
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -81,7 +81,8 @@ class ParamGroup:
             reduction over the shard axis, and what its optimizer updates.
         planes: of the compute weights; planes_in, planes_only: those that each use reads, and that
             nothing else does; keeps_shard: whether this rank's shard of them stays between gathers,
-            where they are sharded.
+            where they are sharded; write_planes: writes this rank's part of quantised planes that
+            do not stay.
         held_weights, main_segments: `held` of each segment, in both dtypes; the former is empty
             where main weights are not cast to weights.
         gather_pairs, outer_pairs: output and input of the gather over each axis; of the planes that
@@ -118,6 +119,7 @@ class ParamGroup:
         self.layout = plan_layout(key, managed, domain, config)
         self._set_parts()
         self.grad_state, self.idle, self.own_current = GradState.EMPTY, False, True
+        self.write_planes: Callable[[], None] | None = None
         with torch.no_grad():
             self._build_weights(quantised)
             self._build_main(runtime, values)
@@ -160,10 +162,10 @@ class ParamGroup:
 
     def _build_weights(self, quantised: QuantisedParams | None) -> None:
         # With an outer axis a shard is kept so that that is gathered once a step and not at every
-        # use: it is the slow network. Of quantised weights, as they are quantised once and not at
-        # every gather. Keeping it otherwise was tried (docs/performance.md): a gather then copies
-        # this rank's own piece, which costs what the cast does.
-        wanted = self.splits_outer or self.key.quantised is not None or self.main_on_host
+        # use: it is the slow network. Keeping it otherwise was tried (docs/performance.md): a
+        # gather then copies this rank's own piece, which costs what the cast does.
+        stays = self.key.format.keeps_shards(self.key.requires_grad)
+        wanted = self.splits_outer or self.main_on_host or stays
         self.keeps_shard = wanted and self.config.strategy.shard_weights
         parts = Parts(self.full, self.inner, self.held)
         self.planes = tuple(
@@ -203,7 +205,7 @@ class ParamGroup:
         return [
             QuantisedWeight(
                 entry.param, entry.fqns[0], format, layout.shard_range(index, rank).start,
-                self.main_items[index],
+                self.main_items[index], self.keeps_shard or not self.config.strategy.shard_weights,
                 {plane.plane.name: plane.held_items[index] for plane in self.planes},
             )
             for index, entry in enumerate(self.managed)
@@ -279,7 +281,10 @@ class ParamGroup:
 
     def write_own_weights(self) -> None:
         """Casts the main weights into what this rank holds of the compute weights, where those are
-        not quantised. From host memory only if nobody has done so since they were written."""
+        not quantised and kept. From host memory only if nobody has done so since they were
+        written."""
+        if self.write_planes is not None:
+            self.write_planes()
         if self.main_is_weight or not self.held_weights:
             return
         if self.staged is None or not self.own_current:

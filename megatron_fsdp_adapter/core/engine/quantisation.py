@@ -1,11 +1,12 @@
-"""When quantised weights are made from main weights: once after each change of those.
+"""When scales of quantised weights are made from main weights: once after each change of those.
 
     compute stream   step | begin  maxima over ranks  finish | forward ...
-    gather stream                                            gathers of bytes
+    gather stream                                            casts, gathers of bytes
 
-A gather then copies bytes. Making them at every gather, as compute weights in another dtype are,
-would cost a pass over them a microbatch and direction, beside matrix products; and scales that
-depend on what was seen so far (delayed scaling) would not be those of the step.
+The bytes are written then too where they are kept; where they are not, a gather casts this rank's
+main weights with those scales, as it does for compute weights in another dtype. Scales of every
+gather would not be those of the step where they depend on what was seen so far (delayed scaling),
+and would cost a reduction a unit.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ class Quantisation:
     ) -> None:
         self._trained, self._frozen = trained, frozen
         self._runtime, self._launches = runtime, launches
-        self._changed = self._loaded = self.at_once = False
+        # Bytes that are not kept are given back where a unit has been built, with what had made
+        # them: scales are found anew.
+        self._changed = any(group.write_planes for domain in trained for group in domain.groups)
+        self._loaded = self.at_once = False
 
     def changed(self, loaded: bool, needed: bool) -> None:
         """Main weights were written; with `loaded` also those of frozen parameters. needed: raw
@@ -126,12 +130,17 @@ def _quantisers(
 ) -> tuple[list[Quantiser], torch.Tensor]:
     """One for each format, with the vector that they share."""
     weights: dict[str, list[QuantisedWeight]] = {}
-    for group in groups:
-        weights.setdefault(group.key.format.name, []).extend(group.quantised_weights())
-    quantisers = [knows.quantiser(each[0].format, each) for each in weights.values()]
+    own = [(group, group.quantised_weights()) for group in groups]
+    for group, each in own:
+        weights.setdefault(group.key.format.name, []).extend(each)
+    made = {name: knows.quantiser(each[0].format, each) for name, each in weights.items()}
+    quantisers = list(made.values())
     counts = [quantiser.amax_numel for quantiser in quantisers]
     amaxes = torch.zeros(sum(counts), device=device)
     for quantiser, part in zip(quantisers, amaxes.split(counts), strict=True):
         if part.numel():
             quantiser.bind(part)
+    for group, each in own:
+        if not all(weight.kept for weight in each):
+            group.write_planes = made[group.key.format.name].writer(each)
     return quantisers, amaxes

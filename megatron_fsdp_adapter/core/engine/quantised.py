@@ -12,11 +12,12 @@ The order of calls:
     a unit runs    `prepare` whenever the unit's module, or its backward, is about to run
     it has run     `drop_derived`
     new mains      `begin` of every quantiser, the largest of `amaxes` over ranks, `finish`
+    a gather       the `writer` of each group that does not keep its shard of the planes
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +40,7 @@ class QuantisedWeight:
             the format's granule of rows. 0 if there are none.
         main: (rows, K), the main weights, in the main dtype: float32, unless chosen otherwise, and
             `param`'s own for frozen parameters.
+        kept: whether the planes are there between gathers.
         planes: by name, the same rows of each plane, to be written: (rows / r, K / c) where one
             element stands for r x c of the weight. Every rank that holds rows of the weight writes
             all planes of these rows, and no others.
@@ -49,6 +51,7 @@ class QuantisedWeight:
     format: WeightFormat
     start: int
     main: torch.Tensor
+    kept: bool
     planes: Mapping[str, torch.Tensor]
 
 
@@ -73,8 +76,13 @@ class Quantiser(Protocol):
         """Fills all of `amaxes` from this rank's rows; 0 where it has none."""
 
     def finish(self) -> None:
-        """Sets scales from `amaxes`, and writes this rank's rows of the planes. Scales that are not
-        in planes are set for the whole of every weight, on every rank."""
+        """Sets scales from `amaxes`, and writes this rank's rows of the planes that are kept.
+        Scales that are not in planes are set for the whole of every weight, on every rank."""
+
+    def writer(self, weights: Sequence[QuantisedWeight]) -> Callable[[], None]:
+        """What writes this rank's rows of the planes of `weights`, which are one group's and not
+        kept, from main weights as they are, with the scales that `finish` has set last; enqueued on
+        the current stream, when the planes are there. Asked for after `bind`."""
 
 
 class QuantisedParams(Protocol):

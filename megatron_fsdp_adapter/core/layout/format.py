@@ -124,6 +124,13 @@ class WeightFormat:
         """Whether forward and backward read different planes."""
         return any(plane.use is not Use.BOTH for plane in self.planes)
 
+    def keeps_shards(self, trained: bool) -> bool:
+        """Whether shards of the planes stay between gathers of sharded weights. Trained weights are
+        cast into the buffer of every gather: that costs what copying a kept shard there does, and
+        no memory. What nobody changes is cast once, and so are weights that forward and backward
+        read different planes of."""
+        return self.quantised and (self.by_direction or not trained)
+
     def planes_for(self, use: Use) -> tuple[Plane, ...]:
         """Those that any of the passes in `use` reads."""
         return tuple(plane for plane in self.planes if plane.use & use)
