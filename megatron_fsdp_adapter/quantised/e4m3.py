@@ -15,9 +15,9 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import ClassVar, TypeVar
 
 import torch
@@ -143,6 +143,7 @@ def write_scales(
 
 
 Kind = TypeVar("Kind", bound="Cast")
+NO_ROWS: Mapping[int, OwnRows] = MappingProxyType({})
 
 
 class Cast:
@@ -161,11 +162,14 @@ class Cast:
         self._table: Table | None = None
         self._addresses: list[int] = []
 
-    def only(self: Kind, chosen: Container[int], moves: bool) -> Kind:
+    def only(
+        self: Kind, chosen: Container[int], moves: bool, rows: Mapping[int, OwnRows] = NO_ROWS
+    ) -> Kind:
         """The same for those whose numbers are `chosen`, with the same places of their scales.
         moves: planes are not always there; of those that are cast together each kind is in one
-        storage."""
+        storage. rows: what stands in the place of rows with these numbers."""
         made = copy.copy(self)
+        made.rows = tuple(rows.get(index, own) for index, own in enumerate(self.rows))
         made.held = [index for index in self.held if index in chosen]
         made._table, made._addresses, made._moves = None, [], moves
         return made

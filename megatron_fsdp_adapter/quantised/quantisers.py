@@ -81,11 +81,13 @@ def _split(cast: Kind, weights: Sequence[QuantisedWeight]) -> tuple[Kind, Kind]:
 
 
 def _part(
-    cast: Kind, weights: Sequence[QuantisedWeight], chosen: Sequence[QuantisedWeight]
+    cast: Kind, weights: Sequence[QuantisedWeight], chosen: Sequence[QuantisedWeight],
+    rows: Sequence[OwnRows],
 ) -> Kind:
-    """Of some of the others."""
-    wanted = {id(weight) for weight in chosen}
-    return cast.only([i for i, weight in enumerate(weights) if id(weight) in wanted], True)
+    """Of the parameters of `chosen`, of which `rows` have the planes."""
+    numbers = {id(weight.param): index for index, weight in enumerate(weights)}
+    places = [numbers[id(weight.param)] for weight in chosen]
+    return cast.only(places, True, dict(zip(places, rows, strict=True)))
 
 
 def _take_scales(weights: Sequence[QuantisedWeight], field: str, views: list[torch.Tensor]) -> None:
@@ -126,12 +128,11 @@ class Together:
             part.finish()
 
     def writer(self, weights: Sequence[QuantisedWeight]) -> Callable[[], None]:
-        wanted = {id(weight) for weight in weights}
-        writers = [
-            part.writer(found)
-            for part, own in zip(self._parts, self._weights, strict=True)
-            if (found := [weight for weight in own if id(weight) in wanted])
-        ]
+        writers = []
+        for part, own in zip(self._parts, self._weights, strict=True):
+            params = {id(weight.param) for weight in own}
+            found = [weight for weight in weights if id(weight.param) in params]
+            writers += [part.writer(found)] if found else []
 
         def write() -> None:
             for each in writers:
@@ -175,7 +176,8 @@ class Current:
         self._kept.finish(self._scales)
 
     def writer(self, weights: Sequence[QuantisedWeight]) -> Callable[[], None]:
-        return partial(_part(self._others, self._weights, weights).finish, self._scales)
+        rows = _rows(weights, OwnRows)
+        return partial(_part(self._others, self._weights, weights, rows).finish, self._scales)
 
 
 class Delayed:
@@ -230,7 +232,8 @@ class Delayed:
         torch.reciprocal(self._scales, out=self._inverses)
 
     def writer(self, weights: Sequence[QuantisedWeight]) -> Callable[[], None]:
-        return partial(_part(self._others, self._weights, weights).finish, self._scales)
+        rows = _rows(weights, OwnRows)
+        return partial(_part(self._others, self._weights, weights, rows).finish, self._scales)
 
     def _follow_load(self, amaxes: list[torch.Tensor]) -> None:
         """Finds scales that nobody knows, and makes all bytes once more; the others are the same.
@@ -276,10 +279,11 @@ class Fp4:
     """Scales of tiles of 16 x 16 elements, which the rank that has a tile makes, from the amax of
     the weight, which all ranks have."""
 
+    names = ("rowwise", "rowwise_scales")
+
     def __init__(self, weights: Sequence[QuantisedWeight], settings: Settings) -> None:
-        names = ("rowwise", "rowwise_scales")
         self._weights = tuple(weights)
-        cast = TileCast(_rows(weights, TileRows, names), settings[3])
+        cast = TileCast(_rows(weights, TileRows, self.names), settings[3])
         self._kept, self._others = _split(cast, weights)
         self.amax_numel = cast.amax_numel
         self._whole = _apart(self.amax_numel, weights[0].main.device)
@@ -298,7 +302,9 @@ class Fp4:
         self._kept.finish(self._amaxes)
 
     def writer(self, weights: Sequence[QuantisedWeight]) -> Callable[[], None]:
-        return partial(_part(self._others, self._weights, weights).finish, self._amaxes)
+        rows = _rows(weights, TileRows, self.names)
+        cast = _part(self._others, self._weights, weights, rows)
+        return partial(cast.finish, self._amaxes)
 
 
 def _per_tensor(weights: Sequence[QuantisedWeight], settings: Settings) -> Quantiser:

@@ -78,6 +78,7 @@ class _GroupCopy:
         shapes = [plane.shape(spec.shape) for spec in layout.specs]
         items = items_in(buffer, group.full, group.full, plane)
         self.items = [item.view(shape) for item, shape in zip(items, shapes, strict=True)]
+        self.held_items = items_in(buffer, group.full, group.held, plane)
 
     def fill(self) -> None:
         """Casts what this rank holds into its place."""
@@ -141,7 +142,12 @@ def _launch(engine: FsdpEngine, unit: Unit, wanted: Wanted) -> _UnitCopy:
     groups = [group for group in unit.groups if id(group) in parts]
 
     def fill() -> None:
-        for copies in parts.values():
+        for group in groups:
+            copies = parts[id(group)]
+            if WEIGHT not in copies and group.write_planes is not None:  # nobody keeps a shard
+                items = {name: copy.held_items for name, copy in copies.items()}
+                group.planes_written_into(items)()
+                continue
             for copy in copies.values():
                 copy.fill()
 

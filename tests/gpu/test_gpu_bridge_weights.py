@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     shapes = {name: value.shape for name, value in model.state_dict().items()}
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cuda").manual_seed(0)
+    empty = partial(torch.empty, dtype=torch.bfloat16, device="cuda")
     values = {
-        name: torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+        name: empty(shape).normal_(0, 0.02, generator=generator).cpu()
         for name, shape in shapes.items()
     }
+    torch.cuda.empty_cache()
     save_file(values, root / "model.safetensors", metadata={"format": "pt"})
     return root
 

@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 
+from megatron_fsdp_adapter import export_weights
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.megatron import fused_wgrad
 from megatron_fsdp_adapter.quantised.tables import BLOCK
@@ -191,8 +192,8 @@ def fused_trains_as_ddp(
 
 
 def holds_bytes(rank: int, world: int, recipe: str) -> str:
-    """Between steps, sharded weights are one byte of each element of the shard and its main and
-    moments, and no transposes."""
+    """Between steps, sharded weights are their main weights and moments: no bytes, and no
+    transposes."""
     device = init_megatron()
     case = CASE.but(num_layers=4, hidden=1024, heads=8, ffn=4096)
     small = trainer_of(CASE, recipe, "optim_grads_params", device)
@@ -210,8 +211,7 @@ def holds_bytes(rank: int, world: int, recipe: str) -> str:
     torch.cuda.synchronize()
     held = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
     groups = engine.groups
-    bytes_kept = sum(g.held.layout.shard_numel for g in groups if g.key.quantised)
-    expected = 12 * sum(g.held.layout.shard_numel for g in groups) + bytes_kept
+    expected = 12 * sum(g.held.layout.shard_numel for g in groups)
     # What the first trainer had leaves by and by, some of it after `before` was read.
     assert 0.99 * expected < held < 1.02 * expected + 2**22, (held, expected)
     for group in groups:
@@ -219,6 +219,19 @@ def holds_bytes(rank: int, world: int, recipe: str) -> str:
             for name in ("_transpose", "_columnwise_data"):
                 assert param.__dict__.get(name) is None, name
     return f"{held / 2**20:.1f} MiB held, {expected / 2**20:.1f} by the sum of buffers"
+
+
+def exports_its_bytes(rank: int, world: int, recipe: str) -> str:
+    """`export_weights(quantised=True)` of bytes that nobody keeps has those that are gathered."""
+    device = init_megatron()
+    trainer = trainer_of(CASE, recipe, "optim_grads_params", device)
+    for step in range(2):
+        train_step(trainer, batches(CASE, step, rank, device))
+    exported = dict(export_weights(trainer.wrapper, quantised=True))
+    gathered = quantised_of(trainer)
+    for name, (data, _) in gathered.items():
+        same(exported[name].view(torch.uint8), data.view(torch.uint8), f"{recipe} {name}")
+    return f"{len(gathered)} weights"
 
 
 def _checks() -> dict[str, Check]:
@@ -236,6 +249,7 @@ def _checks() -> dict[str, Check]:
         for count in (1, 3)
     ]  # fmt: skip
     kinds += [(f"{recipe}, memory", holds_bytes, (recipe,)) for recipe in RECIPES]
+    kinds += [(f"{recipe}, exported", exports_its_bytes, (recipe,)) for recipe in RECIPES]
     return {name: Check(function, arguments) for name, function, arguments in kinds}
 
 

@@ -345,7 +345,7 @@ class EmulatedQuantiser:
     def _write(self, weight: QuantisedWeight) -> None:
         """This rank's rows of each plane."""
         rows = math.rounded(weight.main, weight.param.dtype)
-        scale = self._scales[[own is weight for own in self._weights].index(True)]
+        scale = self._scales[[own.param is weight.param for own in self._weights].index(True)]
         if not rows.numel():
             return
         for name, made in self._planes(weight, rows, scale).items():

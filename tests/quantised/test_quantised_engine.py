@@ -170,9 +170,10 @@ def test_weights_are_quantised_once_after_each_change_and_at_no_other_time(world
         count, rig.quantised.finished = rig.quantised.finished, 0
         return count
 
-    assert finished() == 0, "what was wrapped is taken over"
-    rig.evaluate()
     assert finished() == 0
+    rig.evaluate()
+    kept = strategy != "optim_grads_params"
+    assert finished() == (not kept), "what was wrapped is taken over where it is kept"
     rig.step(microbatches=3)
     assert finished() == 1
     rig.evaluate()
@@ -204,9 +205,10 @@ def test_weights_are_quantised_once_after_each_change_and_at_no_other_time(world
     assert finished() == 0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_what_was_wrapped_stays_as_it_was_until_the_first_step(world, strategy, monkeypatch):
-    """Whoever made the bytes may have made them of other values than main weights begin as."""
+    """Whoever made the bytes may have made them of other values than main weights begin as. ZeRO-3
+    does not keep bytes: it casts main weights at the first gather."""
     original = EmulatedParams.high_precision
     monkeypatch.setattr(
         EmulatedParams, "high_precision", lambda self, param: original(self, param) * 1.5
@@ -235,11 +237,11 @@ def test_frozen_weights_are_quantised_when_they_are_loaded(world):
     rig.step()
     once = rig.quantised.finished
     rig.step()
-    assert rig.quantised.finished == 2 * once == 2
+    assert (once, rig.quantised.finished) == (2, 3), "before the first forward, and after steps"
     rig.write()
     rig.engine.main_weights_changed(loaded=True)
     rig.sync(wait=False)
-    assert rig.quantised.finished == 4, "those that are trained, and the others"
+    assert rig.quantised.finished == 5, "those that are trained, and the others"
 
 
 def test_main_weights_are_what_bytes_stand_for_where_nothing_else_was_kept(world, monkeypatch):

@@ -48,7 +48,7 @@ from .guard import unchecked
 from .offloaded import OffloadedBuffer
 from .partition import GroupKey, ManagedParam
 from .planes import Parts, WeightPlane
-from .quantised import QuantisedParams, QuantisedWeight
+from .quantised import PlanesWriter, QuantisedParams, QuantisedWeight
 from .staging import UnitStaging
 
 
@@ -120,6 +120,7 @@ class ParamGroup:
         self._set_parts()
         self.grad_state, self.idle, self.own_current = GradState.EMPTY, False, True
         self.write_planes: Callable[[], None] | None = None
+        self._writer: PlanesWriter | None = None
         with torch.no_grad():
             self._build_weights(quantised)
             self._build_main(runtime, values)
@@ -199,17 +200,29 @@ class ParamGroup:
         }
         self.outer_pairs = [pair for plane in self.planes for pair in plane.outer_pairs]
 
-    def quantised_weights(self) -> list[QuantisedWeight]:
-        """This rank's rows of each parameter, where the format is a quantised one."""
+    def quantised_weights(self, into: PlaneItems) -> list[QuantisedWeight]:
+        """This rank's rows of each parameter, where the format is a quantised one; in the planes of
+        the group, unless others are given."""
         layout, rank, format = self.held.layout, self.held.rank, self.key.format
+        own = {plane.plane.name: plane.held_items for plane in self.planes}
         return [
             QuantisedWeight(
                 entry.param, entry.fqns[0], format, layout.shard_range(index, rank).start,
                 self.main_items[index], self.keeps_shard or not self.config.strategy.shard_weights,
-                {plane.plane.name: plane.held_items[index] for plane in self.planes},
+                {name: items[index] for name, items in (into or own).items()},
             )
             for index, entry in enumerate(self.managed)
         ]
+
+    def cast_at_gathers(self, writer: PlanesWriter) -> None:
+        """Every gather casts what this rank holds of quantised weights, which nobody keeps."""
+        self._writer, self.write_planes = writer, writer(self.quantised_weights({}))
+
+    def planes_written_into(self, items: PlaneItems) -> Callable[[], None]:
+        """What casts the same into planes elsewhere: `items` are this rank's of every parameter."""
+        if self._writer is None:
+            raise RuntimeError(f"{self.name}: it keeps its quantised weights")
+        return self._writer(self.quantised_weights(items))
 
     def _full_items(self, buffer: FlatBuffer) -> list[torch.Tensor]:
         items = items_in(buffer, self.full, self.full)
@@ -376,6 +389,10 @@ class ParamGroup:
 def splits_outer(domain: ShardDomain, config: EngineConfig) -> bool:
     """Whether shards of main weights are split again over the outer axis."""
     return config.shard_outer and domain.outer is not None
+
+
+PlaneItems = Mapping[str, list[torch.Tensor]]
+"""By name of the plane, a tensor for each parameter."""
 
 
 def plan_layout(

@@ -48,7 +48,7 @@ class EngineMemory:
         found[SLOTS] = [(slot, ()) for slot in self._slots()]
         for group in (group for unit in self._units for group in unit.groups):
             for plane in group.planes:
-                kept = plane.held if group.key.quantised else []
+                kept = plane.held if group.key.quantised and not group.write_planes else []
                 if plane.shard is not plane.full:
                     found[COMPUTE].append((plane.shard.tensor, kept))
                 elif group.main_is_weight:

@@ -130,7 +130,7 @@ def _quantisers(
 ) -> tuple[list[Quantiser], torch.Tensor]:
     """One for each format, with the vector that they share."""
     weights: dict[str, list[QuantisedWeight]] = {}
-    own = [(group, group.quantised_weights()) for group in groups]
+    own = [(group, group.quantised_weights({})) for group in groups]
     for group, each in own:
         weights.setdefault(group.key.format.name, []).extend(each)
     made = {name: knows.quantiser(each[0].format, each) for name, each in weights.items()}
@@ -142,5 +142,5 @@ def _quantisers(
             quantiser.bind(part)
     for group, each in own:
         if not all(weight.kept for weight in each):
-            group.write_planes = made[group.key.format.name].writer(each)
+            group.cast_at_gathers(made[group.key.format.name].writer)
     return quantisers, amaxes

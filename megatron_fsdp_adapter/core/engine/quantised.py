@@ -80,9 +80,14 @@ class Quantiser(Protocol):
         Scales that are not in planes are set for the whole of every weight, on every rank."""
 
     def writer(self, weights: Sequence[QuantisedWeight]) -> Callable[[], None]:
-        """What writes this rank's rows of the planes of `weights`, which are one group's and not
-        kept, from main weights as they are, with the scales that `finish` has set last; enqueued on
-        the current stream, when the planes are there. Asked for after `bind`."""
+        """What writes this rank's rows of the planes of `weights`, from main weights as they are,
+        with the scales that `finish` has set last; enqueued on the current stream, when the planes
+        are there. Asked for after `bind`, of parameters of one group that are not kept, whose
+        planes may be others than those that this quantiser was made of."""
+
+
+PlanesWriter = Callable[[Sequence[QuantisedWeight]], Callable[[], None]]
+"""`Quantiser.writer`."""
 
 
 class QuantisedParams(Protocol):
