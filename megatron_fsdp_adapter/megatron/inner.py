@@ -3,6 +3,7 @@ wrappers show to Megatron's optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
@@ -102,3 +103,8 @@ class ShardedModule(ShardedStateDict, MegatronModule):
     def install_optimized_model_weights(self) -> None:
         """Main weights were written from outside: compute weights follow."""
         self.engine.main_weights_changed(loaded=True)
+
+
+def ours_among(chunks: Sequence[Any]) -> list[Any]:
+    """The model chunks that our wrapper holds."""
+    return [chunk for chunk in chunks if isinstance(getattr(chunk, "module", None), ShardedModule)]

@@ -31,8 +31,8 @@ from ..sharding.memory import local_shards, park_state, take_state, trim
 from ..sharding.placement import replicated_name
 from ..sharding.problems import raise_problems
 from ..sharding.streamed_optimizer import shards_over
-from . import hybrid_optimizer, optimizer_state
-from .inner import ShardedModule
+from . import hybrid_optimizer, muon, optimizer_state
+from .inner import ours_among
 from .options import support
 from .options.ddp_options import MXFP8_BUFFER, OFFLOAD
 from .options.support import is_on
@@ -42,12 +42,8 @@ from .seams.core_api import MORE, Replacement
 # The methods of DistributedOptimizer.
 
 
-def _ours(chunks: Sequence[Any]) -> list[Any]:
-    return [chunk for chunk in chunks if isinstance(getattr(chunk, "module", None), ShardedModule)]
-
-
 def _our_chunks(optimizer: Any) -> list[Any]:
-    return _ours(getattr(optimizer, "model_chunks", None) or [])
+    return ours_among(getattr(optimizer, "model_chunks", None) or [])
 
 
 def _param_groups(
@@ -56,18 +52,28 @@ def _param_groups(
     """The first thing that core does for an optimizer of any kind. An unsupported option is refused
     here: the inner optimizer is made next, and some options fail there, in ways that do not name
     them."""
-    if _ours(model_chunks):
-        config = kwargs["config"] if "config" in kwargs else args[0]
-        raise_problems(
-            "Megatron's optimizer with FullyShardedDataParallel",
-            [
-                *support.problems(config, support.OPTIMIZER_CONFIG_RULES),
-                *_precision_problems(config, _ours(model_chunks)),
-                *hybrid_optimizer.problems(config, [c.engine for c in _ours(model_chunks)]),
-            ],
-        )
-        _complete(config)
-    return original(model_chunks, *args, **kwargs)
+    ours = ours_among(model_chunks)
+    if not ours:
+        return original(model_chunks, *args, **kwargs)
+    config = kwargs["config"] if "config" in kwargs else args[0]
+    engines = [chunk.engine for chunk in ours]
+    with_muon = muon.asked_for(config)
+    raise_problems(
+        "Megatron's optimizer with FullyShardedDataParallel",
+        [
+            *support.problems(config, support.OPTIMIZER_CONFIG_RULES),
+            *(muon.problems(with_muon, engines) if with_muon else ()),
+            *_precision_problems(config, ours),
+            *hybrid_optimizer.problems(config, engines),
+        ],
+    )
+    _complete(config)
+    groups = original(model_chunks, *args, **kwargs)
+    if with_muon is None:
+        return groups
+    if dist.get_rank() == 0:
+        print(muon.table(ours, with_muon), flush=True)
+    return muon.split_groups(groups, ours)
 
 
 _NEEDED: Mapping[str, bool] = {
@@ -129,10 +135,10 @@ def _refuse_whole_matrices(
     original: Callable[..., Any], model_chunks: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Core's Muon asks for parameter groups by a name of its own, and would be made on shards."""
-    if _ours(model_chunks):
+    if ours_among(model_chunks):
         raise ValueError(
-            "optimizer='muon' with FullyShardedDataParallel: Muon needs whole matrices, and "
-            "weights are sharded; use 'adam', by get_megatron_optimizer"
+            "optimizer='muon' with FullyShardedDataParallel: get_megatron_muon_optimizer needs "
+            "whole matrices, and weights are sharded; call get_megatron_optimizer"
         )
     return original(model_chunks, *args, **kwargs)
 
@@ -175,7 +181,9 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
     if isinstance(optimizer, HybridDeviceOptimizer):
         hybrid_optimizer.adopt_hybrid(optimizer, engines)
     else:
-        adopt(optimizer, shards_class=shards_over(engines))
+        asked = muon.asked_for(config)
+        made = shards_over(engines) if asked is None else muon.shards_of(ours, asked)
+        adopt(optimizer, shards_class=made)
 
 
 def _remember_groups(
@@ -184,7 +192,7 @@ def _remember_groups(
 ) -> Any:  # fmt: skip
     """Core is about to make an optimizer, and has looked up the groups for it."""
     groups = original(pg_collection, model_chunks, *args, **kwargs)
-    for chunk in _ours(model_chunks):
+    for chunk in ours_among(model_chunks):
         chunk.optimizer_groups = groups
     return groups
 

@@ -346,10 +346,12 @@ def build_topology_trainer(
     change: Callable[[torch.nn.Module], None] = lambda model: None,
     ddp: Mapping[str, Any] = MappingProxyType({}),
     fields: Mapping[str, Any] = MappingProxyType({}),
+    optimizer_options: Mapping[str, Any] = MappingProxyType({}),
     **wrapper_options: Any,
 ) -> TopologyTrainer:
     """`change` edits each bare model chunk before it is wrapped. `ddp` sets fields of our DDP
-    config, `fields` those of the model's; `wrapper_options` are arguments of the wrapper."""
+    config, `fields` those of the model's, `optimizer_options` those of the optimizer's;
+    `wrapper_options` are arguments of the wrapper."""
     config = model_config(topology, case, **fields)
     models = [build_chunk(topology, case, config, i) for i in range(topology.num_chunks)]
     for model in models:
@@ -366,7 +368,9 @@ def build_topology_trainer(
         for number, model in enumerate(models)
     ]
     optimizer = get_megatron_optimizer(
-        optimizer_config(case, use_distributed_optimizer=strategy is not None),
+        optimizer_config(
+            case, use_distributed_optimizer=strategy is not None, **optimizer_options
+        ),
         chunks,
         use_gloo_process_groups=False,
     )

@@ -206,8 +206,8 @@ def _offloaded(option: str, wrong: Callable[[Any], bool], message: str) -> Rule:
     )
 
 
-OPTIMIZERS = ("adam", "sgd")
-"""Muon and SOAP need whole matrices."""
+OPTIMIZERS = ("adam", "sgd", "muon")
+"""SOAP needs whole matrices too, with state of another shape than theirs."""
 
 OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(

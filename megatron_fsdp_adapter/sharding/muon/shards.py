@@ -82,6 +82,14 @@ class Stage:
     trained: list[bool] = field(default_factory=list)
 
 
+def tensor_split(pair: ParamPair) -> tuple[int | None, int]:
+    """The dim that tensor parallelism splits of a parameter, None if it splits none, and the number
+    of tensor-parallel ranks."""
+    mesh = pair.group.domain.mesh
+    parts = mesh.size(-1) if (mesh.mesh_dim_names or ("",))[-1] == TP_DIM else 1
+    return (pair.managed.split if parts > 1 else None), parts
+
+
 class MuonShards(LocalShards):
     """Local shards of an optimizer of which Muon updates some groups.
 
@@ -159,10 +167,7 @@ class MuonShards(LocalShards):
                 yield parties, self._communicators[parties.ranks], entries
 
     def _muon_param(self, pair: ParamPair) -> MuonParam:
-        mesh = pair.group.domain.mesh
-        names = mesh.mesh_dim_names or ()
-        parts = mesh.size(-1) if names and names[-1] == TP_DIM else 1
-        split = pair.managed.split if parts > 1 else None
+        split, parts = tensor_split(pair)
         layout = pair.group.held.layout
         return MuonParam(layout, pair.index, split, parts, self._rule.heights(pair))
 

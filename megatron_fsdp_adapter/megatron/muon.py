@@ -1,0 +1,297 @@
+"""`--optimizer muon`: which weights are Muon's, of which matrices they are made, and how core is
+led to one optimizer for all of them.
+
+Core makes two optimizers of its own for that, on whole matrices, and refuses sharded weights. Here
+it makes what it makes for Adam, with parameter groups split in two by `is_muons`; the shards of
+that optimizer step the groups that are marked (`sharding/muon/shards.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import optimizer as core_optimizer
+from torch import nn
+
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.identity import ParamPair
+from ..sharding.local_optimizer import LocalShards
+from ..sharding.muon.matrices import row_blocks
+from ..sharding.muon.newton_schulz import COEFFICIENTS, EPS, coefficients_of
+from ..sharding.muon.shards import MuonOptions, MuonRule, MuonShards, tensor_split
+from .inner import ours_among
+from .options.ddp_options import OFFLOAD
+from .options.support import is_on
+from .seams.core_api import MORE, Replacement
+
+MUON = "muon"
+KIND = "optimizer"
+"""Of a parameter group: whose it is, as core marks groups of its own."""
+_ASKED = "muon_config"
+"""Of a config that core is given in the place of one with Muon: that one."""
+
+EMBEDDINGS = ("Embedding", "VocabParallelEmbedding")
+ROUTERS = ("Router",)
+"""Classes, by name, whose weights are Adam's."""
+ADAMS_MARKS = ("is_embedding_or_output_parameter", "is_embedding_parameter", "shared_embedding")
+"""Core's marks of weights that are Adam's: embeddings, their copies on other stages, output."""
+
+INTERLEAVED: Mapping[str, str] = {
+    "shared_experts": "moe_shared_expert_glu_interleave_size",
+    "experts": "moe_mlp_glu_interleave_size",
+}
+"""Modules of gated layers, and the option by which their halves take turns."""
+
+SCALES: Mapping[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
+    "shape_scaling": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+}
+"""The factor on an update, by `muon_scale_mode`, as NVIDIA's emerging_optimizers have them."""
+
+
+def asked_for(config: Any) -> Any | None:
+    """The optimizer config that asks for Muon, if this is one or stands in for one; else None."""
+    return config if config.optimizer == MUON else getattr(config, _ASKED, None)
+
+
+def as_adam(config: Any) -> Any:
+    """A config of which core makes Adam, and that says for which it stands in."""
+    changed = copy.copy(config)
+    changed.optimizer = "adam"
+    setattr(changed, _ASKED, config)
+    return changed
+
+
+def problems(config: Any, engines: Sequence[FsdpEngine]) -> list[str]:
+    """What Muon's options, and others with it, have against it."""
+    found = []
+    choices = (
+        ("muon_coefficient_type", "quintic", tuple(COEFFICIENTS)),
+        ("muon_scale_mode", "spectral", tuple(SCALES)),
+        ("muon_scalar_optimizer", "adam", ("adam",)),
+    )
+    for name, default, known in choices:
+        if getattr(config, name, default) not in known:
+            found.append(
+                f"{name}={getattr(config, name)!r}: with sharded weights it is one of "
+                f"{list(known)}; use one of them"
+            )
+    if config.muon_num_ns_steps < 1:
+        found.append(f"muon_num_ns_steps={config.muon_num_ns_steps}: there is at least one")
+    if config.fp16:
+        found.append("fp16=True: megatron-core has no Muon with it either; use bf16")
+    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
+        if is_on(config, name):
+            found.append(f"{name}=True: it is for optimizer='adam' alone; set it to False")
+    if any(engine.config.offload for engine in engines):
+        found.append(f"{OFFLOAD}=True of the DDP config: it is for 'adam' alone; set it to False")
+    return [f"optimizer='muon' with {line}" for line in found]
+
+
+# Which weights, and of which matrices they are made.
+
+
+def is_muons(pair: ParamPair) -> bool:
+    """The one place that decides: a trained matrix of more than one row and column that is no
+    embedding, output layer or router, nor said to be none of Muon's (`use_muon` False on it)."""
+    raw = pair.raw
+    shape = pair.group.layout.specs[pair.index].layout_shape
+    owner, _ = pair.managed.slots[0]
+    kinds = {cls.__name__ for cls in type(owner).__mro__}
+    return (
+        pair.group.key.requires_grad
+        and len(shape) == 2
+        and min(shape) > 1
+        and getattr(raw, "use_muon", True)
+        and not any(getattr(raw, mark, False) for mark in ADAMS_MARKS)
+        and kinds.isdisjoint((*EMBEDDINGS, *ROUTERS))
+        and "output_layer" not in pair.managed.fqns[0].split(".")
+    )
+
+
+def heights(module: nn.Module, split_qkv: bool, pair: ParamPair) -> tuple[int, ...]:
+    """The parts of rows that repeat in a parameter of `module` (`MuonParam.heights`), by the names
+    that core gives its fused layers and the config of the module around them."""
+    shape = pair.group.layout.specs[pair.index].layout_shape
+    names = pair.managed.fqns[0].split(".")
+    rows, _ = _whole_shape(pair)
+    found: tuple[int, ...] = (rows,)
+    if len(names) > 2:
+        config = _config_around(module, names[:-2])
+        if names[-2] == "linear_fc1" and getattr(config, "gated_linear_unit", False):
+            found = _gated(config, shape[0], names)
+        elif split_qkv and names[-2] in FUSED:
+            found = FUSED[names[-2]](config)
+    try:
+        row_blocks(rows, found)
+    except ValueError as error:
+        raise ValueError(
+            f"Muon: {pair.managed.fqns[0]} of {rows} rows is taken for a fused weight, and is none "
+            f"that is known: {error}; mark it with use_muon=False, or set muon_split_qkv to False"
+        ) from None
+    return found
+
+
+def _config_around(module: nn.Module, path: Sequence[str]) -> Any:
+    """The config of the module at `path`, or of the nearest around it that has one."""
+    found, at = getattr(module, "config", None), module
+    for name in path:
+        at = getattr(at, name)
+        found = getattr(at, "config", found)
+    return found
+
+
+def _gated(config: Any, local_rows: int, path: Sequence[str]) -> tuple[int, ...]:
+    """Gate, up: for each tensor-parallel rank, or in turns of some rows."""
+    option = next((INTERLEAVED[name] for name in INTERLEAVED if name in path), None)
+    rows = getattr(config, option, None) if option else None
+    return (rows or local_rows // 2,) * 2
+
+
+def _qkv(config: Any) -> tuple[int, ...]:
+    """Of each group of queries: its heads, as many rows of their gates, keys, values."""
+    queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
+    gates = [queries] if getattr(config, "attention_output_gate", False) else []
+    return (queries, *gates, config.kv_channels, config.kv_channels)
+
+
+FUSED: Mapping[str, Callable[[Any], tuple[int, ...]]] = {
+    "linear_qkv": _qkv,
+    "linear_kv": lambda config: (config.kv_channels, config.kv_channels),
+    "linear_kv_up_proj": lambda config: (config.qk_head_dim, config.v_head_dim),
+    "linear_kv_down_proj": lambda config: (config.kv_lora_rank, config.qk_pos_emb_head_dim),
+    "linear_qkv_down_proj": lambda config: (
+        config.q_lora_rank, config.kv_lora_rank, config.qk_pos_emb_head_dim
+    ),
+}  # fmt: skip
+"""Fused layers of attention by name, and of what rows they are: grouped and gated attention, cross
+attention, and latent attention, whose keys have a part of their own for positions."""
+
+
+# Core's optimizer.
+
+
+def split_groups(
+    groups: Sequence[dict[str, Any]], chunks: Sequence[Any]
+) -> list[dict[str, Any]]:
+    """Every group in two, of Muon's parameters and of the others, on every rank alike: also where
+    one of them is empty here, as it need not be on another pipeline stage."""
+    ours = {id(p.optimizer) for chunk in chunks for p in chunk.engine.pairs if is_muons(p)}
+    split = []
+    for group in groups:
+        matrices = [param for param in group["params"] if id(param) in ours]
+        others = [param for param in group["params"] if id(param) not in ours]
+        split += [{**group, "params": others}, {**group, "params": matrices, KIND: MUON}]
+    return split
+
+
+def shards_of(
+    chunks: Sequence[Any], config: Any
+) -> Callable[[Any, bool, bool], LocalShards]:
+    """What makes the shards of an optimizer whose groups are those of `split_groups`."""
+    around = {id(p.optimizer): chunk.module.module for chunk in chunks for p in chunk.engine.pairs}
+    options, split_qkv = _options(config), config.muon_split_qkv
+    rule = MuonRule(
+        is_muon=lambda group: group.get(KIND) == MUON,
+        options=lambda group: options,
+        heights=lambda pair: heights(around[id(pair.optimizer)], split_qkv, pair),
+    )
+    return functools.partial(MuonShards, [chunk.engine for chunk in chunks], rule)
+
+
+def _options(config: Any) -> MuonOptions:
+    # Its name was another one before 0.18, and before 0.17 there was one set of coefficients.
+    nesterov = getattr(config, "muon_nesterov", getattr(config, "muon_use_nesterov", False))
+    coefficients = getattr(config, "muon_coefficient_type", "quintic")
+    factor, scale = config.muon_extra_scale_factor, SCALES[config.muon_scale_mode]
+    return MuonOptions(
+        momentum=config.muon_momentum,
+        nesterov=nesterov,
+        coefficients=coefficients_of(coefficients, config.muon_num_ns_steps),
+        eps=EPS,
+        scale=lambda rows, columns: factor * scale(rows, columns),
+        dtype=torch.bfloat16 if config.muon_fp32_matmul_prec == "medium" else torch.float32,
+    )
+
+
+def table(chunks: Sequence[Any], config: Any) -> str:
+    """Which weights are Muon's, as which matrices, and which Adam's; layers of a kind in a row."""
+    rows: Counter[tuple[str, str]] = Counter()
+    for chunk in chunks:
+        for pair in chunk.engine.pairs:
+            if not pair.group.key.requires_grad:
+                continue
+            name = re.sub(r"\.\d+\.", ".*.", pair.managed.fqns[0].removeprefix("module."))
+            rows[re.sub(r"weight\d+$", "weight*", name), _said(chunk, pair, config)] += 1
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(
+        f"  {name:{width}}  {count:5}  {said}" for (name, said), count in rows.items()
+    )
+
+
+def _said(chunk: Any, pair: ParamPair, config: Any) -> str:
+    if not is_muons(pair):
+        return "Adam"
+    parts = heights(chunk.module.module, config.muon_split_qkv, pair)
+    rows, columns = _whole_shape(pair)
+    times = rows // sum(parts)
+    return "Muon: " + ", ".join(f"{times * height} x {columns}" for height in parts)
+
+
+def _whole_shape(pair: ParamPair) -> tuple[int, int]:
+    """Before tensor parallelism."""
+    shape = list(pair.group.layout.specs[pair.index].layout_shape)
+    split, parts = tensor_split(pair)
+    if split is not None:
+        shape[split] *= parts
+    return shape[0], shape[1]
+
+
+# In the place of core's functions.
+
+
+def _make_with_muon(
+    original: Callable[..., Any], config: Any, model_chunks: Sequence[Any], *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Core makes the inner optimizer of the groups, and wraps it: Adam."""
+    if ours_among(model_chunks) and config.optimizer == MUON:
+        config = as_adam(config)
+    return original(config, model_chunks, *args, **kwargs)
+
+
+def _make_emerging(
+    original: Callable[..., Any], config: Any, model_chunks: Sequence[Any],
+    config_overrides: Any = None, pg_collection: Any = None,
+) -> Any:  # fmt: skip
+    """From 0.18 on core turns off here for all but Adam and SGD; with sharded weights it does not.
+    Its groups on the host are for checkpoints of another format."""
+    if not ours_among(model_chunks) or config.optimizer != MUON:
+        return original(config, model_chunks, config_overrides, pg_collection)
+    return core_optimizer.get_megatron_optimizer(
+        as_adam(config), model_chunks, config_overrides, use_gloo_process_groups=False,
+        pg_collection=pg_collection,
+    )
+
+
+EMERGING = "_get_megatron_emerging_optimizer"
+
+REPLACED: tuple[Replacement, ...] = (
+    Replacement(
+        core_optimizer, "_get_megatron_optimizer_based_on_param_groups", _make_with_muon,
+        (("config", "model_chunks", MORE),),
+    ),
+    *(
+        [Replacement(core_optimizer, EMERGING, _make_emerging,
+                     (("config", "model_chunks", "config_overrides", "pg_collection"),))]
+        if hasattr(core_optimizer, EMERGING) else []  # before 0.18 none takes another way
+    ),
+)  # fmt: skip

@@ -1,0 +1,143 @@
+"""Muon and AdamW on whole weights, written down once more: what every test of Muon compares with.
+
+Gradients are those of stock DDP, which each rank has whole but for tensor parallelism: over that
+they are put together here, by core's marks. Fused weights are taken apart as the layers do it that
+read them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+
+QUINTIC = (
+    (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012),
+)  # fmt: skip
+
+
+def orthogonal(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Five steps on one matrix, as K. Jordan wrote them."""
+    x = matrix.to(dtype)
+    x = x / x.norm().clamp(min=1e-7)
+    tall = x.size(0) > x.size(1)
+    x = x.T if tall else x
+    for a, b, c in QUINTIC:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.T if tall else x).float()
+
+
+def tensor_group(name: str) -> Any:
+    if ".experts." in name:
+        return ps.get_expert_tensor_parallel_group()
+    return ps.get_tensor_model_parallel_group()
+
+
+def whole(param: Any, name: str, value: torch.Tensor) -> torch.Tensor:
+    """Over tensor-parallel ranks; collective over them."""
+    group = tensor_group(name)
+    if not getattr(param, "tensor_model_parallel", False) or group.size() == 1:
+        return value
+    pieces = [torch.empty_like(value) for _ in range(group.size())]
+    dist.all_gather(pieces, value.contiguous(), group=group)
+    if "linear_fc1" in name and value.dim() == 2:  # gate and up of each rank
+        halves = [piece.chunk(2) for piece in pieces]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+    return torch.cat(pieces, param.partition_dim)
+
+
+def own_part(param: Any, name: str, value: torch.Tensor) -> torch.Tensor:
+    group = tensor_group(name)
+    if not getattr(param, "tensor_model_parallel", False) or group.size() == 1:
+        return value
+    if "linear_fc1" in name:
+        gate, up = (half.chunk(group.size())[group.rank()] for half in value.chunk(2))
+        return torch.cat([gate, up])
+    return value.chunk(group.size(), param.partition_dim)[group.rank()]
+
+
+def is_muons(name: str, param: torch.Tensor) -> bool:
+    apart = ("embedding", "output_layer", "router", "norm")
+    return param.dim() == 2 and not any(word in name for word in apart)
+
+
+class Reference:
+    """State by name. config: fields of the model's config; dtype: of the products; scale: of rows
+    and columns."""
+
+    def __init__(
+        self, config: Any, lr: float, decay: float, eps: float, clip: float,
+        dtype: torch.dtype = torch.float32, momentum: float = 0.95, nesterov: bool = False,
+        scale: Callable[[int, int], float] = lambda rows, columns: math.sqrt(max(rows, columns)),
+    ) -> None:  # fmt: skip
+        self.config, self.lr, self.decay, self.eps, self.clip = config, lr, decay, eps, clip
+        self.dtype, self.momentum, self.nesterov, self.scale = dtype, momentum, nesterov, scale
+        self.state: dict[str, Any] = {}
+
+    def step(
+        self, params: Mapping[str, Any], weights: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor], norm: float,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """The weights after a step. params: the model's, for their marks."""
+        factor = min(1.0, self.clip / (norm + 1e-6))
+        return {
+            name: self._one(name, params[name], weights[name].clone(), gradients[name] * factor)
+            for name in gradients
+        }
+
+    def _one(
+        self, name: str, param: Any, weight: torch.Tensor, grad: torch.Tensor
+    ) -> torch.Tensor:
+        decay = self.decay if weight.dim() > 1 else 0.0
+        if not is_muons(name, weight):
+            return self._adam(name, weight, grad, decay)
+        weight.mul_(1 - self.lr * decay)
+        buffer = self.state.setdefault(name, torch.zeros_like(grad))
+        buffer.mul_(self.momentum).add_(grad, alpha=1 - self.momentum)
+        update = buffer
+        if self.nesterov:
+            update = grad * (1 - self.momentum) + buffer * self.momentum
+        matrix = whole(param, name, update)
+        return weight.add_(own_part(param, name, self.update_of(name, matrix)), alpha=-self.lr)
+
+    def update_of(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
+        """Of a whole parameter, each of its matrices by itself."""
+        columns = matrix.shape[1]
+        if "linear_qkv" in name:
+            groups, size = self.config.num_query_groups, self.config.kv_channels
+            queries = self.config.num_attention_heads // groups * size
+            fused = matrix.view(groups, -1, columns)
+            parts = fused.split([queries, size, size], dim=1)
+            found = [
+                self._scaled(part.reshape(-1, columns)).view(groups, -1, columns)
+                for part in parts
+            ]
+            return torch.cat(found, 1).reshape(matrix.shape)
+        if "linear_fc1" in name and self.config.gated_linear_unit:
+            return torch.cat([self._scaled(half) for half in matrix.chunk(2)])
+        return self._scaled(matrix)
+
+    def _scaled(self, matrix: torch.Tensor) -> torch.Tensor:
+        return orthogonal(matrix, self.dtype) * self.scale(*matrix.shape)
+
+    def _adam(
+        self, name: str, weight: torch.Tensor, grad: torch.Tensor, decay: float
+    ) -> torch.Tensor:
+        if name not in self.state:
+            self.state[name] = weight.clone().requires_grad_()
+            self.state[name] = (
+                self.state[name],
+                torch.optim.AdamW([self.state[name]], self.lr, (0.9, 0.999), self.eps, decay),
+            )
+        held, adam = self.state[name]
+        with torch.no_grad():
+            held.copy_(weight)
+        held.grad = grad.clone()
+        adam.step()
+        return held.detach().clone()
