@@ -33,6 +33,7 @@ from ..megatron.options.validation import (
 )
 from ..megatron.seams import releases
 
+MUON = "muon"
 FSDP_FLAG = "--use-megatron-fsdp"
 
 
@@ -265,7 +266,7 @@ def missing_features(arguments: ModuleType) -> list[str]:
     """What this module is hooked at and `megatron.training.arguments` lacks."""
     return [
         f"{arguments.__name__}.{name}"
-        for name in ("add_megatron_arguments", "parse_args")
+        for name in ("add_megatron_arguments", "parse_args", "validate_args")
         if not callable(getattr(arguments, name, None))
     ]
 
@@ -314,6 +315,25 @@ def hook_arguments(
 
     rebind(add_original, add_megatron_arguments)
     rebind(parse_original, parse_args)
+    rebind(arguments.validate_args, validating_muon(arguments.validate_args))
+
+
+def validating_muon(validate: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron-LM's validation of arguments, which asserts that optimizers of whole matrices have
+    no sharded weights, and another format of checkpoints: it is shown what it would be with
+    Adam."""
+
+    @functools.wraps(validate)
+    def validate_args(args: Any, *positional: Any, **named: Any) -> Any:
+        if not (getattr(args, "use_megatron_fsdp", False) and args.optimizer == MUON):
+            return validate(args, *positional, **named)
+        args.optimizer = "adam"
+        try:
+            return validate(args, *positional, **named)
+        finally:
+            args.optimizer = MUON
+
+    return validate_args
 
 
 def add_missing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

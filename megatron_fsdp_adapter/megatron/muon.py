@@ -43,12 +43,6 @@ ROUTERS = ("Router",)
 ADAMS_MARKS = ("is_embedding_or_output_parameter", "is_embedding_parameter", "shared_embedding")
 """Core's marks of weights that are Adam's: embeddings, their copies on other stages, output."""
 
-INTERLEAVED: Mapping[str, str] = {
-    "shared_experts": "moe_shared_expert_glu_interleave_size",
-    "experts": "moe_mlp_glu_interleave_size",
-}
-"""Modules of gated layers, and the option by which their halves take turns."""
-
 SCALES: Mapping[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
     "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
@@ -127,7 +121,7 @@ def heights(module: nn.Module, split_qkv: bool, pair: ParamPair) -> tuple[int, .
     if len(names) > 2:
         config = _config_around(module, names[:-2])
         if names[-2] == "linear_fc1" and getattr(config, "gated_linear_unit", False):
-            found = _gated(config, shape[0], names)
+            found = (shape[0] // 2,) * 2  # gate and up, of each tensor-parallel rank
         elif split_qkv and names[-2] in FUSED:
             found = FUSED[names[-2]](config)
     try:
@@ -147,13 +141,6 @@ def _config_around(module: nn.Module, path: Sequence[str]) -> Any:
         at = getattr(at, name)
         found = getattr(at, "config", found)
     return found
-
-
-def _gated(config: Any, local_rows: int, path: Sequence[str]) -> tuple[int, ...]:
-    """Gate, up: for each tensor-parallel rank, or in turns of some rows."""
-    option = next((INTERLEAVED[name] for name in INTERLEAVED if name in path), None)
-    rows = getattr(config, option, None) if option else None
-    return (rows or local_rows // 2,) * 2
 
 
 def _qkv(config: Any) -> tuple[int, ...]:

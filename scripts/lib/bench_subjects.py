@@ -33,6 +33,7 @@ KINDS: dict[str, Kind] = {
     "ours-stream": Kind("this package, main weights and moments in host memory, streamed through "
                         "the GPU", STRATEGIES, ZERO_3),
     "ours-hybrid": Kind("this package, core's optimizer offload of everything", STRATEGIES, ZERO_3),
+    "ours-muon": Kind("this package with Muon", STRATEGIES, ZERO_3),
     "ours-graph": Kind("this package, fixed slots, forward and backward in one CUDA graph",
                        STRATEGIES, ZERO_3),
     "ours-ce-graph": Kind("copy engines for weights and gradients, in one CUDA graph",
@@ -41,6 +42,8 @@ KINDS: dict[str, Kind] = {
     "ours-ce-rs8-graph": Kind("ours-ce-graph with gradients on the wire in 8-bit blocks",
                               ZERO_3, ZERO_3),
     "floor-graph": Kind("the floor in one CUDA graph"),
+    "ddp-muon": Kind("megatron-core's DDP with its layer-wise Muon (ZeRO-1), from 0.19 on"),
+    "fsdp2-muon": Kind("torch fully_shard with Muon on full_tensor, and AdamW"),
     "fsdp2": Kind("torch fully_shard with AdamW"),
     "fsdp2-symm": Kind("the same with symmetric memory and zero-CTA collectives of NCCL"),
     "bundled": Kind("megatron-core's own FSDP", STRATEGIES, ("optim_grads_params",)),
@@ -103,6 +106,11 @@ class Subject:
         return self.kind.endswith("-graph")
 
     @property
+    def has_muon(self) -> bool:
+        """Whether it trains with Muon."""
+        return self.kind.endswith("-muon")
+
+    @property
     def is_floor(self) -> bool:
         """Whether it trains nothing."""
         return self.kind.split("-")[0] == "floor"
@@ -150,7 +158,11 @@ BUDGET_ROWS = (
     "ours-ce-graph+10", "ours-ce-graph+30", "ours:optim", "bundled",
 )  # fmt: skip
 """GiB for units that stay whole over the microbatches of a step."""
+MUON_ROWS = ("ours:optim_grads_params", "ours-muon", "fsdp2-muon", "ddp-muon", "fsdp2", "ddp",
+             "ours-muon:optim")  # fmt: skip
+"""Muon beside Adam."""
 SETS = {
+    "muon": ",".join(MUON_ROWS),
     "fp8": ",".join(FP8_ROWS), "offload": ",".join(OFFLOAD_ROWS),
     "optimizer": ",".join(OPTIMIZER_ROWS), "budget": ",".join(BUDGET_ROWS),
 }

@@ -102,7 +102,7 @@ class Runner:
         for wired in ("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"):
             if hasattr(config, wired):
                 setattr(config, wired, None)
-        if self.subject.kind == "ddp":
+        if self.subject.kind in ("ddp", "ddp-muon"):
             for node in self.model.grad_accs:
                 handle = node.register_hook(lambda *unused: None)
                 hooks = handle.hooks_dict_ref()
@@ -138,7 +138,7 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
             "transformer_engine"
         )
     on_shards = subject.is_ours or subject.kind == "bundled"
-    reduces_tokens = on_shards or subject.kind == "ddp"
+    reduces_tokens = on_shards or subject.kind in ("ddp", "ddp-muon")
     changed = dataclasses.replace(
         options,
         use_distributed_optimizer=reduces_tokens,
@@ -148,7 +148,8 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
         # The floor and fully_shard have no main gradients to write into; the bundled engine writes
         # float32 ones with an operation that takes the compute dtype only.
         gradient_accumulation_fusion=options.gradient_accumulation_fusion
-        and (subject.is_ours or subject.kind == "ddp"),
+        and (subject.is_ours or subject.kind in ("ddp", "ddp-muon")),
+        optimizer="muon" if subject.has_muon else "adam",
         separate_all_gather_groups=subject.kind == "ours-ag",
         fsdp_double_buffer=subject.kind in ("ours-db", "ours-ub", "ours-graph"),
         nccl_ub=subject.kind in ("ours-ub", "ours-ce-ub"),
@@ -252,10 +253,17 @@ def _bundled_wrapper(options: Options, config: Any, module: Any, place: Place) -
     return bundled_wrapper(config, ddp, module, place)
 
 
+def _layer_wise_wrapper(options: Options, config: Any, module: Any, place: Place) -> Any:
+    from lib.bench_muon import layer_wise_wrapper
+
+    return layer_wise_wrapper(config, training.ddp_config(options), module)
+
+
 def _with_core_optimizer(subject: Subject, options: Options, place: Place) -> Runner:
     config = _config(subject, options)
     module = training.build_model(options, config, place)
-    wrap = _bundled_wrapper if subject.kind == "bundled" else training.wrap
+    special = {"bundled": _bundled_wrapper, "ddp-muon": _layer_wise_wrapper}
+    wrap = special.get(subject.kind, training.wrap)
     model = wrap(options, config, module, place)
     model.train()
     optimizer = training.build_optimizer(options, model)
@@ -325,11 +333,16 @@ def _fsdp2(subject: Subject, options: Options, place: Place) -> Runner:
 def _with_torch_optimizer(
     subject: Subject, options: Options, model: Any, place: Place
 ) -> Runner:
-    params = [param for param in model.parameters() if param.requires_grad]
-    decayed = [param for param in params if param.ndim > 1]
+    from lib.bench_muon import FullTensorMuon, Several, is_muons
+
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    params = [param for _, param in named]
+    matrices = [p for name, p in named if subject.has_muon and is_muons(name, p)]
+    ids = {id(param) for param in matrices}
+    decayed = [p for p in params if p.ndim > 1 and id(p) not in ids]
     others = [param for param in params if param.ndim <= 1]
     on_gpu = place.device.type == "cuda"
-    optimizer = torch.optim.AdamW(
+    optimizer: Any = torch.optim.AdamW(
         [
             {"params": decayed, "weight_decay": options.weight_decay},
             {"params": others, "weight_decay": 0.0},
@@ -340,6 +353,9 @@ def _with_torch_optimizer(
         fused=on_gpu,
         foreach=not on_gpu,
     )
+    if matrices:
+        muon = FullTensorMuon(matrices, options.lr, options.weight_decay)
+        optimizer = Several([muon, optimizer])
 
     def optimize() -> Any:
         limit = options.clip_grad if options.clip_grad > 0 else float("inf")
@@ -360,4 +376,6 @@ _BUILDERS: dict[str, Callable[[Subject, Options, Place], Runner]] = {
     "bundled": _with_core_optimizer,
     "fsdp2": _fsdp2,
     "fsdp2-symm": _fsdp2,
+    "fsdp2-muon": _fsdp2,
+    "ddp-muon": _with_core_optimizer,
 }

@@ -86,6 +86,7 @@ CHOICES = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "transformer_impl": ("local", "transformer_engine"),
     "cross_entropy_fusion_impl": ("native", "te"),
+    "optimizer": ("adam", "muon"),
     "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root"),
     "recompute_granularity": ("full", "selective", None),
     "fp8_format": ("hybrid", "e4m3", None),

@@ -83,6 +83,7 @@ _FP8_FIELDS = (
     "fp8_amax_compute_algo",
 )
 _OPTIMIZER_FIELDS = (
+    "optimizer",
     "lr",
     "min_lr",
     "weight_decay",
@@ -252,10 +253,19 @@ def wrap(
         )
 
 
+def _muon_fields(options: Options) -> dict[str, Any]:
+    """With the factor updates are of the size of Adam's, so that one learning rate serves both. On
+    core's DDP it is core's own, which gives whole matrices to single ranks."""
+    if options.optimizer != "muon":
+        return {}
+    own = {"use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": True}
+    return {"muon_extra_scale_factor": 0.2, **({} if options.use_megatron_fsdp else own)}
+
+
 def build_optimizer(options: Options, model: torch.nn.Module) -> MegatronOptimizer:
     """Core's optimizer for the wrapped model."""
     config = OptimizerConfig(
-        **_chosen(options, _OPTIMIZER_FIELDS),
+        **{**_chosen(options, _OPTIMIZER_FIELDS), **_muon_fields(options)},
         overlap_cpu_optimizer_d2h_h2d=options.optimizer_cpu_offload,
         params_dtype=params_dtype(options),
         fp8_recipe=options.fp8_recipe if options.fp8_format is not None else None,

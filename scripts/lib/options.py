@@ -95,6 +95,7 @@ class Options:
     lr_decay_iters: int | None = option(None, "steps of the decay; default train-iters")
     lr_warmup_iters: int = option(0, "steps of the linear warm-up")
     weight_decay: float = option(0.01, "decoupled weight decay")
+    optimizer: str = option("adam", "adam, or muon for matrices and adam for the rest")
     adam_beta1: float = option(0.9, "Adam's first decay rate")
     adam_beta2: float = option(0.999, "Adam's second decay rate")
     adam_eps: float = option(1e-8, "Adam's epsilon")

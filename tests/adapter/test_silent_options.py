@@ -93,12 +93,12 @@ def test_core_makes_no_muon_on_shards(
     monkeypatch.setattr(muon, "TensorParallelMuon", lambda *args, **kwargs: made.append(args))
     wrapper = build_trainer(CASE, "optim_grads_params", one_rank).wrapper
     config = optimizer_config(CASE, use_distributed_optimizer=False, optimizer="muon")
-    with pytest.raises(ValueError, match=r"optimizer='muon'.*whole matrices.*use 'adam'"):
+    with pytest.raises(ValueError, match=r"get_megatron_muon_optimizer needs whole matrices"):
         muon.get_megatron_muon_optimizer(config, [wrapper], use_gloo_process_groups=False)
     assert not made
 
 
-@pytest.mark.parametrize("name", ["muon", "dist_muon", "adaptive_muon", "soap", "lion"])
+@pytest.mark.parametrize("name", ["dist_muon", "adaptive_muon", "soap", "lion"])
 def test_core_asks_for_parameter_groups_of_every_optimizer_where_others_are_refused(
     one_rank: torch.device, name: str
 ) -> None:

@@ -224,13 +224,26 @@ def test_contradictions_are_one_error(megatron_lm: Path) -> None:
     run = train(
         megatron_lm,
         [*MOCK, "--use-megatron-fsdp", "--ckpt-format", "torch_dist", "--use-torch-fsdp2",
-         "--optimizer", "muon"],
+         "--optimizer", "dist_muon"],
     )  # fmt: skip
     assert run.status == 2
     assert run.log.count("cannot be used with this configuration") == 1
-    for option in ("ckpt_format='torch_dist'", "use_torch_fsdp2=True", "optimizer='muon'"):
+    for option in ("ckpt_format='torch_dist'", "use_torch_fsdp2=True", "optimizer='dist_muon'"):
         assert f"  - {option}: " in run.log
     assert "Traceback" not in run.log
+
+
+def test_muon_trains_where_megatron_lm_makes_it(megatron_lm: Path) -> None:
+    """From 0.18 on; the table says which weights are its."""
+    if "muon-nesterov" not in (megatron_lm / "megatron/training/arguments.py").read_text():
+        pytest.skip("this Megatron-LM has no --muon-nesterov: it makes Muon by another function")
+    run = train(
+        megatron_lm,
+        [*MOCK, "--use-megatron-fsdp", "--optimizer", "muon", "--train-iters", "3", "--swiglu"],
+    )
+    assert run.status == 0, run.end
+    assert "mlp.linear_fc1.weight" in run.log and "Muon: " in run.log
+    assert f"iteration {3:8d}/" in run.log
 
 
 def test_without_the_flag_the_script_is_its_own(megatron_lm: Path, stock) -> None:

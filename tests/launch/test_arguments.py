@@ -90,6 +90,7 @@ def _complete(**changed: Any) -> argparse.Namespace:
 
 
 BREAKING: dict[str, dict[str, Any]] = {
+    "optimizer": {"optimizer": "muon"},
     "use_torch_fsdp2": {"use_torch_fsdp2": True},
     "ckpt_format": {"ckpt_format": "zarr"},
     "async_save": {"async_save": True},
@@ -123,7 +124,7 @@ def test_every_rule_of_the_launch_is_broken_by_its_value(rule: Any) -> None:
     [
         ({"fp4": "e2m1", "fp4_recipe": "custom"}, "fp4_recipe='custom'"),
         ({"exp_avg_dtype": "fp8"}, "exp_avg_dtype='fp8'"),
-        ({"optimizer": "muon"}, "optimizer='muon'"),
+        ({"optimizer": "soap"}, "optimizer='soap'"),
         ({"ddp_reduce_scatter_with_fp32_accumulation": True},
          "reduce_scatter_with_fp32_accumulation=True"),
         ({"ddp_param_name_patterns_for_fp32_local_accumulation": ["all"],
@@ -214,6 +215,30 @@ def test_a_megatron_lm_that_cannot_be_hooked_is_told_what_it_lacks() -> None:
     with pytest.raises(RuntimeError, match=r"no megatron\.training\.arguments\.add_megatron_arg"):
         nothing = (lambda: None, lambda: None, lambda old, new: None)
         megatron_lm.hook_arguments(module, [], [], *nothing)
+
+
+def test_muon_is_asked_for_where_this_megatron_lm_makes_it() -> None:
+    assert not validation.launch_problems(_complete(optimizer="muon", muon_nesterov=False), {})
+
+
+@pytest.mark.parametrize("use_megatron_fsdp", [True, False])
+def test_validation_is_shown_adam_in_the_place_of_muon(use_megatron_fsdp: bool) -> None:
+    """Megatron-LM asserts that there is no Muon with sharded weights; what it then makes is."""
+    seen: list[str] = []
+
+    def validate_args(args: Any, defaults: Any) -> Any:
+        seen.append(args.optimizer)
+        if defaults == "wrong":
+            raise AssertionError
+        return args
+
+    args = argparse.Namespace(optimizer="muon", use_megatron_fsdp=use_megatron_fsdp)
+    validate = megatron_lm.validating_muon(validate_args)
+    assert validate(args, {}) is args and args.optimizer == "muon"
+    with pytest.raises(AssertionError):
+        validate(args, defaults="wrong")
+    assert args.optimizer == "muon"
+    assert seen == ["adam" if use_megatron_fsdp else "muon"] * 2
 
 
 def test_fields_of_main_are_those_of_the_flags() -> None:

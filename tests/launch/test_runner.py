@@ -34,6 +34,9 @@ def add_megatron_arguments(parser):
 
 def parse_args(*unused):
     return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
+
+def validate_args(args, defaults={}):
+    return args
 """
 SCRIPT = """
 import os, sys

@@ -84,6 +84,12 @@ WEIGHT_HASH = "with 'optim_grads_params' no rank has whole weights to hash; leav
 
 LAUNCH_RULES: tuple[Rule, ...] = (
     Rule(
+        "optimizer",
+        lambda args: args.optimizer == "muon" and not hasattr(args, "muon_nesterov"),
+        "this Megatron-LM makes Muon by a function of its own, which needs whole matrices; use "
+        "'adam', or a release from 0.18 on",
+    ),
+    Rule(
         "use_torch_fsdp2",
         lambda args: bool(getattr(args, "use_torch_fsdp2", False)),
         "it is another wrapper, exclusive with use_megatron_fsdp; leave one of them out",
@@ -174,6 +180,11 @@ def _reorders_rows(option: str) -> Rule:
 _NVRX = "nvidia_resiliency_ext"
 
 BRIDGE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "optimizer.optimizer",
+        lambda cfg: cfg.optimizer.optimizer == "muon",
+        "recipes of Megatron-Bridge were not run with it; use 'adam'",
+    ),
     Rule(
         "dist.use_torch_fsdp2",
         lambda cfg: cfg.dist.use_torch_fsdp2,

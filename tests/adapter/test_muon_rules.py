@@ -1,0 +1,152 @@
+"""Which weights are Muon's, of which matrices they are made, and what is refused with it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter.megatron.muon import FUSED, is_muons, table
+from megatron_fsdp_adapter.sharding.muon.matrices import row_blocks
+from megatron_fsdp_adapter.sharding.muon.newton_schulz import coefficients_of, orthogonalised
+from tests.distributed.gpt import (
+    Case,
+    Trainer,
+    batches,
+    build_trainer,
+    forward_backward,
+    optimizer_config,
+    train_step,
+)
+
+MUON = {"optimizer": "muon"}
+CASE = Case(swiglu=True)
+
+
+def pairs_of(trainer: Trainer) -> dict[str, Any]:
+    pairs = trainer.wrapper.engine.pairs
+    return {pair.managed.fqns[0].removeprefix("module."): pair for pair in pairs}
+
+
+def test_the_first_update_is_orthogonal_and_adam_has_the_rest(one_rank: torch.device) -> None:
+    """A run that silently trains with Adam does not pass."""
+    trainer = build_trainer(CASE.but(weight_decay=0.0), "optim", one_rank, optimizer=MUON)
+    before = trainer.params()
+    train_step(trainer, batches(CASE, 0, 0, one_rank))
+    after = trainer.params()
+    weight = "decoder.layers.0.mlp.linear_fc1.weight"
+    for half in ((after[weight] - before[weight]) / CASE.lr).chunk(2):
+        values = torch.linalg.svdvals(half / max(half.shape) ** 0.5)
+        assert values.median() > 0.6 and values.max() < 1.4, values
+    state = trainer.optimizer.optimizer.state
+    for name, pair in pairs_of(trainer).items():
+        expected = {"momentum_buffer"} if is_muons(pair) else {"step", "exp_avg", "exp_avg_sq"}
+        assert set(state[pair.optimizer]) == expected, name
+    text = table([trainer.wrapper], optimizer_config(CASE, **MUON))
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    attention = "decoder.layers.*.self_attention"
+    assert f"{attention}.linear_qkv.weight 2 Muon: 24 x 24, 24 x 24, 24 x 24" in rows
+    assert "decoder.layers.*.mlp.linear_fc1.weight 2 Muon: 40 x 24, 40 x 24" in rows
+
+
+def test_marks_and_classes_decide(one_rank: torch.device) -> None:
+    """`use_muon=False`; learned positions, which core does not mark as an embedding."""
+
+    def change(model: torch.nn.Module) -> None:
+        model.decoder.layers[0].mlp.linear_fc2.weight.use_muon = False  # type: ignore[union-attr]
+
+    case = CASE.but(positions="learned_absolute")
+    trainer = build_trainer(case, "optim", one_rank, change, optimizer=MUON)
+    found = {name for name, pair in pairs_of(trainer).items() if is_muons(pair)}
+    layers = {name for name in pairs_of(trainer) if "layers" in name and name.endswith("weight")}
+    fused = {name for name in layers if "norm" not in name}
+    assert found == fused - {"decoder.layers.0.mlp.linear_fc2.weight"}
+    of_muon = {
+        id(param) for group in trainer.optimizer.param_groups
+        if group.get("optimizer") == "muon" for param in group["params"]
+    }  # fmt: skip
+    assert of_muon == {id(pairs_of(trainer)[name].optimizer) for name in found}
+    forward_backward(trainer, batches(case, 0, 0, one_rank))
+    assert trainer.optimizer.step()[0]
+
+
+ATTENTION = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 3}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_fused_attention_is_split_as_core_reads_it(gated: bool) -> None:
+    """Each of q, gate, k and v is orthogonal by itself."""
+    config = SimpleNamespace(**ATTENTION, attention_output_gate=gated)
+    parts = FUSED["linear_qkv"](config)
+    assert parts == ((6, 6, 3, 3) if gated else (6, 3, 3))
+    rows = 2 * sum(parts)
+    blocks = row_blocks(rows, parts)
+    torch.manual_seed(4)
+    fused = torch.randn(rows, 40)
+    for number, height in enumerate(parts):
+        taken = torch.cat([fused[start:stop] for start, stop in blocks[number]])
+        start = sum(parts[:number])
+        as_read = fused.view(2, -1, 40)[:, start : start + height].reshape(-1, 40)
+        assert torch.equal(taken, as_read)
+        found = orthogonalised(taken[None], coefficients_of("quintic", 5))[0]
+        assert (torch.linalg.svdvals(found) - 1).abs().max() < 0.35
+
+
+def test_latent_attention_is_split_as_core_reads_it() -> None:
+    """Keys and values of each head; latents, and the keys' part for positions."""
+    config = SimpleNamespace(
+        q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6,
+        kv_channels=3,
+    )  # fmt: skip
+    heads, fused = 2, torch.randn(2 * (8 + 6), 9)
+    keys, values = fused.view(heads, 14, 9).split([8, 6], dim=1)
+    for blocks, expected in zip(
+        row_blocks(len(fused), FUSED["linear_kv_up_proj"](config)), (keys, values), strict=True
+    ):
+        taken = torch.cat([fused[start:stop] for start, stop in blocks])
+        assert torch.equal(taken, expected.reshape(-1, 9))
+    assert FUSED["linear_kv_down_proj"](config) == (10, 4)
+    assert FUSED["linear_qkv_down_proj"](config) == (12, 10, 4)
+    assert FUSED["linear_kv"](config) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"muon_scalar_optimizer": "lion"}, "muon_scalar_optimizer='lion'"),
+        ({"muon_coefficient_type": "cubic"}, "muon_coefficient_type='cubic'"),
+        ({"muon_scale_mode": "none"}, "muon_scale_mode='none'"),
+        ({"muon_num_ns_steps": 0}, "muon_num_ns_steps=0"),
+        ({"fp16": True}, "fp16=True"),
+        ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload=True"),
+    ],
+)
+def test_what_muon_does_not_go_with_is_named(
+    one_rank: torch.device, options: dict[str, Any], named: str
+) -> None:
+    def change(config: Any) -> Any:
+        config.optimizer = "muon"
+        for name, value in options.items():
+            setattr(config, name, value)
+        return config
+
+    with pytest.raises(ValueError, match=f"optimizer='muon' with {named}"):
+        build_trainer(CASE, "optim", one_rank, optimizer=change)
+
+
+def test_streamed_state_and_a_fused_weight_that_is_none_are_refused(
+    one_rank: torch.device,
+) -> None:
+    with pytest.raises(ValueError, match="chunked_optimizer_state_offload=True"):
+        build_trainer(
+            CASE, "optim", one_rank, optimizer=MUON, ddp={"chunked_optimizer_state_offload": True}
+        )
+
+    def change(model: torch.nn.Module) -> None:
+        for layer in model.decoder.layers:  # type: ignore[union-attr]
+            layer.self_attention.config.kv_channels = 5
+
+    with pytest.raises(ValueError, match=r"linear_qkv.weight of 72 rows is taken for a fused"):
+        build_trainer(CASE.but(num_layers=1), "optim", one_rank, change, optimizer=MUON)
