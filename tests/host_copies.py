@@ -18,13 +18,15 @@ class HostCopies:
 
     Args:
         forbidden: `_cdata` of storages that must not be packed.
+        spoils: whether originals are spoiled, which nobody may need any more when a backward
+            begins. False for a schedule that runs backwards beside forwards.
 
     Attributes:
         packed: how many tensors were copied. found: shapes of those that were in `forbidden`.
     """
 
-    def __init__(self, forbidden: set[int] | None = None) -> None:
-        self.forbidden = forbidden or set()
+    def __init__(self, forbidden: set[int] | None = None, spoils: bool = True) -> None:
+        self.forbidden, self.spoils = forbidden or set(), spoils
         self.packed, self.found = 0, list[tuple[int, ...]]()
         self._originals = list[torch.Tensor]()
 
@@ -46,7 +48,7 @@ class HostCopies:
         """The first one of a backward: nothing that was computed before is of use now."""
         originals, self._originals = self._originals, []
         for original in originals:
-            if original.is_floating_point():
+            if self.spoils and original.is_floating_point():
                 original.fill_(float("nan"))
         return copied.clone()
 

@@ -157,6 +157,8 @@ def config_of(cell: Cell, width: str) -> TransformerConfig:
         more = {
             "cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.full_iteration],
         }  # fmt: skip
+    if cell["ep_overlap"] == "on":
+        more["overlap_moe_expert_parallel_comm"] = True
     if topology.experts:
         more["moe_grouped_gemm"] = cell["layers"] == "te_grouped"
     return model_config(

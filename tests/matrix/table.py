@@ -47,6 +47,9 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
     "start": ("usual", "meta"),
     "wire": ("fp32", "bf16"),
     "ranks": (2, 1, 3, 4),
+    "units": ("layers", "parts"),
+    "ep_overlap": ("off", "on"),
+    "offload": ("none", "activations", "streamed", "core"),
 }
 
 MEANING: Mapping[str, str] = {
@@ -75,6 +78,11 @@ MEANING: Mapping[str, str] = {
     "start": "parameters made on the device, or on the meta device",
     "wire": "`megatron_fsdp_grad_comm_dtype`",
     "ranks": "processes",
+    "units": "layers, or parts of their experts too "
+    "(`megatron_fsdp_enable_fine_grained_param_gather`)",
+    "ep_overlap": "`overlap_moe_expert_parallel_comm`: core's schedule of parts of layers",
+    "offload": "nothing; what autograd saves, by a user's hooks; main weights and moments, by "
+    "`chunked_optimizer_state_offload`, or by core's `optimizer_cpu_offload`",
 }
 
 _UNSPLIT: Cell = {
@@ -195,7 +203,37 @@ RULES: tuple[Rule, ...] = (
             and uses_te(target, layers) and STRATEGIES[str(strategy)].shard_grads
         ),
     ),
+    Rule(
+        "refused: offload of the optimizer in a graph", "a replay does not run the host's part",
+        lambda offload, graph: offload in ("streamed", "core") and graph == "on",
+    ),
+    Rule(
+        "refused: parts of layers in slots", "two passes read layers at a time",
+        lambda ep_overlap, buffers, strategy: (
+            ep_overlap == "on" and buffers in ("slots", "nccl_ub")
+            and STRATEGIES[str(strategy)].shard_weights
+        ),
+    ),
     # What has no meaning.
+    Rule(
+        "no hooks in a graph", "hooks on saved tensors are of Python",
+        lambda offload, graph: offload == "activations" and graph == "on",
+    ),
+    Rule(
+        "no hooks around parts", "core's schedule does not call the model, and recompute in a "
+        "backward under hooks shows them weights",
+        lambda offload, ep_overlap, recompute: (
+            offload == "activations" and ep_overlap == "on" and recompute != "none"
+        ),
+    ),
+    Rule(
+        "no parts", "the parts are those of experts",
+        lambda units, layers: units == "parts" and layers not in WITH_EXPERTS,
+    ),
+    Rule(
+        "no EP", "what is overlapped is the communication of expert-parallel ranks",
+        lambda ep_overlap, ep: ep_overlap == "on" and ep == 1,
+    ),
     Rule(
         "no experts", "EP and ETP are axes of experts",
         lambda layers, ep, etp: layers not in WITH_EXPERTS and (ep > 1 or etp > 1),
@@ -203,6 +241,27 @@ RULES: tuple[Rule, ...] = (
     Rule("no TP", "SP splits what TP does not", lambda sp, tp: sp == "on" and tp == 1),
     Rule("no PP", "model chunks are those of a pipeline", lambda vpp, pp: vpp > 1 and pp == 1),
     # What core cannot do with any wrapper.
+    Rule(
+        "core: parts of layers in float32", "its configuration asks for 16 bits",
+        lambda ep_overlap, precision: ep_overlap == "on" and precision == "fp32",
+    ),
+    Rule(
+        "core: parts of layers and full recompute", "its configuration excludes it",
+        lambda ep_overlap, recompute: ep_overlap == "on" and recompute == "full",
+    ),
+    Rule(
+        "core: parts of layers in a pipeline without chunks", "its schedule is the interleaved one",
+        lambda ep_overlap, pp, vpp: ep_overlap == "on" and pp > 1 and vpp == 1,
+    ),
+    Rule(
+        "core: parts of adapted layers", "its schedule asks an MLP for `backward_dw`",
+        lambda ep_overlap, trained: ep_overlap == "on" and trained == "adapter",
+    ),
+    Rule(
+        "core: parts of layers need alltoall", "gloo has none of unequal sizes for ETP: these "
+        "cells dispatch by allgather",
+        lambda ep_overlap, etp: ep_overlap == "on" and etp > 1,
+    ),
     Rule(
         "core: experts with TP need SP", "MoELayer raises in training without it",
         lambda layers, tp, sp: layers in WITH_EXPERTS and tp > 1 and sp == "off",
@@ -259,6 +318,8 @@ REFERENCE: Mapping[str, Value | None] = {
     "outer": "plain",
     "start": "usual",
     "wire": "fp32",
+    "units": "layers",
+    "offload": "none",
 }
 """How a cell becomes its reference, stock DDP: these dimensions are set, the others stay. Strategy
 None is DDP; it has no such buffers, outer axis, meta start or dtype on the wire, and overlap and

@@ -21,7 +21,7 @@ from tests.matrix.run import run
 from tests.matrix.table import Cell, cell_named, name_of
 
 ALL = cells.cached("cpu")
-OF_FOUR = 1
+OF_FOUR = 3
 """How many cells of four ranks are in the slice; those of two all are."""
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from megatron_fsdp_adapter.prove.build import wire_schedule
 from megatron_fsdp_adapter.prove.whole import shard_groups
 from tests.distributed.exact import U_FLOAT32, gamma
 from tests.distributed.gpt import ddp_config, give_up, optimizer_config
+from tests.distributed.hybrid_device import offload, two_memories
 from tests.distributed.topologies import (
     Topology,
     TopologyTrainer,
@@ -41,7 +43,9 @@ from tests.distributed.topologies import (
     plain_name,
     run_schedule,
 )
+from tests.engine.engine_cases import buffers_of
 from tests.gpu.captured import forget_graphs
+from tests.host_copies import HostCopies
 
 from .bounds import PEAK, SENSITIVITY, Bounds, bounds_of, is_sensitive
 from .model import case_of, chunk_of, config_of, topology_of
@@ -76,7 +80,54 @@ def _ddp_options(cell: Cell) -> dict[str, Any]:
         options["megatron_fsdp_grad_comm_dtype"] = torch.bfloat16
     if cell["graph"] == "on":
         options["check_for_nan_in_grad"] = False
+    if cell["units"] == "parts":
+        options["megatron_fsdp_enable_fine_grained_param_gather"] = True
+    if cell["offload"] == "streamed":
+        options["chunked_optimizer_state_offload"] = True
     return options
+
+
+@contextlib.contextmanager
+def _memories(cell: Cell) -> Iterator[None]:
+    """Where there is no GPU the host stands for both memories, and its tensors are on no stream."""
+    with contextlib.ExitStack() as stack:
+        if not torch.cuda.is_available():
+            if cell["offload"] == "core":
+                stack.enter_context(two_memories())
+            if cell["ep_overlap"] == "on":
+                quiet = mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None)
+                stack.enter_context(quiet)
+        yield
+
+
+@contextlib.contextmanager
+def _activations_kept(cell: Cell, trainer: TopologyTrainer) -> Iterator[None]:
+    """Inside, if the cell asks for it, hooks of a user's keep copies of what autograd saves. With
+    recompute they are on in forward alone: a part of a unit that is recomputed in backward is
+    called without its unit, and shows them weights."""
+    if cell["offload"] != "activations":
+        yield
+        return
+    buffers = [b for chunk in trainer.chunks for _, b in buffers_of(chunk.engine)]
+    storages = {buffer.untyped_storage()._cdata for buffer in buffers}
+    copies = HostCopies(storages, spoils=cell["ep_overlap"] == "off")
+    with contextlib.ExitStack() as stack:
+        if cell["recompute"] == "none":
+            stack.enter_context(copies.hooks())
+        else:
+            for chunk in trainer.chunks:
+                hooked = _hooked(chunk.forward, copies)
+                stack.enter_context(mock.patch.object(chunk, "forward", hooked))
+        yield
+    assert copies.packed and not copies.found, (copies.packed, copies.found)
+
+
+def _hooked(forward: Callable[..., Any], copies: HostCopies) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        with copies.hooks():
+            return forward(*args, **options)
+
+    return call
 
 
 def _values_of_fp8(models: Sequence[Any]) -> Tensors:
@@ -116,6 +167,7 @@ def build(
         optimizer_config(
             case, use_distributed_optimizer=ours or quantised,
             overlap_param_gather=ours and case.overlap,
+            **(offload() if cell["offload"] == "core" else {}),
         ),
         chunks,
         use_gloo_process_groups=False,
@@ -243,6 +295,11 @@ def trained_reference(
     """Stock DDP of the cell, three steps; collective. It quantises weights as often as ours, where
     that keeps nothing quantised: delayed scaling looks at the history of earlier casts. `rounded`:
     gradients are rounded to bf16 before each update."""
+    with _memories({**cell, **REFERENCE}):
+        return _recorded(cell, width, groups, rounded)
+
+
+def _recorded(cell: Cell, width: str, groups: Groups, rounded: bool) -> Record:
     device = groups.use(topology_of(cell))
     whole: Tensors = {}
     trainer = build({**cell, **REFERENCE}, width, device, whole)
@@ -334,7 +391,7 @@ def check_shards(
         sums, peaks = [], []
         for name, pair in pairs:
             held = pair.optimizer.megatron_fsdp_slice
-            local = local_of(pair).reshape(-1).double()
+            local = local_of(pair).to(expected[name].device).reshape(-1).double()
             theirs = expected[name].reshape(-1)[held].double()
             size = theirs - base[name].reshape(-1)[held].double() if base else theirs
             error = local - theirs
@@ -396,6 +453,14 @@ def check_cell(cell: Cell, width: str, groups: Groups) -> Findings:
     if is_sensitive(cell):
         movement = sensitivity(reference, trained_reference(cell, width, groups, rounded=True))
     gc.collect()
+    with _memories(cell):
+        return _measured(cell, width, groups, reference, bounds, movement)
+
+
+def _measured(
+    cell: Cell, width: str, groups: Groups, reference: Record, bounds: Bounds,
+    movement: Mapping[str, float],
+) -> Findings:
     device = groups.use(topology_of(cell), 1 if cell["outer"] == "plain" else 2)
     trainer = build(cell, width, device)
     if cell["start"] == "meta":
@@ -405,7 +470,7 @@ def check_cell(cell: Cell, width: str, groups: Groups) -> Findings:
         findings, "weights at the start", lambda name: 0.0, trainer,
         lambda pair: pair.optimizer._local_tensor, reference.before,
     )  # fmt: skip
-    with _schedule(cell) as schedule:
+    with _schedule(cell) as schedule, _activations_kept(cell, trainer):
         _train(findings, bounds, trainer, reference, schedule)
     check_shards(
         findings, "movement",
