@@ -21,11 +21,11 @@ from typing import Any
 from megatron_fsdp_adapter.cli.gpt import flag, read_options
 from megatron_fsdp_adapter.core.config import STRATEGIES
 
-from . import report
+from . import report, scale
 from .machine import GPUS, NETWORKS, Machine, from_json, machine_named
 from .models import from_hugging_face, from_options
 from .search import Plan, Wanted, plan
-from .shapes import SHAPES, Shape, shape_named
+from .shapes import SHAPES, Parallel, Shape, shape_named
 
 FIXED = {
     "data_parallel_sharding_strategy": ("strategy", str),
@@ -79,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     out.add_argument("--explain", action="store_true", help="the step as the engine runs it")
     out.add_argument("--plot", metavar="FILE", help="a picture of a step, or of the curve")
     out.add_argument("--curve", metavar="N,N,...", help="the best for each number of GPUs")
+    out.add_argument("--scale", metavar="N,N,...", help="what grows with the number of ranks")
     out.add_argument("--measure", metavar="FILE", help="measures this machine, and writes FILE")
     out.add_argument("--measure-small", action="store_true", help="tiny shapes, to try --measure")
     return parser
@@ -134,10 +135,11 @@ def wanted_of(given: argparse.Namespace, gpus: int) -> Wanted:
 
 
 def _numbers(text: str) -> list[int]:
+    """Of GPUs."""
     try:
         return [int(word) for word in text.split(",")]
     except ValueError as error:
-        raise ValueError(f"--curve {text}: write numbers of GPUs, e.g. 8,16,32") from error
+        raise ValueError(f"{text!r}: write numbers of GPUs, e.g. --curve 8,16,32") from error
 
 
 def run(given: argparse.Namespace) -> str:
@@ -150,6 +152,12 @@ def run(given: argparse.Namespace) -> str:
         from .measure import measure
 
         return measure(given.measure, machine_of(given), given.measure_small)
+    if given.scale:
+        shape = shape_of(given)
+        rows = scale.scale_rows(
+            shape, _numbers(given.scale), Parallel(expert=given.expert_model_parallel_size or 1)
+        )
+        return "\n".join(report.aligned([scale.HEAD, *scale.render(shape.name, rows)]))
     if given.curve:
         return _curve(given, _numbers(given.curve))
     found = plan(wanted_of(given, given.gpus))

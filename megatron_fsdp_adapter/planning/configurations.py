@@ -28,6 +28,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 
 from .machine import Group, Machine
+from .program import Program
 from .shapes import (
     BF16,
     DENSE,
@@ -365,33 +366,34 @@ def _further(few: _Stage, more: _Stage, times: float) -> _Stage:
     )
 
 
+def program_of(
+    shape: Shape, chosen: Configuration, microbatches: int, stage: int, layers: int
+) -> Program:
+    """Two steps of a rank of a stage, of which so many layers are run: the last ones, since of a
+    mixture the first may be dense."""
+    mine = units(shape, chosen.parallel, chosen.microbatch, stage)
+    numbers = [unit.name for unit in mine if unit.name.startswith("decoder.layers.")]
+    left_out = set(numbers[: len(numbers) - layers])
+    mine = [unit for unit in mine if unit.name not in left_out]
+    used = {domain for unit in mine for _, _, domain in unit.params}
+    shards = {name: sizes for name, sizes in chosen.shards.items() if name in used}
+    warmup = min(chosen.parallel.pipeline - 1 - stage, microbatches - 1, 2)
+    setup = StepSetup(
+        chosen.engine, shards, microbatches, warmup, separate_gathers=chosen.separate_gathers,
+        copy_gathers=chosen.copies, copy_reduces=chosen.copies, fused=chosen.fused,
+        graph=chosen.graph,
+    )  # fmt: skip
+    return record_step(mine, setup)
+
+
 def _ran(
     shape: Shape, chosen: Configuration, machine: Machine, run: int, stage: int, layers: int
 ) -> _Stage:
     """The engine's program for so many of the stage's layers, timed."""
-    mine = units(shape, chosen.parallel, chosen.microbatch, stage)
-    numbers = [unit.name for unit in mine if unit.name.startswith("decoder.layers.")]
-    kept = set(_sample(numbers, layers))
-    mine = [unit for unit in mine if unit.name not in set(numbers) - kept]
-    used = {domain for unit in mine for _, _, domain in unit.params}
-    shards = {name: sizes for name, sizes in chosen.shards.items() if name in used}
-    warmup = min(chosen.parallel.pipeline - 1 - stage, run - 1, 2)
-    setup = StepSetup(
-        chosen.engine, shards, run, warmup, separate_gathers=chosen.separate_gathers,
-        copy_gathers=chosen.copies, copy_reduces=chosen.copies, fused=chosen.fused,
-        graph=chosen.graph,
-    )  # fmt: skip
-    program = record_step(mine, setup)
+    program = program_of(shape, chosen, run, stage, layers)
     where = groups(chosen, machine)
     if run < 3:
         step = time_program(program, machine, where)
         return _Stage(step.seconds, step.seconds, step.spent, step.spent, step)
     step, middle = time_windows(program, machine, where, [STEP, ("microbatch", run + 1)])
     return _Stage(step.seconds, middle.seconds, step.spent, middle.spent, step)
-
-
-def _sample(names: list[str], count: int) -> list[str]:
-    """The last ones: of a mixture the first layers may be dense."""
-    return names[-count:]
-
-
