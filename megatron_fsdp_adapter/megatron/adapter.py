@@ -49,6 +49,7 @@ from .fp8 import CACHE_OPTION, begin_delayed_scaling, switch_off_weight_cache
 from .fused_wgrad import asks_fusion
 from .grad_checks import chosen_check
 from .inner import ParamAndGradBuffer, ShardedModule
+from .layer_graphs import LayerCaptures
 from .marks import mark
 from .options import capability, ddp_options, staging_options
 from .options.support import is_on
@@ -125,6 +126,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.force_all_reduce = False
         self.engine = self._build_engine(module, fsdp_unit_modules)
         self._captures = Captures(self.engine)
+        self._layers = LayerCaptures(self.engine, module, config)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed())
         forced = ddp_options.forced_options(ddp_config, config)
@@ -245,7 +247,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         """Runs the module on gathered weights. RuntimeError under torch.compile."""
         refuse_compilation()
         self._before_pass()
-        output = self.module(*inputs, **kwargs)
+        with self._layers.forward_pass():
+            output = self.module(*inputs, **kwargs)
         self._captures.after_forward()
         return output
 
@@ -295,6 +298,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         check_trained(self.engine)
         self.engine.finish_grads()
         self._captures.gradients_finished()
+        self._layers.gradients_finished()
         for param in self._shared_embeddings():
             param.main_grad = param.grad  # type: ignore[attr-defined]
 
@@ -318,6 +322,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         """Forgets all gradients. Idempotent. Also recovers from a pass that raised. Once there is a
         graph of a training step they stay, for a replay to overwrite."""
         self._wiring.on_zero_grads()
+        self._layers.gradients_forgotten()
         if self._captures.keeps_gradients():
             return
         self.engine.zero_grads()

@@ -15,7 +15,14 @@ from ..sharding.placement import Placements
 from . import activation_offload, schedule_plans
 from .domains import read_index
 from .model_problems import model_problems
-from .options import arguments, capability, cuda_graphs, ddp_options, validation
+from .options import (
+    arguments,
+    capability,
+    cuda_graphs,
+    ddp_options,
+    layer_graphs,
+    validation,
+)
 from .seams import core_api
 
 
@@ -40,6 +47,7 @@ def construction_problems(
         *capability.device_problems(config, target),
         *activation_offload.problems(config),
         *cuda_graphs.problems(config, ddp_config, target, core_api.asks_tokens_on_the_host()),
+        *layer_graphs.problems(config, ddp_config, target),
         *module_problems(
             module, unit_classes, device, ddp_options.main_params_dtype(ddp_config),
             placements.manages,

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -98,10 +98,24 @@ class DirectGrads:
     def close(self) -> set[int]:
         """Backward is over: returns the parameters whose part of the bucket holds a gradient."""
         written = self._written if self.is_open else set()
+        self.settle()
+        self.is_open, self._written = False, set()
+        return written
+
+    def settle(self) -> None:
+        """Adds what was put aside to what was written in its place."""
         for view, earlier in self._aside:
             view.add_(earlier)
-        self.is_open, self._written, self._aside = False, set(), []
-        return written
+        self._aside = []
+
+    @property
+    def written(self) -> set[int]:
+        """The parameters whose part of the bucket holds a gradient, or zeroes to add to."""
+        return self._written
+
+    def note(self, indices: Iterable[int]) -> None:
+        """Somebody has written these: a captured backward (`captured.py`)."""
+        self._written.update(indices)
 
     def write(self, index: int) -> torch.Tensor:
         """Called by a module that is about to write the gradient of parameter `index`."""

@@ -119,7 +119,8 @@ class ReducePipeline:
             raise RuntimeError(
                 f"unit {unit.name}: a backward for gradients of inputs alone (torch.autograd.grad, "
                 "backward(inputs=...)) goes through modules that add weight gradients to "
-                "main_grad by themselves; switch gradient_accumulation_fusion off"
+                "main_grad by themselves; switch gradient_accumulation_fusion off, and CUDA graphs "
+                "of layers"
             )
         with torch.no_grad():
             self._refuse_late(unit)

@@ -63,7 +63,7 @@ class Unit:
         self.backward_reads_weights = plan.backward_reads_weights
         self.backward_use = plan.backward_use
         self.trainable_groups = [group for group in groups if group.key.requires_grad]
-        self.direct_groups = [group for group in self.trainable_groups if group.direct.any]
+        self.find_direct()
         self.weight_bytes = sum(full.nbytes for group in groups for full in group.weights)
         self.forward_calls = 0
         self.gathered: Any = None
@@ -82,6 +82,9 @@ class Unit:
         ]
         for group in groups:
             _label(group, f"unit {name}")
+
+    def find_direct(self) -> None:
+        self.direct_groups = [group for group in self.trainable_groups if group.direct.any]
 
     @property
     def active_groups(self) -> list[ParamGroup]:

@@ -1,6 +1,7 @@
-"""Options of CUDA graphs. One kind is supported, of a whole iteration:
+"""Options of CUDA graphs. Two kinds are supported: of a whole iteration (`captures.py`),
 `cuda_graph_impl="full_iteration"`, which before megatron-core 0.18 was `"local"` with the scope
-`full_iteration`. What happens then is in `captures.py`.
+`full_iteration`; and of single layers (`layer_graphs.py`), `"local"` with other scopes, which are
+called modules from 0.18 on.
 """
 
 from __future__ import annotations
@@ -15,12 +16,24 @@ LOCAL, FULL_ITERATION = "local", "full_iteration"
 def captures_iteration(config: Any) -> bool:
     """Whether the model config asks for full-iteration graphs, and for no others."""
     impl = getattr(config, "cuda_graph_impl", "none")
-    if impl == FULL_ITERATION:
-        return True
-    scope = getattr(config, "cuda_graph_scope", None)
-    scopes = scope if isinstance(scope, (list, tuple)) else [scope]
-    names = {getattr(one, "name", one) for one in scopes}
-    return impl == LOCAL and names == {FULL_ITERATION}
+    return impl == FULL_ITERATION or (
+        impl == LOCAL and modules_asked_for(config) == {FULL_ITERATION}
+    )
+
+
+def captures_layers(config: Any) -> bool:
+    """Whether the model config asks for graphs of layers, by core's own capture."""
+    return getattr(config, "cuda_graph_impl", "none") == LOCAL and not captures_iteration(config)
+
+
+def modules_asked_for(config: Any) -> set[str]:
+    """Names of the parts of layers that are to be captured; empty for whole layers."""
+    for field in ("cuda_graph_modules", "cuda_graph_scope"):
+        asked = getattr(config, field, None)
+        if asked is not None:
+            several = asked if isinstance(asked, (list, tuple, set)) else [asked]
+            return {getattr(one, "name", one) for one in several} - {"full"}
+    return set()
 
 
 def problems(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .cuda_graphs import captures_iteration
+from .cuda_graphs import captures_iteration, captures_layers
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,13 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         lambda config: (
             getattr(config, "cuda_graph_impl", "none") not in (None, "none")
             and not captures_iteration(config)
+            and not captures_layers(config)
         ),
-        "captured layers do not run the hooks that gather weights; set it to 'none', or to "
-        "'full_iteration' (before megatron-core 0.18: 'local' with "
-        "cuda_graph_scope='full_iteration')",
+        "layers that Transformer Engine captures do not run the hooks that gather weights; set it "
+        "to 'local' (graphs of layers), to 'full_iteration' (before megatron-core 0.18: 'local' "
+        "with cuda_graph_scope='full_iteration'), or to 'none'",
     ),
-    off("enable_cuda_graph", "captured layers do not run the hooks that gather weights"),
+    off("enable_cuda_graph", "it is the older name of cuda_graph_impl='local'; set that instead"),
     off("external_cuda_graph", "captured layers do not run the hooks that gather weights"),
     Rule(
         "cpu_offloading",

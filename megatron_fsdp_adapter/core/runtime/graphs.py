@@ -1,0 +1,107 @@
+"""CUDA graphs behind an interface: pools of memory, capture, replay.
+
+`Graphs` is what the engine speaks to. The one in tests records operators on the host, so that what
+a replay reads, writes and leaves out can be looked at without a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class Graph(Protocol):
+    def replay(self) -> None:
+        """Runs what was captured, on the current stream."""
+
+
+class Graphs(Protocol):
+    """Captures functions. What they allocate is in a *pool*: memory that nothing but captures in
+    the same pool is given, at addresses that a replay uses again."""
+
+    def new_pool(self) -> Any: ...
+
+    def capture(self, function: Callable[[], Result], pool: Any) -> tuple[Graph, Result]:
+        """A graph of what `function` launches, none of which has run, and what it returns: tensors
+        that hold something after a replay."""
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor at the same address, with the same shape, strides and dtype, that does not keep
+        the memory: the pool may give it to a later capture, which is replayed later."""
+
+
+class CudaGraphs:
+    """Args:
+    generators: those that captured functions draw from, beside the device's own, in a state that
+        graphs can use.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        generators: Callable[[], Iterable[torch.Generator]] = tuple,
+    ) -> None:
+        # One for all captures. Autograd runs the nodes of a captured forward on the stream that
+        # they were made on: were the backward's another one, the two would not be one capture.
+        self._stream = torch.cuda.Stream(device=device)
+        self._generators = generators
+
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, function: Callable[[], Result], pool: Any) -> tuple[Graph, Result]:
+        """`torch.cuda.graph` was turned down: it waits for the whole device first. A stage of a
+        pipeline would wait for what another one sends it, and that one for what this one sends."""
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._generators():
+            graph.register_generator_state(generator)
+        collects = gc.isenabled()
+        gc.disable()  # to give back an event, or a graph, of somebody's would break the capture
+        try:
+            with torch.cuda.stream(self._stream):
+                # Other threads (a watchdog of NCCL's) go on asking the device for events.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    result = function()
+                except BaseException as error:
+                    _end_after(graph, error)
+                    raise
+                graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        return graph, result
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            return tensor
+        flat = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes()), device=tensor.device)
+        elements = storage.nbytes() // tensor.element_size() * tensor.element_size()
+        return (
+            flat[:elements]
+            .view(tensor.dtype)
+            .as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        )
+
+
+def _end_after(graph: torch.cuda.CUDAGraph, error: BaseException) -> None:
+    """Ends a capture in which `error` was raised, so that the device can be used to report it."""
+    try:
+        graph.capture_end()
+    except RuntimeError as second:  # what broke the capture says more than that it is broken
+        error.args = (*error.args, f"the capture did not end: {second}")
+
+
+class _Memory:
+    """Device memory, as libraries tell each other of it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2,
+        }  # fmt: skip

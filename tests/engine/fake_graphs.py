@@ -1,0 +1,107 @@
+"""CUDA graphs for the host: a capture notes every operator, a replay runs them on the same memory.
+
+As with CUDA's, what is captured has not run: memory of others that the operators wrote is put back,
+and what they made is NaN until a replay. No Python of the captured function runs in a replay.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what runs: (operator, arguments, keywords, what it returned)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[tuple[Any, Any, Any, Any]] = []
+        self.made: dict[int, torch.Tensor] = {}
+        self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {_memory(tensor) for tensor in _tensors((args, kwargs))}
+        for argument, value in itertools.zip_longest(func._schema.arguments, args):
+            name = argument.name
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in _tensors(kwargs.get(name, value)) if written else ():
+                place = _memory(tensor)
+                if place not in self.made and place not in self.before:
+                    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+                    self.before[place] = (flat, flat.clone())
+        out = func(*args, **kwargs)
+        for tensor in _tensors(out):
+            if _memory(tensor) not in given:
+                self.made[_memory(tensor)] = tensor
+        self.operators.append((func, args, kwargs, out))
+        return out
+
+    def end(self) -> None:
+        for flat, before in self.before.values():
+            flat.copy_(before)
+        for tensor in self.made.values():
+            if tensor.is_floating_point():
+                torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(0xFF)
+
+
+class FakeGraph:
+    def __init__(self, graphs: FakeGraphs, recorder: Recorder, pool: int, number: int) -> None:
+        self.graphs, self.recorder, self.pool, self.number = graphs, recorder, pool, number
+
+    def replay(self) -> None:
+        self.graphs.replays.append((self.pool, self.number))
+        self.graphs.around()
+        with torch.no_grad():
+            for func, args, kwargs, out in self.recorder.operators:
+                if "empty" in func.__name__:
+                    continue
+                # A replay is unknown to autograd, which looks for writes to what it has saved.
+                touched = tuple(_tensors((args, kwargs, out)))
+                with torch.autograd._unsafe_preserve_version_counter(touched):
+                    result = func(*args, **kwargs)
+                    for old, new in zip(_tensors(out), _tensors(result), strict=True):
+                        if _memory(old) != _memory(new):
+                            old.copy_(new)
+
+
+class FakeGraphs:
+    """Attributes:
+    captures: how many functions were captured. replays: (pool, number of the graph in it) of each
+        replay, in their order. around: called at each replay.
+    """
+
+    def __init__(self, around: Callable[[], None] = lambda: None) -> None:
+        self.captures, self.pools, self.around = 0, 0, around
+        self.replays: list[tuple[int, int]] = []
+        self._in_pool: dict[int, int] = {}
+
+    def new_pool(self) -> int:
+        self.pools += 1
+        return self.pools
+
+    def capture(self, function: Callable[[], Any], pool: int) -> tuple[FakeGraph, Any]:
+        self.captures += 1
+        number = self._in_pool[pool] = self._in_pool.get(pool, 0) + 1
+        with Recorder() as recorder:
+            result = function()
+        with torch.no_grad():
+            recorder.end()
+        return FakeGraph(self, recorder, pool, number), result
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
