@@ -61,9 +61,10 @@ CORE = tuple(part for part in PARTS if part.startswith("core.") and part != "cor
 """What takes part in a step. The DTensors are what a step leaves behind."""
 OPTIONAL = (
     "runtime/registered.py", "runtime/sums.py", "runtime/triton_sums.py", "runtime/blocks.py",
-    "runtime/block_format.py", "runtime/triton_blocks.py",
+    "runtime/block_format.py", "runtime/triton_blocks.py", "runtime/graphs.py",
+    "engine/captured.py", "engine/layer_graphs.py",
 )  # fmt: skip
-"""Of the core, but not counted: a user without NCCL never runs it."""
+"""Of the core, but not counted: a user without NCCL, or without graphs of layers, never runs it."""
 
 
 def part_of(path: str) -> str:

@@ -122,8 +122,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.bucket_size = None
         # Not `pg_collection`: Megatron takes an attribute of that name for the model's.
         self.process_groups = pg_collection
-        self.tp_group = index.tp_group
-        self.force_all_reduce = False
+        self.tp_group, self.force_all_reduce = index.tp_group, False
         self.engine = self._build_engine(module, fsdp_unit_modules)
         self._captures = Captures(self.engine)
         self._layers = LayerCaptures(self.engine, module, config)
@@ -247,7 +246,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         """Runs the module on gathered weights. RuntimeError under torch.compile."""
         refuse_compilation()
         self._before_pass()
-        with self._layers.forward_pass():
+        with self._layers.forward_pass(self.training):
             output = self.module(*inputs, **kwargs)
         self._captures.after_forward()
         return output

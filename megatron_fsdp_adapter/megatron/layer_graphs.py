@@ -49,9 +49,9 @@ class LayerCaptures:
             )
             self.graphs.install(chosen)
 
-    def forward_pass(self) -> AbstractContextManager[None]:
-        """Around a forward of the model."""
-        return nullcontext() if self.graphs is None else self.graphs.forward_pass()
+    def forward_pass(self, training: bool) -> AbstractContextManager[None]:
+        """Around a forward of the model, in training mode or not."""
+        return nullcontext() if self.graphs is None else self.graphs.forward_pass(training)
 
     def gradients_finished(self) -> None:
         if self.graphs is not None:

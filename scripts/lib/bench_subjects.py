@@ -9,6 +9,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 ZERO_3 = ("optim_grads_params",)
+SHARDED_GRADS = ("optim_grads", *ZERO_3)
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ KINDS: dict[str, Kind] = {
     "ours-muon": Kind("this package with Muon", STRATEGIES, ZERO_3),
     "ours-graph": Kind("this package, fixed slots, forward and backward in one CUDA graph",
                        STRATEGIES, ZERO_3),
+    "ours-layers": Kind("this package, fixed slots, a CUDA graph for each layer's forward and "
+                        "backward", SHARDED_GRADS, ZERO_3),
+    "ours-ce-layers": Kind("copy engines for weights and gradients, and graphs of layers",
+                           ZERO_3, ZERO_3),
     "ours-ce-graph": Kind("copy engines for weights and gradients, in one CUDA graph",
                           ZERO_3, ZERO_3),
     "ours-rs8": Kind("this package, gradients on the wire in 8-bit blocks", STRATEGIES, ZERO_3),
@@ -109,6 +114,11 @@ class Subject:
     def has_muon(self) -> bool:
         """Whether it trains with Muon."""
         return self.kind.endswith("-muon")
+
+    @property
+    def captures_layers(self) -> bool:
+        """Whether each layer has graphs of its own."""
+        return self.kind.endswith("-layers")
 
     @property
     def is_floor(self) -> bool:

@@ -151,14 +151,14 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
         and (subject.is_ours or subject.kind in ("ddp", "ddp-muon")),
         optimizer="muon" if subject.has_muon else "adam",
         separate_all_gather_groups=subject.kind == "ours-ag",
-        fsdp_double_buffer=subject.kind in ("ours-db", "ours-ub", "ours-graph"),
+        fsdp_double_buffer=subject.kind in ("ours-db", "ours-ub", "ours-graph", "ours-layers"),
         nccl_ub=subject.kind in ("ours-ub", "ours-ce-ub"),
         fsdp_copy_engine_all_gather=subject.kind.startswith("ours-ce"),
         chunked_optimizer_state_offload=subject.kind == "ours-stream",
         optimizer_cpu_offload=subject.kind == "ours-hybrid",
         optimizer_offload_fraction=1.0 if subject.kind == "ours-hybrid" else 0.0,
         fsdp_copy_engine_reduce_scatter=subject.kind
-        in ("ours-ce-rs", "ours-ce-graph", "ours-ce-rs8-graph"),
+        in ("ours-ce-rs", "ours-ce-graph", "ours-ce-rs8-graph", "ours-ce-layers"),
         fsdp_grad_comm_fp8_blocks=subject.kind in ("ours-rs8", "ours-ce-rs8-graph"),
         ddp_bucket_size=options.ddp_bucket_size if subject.kind == "ddp" else None,
         # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,
@@ -190,7 +190,9 @@ def build(subject: Subject, options: Options, place: Place) -> Runner:
     options = row_options(subject, options)
     torch.manual_seed(options.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(
-        options.seed, use_cudagraphable_rng=subject.is_captured, force_reset_rng=True
+        options.seed,
+        use_cudagraphable_rng=subject.is_captured or subject.captures_layers,
+        force_reset_rng=True,
     )
     runner = _BUILDERS[subject.kind](subject, options, place)
     if subject.is_captured:
@@ -223,6 +225,8 @@ def _config(subject: Subject, options: Options) -> Any:
     config = training.transformer_config(options)
     if subject.is_captured:
         ask_for_one_graph(config)
+    if subject.captures_layers:
+        ask_for_layers(config)
     config.cpu_offloading_num_layers = subject.offloaded_layers(options.num_layers)
     config.cpu_offloading = config.cpu_offloading_num_layers > 0
     return config
@@ -236,6 +240,13 @@ def ask_for_one_graph(config: Any) -> None:
     else:
         config.cuda_graph_impl = "local"
         config.cuda_graph_scope = [CudaGraphScope.full_iteration]
+
+
+def ask_for_layers(config: Any) -> None:
+    """Graphs of whole layers, of those with experts of their attention, from the second step on."""
+    config.cuda_graph_impl, config.cuda_graph_warmup_steps = "local", 1
+    parts = "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"
+    setattr(config, parts, [])
 
 
 def _floor(subject: Subject, options: Options, place: Place) -> Runner:

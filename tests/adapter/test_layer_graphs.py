@@ -3,12 +3,18 @@ on the same memory (`tests/engine/fake_graphs.py`). Trained beside the same mode
 
 from __future__ import annotations
 
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_fsdp_adapter.megatron.layer_graphs import LayerCaptures
+from megatron_fsdp_adapter.core.engine.unit import Phase
+from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.layer_graphs import LayerCaptures, take_off_managers
+from megatron_fsdp_adapter.megatron.options import cuda_graphs, layer_graphs
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     Case,
@@ -19,49 +25,258 @@ from tests.distributed.gpt import (
     full_weights,
     train_step,
 )
-from tests.engine.fake_graphs import FakeGraphs
+from tests.engine.fake_graphs import Asked, FakeGraphs, put_graphs_into
 
-CASE = Case(num_layers=3, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, bf16=True)
-CPU = torch.device("cpu")
+CASE = Case(num_layers=3, hidden=12, heads=2, ffn=20, vocab=23, seq=5, microbatches=2, bf16=True)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SLOTS = {"fsdp_double_buffer": True}
+ZERO_3 = "optim_grads_params"
 
 
-class Asked:
-    """A model config that asks for graphs of layers."""
-
-    cuda_graph_impl, cuda_graph_warmup_steps = "local", 1
-
-    def __init__(self, *parts: str) -> None:
-        self.cuda_graph_scope = list(parts)
+def graphed(case: Case, strategy: str = ZERO_3, *parts: str) -> tuple[Trainer, FakeGraphs]:
+    trainer, fake = build_trainer(case, strategy, CPU, ddp=SLOTS), FakeGraphs()
+    put_graphs_into(trainer.wrapper, fake, *parts)
+    return trainer, fake
 
 
-def graphed(trainer: Trainer, *parts: str) -> FakeGraphs:
-    """Puts graphs into a trainer that has none, as the wrapper does where it is asked for them."""
-    fake, wrapper = FakeGraphs(), trainer.wrapper
-    wrapper._layers = LayerCaptures(wrapper.engine, wrapper.module, Asked(*parts), fake)
-    return fake
-
-
-def numbers(trainer: Trainer, steps: int, rank: int = 0) -> tuple[list[Any], Any]:
+def numbers(trainer: Trainer, steps: int, lengths: tuple[int, ...] = (CASE.seq,)) -> Any:
+    """Losses and norms of steps, losses of evaluations between, and the weights at the end."""
     found: list[Any] = []
     for step in range(steps):
-        found.append(train_step(trainer, batches(trainer.case, step, rank, CPU)))
-        with torch.no_grad():
-            data = batches(trainer.case, 90 + step, rank, CPU)
-            found.append(forward_backward(trainer, data, forward_only=True))
+        trainer.case = trainer.case.but(seq=lengths[step % len(lengths)])
+        found.append(train_step(trainer, batches(trainer.case, step, 0, CPU)))
+        if step % 2 == 0:
+            data = batches(trainer.case, 90 + step, 0, CPU)
+            with torch.no_grad():
+                found.append(forward_backward(trainer, data, forward_only=True))
     return found, full_weights(trainer)
 
 
-@pytest.mark.parametrize("parts", [(), ("attn",), ("attn", "mlp")])
-@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+def check_trains_alike(
+    case: Case, strategy: str, parts: tuple[str, ...], lengths: tuple[int, ...] = (CASE.seq,)
+) -> FakeGraphs:
+    plain = build_trainer(case, strategy, CPU, ddp=SLOTS)
+    trainer, fake = graphed(case, strategy, *parts)
+    expected, weights = numbers(plain, 2 + 2 * len(lengths), lengths)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # that something runs eagerly
+        found, mine = numbers(trainer, 2 + 2 * len(lengths), lengths)
+    assert found == expected
+    check_same_bits(mine, weights, strategy)
+    assert fake.captures == 2 * case.num_layers * max(1, len(parts)) * len(lengths)
+    return fake
+
+
+@pytest.mark.parametrize("parts", [(), ("attn", "mlp")])
+@pytest.mark.parametrize("strategy", ["optim_grads", ZERO_3])
 def test_replays_train_to_the_bits_of_eager_steps(
     one_rank: torch.device, strategy: str, parts: tuple[str, ...]
 ) -> None:
-    plain = build_trainer(CASE, strategy, CPU, ddp=SLOTS)
-    trainer = build_trainer(CASE, strategy, CPU, ddp=SLOTS)
-    fake = graphed(trainer, *parts)
-    expected, found = numbers(plain, 4), numbers(trainer, 4)
-    assert found[0] == expected[0]
-    check_same_bits(found[1], expected[1], strategy)
-    assert fake.captures == 2 * CASE.num_layers * max(1, len(parts))
+    fake = check_trains_alike(CASE, strategy, parts)
     assert len(fake.replays) == 3 * CASE.microbatches * fake.captures
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fused": True},
+        {"recompute": "selective-mlp", "bias": False},
+        {"tied": True, "swiglu": True},
+    ],
+    ids=str,
+)
+def test_other_models_replay_to_the_same_bits(
+    one_rank: torch.device, change: dict[str, Any]
+) -> None:
+    needed = fused_wgrad.install()
+    try:
+        check_trains_alike(CASE.but(num_layers=2, **change), ZERO_3, ())
+    finally:
+        if needed:
+            fused_wgrad.uninstall()
+
+
+@pytest.mark.once
+def test_every_length_has_graphs_of_its_own_in_one_pool(one_rank: torch.device) -> None:
+    fake = check_trains_alike(CASE.but(num_layers=2), ZERO_3, (), lengths=(5, 3))
+    assert fake.pools == 1
+
+
+def test_a_replay_runs_no_python_of_its_layer_and_finds_its_weights_in_their_place(
+    one_rank: torch.device,
+) -> None:
+    """Weights are gathered when a graph begins, and addresses are those of the capture."""
+    trainer, fake = graphed(CASE)
+    engine = trainer.wrapper.engine
+    calls: list[str] = []
+    layers = [module for module in trainer.wrapper.modules() if type(module) is TransformerLayer]
+    for layer in layers:
+        layer.mlp.register_forward_hook(lambda *unused: calls.append("MLP"))
+    ready: list[set[str]] = []
+    fake.around = lambda: ready.append(
+        {unit.name for unit in engine.units if unit.phase is Phase.READY}
+    )
+    train_step(trainer, batches(CASE, 0, 0, CPU))
+    assert len(calls) == CASE.num_layers * CASE.microbatches and not ready
+    train_step(trainer, batches(CASE, 1, 0, CPU))
+    recorded = len(calls) - CASE.num_layers * CASE.microbatches
+    assert recorded == CASE.num_layers
+    places = [full.tensor.data_ptr() for group in engine.groups for full in group.weights]
+    train_step(trainer, batches(CASE, 2, 0, CPU))
+    assert len(calls) == CASE.num_layers * CASE.microbatches + recorded
+    assert [f.tensor.data_ptr() for g in engine.groups for f in g.weights] == places
+    in_order = [f"layers.{i}" for i in (*range(CASE.num_layers), *range(CASE.num_layers)[::-1])]
+    pass_of_layers = ready[-2 * CASE.num_layers :]
+    assert all(
+        any(wanted in name for name in names)
+        for wanted, names in zip(in_order, pass_of_layers, strict=True)
+    )
+
+
+def test_gathers_and_reductions_are_launched_outside_of_graphs(one_rank: torch.device) -> None:
+    trainer, fake = graphed(CASE)
+    engine, events = trainer.wrapper.engine, []
+
+    def watched(kind: str, method: Any) -> Any:
+        return lambda *given: (events.append((kind, fake.running)), method(*given))[1]
+
+    engine.gather.launch = watched("gather", engine.gather.launch)
+    engine.reduce.backward_done = watched("reduce", engine.reduce.backward_done)
+    for step in range(3):
+        train_step(trainer, batches(CASE, step, 0, CPU))
+    assert {kind for kind, _ in events} == {"gather", "reduce"}
+    assert not any(running for _, running in events)
+    assert len(fake.replays) == 2 * CASE.microbatches * fake.captures
+
+
+def test_passes_in_flight_have_pools_of_their_own_and_each_pool_keeps_its_order(
+    one_rank: torch.device,
+) -> None:
+    """As in a pipeline: two forwards, then their backwards, in the order of the forwards."""
+
+    def losses(trainer: Trainer) -> list[Any]:
+        found = []
+        for step in range(3):
+            trainer.wrapper.zero_grad_buffer()
+            trainer.optimizer.zero_grad()
+            outputs = [
+                trainer.wrapper(
+                    data[:, :-1], torch.arange(CASE.seq).expand(CASE.batch, -1),
+                    torch.ones(CASE.seq, CASE.seq, dtype=torch.bool).triu(1)[None, None],
+                    labels=data[:, 1:],
+                ).float().mean()
+                for data in batches(CASE.but(microbatches=3), step, 0, CPU)[:2]
+            ]  # fmt: skip
+            with trainer.wrapper.no_sync():
+                outputs[0].backward()
+            outputs[1].backward()
+            trainer.wrapper.finish_grad_sync()
+            found += [output.item() for output in outputs]
+            found.append(float(trainer.optimizer.step()[1]))
+        return found
+
+    plain = build_trainer(CASE, ZERO_3, CPU, ddp=SLOTS)
+    trainer, fake = graphed(CASE)
+    assert losses(trainer) == losses(plain)
+    assert fake.pools == 2
+    for pool in (1, 2):
+        order = [number for where, number in fake.replays if where == pool]
+        once = list(range(1, 2 * CASE.num_layers + 1))
+        assert order == once * 2, pool
+
+
+def test_what_does_not_fit_runs_eagerly_and_is_said_once(one_rank: torch.device) -> None:
+    trainer, fake = graphed(CASE)
+    for step in range(2):
+        train_step(trainer, batches(CASE, step, 0, CPU))
+    replays = len(fake.replays)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), pytest.warns(
+        UserWarning, match="without its CUDA graph: hooks are on what autograd saves"
+    ) as said:
+        train_step(trainer, batches(CASE, 2, 0, CPU))
+    assert sum("without its CUDA graph" in str(one.message) for one in said) == CASE.num_layers
+    assert len(fake.replays) == replays
+
+
+def test_a_step_that_was_given_up_leaves_no_half_of_a_recording(one_rank: torch.device) -> None:
+    plain = build_trainer(CASE, ZERO_3, CPU, ddp=SLOTS)
+    trainer, fake = graphed(CASE)
+    for one in (plain, trainer):
+        train_step(one, batches(CASE, 0, 0, CPU))
+        one.wrapper.zero_grad_buffer()
+        tokens = batches(CASE, 9, 0, CPU)[0]
+        one.wrapper(  # and no backward
+            tokens[:, :-1], torch.arange(CASE.seq).expand(CASE.batch, -1), None,
+            labels=tokens[:, 1:],
+        )  # fmt: skip
+    assert fake.captures == CASE.num_layers
+    for step in (1, 2):
+        data = batches(CASE, step, 0, CPU)
+        assert train_step(trainer, data) == train_step(plain, data)
+    assert fake.captures == 3 * CASE.num_layers
+
+
+def test_memory_with_addresses_in_a_graph_is_not_given_away(one_rank: torch.device) -> None:
+    trainer, _ = graphed(CASE)
+    for step in range(2):
+        train_step(trainer, batches(CASE, step, 0, CPU))
+    with pytest.raises(RuntimeError, match="a CUDA graph of a layer"):
+        trainer.wrapper.offload_grad_buffers()
+
+
+def test_buffers_without_a_fixed_place_cannot_be_captured(one_rank: torch.device) -> None:
+    for strategy, ddp in ((ZERO_3, {}), ("optim", SLOTS)):
+        trainer = build_trainer(CASE, strategy, CPU, ddp=ddp)
+        with pytest.raises(ValueError, match="fsdp_double_buffer"):
+            put_graphs_into(trainer.wrapper, FakeGraphs())
+
+
+def test_core_s_own_managers_are_taken_off(one_rank: torch.device) -> None:
+    trainer = build_trainer(CASE, ZERO_3, CPU, ddp=SLOTS)
+    layer = next(m for m in trainer.wrapper.modules() if type(m) is TransformerLayer)
+    layer.cudagraph_manager = torch.nn.Identity()
+    take_off_managers(trainer.wrapper)
+    assert not hasattr(layer, "cudagraph_manager")
+    assert LayerCaptures(trainer.wrapper.engine, trainer.wrapper, object()).graphs is None
+
+
+def model(**fields: Any) -> Any:
+    return SimpleNamespace(**{"cuda_graph_impl": "local", "cuda_graph_scope": [], **fields})
+
+
+def ddp(**fields: Any) -> Any:
+    known = {"data_parallel_sharding_strategy": ZERO_3, "fsdp_double_buffer": True}
+    return SimpleNamespace(**{**known, **fields})
+
+
+def test_what_graphs_of_layers_exclude_is_told_with_its_remedy() -> None:
+    assert layer_graphs.problems(model(), ddp(), CUDA) == []
+    assert layer_graphs.problems(model(cuda_graph_impl="none"), ddp(), CPU) == []
+    cases = [
+        (model(), ddp(), CPU, "the model is on cpu"),
+        (model(), ddp(fsdp_double_buffer=False), CUDA, "set it to True"),
+        (model(), ddp(data_parallel_sharding_strategy="optim"), CUDA, "'full_iteration'"),
+        (model(cuda_graph_scope=["moe_router"]), ddp(), CUDA, "leave the others out"),
+        (model(recompute_granularity="full"), ddp(), CUDA, "use 'selective'"),
+        (model(recompute_modules=["moe"]), ddp(), CUDA, "leave 'moe' out"),
+        (model(fp8="hybrid", fp8_recipe="delayed"), ddp(), CUDA, "use 'tensorwise'"),
+        (model(qk_clip=True), ddp(), CUDA, "switch it off"),
+        (model(), ddp(keep_fp8_transpose_cache=True), CUDA, "switch it off"),
+        (model(context_parallel_size=2), ddp(), CUDA, "use 1"),
+    ]
+    for config, ddp_config, device, remedy in cases:
+        (said,) = layer_graphs.problems(config, ddp_config, device)
+        assert remedy in said, said
+
+
+def test_whole_iterations_and_layers_are_told_apart() -> None:
+    layers = [model(), model(cuda_graph_scope=["attn"]), model(cuda_graph_modules=["mlp"])]
+    others = [
+        model(cuda_graph_impl="none"), model(cuda_graph_impl="transformer_engine"),
+        model(cuda_graph_impl="full_iteration"), model(cuda_graph_scope=["full_iteration"]),
+        SimpleNamespace(),
+    ]  # fmt: skip
+    assert all(cuda_graphs.captures_layers(one) for one in layers)
+    assert not any(cuda_graphs.captures_layers(one) for one in others)
+    assert Asked("attn").cuda_graph_scope == ["attn"]

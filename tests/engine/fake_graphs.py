@@ -14,6 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_fsdp_adapter.megatron.layer_graphs import LayerCaptures
+
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -65,6 +67,11 @@ class FakeGraph:
     def replay(self) -> None:
         self.graphs.replays.append((self.pool, self.number))
         self.graphs.around()
+        self.graphs.running = True
+        self._run()
+        self.graphs.running = False
+
+    def _run(self) -> None:
         with torch.no_grad():
             for func, args, kwargs, out in self.recorder.operators:
                 if "empty" in func.__name__:
@@ -81,8 +88,11 @@ class FakeGraph:
 class FakeGraphs:
     """Attributes:
     captures: how many functions were captured. replays: (pool, number of the graph in it) of each
-        replay, in their order. around: called at each replay.
+        replay, in their order. around: called at each replay. running: whether something is being
+        captured or replayed.
     """
+
+    running = False
 
     def __init__(self, around: Callable[[], None] = lambda: None) -> None:
         self.captures, self.pools, self.around = 0, 0, around
@@ -96,8 +106,10 @@ class FakeGraphs:
     def capture(self, function: Callable[[], Any], pool: int) -> tuple[FakeGraph, Any]:
         self.captures += 1
         number = self._in_pool[pool] = self._in_pool.get(pool, 0) + 1
+        self.running = True
         with Recorder() as recorder:
             result = function()
+        self.running = False
         with torch.no_grad():
             recorder.end()
         return FakeGraph(self, recorder, pool, number), result
@@ -105,3 +117,18 @@ class FakeGraphs:
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+class Asked:
+    """A model config that asks for graphs of layers, or of parts of them, from the second step on.
+    """
+
+    cuda_graph_impl, cuda_graph_warmup_steps = "local", 1
+
+    def __init__(self, *parts: str) -> None:
+        self.cuda_graph_scope = list(parts)
+
+
+def put_graphs_into(wrapper: Any, graphs: FakeGraphs, *parts: str) -> None:
+    """What the wrapper does where its options ask for graphs, which they cannot without a GPU."""
+    wrapper._layers = LayerCaptures(wrapper.engine, wrapper.module, Asked(*parts), graphs)

@@ -5,8 +5,8 @@
 
 Weights and buckets lie in slots, so that a replay finds them where the capture did. Each graph is
 captured where its pass comes to it for the first time, in the middle of a training step, and then
-replayed: nothing is warmed up on made-up data, nothing is written that an eager step does not write,
-and autograd, fused weight gradients and quantisers are what they are in that step.
+replayed: nothing is warmed up on made-up data or written that an eager step does not write, and
+autograd, fused weight gradients and quantisers are what they are in that step.
 
 What a graph reads of others is copied into memory of its own; or is read where it is, if the call
 in front of it in the same pass has left it there. Inputs, outputs and gradients are known by
@@ -116,7 +116,7 @@ class WrittenGrads:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A module that is captured. `function`: its forward; `grads`: where its weight gradients go."""
+    """A module that is captured. function: its forward; grads: where its weight gradients go."""
 
     name: str
     function: Callable[..., Any]
@@ -173,8 +173,9 @@ class CapturedCall:
         self._forward, result = self._graphs.capture(forward, self._pool)
         placed, inner, outputs, self._output = result
         alias = self._graphs.alias
-        self._addresses = [place.data_ptr() if read else None for place, read in zip(placed, reads)]
-        self._own = [None if read else alias(place) for place, read in zip(placed, reads)]
+        both = list(zip(placed, reads, strict=True))
+        self._addresses = [place.data_ptr() if read else None for place, read in both]
+        self._own = [None if read else alias(place) for place, read in both]
         self._outputs = [alias(output) for output in outputs]
         self.needs = [output.requires_grad for output in outputs]
         self.needs_backward = any(self.needs)

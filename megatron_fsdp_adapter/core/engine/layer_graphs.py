@@ -8,7 +8,8 @@ every pass gives its calls in the program's order. So what a capture may reuse o
 place of a program, a replay may overwrite at that place: memory is what one eager pass needs.
 
 A call that fits no program (other shapes, no gradients, recomputed in backward, hooks on what
-autograd saves) runs eagerly, which needs no memory of the pool; but for evaluations it is said once.
+autograd saves) runs eagerly, which needs no memory of the pool; it is said once, but for
+evaluations.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class LayerGraphs:
         self._programs: dict[Any, _Program] = {}
         self._in_flight: list[_Pass] = []
         self._current: _Pass | None = None
-        self._said: set[tuple[str, str]] = set()
+        self.ran_eagerly: set[tuple[str, str]] = set()
         self._abandoned = 0
         self._unused = torch.empty(0, device=self._device, requires_grad=True)
         self.captured = self.replayed = 0
@@ -114,9 +115,9 @@ class LayerGraphs:
             module.forward = _graphed(me, site)  # type: ignore[method-assign]
 
     @contextmanager
-    def forward_pass(self) -> Iterator[None]:
-        """Around a forward of the model."""
-        if torch.is_grad_enabled() and self._steps >= self._warmup:
+    def forward_pass(self, training: bool) -> Iterator[None]:
+        """Around a forward of the model. training: whether a backward will follow."""
+        if training and torch.is_grad_enabled() and self._steps >= self._warmup:
             used = {one.index for one in self._in_flight}
             self._current = _Pass(next(i for i in itertools.count() if i not in used))
         try:
@@ -157,8 +158,8 @@ class LayerGraphs:
         try:
             self._refuse_hooks()
             template = strip((args, kwargs), tensors)
-        except NotCapturable as reason:
-            return self._eagerly(site, str(reason), args, kwargs)
+        except NotCapturable as unfit:
+            return self._eagerly(site, str(unfit), args, kwargs)
         if current.program is None and not self._begin(current, site, template):
             reason = f"there are {MAX_PROGRAMS} kinds of inputs already"
             return self._eagerly(site, reason, args, kwargs)
@@ -188,7 +189,7 @@ class LayerGraphs:
         return call.output(outputs)
 
     def _begin(self, current: _Pass, site: Site, template: Any) -> bool:
-        """The first call of a pass says which program it is; False if that would be one too many."""
+        """The first call of a pass says which program it is; False if it is one too many."""
         while len(self._pools) <= current.index:
             self._pools.append(self._graphs.new_pool())
         key = (current.index, site, template)
@@ -227,8 +228,8 @@ class LayerGraphs:
     def _eagerly(
         self, site: Site, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if (site.name, reason) not in self._said:
-            self._said.add((site.name, reason))
+        if (site.name, reason) not in self.ran_eagerly:
+            self.ran_eagerly.add((site.name, reason))
             warnings.warn(f"{site.name} runs without its CUDA graph: {reason}", stacklevel=2)
         return site.function(*args, **kwargs)
 
@@ -308,6 +309,7 @@ def _check_fixed(unit: Unit, group: ParamGroup) -> None:
     bucket = not group.key.requires_grad or (strategy.shard_grads and group.bucket.in_slot)
     if not (weights and bucket):
         raise ValueError(
-            f"unit {unit.name}: CUDA graphs of layers need weights and buckets of sharded gradients "
-            "at fixed addresses: use 'optim_grads' or 'optim_grads_params' with fsdp_double_buffer"
+            f"unit {unit.name}: CUDA graphs of layers need weights and buckets of sharded "
+            "gradients at fixed addresses: use 'optim_grads' or 'optim_grads_params' with "
+            "fsdp_double_buffer"
         )

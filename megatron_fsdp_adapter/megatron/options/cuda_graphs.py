@@ -32,7 +32,7 @@ def modules_asked_for(config: Any) -> set[str]:
         asked = getattr(config, field, None)
         if asked is not None:
             several = asked if isinstance(asked, (list, tuple, set)) else [asked]
-            return {getattr(one, "name", one) for one in several} - {"full"}
+            return {str(getattr(one, "name", one)) for one in several} - {"full"}
     return set()
 
 

@@ -34,6 +34,11 @@ def problems(config: Any, ddp_config: Any, device: torch.device) -> list[str]:
     for option, reason in _LAYERS_EXCLUDE.items():
         if getattr(config, option, None) or getattr(ddp_config, option, None):
             found.append(f"{option} with CUDA graphs of layers: {reason}; switch it off")
+    if "moe" in (getattr(config, "recompute_modules", None) or ()):
+        found.append(
+            "recompute_modules with 'moe' and CUDA graphs of layers: core leaves it to its own "
+            "graphs, which are not used; leave 'moe' out"
+        )
     if (getattr(config, "context_parallel_size", 1) or 1) > 1:
         found.append(
             "context_parallel_size>1 with CUDA graphs of layers: attention works on streams of its "
@@ -61,8 +66,8 @@ def _problems_of_place(config: Any, ddp_config: Any, device: torch.device) -> li
     if row is not None and not row.shard_grads:
         found.append(
             f"data_parallel_sharding_strategy={row.name!r} with CUDA graphs of layers: a graph "
-            "writes a fresh bucket in every backward, and this strategy adds to kept gradients; use "
-            "'optim_grads' or 'optim_grads_params', or cuda_graph_impl='full_iteration'"
+            "writes a fresh bucket in every backward, and this strategy adds to kept gradients; "
+            "use 'optim_grads' or 'optim_grads_params', or cuda_graph_impl='full_iteration'"
         )
     slots = slots_wanted(ddp_config)
     if not (slots["weight_slots"] and slots["bucket_slots"]):

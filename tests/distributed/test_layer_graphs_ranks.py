@@ -1,0 +1,70 @@
+"""CUDA graphs of layers, noted and replayed on the host, in pipelines and with experts: the numbers
+are those of the same wrapper without them, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.distributed.checks import check_same_bits
+from tests.distributed.launch import run_ranks
+from tests.distributed.topologies import (
+    TOPOLOGIES,
+    TopologyTrainer,
+    build_topology_trainer,
+    case_for,
+    init_topology,
+    run_schedule,
+    topology_step,
+)
+from tests.engine.fake_graphs import FakeGraphs, put_graphs_into
+
+SLOTS = {"fsdp_double_buffer": True}
+STEPS = 3
+
+
+def _numbers(trainer: TopologyTrainer) -> tuple[list[float], Any]:
+    found = []
+    for step in range(STEPS):
+        taken = topology_step(trainer, step)
+        for chunk in trainer.chunks:
+            chunk.eval()
+        found += [taken.loss, taken.norm, run_schedule(trainer, 90 + step, forward_only=True)]
+        for chunk in trainer.chunks:
+            chunk.train()
+    return found, trainer.weights()
+
+
+def _trains_alike(name: str, layers: int, in_flight: int) -> None:
+    """`layers` of each chunk have graphs; `in_flight`: pools, of the chunk that has most."""
+    topology = TOPOLOGIES[name]
+    init_topology(topology)
+    case = case_for(topology, microbatches=4, num_layers=4)
+    plain, trainer = (
+        build_topology_trainer(topology, case, "optim_grads_params", ddp=SLOTS) for _ in range(2)
+    )
+    fakes = [FakeGraphs() for _ in trainer.chunks]
+    for chunk, fake in zip(trainer.chunks, fakes, strict=True):
+        put_graphs_into(chunk, fake)
+    expected, weights = _numbers(plain)
+    found, mine = _numbers(trainer)
+    assert found == expected, name
+    check_same_bits(mine, weights, name)
+    for chunk, fake in zip(trainer.chunks, fakes, strict=True):
+        assert not chunk._layers.graphs.ran_eagerly
+        assert fake.captures == 2 * layers * fake.pools, (name, fake.captures, fake.pools)
+        assert len(fake.replays) == (STEPS - 1) * case.microbatches * 2 * layers
+        for pool in range(1, fake.pools + 1):
+            order = [number for where, number in fake.replays if where == pool]
+            once = list(range(1, 2 * layers + 1))
+            assert order == once * (len(order) // len(once)), (name, pool)
+    assert max(fake.pools for fake in fakes) <= in_flight
+
+
+def _check(rank: int, world: int) -> None:
+    _trains_alike("pp2", layers=2, in_flight=2 - rank)
+    _trains_alike("pp2-vpp2", layers=1, in_flight=4)
+    _trains_alike("ep2", layers=4, in_flight=1)
+
+
+def test_pipelines_and_experts_replay_to_the_bits_of_eager_steps() -> None:
+    run_ranks(_check, 2)

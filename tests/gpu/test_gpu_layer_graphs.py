@@ -1,0 +1,245 @@
+"""Layers in CUDA graphs of their own train like layers that are not, bit for bit, with evaluations
+between the steps: losses, norms and weights.
+
+    python -m pytest -q -rA tests/gpu/test_gpu_layer_graphs.py
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+
+from tests.distributed.checks import check_same_bits
+from tests.distributed.gpt import (
+    Case,
+    Trainer,
+    batches,
+    forward_backward,
+    full_weights,
+    init_megatron,
+    make_trainer,
+    model_config,
+    train_step,
+)
+from tests.distributed.topologies import (
+    TOPOLOGIES,
+    TopologyTrainer,
+    build_topology_trainer,
+    case_for,
+    init_topology,
+    topology_step,
+)
+from tests.gpu.gpu_ranks import Check, Outcomes
+
+CASE = Case(
+    num_layers=4, hidden=256, heads=4, ffn=640, vocab=1024, seq=128, batch=2, swiglu=True,
+    bias=False, bf16=True, microbatches=2,
+)  # fmt: skip
+STEPS = 6
+SLOTS = {"fsdp_double_buffer": True}
+COPY_ENGINES = {"fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True}
+EXPERTS = {
+    "num_moe_experts": 4, "moe_grouped_gemm": True, "moe_ffn_hidden_size": 256,
+    "moe_router_topk": 2, "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """parts: core's names of what is captured; graphs: how many a layer has, forward and backward;
+    case, options, ddp: changes of the case, fields of the model's and of the DDP config; lengths:
+    of the sequences of the steps, in turn."""
+
+    parts: tuple[str, ...] = ()
+    graphs: int = 1
+    strategy: str = "optim_grads_params"
+    case: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=lambda: SLOTS)
+    lengths: tuple[int, ...] = (CASE.seq,)
+
+
+CELLS = {
+    "whole layers": Cell(),
+    "kept weights": Cell(strategy="optim_grads"),
+    "attention and MLP": Cell(parts=("attn", "mlp"), graphs=2),
+    "fused weight gradients": Cell(case={"fused": True}),
+    "copy engines, fused": Cell(case={"fused": True}, ddp=COPY_ENGINES),
+    "two lengths": Cell(lengths=(128, 64)),
+    "recomputed attention": Cell(case={"recompute": "selective-core_attn"}),
+    "dropout": Cell(options={"hidden_dropout": 0.1}),
+    "experts": Cell(options=EXPERTS),
+    "experts, fused": Cell(case={"fused": True}, options=EXPERTS),
+    "FP8": Cell(options={"fp8": "hybrid", "fp8_recipe": "tensorwise"}),
+    "FP8 weights": Cell(
+        options={"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True}
+    ),
+    "FP8 weights in blocks, fused": Cell(
+        case={"fused": True},
+        options={"fp8": "hybrid", "fp8_recipe": "blockwise", "fp8_param": True},
+    ),
+}  # fmt: skip
+
+
+def _ask_for_layers(config: Any, parts: tuple[str, ...]) -> None:
+    config.cuda_graph_impl, config.cuda_graph_warmup_steps = "local", 2
+    named = "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"
+    setattr(config, named, [_Part(part) for part in parts])
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Stands for core's enumeration, whose class has another name in each release."""
+
+    name: str
+
+
+def _config(cell: Cell, captured: bool) -> Any:
+    config: Any = model_config(CASE.but(**cell.case))
+    for name, value in cell.options.items():
+        setattr(config, name, value)
+    if captured:
+        _ask_for_layers(config, cell.parts)
+    return config
+
+
+def _trainer(cell: Cell, device: torch.device, captured: bool) -> Trainer:
+    case = CASE.but(**cell.case)
+    torch.manual_seed(case.seed)
+    model_parallel_cuda_manual_seed(case.seed, use_cudagraphable_rng=True, force_reset_rng=True)
+    config = _config(cell, captured)
+    experts = cell.options.get("num_moe_experts")
+    spec = get_gpt_layer_with_transformer_engine_spec(experts, moe_grouped_gemm=bool(experts))
+    model = GPTModel(
+        config, spec, vocab_size=case.vocab, max_sequence_length=case.seq,
+        position_embedding_type="rope", share_embeddings_and_output_weights=False,
+    ).to(device)
+    torch.cuda.manual_seed(4321)  # dropout draws from here on
+    quantised = {"fp8_param_gather": True} if cell.options.get("fp8_param") else {}
+    ddp = {"check_for_nan_in_grad": True, **quantised, **cell.ddp}
+    return make_trainer(Float16Module(config, model), case, cell.strategy, ddp)
+
+
+def _train(trainer: Trainer, lengths: tuple[int, ...], rank: int) -> Iterator[Any]:
+    """Loss and norm of every step, the loss of the evaluations between, and the weights."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for step in range(STEPS * len(lengths)):
+        trainer.case = trainer.case.but(seq=lengths[step % len(lengths)])
+        yield train_step(trainer, batches(trainer.case, step, rank, device))
+        if step % 2:
+            trainer.wrapper.eval()
+            with torch.no_grad():
+                data = batches(trainer.case, 90 + step, rank, device)
+                yield forward_backward(trainer, data, forward_only=True)
+            trainer.wrapper.train()
+    yield full_weights(trainer)
+
+
+def same_bits(rank: int, world: int, name: str) -> str:
+    cell, device = CELLS[name], init_megatron()
+    eager = _trainer(cell, device, captured=False)
+    *expected, weights = _train(eager, cell.lengths, rank)
+    del eager
+    gc.collect()
+    trainer = _trainer(cell, device, captured=True)
+    graphs = trainer.wrapper._layers.graphs
+    *found, mine = _train(trainer, cell.lengths, rank)
+    assert found == expected, f"{name}: {found} for {expected}"
+    check_same_bits(mine, weights, name)
+    expected_graphs = CASE.num_layers * cell.graphs * len(cell.lengths)
+    assert graphs.captured == expected_graphs, (name, graphs.captured)
+    assert graphs.replayed and not graphs.ran_eagerly, (graphs.replayed, graphs.ran_eagerly)
+    dist.barrier()
+    return f"{len(found)} losses, {graphs.captured} calls captured, {graphs.replayed} replayed"
+
+
+def _topology_numbers(trainer: TopologyTrainer) -> tuple[list[float], dict[str, torch.Tensor]]:
+    steps = [topology_step(trainer, step) for step in range(STEPS)]
+    return [value for step in steps for value in (step.loss, step.norm)], trainer.weights()
+
+
+def pipeline_same_bits(rank: int, world: int, name: str) -> str:
+    """Stages that have several microbatches in flight, with a pool of graphs for each."""
+    topology = TOPOLOGIES[name]
+    init_topology(topology)
+    model_parallel_cuda_manual_seed(7, use_cudagraphable_rng=True, force_reset_rng=True)
+    case = case_for(
+        topology, num_layers=8, hidden=128, ffn=256, vocab=256, seq=64, microbatches=4,
+    )  # fmt: skip
+
+    def run(captured: bool) -> tuple[Any, Any]:
+        def change(model: torch.nn.Module) -> None:
+            model.cuda()
+            if captured:
+                _ask_for_layers(model.config, ())
+
+        trainer = build_topology_trainer(
+            topology, case, "optim_grads_params", change, SLOTS,
+            fields={"use_cpu_initialization": True},
+        )  # fmt: skip
+        return _topology_numbers(trainer), [chunk._layers.graphs for chunk in trainer.chunks]
+
+    (expected, weights), _ = run(captured=False)
+    gc.collect()
+    (found, mine), graphs = run(captured=True)
+    assert found == expected, f"{name}: {found} for {expected}"
+    check_same_bits(mine, weights, name)
+    assert all(one.replayed and not one.ran_eagerly for one in graphs)
+    counted = [(one.captured, one.replayed) for one in graphs]
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    return f"{name}: captured, replayed a chunk {counted}"
+
+
+def flat_memory(rank: int, world: int, steps: int) -> str:
+    """Bytes allocated and reserved after the tenth of the steps and after the last."""
+    device, cell = init_megatron(), CELLS["fused weight gradients"]
+    trainer, seen = _trainer(cell, device, captured=True), []
+    for step in range(steps):
+        train_step(trainer, batches(trainer.case, step % 7, rank, device))
+        if step in (9, steps - 1):
+            torch.cuda.synchronize()
+            gc.collect()
+            seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert seen[0] == seen[1], seen
+    allocated, reserved = (number / 2**20 for number in seen[1])
+    return f"{steps} steps, {allocated:.1f} MiB allocated, {reserved:.0f} reserved"
+
+
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+CELL_CHECKS = {name: Check(same_bits, (name,)) for name in CELLS}
+CELL_OUTCOMES = Outcomes(CELL_CHECKS, timeout_s=240.0)
+LONGER_CHECKS = {
+    "500 steps": Check(flat_memory, (500,)),
+    "pp2": Check(pipeline_same_bits, ("pp2",)),
+    "pp2-vpp2": Check(pipeline_same_bits, ("pp2-vpp2",)),
+}
+"""Pipelines last: they make other process groups."""
+LONGER_OUTCOMES = Outcomes(LONGER_CHECKS, timeout_s=180.0)
+os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
+
+
+@pytest.mark.skipif(not HAS_TE, reason="transformer_engine is not installed")
+@pytest.mark.parametrize("name", CELL_CHECKS)
+def test_on_two_gpus(name: str) -> None:
+    CELL_OUTCOMES.expect(name)
+
+
+@pytest.mark.skipif(not HAS_TE, reason="transformer_engine is not installed")
+@pytest.mark.parametrize("name", LONGER_CHECKS)
+def test_pipelines_and_memory(name: str) -> None:
+    LONGER_OUTCOMES.expect(name)
