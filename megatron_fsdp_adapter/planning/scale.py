@@ -30,7 +30,7 @@ STORED = 3
 """Tensors that a checkpoint has of each parameter: main weights and two moments."""
 
 
-COMPARED = 64
+COMPARED = 16
 """Bytes of the comparison of what ranks have launched, which is no reduction of gradients."""
 
 
