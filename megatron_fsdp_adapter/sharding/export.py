@@ -69,9 +69,10 @@ def export_weights(
     Args:
         model: what `FullyShardedDataParallel` or `fully_shard_model` gave, or a list of model
             chunks.
-        hf_config: `config.json` of a Llama or Mixtral (a mapping, a path of its folder, or an
-            object of transformers), for Hugging Face's names and tensors. Without it names are the
-            model's own, over the whole model; those of a transformers model are Hugging Face's.
+        hf_config: `config.json` of a family of `export_families.py`, Llama or Mixtral (a mapping, a
+            path of its folder, or an object of transformers), for Hugging Face's names and
+            tensors. Without it names are the model's own, over the whole model; those of a
+            transformers model are Hugging Face's.
         dtype: main weights are cast to it before they are gathered; None for theirs.
         which: "all"; "changed": without frozen weights that no load has written since everything
             was last exported; "trained": without frozen weights (adapters alone, say).

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ..checkpoint.convert import architecture
 from ..checkpoint.convert.architecture import Architecture
-from ..checkpoint.convert.hugging_face import CONFIG, Rows, names_of, rows_of
+from ..checkpoint.convert.hugging_face import CONFIG, Rows, rows_of
 from ..checkpoint.convert.safetensors_files import read_json
 from ..checkpoint.convert.training_state import common_name
+from .export_families import architecture_and_names
 
 Shape = tuple[int, ...]
 
@@ -63,8 +63,10 @@ class OwnNames:
 
 @dataclass(frozen=True)
 class HuggingFaceNames:
-    """Of the Llama and Mixtral families. names: by ours (`training_state.py`), Hugging Face's."""
+    """Of the families of Llama, Mixtral and `export_families.py`. family: Hugging Face's
+    `model_type`; names: by ours (`training_state.py`), Hugging Face's."""
 
+    family: str
     model: Architecture
     names: Mapping[str, tuple[str, ...]]
 
@@ -82,13 +84,13 @@ class HuggingFaceNames:
                 f"hf_config: a {type(config).__name__}; give a mapping, the path of a model's "
                 "folder, or a config of transformers"
             )
-        model = architecture.from_config(config)
-        return cls(model, names_of(model))
+        model, names = architecture_and_names(config)
+        return cls(config["model_type"], model, names)
 
     def problems(self, name: str, shape: Shape) -> list[str]:
         if common_name(name) not in self.names:
             return [
-                f"{name}: {self.model.family} models of Hugging Face have no such weight; "
+                f"{name}: {self.family} models of Hugging Face have no such weight; "
                 "leave hf_config out for the model's own names, or use which='trained' without it "
                 "for adapters"
             ]

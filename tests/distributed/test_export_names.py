@@ -18,6 +18,11 @@ LLAMA: dict[str, Any] = {
 MIXTRAL = {
     **LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
+QWEN2 = {**LLAMA, "model_type": "qwen2"}
+QWEN3 = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [0]}
+DEEPSEEK = {
+    **LLAMA, "model_type": "deepseek_v3", "n_routed_experts": 8, "first_k_dense_replace": 1,
+}  # fmt: skip
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 QKV_ROWS = 4 * 128 + 2 * 2 * 128
 
@@ -41,6 +46,22 @@ def cut(config: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]
          [f"model.layers.0.block_sparse_moe.experts.7.{one}.weight" for one in ("w1", "w3")]),
         (MIXTRAL, "decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight", 256,
          ["model.layers.0.block_sparse_moe.experts.3.w2.weight"]),
+        (QWEN2, "decoder.layers.1.self_attention.linear_qkv.bias", QKV_ROWS,
+         [f"model.layers.1.self_attn.{one}_proj.bias" for one in "qkv"]),
+        (QWEN3, "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight", 768,
+         [f"model.layers.1.mlp.experts.3.{one}_proj.weight" for one in ("gate", "up")]),
+        (QWEN3, "decoder.layers.0.mlp.linear_fc1.layer_norm_weight", 256,
+         ["model.layers.0.post_attention_layernorm.weight"]),
+        (QWEN3, "decoder.layers.0.self_attention.k_layernorm.weight", 128,
+         ["model.layers.0.self_attn.k_norm.weight"]),
+        (DEEPSEEK, "decoder.layers.1.self_attention.linear_kv_up_proj.layer_norm_weight", 64,
+         ["model.layers.1.self_attn.kv_a_layernorm.weight"]),
+        (DEEPSEEK, "decoder.layers.1.self_attention.linear_q_proj.weight", 256,
+         ["model.layers.1.self_attn.q_proj.weight"]),
+        (DEEPSEEK, "decoder.layers.1.mlp.shared_experts.linear_fc2.weight", 256,
+         ["model.layers.1.mlp.shared_experts.down_proj.weight"]),
+        (DEEPSEEK, "decoder.layers.1.mlp.router.expert_bias", 8,
+         ["model.layers.1.mlp.gate.e_score_correction_bias"]),
         (MIXTRAL, "decoder.layers.0.mlp.router.weight", 8,
          ["model.layers.0.block_sparse_moe.gate.weight"]),
     ],

@@ -45,7 +45,8 @@ _LAYER = {
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
 }
-_QKV = "self_attention.linear_qkv.weight"
+_LINEAR_QKV = "self_attention.linear_qkv."
+_QKV = _LINEAR_QKV + "weight"
 _QKV_PARTS = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
 _DENSE: Mapping[str, tuple[str, ...]] = {
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
@@ -150,7 +151,7 @@ def rows_of(
     """Where the rows of our tensor `name`, which has `rows` and is made of `names`, go; tensor by
     tensor, in order of their rows. Rows of the vocabulary's padding go nowhere. ValueError for
     another number of rows than the architecture has."""
-    if name.endswith(_QKV):
+    if _LINEAR_QKV in name:  # a bias has the rows of its weight
         sizes = _group_rows(model)
         _check_qkv_rows(model, name, rows)
         starts = (0, sizes[0], sizes[0] + sizes[1])
