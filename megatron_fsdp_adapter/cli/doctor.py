@@ -4,6 +4,7 @@ configuration will do or be refused for. Starts no training and no process group
     doctor                                              versions, machine, environment, bindings
     doctor path/to/pretrain_gpt.py --use-megatron-fsdp ...       and what that command line does
     doctor --set data_parallel_sharding_strategy=optim --set ...        and what these options do
+    doctor --plan h200 path/to/pretrain_gpt.py ...    whether another configuration is 10% faster
     doctor --prove path/to/pretrain_gpt.py --use-megatron-fsdp ...      train it, small, and compare
 """
 
@@ -27,6 +28,8 @@ from megatron_fsdp_adapter.launch import megatron_lm, runner
 from megatron_fsdp_adapter.megatron.options import capability, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
 from megatron_fsdp_adapter.megatron.seams import releases
+from megatron_fsdp_adapter.planning import advice
+from megatron_fsdp_adapter.planning.machine import GPUS
 
 PACKAGES = (
     "megatron-fsdp-adapter", "megatron-core", "megatron-bridge", "transformer-engine", "torch",
@@ -103,6 +106,7 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
         changes = megatron_lm.complete(args, given.arguments)
     options = validation.launch_options(args)
     return {
+        "advises": _advice(args, options, given),
         "sets": [vars(change) for change in changes],
         "groups": group_sizes(options, given.world_size),
         "refuses": [
@@ -110,6 +114,20 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
             *capability.device_problems(options, machine.device()),
         ],
     }
+
+
+def _advice(args: Any, options: Any, given: argparse.Namespace) -> list[str]:
+    """What `plan` says, where it knows the device: that of --plan, or the one that is here. What it
+    cannot plan is told, as the rest of the report stands."""
+    gpu, device = given.plan, machine.device()
+    if gpu is None and device.type == "cuda":
+        gpu = advice.gpu_in_tables(torch.cuda.get_device_name(device))
+    if gpu is None:
+        return []
+    try:
+        return advice.advice({**vars(args), **vars(options)}, given.world_size, gpu)
+    except (ValueError, RuntimeError) as error:
+        return [f"nothing, as it cannot be planned: {error}"]
 
 
 def _assignment(text: str) -> tuple[str, Any]:
@@ -172,7 +190,10 @@ def _configuration_lines(found: Mapping[str, Any]) -> list[str]:
     lines = [format_changes("configuration: sets", changes), "configuration: shards over"]
     lines += [f"  {name:<22} {value}" for name, value in found["groups"].items()]
     lines.append("configuration: refuses")
-    return lines + ([f"  - {line}" for line in found["refuses"]] or ["  nothing"])
+    lines += [f"  - {line}" for line in found["refuses"]] or ["  nothing"]
+    if found["advises"]:
+        lines += ["configuration: plan expects", *(f"  - {line}" for line in found["advises"])]
+    return lines
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -187,6 +208,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE",
                         help="an option by the name it has in Megatron's configs")  # fmt: skip
+    parser.add_argument("--plan", choices=sorted(GPUS), help="GPUs of the run, for what `plan` "
+                        "expects; default: the one that is here, if known")  # fmt: skip
     prove.add_arguments(parser)
     parser.add_argument("script", nargs="?", help="a training script of Megatron-LM")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its command line")

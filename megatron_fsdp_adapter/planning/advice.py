@@ -1,0 +1,86 @@
+"""Whether a run that is about to start is expected to be slower than another configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_fsdp_adapter.cli.estimate import GIB
+
+from .configurations import Configuration, predict
+from .machine import GPUS, machine_named
+from .models import from_options
+from .report import ddp_options, model_options
+from .search import Wanted, plan
+from .shapes import Parallel
+
+WORTH = 1.10
+"""Times as long as the best, from which on another configuration is worth a line."""
+
+TRIES = 5
+
+
+def gpu_in_tables(name: str) -> str | None:
+    """The row for a device of that name, as torch tells it; None where there is none."""
+    words = name.lower().replace("-", " ").split()
+    return next((row for row in sorted(GPUS, key=len, reverse=True) if row in words), None)
+
+
+def configuration_of(options: Mapping[str, Any], world_size: int) -> Configuration:
+    """What a run's options choose, by the names that they have in Megatron's configs; what is unset
+    is what Megatron takes. ValueError if the sizes do not divide the world."""
+
+    def size(name: str) -> int:
+        return options.get(name) or 1
+
+    parallel = Parallel(
+        size("tensor_model_parallel_size"), size("pipeline_model_parallel_size"),
+        size("virtual_pipeline_model_parallel_size"), size("context_parallel_size"),
+        size("expert_model_parallel_size"), options.get("recompute_granularity") == "full",
+    )  # fmt: skip
+    return Configuration(
+        world_size, parallel, options.get("data_parallel_sharding_strategy") or "no_shard",
+        size("num_distributed_optimizer_instances"),
+        options.get("outer_dp_sharding_strategy") == "optim"
+        and size("num_distributed_optimizer_instances") > 1,
+        size("micro_batch_size"),
+        copies=bool(options.get("fsdp_copy_engine_all_gather"))
+        and bool(options.get("fsdp_copy_engine_reduce_scatter")),
+        graph=str(options.get("cuda_graph_impl")) == "full_iteration",
+        bf16_wire=str(options.get("megatron_fsdp_grad_comm_dtype")) in ("bf16", "torch.bfloat16"),
+        separate_gathers=bool(options.get("create_all_gather_group")),
+        fused=bool(options.get("gradient_accumulation_fusion", True)),
+    )  # fmt: skip
+
+
+def advice(options: Mapping[str, Any], world_size: int, gpu: str) -> list[str]:
+    """Lines about a configuration that is more than 10% faster, and about memory; none where there
+    is nothing to say. `gpu`: a row of the table.
+
+    Raises:
+        ValueError: the options do not make a model, or a run, that can be planned.
+    """
+    machine = machine_named(gpu)
+    shape = from_options(options, "the model")
+    chosen = configuration_of(options, world_size)
+    batch = options.get("global_batch_size") or chosen.data_parallel * chosen.microbatch
+    now = predict(shape, chosen, machine, batch)
+    best = plan(Wanted(
+        shape, machine, world_size, batch, machine.gpu.memory_gib, {}, TRIES, chosen.bf16_wire
+    )).predictions[0]  # fmt: skip
+    lines = []
+    if now.peak_bytes > machine.gpu.memory_gib * GIB:
+        lines.append(
+            f"{now.peak_bytes / GIB:.0f} GiB are expected at the most, and the device has "
+            f"{machine.gpu.memory_gib:.0f}: see `estimate`, or choose what `plan` finds"
+        )
+    if now.ms > WORTH * best.ms:
+        other = replace(best.configuration, fused=chosen.fused)
+        named = {**model_options(other), **ddp_options(other)}
+        chosen_words = ", ".join(f"{name}={value}" for name, value in named.items())
+        lines.append(
+            f"{now.ms:,.0f} ms a step are expected, {now.ms / best.ms - 1:.0%} more than the "
+            f"{best.ms:,.0f} ms with {chosen_words}"
+        )
+    return lines
