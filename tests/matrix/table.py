@@ -46,6 +46,7 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
     "outer": ("plain", "hsdp", "hybrid"),
     "start": ("usual", "meta"),
     "wire": ("fp32", "bf16"),
+    "kept": ("nothing", "some", "all"),
     "ranks": (2, 1, 3, 4),
     "units": ("layers", "parts"),
     "ep_overlap": ("off", "on"),
@@ -77,6 +78,8 @@ MEANING: Mapping[str, str] = {
     "outer": "one optimizer instance; two that hold replicas; two that split shards again",
     "start": "parameters made on the device, or on the meta device",
     "wire": "`megatron_fsdp_grad_comm_dtype`",
+    "kept": "`fsdp_unsharded_budget_gib`: none; three quarters of what all weights take; enough "
+    "for everything",
     "ranks": "processes",
     "units": "layers, or parts of their experts too "
     "(`megatron_fsdp_enable_fine_grained_param_gather`)",
@@ -190,6 +193,10 @@ RULES: tuple[Rule, ...] = (
         lambda buffers, strategy: (
             buffers in ("ce_gather", "ce_gather_reduce") and strategy != "optim_grads_params"
         ),
+    ),
+    Rule(
+        "refused: nothing to keep", "weights and gradients are kept anyway",
+        lambda kept, strategy: kept != "nothing" and strategy in ("optim", "no_shard"),
     ),
     Rule(
         "refused: ETP unlike TP without EP", "core marks such experts as dense",
@@ -320,12 +327,13 @@ REFERENCE: Mapping[str, Value | None] = {
     "wire": "fp32",
     "units": "layers",
     "offload": "none",
+    "kept": "nothing",
 }
 """How a cell becomes its reference, stock DDP: these dimensions are set, the others stay. Strategy
-None is DDP; it has no such buffers, outer axis, meta start or dtype on the wire, and overlap and
-graph do not change what is computed. Without the distributed optimizer, so that each rank has whole
-gradients and main weights and nothing has to be put together; but for FP8 weights, which are stock
-DDP's `fp8_param_gather`: it is the distributed optimizer that makes their bytes."""
+None is DDP; it has no such buffers, outer axis, meta start, dtype on the wire or budget, and
+overlap and graph do not change what is computed. Without the distributed optimizer, so that each
+rank has whole gradients and main weights and nothing has to be put together; but for FP8 weights,
+which are stock DDP's `fp8_param_gather`: it is the distributed optimizer that makes their bytes."""
 
 
 def plain_value(dimension: str) -> Value:

@@ -33,6 +33,8 @@ from megatron_fsdp_adapter.megatron import fused_wgrad
 from megatron_fsdp_adapter.megatron.fp8 import switch_off_weight_cache
 from megatron_fsdp_adapter.prove.build import wire_schedule
 from megatron_fsdp_adapter.prove.whole import shard_groups
+from megatron_fsdp_adapter.sharding.budget import GIB
+from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
 from tests.distributed.exact import U_FLOAT32, gamma
 from tests.distributed.gpt import ddp_config, give_up, optimizer_config
 from tests.distributed.hybrid_device import offload, two_memories
@@ -69,6 +71,13 @@ BUFFERS: Mapping[str, Mapping[str, bool]] = {
         "fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True,
     },
 }  # fmt: skip
+
+
+def _budget_gib(cell: Cell, models: Sequence[Any]) -> float:
+    """Three quarters of what the weights of a chunk take: some units' weights, or, where they are
+    the main weights too, gradients as well."""
+    nbytes = sum(param.numel() * param.element_size() for param in models[0].parameters())
+    return {"nothing": 0.0, "some": 0.75 * nbytes / GIB, "all": 1000.0}[str(cell["kept"])]
 
 
 def _ddp_options(cell: Cell) -> dict[str, Any]:
@@ -153,7 +162,9 @@ def build(
     ours = strategy is not None
     quantised = has_fp8_weights(cell["precision"])
     ddp = (
-        ddp_config(case, str(strategy), _ddp_options(cell))
+        ddp_config(
+            case, str(strategy), {**_ddp_options(cell), BUDGET: _budget_gib(cell, models)}
+        )
         if ours
         else DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=False,
