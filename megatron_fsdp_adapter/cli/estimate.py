@@ -382,6 +382,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(
         flag(BUDGET), type=float, help="GiB for weights and gradients that stay whole over a step"
     )
+    run.add_argument("--optimizer", choices=("adam", "muon"), help="muon: of matrices alone")
     run.add_argument("--optimizer-offload-fraction", type=float, help="of optimizer-cpu-offload")
     run.add_argument("--rank", type=int, default=None, help="default: the rank that holds most")
     run.add_argument("--memory-gib", type=float, default=None, help="say what fits in it")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.core.config import MixedPrecisionPolicy
+from megatron_fsdp_adapter.core.layout.spec import ParamSpec
 from megatron_fsdp_adapter.diagnostics.memory import Precision
 
 POLICY_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "none": None}
@@ -23,6 +24,15 @@ OFFLOAD_OPTIONS = {
 }
 
 
+MATRICES_OF_ADAM = ("embedding", "output_layer", "router")
+
+
+def is_muons(spec: ParamSpec) -> bool:
+    """Of the weights that `estimate` lists, as `megatron/muon.py` decides it of a model's."""
+    is_matrix = len(spec.shape) == 2 and min(spec.shape) > 1
+    return is_matrix and not {*MATRICES_OF_ADAM} & {*spec.fqns[0].split(".")}
+
+
 def precision(given: Mapping[str, Any]) -> Precision:
     """The dtypes of the options, unset ones as in a training run."""
     unset = ("fp32", "none", "none")
@@ -33,4 +43,5 @@ def precision(given: Mapping[str, Any]) -> Precision:
         policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype,
         offload=given.get("chunked_optimizer_state_offload", False),
         host_fraction=on_host if given.get("optimizer_cpu_offload", False) else 0.0,
+        is_muons=is_muons if given.get("optimizer") == "muon" else None,
     )

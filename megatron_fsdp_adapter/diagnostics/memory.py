@@ -5,7 +5,7 @@ The engine's books are not consulted: a test sums live storages and compares the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ import torch
 from ..core.engine.staging import plan_weights_and_buckets
 from ..core.layout.format import Use, WeightFormat
 from ..core.layout.group import GroupLayout
+from ..core.layout.spec import ParamSpec
 from ..core.runtime.block_format import row_bytes
 
 COMPUTE_WEIGHTS = "compute weights"
@@ -90,6 +91,7 @@ class Precision:
     offload: main weights and state are in host memory, and brought to the device unit by unit.
     host_fraction: the part of the elements that megatron-core's optimizer updates on the host, of
     copies: state is there, and a copy of main weights and of gradients in their dtype.
+    is_muons: which parameters have Muon's state, one moment of the main weights' dtype; None: none.
     """
 
     main: torch.dtype | None = torch.float32
@@ -98,6 +100,7 @@ class Precision:
     state_bytes: int = 8
     offload: bool = False
     host_fraction: float = 0.0
+    is_muons: Callable[[ParamSpec], bool] | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.host_fraction <= 1.0:
@@ -109,6 +112,10 @@ class Precision:
             raise ValueError(
                 "chunked_optimizer_state_offload=True and optimizer_cpu_offload=True exclude each "
                 "other; set one of them to False"
+            )
+        if self.is_muons is not None and (self.offload or self.host_fraction > 0):
+            raise ValueError(
+                "optimizer='muon' with its state in host memory: that is for 'adam'; leave one out"
             )
         if self.state_bytes < 0:
             raise ValueError(f"state_bytes={self.state_bytes} must not be negative")
@@ -169,7 +176,8 @@ def group_bytes(
     if row.shard_grads or precision.comm != precision.grad:
         held[REDUCE_BUCKET] = total * precision.comm.itemsize
     elements = held_numel(layout, rank) if row.shard_main else layout.item_numel
-    held[OPTIMIZER_STATE] = elements * precision.state_bytes
+    moments = _muons_numel(layout, row, precision, rank)
+    held[OPTIMIZER_STATE] = (elements - moments) * precision.state_bytes + moments * main.itemsize
     if precision.offload:
         numel = shard if row.shard_main else total
         return _streamed(held, layout, row, numel, main, precision.state_bytes)
@@ -178,6 +186,19 @@ def group_bytes(
         held[OPTIMIZER_STATE] -= updated * precision.state_bytes
         held[IN_HOST_MEMORY] = updated * (precision.state_bytes + 2 * main.itemsize)
     return held
+
+
+def _muons_numel(
+    layout: GroupLayout, row: StrategyRow, precision: Precision, rank: int
+) -> int:
+    """Elements on `rank` of what Muon updates."""
+    if precision.is_muons is None:
+        return 0
+    return sum(
+        layout.shard_range(index, rank).numel if row.shard_main else spec.numel
+        for index, spec in enumerate(layout.specs)
+        if precision.is_muons(spec)
+    )
 
 
 def _streamed(

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fsdp_adapter.cli import precision_options
+from megatron_fsdp_adapter.diagnostics.memory import OPTIMIZER_STATE, Precision, group_bytes
 from megatron_fsdp_adapter.megatron.muon import FUSED, is_muons, table
 from megatron_fsdp_adapter.sharding.muon.matrices import row_blocks
 from megatron_fsdp_adapter.sharding.muon.newton_schulz import coefficients_of, orthogonalised
@@ -49,6 +51,28 @@ def test_the_first_update_is_orthogonal_and_adam_has_the_rest(one_rank: torch.de
     attention = "decoder.layers.*.self_attention"
     assert f"{attention}.linear_qkv.weight 2 Muon: 24 x 24, 24 x 24, 24 x 24" in rows
     assert "decoder.layers.*.mlp.linear_fc1.weight 2 Muon: 40 x 24, 40 x 24" in rows
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_state_is_as_large_as_the_formula_says(one_rank: torch.device, strategy: str) -> None:
+    """`estimate` goes by names, and comes to the same weights."""
+    trainer = build_trainer(CASE, strategy, one_rank, optimizer=MUON)
+    train_step(trainer, batches(CASE, 0, 0, one_rank))
+    kept = trainer.optimizer.optimizer.state.values()
+    values = [value for state in kept for name, value in state.items() if name != "step"]
+    found = sum(value._local_tensor.nbytes for value in values)
+    groups, row = trainer.wrapper.engine.groups, trainer.wrapper.engine.config.strategy
+    precision = Precision(is_muons=precision_options.is_muons)
+    expected = [group_bytes(g.layout, row, precision, 0)[OPTIMIZER_STATE] for g in groups]
+    assert found == sum(expected)
+    for pair in trainer.wrapper.engine.pairs:
+        spec = pair.group.layout.specs[pair.index]
+        assert precision_options.is_muons(spec) == is_muons(pair), spec.fqns
+
+
+def test_muon_and_state_in_host_memory_are_refused_by_the_formula() -> None:
+    with pytest.raises(ValueError, match="optimizer='muon' with its state in host memory"):
+        Precision(is_muons=precision_options.is_muons, offload=True)
 
 
 def test_marks_and_classes_decide(one_rank: torch.device) -> None:

@@ -8,7 +8,7 @@ experts on expert-parallel ranks apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from megatron_fsdp_adapter.checkpoint.convert.lazy import Shape
 from megatron_fsdp_adapter.checkpoint.convert.training_state import TrainingState, is_expert
 
 _STEP, _MEMBERS = "step", "params"
+_KIND, _MUON = "optimizer", "muon"
+MOMENTUM = "momentum_buffer"
+"""What Muon keeps of a weight, and nothing else."""
 
 Groups = dict[str, Mapping[str, Any]]
 Steps = dict[str, torch.Tensor]
@@ -54,9 +57,10 @@ def to_optimizer_state(state: TrainingState, sharding_type: str) -> dict[Any, An
 
 
 def from_optimizer_state(
-    stored: Any, shapes: Mapping[str, Shape], where: Path
+    stored: Any, shapes: Mapping[str, Shape], of_muon: Collection[str], where: Path
 ) -> tuple[Groups, Steps]:
     """Name -> options of its group, and name -> step count where the optimizer is torch's Adam.
+    of_muon: names with a momentum alone, which are in groups marked for Muon where there are such.
 
     Raises ValueError if there are no groups, or if a parameter may belong to two that differ.
     """
@@ -66,7 +70,9 @@ def from_optimizer_state(
     groups: Groups = {}
     steps: Steps = {}
     for name, shape in shapes.items():
-        group = dict(_group_of(name, shape, found, where))
+        group = dict(_group_of(name, shape, name in of_muon, found, where))
+        if group.get(_KIND) == _MUON:
+            group.pop(_STEP, None)  # it counts none; in this format every group has Adam's
         # torch's Adam has a float, of a tensor per parameter; fused ones an int in the group.
         if isinstance(group.get(_STEP), float):
             steps[name] = torch.tensor(group.pop(_STEP), dtype=torch.float32)
@@ -91,12 +97,13 @@ def _groups(stored: Any) -> Iterator[dict[str, Any]]:
 
 
 def _group_of(
-    name: str, shape: Shape, groups: list[dict[str, Any]], where: Path
+    name: str, shape: Shape, of_muon: bool, groups: list[dict[str, Any]], where: Path
 ) -> Mapping[str, Any]:
     undecayed = len(shape) == 1 or name.endswith(".bias")
     rules = (
         lambda group: bool(group.get("is_expert_parallel")) == is_expert(name),
         lambda group: (group.get("wd_mult", 1.0) == 0.0) == undecayed,
+        lambda group: (group.get(_KIND) == _MUON) == of_muon,
     )
     candidates = groups
     for rule in rules:

@@ -28,6 +28,7 @@ import torch
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import Contents, DcpFolder, KeyPath
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, cast, select, stack
 from megatron_fsdp_adapter.checkpoint.convert.param_groups import (
+    MOMENTUM,
     from_optimizer_state,
     to_optimizer_state,
 )
@@ -265,7 +266,8 @@ def _with_optimizer(
     if unknown:
         raise ValueError(f"{where}: optimizer state without a weight: {', '.join(unknown)}")
     shapes = {name: state.weights[name].shape for name in moments}
-    groups, steps = from_optimizer_state(common.get("optimizer"), shapes, where)
+    of_muon = {name for name, kept in moments.items() if set(kept) == {MOMENTUM}}
+    groups, steps = from_optimizer_state(common.get("optimizer"), shapes, of_muon, where)
     return replace(
         state, weights={**state.weights, **main}, moments=moments, groups=groups, steps=steps
     )

@@ -1,0 +1,115 @@
+"""A run with Muon goes on as if never stopped, its momentum is read on another number of ranks and
+under another strategy, and it goes through the other format and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import run_ranks
+from test_wrapper_roundtrip import (
+    _assert_same,
+    _bits,
+    _load,
+    _poison,
+    _preprocessed,
+    _save,
+    _sharded_state,
+)
+
+from megatron_fsdp_adapter.checkpoint.convert import Options, convert
+from megatron_fsdp_adapter.checkpoint.dcp import load_checkpoint
+
+BACK = "optim_grads_params-converted"
+WHOLE = "whole.pt"
+STRATEGIES = ("no_shard", "optim_grads_params")
+
+
+def _trainer(strategy: str, device: torch.device, **changed: Any) -> Any:
+    from tests.distributed.gpt import Case, build_trainer
+
+    case = Case(
+        num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, lr=0.05, **changed
+    )
+    return build_trainer(case, strategy, device, optimizer={"optimizer": "muon"})
+
+
+def _whole(trainer: Any) -> dict[str, torch.Tensor]:
+    """Weights and state by name; collective."""
+    from tests.distributed.gpt import full_all
+
+    state = _sharded_state(trainer, is_loading=False)["optimizer"]["state"]
+    kept = {
+        f"{name}.{field}": value
+        for name, entry in state.items()
+        for field, value in entry.items()
+        if field != "step"
+    }
+    assert sum(name.endswith("momentum_buffer") for name in kept) == 8
+    return {**trainer.params(), **full_all(kept)}
+
+
+def _resume(rank: int, size: int, root: str) -> None:
+    from megatron_fsdp_adapter import install
+    from tests.distributed.gpt import batches, init_megatron, train_step
+
+    device = init_megatron()
+    install()
+
+    case = _trainer("optim", device).case
+
+    def steps(trainer: Any, first: int) -> list[tuple[float, float]]:
+        return [
+            train_step(trainer, batches(case, step, rank, device)) for step in (first, first + 1)
+        ]
+
+    for strategy in STRATEGIES:
+        folder = f"{root}/{strategy}"
+        first = _trainer(strategy, device)
+        steps(first, 0)
+        keys, saved, whole = _save(first, folder), _bits(first), _whole(first)
+        if rank == 0:
+            torch.save(whole, f"{root}/{strategy}-{WHOLE}")
+        losses, final = steps(first, 2), _bits(first)
+        second = _trainer(strategy, device, seed=4321)
+        _poison(second)
+        _load(second, folder)
+        _assert_same(_bits(second), saved, f"{strategy}, just loaded")
+        assert steps(second, 2) == losses, strategy
+        _assert_same(_bits(second), final, f"{strategy}, two steps on")
+        assert _save(second, f"{folder}-again") == keys
+
+
+def _load_elsewhere(rank: int, size: int, root: str, names: tuple[str, ...]) -> None:
+    from megatron_fsdp_adapter import install
+    from tests.distributed.gpt import init_megatron
+
+    device = init_megatron()
+    install()
+    for name in names:
+        for strategy in STRATEGIES:
+            trainer = _trainer(strategy, device)
+            _poison(trainer)
+            raw = _sharded_state(trainer, is_loading=True)
+            state = _preprocessed(trainer, {key: raw[key] for key in ("model", "optimizer")})
+            others = ("rng_state", "iteration", "checkpoint_version")
+            load_checkpoint(f"{root}/{name}", state, ignore_unexpected=others)
+            expected = torch.load(f"{root}/{name.split('-')[0]}-{WHOLE}")
+            found = _whole(trainer)
+            assert expected.keys() == found.keys()
+            different = [one for one in expected if not torch.equal(found[one], expected[one])]
+            assert not different, (name, strategy, different)
+
+
+@pytest.mark.parametrize(("size", "other"), [(2, 1)])
+def test_momentum_is_resumed_and_read_by_another_number_of_ranks(
+    tmp_path: Path, size: int, other: int
+) -> None:
+    run_ranks(_resume, size, str(tmp_path), timeout=300)
+    style = Options(transformer_impl="local", swiglu=False)
+    source, between, back = tmp_path / STRATEGIES[1], tmp_path / "other", tmp_path / BACK
+    convert(source, between, "torch_dist", options=style)
+    convert(between, back, "fsdp_dtensor", options=style)
+    run_ranks(_load_elsewhere, other, str(tmp_path), (*STRATEGIES, BACK), timeout=300)
