@@ -204,11 +204,13 @@ class Bench:
     def _warm_libraries(self, subjects: Sequence[Subject]) -> None:
         """Steps of the bare model, in each precision: compiled kernels and the libraries'
         workspaces, which stay, would otherwise be counted as the first wrapper's. One layer does
-        it, unless recomputation counts them."""
+        it, unless recomputation counts them, or core does: what it notes of each layer of experts
+        has the length that the first model of the process had."""
         if self.place.device.type != "cuda":
             return
         self.say("warming up libraries")
-        layers = 1 if self.options.recompute_granularity is None else self.options.num_layers
+        counted = self.options.recompute_granularity or self.options.num_experts
+        layers = self.options.num_layers if counted else 1
         options = dataclasses.replace(self.options, num_layers=layers)
         for floor_subject in dict.fromkeys(subject.floor for subject in subjects):
             floor = build(floor_subject, options, self.place)

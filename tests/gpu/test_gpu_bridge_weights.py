@@ -61,6 +61,7 @@ def provided(bridge: Any, strategy: str | None) -> list[Any]:
 
     provider = bridge.to_megatron_provider(load_weights=False)
     provider.bf16, provider.params_dtype = True, torch.bfloat16
+    provider.gradient_accumulation_fusion = False  # core's own layers need apex for it
     provider.finalize()
     provider.initialize_model_parallel(seed=0)
     sharded: dict[str, Any] = {}
