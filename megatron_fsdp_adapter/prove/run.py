@@ -38,6 +38,7 @@ SIMPLER: Mapping[str, Any] = {
     "fsdp_copy_engine_reduce_scatter": False,
     "fsdp_manual_registration": False,
     "reduce_scatter_with_fp32_accumulation": False,
+    "fsdp_unsharded_budget_gib": 0.0,
 }
 """What goes with some strategies only, and is off where a checkpoint is loaded under another."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...core.config import STRATEGIES
+from ...sharding.budget import OPTION as BUDGET
 from .cuda_graphs import captures_layers, modules_asked_for
 from .staging_options import slots_wanted
 
@@ -92,5 +93,7 @@ _LAYERS_EXCLUDE = {
     "overlap_moe_expert_parallel_comm": "parts of layers are called by a schedule",
     "tp_comm_overlap": "its buffers are not followed across graphs",
     "chunked_optimizer_state_offload": "it was not tried",
+    BUDGET: "a graph writes a fresh bucket in every backward, and units that stay whole add to "
+    "kept gradients",
 }
 """Options that exclude graphs of layers, with their reasons."""
