@@ -90,6 +90,14 @@ def _without_te(name: str) -> Callable[[Options, Room], bool]:
     return lambda o, room: bool(o.get(name)) and not (room.cuda and room.transformer_engine)
 
 
+def _needs_precision_aware(name: str) -> Callable[[Options, Room], bool]:
+    """Of a dtype of the optimizer, by name or torch's."""
+    fp32 = (None, "fp32", "float32", "torch.float32")
+    return lambda o, room: not o.get("use_precision_aware_optimizer") and (
+        o.get(name) is not None and str(o[name]) not in fp32
+    )
+
+
 _GPU, _TE = "needs a GPU", "needs a GPU and Transformer Engine"
 DROPPED: tuple[Dropped, ...] = (
     # Core's default is not 0: an option that is not given counts.
@@ -108,6 +116,8 @@ DROPPED: tuple[Dropped, ...] = (
         ("use_precision_aware_optimizer", False), ("tp_comm_overlap", False),
         ("first_last_layers_bf16", False), ("use_transformer_engine_op_fuser", False),
     )),
+    *(Dropped(name, _needs_precision_aware(name), "fp32", "only with a precision-aware optimizer")
+      for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")),
     *(Dropped(name, _on_cpu(name), value, _GPU) for name, value in (
         ("optimizer_cpu_offload", False),
         ("bias_gelu_fusion", False), ("bias_swiglu_fusion", False), ("bias_dropout_fusion", False),
@@ -216,6 +226,7 @@ def shrink(options: Options, room: Room, keep: frozenset[str] = frozenset()) -> 
         if row.when(work.options, room):
             work.left_out.append(f"{row.option}={work.options.get(row.option)}: {row.reason}")
             work.set(row.option, row.value, row.reason)
+    _recomputed(work, room)
     _ranks(work, room)
     _layers(work)
     _widths(work, room)
@@ -224,6 +235,26 @@ def shrink(options: Options, room: Room, keep: frozenset[str] = frozenset()) -> 
     _schedule(work)
     work.left_out.append("data, tokenizer and learning-rate schedule: random tokens, one rate")
     return Shrunk(work.options, tuple(work.changes), tuple(dict.fromkeys(work.left_out)))
+
+
+_ASKS_TE = "core's checkpoint of it asks Transformer Engine"
+NOT_RECOMPUTED: Mapping[str, tuple[Callable[[Options, Room], bool], str]] = {
+    "moe_act": (lambda o, room: not o.get("moe_grouped_gemm"), "only with moe_grouped_gemm"),
+    "layernorm": (lambda o, room: not room.transformer_engine, _ASKS_TE),
+    "mla_up_proj": (lambda o, room: not room.transformer_engine, _ASKS_TE),
+}
+"""Parts of layers that core cannot recompute, when, and why."""
+
+
+def _recomputed(work: _Work, room: Room) -> None:
+    for module, (when, reason) in NOT_RECOMPUTED.items():
+        modules = work.options.get("recompute_modules") or []
+        if module not in modules or not when(work.options, room):
+            continue
+        work.left_out.append(f"recompute_modules={module}: {reason}")
+        work.set("recompute_modules", [one for one in modules if one != module], reason)
+        if len(modules) == 1:
+            work.set("recompute_granularity", None, reason)
 
 
 def _ranks(work: _Work, room: Room) -> None:

@@ -117,6 +117,30 @@ def test_a_dispatcher_that_needs_a_package_is_replaced_and_said() -> None:
     assert any(line.startswith("moe_token_dispatcher_type=flex") for line in after.left_out)
 
 
+@pytest.mark.parametrize("others", ([], ["core_attn"]))
+def test_what_core_recomputes_only_with_another_option_or_package_is_not_without(
+    others: list[str],
+) -> None:
+    run = {
+        "num_moe_experts": 8, "moe_grouped_gemm": True, "recompute_granularity": "selective",
+        "recompute_modules": [*others, "moe_act", "layernorm"],
+    }  # fmt: skip
+    without, with_them = small(run, Room(2, False, False)), small(run, Room(2, True, True))
+    assert without.options["recompute_modules"] == others
+    assert without.options["recompute_granularity"] == ("selective" if others else None)
+    assert "recompute_modules=moe_act: only with moe_grouped_gemm" in without.left_out
+    assert any(line.startswith("recompute_modules=layernorm: ") for line in without.left_out)
+    assert with_them.options["recompute_modules"] == [*others, "moe_act", "layernorm"]
+
+
+@pytest.mark.parametrize("dtype", ("bf16", "torch.bfloat16"))
+def test_dtypes_of_a_precision_aware_optimizer_go_with_it(dtype: str) -> None:
+    run = {"use_precision_aware_optimizer": True, "main_grads_dtype": dtype}
+    without, with_it = small(run, Room(2, False, False)), small(run, Room(2, True, True))
+    assert without.options["main_grads_dtype"] == "fp32"
+    assert with_it.options["main_grads_dtype"] == dtype
+
+
 def test_dropout_is_off_also_where_nobody_gave_it() -> None:
     after = small({}, Room(2, True, True))
     assert after.options["hidden_dropout"] == after.options["attention_dropout"] == 0.0

@@ -30,6 +30,12 @@ CLASSES: Mapping[str, str] = {
     "other wrapper": "asks for PyTorch's FSDP2, not for Megatron's: runs as it is, without ours",
 }
 
+NOT_BUILT = {
+    "qwen35_vl_35b_a3b_sft_2gpu_h100_bf16_fsdp": "experimental_attention_variant",
+    "nemotron_3_5_lightning_pretrain_8k_fsdp": "is_hybrid_model",
+}
+"""Accepted recipes whose model a proof cannot build, and the option for which it says so."""
+
 HEADER = """# Recipes that turn FSDP on
 
 Every recipe of Megatron-Bridge that sets `use_megatron_fsdp`, and every functional test configuration of Megatron-LM that turns FSDP on, with what this package says to it. For the class nothing is trained: the recipe is made, completed as for a run
@@ -38,7 +44,7 @@ initialisers, its groups) is not checked. Models' configurations, which recipes 
 configurations that are refused for `ckpt_format` are refused by their own Megatron-LM as well.
 
 Made by `python -m tests.recipes.table`, kept by `tests/recipes/test_recipe_table.py` (against the rules of today) and `tests/recipes/test_recipe_sources.py` (against the sources, where they are installed). Those that are accepted are trained
-by the rule of [`doctor --prove`](prove.md), on two ranks, without what needs a GPU where there is none (`tests/recipes/test_recipes_train.py`); not so those of Qwen and Nemotron, whose layers a proof cannot build.
+by the rule of [`doctor --prove`](prove.md), on two ranks, without what needs a GPU where there is none (`tests/recipes/test_recipes_train.py`): three steps like DDP of the same recipe, saved, and resumed under another strategy. "Trained" says which have been, on two CPU processes; not those of Qwen and Nemotron, whose layers a proof cannot build.
 """  # noqa: E501
 
 
@@ -94,8 +100,8 @@ def rendered(rows: Sequence[Row]) -> str:
     lines += [f"| `{option}` | {count} | {alone} | {why} |"
               for option, count, alone, why in refused_options(rows)]  # fmt: skip
     for source in sources:
-        lines += ["", f"## {source}", "", "| recipe | class | why | turns on |"]
-        lines += ["|---|---|---|---|"]
+        lines += ["", f"## {source}", "", "| recipe | class | why | trained | turns on |"]
+        lines += ["|---|---|---|---|---|"]
         lines += [_line(row) for row in rows if row["source"] == source]
     return "\n".join(lines) + "\n"
 
@@ -105,7 +111,15 @@ def _line(row: Row) -> str:
     why += [f"waits for {one}" for one in row["waits"]]
     on = [f"`{name}`" if value is True else f"`{name}={_text(value)}`"
           for name, value in row["on"].items()]  # fmt: skip
-    return f"| `{row['name']}` | {row['class']} | {', '.join(why) or '-'} | {', '.join(on)} |"
+    told = [f"`{row['name']}`", row["class"], ", ".join(why) or "-", _trained(row), ", ".join(on)]
+    return f"| {' | '.join(told)} |"
+
+
+def _trained(row: Row) -> str:
+    if row["class"] != "accepted":
+        return "-"
+    option = NOT_BUILT.get(row["name"])
+    return f"no: `{option}`" if option else "yes"
 
 
 def _text(value: Any) -> str:
