@@ -3,6 +3,7 @@ the others."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,6 +16,9 @@ from .configurations import Configuration, Prediction, groups, memory, predict
 from .machine import Machine, collective_seconds
 from .program import Kind
 from .shapes import DENSE, EXPERT, Parallel, Shape, activation_bytes
+
+FEW_TRIES = 6
+"""Below it one configuration is run of each way to split and to shard."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ def quick_seconds(wanted: Wanted, chosen: Configuration) -> float:
     count = chosen.microbatches(wanted.global_batch)
     tokens = wanted.global_batch * shape.seq_length
     work = shape.step_flops(tokens) / wanted.gpus * (4 / 3 if parallel.recompute else 1)
+    work *= _slowest_stage(shape, parallel)
     small = 1.0 if chosen.microbatch * shape.seq_length >= 4096 else 1.2
     compute = work / (machine.gpu.product_tflops * 0.85e12) * small
     numel = _numel(shape, parallel)
@@ -149,6 +154,14 @@ def quick_seconds(wanted: Wanted, chosen: Configuration) -> float:
     host = 0.0 if chosen.graph else 5e-3 * layers * count * machine.host
     busy = max(compute + slowed + own, host) * (1 + bubble)
     return busy + max(0.0, link - 0.8 * busy) + update
+
+
+def _slowest_stage(shape: Shape, parallel: Parallel) -> float:
+    """Its work, in parts of the mean: layers cannot be cut, and the last one has the loss."""
+    layers, stages = shape.gpt.num_layers, parallel.pipeline
+    head = shape.vocabulary * shape.gpt.hidden_size / shape.active_numel(layers - 1)
+    most = max(math.ceil(layers / stages), layers // stages + head)
+    return most * stages / (layers + head)
 
 
 @lru_cache(maxsize=4096)
@@ -237,9 +250,9 @@ def _run_best(
     best = ordered[0][0] if ordered else 0.0
     for guess, chosen in ordered:
         split = (chosen.parallel.tensor, chosen.parallel.pipeline, chosen.parallel.expert)
-        kind = (*split, chosen.strategy, chosen.instances)
+        kind = (*split, chosen.strategy)
         times[kind] = times.get(kind, 0) + 1
-        if len(found) >= wanted.tries or times[kind] > 3:
+        if len(found) >= wanted.tries or times[kind] > (1 if wanted.tries < FEW_TRIES else 3):
             continue
         if guess > 1.6 * best and found:
             break
