@@ -36,8 +36,9 @@ class Run:
 
     @property
     def is_reference(self) -> bool:
-        """Whether it is ours in bf16, of which the seeds' spread is taken."""
-        return self.subject.is_ours and self.subject.precision == "bf16"
+        """Whether it is ours in bf16 with Adam, of which the seeds' spread is taken."""
+        is_plain = self.subject.is_ours and not self.subject.has_muon
+        return is_plain and self.subject.precision == "bf16"
 
 
 def parse_runs(text: str) -> list[Run]:

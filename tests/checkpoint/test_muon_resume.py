@@ -103,6 +103,7 @@ def _load_elsewhere(rank: int, size: int, root: str, names: tuple[str, ...]) -> 
             assert not different, (name, strategy, different)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("size", "other"), [(2, 1)])
 def test_momentum_is_resumed_and_read_by_another_number_of_ranks(
     tmp_path: Path, size: int, other: int

@@ -11,6 +11,11 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
+from megatron_fsdp_adapter.sharding.muon.newton_schulz import (
+    coefficients_of,
+    cost,
+    orthogonalised,
+)
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -133,10 +138,30 @@ def time_of_steps(rank: int, world: int) -> str:
     return "; ".join(found)
 
 
+def time_of_products(rank: int, world: int) -> str:
+    """Of one matrix in one of the shapes of Llama-3 8B, with symmetric products in blocks or
+    whole: which of the two is the faster, and how far from the device's peak."""
+    found = []
+    for shape in ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)):
+        x = torch.randn(1, *shape, device="cuda", dtype=torch.bfloat16)
+        for blocks in (1, 2, 4):
+            times = []
+            for _ in range(4):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                orthogonalised(x, coefficients_of("quintic", 5), blocks=blocks)
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - began)
+            rate = cost(*shape) / min(times) / 1e12
+            found.append(f"{shape} in {blocks}: {1e3 * min(times):.2f} ms, {rate:.0f} TFLOP/s")
+    return "; ".join(found)
+
+
 CHECKS: dict[str, Check] = {
     **{f"torch's, {s}": Check(as_torch, (s,)) for s in ("no_shard", "optim_grads_params")},
     **{f"Megatron's, {s}": Check(as_written_down, (s,)) for s in STRATEGIES},
     "time of steps": Check(time_of_steps),
+    "time of products": Check(time_of_products),
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=240.0)
 

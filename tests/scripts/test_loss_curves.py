@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import fp8_loss_curves as script  # noqa: E402
+import muon_loss_curves as muon_script  # noqa: E402
 from lib.bench_subjects import Subject  # noqa: E402
 from lib.loss_curves import (  # noqa: E402
     DEFAULT_RUNS,
@@ -51,6 +52,12 @@ def test_the_default_has_three_seeds_of_bf16_and_ddp_beside_each_recipe() -> Non
         assert {ours, Run(Subject("ddp", None, f"fp8w_{recipe}"), 1)} <= set(found)
     assert len({run.file_name for run in found}) == len(found)
     assert runs(*(run.name for run in found)) == found
+
+
+def test_runs_with_muon_are_held_against_the_ones_with_adam() -> None:
+    found = runs(*muon_script.RUNS.split(","))
+    assert [run.is_reference for run in found] == [True, False, False]
+    assert [run.subject.has_muon for run in found] == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -50,13 +50,15 @@ def coefficients_of(name: str, steps: int) -> tuple[Coefficients, ...]:
 
 
 def orthogonalised(
-    matrices: torch.Tensor, coefficients: Sequence[Coefficients], eps: float = EPS
-) -> torch.Tensor:
+    matrices: torch.Tensor, coefficients: Sequence[Coefficients], eps: float = EPS,
+    blocks: int = BLOCKS,
+) -> torch.Tensor:  # fmt: skip
     """The matrices with singular values of about 1; zeros stay zeros.
 
     matrices: (batch, rows, columns); all products are in its dtype, bf16 or float32, and what is
     returned has its shape and dtype. The norm is summed in float32. A matrix's result does not
-    depend on the others of its batch. ValueError for another number of dimensions.
+    depend on the others of its batch. blocks: a side of a symmetric product; 1 computes all of it.
+    ValueError for another number of dimensions.
     """
     if matrices.dim() != 3:
         raise ValueError(f"matrices of shape {tuple(matrices.shape)}: (batch, rows, columns)")
@@ -65,18 +67,19 @@ def orthogonalised(
     x = matrices / norm.clamp_min(eps).to(matrices.dtype)
     x = x.mT.contiguous() if tall else x
     for a, b, c in coefficients:
-        gram = symmetric_product(x)
-        polynomial = symmetric_product(gram, gram, b, c)
+        gram = symmetric_product(x, blocks=blocks)
+        polynomial = symmetric_product(gram, gram, b, c, blocks)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.mT.contiguous() if tall else x
 
 
 def symmetric_product(
-    x: torch.Tensor, added: torch.Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
-) -> torch.Tensor:
+    x: torch.Tensor, added: torch.Tensor | None = None, beta: float = 0.0, alpha: float = 1.0,
+    blocks: int = BLOCKS,
+) -> torch.Tensor:  # fmt: skip
     """alpha x x^T + beta added, for symmetric `added`: (batch, rows, rows), exactly symmetric."""
     rows = x.shape[1]
-    size = max(-(-rows // BLOCKS), min(MIN_BLOCK, rows))
+    size = max(-(-rows // blocks), min(MIN_BLOCK, rows))
     found = x.new_empty(x.shape[0], rows, rows)
     for start in range(0, rows, size):
         stop = min(start + size, rows)
