@@ -37,6 +37,8 @@ from megatron_fsdp_adapter.planning.shapes import (
 )
 
 H200 = machine_named("h200")
+pytestmark = pytest.mark.once
+
 FEW = replace(with_layers(shape_named("llama3-8b"), 4), seq_length=4096)
 GIB = 1 << 30
 

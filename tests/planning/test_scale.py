@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from megatron_fsdp_adapter.planning import command
 from megatron_fsdp_adapter.planning.configurations import Configuration
 from megatron_fsdp_adapter.planning.scale import bytes_of_block, scale_row
 from megatron_fsdp_adapter.planning.shapes import shape_named, with_layers
+
+pytestmark = pytest.mark.once
 
 SHAPE = with_layers(shape_named("llama3-70b"), 8)
 
