@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.core.engine import buffer
+from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.engine.test_sums import DTYPES
 
 
@@ -29,3 +33,17 @@ def test_small_and_large_tensors_are_cast_alike(sizes, large, given_dtype, wante
 def test_as_many_outputs_as_inputs():
     with pytest.raises(ValueError, match="zip"):
         buffer.copy_each([torch.zeros(2)], [])
+
+
+def test_memory_that_a_buffer_was_given_is_there_as_long_as_the_buffer():
+    """The tensor itself, not only its bytes: with it goes the lock on its pages. A view in another
+    dtype does not hold it."""
+    memory = torch.zeros(64, dtype=torch.uint8)
+    alive = weakref.ref(memory)
+    held = buffer.FlatBuffer(16, torch.float32, HostRuntime(), memory)
+    del memory
+    gc.collect()
+    assert alive() is not None
+    del held
+    gc.collect()
+    assert alive() is None

@@ -56,6 +56,7 @@ class FlatBuffer:
         self.runtime, self.fixed = runtime, memory is not None
         self.in_slot = self.fixed
         self._in_use = True
+        self._memory = memory  # pages are locked while this object lives; views do not hold it
         if memory is None:
             self.tensor = torch.zeros(numel, dtype=dtype, device=runtime.device)
         else:

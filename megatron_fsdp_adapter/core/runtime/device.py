@@ -193,7 +193,8 @@ class CudaRuntime(_StorageMixin):
 
 
 def pinned(nbytes: int) -> torch.Tensor:
-    """uint8, zero, in page-locked host memory, for as long as the tensor lives.
+    """uint8, zero, in page-locked host memory for as long as the tensor lives, the object itself:
+    whoever keeps a view keeps the bytes, and not the lock.
 
     Pages are locked where they are: `pin_memory=True` takes a power of two of bytes, up to twice
     as many as asked for. RuntimeError if the system does not lock so many.
