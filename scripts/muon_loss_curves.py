@@ -3,27 +3,79 @@
     python scripts/muon_loss_curves.py --ranks 2 --out runs/muon-curves --time-limit 170
 
 500 steps of the same model from the same weights on the same text, the source of Python's standard
-library: ours with AdamW, ours with Muon under two strategies. One learning rate serves both, as
-updates of Muon's are scaled to the size of Adam's. Options are those of fp8_loss_curves.py, which
-trains and draws.
+library, for each learning rate of ``--rates``. Updates of Muon's are scaled to the size of Adam's.
+Each rate has a folder in ``--out``, and what is there already is not trained again; one picture
+shows all of them. Other options are those of fp8_loss_curves.py, which trains.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 import fp8_loss_curves
+from compare_losses import read_log
+from lib.loss_curves import Log, parse_runs, smoothed
 
-RUNS = (
-    "ours:optim_grads_params@bf16#1,ours-muon:optim_grads_params@bf16#1,ours-muon:optim@bf16#1"
-)
+RUNS = "ours:optim_grads_params@bf16#1,ours-muon:optim_grads_params@bf16#1"
+RATES = "1e-3,3e-3"
+
+
+def draw(logs: Mapping[str, Log], path: Path) -> None:
+    """Losses by step, means of neighbouring steps, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for name, log in logs.items():
+        steps = sorted(step for step, record in log.items() if "loss" in record)
+        style = "-" if "muon" in name else "--"
+        values = smoothed([log[step]["loss"] for step in steps])
+        axes.plot(steps, values, style, linewidth=0.9, label=name)
+    axes.set(xlabel="step", ylabel="training loss (nats per byte), mean of 10 steps")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def found_logs(out: Path, rates: Sequence[str], runs: str) -> dict[str, Log]:
+    """Of the runs that have ended, by name and learning rate."""
+    return {
+        f"{run.subject.kind}, {rate}": read_log(path)
+        for rate in rates
+        for run in parse_runs(runs)
+        if (path := out / rate / f"{run.file_name}.jsonl").is_file()
+    }
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status of fp8_loss_curves.py."""
-    given = [] if any(word.startswith("--runs") for word in arguments) else ["--runs", RUNS]
-    return fp8_loss_curves.main([*given, "--train-iters", "500", *arguments])
+    """Exit status: the largest of fp8_loss_curves.py's."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, help="folder for logs and picture")
+    parser.add_argument("--rates", default=RATES, help="learning rates (default %(default)s)")
+    parser.add_argument("--runs", default=RUNS, help="WRAPPER@PRECISION#SEED, ...")
+    given, rest = parser.parse_known_args(list(arguments))
+    rates = given.rates.split(",")
+    status = 0
+    for rate in rates:
+        print(f"learning rate {rate}", flush=True)
+        options = ["--out", str(given.out / rate), "--runs", given.runs, "--train-iters", "500"]
+        end = ["--lr", rate, "--min-lr", str(float(rate) / 10)]
+        status = max(status, fp8_loss_curves.main([*options, *end, *rest]))
+    logs = found_logs(given.out, rates, given.runs)
+    if logs and find_spec("matplotlib") is not None:
+        draw(logs, given.out / "curves.png")
+    return status
 
 
 if __name__ == "__main__":
