@@ -10,15 +10,9 @@ import torch
 
 from megatron_fsdp_adapter.core.engine.staging import plan_slots
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.engine.engine_cases import (
-    LateCommunicator,
-    PretendCommunicator,
-    Rig,
-    Setup,
-    build,
-    pretended_world,
-)
+from tests.engine.engine_cases import Rig, Setup, build
 from tests.engine.engine_scenarios import KEPT, SCENARIOS, PlainRig
+from tests.engine.pretended import LateCommunicator, PretendCommunicator, pretended_world
 from tests.engine.recording import MARK
 
 pytestmark = pytest.mark.once
