@@ -39,11 +39,10 @@ def graphed(case: Case, strategy: str = ZERO_3, *parts: str) -> tuple[Trainer, F
     return trainer, fake
 
 
-def numbers(trainer: Trainer, steps: int, lengths: tuple[int, ...] = (CASE.seq,)) -> Any:
+def numbers(trainer: Trainer, steps: int) -> Any:
     """Losses and norms of steps, losses of evaluations between, and the weights at the end."""
     found: list[Any] = []
     for step in range(steps):
-        trainer.case = trainer.case.but(seq=lengths[step % len(lengths)])
         found.append(train_step(trainer, batches(trainer.case, step, 0, CPU)))
         if step % 2 == 0:
             data = batches(trainer.case, 90 + step, 0, CPU)
@@ -52,18 +51,16 @@ def numbers(trainer: Trainer, steps: int, lengths: tuple[int, ...] = (CASE.seq,)
     return found, full_weights(trainer)
 
 
-def check_trains_alike(
-    case: Case, strategy: str, parts: tuple[str, ...], lengths: tuple[int, ...] = (CASE.seq,)
-) -> FakeGraphs:
+def check_trains_alike(case: Case, strategy: str, parts: tuple[str, ...]) -> FakeGraphs:
     plain = build_trainer(case, strategy, CPU, ddp=SLOTS)
     trainer, fake = graphed(case, strategy, *parts)
-    expected, weights = numbers(plain, 2 + 2 * len(lengths), lengths)
+    expected, weights = numbers(plain, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # that something runs eagerly
-        found, mine = numbers(trainer, 2 + 2 * len(lengths), lengths)
+        found, mine = numbers(trainer, 4)
     assert found == expected
     check_same_bits(mine, weights, strategy)
-    assert fake.captures == 2 * case.num_layers * max(1, len(parts)) * len(lengths)
+    assert fake.captures == 2 * case.num_layers * max(1, len(parts))
     return fake
 
 
@@ -98,9 +95,18 @@ def test_other_models_replay_to_the_same_bits(
 
 
 @pytest.mark.once
-def test_every_length_has_graphs_of_its_own_in_one_pool(one_rank: torch.device) -> None:
-    fake = check_trains_alike(CASE.but(num_layers=2), ZERO_3, (), lengths=(5, 3))
-    assert fake.pools == 1
+def test_another_length_is_an_error_in_training_and_runs_eagerly_in_evaluation(
+    one_rank: torch.device,
+) -> None:
+    trainer, fake = graphed(CASE)
+    for step in range(2):
+        train_step(trainer, batches(CASE, step, 0, CPU))
+    trainer.case, replays = CASE.but(seq=3), len(fake.replays)
+    with torch.no_grad():
+        forward_backward(trainer, batches(trainer.case, 9, 0, CPU), forward_only=True)
+    assert len(fake.replays) == replays
+    with pytest.raises(RuntimeError, match="pad sequences to one length"):
+        train_step(trainer, batches(trainer.case, 2, 0, CPU))
 
 
 def test_a_replay_runs_no_python_of_its_layer_and_finds_its_weights_in_their_place(

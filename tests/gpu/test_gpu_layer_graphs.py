@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 
+from megatron_fsdp_adapter.megatron import fused_wgrad
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     Case,
@@ -61,8 +62,7 @@ EXPERTS = {
 @dataclass(frozen=True)
 class Cell:
     """parts: core's names of what is captured; graphs: how many a layer has, forward and backward;
-    case, options, ddp: changes of the case, fields of the model's and of the DDP config; lengths:
-    of the sequences of the steps, in turn."""
+    case, options, ddp: changes of the case, fields of the model's and of the DDP config."""
 
     parts: tuple[str, ...] = ()
     graphs: int = 1
@@ -70,7 +70,6 @@ class Cell:
     case: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=lambda: SLOTS)
-    lengths: tuple[int, ...] = (CASE.seq,)
 
 
 CELLS = {
@@ -79,7 +78,6 @@ CELLS = {
     "attention and MLP": Cell(parts=("attn", "mlp"), graphs=2),
     "fused weight gradients": Cell(case={"fused": True}),
     "copy engines, fused": Cell(case={"fused": True}, ddp=COPY_ENGINES),
-    "two lengths": Cell(lengths=(128, 64)),
     "recomputed attention": Cell(case={"recompute": "selective-core_attn"}),
     "dropout": Cell(options={"hidden_dropout": 0.1}),
     "experts": Cell(options=EXPERTS),
@@ -120,6 +118,7 @@ def _config(cell: Cell, captured: bool) -> Any:
 def _trainer(cell: Cell, device: torch.device, captured: bool) -> Trainer:
     case = CASE.but(**cell.case)
     torch.manual_seed(case.seed)
+    fused_wgrad.install()
     model_parallel_cuda_manual_seed(case.seed, use_cudagraphable_rng=True, force_reset_rng=True)
     config = _config(cell, captured)
     experts = cell.options.get("num_moe_experts")
@@ -134,11 +133,10 @@ def _trainer(cell: Cell, device: torch.device, captured: bool) -> Trainer:
     return make_trainer(Float16Module(config, model), case, cell.strategy, ddp)
 
 
-def _train(trainer: Trainer, lengths: tuple[int, ...], rank: int) -> Iterator[Any]:
+def _train(trainer: Trainer, rank: int) -> Iterator[Any]:
     """Loss and norm of every step, the loss of the evaluations between, and the weights."""
     device = torch.device("cuda", torch.cuda.current_device())
-    for step in range(STEPS * len(lengths)):
-        trainer.case = trainer.case.but(seq=lengths[step % len(lengths)])
+    for step in range(STEPS):
         yield train_step(trainer, batches(trainer.case, step, rank, device))
         if step % 2:
             trainer.wrapper.eval()
@@ -152,16 +150,15 @@ def _train(trainer: Trainer, lengths: tuple[int, ...], rank: int) -> Iterator[An
 def same_bits(rank: int, world: int, name: str) -> str:
     cell, device = CELLS[name], init_megatron()
     eager = _trainer(cell, device, captured=False)
-    *expected, weights = _train(eager, cell.lengths, rank)
+    *expected, weights = _train(eager, rank)
     del eager
     gc.collect()
     trainer = _trainer(cell, device, captured=True)
     graphs = trainer.wrapper._layers.graphs
-    *found, mine = _train(trainer, cell.lengths, rank)
+    *found, mine = _train(trainer, rank)
     assert found == expected, f"{name}: {found} for {expected}"
     check_same_bits(mine, weights, name)
-    expected_graphs = CASE.num_layers * cell.graphs * len(cell.lengths)
-    assert graphs.captured == expected_graphs, (name, graphs.captured)
+    assert graphs.captured == CASE.num_layers * cell.graphs, (name, graphs.captured)
     assert graphs.replayed and not graphs.ran_eagerly, (graphs.replayed, graphs.ran_eagerly)
     dist.barrier()
     return f"{len(found)} losses, {graphs.captured} calls captured, {graphs.replayed} replayed"

@@ -7,9 +7,10 @@ have pools of their own; passes that use one pool come one after the other, each
 every pass gives its calls in the program's order. So what a capture may reuse of the pool at some
 place of a program, a replay may overwrite at that place: memory is what one eager pass needs.
 
-A call that fits no program (other shapes, no gradients, recomputed in backward, hooks on what
+A call that cannot be captured, or does not fit (no gradients, recomputed in backward, hooks on what
 autograd saves) runs eagerly, which needs no memory of the pool; it is said once, but for
-evaluations.
+evaluations. A pass whose first call has other shapes than the recorded one is an error: with two
+programs in a pool an H200 reported an illegal address, for a reason that was not found.
 """
 
 from __future__ import annotations
@@ -31,9 +32,6 @@ from .captured import CapturedCall, NotCapturable, Site, WrittenGrads, strip
 from .engine import FsdpEngine
 from .group import ParamGroup
 from .unit import Unit
-
-MAX_PROGRAMS = 16
-"""Programs of one pool: lengths of sequences, as a rule. Each keeps graphs for good."""
 
 HELD_BY = "a CUDA graph of a layer"
 
@@ -160,9 +158,8 @@ class LayerGraphs:
             template = strip((args, kwargs), tensors)
         except NotCapturable as unfit:
             return self._eagerly(site, str(unfit), args, kwargs)
-        if current.program is None and not self._begin(current, site, template):
-            reason = f"there are {MAX_PROGRAMS} kinds of inputs already"
-            return self._eagerly(site, reason, args, kwargs)
+        if current.program is None:
+            self._begin(current, site, template)
         program = current.program
         assert program is not None
         if program.complete:
@@ -188,21 +185,25 @@ class LayerGraphs:
             self.replayed += 1
         return call.output(outputs)
 
-    def _begin(self, current: _Pass, site: Site, template: Any) -> bool:
-        """The first call of a pass says which program it is; False if it is one too many."""
+    def _begin(self, current: _Pass, site: Site, template: Any) -> None:
+        """The first call of a pass says which program it is. RuntimeError if it is another one than
+        the pool has."""
         while len(self._pools) <= current.index:
             self._pools.append(self._graphs.new_pool())
         key = (current.index, site, template)
         if key not in self._programs:
-            if sum(known[0] == current.index for known in self._programs) >= MAX_PROGRAMS:
-                return False
+            if any(known[0] == current.index for known in self._programs):
+                raise RuntimeError(
+                    f"{site.name}: its inputs have other shapes, or values, than when its CUDA "
+                    "graph was captured; pad sequences to one length and batches to one size, or "
+                    "switch graphs of layers off (cuda_graph_impl='none')"
+                )
             self._programs[key] = _Program()
             engine = self._engine()
             if engine is not None:
                 engine.memory.held_by = HELD_BY
         current.program = self._programs[key]
         self._in_flight.append(current)
-        return True
 
     def _next(
         self, current: _Pass, site: Site, template: Any, tensors: Sequence[torch.Tensor]
