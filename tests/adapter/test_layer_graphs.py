@@ -192,6 +192,23 @@ def test_passes_in_flight_have_pools_of_their_own_and_each_pool_keeps_its_order(
         assert order == once * 2, pool
 
 
+def test_gradients_that_leave_the_graphs_are_not_overwritten_by_the_next_pass(
+    one_rank: torch.device,
+) -> None:
+    """A pipeline may still be sending them."""
+    trainer, _ = graphed(CASE)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    model = trainer.wrapper.module.module
+    embedding = next(m for name, m in model.named_modules() if name.endswith("embedding"))
+    embedding.register_forward_hook(
+        lambda module, given, out: out.register_hook(lambda g: kept.append((g, g.clone()))) and None
+    )
+    for step in range(3):
+        train_step(trainer, batches(CASE, step, 0, CPU))
+    assert len(kept) == 3 * CASE.microbatches
+    assert all(torch.equal(grad, then) for grad, then in kept)
+
+
 def test_what_does_not_fit_runs_eagerly_and_is_said_once(one_rank: torch.device) -> None:
     trainer, fake = graphed(CASE)
     for step in range(2):

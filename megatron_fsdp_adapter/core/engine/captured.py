@@ -209,7 +209,11 @@ class CapturedCall:
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of the inputs; those of weights are in the bucket. The first one is
-        captured."""
+        captured.
+
+        Of inputs that come from elsewhere they are copies: a pipeline may still be sending them
+        to the stage before when the next pass in this pool overwrites the graph's.
+        """
         self.site.check_open()
         if self._inner is not None:
             return self._record_backward(grads)
@@ -227,7 +231,13 @@ class CapturedCall:
                 )
             one.direct.note(after)
         self._run_backward(grads)
-        return [None if found is None else found.detach() for found in self._input_grads]
+        return self._handed_out(self._input_grads)
+
+    def _handed_out(self, found: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return [
+            None if grad is None else grad.detach() if own is None else grad.clone()
+            for grad, own in zip(found, self._own, strict=True)
+        ]
 
     def _record_backward(
         self, grads: Sequence[torch.Tensor | None]
@@ -259,7 +269,7 @@ class CapturedCall:
         self._input_grads = [None if grad is None else alias(grad) for grad in found]
         self._after = [one.present() for one in self.site.grads]
         self._run_backward(grads)
-        return found
+        return self._handed_out(found)
 
     def _set_aside(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Gradients that eager calls of the module have left, which are no part of this graph."""
