@@ -21,6 +21,7 @@ from test_wrapper_roundtrip import (
 
 from megatron_fsdp_adapter.checkpoint.convert import Options, convert
 from megatron_fsdp_adapter.checkpoint.dcp import load_checkpoint
+from megatron_fsdp_adapter.checkpoint.inspection import diff
 
 BACK = "optim_grads_params-converted"
 WHOLE = "whole.pt"
@@ -114,3 +115,50 @@ def test_momentum_is_resumed_and_read_by_another_number_of_ranks(
     convert(source, between, "torch_dist", options=style)
     convert(between, back, "fsdp_dtensor", options=style)
     run_ranks(_load_elsewhere, other, str(tmp_path), (*STRATEGIES, BACK), timeout=300)
+
+
+# Under another tensor-parallel split.
+
+SPLITS = ("tp2", "dp2", "ep2", "tp2")
+"""What is saved under one is loaded under the next, and saved again."""
+
+
+def _through(rank: int, size: int, root: str) -> None:
+    from megatron_fsdp_adapter.checkpoint import load_training_state, training_state
+    from megatron_fsdp_adapter.checkpoint.dcp import save_checkpoint
+    from tests.distributed.topologies import (
+        CASE,
+        Topology,
+        build_topology_trainer,
+        init_topology,
+        topology_step,
+    )
+
+    rows: dict[str, dict[str, Any]] = {
+        "dp2": {}, "ep2": {"ep": 2},
+        "tp2": {"tp": 2, "etp": 2, "sp": True, "dispatcher": "allgather"},
+    }  # fmt: skip
+    for number, name in enumerate(SPLITS):
+        topology = Topology(name, experts=4, **rows[name])
+        init_topology(topology)
+        trainer = build_topology_trainer(
+            topology, CASE.but(swiglu=True, bias=False, seed=100 + number), "optim_grads_params",
+            fields={"num_query_groups": 2}, optimizer_options={"optimizer": "muon"},
+        )  # fmt: skip
+        if number == 0:
+            topology_step(trainer, 0)
+        else:
+            state = training_state(trainer.chunks, trainer.optimizer, is_loading=True)
+            _, state = load_checkpoint(f"{root}/{number - 1}", {**state, "iteration": 0})
+            load_training_state(trainer.chunks, state, trainer.optimizer)
+        state = training_state(trainer.chunks, trainer.optimizer)
+        save_checkpoint(f"{root}/{number}", 1, {**state, "iteration": 1})
+
+
+@pytest.mark.full
+def test_momentum_goes_through_other_parallel_splits(tmp_path: Path) -> None:
+    """Tensor-parallel, whole, expert-parallel and back: every saved value is the first one's."""
+    run_ranks(_through, 2, str(tmp_path), timeout=300)
+    for number in range(1, len(SPLITS)):
+        found = diff(tmp_path / "0", tmp_path / str(number))
+        assert not (found.only_a or found.only_b or found.shapes or found.values), found
