@@ -6,8 +6,9 @@ import pytest
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
-from tests.engine.engine_cases import Rig, Setup, build, pretended_world
+from tests.engine.engine_cases import Rig, Setup, build
 from tests.engine.engine_scenarios import SCENARIOS, VARIANTS
+from tests.engine.pretended import pretended_world
 from tests.quantised.emulated import RECIPES
 
 MADE = [name for name, format in RECIPES.items() if not format.by_direction]
