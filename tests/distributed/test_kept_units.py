@@ -23,6 +23,8 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.memory import measure
 from tests.distributed.test_memory import flags
 
+pytestmark = pytest.mark.once
+
 ZERO_1, ZERO_2, ZERO_3 = "optim", "optim_grads", "optim_grads_params"
 CASE = Case(num_layers=4, bf16=True, microbatches=3, positions="learned_absolute")
 
