@@ -6,7 +6,6 @@ pipeline parallelism, by which each rank has a part of the layers, of their matr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -380,8 +379,3 @@ def shape_named(name: str) -> Shape:
 def with_layers(shape: Shape, count: int) -> Shape:
     """The same with another number of layers, of them as many dense ones as before."""
     return replace(shape, gpt=replace(shape.gpt, num_layers=count))
-
-
-def even(number: int, parts: int) -> int:
-    """The larger of the parts."""
-    return math.ceil(number / parts)

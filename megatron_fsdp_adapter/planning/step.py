@@ -189,7 +189,10 @@ def _domain(name: str, inner: int, outer: int, scale: float) -> ShardDomain:
     if outer > 1:
         others = _axis(OUTER_DIM, dist.new_group(list(range(0, inner * outer, inner))))
     mesh = mesh_over([axis for axis in (others, shard) if axis is not None], "cpu")
-    return ShardDomain(name, shard, shard.group, shard.group, mesh, scale, others)
+    # A group of their own tells gathers from reductions; which communicator they are on is said
+    # where communicators are made.
+    gather = dist.new_group(list(range(inner)))
+    return ShardDomain(name, shard, gather, shard.group, mesh, scale, others)
 
 
 @contextmanager
@@ -216,7 +219,6 @@ class _Run:
     model: _Model
     engine: FsdpEngine
     optimizer_numel: int = 0
-    reduced_numel: int = 0
     _waiting: list[torch.Tensor] = field(default_factory=list)
 
     def forward(self) -> None:
@@ -320,23 +322,11 @@ def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
         name: _domain(name, inner, outer, scale) for name, (inner, outer) in setup.shards.items()
     }
     engine = FsdpEngine(
-        model, plans, _with_roles(domains, setup, runtime), setup.engine, runtime,  # type: ignore[arg-type]
+        model, plans, domains, setup.engine, runtime,  # type: ignore[arg-type]
         make_communicator=_Maker(setup, runtime, domains),  # type: ignore[arg-type]
     )  # fmt: skip
     held = sum(group.held.layout.shard_numel for group in engine.groups)
     return _Run(setup, runtime, model, engine, optimizer_numel=held)
-
-
-def _with_roles(
-    domains: Mapping[str, ShardDomain], setup: StepSetup, runtime: TimedRuntime
-) -> Mapping[str, ShardDomain]:
-    """Gathers and reductions on groups of their own, so that their communicators can be told
-    apart."""
-    found = {}
-    for name, domain in domains.items():
-        gather = dist.new_group(list(domain.axis.ranks))
-        found[name] = replace(domain, gather_group=gather)
-    return found
 
 
 @dataclass
@@ -348,17 +338,14 @@ class _Maker:
     domains: Mapping[str, ShardDomain]
 
     def __call__(self, group: Any, device: torch.device) -> TimedCommunicator:
+        setup = self.setup
+        apart = setup.separate_gathers or setup.copy_gathers or setup.copy_reduces
         for name, domain in self.domains.items():
             if domain.outer is not None and group is domain.outer.group:
                 return TimedCommunicator(group, self.runtime, f"{name} outer", f"{name} outer")
-            reduces = group is domain.axis.group
-            if reduces:
-                channel = f"{name} copies" if self.setup.copy_reduces else name
-                return TimedCommunicator(
-                    group, self.runtime, name, channel, self.setup.copy_reduces
-                )
-        index = self._gathers = getattr(self, "_gathers", -1) + 1
-        name = list(self.domains)[index]
-        apart = self.setup.separate_gathers or self.setup.copy_gathers or self.setup.copy_reduces
-        channel = f"{name} gathers" if apart else name
-        return TimedCommunicator(group, self.runtime, name, channel, self.setup.copy_gathers)
+            if group is domain.gather_group:
+                channel = f"{name} gathers" if apart else name
+                return TimedCommunicator(group, self.runtime, name, channel, setup.copy_gathers)
+            if group is domain.reduce_group:
+                return TimedCommunicator(group, self.runtime, name, name, setup.copy_reduces)
+        raise RuntimeError("the engine asks for a communicator of a group that it was not given")
