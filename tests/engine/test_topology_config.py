@@ -224,6 +224,8 @@ REFUSED = {
     "megatron_fsdp_grad_comm_dtype": torch.float16,
     "reduce_scatter_with_fp32_accumulation": True,
     "param_name_patterns_for_fp32_local_accumulation": ("router",),
+    "fsdp_grad_comm_fp8_blocks": True,
+    "fsdp_unsharded_budget_gib": -1.0,
 }
 BESIDE = {
     "preserve_fp32_weights": {
@@ -233,6 +235,7 @@ BESIDE = {
     "param_name_patterns_for_fp32_local_accumulation": {
         "megatron_fsdp_main_grads_dtype": torch.bfloat16
     },
+    "fsdp_grad_comm_fp8_blocks": {"megatron_fsdp_grad_comm_dtype": torch.bfloat16},
 }
 """What else has to be set for an option to be refused: it contradicts the older name."""
 ACCEPTED = {
