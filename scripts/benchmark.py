@@ -64,6 +64,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="write all samples")
     add("--plot", type=Path, metavar="FILE", help="write a bar chart (PNG)")
     add("--profile", type=Path, metavar="DIR", help="write a trace of one step of each of ours")
+    add("--profile-host", type=Path, metavar="DIR", help="write a table of the Python and C "
+        "functions that the first rank's host calls in a step of each")  # fmt: skip
     return parser
 
 
@@ -74,7 +76,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Settings, Options]:
     options = parse([*DEFAULTS, *preset, *LEARNING, *rest])
     plan = Plan(
         known.steps, known.warmup, known.repeats, known.num_microbatches, known.isolated,
-        known.profile,
+        known.profile, profile_host=known.profile_host,
     )  # fmt: skip
     subjects = parse_subjects(known.wrappers)
     if known.separate_all_gather_groups:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 import sys
 import time
 import traceback
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lib.bench_host import HostProfile
 from lib.bench_subjects import Plan, Subject
 from lib.bench_trace import Trace, read_trace
 from lib.bench_wrappers import Batch, Runner, build, forget_fp8
@@ -288,14 +290,27 @@ class Bench:
         """What is read after the timed steps."""
         if self.place.device.type == "cuda" and self.plan.host_steps:
             result.host = self.host_times(runner)
+        if self.plan.profile_host is not None:
+            self._profile_host(runner, self.plan.profile_host)
         if self.plan.profile is not None:
             result.trace = self._profile(runner, self.plan.profile)
         result.steps = runner.history()
 
+    def _profile_host(self, runner: Runner, folder: Path) -> None:
+        """The table of one block of steps on the first rank; the others take the same steps."""
+        host = HostProfile() if self.place.first else None
+        for _ in range(self.plan.steps):
+            self.synchronize()
+            if host is None:
+                self.step(runner)
+            else:
+                host.run(lambda: self.step(runner))
+        if host is not None:
+            host.write(folder, file_name(runner.subject), self.plan.steps)
+
     def _profile(self, runner: Runner, folder: Path) -> Trace | None:
         """A trace of one step on the first rank, and what it tells about a GPU; the others take
         the same steps."""
-        name = runner.subject.name.replace(":", "-").replace("@", "-")
         # Markers tell streams apart, and kernels of a CUDA graph run on streams of its own.
         runner.marked = (
             self.place.device.type == "cuda"
@@ -312,9 +327,14 @@ class Bench:
             self.step(runner)
             self.synchronize()
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{name}.json.gz"
+        path = folder / f"{file_name(runner.subject)}.json.gz"
         profiler.export_chrome_trace(str(path))
         return read_trace(path) if self.place.device.type == "cuda" else None
+
+
+def file_name(subject: Subject) -> str:
+    """Of what is written about one wrapper, without an ending."""
+    return re.sub(r"[:@/]", "-", subject.name)
 
 
 def _take(result: Result, samples: Sequence[Sample]) -> None:
