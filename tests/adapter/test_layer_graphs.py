@@ -95,18 +95,40 @@ def test_other_models_replay_to_the_same_bits(
 
 
 @pytest.mark.once
-def test_another_length_is_an_error_in_training_and_runs_eagerly_in_evaluation(
+def test_another_length_trains_eagerly_to_the_same_bits_and_is_said_once(
     one_rank: torch.device,
 ) -> None:
-    trainer, fake = graphed(CASE)
+    """In front of, between and behind passes of the length that was captured, in one step too."""
+    plain, (trainer, fake) = build_trainer(CASE, ZERO_3, CPU, ddp=SLOTS), graphed(CASE)
+    replays, found = [], []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step, lengths in enumerate(((5, 3), (5, 5), (3, 3), (5, 3), (3, 5), (5, 7))):
+            for one in (plain, trainer):
+                data = [batches(CASE.but(seq=n), step, 0, CPU)[i] for i, n in enumerate(lengths)]
+                found.append((step, train_step(one, data)))
+            replays.append(len(fake.replays))
+    assert found[::2] == found[1::2]
+    check_same_bits(full_weights(trainer), full_weights(plain), "lengths")
+    assert fake.captures == 2 * CASE.num_layers
+    a_pass = 2 * CASE.num_layers
+    assert replays == [0, 2 * a_pass, 2 * a_pass, 3 * a_pass, 4 * a_pass, 5 * a_pass]
+    lines = [str(one.message) for one in said if "without its CUDA graph" in str(one.message)]
+    assert len(lines) == 2, lines  # a length each, of all layers
+    assert "3x2x12" in lines[0] and "7x2x12" in lines[1]
+
+
+@pytest.mark.once
+def test_tables_that_a_graph_reads_live_on_when_their_module_replaces_them(
+    one_rank: torch.device,
+) -> None:
+    trainer, _ = graphed(CASE)
+    layers = [module for module in trainer.wrapper.modules() if type(module) is TransformerLayer]
+    table = layers[0].mlp.table = torch.ones(3)
     for step in range(2):
         train_step(trainer, batches(CASE, step, 0, CPU))
-    trainer.case, replays = CASE.but(seq=3), len(fake.replays)
-    with torch.no_grad():
-        forward_backward(trainer, batches(trainer.case, 9, 0, CPU), forward_only=True)
-    assert len(fake.replays) == replays
-    with pytest.raises(RuntimeError, match="pad sequences to one length"):
-        train_step(trainer, batches(trainer.case, 2, 0, CPU))
+    layers[0].mlp.table = torch.ones(7)
+    assert any(one is table for one in trainer.wrapper._layers.graphs._read_by_graphs.values())
 
 
 def test_a_replay_runs_no_python_of_its_layer_and_finds_its_weights_in_their_place(
@@ -156,40 +178,63 @@ def test_gathers_and_reductions_are_launched_outside_of_graphs(one_rank: torch.d
     assert len(fake.replays) == 2 * CASE.microbatches * fake.captures
 
 
+def _in_flight(trainer: Trainer, steps: list[tuple[int, ...]]) -> list[Any]:
+    """Losses and norms of steps as in a pipeline: all forwards, of sequences of these lengths, then
+    their backwards, in the order of the forwards."""
+    found: list[Any] = []
+    for step, lengths in enumerate(steps):
+        trainer.wrapper.zero_grad_buffer()
+        trainer.optimizer.zero_grad()
+        data = [batches(CASE.but(seq=n, microbatches=9), step, 0, CPU)[i]
+                for i, n in enumerate(lengths)]  # fmt: skip
+        outputs = [
+            trainer.wrapper(
+                tokens[:, :-1], torch.arange(n).expand(CASE.batch, -1),
+                torch.ones(n, n, dtype=torch.bool).triu(1)[None, None], labels=tokens[:, 1:],
+            ).float().mean()
+            for tokens, n in zip(data, lengths, strict=True)
+        ]  # fmt: skip
+        with trainer.wrapper.no_sync():
+            for output in outputs[:-1]:
+                output.backward()
+        outputs[-1].backward()
+        trainer.wrapper.finish_grad_sync()
+        found += [output.item() for output in outputs]
+        found.append(float(trainer.optimizer.step()[1]))
+    return found
+
+
 def test_passes_in_flight_have_pools_of_their_own_and_each_pool_keeps_its_order(
     one_rank: torch.device,
 ) -> None:
-    """As in a pipeline: two forwards, then their backwards, in the order of the forwards."""
-
-    def losses(trainer: Trainer) -> list[Any]:
-        found = []
-        for step in range(3):
-            trainer.wrapper.zero_grad_buffer()
-            trainer.optimizer.zero_grad()
-            outputs = [
-                trainer.wrapper(
-                    data[:, :-1], torch.arange(CASE.seq).expand(CASE.batch, -1),
-                    torch.ones(CASE.seq, CASE.seq, dtype=torch.bool).triu(1)[None, None],
-                    labels=data[:, 1:],
-                ).float().mean()
-                for data in batches(CASE.but(microbatches=3), step, 0, CPU)[:2]
-            ]  # fmt: skip
-            with trainer.wrapper.no_sync():
-                outputs[0].backward()
-            outputs[1].backward()
-            trainer.wrapper.finish_grad_sync()
-            found += [output.item() for output in outputs]
-            found.append(float(trainer.optimizer.step()[1]))
-        return found
-
     plain = build_trainer(CASE, ZERO_3, CPU, ddp=SLOTS)
-    trainer, fake = graphed(CASE)
-    assert losses(trainer) == losses(plain)
+    (trainer, fake), steps = graphed(CASE), [(5, 5)] * 3
+    assert _in_flight(trainer, steps) == _in_flight(plain, steps)
     assert fake.pools == 2
     for pool in (1, 2):
         order = [number for where, number in fake.replays if where == pool]
         once = list(range(1, 2 * CASE.num_layers + 1))
         assert order == once * 2, pool
+
+
+@pytest.mark.once
+def test_nothing_is_captured_while_a_pass_of_another_length_is_in_flight(
+    one_rank: torch.device,
+) -> None:
+    """On a GPU its nodes that accumulate gradients would bring their stream into the capture."""
+    plain = build_trainer(CASE, ZERO_3, CPU, ddp=SLOTS)
+    (trainer, fake), captures = graphed(CASE), []
+    capture = fake.capture
+    fake.capture = lambda function, pool: (captures.append(pool), capture(function, pool))[1]
+    steps = [(5, 5), (5, 3), (5, 3, 5), (5, 5, 3), (3, 5, 5)]
+    found, counts = [], []
+    for step in steps:
+        found += _in_flight(trainer, [step])
+        counts.append(len(captures))
+    expected = [one for step in steps for one in _in_flight(plain, [step])]
+    assert found == expected
+    a_pass = 2 * CASE.num_layers
+    assert counts == [0, a_pass, a_pass, 2 * a_pass, 2 * a_pass] and set(captures) == {1, 2}
 
 
 def test_gradients_that_leave_the_graphs_are_not_overwritten_by_the_next_pass(

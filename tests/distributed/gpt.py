@@ -273,8 +273,9 @@ def forward_step(
 ) -> Any:
     """return_schedule_plan: core asks for the model's plan, whose parts it runs by itself."""
     tokens = next(iterator)
-    positions = torch.arange(case.seq, device=tokens.device).expand(case.batch, -1)
-    mask = torch.ones(case.seq, case.seq, dtype=torch.bool, device=tokens.device).triu(1)
+    length = tokens.shape[1] - 1
+    positions = torch.arange(length, device=tokens.device).expand(case.batch, -1)
+    mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
     run = model.build_schedule_plan if return_schedule_plan else model
     losses = run(tokens[:, :-1], positions, mask[None, None], labels=tokens[:, 1:])
     counted = tokens[:, 1:] % 3 != 0

@@ -69,6 +69,15 @@ def strip(value: Any, tensors: list[torch.Tensor], returned: bool = False) -> An
     raise NotCapturable(f"it is given or returns a {type(value).__name__}")
 
 
+def shapes(template: Any) -> str:
+    """Of the tensors of a template, to be read."""
+    if isinstance(template, TensorSpec):
+        return "x".join(map(str, template.shape)) or "scalar"
+    kind, value = template
+    inside = value if kind is tuple else [item for _, item in value] if kind is dict else ()
+    return ", ".join(filter(None, map(shapes, inside)))
+
+
 def fill(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """The reverse of `strip`."""
     if isinstance(template, TensorSpec):
@@ -116,11 +125,13 @@ class WrittenGrads:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A module that is captured. function: its forward; grads: where its weight gradients go."""
+    """A module that is captured. function: its forward; grads: where its weight gradients go;
+    caches: tensors that it has beside parameters."""
 
     name: str
     function: Callable[..., Any]
     grads: tuple[WrittenGrads, ...]
+    caches: Callable[[], Iterable[torch.Tensor]] = tuple
 
     def __hash__(self) -> int:
         return id(self)

@@ -9,8 +9,9 @@ place of a program, a replay may overwrite at that place: memory is what one eag
 
 A call that cannot be captured, or does not fit (no gradients, recomputed in backward, hooks on what
 autograd saves) runs eagerly, which needs no memory of the pool; it is said once, but for
-evaluations. A pass whose first call has other shapes than the recorded one is an error: with two
-programs in a pool an H200 reported an illegal address, for a reason that was not found.
+evaluations. So does a whole pass whose first call has other shapes than the recorded ones. A second
+program in a pool was turned down: an H200 reported an illegal address, for a reason that was not
+found. A pool for each length costs the activations of a pass each.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from torch import nn
 from megatron_fsdp_adapter.core.runtime.graphs import Graphs
 
 from . import hooks
-from .captured import CapturedCall, NotCapturable, Site, WrittenGrads, strip
+from .captured import CapturedCall, NotCapturable, Site, WrittenGrads, shapes, strip
 from .engine import FsdpEngine
 from .group import ParamGroup
 from .unit import Unit
@@ -45,11 +47,11 @@ class _Program:
 
 
 class _Pass:
-    """One forward and its backward, in pool number `index`."""
+    """One forward and its backward, in pool number `index` from its first captured call on."""
 
-    def __init__(self, index: int) -> None:
-        self.index, self.program, self.position = index, None, 0
-        self.outstanding, self.forward_runs = 0, True
+    def __init__(self) -> None:
+        self.index, self.program, self.position = -1, None, 0
+        self.outstanding, self.forward_runs, self.is_eager = 0, True, False
         self.addresses: set[int] = set()
 
     program: _Program | None
@@ -93,12 +95,14 @@ class LayerGraphs:
         self._device = engine.runtime.device
         self._steps = 0
         self._pools: list[Any] = []
-        self._programs: dict[Any, _Program] = {}
+        self._programs: dict[int, _Program] = {}
+        self._kind: tuple[Site, Any] | None = None
         self._in_flight: list[_Pass] = []
         self._current: _Pass | None = None
         self.ran_eagerly: set[tuple[str, str]] = set()
-        self._abandoned = 0
+        self._abandoned, self._eager_in_step = 0, False
         self._unused = torch.empty(0, device=self._device, requires_grad=True)
+        self._read_by_graphs: dict[int, torch.Tensor] = {}
         self.captured = self.replayed = 0
 
     def install(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -109,15 +113,15 @@ class LayerGraphs:
         me = weakref.ref(self)
         for name, module in modules:
             held, own = weakref.ref(module), type(module).forward
-            site = Site(name, _eager(held, own), _written_grads(engine, name, module))
+            grads, caches = _written_grads(engine, name, module), partial(_caches, held)
+            site = Site(name, _eager(held, own), grads, caches)
             module.forward = _graphed(me, site)  # type: ignore[method-assign]
 
     @contextmanager
     def forward_pass(self, training: bool) -> Iterator[None]:
         """Around a forward of the model. training: whether a backward will follow."""
         if training and torch.is_grad_enabled() and self._steps >= self._warmup:
-            used = {one.index for one in self._in_flight}
-            self._current = _Pass(next(i for i in itertools.count() if i not in used))
+            self._current = _Pass()
         try:
             yield
         finally:
@@ -129,10 +133,12 @@ class LayerGraphs:
     def step_done(self) -> None:
         """A training step's gradients are complete."""
         self._steps += 1
+        self._eager_in_step = False
 
     def reset(self) -> None:
         """Nothing is in flight any more: a step is over, or was given up. RuntimeError if
         recordings come to no end."""
+        self._eager_in_step = False
         if not self._in_flight:
             return
         unfinished = [one for one in self._in_flight if one.program and not one.program.complete]
@@ -140,6 +146,7 @@ class LayerGraphs:
         if unfinished:
             lost = {id(one.program) for one in unfinished}
             self._programs = {k: v for k, v in self._programs.items() if id(v) not in lost}
+            self._kind = self._kind if self._programs else None
             self._abandoned += 1
         if self._abandoned > 2:
             raise RuntimeError(
@@ -150,16 +157,19 @@ class LayerGraphs:
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a module's forward: its graph, if there is one or it is time to make it."""
         current = self._current
-        if current is None or not torch.is_grad_enabled() or hooks.in_backward():
+        is_training = current is not None and not current.is_eager and torch.is_grad_enabled()
+        if current is None or not is_training or hooks.in_backward():
             return site.function(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         try:
             self._refuse_hooks()
             template = strip((args, kwargs), tensors)
-        except NotCapturable as unfit:
-            return self._eagerly(site, str(unfit), args, kwargs)
-        if current.program is None:
-            self._begin(current, site, template)
+        except NotCapturable as error:
+            return self._eagerly(site, str(error), args, kwargs)
+        unfit = self._begin(current, site, template) if current.program is None else ""
+        if unfit:
+            current.is_eager = self._eager_in_step = True
+            return self._eagerly(site, unfit, args, kwargs)
         program = current.program
         assert program is not None
         if program.complete:
@@ -179,31 +189,34 @@ class LayerGraphs:
         current.outstanding += call.needs_backward
         if records:
             program.calls.append(call)
+            # A longer sequence, which runs eagerly, makes a module replace its table of positions.
+            self._read_by_graphs.update((id(one), one) for one in call.site.caches())
             current.addresses.update(output.data_ptr() for output in outputs)
             self.captured += 1
         else:
             self.replayed += 1
         return call.output(outputs)
 
-    def _begin(self, current: _Pass, site: Site, template: Any) -> None:
-        """The first call of a pass says which program it is. RuntimeError if it is another one than
-        the pool has."""
-        while len(self._pools) <= current.index:
+    def _begin(self, current: _Pass, site: Site, template: Any) -> str:
+        """The first call of a pass: gives it a pool that is free. Why it is to run eagerly, if it
+        is: empty if not."""
+        if self._kind not in (None, (site, template)):
+            return f"inputs have other shapes, or values, than were captured: {shapes(template)}"
+        used = {one.index for one in self._in_flight}
+        index = next(i for i in itertools.count() if i not in used)
+        if index not in self._programs and self._eager_in_step:
+            # Its backward may be to come: its nodes that accumulate gradients are on its stream.
+            return "it would be captured behind a pass that runs eagerly and may be in flight"
+        if index == len(self._pools):
             self._pools.append(self._graphs.new_pool())
-        key = (current.index, site, template)
-        if key not in self._programs:
-            if any(known[0] == current.index for known in self._programs):
-                raise RuntimeError(
-                    f"{site.name}: its inputs have other shapes, or values, than when its CUDA "
-                    "graph was captured; pad sequences to one length and batches to one size, or "
-                    "switch graphs of layers off (cuda_graph_impl='none')"
-                )
-            self._programs[key] = _Program()
-            engine = self._engine()
-            if engine is not None:
-                engine.memory.held_by = HELD_BY
-        current.program = self._programs[key]
+        engine = self._engine()
+        if self._kind is None and engine is not None:
+            engine.memory.held_by = HELD_BY
+        self._kind = (site, template)
+        current.index = index
+        current.program = self._programs.setdefault(index, _Program())
         self._in_flight.append(current)
+        return ""
 
     def _next(
         self, current: _Pass, site: Site, template: Any, tensors: Sequence[torch.Tensor]
@@ -256,6 +269,14 @@ def _eager(
         return own(module(), *args, **kwargs)
 
     return forward
+
+
+def _caches(module: Callable[[], nn.Module | None]) -> Iterator[torch.Tensor]:
+    alive = module()
+    for child in () if alive is None else alive.modules():
+        for value in (*vars(child).values(), *child._buffers.values()):
+            if isinstance(value, torch.Tensor):
+                yield value
 
 
 def _graphed(graphs: Callable[[], LayerGraphs | None], site: Site) -> Callable[..., Any]:
