@@ -10,11 +10,13 @@ layer follows a capture that no hook surrounds, and it has three ways to call a 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import GraphableMegatronModule
 from torch import nn
@@ -22,9 +24,12 @@ from torch import nn
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.layer_graphs import LayerGraphs
 from ..core.runtime.graphs import CudaGraphs, Graphs
+from ..sharding.budget import GIB
 from .options.cuda_graphs import captures_layers, modules_asked_for
 
 _MANAGER = "cudagraph_manager"
+_PARTS = {"attn": "self_attention", "mlp": "mlp", "mamba": "mixer"}
+"""Core's names of parts of layers, and the attributes that they are."""
 
 
 class LayerCaptures:
@@ -38,11 +43,13 @@ class LayerCaptures:
         self, engine: FsdpEngine, module: nn.Module, config: Any, graphs: Graphs | None = None
     ) -> None:
         self.graphs: LayerGraphs | None = None
-        self.captured: list[str] = []
+        self._said = False
         if captures_layers(config):
             take_off_managers(module)
-            chosen = list(captured_modules(module, modules_asked_for(config)))
-            self.captured = sorted({type(one).__name__ for _, one in chosen})
+            asked = modules_asked_for(config)
+            chosen = list(captured_modules(module, asked))
+            self._modules = Counter(type(one).__name__ for _, one in chosen)
+            self._left_out = left_out(module, asked)
             capturing = graphs or CudaGraphs(engine.runtime.device, _generators)
             self.graphs = LayerGraphs(
                 engine, capturing, int(getattr(config, "cuda_graph_warmup_steps", 3))
@@ -54,12 +61,47 @@ class LayerCaptures:
         return nullcontext() if self.graphs is None else self.graphs.forward_pass(training)
 
     def gradients_finished(self) -> None:
+        """A step ends. In the first in which nothing more was captured, says on one rank what is
+        captured and what it takes."""
         if self.graphs is not None:
             self.graphs.step_done()
+            if self.graphs.is_settled and not self._said:
+                self._said = True
+                if dist.get_rank() == 0:
+                    print(self.summary(), flush=True)
+
+    def summary(self) -> str:
+        """What is captured, in how much memory, and what runs eagerly and why."""
+        assert self.graphs is not None
+        modules = ", ".join(f"{count} {kind}" for kind, count in self._modules.items())
+        pools = " + ".join(f"{one / GIB:.3f}" for one in self.graphs.pool_bytes())
+        eager = ["embedding, output layer and loss", *self._left_out]
+        eager += sorted(f"{name}: {why}" for name, why in self.graphs.ran_eagerly)
+        return (
+            f"CUDA graphs of layers: {modules}, {self.graphs.captured} calls captured; GiB of "
+            f"memory for each pass in flight: {pools}; eager: {'; '.join(eager)}"
+        )
 
     def gradients_forgotten(self) -> None:
         if self.graphs is not None:
             self.graphs.reset()
+
+
+def left_out(module: nn.Module, asked: Iterable[str]) -> list[str]:
+    """What of the layers is not captured, and why."""
+    chosen = {name for name, _ in captured_modules(module, asked)}
+    layers = [(name, one) for name, one in module.named_modules() if _is_layer(one)]
+    without = [
+        (any(f"{name}.{part}" in chosen for part in _PARTS.values()), _has_experts(one))
+        for name, one in layers if name not in chosen
+    ]  # fmt: skip
+    found = []
+    for (in_part, experts), count in sorted(Counter(without).items()):
+        what = "all but the captured parts" if in_part else "all"
+        why = "how many tokens each expert got is read on the host" if experts else \
+            "no other parts were asked for"  # fmt: skip
+        found.append(f"{what} of {count} layers{' with experts' if experts else ''}, as {why}")
+    return found
 
 
 def captured_modules(
@@ -70,8 +112,7 @@ def captured_modules(
     are captured up to their attention."""
     parts = set(asked)
     for name, layer in module.named_modules():
-        # Blocks and whole models are graphable too, for inference.
-        if not _is_graphable(layer) or sum(map(_is_graphable, layer.modules())) > 1:
+        if not _is_layer(layer):
             continue
         has_experts = _has_experts(layer)
         if not parts and not has_experts:
@@ -81,13 +122,17 @@ def captured_modules(
             yield f"{name}.{part}", getattr(layer, part)
 
 
+def _is_layer(module: nn.Module) -> bool:
+    """Blocks and whole models are graphable too, for inference."""
+    return _is_graphable(module) and sum(map(_is_graphable, module.modules())) == 1
+
+
 def _is_graphable(module: nn.Module) -> bool:
     return isinstance(module, GraphableMegatronModule)
 
 
 def _parts_of(layer: nn.Module, asked: set[str], has_experts: bool) -> Iterator[str]:
-    wanted = {"attn": "self_attention", "mlp": "mlp", "mamba": "mixer"}
-    for option, part in wanted.items():
+    for option, part in _PARTS.items():
         found = getattr(layer, part, None)
         if option not in asked or found is None or (part == "mlp" and has_experts):
             continue

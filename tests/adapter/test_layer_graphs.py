@@ -267,6 +267,28 @@ def test_what_does_not_fit_runs_eagerly_and_is_said_once(one_rank: torch.device)
     assert len(fake.replays) == replays
 
 
+def _printed(said: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith("CUDA graphs of layers")]
+
+
+def test_what_was_captured_is_printed_once_with_the_memory_of_its_pools(
+    one_rank: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, _ = graphed(CASE)
+    _in_flight(trainer, [(5, 5)] * 2)
+    assert _printed(capsys.readouterr().out) == []  # more may be captured
+    _in_flight(trainer, [(5, 5)] * 3)
+    (line,) = _printed(capsys.readouterr().out)
+    assert "3 TransformerLayer, 6 calls captured" in line
+    assert "for each pass in flight: 0.500 + 1.000; eager: embedding, output layer" in line
+    trainer, _ = graphed(CASE, ZERO_3, "attn")
+    _in_flight(trainer, [(5, 3)] * 3)
+    (line,) = _printed(capsys.readouterr().out)
+    assert "3 SelfAttention, 3 calls" in line
+    assert "all but the captured parts of 3 layers, as no other parts were asked for" in line
+    assert "self_attention: inputs have other shapes" in line and "3x2x12" in line
+
+
 def test_a_step_that_was_given_up_leaves_no_half_of_a_recording(one_rank: torch.device) -> None:
     plain = build_trainer(CASE, ZERO_3, CPU, ddp=SLOTS)
     trainer, fake = graphed(CASE)

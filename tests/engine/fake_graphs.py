@@ -103,6 +103,9 @@ class FakeGraphs:
         self.pools += 1
         return self.pools
 
+    def pool_bytes(self, pool: int) -> int:
+        return pool * 2**29
+
     def capture(self, function: Callable[[], Any], pool: int) -> tuple[FakeGraph, Any]:
         self.captures += 1
         number = self._in_pool[pool] = self._in_pool.get(pool, 0) + 1

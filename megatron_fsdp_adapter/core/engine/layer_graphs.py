@@ -88,7 +88,13 @@ class LayerGraphs:
     """Args:
     warmup: training steps that run eagerly first: libraries choose kernels and make their
         workspaces in the first ones.
+
+    Attributes:
+        captured, replayed: how many calls were. is_settled: calls were captured, and none in the
+        step that has ended last. ran_eagerly: (module, why), of calls that did in training.
     """
+
+    is_settled = False
 
     def __init__(self, engine: FsdpEngine, graphs: Graphs, warmup: int) -> None:
         self._engine, self._graphs, self._warmup = weakref.ref(engine), graphs, max(1, warmup)
@@ -103,7 +109,7 @@ class LayerGraphs:
         self._abandoned, self._eager_in_step = 0, False
         self._unused = torch.empty(0, device=self._device, requires_grad=True)
         self._read_by_graphs: dict[int, torch.Tensor] = {}
-        self.captured = self.replayed = 0
+        self.captured = self.replayed = self._captured_before = 0
 
     def install(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """From now on forwards of `modules`, given with their names, go through graphs. ValueError
@@ -134,6 +140,12 @@ class LayerGraphs:
         """A training step's gradients are complete."""
         self._steps += 1
         self._eager_in_step = False
+        self.is_settled = 0 < self.captured == self._captured_before
+        self._captured_before = self.captured
+
+    def pool_bytes(self) -> list[int]:
+        """Of device memory, of each pool: as many as there were passes in flight at a time."""
+        return [self._graphs.pool_bytes(pool) for pool in self._pools]
 
     def reset(self) -> None:
         """Nothing is in flight any more: a step is over, or was given up. RuntimeError if

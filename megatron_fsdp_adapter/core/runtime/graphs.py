@@ -26,6 +26,9 @@ class Graphs(Protocol):
 
     def new_pool(self) -> Any: ...
 
+    def pool_bytes(self, pool: Any) -> int:
+        """What the pool has of the device's memory, in use or not."""
+
     def capture(self, function: Callable[[], Result], pool: Any) -> tuple[Graph, Result]:
         """A graph of what `function` launches, none of which has run, and what it returns: tensors
         that hold something after a replay."""
@@ -53,6 +56,12 @@ class CudaGraphs:
 
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
+
+    def pool_bytes(self, pool: Any) -> int:
+        segments = torch.cuda.memory_snapshot()
+        return sum(
+            one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(pool)
+        )
 
     def capture(self, function: Callable[[], Result], pool: Any) -> tuple[Graph, Result]:
         """`torch.cuda.graph` was turned down: it waits for the whole device first. A stage of a
