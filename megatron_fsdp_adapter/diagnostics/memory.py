@@ -230,15 +230,17 @@ def unit_bytes(
 def model_bytes(root: Mapping[str, int], units: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Most bytes at one time by kind, from the `unit_bytes` of the root unit and all others.
 
-    Of the kinds that a unit holds only while in use, the two largest units exist at once; the
-    root unit's gathered weights stay beside them through forward and backward. Transposes go with
-    the unit's backward: there are those of one unit.
+    Of the kinds that a unit holds only while in use, the two largest units exist at once; of what
+    is updated, neighbours, from the root on. The root unit's gathered weights stay beside them
+    through forward and backward. Transposes go with the unit's backward: there are those of one
+    unit.
     """
     every = [root, *units]
     passing = (UNIT_IN_USE, IN_STEP)
     totals = _sum({k: v for k, v in unit.items() if LIFE[k] not in passing} for unit in every)
     if any(STAGED in unit for unit in every):
-        totals[STAGED] = _largest(STAGED, every)
+        staged = [unit.get(STAGED, 0) for unit in every]
+        totals[STAGED] = max(map(sum, zip(staged, [*staged[1:], 0], strict=True)))
     if any(GATHERED_WEIGHTS in unit for unit in every):
         totals[GATHERED_WEIGHTS] = root.get(GATHERED_WEIGHTS, 0) + _largest(GATHERED_WEIGHTS, units)
     if any(REDUCE_BUCKET in unit for unit in every):
@@ -302,14 +304,15 @@ def bytes_between_steps(held: Mapping[str, int]) -> int:
 
 
 def most_bytes(held: Mapping[str, int]) -> int:
-    """Most bytes on the device at one time. What a unit's pass needs and what its update needs do
-    not exist together."""
+    """Most bytes on the device at one time. Units are updated between backward and the end of the
+    next forward, so beside gathered weights, and not beside what a backward alone needs."""
     lives = {
         life: sum(count for kind, count in held.items() if LIFE[kind] == life)
         for life in set(LIFE.values())
     }
     passes = lives[UNIT_IN_USE] + lives[FORWARD_TO_BACKWARD]
-    return lives[PERSISTENT] + lives[BACKWARD_TO_STEP] + max(passes, lives[IN_STEP])
+    updates = lives[IN_STEP] + held.get(GATHERED_WEIGHTS, 0)
+    return lives[PERSISTENT] + lives[BACKWARD_TO_STEP] + max(passes, updates)
 
 
 def _largest(kind: str, units: Iterable[Mapping[str, int]]) -> int:

@@ -245,8 +245,8 @@ def _stage_memory(
 
 def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[str, int]:
     """Of what a rank holds by kind, the kinds at the event of a step at which they are most: the
-    end of a forward, with all activations; the end of a backward, with gradients and buckets; the
-    update of a unit, where the optimizer is streamed. again: a microbatch before has left
+    end of a forward, with all activations; the end of a backward, with gradients and buckets; where
+    the optimizer is streamed, the begin of the next forward. again: a microbatch before has left
     gradients."""
     kept = {kind: n for kind, n in held.items() if LIFE.get(kind, PERSISTENT) == PERSISTENT}
     grads = {kind: n for kind, n in held.items() if LIFE.get(kind) == BACKWARD_TO_STEP}
@@ -254,9 +254,9 @@ def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[
     staged = {kind: n for kind, n in held.items() if LIFE.get(kind) == IN_STEP}
     weights = {kind: n for kind, n in passing.items() if kind != REDUCE_BUCKET}
     events = (
-        {**kept, **(grads if again else {}), **weights, ACTIVATIONS: activations},
+        {**kept, **(grads if again else {}), **weights, **staged, ACTIVATIONS: activations},
         {**kept, **grads, **passing},
-        {**kept, **grads, **staged},
+        {**kept, **grads, **weights, **staged},
     )
     most = max(events, key=lambda kinds: sum(kinds.values()))
     return {kind: count for kind, count in most.items() if count}

@@ -326,6 +326,7 @@ class _Chunk:
 
     def shards(self) -> Iterator[WeightShard]:
         """This rank's rows."""
+        self.source.engine.gather.updates.settle()
         for pair in self.source.engine.pairs:
             group = pair.group
             if self._is_chosen(group):

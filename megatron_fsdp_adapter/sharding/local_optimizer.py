@@ -36,12 +36,14 @@ class LocalShards:
     Args:
         skip_empty: the inner optimizer is not given shards without elements.
         decoupled: it reads `decoupled_grad`, of any dtype, in place of `grad`.
+
+    copies_grads: whether it has been given copies of gradients, which end with the step.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, skip_empty: bool, decoupled: bool
     ) -> None:
-        self.skip_empty, self.decoupled = skip_empty, decoupled
+        self.skip_empty, self.decoupled, self.copies_grads = skip_empty, decoupled, False
         self.pairs: list[list[tuple[Any, torch.Tensor]]] = []
         self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._local_grads: dict[torch.Tensor, torch.Tensor | None] = {}
@@ -156,6 +158,7 @@ class LocalShards:
                     continue
                 grad = None if param.grad is None else param.grad._local_tensor
                 if grad is not None and not self.decoupled:
+                    self.copies_grads |= grad.dtype != local.dtype
                     grad = grad.to(local.dtype)
                 setattr(local, name, grad)
                 self._local_grads[local] = grad

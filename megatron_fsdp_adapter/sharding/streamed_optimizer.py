@@ -1,12 +1,19 @@
 """An optimizer whose weights and state are in host memory, updated on the device unit by unit.
 
     load       1 | 2     | 3     | 4 ...        from host memory
-    compute        step 1| step 2| step 3 ...   the inner optimizer, on the twins of one unit
+    update         step 1| step 2| step 3 ...   the inner optimizer, on the twins of one unit
     store                | 1     | 2     | ...  to host memory
+    compute    backward  | forward 1 ...
 
 A step of the inner optimizer becomes one for each unit, on that unit's tensors alone. Adam works
 element by element, so each number is what one step on all of them gives. Twins of two units exist
 at once: what is loaded next takes the memory of the unit that has been stored.
+
+Units are updated in the order of a forward pass, and a step returns when all that is queued: the
+next forward runs meanwhile, and waits for its units one by one (`core/engine/updates.py`). The
+first two are loaded when a step's backwards are over, while gradients are reduced and their norm
+is taken. Where the user writes the loop, who may read main weights as soon as a step returns, and
+where quantised weights are made of all of them at once, a step waits until everything is back.
 
 It hangs on the hook in front of a step that shards hang on anyway: all units are stepped there, and
 the step that was asked for finds groups without parameters. An optimizer around the inner one was
@@ -28,7 +35,9 @@ from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import ParamGroup
 from ..core.engine.identity import ParamPair
 from ..core.engine.offloaded import OffloadedBuffer
-from ..core.runtime.device import COMPUTE, LOAD, STORE
+from ..core.engine.unit import Unit
+from ..core.engine.updates import LateUpdates
+from ..core.runtime.device import COMPUTE, GATHER, LOAD, STORE, UPDATE
 from .local_optimizer import (
     LocalShards,
     complete_empty_state,
@@ -40,20 +49,25 @@ from .local_optimizer import (
 
 OPTION = "chunked_optimizer_state_offload"
 
+CHUNKS = 2
+"""Units whose twins may exist at once: one that is updated or stored, one that is loaded."""
+
 Options = dict[str, Any]
 """Of a parameter group, all but its parameters."""
 
 
 @dataclass
 class Stage:
-    """One unit's part of a step. params: by parameter group, what the inner optimizer is given;
-    groups: the engine's; buffers: what is loaded and stored; loaded, stored: events."""
+    """One unit's part of a step. updates: of its engine; params: by parameter group, what the
+    inner optimizer is given; groups: the engine's; buffers: what is loaded and stored; loaded:
+    an event, from the load on until the update is queued."""
 
+    unit: Unit
+    updates: LateUpdates
     params: list[list[torch.Tensor]]
     groups: list[ParamGroup]
     buffers: list[OffloadedBuffer]
     loaded: Any = None
-    stored: Any = None
 
 
 class StreamedShards(LocalShards):
@@ -73,7 +87,9 @@ class StreamedShards(LocalShards):
         self._pairs = {id(pair.optimizer): pair for engine in engines for pair in engine.pairs}
         self._host: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._stages: list[Stage] = []
+        self._order: list[Stage] = []
         self._walking = False
+        self._last_stored: Any = None
         self._results: dict[int, Options] = {}
         kind = type(optimizer)
         adam = issubclass(kind, torch.optim.Adam) if is_torch_class(kind) else True
@@ -100,6 +116,8 @@ class StreamedShards(LocalShards):
                 own = [pair for pair in pairs if pair.group is group]
                 stage.buffers += self._moved(group, own)
             self._stages.append(stage)
+        for engine in self._engines:
+            engine.gather.updates.join(self)
         if self.skip_empty:
             complete_empty_state(self, optimizer)
         self.leave(optimizer)
@@ -133,7 +151,7 @@ class StreamedShards(LocalShards):
                 groups = list(dict.fromkeys(pair.group for pair in found))
                 if any(params):
                     staged = [group.staged for group in groups if group.staged is not None]
-                    yield Stage(params, groups, staged), found
+                    yield Stage(unit, engine.gather.updates, params, groups, staged), found
 
     def _moved(self, group: ParamGroup, pairs: Sequence[ParamPair]) -> list[OffloadedBuffer]:
         """Puts the state of a group's parameters that has their shape into host memory."""
@@ -171,14 +189,17 @@ class StreamedShards(LocalShards):
     # A step.
 
     def begin(self, optimizer: Any) -> None:
-        """Steps all units, and waits on the host until everything is back: from then on it may be
-        read and written. The step that was asked for finds nothing left to do."""
+        """Queues the steps of all units; `settle` waits for them. The step that was asked for
+        finds nothing left to do."""
         if self._walking or (self._results and _steps_in_steps(type(optimizer))):
             return  # a step of a subclass that calls its base's
-        super().begin(optimizer)
         self._walking, self._results = True, {}
         try:
+            self._finish_updates()
+            super().begin(optimizer)
             self._walk(optimizer)
+            if not self._may_be_late():
+                self._finish_updates()
         except BaseException:
             self._walking = False
             self._give_up()
@@ -188,33 +209,95 @@ class StreamedShards(LocalShards):
         for group in optimizer.param_groups:
             group["params"] = []
 
+    def _may_be_late(self) -> bool:
+        """Whether a step may return before its updates are over: everybody who reads what they
+        write asks the engine first, and nothing is lost with the step."""
+        asks = not any(engine.own_loop or engine.quantisation for engine in self._engines)
+        return asks and not self.copies_grads
+
     def _walk(self, optimizer: Any) -> None:
         at_start = [_options(group) for group in optimizer.param_groups]
-        self._runtime.wait(LOAD, self._runtime.record(COMPUTE))
-        for stage, following in zip(self._stages, [*self._stages[1:], None], strict=True):
-            if stage is self._stages[0]:
-                self._load(stage)
-            if following is not None:
-                self._load(following)
-            self._runtime.wait(COMPUTE, stage.loaded)
-            for group, options in zip(optimizer.param_groups, at_start, strict=True):
-                for added in _options(group).keys() - options.keys():
-                    del group[added]
-                group.update(_copied(options))  # fused optimizers count a step in each call
-            self._show(optimizer, stage)
-            _plain_step(optimizer)
+        runtime = self._runtime
+        self._plan_order()
+        runtime.wait(LOAD, runtime.record(COMPUTE))
+        runtime.wait(UPDATE, runtime.record(COMPUTE))
+        for engine in self._engines:  # their gathers may still read the weights of before
+            runtime.wait(UPDATE, engine.runtime.record(GATHER))
+        for number, stage in enumerate(self._order):
+            for coming in self._order[number : number + CHUNKS]:
+                self._load(coming)
+            runtime.wait(UPDATE, stage.loaded)
+            runtime.submit(UPDATE, functools.partial(self._update, optimizer, stage, at_start))
+            stage.updates.queued(stage.unit, runtime.record(UPDATE))
             self._store(stage)
-            for index, group in enumerate(optimizer.param_groups):
-                if stage.params[index] or index not in self._results:
-                    self._results[index] = _options(group)
-        if self._stages:
-            self._runtime.block(self._stages[-1].stored)
+
+    def _plan_order(self) -> None:
+        """That of the next forward, as far as it is known; the one that loads have begun with."""
+        if any(stage.loaded is not None for stage in self._order):
+            return
+        by_unit = {id(stage.unit): stage for stage in self._stages}
+        units = [
+            engine.units[ordinal]
+            for engine in self._engines
+            for ordinal in dict.fromkeys([*engine.order.forward(), *range(len(engine.units))])
+        ]
+        self._order = [by_unit[id(unit)] for unit in units if id(unit) in by_unit]
+
+    def _update(self, optimizer: Any, stage: Stage, at_start: Sequence[Options]) -> None:
+        for group, options in zip(optimizer.param_groups, at_start, strict=True):
+            for added in _options(group).keys() - options.keys():
+                del group[added]
+            group.update(_copied(options))  # fused optimizers count a step in each call
+        self._show(optimizer, stage)
+        _plain_step(optimizer)
+        for own in stage.groups:
+            own.write_own_from_twin()
+        for index, group in enumerate(optimizer.param_groups):
+            if stage.params[index] or index not in self._results:
+                self._results[index] = _options(group)
+
+    def load_ahead(self, of: LateUpdates, after: Any) -> None:
+        """When the last of several model chunks is told."""
+        last = self._engines[-1].gather.updates
+        if of is not last or not self._may_be_late() or self._walking:
+            return
+        self._plan_order()
+        self._runtime.wait(LOAD, after)
+        for stage in self._order[:CHUNKS]:
+            self._load(stage)
+
+    def drop_loads(self) -> None:
+        for stage in self._order:
+            if stage.loaded is not None:
+                stage.loaded = None
+                self._runtime.submit(LOAD, functools.partial(_release, stage))
+
+    def settle(self) -> None:
+        self._finish_updates()
+        ahead = [stage.loaded for stage in self._order if stage.loaded is not None]
+        if ahead and not self._walking:
+            self._runtime.block(ahead[-1])
+            self.drop_loads()
+
+    def _finish_updates(self) -> None:
+        if self._last_stored is not None:
+            self._runtime.block(self._last_stored)
+            self._last_stored = None
+            for engine in self._engines:
+                engine.gather.updates.order_compute()
+
+    def check(self) -> None:
+        super().check()
+        if not self._walking:
+            self.settle()
 
     def _give_up(self) -> None:
         """A step has raised: what is on the device is as unfinished as after any such step."""
         self._results = {}
         self._runtime.synchronize()
+        self._finish_updates()
         for stage in self._stages:
+            stage.loaded = None
             self._runtime.submit(LOAD, functools.partial(_release, stage))
 
     def leave(self, optimizer: Any) -> None:
@@ -226,6 +309,9 @@ class StreamedShards(LocalShards):
         super().leave(optimizer)
 
     def _load(self, stage: Stage) -> None:
+        if stage.loaded is not None:
+            return
+
         def load() -> None:
             for buffer in stage.buffers:
                 buffer.load()
@@ -234,18 +320,16 @@ class StreamedShards(LocalShards):
         stage.loaded = self._runtime.record(LOAD)
 
     def _store(self, stage: Stage) -> None:
-        """The inner optimizer has updated the twins."""
-        for group in stage.groups:
-            group.write_own_from_twin()
+        """The update of the twins is queued."""
 
         def store() -> None:
             for buffer in stage.buffers:
                 buffer.store()
 
-        self._runtime.wait(STORE, self._runtime.record(COMPUTE))
+        self._runtime.wait(STORE, stage.unit.updated)
         self._runtime.submit(STORE, store)
-        stage.stored = self._runtime.record(STORE)
-        self._runtime.wait(LOAD, stage.stored)
+        stage.loaded, self._last_stored = None, self._runtime.record(STORE)
+        self._runtime.wait(LOAD, self._last_stored)
         self._runtime.submit(LOAD, functools.partial(_release, stage))
 
     def _show(self, optimizer: Any, stage: Stage) -> None:

@@ -20,6 +20,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     LIFE,
     OPTIMIZER_STATE,
     PERSISTENT,
+    STAGED,
 )
 from tests.distributed.gpt import Case
 from tests.distributed.launch import run_ranks
@@ -116,7 +117,8 @@ OFFLOADED = {"chunked_optimizer_state_offload": True}
 
 @pytest.mark.parametrize("bf16", [True, False])
 def test_offloaded_state_is_counted_where_it_is(bf16, capsys):
-    """On the host both memories are one: what is there is the sum of both."""
+    """On the host both memories are one: what is there is the sum of both. Once gradients are
+    reduced, two units are loaded for the step."""
     case = BASE.but(bf16=bf16)
     measured = run_ranks(measure_all, 2, [(case, OFFLOADED)], list(STRATEGIES), timeout=300)
     for rank, found in enumerate(measured):
@@ -126,7 +128,8 @@ def test_offloaded_state_is_counted_where_it_is(bf16, capsys):
             points = found[0, strategy]
             assert points["second: at rest"] == points["wrapped"] == at_rest, strategy
             grads = held["bytes"].get(GRADIENT_SHARD, 0)
-            assert points["second: reduced"] == at_rest + grads
+            staged = points["second: reduced"] - (at_rest + grads)
+            assert 0 < staged <= held["bytes"][STAGED], strategy
 
 
 def test_strategies_hold_less_the_more_they_shard(capsys):

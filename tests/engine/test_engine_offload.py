@@ -12,11 +12,19 @@ import torch
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.group import ParamGroup
 from megatron_fsdp_adapter.core.engine.offloaded import OffloadedBuffer
-from megatron_fsdp_adapter.core.runtime.device import COMPUTE, LOAD, STORE, HostRuntime
+from megatron_fsdp_adapter.core.engine.updates import LateUpdates
+from megatron_fsdp_adapter.core.runtime.device import (
+    COMPUTE,
+    GATHER,
+    LOAD,
+    STORE,
+    UPDATE,
+    HostRuntime,
+)
 from megatron_fsdp_adapter.sharding.local_optimizer import adopt
 from megatron_fsdp_adapter.sharding.sharded_module import mark_shard
 from megatron_fsdp_adapter.sharding.streamed_optimizer import StreamedShards, shards_over
-from tests.engine.engine_cases import Rig, Setup, build
+from tests.engine.engine_cases import Exploded, Rig, Setup, build
 from tests.engine.engine_scenarios import SCENARIOS
 from tests.engine.pretended import pretended_world
 from tests.engine.recording import ALLOCATE, RELEASE, WRITE, RaceError, RecordingRuntime
@@ -65,8 +73,18 @@ def run(setup: Setup, scenario: str, runtime: Any = None) -> Rig:
         return rig
 
 
-@pytest.mark.parametrize("scenario", SAID)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+RARER = ("steps_without_sync", "forwards_in_flight", "layers_skipped", "forward_raises",
+         "zero_before_finish", "weights_read_between")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "scenario"),
+    [
+        *((strategy, scenario) for strategy in STRATEGIES for scenario in SAID),
+        *(("optim", scenario) for scenario in RARER),
+        *((ZERO_3, scenario) for scenario in RARER),
+    ],
+)
 def test_every_copy_is_ordered_and_bits_are_those_without_offload(
     strategy: str, scenario: str
 ) -> None:
@@ -115,22 +133,93 @@ def test_twins_of_two_units_exist_at_once_and_none_between_steps() -> None:
             there.add(unit)
         elif entry.action == RELEASE:
             there.discard(unit)
-        elif entry.action == WRITE and entry.role == COMPUTE:
+        elif entry.action == WRITE and entry.role == UPDATE:
             ahead += len(there) == 2
         most = max(most, len(there))
     assert most == 2 and ahead > 0
 
 
-class DeafBetween(RecordingRuntime):
-    """Does not wait, in the optimizer's streaming, where `role` waits for `other`."""
+def test_a_step_returns_before_its_updates_and_a_unit_waits_for_its_own_alone() -> None:
+    """They are in the order of the forward, which is behind as many of them as it needs."""
+    with pretended_world(2, 0):
+        rig = with_adam(Setup(ZERO_3, offload=True))
+        clocks = rig.runtime._clocks
+        behind: list[int] = []
+        with rig.watch():
+            rig.step()
+            rig.zero()
+            queued = clocks[UPDATE][UPDATE]
+            for layer in rig.model.layers:
+                layer.mark = lambda text: behind.append(queued - clocks[COMPUTE][UPDATE])
+            rig.last(True)
+            rig.loss(1).backward()
+            rig.finish()
+    units = len(rig.optimizer._fsdp_shards._stages)  # type: ignore[attr-defined]
+    assert behind[:4] == [units - 2, units - 3, units - 4, units - 5], "root and embedding first"
+    assert behind[4:] == [1] * 4, "all before a backward"
 
-    def __init__(self, role: str, other: str) -> None:
+
+def test_gradients_are_forgotten_unit_by_unit_once_their_update_has_read_them() -> None:
+    rig = run(Setup(ZERO_3, offload=True), "steps")
+    lines = [
+        entry.what if entry.action == RELEASE else entry.what.split()[-1]
+        for entry in rig.runtime.log
+        if (entry.action == RELEASE and entry.what.endswith(".grad"))
+        or entry.what.startswith("forward layers")
+    ]
+    second = lines[lines.index("layers.3") + 1 :]
+    first, last = second.index("layers.0"), second.index("layers.3")
+    released = [line for line in second[first:last] if line.endswith(".grad")]
+    assert released == [f"layers.{number}.grad" for number in (1, 2, 3)]
+    assert set(second[:first]) == {"root.grad", "embedding.grad", "layers.0.grad"}
+
+
+def test_the_first_units_are_loaded_when_the_backwards_are_over() -> None:
+    """Behind nothing that the backward does; they go when no step follows, or somebody writes."""
+    with pretended_world(2, 0):
+        rig = with_adam(Setup(ZERO_3, offload=True))
+        shards = rig.optimizer._fsdp_shards  # type: ignore[attr-defined]
+        expected = with_adam(Setup(ZERO_3))
+
+        def loaded() -> list[str]:
+            return [s.unit.name for s in shards._stages if any(b.twin.allocated for b in s.buffers)]
+
+        with rig.watch():
+            rig.step()
+            rig.zero()
+            rig.forward_backward()
+            rig.finish()
+            assert loaded() == ["embedding", "root"]
+            clocks = rig.runtime._clocks
+            assert clocks[LOAD][COMPUTE] < clocks[COMPUTE][COMPUTE] - 5
+            rig.zero()
+            assert loaded() == []
+            rig.forward_backward()
+            rig.finish()
+            rig.load()
+            assert loaded() == []
+            rig.optimizer_step()
+        with expected.watch():
+            expected.step()
+            expected.zero()
+            expected.forward_backward()
+            expected.finish()
+            expected.load()
+            expected.optimizer_step()
+            found, wanted = rig.weights(), expected.weights()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+class DeafBetween(RecordingRuntime):
+    """Does not wait where `role` waits for `other` in module `where`."""
+
+    def __init__(self, role: str, other: str, where: str) -> None:
         super().__init__()
-        self.pair, self.missed = (role, other), 0
+        self.pair, self.where, self.missed = (role, other), where, 0
 
     def wait(self, role: str, event: Any) -> None:
         asked_by = sys._getframe(1).f_code.co_filename
-        if (role, event.role) == self.pair and asked_by.endswith("streamed_optimizer.py"):
+        if (role, event.role) == self.pair and asked_by.endswith(f"/{self.where}.py"):
             self.missed += 1
         else:
             super().wait(role, event)
@@ -143,21 +232,67 @@ class DoesNotBlock(RecordingRuntime):
         self.missed += 1
 
 
-@pytest.mark.parametrize(
-    ("role", "other"), [(LOAD, COMPUTE), (COMPUTE, LOAD), (STORE, COMPUTE), (LOAD, STORE)]
-)
-def test_each_wait_is_needed_and_missed(role: str, other: str) -> None:
-    deaf = DeafBetween(role, other)
+def evaluation_raises_before_the_step(rig: Rig) -> None:
+    """A gather that nobody used is still running then."""
+    rig.step()
+    rig.zero()
+    rig.forward_backward()
+    rig.finish()
+    rig.model.explode = "forward 1"
+    with pytest.raises(Exploded):
+        rig.evaluate()
+    rig.model.explode = None
+    rig.optimizer_step()
+
+
+def layers_left_out(rig: Rig) -> None:
+    """Their updates are the last ones, and nobody gathers them."""
+    rig.model.path = [0, 1]
+    for _ in range(3):
+        rig.step()
+
+
+WAITS = {
+    (LOAD, COMPUTE, "streamed_optimizer"): "weights_loaded",
+    (UPDATE, COMPUTE, "streamed_optimizer"): "steps",
+    (UPDATE, GATHER, "streamed_optimizer"): "evaluation_raises_before_the_step",
+    (UPDATE, LOAD, "streamed_optimizer"): "steps",
+    (STORE, UPDATE, "streamed_optimizer"): "steps",
+    (LOAD, STORE, "streamed_optimizer"): "steps",
+    (GATHER, UPDATE, "gather"): "steps",
+    (COMPUTE, UPDATE, "updates"): "layers_left_out",
+}
+
+
+@pytest.mark.parametrize(("role", "other", "where"), WAITS)
+def test_each_wait_is_needed_and_missed(
+    role: str, other: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for own in (evaluation_raises_before_the_step, layers_left_out):
+        monkeypatch.setitem(SCENARIOS, own.__name__, own)
+    scenario = WAITS[role, other, where]
+    run(Setup(ZERO_3, offload=True), scenario)
+    deaf = DeafBetween(role, other, where)
     with pytest.raises(RaceError, match="without waiting for"):
-        run(Setup(ZERO_3, offload=True), "weights_loaded", deaf)
+        run(Setup(ZERO_3, offload=True), scenario, deaf)
     assert deaf.missed
 
 
-def test_the_host_waits_until_everything_is_back() -> None:
+def test_who_reads_main_weights_waits_until_everything_is_back() -> None:
     deaf = DoesNotBlock()
     with pytest.raises(RaceError, match="without waiting for store"):
         run(Setup(ZERO_3, offload=True), "weights_loaded", deaf)
     assert deaf.missed
+
+
+def test_gradients_stay_until_they_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LateUpdates, "queued", _queued_and_not_said)
+    with pytest.raises(RaceError, match=r"release of .*\.grad without waiting for update"):
+        run(Setup(ZERO_3, offload=True), "steps")
+
+
+def _queued_and_not_said(self: LateUpdates, unit: Any, event: Any) -> None:
+    unit.updated = event
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {

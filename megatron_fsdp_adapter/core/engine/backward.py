@@ -73,6 +73,7 @@ class BackwardPass:
         self._done.clear()
         if accumulates:
             self.completed = []
+            self.gather.updates.begin_backward()
 
     def reach(self, unit: Unit) -> None:
         """The first gradient of a unit's output arrives."""

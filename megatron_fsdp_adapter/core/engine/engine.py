@@ -156,9 +156,8 @@ class FsdpEngine:
             unit = Unit(plan, ordinal, groups, config.strategy, quantised)
             if unit.strategy.shard_weights:
                 unit.advance(Phase.SHARDED)
-                for group in groups:
-                    for full in group.weights:
-                        full.release()
+                for full in (full for group in groups for full in group.weights):
+                    full.release()
             units.append(unit)
         return units
 
@@ -187,6 +186,7 @@ class FsdpEngine:
 
     def show_optimizer_params(self) -> None:
         self.memory.check("reading or writing main weights", [MAIN])
+        self.gather.updates.settle()
         self.switch.show(Identity.OPTIMIZER, before=self.gather.quiesce)
 
     def show_between_passes(self) -> None:
@@ -198,14 +198,14 @@ class FsdpEngine:
     def _take_over(self) -> None:
         if self.quantisation is not None:
             self.quantisation.catch_up(unsaid=self.own_loop)
-        if self.own_loop:
-            self.doubt_own_weights()
         self.gather.invalidate()
         if self.own_loop:
+            self.doubt_own_weights()
             self._follow_user()
 
     def doubt_own_weights(self) -> None:
         """Main weights in host memory may have been written: the next gather reads them."""
+        self.gather.updates.drop_loads()
         for group in self.groups:
             group.own_current = False
 
@@ -354,6 +354,7 @@ class FsdpEngine:
     def reduce_grads(self) -> None:
         """Starts every reduction of this step that has not been started."""
         self.memory.check("reducing gradients", KINDS)
+        self.gather.updates.order_compute()
         order = self.backward.completed
         self.reduce.reduce_rest(
             reversed(self.units) if self.has_grads else [self.units[i] for i in order]
@@ -371,7 +372,9 @@ class FsdpEngine:
         began = self.has_grads
         if not self.grads.attached and not self._is_idle:
             self.reduce_grads()
-            ran = self._ranks_with_grads(began)
+            # On how many ranks a backward has left gradients.
+            counts = self.own_loop and not self.config.strategy.shard_weights
+            ran = self.reduce.count(began) if counts else None
             self.reduce.finish()
             self.show_optimizer_params()
             self.launches.compare()
@@ -386,6 +389,7 @@ class FsdpEngine:
                 self.in_flight = 0
                 self.grads.run_hooks()
         self.show_optimizer_params()
+        self.gather.updates.load_ahead()
 
     @torch.no_grad()
     def complete_grads(self) -> None:
@@ -400,12 +404,6 @@ class FsdpEngine:
             self.gather.gather_all(as_forward=True)
         self.finish_grads()
 
-    def _ranks_with_grads(self, here: bool) -> torch.Tensor | None:
-        """On how many ranks a backward has left gradients, in a loop of the user's own."""
-        if not self.own_loop or self.config.strategy.shard_weights:
-            return None
-        return self.reduce.count(here)
-
     @property
     def _is_idle(self) -> bool:
         """Whether the user has frozen all parameters, and there are no gradients of before."""
@@ -415,17 +413,17 @@ class FsdpEngine:
     @torch.no_grad()
     def scale_grads(self, factor: float | torch.Tensor) -> None:
         """Multiplies the main gradients that the optimizer will read."""
-        for unit in self.units:
-            for group in unit.trainable_groups:
-                if group.grad_state in REDUCED_STATES:
-                    for segment in group.held_grads:
-                        segment.mul_(factor)
+        for group in self.groups:
+            if group.grad_state in REDUCED_STATES:
+                for segment in group.held_grads:
+                    segment.mul_(factor)
 
     def zero_grads(self) -> None:
         """Forgets all gradients. Gradient shards take no memory until the next backward."""
         if self.backward.running or self._active_root is not None or self.gather.keeps_any:
             self.recover()
         self.in_flight = 0
+        self.gather.updates.drop_loads()
         self.reduce.finish()
         if self.reduce.check is not None:
             self.reduce.check.clear()
@@ -454,6 +452,7 @@ class FsdpEngine:
 
     def _clear(self, chosen: list[ParamPair], collected: bool) -> None:
         self.reduce.finish()
+        self.gather.updates.order_compute()
         self.grads.clear(chosen, collected)
         if self.reduce.check is not None and not self.has_grads:
             self.reduce.check.clear()
@@ -478,8 +477,9 @@ class FsdpEngine:
 
     @torch.no_grad()
     def bring_up_to_date(self) -> None:
-        """Quantised weights are those of the main weights after this, in each rank's own rows.
-        Collective if main weights have changed."""
+        """Main weights may be read after this, and quantised weights are what they say, in each
+        rank's own rows. Collective if main weights have changed."""
+        self.gather.updates.settle()
         if self.quantisation is not None and self.switch.shown is Identity.OPTIMIZER:
             self.quantisation.catch_up(unsaid=self.own_loop)
 

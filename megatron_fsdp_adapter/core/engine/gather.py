@@ -24,6 +24,7 @@ from .launches import GATHERED, GATHERED_OUTER, LaunchComparison
 from .planes import WeightPlane
 from .prefetch import FORWARD, PrefetchOrder
 from .unit import Phase, Unit
+from .updates import LateUpdates
 
 
 class GatherPipeline:
@@ -34,6 +35,7 @@ class GatherPipeline:
 
     forward_follows: whether a forward pass comes right after the backward pass that is running.
     If so, the end of that backward launches the gathers that the forward asks for first.
+    updates: those that gathers wait for.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class GatherPipeline:
         self.units, self.config, self.runtime = units, config, runtime
         self.communicators, self.outer = communicators, outer
         self.order, self.launches = order, launches
-        self.forward_follows = False
+        self.forward_follows, self.updates = False, LateUpdates(units, runtime)
         self._ahead: list[Unit] = []
         self._holders: dict[int, Unit] = {}
         self._kept: Counter[int] = Counter()
@@ -137,6 +139,9 @@ class GatherPipeline:
         """Starts gathering `unit`, which must be SHARDED, and its slot free: of weights that exist
         by direction, what `use` reads."""
         unit.advance(Phase.GATHERING)
+        unit.behind_update = unit.updated is not None
+        if unit.behind_update:
+            self.runtime.wait(GATHER, unit.updated)
         unit.present = use = use if unit.by_direction else Use.BOTH
         if unit.weight_slot is not None:
             self._holders[unit.weight_slot] = unit
@@ -206,6 +211,8 @@ class GatherPipeline:
         if unit.gathered is not None:
             self.runtime.wait(COMPUTE, unit.gathered)
             unit.gathered = None
+            if unit.behind_update:
+                unit.update_passed()
             if unit.phase is Phase.GATHERING:
                 unit.advance(Phase.READY)
 

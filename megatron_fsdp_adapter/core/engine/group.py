@@ -91,6 +91,7 @@ class ParamGroup:
             the device, where the optimizer updates them. staged: the twin of `main` that those are
             in, where that is in host memory.
         own_current: whether `held_weights` are what main weights in host memory say.
+        is_read: whether an update may still read the gradients of a step that has returned.
         grad_segments: `inner` of each segment in `grad`; held_grads, grad_items: `held` of each
             segment and parameter; valid between reduction and zeroing.
         bucket_items, bucket_gaps, collected_segments: full-size views that backward's gradients
@@ -119,6 +120,7 @@ class ParamGroup:
         self.layout = plan_layout(key, managed, domain, config)
         self._set_parts()
         self.grad_state, self.idle, self.own_current = GradState.EMPTY, False, True
+        self.is_read = self._release_waits = False
         self.write_planes: Callable[[], None] | None = None
         self._writer: PlanesWriter | None = None
         with torch.no_grad():
@@ -287,10 +289,19 @@ class ParamGroup:
 
     def _release_grads(self) -> None:
         self.release_bucket()
+        self._release_waits = self.is_read
+        if self.is_read:
+            return
         if self.config.strategy.shard_grads:
             self.grad.release()
         else:
             self.grad.forget()
+
+    def grads_were_read(self) -> None:
+        """The compute stream is behind an update that read them."""
+        self.is_read = False
+        if self._release_waits:
+            self._release_grads()
 
     def write_own_weights(self) -> None:
         """Casts the main weights into what this rank holds of the compute weights, where those are

@@ -47,6 +47,8 @@ class Unit:
     gathered: event after which the weights are there, while GATHERING.
     busy: whether its module is between the hooks of a forward or of a backward.
     outdated: whether main weights have changed since they were last gathered.
+    updated: event after which they have, where a step's update of them may still run;
+        behind_update: whether the gather that was launched last waits for it.
     quantised: the parameters whose weights are; by_direction: whether forward and backward read
         different planes of any, and the strategy gathers them by use.
     present: the uses whose planes were gathered, unless SHARDED.
@@ -67,7 +69,8 @@ class Unit:
         self.weight_bytes = sum(full.nbytes for group in groups for full in group.weights)
         self.forward_calls = 0
         self.gathered: Any = None
-        self.outdated = self.busy = False
+        self.outdated = self.busy = self.behind_update = False
+        self.updated: Any = None
         self.weight_slot = groups[0].staging.weight_slot if groups else None
         self.phase = Phase.READY
         quantised = [group for group in groups if group.key.quantised]
@@ -139,6 +142,12 @@ class Unit:
     def scales_of(self, param: nn.Parameter) -> list[torch.Tensor]:
         """What every rank has of a quantised parameter beside its planes."""
         return self._knows.scales(param)  # type: ignore[union-attr]
+
+    def update_passed(self) -> None:
+        """The compute stream is behind the update that may still have been running."""
+        self.updated, self.behind_update = None, False
+        for group in self.trainable_groups:
+            group.grads_were_read()
 
     def drop_derived(self) -> None:
         """What was made of the weights is old, or needed no more."""

@@ -1,8 +1,8 @@
 """Streams, events and storage behind one interface, so that the engine is one code path.
 
 The engine speaks of *roles* instead of streams: ``compute`` (whatever stream is current
-when the call is made), ``gather`` and ``reduce``, and where the optimizer is offloaded ``load`` and
-``store``. Work is handed to a role with `submit` and
+when the call is made), ``gather`` and ``reduce``, and where the optimizer is offloaded ``load``,
+``update`` and ``store``. Work is handed to a role with `submit` and
 ordered between roles with `record` and `wait`; nothing else orders it.
 
 On CUDA a role is a stream. On the host a role is a queue: a collective that was handed to it runs
@@ -23,9 +23,10 @@ from typing import Any, Protocol
 import torch
 
 COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
-LOAD, STORE = "load", "store"
-"""Copies from host memory, and to it: two, as a bus carries both directions at once."""
-ROLES = (COMPUTE, GATHER, REDUCE, LOAD, STORE)
+LOAD, UPDATE, STORE = "load", "update", "store"
+"""Copies from host memory and to it: two, as a bus carries both directions at once. In between, the
+updates of what was loaded."""
+ROLES = (COMPUTE, GATHER, REDUCE, LOAD, UPDATE, STORE)
 
 Works = Iterable[Any] | None
 """What a submitted function may return: `torch.distributed.Work` handles that are still running."""
@@ -115,11 +116,16 @@ class _StorageMixin:
         flat.untyped_storage().resize_(0)
 
 
+HURRIED = (GATHER, REDUCE, UPDATE)
+"""Roles that others wait for."""
+
+
 class CudaRuntime(_StorageMixin):
-    """Roles are CUDA streams; gather and reduce run at high priority.
+    """Roles are CUDA streams; gather, reduce and update run at high priority.
 
     High priority lets NCCL's few thread blocks get their streaming multiprocessors while a large
-    GEMM still has blocks to launch; without it a collective waits for the tail of the GEMM.
+    GEMM still has blocks to launch; without it a collective waits for the tail of the GEMM. An
+    update keeps a gather and the next load waiting.
     """
 
     host_waits = False
@@ -127,7 +133,7 @@ class CudaRuntime(_StorageMixin):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams = {
-            role: torch.cuda.Stream(device=device, priority=-1 if role in (GATHER, REDUCE) else 0)
+            role: torch.cuda.Stream(device=device, priority=-1 if role in HURRIED else 0)
             for role in ROLES
             if role != COMPUTE
         }
@@ -214,10 +220,12 @@ def pinned(nbytes: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class HostEvent:
-    """All of the first `position` items ever queued on `role`."""
+    """All of the first `position` items ever queued on `role` of `runtime`, which may be that of
+    another model chunk."""
 
     role: str
     position: int
+    runtime: HostRuntime
 
 
 class HostRuntime(_StorageMixin):
@@ -254,13 +262,13 @@ class HostRuntime(_StorageMixin):
             self._finished[role] += 1
 
     def record(self, role: str) -> HostEvent:
-        return HostEvent(role, self._finished[role] + len(self._queues[role]))
+        return HostEvent(role, self._finished[role] + len(self._queues[role]), self)
 
     def wait(self, role: str, event: HostEvent) -> None:
         # Only the host thread can start work, so an order between two background queues is kept
         # by finishing the first one's part here.
-        if role != event.role:
-            self._drain(event.role, event.position)
+        if role != event.role or event.runtime is not self:
+            event.runtime._drain(event.role, event.position)
 
     def _drain(self, role: str, position: int) -> None:
         queue = self._queues[role]
@@ -294,7 +302,7 @@ class HostRuntime(_StorageMixin):
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def block(self, event: HostEvent) -> None:
-        self._drain(event.role, event.position)
+        event.runtime._drain(event.role, event.position)
 
     def is_capturing(self) -> bool:
         return False

@@ -1,0 +1,88 @@
+"""Updates of weights that go on behind the step that queued them, and what has to wait for them.
+
+    update stream    unit 1 | unit 2   | unit 3 ...
+    gather stream             gather 1 | gather 2 ...
+    compute stream                       forward 1 ...
+
+A unit's gather waits for the update of that unit. The update reads gradients, so those of a unit
+that are forgotten meanwhile keep their memory until the compute stream is behind the unit's gather;
+no backward begins before all are over. Who reads main weights or their state asks for all of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE, Runtime
+
+from .unit import Unit
+
+
+class Streamed(Protocol):
+    """Who updates units on a stream of its own, from memory that is not the device's."""
+
+    def load_ahead(self, of: LateUpdates, after: Any) -> None:
+        """All gradients of the units `of` are on their way: what the first updates need may be
+        loaded, after the event `after`, as of which host memory is what it will be."""
+
+    def drop_loads(self) -> None:
+        """What was loaded ahead may be old, or is not needed."""
+
+    def settle(self) -> None:
+        """Blocks the host until updates are over and main weights and state are back."""
+
+
+class LateUpdates:
+    """Args:
+    units: of one engine.
+    """
+
+    def __init__(self, units: Sequence[Unit], runtime: Runtime) -> None:
+        self._units, self._runtime = units, runtime
+        self._streamed: list[weakref.ref[Any]] = []
+        self._began: Any = None
+
+    def join(self, streamed: Streamed) -> None:
+        """`streamed` updates some of the units. It is not kept alive."""
+        self._streamed.append(weakref.ref(streamed))
+
+    def queued(self, unit: Unit, event: Any) -> None:
+        """The update of a unit, which reads its gradients, is over when `event` has happened."""
+        unit.updated, unit.behind_update = event, False
+        for group in unit.trainable_groups:
+            group.is_read = True
+
+    def begin_backward(self) -> None:
+        """Gradients may be written from here on."""
+        self.order_compute()
+        if self._streamed:
+            self._began = self._runtime.record(COMPUTE)
+
+    def order_compute(self) -> None:
+        """Orders the compute stream behind all updates."""
+        for unit in self._units:
+            if unit.updated is not None:
+                self._runtime.wait(COMPUTE, unit.updated)
+                unit.update_passed()
+
+    def load_ahead(self) -> None:
+        """All gradients of a step are on their way."""
+        if self._began is not None:
+            for streamed in self._alive():
+                streamed.load_ahead(self, self._began)
+
+    def drop_loads(self) -> None:
+        """Main weights or state may have been written, or no step follows."""
+        self._began = None
+        for streamed in self._alive():
+            streamed.drop_loads()
+
+    def settle(self) -> None:
+        """Main weights and state may be read and written after this, also by the host."""
+        for streamed in self._alive():
+            streamed.settle()
+
+    def _alive(self) -> Iterator[Any]:
+        return (one for one in (ref() for ref in self._streamed) if one is not None)
