@@ -199,7 +199,7 @@ def padded_rows(rows: int, multiple: int) -> int:
 
 def is_linear_weight(name: str) -> bool:
     """Whether a parameter of a transformer layer is what a matrix product multiplies by."""
-    return ".linear_" in name and name.endswith(".weight")
+    return ".linear_" in name and name.rstrip("0123456789").endswith(".weight")
 
 
 def gpt_parameter_listing(config: GptConfig) -> Listing:

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_fsdp_adapter.cli.estimate import GIB
 
 from .configurations import Configuration, predict
+from .features import features_of
 from .machine import GPUS, machine_named
 from .models import from_options
 from .report import ddp_options, model_options
@@ -48,9 +49,9 @@ def configuration_of(options: Mapping[str, Any], world_size: int) -> Configurati
         copies=bool(options.get("fsdp_copy_engine_all_gather"))
         and bool(options.get("fsdp_copy_engine_reduce_scatter")),
         graph=str(options.get("cuda_graph_impl")) == "full_iteration",
-        bf16_wire=str(options.get("megatron_fsdp_grad_comm_dtype")) in ("bf16", "torch.bfloat16"),
         separate_gathers=bool(options.get("create_all_gather_group")),
         fused=bool(options.get("gradient_accumulation_fusion", True)),
+        features=features_of(options),
     )  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def advice(options: Mapping[str, Any], world_size: int, gpu: str) -> list[str]:
     batch = options.get("global_batch_size") or chosen.data_parallel * chosen.microbatch
     now = predict(shape, chosen, machine, batch)
     best = plan(Wanted(
-        shape, machine, world_size, batch, machine.gpu.memory_gib, {}, TRIES, chosen.bf16_wire
+        shape, machine, world_size, batch, machine.gpu.memory_gib, {}, TRIES, chosen.features
     )).predictions[0]  # fmt: skip
     lines = []
     if now.peak_bytes > machine.gpu.memory_gib * GIB:

@@ -18,10 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_fsdp_adapter.cli import quantised_options
 from megatron_fsdp_adapter.cli.gpt import flag, read_options
 from megatron_fsdp_adapter.core.config import STRATEGIES
 
 from . import report, scale
+from .features import features_of
 from .machine import GPUS, NETWORKS, Machine, from_json, machine_named
 from .models import from_hugging_face, from_options
 from .search import Plan, Wanted, plan
@@ -74,6 +76,24 @@ def make_parser() -> argparse.ArgumentParser:
     for name, (field, kind) in FIXED.items():
         choices = list(STRATEGIES) if field == "strategy" else None
         run.add_argument(flag(name), type=kind, choices=choices, help="fixed; default: planned")
+    told = parser.add_argument_group("features (as told, never searched for)")
+    for name, text in quantised_options.STRINGS.items():
+        if name.startswith("fp8"):
+            told.add_argument(flag(name), metavar="NAME", help=text)
+    told.add_argument("--fp8-param-gather", action="store_true",
+                      help=quantised_options.SWITCHES["fp8_param_gather"])  # fmt: skip
+    told.add_argument("--optimizer", choices=["adam", "muon"], default="adam")
+    told.add_argument("--chunked-optimizer-state-offload", action="store_true",
+                      help="main weights and state in host memory, streamed")  # fmt: skip
+    told.add_argument("--cpu-offloading-num-layers", type=int, default=0, metavar="N",
+                      help="layers whose activations are in host memory")  # fmt: skip
+    told.add_argument("--fsdp-unsharded-budget-gib", type=float, default=0.0, metavar="GIB",
+                      help="for units that stay whole over a step")  # fmt: skip
+    told.add_argument("--fsdp-grad-comm-fp8-blocks", action="store_true",
+                      help="gradients travel in 8-bit blocks")  # fmt: skip
+    told.add_argument("--cuda-graph-impl", choices=["local"],
+                      help="each layer in CUDA graphs of its own; graphs of an iteration are "
+                      "planned")  # fmt: skip
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true")
     out.add_argument("--explain", action="store_true", help="the step as the engine runs it")
@@ -130,7 +150,7 @@ def wanted_of(given: argparse.Namespace, gpus: int) -> Wanted:
     batch = given.global_batch_size or 16 * gpus
     return Wanted(
         shape_of(given), machine, gpus, batch, given.memory_gib or machine.gpu.memory_gib, fixed,
-        given.tries, given.bf16_wire,
+        given.tries, features_of(vars(given)), given.bf16_wire,
     )  # fmt: skip
 
 

@@ -12,9 +12,16 @@ from functools import lru_cache
 import torch
 
 from megatron_fsdp_adapter.cli.estimate import GIB, Model, plan_listing
-from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig, MixedPrecisionPolicy
+from megatron_fsdp_adapter.cli.quantised_options import Quantisation
+from megatron_fsdp_adapter.core.config import (
+    STRATEGIES,
+    EngineConfig,
+    MixedPrecisionPolicy,
+    Strategy,
+)
 from megatron_fsdp_adapter.diagnostics.memory import (
     BACKWARD_TO_STEP,
+    FORWARD_TO_BACKWARD,
     IN_STEP,
     KEPT_SHARD,
     LIFE,
@@ -23,10 +30,10 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     PERSISTENT,
     REDUCE_BUCKET,
     UNIT_IN_USE,
-    Precision,
 )
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 
+from .features import MUON, NO_FEATURES, Features, problem
 from .machine import Group, Machine
 from .program import Program
 from .shapes import (
@@ -36,6 +43,7 @@ from .shapes import (
     Parallel,
     Shape,
     activation_bytes,
+    layer_bytes,
     layers_of,
     listing,
     units,
@@ -47,12 +55,15 @@ ACTIVATIONS, RESERVED = "activations", "contexts, NCCL, fragments"
 FEW, MORE = 4, 7
 """Layers that are run to know what each further one takes: all are alike."""
 
+AWAY_TOO_LATE = 2
+"""Layers whose activations are on the way to host memory, or back, at the most."""
+
 
 @dataclass(frozen=True)
 class Configuration:
     """What a user chooses. instances: optimizer instances (the outer axis), `outer_optim`: they
     split main weights and state too. microbatch: sequences. copies: copy engines for weights and
-    gradients. bf16_wire: gradients travel in bf16 and are summed in fp32."""
+    gradients. features: what is turned on beside that."""
 
     gpus: int
     parallel: Parallel = field(default_factory=Parallel)
@@ -62,9 +73,9 @@ class Configuration:
     microbatch: int = 1
     copies: bool = False
     graph: bool = False
-    bf16_wire: bool = False
     separate_gathers: bool = False
     fused: bool = True
+    features: Features = NO_FEATURES
 
     def __post_init__(self) -> None:
         split = self.parallel.tensor * self.parallel.pipeline
@@ -78,6 +89,12 @@ class Configuration:
                 f"num_distributed_optimizer_instances={self.instances} does not divide the "
                 f"{self.sharded_over} (experts: {self.experts_over}) data-parallel ranks"
             )
+        wrong = problem(
+            self.features, STRATEGIES[self.strategy], self.graph,
+            self.parallel.pipeline == 1 and not self.parallel.recompute,
+        )  # fmt: skip
+        if wrong is not None:
+            raise ValueError(f"{self.name}: {wrong}")
 
     @property
     def data_parallel(self) -> int:
@@ -114,26 +131,28 @@ class Configuration:
         }
 
     @property
+    def fixed(self) -> bool:
+        """Whether graphs hold addresses."""
+        return self.graph or self.features.layer_graphs
+
+    @property
     def slots(self) -> dict[str, bool]:
         """As the options of the DDP config ask for them."""
         return slots_wanted(Namespace(
-            fsdp_double_buffer=self.graph and self.strategy == "optim_grads_params",
+            fsdp_double_buffer=self.fixed and self.strategy == "optim_grads_params",
             fsdp_copy_engine_all_gather=self.copies,
             fsdp_copy_engine_reduce_scatter=self.copies,
         ))  # fmt: skip
 
     @property
-    def precision(self) -> Precision:
-        return Precision(comm=torch.bfloat16 if self.bf16_wire else torch.float32)
-
-    @property
     def engine(self) -> EngineConfig:
         """What the wrapper would tell the engine."""
-        row = STRATEGIES[self.strategy]
-        wire = torch.bfloat16 if self.bf16_wire else None
+        row, features = STRATEGIES[self.strategy], self.features
+        wire = torch.bfloat16 if features.bf16_wire else None
         return EngineConfig(
             row, MixedPrecisionPolicy(grad_comm_dtype=wire), poison_buffers=False,
-            fp32_accumulation=self.bf16_wire and row.shard_main,
+            fp32_accumulation=features.bf16_wire and row.shard_main,
+            wire_in_blocks=features.block_wire, offload=features.streamed,
             shard_outer=self.outer_optim and self.instances > 1, **self.slots,
         )  # fmt: skip
 
@@ -147,10 +166,9 @@ class Configuration:
                  "micro": self.microbatch}  # fmt: skip
         parts += [f"{key} {size}" for key, size in sizes.items() if size > 1]
         flags = {"split over instances": self.outer_optim, "copy engines": self.copies,
-                 "graph": self.graph, "bf16 wire": self.bf16_wire,
-                 "gather groups": self.separate_gathers,
+                 "graph": self.graph, "gather groups": self.separate_gathers,
                  "recompute": self.parallel.recompute}  # fmt: skip
-        return ", ".join(parts + [key for key, on in flags.items() if on])
+        return ", ".join([*parts, *(key for key, on in flags.items() if on), *self.features.words])
 
 
 @dataclass(frozen=True)
@@ -203,16 +221,22 @@ class Prediction:
 def planned(shape: Shape, chosen: Configuration, stage: int = 0) -> Model:
     """The memory model of `estimate` for a rank of a pipeline stage."""
     dense, expert = (chosen.shards[name][0] for name in (DENSE, EXPERT))
+    features = chosen.features
     split = replace(chosen.parallel, virtual=1, context=1, recompute=False)
-    return replace(_planned(shape, split, stage, dense, expert), slots=chosen.slots)
+    quantised = replace(features.quantised, recomputes=chosen.parallel.recompute)
+    model = _planned(shape, split, stage, dense, expert, features.quantised)
+    slots = {**chosen.slots, "wire_in_blocks": features.block_wire}
+    return replace(model, slots=slots, quantised=quantised, budget=features.budget)
 
 
 @lru_cache(maxsize=512)
-def _planned(shape: Shape, split: Parallel, stage: int, dense: int, expert: int) -> Model:
+def _planned(
+    shape: Shape, split: Parallel, stage: int, dense: int, expert: int, quantised: Quantisation
+) -> Model:
     shards = {DENSE: dense, EXPERT: expert}
     listed = listing(shape, split, stage)
     rows = [(unit, fqn, full, shards[domain]) for unit, fqn, full, domain in listed]
-    return plan_listing(rows, torch.bfloat16)
+    return plan_listing(rows, torch.bfloat16, quantised=quantised)
 
 
 def memory(
@@ -231,14 +255,20 @@ def _stage_memory(
     shape: Shape, chosen: Configuration, machine: Machine, microbatches: int, stage: int
 ) -> dict[str, int]:
     model = planned(shape, chosen, stage)
-    held = model.bytes_held(STRATEGIES[chosen.strategy], chosen.precision, 0)
+    held = model.bytes_held(STRATEGIES[chosen.strategy], chosen.features.precision, 0)
     if chosen.engine.shard_outer:
         if chosen.strategy == "optim_grads_params":
             held[KEPT_SHARD] = held.get(MAIN_WEIGHTS, 0) // 2
         for kind in (MAIN_WEIGHTS, OPTIMIZER_STATE):
             held[kind] = -(-held.get(kind, 0) // chosen.instances)
     in_flight = min(chosen.parallel.pipeline - stage, microbatches)
-    activations = activation_bytes(shape, chosen.parallel, chosen.microbatch, in_flight)
+    fp8 = bool(chosen.features.quantised.name)
+    activations = activation_bytes(shape, chosen.parallel, chosen.microbatch, in_flight, fp8)
+    away = chosen.features.host_layers - AWAY_TOO_LATE
+    if away > 0:
+        activations -= int(
+            away * layer_bytes(shape, chosen.parallel, chosen.microbatch, fp8=fp8)
+        )
     held[RESERVED] = int(machine.gpu.reserved_gib * GIB)
     return at_its_most(held, activations, microbatches > 1)
 
@@ -251,10 +281,11 @@ def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[
     kept = {kind: n for kind, n in held.items() if LIFE.get(kind, PERSISTENT) == PERSISTENT}
     grads = {kind: n for kind, n in held.items() if LIFE.get(kind) == BACKWARD_TO_STEP}
     passing = {kind: n for kind, n in held.items() if LIFE.get(kind) == UNIT_IN_USE}
+    saved = {kind: n for kind, n in held.items() if LIFE.get(kind) == FORWARD_TO_BACKWARD}
     staged = {kind: n for kind, n in held.items() if LIFE.get(kind) == IN_STEP}
     weights = {kind: n for kind, n in passing.items() if kind != REDUCE_BUCKET}
     events = (
-        {**kept, **(grads if again else {}), **weights, **staged, ACTIVATIONS: activations},
+        {**kept, **(grads if again else {}), **weights, **staged, **saved, ACTIVATIONS: activations},
         {**kept, **grads, **passing},
         {**kept, **grads, **weights, **staged},
     )
@@ -328,7 +359,7 @@ def _stage(
     """Seconds of a step on a stage, where they go, and a timeline."""
     layers = len(layers_of(shape, chosen.parallel, stage))
     run = min(count, 3)
-    if layers <= MORE:
+    if layers <= MORE or chosen.features.every_layer_counts:
         ran = _ran(shape, chosen, machine, run, stage, layers)
     else:
         few, more = (_ran(shape, chosen, machine, run, stage, n) for n in (FEW, MORE))
@@ -371,7 +402,8 @@ def program_of(
 ) -> Program:
     """Two steps of a rank of a stage, of which so many layers are run: the last ones, since of a
     mixture the first may be dense."""
-    mine = units(shape, chosen.parallel, chosen.microbatch, stage)
+    features = chosen.features
+    mine = units(shape, chosen.parallel, chosen.microbatch, stage, features.quantised)
     numbers = [unit.name for unit in mine if unit.name.startswith("decoder.layers.")]
     left_out = set(numbers[: len(numbers) - layers])
     mine = [unit for unit in mine if unit.name not in left_out]
@@ -381,9 +413,23 @@ def program_of(
     setup = StepSetup(
         chosen.engine, shards, microbatches, warmup, separate_gathers=chosen.separate_gathers,
         copy_gathers=chosen.copies, copy_reduces=chosen.copies, fused=chosen.fused,
-        graph=chosen.graph,
+        graph=chosen.graph, layer_graphs=features.layer_graphs,
+        weight_format=features.quantised.weights, muon=features.optimizer == MUON,
+        streamed=features.streamed, host_layers=features.host_layers,
+        host_bytes=layer_bytes(shape, chosen.parallel, chosen.microbatch),
+        rows=_kept_rows(shape, chosen, stage),
     )  # fmt: skip
     return record_step(mine, setup)
+
+
+def _kept_rows(shape: Shape, chosen: Configuration, stage: int) -> dict[str, Strategy]:
+    """The strategies of units that a budget keeps whole."""
+    if not chosen.features.budget:
+        return {}
+    model, strategy = planned(shape, chosen, stage), STRATEGIES[chosen.strategy]
+    kept = model.kept(strategy, chosen.features.precision)
+    names = zip(model.order, kept.rows, strict=True)
+    return {name: row for name, row in names if row != strategy}
 
 
 def _ran(

@@ -24,9 +24,13 @@ class Gpu:
         memory_gib: of the device, as nvidia-smi says. reserved_gib: of it, what contexts, NCCL and
             fragments of the allocator take.
         peak_tflops: bf16, dense, as the vendor says: MFU is in parts of it.
-        product_tflops: what large bf16 matrix products reach. fp8_product_tflops: FP8 ones.
+        product_tflops: what large bf16 matrix products reach. fp8_product_tflops: FP8 ones with a
+            scale a tensor; fp8_in_blocks: of those, in parts, with scales of blocks.
         attention_tflops: causal attention, forward and backward together, counting half of the
             square.
+        iteration: parts of `product_tflops` that Newton-Schulz iterations reach, over the
+            operations that symmetry leaves.
+        to_host_gbps, from_host_gbps: GB/s of copies to and from page-locked memory.
         memory_tbps: what passes over memory reach, bytes read and written. kernel_us: from one
             kernel to the next on a stream.
         sustained: how much slower products are where they are all that runs, for the limit of
@@ -46,6 +50,10 @@ class Gpu:
     kernel_us: float = 1.96
     sustained: float = 1.0
     busy: float = 0.75
+    fp8_in_blocks: float = 0.9
+    iteration: float = 0.4
+    to_host_gbps: float = 52.0
+    from_host_gbps: float = 34.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -175,25 +183,31 @@ def collective_seconds(
     return seconds + (hops + network.base_us) * 1e-6
 
 
-def operation_seconds(
-    kind: Kind, amount: float, gpu: Gpu, fp8: bool = False, kernels: int = 1
-) -> float:
+def operation_seconds(kind: Kind, amount: float, gpu: Gpu, kernels: int = 1) -> float:
     """Of what is no collective, alone."""
-    if kind is Kind.PRODUCT:
-        rate = (gpu.fp8_product_tflops if fp8 else gpu.product_tflops) * 1e12
-    elif kind is Kind.GROUPED:
-        rate = gpu.grouped_tflops * 1e12
-    elif kind is Kind.ATTENTION:
-        rate = gpu.attention_tflops * 1e12
-    else:
-        rate = gpu.memory_tbps * 1e12
-    return amount / rate + kernels * gpu.kernel_us * 1e-6
+    return amount / (_rate(kind, gpu) * 1e12) + kernels * gpu.kernel_us * 1e-6
+
+
+def _rate(kind: Kind, gpu: Gpu) -> float:
+    """TFLOP/s or TB/s. Grouped FP8 products gain what others do."""
+    rates = {
+        Kind.PRODUCT: gpu.product_tflops,
+        Kind.GROUPED: gpu.grouped_tflops,
+        Kind.FP8_PRODUCT: gpu.fp8_product_tflops,
+        Kind.FP8_GROUPED: gpu.grouped_tflops * gpu.fp8_product_tflops / gpu.product_tflops,
+        Kind.BLOCK_PRODUCT: gpu.fp8_product_tflops * gpu.fp8_in_blocks,
+        Kind.ATTENTION: gpu.attention_tflops,
+        Kind.ITERATION: gpu.product_tflops * gpu.iteration,
+        Kind.TO_HOST: gpu.to_host_gbps / 1e3,
+        Kind.FROM_HOST: gpu.from_host_gbps / 1e3,
+    }
+    return rates.get(kind, gpu.memory_tbps)
 
 
 _MEASURED = "kernel times of 24 layers of Llama-3 8B on 2 H200 (docs/performance.md)"
 _SCALED = "vendor's peaks, in the proportions that an H200 reaches; not measured here"
 
-H200 = Gpu("H200", 140.0, 989.0, 690.0, 1130.0, 425.0, 430.0, 3.36, sustained=1.07, busy=0.72,
+H200 = Gpu("H200", 140.0, 989.0, 690.0, 1250.0, 425.0, 430.0, 3.36, sustained=1.07, busy=0.72,
     source=_MEASURED,
 )
 GPUS: Mapping[str, Gpu] = {
@@ -201,8 +215,8 @@ GPUS: Mapping[str, Gpu] = {
     "h100": replace(
         H200, name="H100", memory_gib=79.0, memory_tbps=2.35, source="as an H200; memory 3.35 TB/s"
     ),
-    "b200": Gpu("B200", 178.0, 2250.0, 1570.0, 2570.0, 970.0, 980.0, 5.6, source=_SCALED),
-    "gb200": Gpu("GB200", 184.0, 2500.0, 1740.0, 2860.0, 1070.0, 1090.0, 5.6, source=_SCALED),
+    "b200": Gpu("B200", 178.0, 2250.0, 1570.0, 2840.0, 970.0, 980.0, 5.6, source=_SCALED),
+    "gb200": Gpu("GB200", 184.0, 2500.0, 1740.0, 3160.0, 1070.0, 1090.0, 5.6, source=_SCALED),
 }
 _HOPPER_LINK = {2: 238.0, 4: 298.0, 8: 320.0}
 _HOPPER_COPY = {2: 306.0, 4: 340.0, 8: 350.0}

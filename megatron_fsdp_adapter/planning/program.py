@@ -15,15 +15,24 @@ class Kind(enum.Enum):
 
     PRODUCT = "matrix product"
     GROUPED = "grouped matrix product"
+    FP8_PRODUCT = "FP8 matrix product"
+    FP8_GROUPED = "grouped FP8 matrix product"
+    BLOCK_PRODUCT = "FP8 matrix product of blocks"
     ATTENTION = "attention"
+    ITERATION = "Newton-Schulz iteration"
     MEMORY = "memory pass"
+    TO_HOST = "copy to host memory"
+    FROM_HOST = "copy from host memory"
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
     EXCHANGE = "all-to-all"
 
 
-PRODUCTS = (Kind.PRODUCT, Kind.GROUPED)
+PRODUCTS = (
+    Kind.PRODUCT, Kind.GROUPED, Kind.FP8_PRODUCT, Kind.FP8_GROUPED, Kind.BLOCK_PRODUCT,
+)  # fmt: skip
+HOST_COPIES = (Kind.TO_HOST, Kind.FROM_HOST)
 COLLECTIVES = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.EXCHANGE)
 
 
@@ -45,6 +54,7 @@ class Operation:
         group: of a collective, the axis that it runs on, as in `Groups`.
         channel: of a collective, its communicator: those of one run one after the other.
         copy_engine: carried by copy engines, which leave the compute units alone.
+        read: the host reads what comes out, and launches nothing before it has.
     """
 
     role: str
@@ -58,6 +68,7 @@ class Operation:
     group: str = ""
     channel: str = ""
     copy_engine: bool = False
+    read: bool = False
 
     def __post_init__(self) -> None:
         if self.amount < 0 or self.host < 0:

@@ -7,7 +7,9 @@ from typing import Any
 
 from megatron_fsdp_adapter.cli.estimate import GIB
 
+from . import features
 from .configurations import Configuration, Prediction
+from .features import MUON, RECIPE_OF
 from .search import Plan
 from .timing import Timeline
 
@@ -26,9 +28,7 @@ def ddp_options(chosen: Configuration) -> dict[str, Any]:
     if chosen.copies:
         options["fsdp_copy_engine_all_gather"] = True
         options["fsdp_copy_engine_reduce_scatter"] = True
-    if chosen.bf16_wire:
-        options["megatron_fsdp_grad_comm_dtype"] = "bf16"
-        options["reduce_scatter_with_fp32_accumulation"] = True
+    options |= features.ddp_options(chosen.features)
     if chosen.separate_gathers:
         options["create_all_gather_group"] = True
     return options
@@ -53,7 +53,7 @@ def model_options(chosen: Configuration) -> dict[str, Any]:
                     "recompute_num_layers": 1}  # fmt: skip
     if chosen.graph:
         options["cuda_graph_impl"] = "full_iteration"
-    return options
+    return options | features.model_options(chosen.features)
 
 
 def megatron_flags(chosen: Configuration) -> str:
@@ -66,11 +66,18 @@ def megatron_flags(chosen: Configuration) -> str:
     return " ".join(words)
 
 
+_OWNERS = {
+    "micro_batch_size": "train", "optimizer": "optimizer", "fp8_format": "mixed_precision",
+    "fp8_recipe": "mixed_precision", "fp8_param_gather": "mixed_precision",
+}  # fmt: skip
+"""Parts of a recipe's config, where that is not the model's."""
+
+
 def bridge_overrides(chosen: Configuration) -> str:
     """For a recipe of Megatron-Bridge."""
     words = [f"ddp.{name}={value}" for name, value in ddp_options(chosen).items()]
     for name, value in model_options(chosen).items():
-        owner = "train" if name == "micro_batch_size" else "model"
+        owner = _OWNERS.get(name, "model")
         words.append(f"{owner}.{name}={value}")
     return " ".join(words)
 
@@ -90,13 +97,25 @@ def plain_arguments(chosen: Configuration) -> str:
 def benchmark_row(chosen: Configuration) -> str | None:
     """The row of scripts/benchmark_rows.py that measures it; None where it has none."""
     parallel = chosen.parallel
+    features = chosen.features
     if parallel != type(parallel)(expert=parallel.expert) or chosen.instances > 1:
+        return None
+    if features.block_wire or features.host_layers:
         return None
     kind = {(True, True): "ours-ce-graph", (True, False): "ours-ce-rs",
             (False, True): "ours-graph", (False, False): "ours"}[chosen.copies, chosen.graph]
     if chosen.separate_gathers and kind == "ours":
         kind = "ours-ag"
-    return f"{kind}:{chosen.strategy}"
+    if features.layer_graphs:
+        kind = "ours-ce-layers" if chosen.copies else "ours-layers"
+    if features.optimizer == MUON or features.streamed:
+        kind = "ours-muon" if features.optimizer == MUON else "ours-stream"
+    name = f"{kind}:{chosen.strategy}"
+    name += f"+{features.budget_gib:g}" if features.budget_gib else ""
+    form = features.quantised.weights or features.quantised.products
+    if form is None:
+        return name
+    return f"{name}@fp8{'w' if features.quantised.weights else ''}_{RECIPE_OF[form.name]}"
 
 
 def plain(plan: Plan, top: int) -> dict[str, Any]:

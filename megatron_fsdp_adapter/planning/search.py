@@ -13,6 +13,7 @@ from megatron_fsdp_adapter.cli.estimate import GIB
 from megatron_fsdp_adapter.core.config import STRATEGIES
 
 from .configurations import Configuration, Prediction, groups, memory, predict
+from .features import NO_FEATURES, Features, problem
 from .machine import Machine, collective_seconds
 from .program import Kind
 from .shapes import DENSE, EXPERT, Parallel, Shape, activation_bytes
@@ -33,6 +34,7 @@ class Wanted:
     memory_gib: float
     fixed: Mapping[str, object]
     tries: int = 10
+    features: Features = NO_FEATURES
     bf16_wire: bool = False
 
     def __post_init__(self) -> None:
@@ -87,16 +89,19 @@ def _of(
     inside = wanted.machine.network.domain // parallel.tensor
     instances = sorted({1, *(over // n for n in (inside, 8 * inside, 64 * inside) if 0 < n < over)})
     graphs = [False, True] if parallel.pipeline == 1 and wanted.shape.experts is None else [False]
-    for count, graph, wire in product(instances, graphs, {False, wanted.bf16_wire}):
+    told, row = wanted.features, STRATEGIES[strategy]
+    plain = parallel.pipeline == 1 and not parallel.recompute
+    for count, graph, wire in product(instances, graphs, {told.bf16_wire, wanted.bf16_wire}):
         if over % count or base.experts_over % count:
+            continue
+        features = replace(told, bf16_wire=wire)
+        if problem(features, row, graph, plain) is not None:
             continue
         for split in {False, count > 1 and strategy != "no_shard"}:
             chosen = replace(
-                base, instances=count, outer_optim=split, graph=graph, bf16_wire=wire,
+                base, instances=count, outer_optim=split, graph=graph, features=features,
                 separate_gathers=wanted.shape.experts is not None,
             )  # fmt: skip
-            if wire and strategy == "no_shard":
-                continue
             yield chosen
             if strategy == "optim_grads_params" and over // count <= inside and over > 1:
                 yield replace(chosen, copies=True, separate_gathers=False)
@@ -125,7 +130,7 @@ def quick_seconds(wanted: Wanted, chosen: Configuration) -> float:
     gathers = (2 * count if row.shard_weights else 1) if row.shard_main else 0
     reduces = count if row.shard_grads else 1
     link = 0.0
-    wire = 2 if chosen.bf16_wire else 4
+    wire = 1.03 if chosen.features.block_wire else 2 if chosen.features.bf16_wire else 4
     layers = max(1, shape.gpt.num_layers // parallel.pipeline)
     for domain, elements in numel.items():
         for times, kind, size in (

@@ -18,18 +18,26 @@ from megatron_fsdp_adapter.cli.gpt import (
     config_from,
     gpt_parameter_listing,
 )
+from megatron_fsdp_adapter.cli.quantised_options import PLAIN, Quantisation
+from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 
 from .program import Kind
-from .step import UnitWork, Work
+from .timed_modules import UnitWork, Work
 
 DENSE, EXPERT = "dense", "expert"
 BF16 = 2
 
-LAYER_HOST = 1500.0
+LAYER_HOST = 1875.0
 """Reference microseconds in which a host launches a layer's forward, with Transformer Engine."""
 
 MOE_HOST = 2.0
 """Times that for a layer of experts."""
+
+FP8_HOST = 1.5
+"""Times that for a layer whose products are FP8: casts are launched beside them."""
+
+CAST_KERNELS = 12
+"""Of a layer's forward or backward in FP8."""
 
 FORWARD_PASSES, BACKWARD_PASSES = 14.0, 30.0
 """Bytes that element-wise kernels of a layer move a token, in parts of hidden + ffn elements times
@@ -218,9 +226,11 @@ def _experts(shape: Shape, number: int, parallel: Parallel) -> list[Row]:
 
 
 def units(
-    shape: Shape, parallel: Parallel, microbatch: int, stage: int = 0
+    shape: Shape, parallel: Parallel, microbatch: int, stage: int = 0,
+    quantised: Quantisation = PLAIN,
 ) -> list[UnitWork]:
-    """The units of a stage's rank with their work for one microbatch of `microbatch` sequences."""
+    """The units of a stage's rank with their work for one microbatch of `microbatch` sequences.
+    quantised: what becomes of the layers' matrix products and weights."""
     params: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
     for unit, fqn, full, domain in listing(shape, parallel, stage):
         params.setdefault(unit, []).append((fqn, full, domain))
@@ -231,7 +241,9 @@ def units(
         head = ROOT
     for name, mine in params.items():
         if name.startswith("decoder.layers."):
-            forward, backward, host = _layer_work(shape, parallel, tokens, int(name.split(".")[2]))
+            forward, backward, host = _layer_work(
+                shape, parallel, tokens, int(name.split(".")[2]), quantised
+            )
         elif name == head:
             forward, backward = _head_work(shape, parallel, tokens)
             host = LAYER_HOST / 2
@@ -245,7 +257,7 @@ def units(
 
 
 def _layer_work(
-    shape: Shape, parallel: Parallel, tokens: float, number: int
+    shape: Shape, parallel: Parallel, tokens: float, number: int, quantised: Quantisation
 ) -> tuple[tuple[Work, ...], tuple[Work, ...], float]:
     gpt, tensor = shape.gpt, parallel.tensor
     moe = shape.is_moe(number)
@@ -258,17 +270,22 @@ def _layer_work(
     sent = tokens * BF16 * gpt.hidden_size * (shape.experts.topk if moe and shape.experts else 0)
     moved = PERMUTED * sent / tensor
     element = tokens * BF16 * (gpt.hidden_size + width / 3) / tensor
+    product, of_groups = products_of(quantised)
     forward = [
-        Work(Kind.PRODUCT, 2 * tokens * dense / tensor), Work(Kind.ATTENTION, attention),
-        Work(Kind.GROUPED, 2 * tokens * grouped / tensor),
+        Work(product, 2 * tokens * dense / tensor), Work(Kind.ATTENTION, attention),
+        Work(of_groups, 2 * tokens * grouped / tensor),
         Work(Kind.MEMORY, FORWARD_PASSES * element + moved, kernels=FORWARD_KERNELS),
     ]  # fmt: skip
     backward = [
         Work(Kind.ATTENTION, 2.5 * attention),
-        Work(Kind.GROUPED, 4 * tokens * grouped / tensor),
-        Work(Kind.PRODUCT, 4 * tokens * dense / tensor),
+        Work(of_groups, 4 * tokens * grouped / tensor),
+        Work(product, 4 * tokens * dense / tensor),
         Work(Kind.MEMORY, BACKWARD_PASSES * element + moved, kernels=BACKWARD_KERNELS),
     ]  # fmt: skip
+    if product is not Kind.PRODUCT:
+        casts = _casts(shape, tokens / tensor, width, (dense + grouped) / tensor, quantised)
+        forward.append(casts[0])
+        backward.insert(0, casts[1])
     whole = tokens * gpt.hidden_size * BF16
     own: list[Work] = []
     if tensor > 1:  # with sequence parallelism: a gather and a reduction around each half
@@ -284,7 +301,48 @@ def _layer_work(
     if parallel.recompute:
         backward = forward + backward
     host = LAYER_HOST * (MOE_HOST if moe else 1.0)
+    host *= FP8_HOST if product is not Kind.PRODUCT else 1.0
     return tuple(forward), tuple(backward), host
+
+
+def products_of(quantised: Quantisation) -> tuple[Kind, Kind]:
+    """Kinds of a layer's dense and grouped products. ValueError for formats without numbers."""
+    form = quantised.weights or quantised.products
+    if form is None:
+        return Kind.PRODUCT, Kind.GROUPED
+    if form.name not in _PRODUCTS:
+        raise ValueError(
+            f"products of {form.name} weights: there are no numbers for them; use one of "
+            f"{sorted(_PRODUCTS)}"
+        )
+    return _PRODUCTS[form.name], Kind.FP8_GROUPED
+
+
+_PRODUCTS = {
+    PER_TENSOR.name: Kind.FP8_PRODUCT, MXFP8.name: Kind.FP8_PRODUCT,
+    BLOCK128.name: Kind.BLOCK_PRODUCT,
+}  # fmt: skip
+
+
+def _casts(
+    shape: Shape, tokens: float, width: float, weights: float, quantised: Quantisation
+) -> tuple[Work, Work]:
+    """What a layer's products read in FP8 is cast: inputs in forward, gradients of outputs in
+    backward, each along rows and along columns, and weights that are kept in the compute dtype. A
+    scale a tensor needs a pass before, for the largest value."""
+    gpt = shape.gpt
+    heads = gpt.num_attention_heads * gpt.head_dim
+    kv = 2 * gpt.query_groups * gpt.head_dim
+    gate = 2 if gpt.swiglu else 1
+    inputs = 2 * gpt.hidden_size + heads + width
+    outputs = heads + kv + 2 * gpt.hidden_size + gate * width
+    form = quantised.weights or quantised.products
+    passes = (BF16 if form is PER_TENSOR else 0) + BF16 + 2
+    cast = weights if quantised.weights is None else 0.0
+    return (
+        Work(Kind.MEMORY, passes * (tokens * inputs + cast), kernels=CAST_KERNELS),
+        Work(Kind.MEMORY, passes * tokens * outputs, kernels=CAST_KERNELS),
+    )
 
 
 def _numel_of(shape: Shape, number: int) -> tuple[int, int]:
@@ -309,30 +367,44 @@ def _head_work(
     return (Work(Kind.PRODUCT, products), half), (half, Work(Kind.PRODUCT, 2 * products))
 
 
+def layer_bytes(
+    shape: Shape, parallel: Parallel, microbatch: int, number: int = -1, fp8: bool = False
+) -> float:
+    """Of a rank at the end of a forward: what autograd keeps of a layer, the last unless given,
+    without recomputation, with flash attention. fp8: inputs of products are kept as bytes."""
+    gpt = shape.gpt
+    number %= gpt.num_layers
+    query = gpt.num_attention_heads * gpt.head_dim
+    kv = 2 * gpt.query_groups * gpt.head_dim
+    width = gpt.ffn
+    if shape.is_moe(number) and shape.experts is not None:
+        # Tokens are sent in copies, one an expert: their inputs and outputs too.
+        width = shape.experts.topk * (shape.experts.ffn + 2 * gpt.hidden_size // 3)
+        width += shape.experts.shared
+    kept = 4 * gpt.hidden_size + 2 * query + kv + (3 if gpt.swiglu else 2) * width
+    tokens = microbatch * shape.seq_length / parallel.context / parallel.tensor
+    inputs = 2 * gpt.hidden_size + query + width if fp8 else 0
+    return tokens * (BF16 * kept - inputs)
+
+
 @lru_cache(maxsize=4096)
-def activation_bytes(shape: Shape, parallel: Parallel, microbatch: int, in_flight: int = 1) -> int:
+def activation_bytes(
+    shape: Shape, parallel: Parallel, microbatch: int, in_flight: int = 1, fp8: bool = False
+) -> int:
     """Of one rank at the end of a forward: what autograd keeps of a stage's layers for `in_flight`
     microbatches, with flash attention, and the logits in bf16 and float32."""
     gpt, tensor = shape.gpt, parallel.tensor
     tokens = microbatch * shape.seq_length / parallel.context / tensor
     layers = layers_of(shape, parallel, 0)
-    query = gpt.num_attention_heads * gpt.head_dim
-    kv = 2 * gpt.query_groups * gpt.head_dim
-    total = 0.0
-    for number in layers:
-        width = gpt.ffn
-        if shape.is_moe(number) and shape.experts is not None:
-            # Tokens are sent in copies, one an expert: their inputs and outputs too.
-            width = shape.experts.topk * (shape.experts.ffn + 2 * gpt.hidden_size // 3)
-            width += shape.experts.shared
-        kept = 4 * gpt.hidden_size + 2 * query + kv + (3 if gpt.swiglu else 2) * width
-        if parallel.recompute:
-            kept = gpt.hidden_size
-        total += tokens * BF16 * kept
-    total *= in_flight
     if parallel.recompute:
+        total = tokens * BF16 * gpt.hidden_size * len(layers) * in_flight
+        query = gpt.num_attention_heads * gpt.head_dim
+        kv = 2 * gpt.query_groups * gpt.head_dim
         again = 4 * gpt.hidden_size + 2 * query + kv + 3 * gpt.ffn
         total += tokens * BF16 * again
+    else:
+        each = [layer_bytes(shape, parallel, microbatch, number, fp8) for number in layers]
+        total = sum(each) * in_flight
     logits = microbatch * shape.seq_length / parallel.context * shape.vocabulary / tensor
     return int(total + (6 * logits if parallel.pipeline == 1 else 0))
 

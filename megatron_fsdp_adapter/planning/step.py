@@ -10,50 +10,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from megatron_fsdp_adapter.core.config import EngineConfig
+from megatron_fsdp_adapter.cli.gpt import is_linear_weight
+from megatron_fsdp_adapter.cli.precision_options import is_muons
+from megatron_fsdp_adapter.core.config import EngineConfig, Strategy
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import ROOT, partition
+from megatron_fsdp_adapter.core.engine.unit import Unit
+from megatron_fsdp_adapter.core.layout.format import WeightFormat
 from megatron_fsdp_adapter.core.topology import OUTER_DIM, SHARD_DIM, Axis, ShardDomain, mesh_over
 
-from .program import Kind, Program
+from .program import Program
+from .timed_modules import ActivationsOnHost, LayerModule, UnitModel, UnitWork, flat_name, full_name
+from .timed_optimizer import UnitHeld, Widths, write_adam, write_muon, write_norm, write_streamed
+from .timed_quantised import TimedParams
 from .timed_runtime import TimedCommunicator, TimedRuntime
-
-
-@dataclass(frozen=True)
-class Work:
-    """Something that a module does on the compute stream. group: of a collective of the model's own
-    (tensor or expert parallel), its axis; it is on a communicator of its own."""
-
-    kind: Kind
-    amount: float
-    group: str = ""
-    kernels: int = 1
-
-
-@dataclass(frozen=True)
-class UnitWork:
-    """A unit as the model runs it.
-
-    Attributes:
-        params: name, shape and domain of each parameter.
-        forward, backward: of one microbatch, recomputation included.
-        host: reference microseconds to launch the forward; the backward takes as many times as
-            many kernels, `BACKWARD_HOST`.
-    """
-
-    name: str
-    params: tuple[tuple[str, tuple[int, ...], str], ...]
-    forward: tuple[Work, ...] = ()
-    backward: tuple[Work, ...] = ()
-    host: float = 0.0
-    backward_reads_weights: bool = True
-
-
-BACKWARD_HOST = 1.5
-"""Times the forward's host time."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +40,11 @@ class StepSetup:
         warmup: forwards in front of the first backward, as in a pipeline's stage.
         clips: the optimizer scales gradients by the norm.
         graph: forward and backward are replayed: the host launches nothing.
+        layer_graphs: those of each layer are; gathers and reductions are launched.
+        weight_format: that linear weights are kept and gathered in, None for `dtype`.
+        rows: strategies of units, by name, that keep more than the engine's.
+        muon, streamed: how the optimizer updates.
+        host_layers: of the first layers activations are in host memory, host_bytes of each.
     """
 
     engine: EngineConfig
@@ -81,7 +58,14 @@ class StepSetup:
     fused: bool = False
     clips: bool = True
     graph: bool = False
+    layer_graphs: bool = False
     state_bytes: int = 8
+    weight_format: WeightFormat | None = None
+    rows: Mapping[str, Strategy] = field(default_factory=dict)
+    muon: bool = False
+    streamed: bool = False
+    host_layers: int = 0
+    host_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -91,91 +75,6 @@ class StepSetup:
                 f"warmup={self.warmup}: must be from 0 to one less than microbatches="
                 f"{self.microbatches}"
             )
-
-
-class _Charged(torch.autograd.Function):
-    """Writes a unit's work down, forward and backward, and makes gradients of the right sizes."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, module: Any, *params: torch.Tensor) -> Any:
-        # Shapes, as parameters may not be looked at where backward reads no weights.
-        ctx.module = module
-        ctx.params = [
-            (tuple(p.shape), p.dtype, getattr(p, "get_main_grad", None)) for p in params
-        ]
-        module.charge("forward")
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.module.charge("backward")
-        grads: list[torch.Tensor | None] = []
-        for shape, dtype, write in ctx.params:
-            if write is not None:
-                view = write()
-                ctx.module.writes(view.numel() * view.element_size())
-                grads.append(None)
-            else:
-                grads.append(torch.empty(shape, dtype=dtype, device="meta"))
-        return grad, None, *grads
-
-
-class _Module(nn.Module):
-    """A unit's module: parameters without values, work without results."""
-
-    def __init__(self, unit: UnitWork, runtime: TimedRuntime, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.unit, self._runtime = unit, runtime
-        for fqn, shape, _ in unit.params:
-            empty = torch.empty(shape, dtype=dtype, device="meta")
-            self.register_parameter(_flat(fqn), nn.Parameter(empty))
-
-    def charge(self, part: str) -> None:
-        runtime, unit = self._runtime, self.unit
-        host = unit.host * (1.0 if part == "forward" else BACKWARD_HOST)
-        works = unit.forward if part == "forward" else unit.backward
-        for work in works:
-            runtime.spend(host / len(works))
-            runtime.write(
-                work.kind, work.amount, label=f"{part} {unit.name}", part=part,
-                kernels=work.kernels, group=work.group,
-                channel=f"model {work.group}" if work.group else "",
-            )  # fmt: skip
-
-    def writes(self, nbytes: int) -> None:
-        """A product ends in the bucket, in its dtype, and not in a gradient of half the size."""
-        self._runtime.write(
-            Kind.MEMORY, nbytes, label=f"gradient of {self.unit.name}", part="backward"
-        )
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return _Charged.apply(value, self, *self.parameters(recurse=False))  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _Layer(_Module):
-    """Slots tell layers from other units by their class."""
-
-
-def _flat(fqn: str) -> str:
-    return fqn.replace(".", "__")
-
-
-class _Model(nn.Module):
-    """Units in order; the root's own parameters are used last but one, like a final norm."""
-
-    def __init__(
-        self, units: Sequence[UnitWork], runtime: TimedRuntime, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        layers = {u.name for u in units if u.name.startswith("decoder.layers.")}
-        self.children_in_order = nn.ModuleList(
-            (_Layer if unit.name in layers else _Module)(unit, runtime, dtype) for unit in units
-        )
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for child in self.children_in_order:
-            value = child(value)
-        return value
 
 
 def _axis(name: str, group: Any) -> Axis:
@@ -216,9 +115,9 @@ class _Run:
 
     setup: StepSetup
     runtime: TimedRuntime
-    model: _Model
+    model: UnitModel
     engine: FsdpEngine
-    optimizer_numel: int = 0
+    held: list[UnitHeld]
     _waiting: list[torch.Tensor] = field(default_factory=list)
 
     def forward(self) -> None:
@@ -255,17 +154,20 @@ class _Run:
         self.engine.sync_weights(wait=False)
 
     def _optimizer(self) -> None:
-        """Norm, clip, Adam: passes over what this rank's optimizer updates."""
-        runtime, policy = self.runtime, self.setup.engine.policy
-        grad = policy.grads_dtype.itemsize
-        main = (policy.main_params_dtype or self.setup.dtype).itemsize
-        numel = self.optimizer_numel
-        runtime.spend(2000.0)
-        runtime.write(Kind.MEMORY, numel * grad, label="gradient norm", part="norm")
-        if self.setup.clips:
-            runtime.write(Kind.MEMORY, 2 * numel * grad, label="clip", part="norm")
-        adam = numel * (grad + 2 * main + 2 * self.setup.state_bytes)
-        runtime.write(Kind.MEMORY, adam, label="optimizer", part="optimizer")
+        """What this rank's optimizer updates."""
+        runtime, setup, policy = self.runtime, self.setup, self.setup.engine.policy
+        main = (policy.main_params_dtype or setup.dtype).itemsize
+        widths = Widths(policy.grads_dtype.itemsize, main, setup.state_bytes)
+        numel = sum(unit.numel for unit in self.held)
+        write_norm(runtime, numel, widths, setup.clips)
+        if setup.streamed:
+            write_streamed(runtime, self.held, widths)
+        elif setup.muon:
+            domain = max(setup.shards, key=lambda name: setup.shards[name][0])
+            ranks = setup.shards[domain][0] if setup.engine.strategy.shard_main else 1
+            write_muon(runtime, self.held, ranks, domain, widths)
+        else:
+            write_adam(runtime, numel, widths)
 
 
 def record_step(units: Sequence[UnitWork], setup: StepSetup, steps: int = 2) -> Program:
@@ -298,9 +200,14 @@ def _replayed(program: Program) -> Iterator[Any]:
 
 def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
     runtime = TimedRuntime()
-    model = _Model(units, runtime, setup.dtype)
+    model = UnitModel(units, runtime, setup.dtype)
+    layers = [child for child in model.children_in_order if isinstance(child, LayerModule)]
+    for layer in layers:
+        layer.replayed = setup.layer_graphs
+    if setup.host_layers:
+        ActivationsOnHost(runtime, layers, setup.host_layers, setup.host_bytes)
     of_domain = {
-        f"children_in_order.{i}.{_flat(fqn)}": domain
+        f"children_in_order.{i}.{flat_name(fqn)}": domain
         for i, unit in enumerate(units) for fqn, _, domain in unit.params
     }  # fmt: skip
     modules = {
@@ -310,13 +217,17 @@ def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
     }
     pairs = zip(model.children_in_order, units, strict=True)
     reads = {id(child): unit.backward_reads_weights for child, unit in pairs}
+    form = setup.weight_format
     writer = GradWriter.OVERWRITES if setup.fused else GradWriter.AUTOGRAD
     plans = partition(
         model, modules,
         domain_of=lambda param, fqn: of_domain[fqn],
         backward_reads_weights=lambda module: reads[id(module)],
         writer_of=lambda managed: writer if managed.param.ndim > 1 else GradWriter.AUTOGRAD,
+        format_of=lambda managed: form if is_linear_weight(full_name(managed.fqns[0])) else None,
     )  # fmt: skip
+    names = {f"children_in_order.{i}": unit.name for i, unit in enumerate(units)} | {ROOT: ROOT}
+    plans = [replace(plan, strategy=setup.rows.get(names[plan.name])) for plan in plans]
     scale = 1.0 / max(inner * outer for inner, outer in setup.shards.values())
     domains = {
         name: _domain(name, inner, outer, scale) for name, (inner, outer) in setup.shards.items()
@@ -324,9 +235,24 @@ def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
     engine = FsdpEngine(
         model, plans, domains, setup.engine, runtime,  # type: ignore[arg-type]
         make_communicator=_Maker(setup, runtime, domains),  # type: ignore[arg-type]
+        quantised=TimedParams(runtime, form) if form is not None else None,
     )  # fmt: skip
-    held = sum(group.held.layout.shard_numel for group in engine.groups)
-    return _Run(setup, runtime, model, engine, optimizer_numel=held)
+    return _Run(setup, runtime, model, engine, [_held(unit) for unit in engine.units])
+
+
+def _held(unit: Unit) -> UnitHeld:
+    """What this rank updates of a unit."""
+    matrices, numel = [], 0
+    for group in unit.groups:
+        for index, spec in enumerate(group.layout.specs):
+            name = full_name(spec.fqns[0])
+            if is_muons(replace(spec, fqns=(name,))):
+                rows, columns = spec.shape
+                parts = 2 if "linear_fc1" in name and rows % 2 == 0 else 1  # gate and up
+                matrices += [(rows // parts, columns)] * parts
+                numel += group.main_items[index].numel()
+    held = sum(group.held.layout.shard_numel for group in unit.groups)
+    return UnitHeld(unit.name, held, tuple(matrices), numel)
 
 
 @dataclass

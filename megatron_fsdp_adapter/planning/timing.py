@@ -8,13 +8,14 @@ the events that it waits for; one collective runs on a communicator at a time, i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE
 
 from .machine import Contention, Group, Machine, collective_seconds, operation_seconds
-from .program import COLLECTIVES, PRODUCTS, Kind, Operation, Program
+from .program import COLLECTIVES, HOST_COPIES, PRODUCTS, Kind, Operation, Program
 
 EXPOSED, IDLE, HOST = "exposed", "idle", "waits for the host"
 
@@ -52,25 +53,27 @@ class _State:
     left: dict[int, float] = field(default_factory=dict)
 
 
+COMPUTES = (*PRODUCTS, Kind.ATTENTION, Kind.ITERATION)
+
 STEP = ("step", 1)
 """The second step: the first one learns the order of units."""
 
 
 def time_program(
-    program: Program, machine: Machine, groups: Mapping[str, Group], fp8: bool = False,
+    program: Program, machine: Machine, groups: Mapping[str, Group],
     window: tuple[str, int] = STEP,
 ) -> Timeline:
     """Times `program`. window: the mark, by name and number, at which measuring begins; it ends
     with the next mark of that name, or the end."""
-    return time_windows(program, machine, groups, [window], fp8)[0]
+    return time_windows(program, machine, groups, [window])[0]
 
 
 def time_windows(
     program: Program, machine: Machine, groups: Mapping[str, Group],
-    windows: Sequence[tuple[str, int]], fp8: bool = False,
+    windows: Sequence[tuple[str, int]],
 ) -> list[Timeline]:
     """The same for several windows of one run. The first decides how hot the device gets."""
-    state, intervals = _simulate(program, machine, groups, fp8)
+    state, intervals = _simulate(program, machine, groups)
     gpu = machine.gpu
     first = _timeline(state, intervals, windows[0])
     duty = first.spent.get("products", 0.0) / max(first.seconds, 1e-12)
@@ -80,7 +83,7 @@ def time_windows(
             name: getattr(gpu, name) / slower for name in ("product_tflops", "fp8_product_tflops")
         }
         hot = replace(machine, gpu=replace(gpu, **rates))
-        state, intervals = _simulate(program, hot, groups, fp8)
+        state, intervals = _simulate(program, hot, groups)
     return [_timeline(state, intervals, window) for window in windows]
 
 
@@ -89,9 +92,9 @@ Interval = tuple[float, float, tuple[int, ...], bool]
 
 
 def _simulate(
-    program: Program, machine: Machine, groups: Mapping[str, Group], fp8: bool
+    program: Program, machine: Machine, groups: Mapping[str, Group]
 ) -> tuple[_State, list[Interval]]:
-    state = _prepare(program, machine, groups, fp8)
+    state = _prepare(program, machine, groups)
     intervals: list[Interval] = []
     now = 0.0
     remaining = len(program.operations)
@@ -115,38 +118,47 @@ def _simulate(
             state.left[index] -= step * rates[index]
             if state.left[index] <= 1e-12:
                 state.ends[index] = now
+                if program.operations[index].read:
+                    _launch(state, index + 1, now, machine.host)
                 del state.running[role], state.left[index]
                 remaining -= 1
     return state, intervals
 
 
 def _prepare(
-    program: Program, machine: Machine, groups: Mapping[str, Group], fp8: bool
+    program: Program, machine: Machine, groups: Mapping[str, Group]
 ) -> _State:
     alone: list[float] = []
-    launched: list[float] = []
-    clock = 0.0
     last: dict[str, int] = {}
-    state = _State(program, alone, launched, [], [])
+    state = _State(program, alone, [math.inf] * len(program.operations), [], [])
     for index, one in enumerate(program.operations):
-        clock += one.host * 1e-6 * machine.host
-        launched.append(clock)
-        alone.append(_alone(one, machine, groups, fp8))
+        alone.append(_alone(one, machine, groups))
         state.queues.setdefault(one.role, []).append(index)
         state.before_on_channel.append(last.get(one.channel, -1) if one.channel else -1)
         if one.channel:
             last[one.channel] = index
+    _launch(state, 0, 0.0, machine.host)
     state.heads = dict.fromkeys(state.queues, 0)
     state.starts, state.ends = [0.0] * len(alone), [-1.0] * len(alone)
     return state
 
 
-def _alone(one: Operation, machine: Machine, groups: Mapping[str, Group], fp8: bool) -> float:
+def _launch(state: _State, begin: int, now: float, host: float) -> None:
+    """The host launches what follows, up to what it reads."""
+    for index in range(begin, len(state.launched)):
+        one = state.program.operations[index]
+        now += one.host * 1e-6 * host
+        state.launched[index] = now
+        if one.read:
+            break
+
+
+def _alone(one: Operation, machine: Machine, groups: Mapping[str, Group]) -> float:
     if one.kind in COLLECTIVES:
         return max(1e-9, collective_seconds(
             one.kind, one.amount, groups[one.group], machine.network, one.copy_engine
         ))  # fmt: skip
-    return operation_seconds(one.kind, one.amount, machine.gpu, fp8, one.kernels)
+    return operation_seconds(one.kind, one.amount, machine.gpu, one.kernels)
 
 
 def _blocked(state: _State, index: int) -> bool:
@@ -180,7 +192,8 @@ def _heads(state: _State) -> list[int]:
 
 def _next_launch(state: _State, now: float) -> float | None:
     times = [state.launched[i] for i in _heads(state) if state.launched[i] > now + 1e-12]
-    return min(times, default=None)
+    found = min(times, default=math.inf)
+    return None if math.isinf(found) else found
 
 
 def _waits_for_host(state: _State, now: float) -> bool:
@@ -207,9 +220,11 @@ def _rates(state: _State, cost: Contention) -> dict[int, float]:
 
 def _slowed(one: Operation, other: Operation, cost: Contention) -> float:
     """How many times as long `one` takes beside `other`."""
-    computes = other.kind in (*PRODUCTS, Kind.ATTENTION)
+    if one.kind in HOST_COPIES or other.kind in HOST_COPIES:
+        return 1.0  # a hundredth of the device's bandwidth
+    computes = other.kind in COMPUTES
     communicates = other.kind in COLLECTIVES
-    if one.kind in (*PRODUCTS, Kind.ATTENTION):
+    if one.kind in COMPUTES:
         if communicates:
             return cost.product_beside_copies if other.copy_engine else cost.product_beside_nccl
         return cost.product_beside_memory
@@ -269,6 +284,7 @@ def _purposes(
     if late:
         return [HOST]
     carried = [operations[i] for i in running if operations[i].kind in COLLECTIVES]
+    carried = carried or [operations[i] for i in running if operations[i].kind in HOST_COPIES]
     if carried:
         return [f"{EXPOSED} {carried[0].kind.value}"]
     return [IDLE]

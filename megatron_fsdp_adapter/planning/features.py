@@ -1,0 +1,160 @@
+"""What a user turns on beside how a run is split and sharded: a plan takes it as it is told, since
+it changes numbers or asks for other resources, and does not search for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatron_fsdp_adapter.cli.precision_options import is_muons
+from megatron_fsdp_adapter.cli.quantised_options import PLAIN, Quantisation, quantisation
+from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
+from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
+from megatron_fsdp_adapter.diagnostics.memory import Precision
+from megatron_fsdp_adapter.sharding.budget import GIB
+
+ADAM, MUON = "adam", "muon"
+
+
+@dataclass(frozen=True)
+class Features:
+    """quantised: matrix products and weights of layers in FP8. optimizer: "adam" or "muon".
+    streamed: main weights and state in host memory. host_layers: layers whose activations are
+    there, the first ones of a stage. budget_gib: for units that stay whole over a step. block_wire:
+    gradients travel in 8-bit blocks. bf16_wire: in bf16, summed in fp32. layer_graphs: each layer
+    in CUDA graphs of its own."""
+
+    quantised: Quantisation = PLAIN
+    optimizer: str = ADAM
+    streamed: bool = False
+    host_layers: int = 0
+    budget_gib: float = 0.0
+    bf16_wire: bool = False
+    block_wire: bool = False
+    layer_graphs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in (ADAM, MUON):
+            raise ValueError(f"--optimizer {self.optimizer!r}: use {ADAM!r} or {MUON!r}")
+        if self.host_layers < 0 or self.budget_gib < 0:
+            raise ValueError(
+                f"--cpu-offloading-num-layers {self.host_layers}, --fsdp-unsharded-budget-gib "
+                f"{self.budget_gib}: use 0 or more"
+            )
+        if self.streamed and self.optimizer == MUON:
+            raise ValueError(
+                "--chunked-optimizer-state-offload with --optimizer muon: it is for adam; leave "
+                "one out"
+            )
+        if self.bf16_wire and self.block_wire:
+            raise ValueError(
+                "--bf16-wire with --fsdp-grad-comm-fp8-blocks: blocks are made of fp32 gradients; "
+                "leave one out"
+            )
+
+    @property
+    def precision(self) -> Precision:
+        """For the formula of memory."""
+        return Precision(
+            comm=torch.bfloat16 if self.bf16_wire else torch.float32, offload=self.streamed,
+            is_muons=is_muons if self.optimizer == MUON else None,
+        )  # fmt: skip
+
+    @property
+    def budget(self) -> int:
+        """Bytes."""
+        return int(self.budget_gib * GIB)
+
+    @property
+    def every_layer_counts(self) -> bool:
+        """Whether layers differ, so that no few of them tell what all take."""
+        return self.host_layers > 0 or self.budget_gib > 0
+
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        """For a table."""
+        found = {
+            self.quantised.name: bool(self.quantised.name), "muon": self.optimizer == MUON,
+            "streamed optimizer": self.streamed,
+            f"activations of {self.host_layers} layers on the host": self.host_layers > 0,
+            f"budget {self.budget_gib:g} GiB": self.budget_gib > 0,
+            "bf16 wire": self.bf16_wire, "8-bit wire": self.block_wire,
+            "layer graphs": self.layer_graphs,
+        }  # fmt: skip
+        return tuple(name for name, on in found.items() if on)
+
+
+NO_FEATURES = Features()
+
+
+def features_of(options: Mapping[str, Any]) -> Features:
+    """Of Megatron's options, by their names; what is unset is off. ValueError for what is unknown
+    or cannot be combined."""
+    offloads = options.get("cpu_offloading", True)
+    graphs = str(options.get("cuda_graph_impl")) == "local"
+    wire = str(options.get("megatron_fsdp_grad_comm_dtype")).removeprefix("torch.")
+    return Features(
+        quantisation(options, "bf16"), options.get("optimizer") or ADAM,
+        bool(options.get("chunked_optimizer_state_offload")),
+        (options.get("cpu_offloading_num_layers") or 0) if offloads else 0,
+        float(options.get("fsdp_unsharded_budget_gib") or 0.0), wire in ("bf16", "bfloat16"),
+        bool(options.get("fsdp_grad_comm_fp8_blocks")), graphs,
+    )  # fmt: skip
+
+
+def ddp_options(features: Features) -> dict[str, Any]:
+    """Fields of the DDP config."""
+    options: dict[str, Any] = {}
+    if features.bf16_wire:
+        options["megatron_fsdp_grad_comm_dtype"] = "bf16"
+        options["reduce_scatter_with_fp32_accumulation"] = True
+    if features.block_wire:
+        options["fsdp_grad_comm_fp8_blocks"] = True
+    if features.streamed:
+        options["chunked_optimizer_state_offload"] = True
+    if features.budget_gib:
+        options["fsdp_unsharded_budget_gib"] = features.budget_gib
+    return options
+
+
+def model_options(features: Features) -> dict[str, Any]:
+    """Of the model's config and the run."""
+    options: dict[str, Any] = {}
+    form = features.quantised.weights or features.quantised.products
+    if form is not None:
+        options |= {"fp8_format": "hybrid", "fp8_recipe": RECIPE_OF[form.name]}
+    if features.quantised.weights is not None:
+        options["fp8_param_gather"] = True
+    if features.host_layers:
+        options |= {"cpu_offloading": True, "cpu_offloading_num_layers": features.host_layers}
+    if features.layer_graphs:
+        options["cuda_graph_impl"] = "local"
+    if features.optimizer != ADAM:
+        options["optimizer"] = features.optimizer
+    return options
+
+
+RECIPE_OF = {PER_TENSOR.name: "tensorwise", BLOCK128.name: "blockwise", MXFP8.name: "mxfp8"}
+"""A recipe for each format that products are modelled of."""
+
+
+def problem(features: Features, strategy: Strategy, graph: bool, plain: bool) -> str | None:
+    """Why a way to shard does not go with `features`; None where it does. graph: of a whole
+    iteration; plain: neither a pipeline nor recomputation."""
+    if features.block_wire and not strategy.shard_main:
+        return "8-bit blocks are for reductions to shards"
+    if features.bf16_wire and strategy == STRATEGIES["no_shard"]:
+        return "sums in fp32 are for reductions to shards"
+    if features.budget_gib and not strategy.shard_grads:
+        return "a budget is for strategies that shard gradients"
+    if features.budget_gib and features.layer_graphs:
+        return "graphs of layers write fresh buckets"
+    if features.host_layers and not plain:
+        return "activations are offloaded without pipelines and recomputation"
+    if graph and (features.streamed or features.host_layers or features.layer_graphs):
+        return "not in a graph of the iteration"
+    return None

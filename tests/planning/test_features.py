@@ -1,0 +1,203 @@
+"""What is turned on beside how a run is sharded: FP8, budgets, wires, offload, Muon, graphs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter.cli.estimate import plan_model
+from megatron_fsdp_adapter.cli.quantised_options import Quantisation
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, NVFP4, PER_TENSOR
+from megatron_fsdp_adapter.planning.configurations import (
+    Configuration,
+    memory,
+    planned,
+    predict,
+    program_of,
+)
+from megatron_fsdp_adapter.planning.features import Features, features_of
+from megatron_fsdp_adapter.planning.machine import machine_named
+from megatron_fsdp_adapter.planning.program import COLLECTIVES, PRODUCTS, Kind
+from megatron_fsdp_adapter.planning.report import bridge_overrides, megatron_flags
+from megatron_fsdp_adapter.planning.search import Wanted, plan
+from megatron_fsdp_adapter.planning.shapes import shape_named, with_layers
+
+pytestmark = pytest.mark.once
+
+H200 = machine_named("h200")
+SHAPE = replace(with_layers(shape_named("llama3-8b"), 4), seq_length=4096)
+LAYERS = replace(with_layers(shape_named("llama3-8b"), 24), seq_length=4096)
+FP8 = Features(Quantisation(PER_TENSOR))
+GIB = 1 << 30
+PLAIN = Configuration(2, fused=False)
+
+
+def with_features(**given) -> Configuration:
+    return replace(PLAIN, features=Features(**given))
+
+
+def step_of(chosen: Configuration, microbatches: int = 1):
+    program = program_of(SHAPE, chosen, microbatches, 0, 4)
+    begin = [count for name, count in program.marks if name == "step"][1]
+    return program.operations[begin:]
+
+
+def amounts(operations) -> Counter:
+    found: Counter = Counter()
+    for one in operations:
+        found[one.kind] += one.amount
+    return found
+
+
+def test_fp8_weights_halve_what_is_gathered_of_them_and_all_products_but_the_heads():
+    plain, fp8 = amounts(step_of(PLAIN)), amounts(step_of(replace(PLAIN, features=FP8)))
+    linear = 4 * SHAPE.active_numel(0)
+    assert plain[Kind.ALL_GATHER] - fp8[Kind.ALL_GATHER] == pytest.approx(2 * linear, rel=0.01)
+    head = 6 * 4096 * SHAPE.vocabulary * SHAPE.gpt.hidden_size
+    assert fp8[Kind.PRODUCT] == head and fp8[Kind.FP8_PRODUCT] == plain[Kind.PRODUCT] - head
+    labels = {one.label for one in step_of(replace(PLAIN, features=FP8))}
+    assert {"largest values of weights", "casts to per_tensor", "transposes of FP8 weights"} < labels
+
+
+@pytest.mark.parametrize("form", [PER_TENSOR, BLOCK128, MXFP8])
+def test_formats_are_run_by_the_engine_and_counted_like_estimate_does(form):
+    chosen = replace(PLAIN, features=Features(Quantisation(form)))
+    assert any(one.kind in (Kind.FP8_PRODUCT, Kind.BLOCK_PRODUCT) for one in step_of(chosen))
+    theirs = plan_model(SHAPE.gpt, 2, torch.bfloat16, quantised=Quantisation(form))
+    row, precision = STRATEGIES["optim_grads_params"], chosen.features.precision
+    mine = planned(SHAPE, chosen).bytes_held(row, precision, 0)
+    assert mine == theirs.bytes_held(row, precision, 0)
+
+
+def test_a_format_without_numbers_is_an_error_that_lists_those_with():
+    with pytest.raises(ValueError, match="nvfp4 weights.*mxfp8"):
+        step_of(replace(PLAIN, features=Features(Quantisation(NVFP4))))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "batch", "ms", "gib"),
+    [(replace(PLAIN, features=FP8), 2, 311.6, 50.69),
+     (replace(PLAIN, copies=True, features=FP8), 2, 292.8, 55.75),
+     (replace(PLAIN, copies=True, graph=True, features=FP8), 2, 280.2, 55.79),
+     (replace(PLAIN, copies=True, graph=True, features=FP8, fused=True), 2, 269.1, 55.85),
+     (replace(PLAIN, features=Features(Quantisation(BLOCK128))), 2, 319.0, 50.80),
+     (replace(PLAIN, features=FP8), 8, 1069.0, 61.52),
+     (with_features(host_layers=12), 4, 730.7, 57.10),
+     (with_features(host_layers=23), 4, 1440.2, 49.73)],
+)  # fmt: skip
+def test_time_and_peak_are_what_was_measured(chosen, batch, ms, gib):
+    chosen = replace(chosen, microbatch=2) if chosen.features.host_layers else chosen
+    found = predict(LAYERS, chosen, replace(H200, host=1.35), batch)
+    assert found.ms == pytest.approx(ms, rel=0.1)
+    assert found.peak_bytes / GIB - H200.gpu.reserved_gib == pytest.approx(gib, rel=0.07)
+
+
+def test_a_budget_keeps_the_units_that_estimate_says_and_saves_their_communication():
+    chosen = with_features(budget_gib=2.0)
+    kept = planned(SHAPE, chosen).kept(STRATEGIES["optim_grads_params"], chosen.features.precision)
+    assert 0 < kept.weights < len(kept.rows)
+    less, more = (
+        sum(one.kind in COLLECTIVES for one in step_of(one_, 4)) for one_ in (chosen, PLAIN)
+    )
+    assert less < more
+    times = [predict(SHAPE, with_features(budget_gib=gib), H200, 8).ms for gib in (0.0, 2.0, 20.0)]
+    assert times == sorted(times, reverse=True)
+    every = predict(SHAPE, replace(PLAIN, strategy="optim"), H200, 8).ms
+    assert times[-1] == pytest.approx(every, rel=0.02)
+
+
+def test_blocks_on_the_wire_are_a_quarter_of_the_bytes():
+    plain, blocks = amounts(step_of(PLAIN)), amounts(step_of(with_features(block_wire=True)))
+    assert blocks[Kind.EXCHANGE] / plain[Kind.REDUCE_SCATTER] == pytest.approx(33 / 128, rel=0.01)
+
+
+def test_activations_go_to_the_host_once_and_come_back_once():
+    found = amounts(step_of(with_features(host_layers=2)))
+    assert found[Kind.TO_HOST] == found[Kind.FROM_HOST] > 0
+    with pytest.raises(ValueError, match="the last one's are needed"):
+        step_of(with_features(host_layers=4))
+    with pytest.raises(ValueError, match="without pipelines"):
+        with_features(host_layers=2).__class__(
+            2, replace(PLAIN.parallel, recompute=True), features=Features(host_layers=2)
+        )
+
+
+def test_a_streamed_optimizer_moves_twelve_bytes_each_way_and_its_host_waits():
+    chosen = with_features(streamed=True)
+    operations = step_of(chosen)
+    held = planned(SHAPE, chosen).bytes_held(
+        STRATEGIES[chosen.strategy], chosen.features.precision, 0
+    )
+    moved = amounts(operations)
+    assert moved[Kind.TO_HOST] == moved[Kind.FROM_HOST]
+    assert moved[Kind.TO_HOST] == pytest.approx(held["offloaded optimizer"], rel=0.001)
+    stores = [one for one in operations if one.kind is Kind.TO_HOST]
+    assert [one.read for one in stores] == [False] * (len(stores) - 1) + [True]
+    less, more = (sum(memory(SHAPE, one, H200, 1).values()) for one in (chosen, PLAIN))
+    assert less < more
+
+
+def test_muons_rows_travel_to_owners_and_back_and_adam_has_the_rest():
+    found = amounts(step_of(with_features(optimizer="muon")))
+    matrices = 4 * SHAPE.active_numel(0)
+    assert found[Kind.EXCHANGE] == pytest.approx(2 * 2 * matrices / 2, rel=0.001)
+    assert found[Kind.ITERATION] > 0
+    alone = amounts(step_of(replace(with_features(optimizer="muon"), gpus=1)))
+    assert alone[Kind.EXCHANGE] == 0
+    assert alone[Kind.ITERATION] == pytest.approx(2 * found[Kind.ITERATION], rel=0.1)
+    adam = [one for one in step_of(with_features(optimizer="muon")) if one.label == "Adam"]
+    assert len(adam) == 1
+
+
+def test_graphs_of_layers_leave_the_host_what_is_around_them():
+    eager, layers, whole = (
+        sum(one.host for one in step_of(chosen))
+        for chosen in (PLAIN, with_features(layer_graphs=True), replace(PLAIN, graph=True))
+    )
+    assert whole < layers < 0.5 * eager
+
+
+def test_options_of_megatron_are_features_and_come_back_as_flags():
+    options = {
+        "fp8_format": "hybrid", "fp8_recipe": "blockwise", "fp8_param_gather": True,
+        "fsdp_unsharded_budget_gib": 4.0, "cpu_offloading": True, "cpu_offloading_num_layers": 3,
+    }  # fmt: skip
+    found = features_of(options)
+    assert found.quantised.weights is BLOCK128 and found.host_layers == 3
+    text = megatron_flags(replace(PLAIN, features=found))
+    for words in (
+        "--fp8-recipe blockwise", "--fp8-param-gather", "--fsdp-unsharded-budget-gib 4.0",
+        "--cpu-offloading-num-layers 3",
+    ):  # fmt: skip
+        assert words in text
+    muon = with_features(optimizer="muon", bf16_wire=True)
+    assert "optimizer.optimizer=muon" in bridge_overrides(muon)
+    assert "megatron_fsdp_grad_comm_dtype=bf16" in bridge_overrides(muon)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [({"optimizer": "lion"}, "use 'adam' or 'muon'"), ({"budget_gib": -1.0}, "use 0 or more"),
+     ({"optimizer": "muon", "streamed": True}, "leave one out"),
+     ({"bf16_wire": True, "block_wire": True}, "leave one out")],
+)  # fmt: skip
+def test_features_that_exclude_each_other_are_an_error(given, reason):
+    with pytest.raises(ValueError, match=reason):
+        Features(**given)
+
+
+def test_a_plan_with_features_tries_only_what_goes_with_them():
+    fixed = {"tensor": 1, "pipeline": 1, "recompute": False, "microbatch": 1}
+    found = plan(Wanted(SHAPE, H200, 2, 8, 140.0, fixed, 3, Features(budget_gib=1.0)))
+    assert {one.configuration.strategy for one in found.predictions} <= {
+        "optim_grads", "optim_grads_params"
+    }
+    assert all(one.configuration.features.budget_gib == 1.0 for one in found.predictions)
+
+
+def test_products_that_are_fp8_are_products():
+    assert {Kind.FP8_PRODUCT, Kind.FP8_GROUPED, Kind.BLOCK_PRODUCT} < set(PRODUCTS)
