@@ -1,7 +1,8 @@
 """Rows of docs/performance.md that a plan can be held against: what ran, and what it took.
 
-`host`: milliseconds in which the host of that table launched a step of the row that `of` names, so
-that one number a table, of a row that is not predicted, says how fast the host was.
+Each table is a run on one machine, whose host is known by one number of that run which is not
+predicted: milliseconds in which it launched a step of DDP, or of one of our rows; or, where the
+host limits everything, the milliseconds of the `optim` row, which then is no row to predict.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Table:
-    """gpus, model, layers, sequence; host: ms that the host took for a step of DDP, or, where it
-    limits everything, the ms of that step; fused: weight gradients written into buckets; clips: the
-    norm is above the limit, as its trace shows."""
+    """gpus, model, layers, sequence; host: the number above, and `known`, which it is: "ddp", or
+    "ours", launched in that time, or "step": the table's row of `optim` says. fused: weight
+    gradients written into buckets; clips: the norm is above the limit, as its trace shows. use: of
+    its rows; of the first ones every second was fitted to."""
 
     name: str
     gpus: int
@@ -24,12 +26,16 @@ class Table:
     fused: bool
     expert: int = 1
     clips: bool = False
+    known: str = "ddp"
+    microbatch: int = 1
+    use: str = "half"
 
 
 @dataclass(frozen=True)
 class Measured:
     """One row: the wrapper as docs/performance.md names it, microbatches, ms: median, lowest,
-    highest."""
+    highest. fp8: the recipe, of FP8 weights; host_layers: whose activations are in host memory;
+    fused: where it differs from the table's other rows."""
 
     table: Table
     wrapper: str
@@ -39,22 +45,61 @@ class Measured:
     microbatches: int = 1
     strategy: str = "optim_grads_params"
     wire: str = "fp32"
+    fp8: str = ""
+    host_layers: int = 0
+    fused: bool | None = None
 
+    @property
+    def name(self) -> str:
+        words = [f"{self.wrapper}:{self.strategy}"]
+        words += ["bf16 wire"] if self.wire == "bf16" else []
+        words += [f"FP8 weights, {self.fp8}"] if self.fp8 else []
+        words += [f"activations of {self.host_layers} layers away"] if self.host_layers else []
+        words += ["fused"] if self.fused and not self.table.fused else []
+        return ", ".join(words)
+
+
+FITTED, HELD, AFTER, MACHINE = "fitted", "held", "measured after", "the machine"
+"""What a row is for: numbers were fitted to it; kept aside; measured after all numbers had been
+fixed; or it says how fast the host of its table is."""
 
 A8 = Table("2 x H200, 8 layers", 2, "llama3-8b", 8, 4096, 56, False)
-A15 = Table("2 x H200, 1.5B", 2, "llama-1.5b", 16, 2048, 99.2, False)
+A15 = Table("2 x H200, 1.5B", 2, "llama-1.5b", 16, 2048, 0.0, False, known="step")
 B32 = Table("4 x H200, 8B", 4, "llama3-8b", 32, 4096, 175, True)
-B15 = Table("4 x H200, 1.5B", 4, "llama-1.5b", 16, 2048, 100.3, False)
+B15 = Table("4 x H200, 1.5B", 4, "llama-1.5b", 16, 2048, 0.0, False, known="step")
 C32 = Table("4 x H200, 8B, every peer", 4, "llama3-8b", 32, 4096, 259, True)
-C15 = Table("4 x H200, 1.5B, every peer", 4, "llama-1.5b", 16, 2048, 124.6, True)
+C15 = Table(
+    "4 x H200, 1.5B, every peer", 4, "llama-1.5b", 16, 2048, 0.0, True, known="step"
+)
 D32 = Table("4 x H200, 8B, third machine", 4, "llama3-8b", 32, 4096, 216, True)
-D15 = Table("4 x H200, 1.5B, third machine", 4, "llama-1.5b", 16, 2048, 118.7, True)
+D15 = Table(
+    "4 x H200, 1.5B, third machine", 4, "llama-1.5b", 16, 2048, 0.0, True, known="step"
+)
 E24 = Table("2 x H200, 24 layers", 2, "llama3-8b", 24, 4096, 219, True)
 E32 = Table("2 x H200, 32 layers", 2, "llama3-8b", 32, 4096, 290, True)
-E15 = Table("2 x H200, 1.5B, slow host", 2, "llama-1.5b", 16, 2048, 109.4, True)
+E15 = Table("2 x H200, 1.5B, slow host", 2, "llama-1.5b", 16, 2048, 0.0, True, known="step")
+H15 = Table(
+    "2 x H200, 1.5B, core 0.19.2", 2, "llama-1.5b", 16, 2048, 0.0, False, known="step", use=AFTER
+)
 F8 = Table("2 x H200, 8 layers, core 0.19.2", 2, "llama3-8b", 8, 4096, 79, False)
 G16 = Table("4 x H200, 16 layers", 4, "llama3-8b", 16, 4096, 62, False)
 K24 = Table("2 x H200, 24 layers, TE 2.20", 2, "llama3-8b", 24, 4096, 223, False, 1, True)
+FP8 = Table(
+    "2 x H200, 24 layers, FP8 weights", 2, "llama3-8b", 24, 4096, 160, False, clips=True,
+    known="ours", use=FITTED,
+)  # fmt: skip
+AWAY = Table(
+    "2 x H200, 24 layers, 2 sequences", 2, "llama3-8b", 24, 4096, 223, False, clips=True,
+    microbatch=2, use=FITTED,
+)  # fmt: skip
+W13 = Table(
+    "2 x H200, 13B, 16 layers", 2, "llama-13b", 16, 4096, 104.8, True, clips=True, known="ours",
+    use=AFTER,
+)  # fmt: skip
+V16 = Table(
+    "2 x H200, 16 layers, core 0.19.2", 2, "llama3-8b", 16, 4096, 93.0, True, clips=True,
+    known="ours", use=AFTER,
+)  # fmt: skip
 MOE8 = Table("4 x H200, Mixtral 8 layers, EP 4", 4, "mixtral-8x7b", 8, 4096, 126, False, 4)
 MOE4 = Table("4 x H200, Mixtral 4 layers, EP 2", 4, "mixtral-8x7b", 4, 4096, 52, False, 2)
 
@@ -62,6 +107,8 @@ MOE4 = Table("4 x H200, Mixtral 4 layers, EP 2", 4, "mixtral-8x7b", 4, 4096, 52,
 def _rows(table: Table, *rows: tuple) -> list[Measured]:
     return [Measured(table, *row[:4], *row[4:]) for row in rows]
 
+
+ZERO3 = "optim_grads_params"
 
 ROWS: list[Measured] = [
     *_rows(
@@ -125,6 +172,46 @@ ROWS: list[Measured] = [
     *_rows(K24, ("ours", 368.9, 367.6, 370.3)),
     *_rows(MOE8, ("ours", 256.7, 254.5, 264.9), ("ours", 266.9, 258.8, 268.9)),
     *_rows(MOE4, ("ours", 170.7, 169.8, 171.6), ("ours-ag", 142.8, 141.1, 144.6)),
+    *_rows(
+        FP8, ("ours", 375.4, 372.9, 378.0),
+        ("ours", 311.6, 311.2, 312.0, 1, ZERO3, "fp32", "tensorwise"),
+        ("ours-ce-rs", 292.8, 289.8, 295.8, 1, ZERO3, "fp32", "tensorwise"),
+        ("ours-ce-graph", 280.2, 279.9, 280.5, 1, ZERO3, "fp32", "tensorwise"),
+        ("ours-ce-graph", 269.1, 266.5, 271.8, 1, ZERO3, "fp32", "tensorwise", 0, True),
+        ("ours", 319.0, 314.2, 323.9, 1, ZERO3, "fp32", "blockwise"),
+        ("ours", 1069.0, 1056.8, 1081.1, 4, ZERO3, "fp32", "tensorwise"),
+    ),
+    *_rows(
+        AWAY, ("ours", 633.8, 621.9, 638.9),
+        ("ours", 730.7, 727.4, 731.0, 1, ZERO3, "fp32", "", 12),
+        ("ours", 1440.2, 1433.7, 1440.6, 1, ZERO3, "fp32", "", 23),
+    ),
+    *_rows(
+        H15, ("ours", 107.0, 106.3, 108.8, 1, "optim"), ("ours", 114.1, 106.2, 119.8),
+        ("ours-layers", 59.9, 59.8, 60.2), ("ours-graph", 60.6, 60.5, 60.6),
+        ("ours-ce-layers", 56.2, 55.8, 56.2),
+    ),
+    *_rows(
+        W13, ("ours-ce-rs", 295.2, 294.6, 295.7), ("ours", 305.9, 305.7, 306.6, 1, "optim"),
+        ("ours", 306.8, 304.9, 307.3),
+    ),
+    *_rows(V16, ("ours-ce-rs", 240.0, 237.2, 241.9)),
 ]
-"""FP8 rows are not here: a plan knows bf16 products of bf16 weights, and no others from
-measurements."""
+
+
+def use_of(number: int) -> str:
+    """Of a row of `ROWS`."""
+    row = ROWS[number]
+    if row.table.known == "step" and (row.wrapper, row.strategy) == ("ours", "optim"):
+        return MACHINE
+    if row.table.use != "half":
+        return row.table.use
+    return HELD if number % 2 else FITTED
+
+
+def machine_row(table: Table) -> Measured:
+    """That which says how fast the host is; ValueError if there is none."""
+    for number, row in enumerate(ROWS):
+        if row.table is table and use_of(number) == MACHINE:
+            return row
+    raise ValueError(f"{table.name}: no row of `optim` says how fast the host is")
