@@ -285,7 +285,8 @@ def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[
     staged = {kind: n for kind, n in held.items() if LIFE.get(kind) == IN_STEP}
     weights = {kind: n for kind, n in passing.items() if kind != REDUCE_BUCKET}
     events = (
-        {**kept, **(grads if again else {}), **weights, **staged, **saved, ACTIVATIONS: activations},
+        {**kept, **(grads if again else {}), **weights, **staged, **saved,
+         ACTIVATIONS: activations},
         {**kept, **grads, **passing},
         {**kept, **grads, **weights, **staged},
     )

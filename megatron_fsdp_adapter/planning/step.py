@@ -23,7 +23,14 @@ from megatron_fsdp_adapter.core.topology import OUTER_DIM, SHARD_DIM, Axis, Shar
 
 from .program import Program
 from .timed_modules import ActivationsOnHost, LayerModule, UnitModel, UnitWork, flat_name, full_name
-from .timed_optimizer import UnitHeld, Widths, write_adam, write_muon, write_norm, write_streamed
+from .timed_optimizer import (
+    TimedStream,
+    UnitHeld,
+    Widths,
+    write_adam,
+    write_muon,
+    write_norm,
+)
 from .timed_quantised import TimedParams
 from .timed_runtime import TimedCommunicator, TimedRuntime
 
@@ -66,6 +73,13 @@ class StepSetup:
     streamed: bool = False
     host_layers: int = 0
     host_bytes: float = 0.0
+
+    @property
+    def widths(self) -> Widths:
+        """Of what the optimizer reads and writes."""
+        policy = self.engine.policy
+        main = (policy.main_params_dtype or self.dtype).itemsize
+        return Widths(policy.grads_dtype.itemsize, main, self.state_bytes)
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -118,6 +132,7 @@ class _Run:
     model: UnitModel
     engine: FsdpEngine
     held: list[UnitHeld]
+    stream: TimedStream | None = None
     _waiting: list[torch.Tensor] = field(default_factory=list)
 
     def forward(self) -> None:
@@ -155,13 +170,11 @@ class _Run:
 
     def _optimizer(self) -> None:
         """What this rank's optimizer updates."""
-        runtime, setup, policy = self.runtime, self.setup, self.setup.engine.policy
-        main = (policy.main_params_dtype or setup.dtype).itemsize
-        widths = Widths(policy.grads_dtype.itemsize, main, setup.state_bytes)
+        runtime, setup, widths = self.runtime, self.setup, self.setup.widths
         numel = sum(unit.numel for unit in self.held)
         write_norm(runtime, numel, widths, setup.clips)
-        if setup.streamed:
-            write_streamed(runtime, self.held, widths)
+        if self.stream is not None:
+            self.stream.walk()
         elif setup.muon:
             domain = max(setup.shards, key=lambda name: setup.shards[name][0])
             ranks = setup.shards[domain][0] if setup.engine.strategy.shard_main else 1
@@ -237,13 +250,17 @@ def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
         make_communicator=_Maker(setup, runtime, domains),  # type: ignore[arg-type]
         quantised=TimedParams(runtime, form) if form is not None else None,
     )  # fmt: skip
-    return _Run(setup, runtime, model, engine, [_held(unit) for unit in engine.units])
+    held = [_held(unit, setup.widths) for unit in engine.units]
+    stream = TimedStream(runtime, engine, held, setup.widths) if setup.streamed else None
+    return _Run(setup, runtime, model, engine, held, stream)
 
 
-def _held(unit: Unit) -> UnitHeld:
+def _held(unit: Unit, widths: Widths) -> UnitHeld:
     """What this rank updates of a unit."""
-    matrices, numel = [], 0
+    matrices, numel, moved = [], 0, 0
     for group in unit.groups:
+        each = widths.state + (widths.main if group.main_on_host else 0)
+        moved += group.held.layout.shard_numel * each
         for index, spec in enumerate(group.layout.specs):
             name = full_name(spec.fqns[0])
             if is_muons(replace(spec, fqns=(name,))):
@@ -252,7 +269,7 @@ def _held(unit: Unit) -> UnitHeld:
                 matrices += [(rows // parts, columns)] * parts
                 numel += group.main_items[index].numel()
     held = sum(group.held.layout.shard_numel for group in unit.groups)
-    return UnitHeld(unit.name, held, tuple(matrices), numel)
+    return UnitHeld(unit.name, held, moved, tuple(matrices), numel)
 
 
 @dataclass

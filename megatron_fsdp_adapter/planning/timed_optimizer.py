@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, LOAD, STORE
+from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.core.engine.unit import Unit
+from megatron_fsdp_adapter.core.engine.updates import LateUpdates
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, LOAD, STORE, UPDATE
 from megatron_fsdp_adapter.sharding.muon.exchange import AHEAD
 from megatron_fsdp_adapter.sharding.muon.newton_schulz import cost
 from megatron_fsdp_adapter.sharding.muon.owners import assign, loads
+from megatron_fsdp_adapter.sharding.streamed_optimizer import CHUNKS
 
 from .program import Kind
 from .timed_runtime import TimedRuntime
@@ -30,11 +34,13 @@ BF16 = 2
 
 @dataclass(frozen=True)
 class UnitHeld:
-    """What a rank updates of a unit. numel: elements; matrices: the shapes of whole matrices that
-    Muon updates, and matrix_numel: elements of this rank's rows of them."""
+    """What a rank updates of a unit. numel: elements; moved: bytes of it that are in host memory,
+    where the optimizer is; matrices: the shapes of whole matrices that Muon updates, and
+    matrix_numel: elements of this rank's rows of them."""
 
     name: str
     numel: int
+    moved: int = 0
     matrices: tuple[tuple[int, int], ...] = ()
     matrix_numel: int = 0
 
@@ -63,37 +69,82 @@ def write_adam(runtime: TimedRuntime, numel: int, widths: Widths, label: str = "
     runtime.write(Kind.MEMORY, nbytes, label=label, part="optimizer")
 
 
-def write_streamed(runtime: TimedRuntime, units: Sequence[UnitHeld], widths: Widths) -> None:
-    """Main weights and state come from host memory unit by unit, and go back. Twins of two units
-    exist at once: a unit's load waits for the store of the unit before the last."""
-    stored: list[tuple[int, ...]] = []
-    part = "optimizer"
-    for number, unit in enumerate(units):
-        moved = unit.numel * (widths.main + widths.state)
-        if number >= 2:
-            runtime.wait(LOAD, stored[number - 2])
-        elif number == 0:
-            runtime.wait(LOAD, runtime.record(COMPUTE))
-        runtime.spend(UNIT_LAUNCHES)
-        _copy(runtime, LOAD, Kind.FROM_HOST, moved, f"load {unit.name}")
-        runtime.wait(COMPUTE, runtime.record(LOAD))
-        write_adam(runtime, unit.numel, widths, f"Adam of {unit.name}")
-        cast = unit.numel * (widths.main + BF16)
-        runtime.write(Kind.MEMORY, cast, label=f"weights of {unit.name}", part=part)
-        runtime.wait(STORE, runtime.record(COMPUTE))
-        # The host waits for the last one.
-        last = number == len(units) - 1
-        _copy(runtime, STORE, Kind.TO_HOST, moved, f"store {unit.name}", read=last)
-        stored.append(runtime.record(STORE))
-    runtime.wait(COMPUTE, stored[-1])
+class TimedStream:
+    """The walk of `sharding/streamed_optimizer.py`: units in the order of a forward, each loaded,
+    updated and stored on streams of its own, `CHUNKS` at a time; the next forward's gathers wait
+    for them. Where weights are quantised, which are made of all of them, a step waits for all."""
 
+    def __init__(
+        self, runtime: TimedRuntime, engine: FsdpEngine, held: Sequence[UnitHeld], widths: Widths
+    ) -> None:
+        self._runtime, self._engine, self._widths = runtime, engine, widths
+        self._held = {id(unit): own for unit, own in zip(engine.units, held, strict=True)}
+        self._order: list[Unit] = []
+        self._loaded: dict[int, tuple[int, ...]] = {}
+        engine.gather.updates.join(self)
 
-def _copy(
-    runtime: TimedRuntime, role: str, kind: Kind, nbytes: int, label: str, read: bool = False
-) -> None:
-    runtime.submit(
-        role, partial(runtime.write, kind, nbytes, label=label, part="optimizer", read=read)
-    )
+    def walk(self) -> None:
+        """A step."""
+        runtime, updates = self._runtime, self._engine.gather.updates
+        self._plan_order()
+        for role in (LOAD, UPDATE):
+            runtime.wait(role, runtime.record(COMPUTE))
+        runtime.wait(UPDATE, runtime.record(GATHER))
+        for number, unit in enumerate(self._order):
+            for coming in self._order[number : number + CHUNKS]:
+                self._load(coming)
+            runtime.wait(UPDATE, self._loaded.pop(id(unit)))
+            runtime.spend(UNIT_LAUNCHES)
+            runtime.submit(UPDATE, partial(self._update, self._held[id(unit)]))
+            updates.queued(unit, runtime.record(UPDATE))
+            self._store(unit, waits=unit is self._order[-1] and self._engine.quantisation)
+        self._order = []
+
+    def load_ahead(self, of: LateUpdates, after: Sequence[int]) -> None:
+        if self._engine.quantisation is None:
+            self._plan_order()
+            self._runtime.wait(LOAD, after)
+            for unit in self._order[:CHUNKS]:
+                self._load(unit)
+
+    def drop_loads(self) -> None:
+        """A step follows in what is timed."""
+
+    def settle(self) -> None:
+        """Nobody reads main weights in what is timed."""
+
+    def _plan_order(self) -> None:
+        if not self._order:
+            known = [*self._engine.order.forward(), *range(len(self._engine.units))]
+            units = [self._engine.units[ordinal] for ordinal in dict.fromkeys(known)]
+            self._order = [unit for unit in units if self._held[id(unit)].moved]
+
+    def _load(self, unit: Unit) -> None:
+        if id(unit) not in self._loaded:
+            self._copy(LOAD, Kind.FROM_HOST, unit, "load")
+            self._loaded[id(unit)] = self._runtime.record(LOAD)
+
+    def _update(self, held: UnitHeld) -> None:
+        write_adam(self._runtime, held.numel, self._widths, f"Adam of {held.name}")
+        cast = held.numel * (self._widths.main + BF16)
+        self._runtime.write(Kind.MEMORY, cast, label=f"weights of {held.name}", part="optimizer")
+
+    def _store(self, unit: Unit, waits: object) -> None:
+        runtime = self._runtime
+        runtime.wait(STORE, unit.updated)
+        self._copy(STORE, Kind.TO_HOST, unit, "store", bool(waits))
+        stored = runtime.record(STORE)
+        runtime.wait(LOAD, stored)
+        if waits:
+            runtime.wait(COMPUTE, stored)
+
+    def _copy(self, role: str, kind: Kind, unit: Unit, word: str, read: bool = False) -> None:
+        held = self._held[id(unit)]
+        write = partial(
+            self._runtime.write, kind, held.moved, label=f"{word} {held.name}", part="optimizer",
+            read=read,
+        )  # fmt: skip
+        self._runtime.submit(role, write)
 
 
 def write_muon(

@@ -60,7 +60,8 @@ def test_fp8_weights_halve_what_is_gathered_of_them_and_all_products_but_the_hea
     head = 6 * 4096 * SHAPE.vocabulary * SHAPE.gpt.hidden_size
     assert fp8[Kind.PRODUCT] == head and fp8[Kind.FP8_PRODUCT] == plain[Kind.PRODUCT] - head
     labels = {one.label for one in step_of(replace(PLAIN, features=FP8))}
-    assert {"largest values of weights", "casts to per_tensor", "transposes of FP8 weights"} < labels
+    assert {"largest values of weights", "casts to per_tensor"} < labels
+    assert "transposes of FP8 weights" in labels
 
 
 @pytest.mark.parametrize("form", [PER_TENSOR, BLOCK128, MXFP8])
@@ -126,7 +127,7 @@ def test_activations_go_to_the_host_once_and_come_back_once():
         )
 
 
-def test_a_streamed_optimizer_moves_twelve_bytes_each_way_and_its_host_waits():
+def test_a_streamed_optimizer_moves_twelve_bytes_each_way_under_the_next_forward():
     chosen = with_features(streamed=True)
     operations = step_of(chosen)
     held = planned(SHAPE, chosen).bytes_held(
@@ -135,8 +136,12 @@ def test_a_streamed_optimizer_moves_twelve_bytes_each_way_and_its_host_waits():
     moved = amounts(operations)
     assert moved[Kind.TO_HOST] == moved[Kind.FROM_HOST]
     assert moved[Kind.TO_HOST] == pytest.approx(held["offloaded optimizer"], rel=0.001)
-    stores = [one for one in operations if one.kind is Kind.TO_HOST]
-    assert [one.read for one in stores] == [False] * (len(stores) - 1) + [True]
+    assert not any(one.read for one in operations if one.kind is Kind.TO_HOST)
+    quantised = step_of(with_features(streamed=True, quantised=Quantisation(PER_TENSOR)))
+    assert [one.read for one in quantised if one.kind is Kind.TO_HOST][-1]
+    bus = moved[Kind.TO_HOST] / H200.gpu.from_host_gbps / 1e6
+    plain, streamed = (predict(SHAPE, one, H200, 8).ms for one in (PLAIN, chosen))
+    assert plain < streamed < plain + bus
     less, more = (sum(memory(SHAPE, one, H200, 1).values()) for one in (chosen, PLAIN))
     assert less < more
 
