@@ -1,15 +1,16 @@
 """Measures what the tables say, on one's own machine: `plan --measure FILE`.
 
-One process measures a GPU: matrix products, attention, passes over memory, launches. Under torchrun
-the processes also measure gathers and reductions of the first 2, 4, 8, ... ranks, alone and, on
-GPUs, beside matrix products. Two minutes at most. What is not measured stays as the table has it.
+One process measures a GPU: a layer (`measure_layer.py`), attention, launches. Under torchrun the
+processes also measure gathers of the first 2, 4, 8, ... ranks and, on GPUs, what products,
+collectives and passes over memory take from each other. Two minutes at most. What is not measured
+stays as the table has it, and is named.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,17 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from .machine import Contention, Gpu, Machine, Network, to_json
+from .measure_layer import measure_parts
 
-REFERENCE_LAUNCH = 6.0
-"""Microseconds of one launch from Python, of the reference host."""
+REFERENCE_LAUNCH = 4.7
+"""Microseconds of one launch from Python, of the reference host: 6.3 were measured on a machine
+whose host took 1.15 to 1.45 times as long as that for a step."""
+
+BESIDE = 0.05
+"""Seconds that two things run beside each other."""
+
+MOST = 5.0
+"""Times as long as alone, at the most: what is above is no slowing but waiting."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +133,13 @@ def _gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -
     run(output, own, group=group)
 
 
+def _reduce_scatter(
+    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
+) -> None:
+    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    run(output, source, group=group)
+
+
 def _slowest(seconds: float, device: torch.device, group: dist.ProcessGroup) -> float:
     found = torch.tensor([seconds], device=device, dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
@@ -170,44 +186,90 @@ def _two_sizes(
     return found[0], found[1]
 
 
+def slowed_beside(
+    one: Callable[[], object], other: Callable[[], object], device: torch.device,
+    agree: Callable[[float], float],
+) -> tuple[float, float]:
+    """How many times as long each of the two takes while the other runs on another stream; of each
+    as many as take `BESIDE` seconds alone. agree: makes one number of those of all ranks, which
+    have to launch as many. CUDA only."""
+    alone = [agree(seconds_of(run, device, 10)) for run in (one, other)]
+    counts = [max(2, round(BESIDE / seconds)) for seconds in alone]
+    streams = [torch.cuda.Stream(device=device), torch.cuda.Stream(device=device, priority=-1)]
+    took = [0.0, 0.0]
+    for _ in range(2):  # the first warms up; ranks begin together
+        agree(0.0)
+        begins = [torch.cuda.Event(enable_timing=True) for _ in streams]
+        ends = [torch.cuda.Event(enable_timing=True) for _ in streams]
+        _wait(device)
+        for number in reversed(range(2)):
+            with torch.cuda.stream(streams[number]):
+                begins[number].record()
+        left = list(counts)
+        while any(left):  # in turn, so that neither stream waits for the host
+            for number, run in enumerate((one, other)):
+                if left[number] and left[number] * counts[1 - number] >= (
+                    left[1 - number] * counts[number]
+                ):
+                    with torch.cuda.stream(streams[number]):
+                        run()
+                    left[number] -= 1
+        for number in range(2):
+            with torch.cuda.stream(streams[number]):
+                ends[number].record()
+        _wait(device)
+        took = [begins[i].elapsed_time(ends[i]) / 1e3 for i in range(2)]
+    return factors([n * seconds for n, seconds in zip(counts, alone, strict=True)], took)
+
+
+def factors(alone: Sequence[float], beside: Sequence[float]) -> tuple[float, float]:
+    """Of what takes `alone` and, begun together, `beside`: until the first has ended both were
+    slowed, the rest of the other ran alone."""
+    shared = min(beside)
+    found = []
+    for whole, took in zip(alone, beside, strict=True):
+        done = whole - (took - shared)
+        found.append(min(MOST, max(1.0, shared / max(done, shared / MOST))))
+    return found[0], found[1]
+
+
 def measure_contention(known: Contention, device: torch.device, sizes: Sizes) -> Contention:
-    """Products beside a gather of all ranks, and that beside them. CUDA only; collective."""
-    world = dist.get_world_size()
+    """What products, collectives of all ranks and passes over memory take from each other. CUDA
+    only; collective."""
+    world, group = dist.get_world_size(), _everyone()
     x = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=torch.bfloat16)
     up = torch.randn(sizes.hidden, sizes.width, device=device, dtype=torch.bfloat16)
     own = torch.zeros(sizes.large // world, device=device, dtype=torch.uint8)
     output = torch.zeros(sizes.large // world * world, device=device, dtype=torch.uint8)
-    side = torch.cuda.Stream(device=device, priority=-1)
-    group = _everyone()
-    product = seconds_of(lambda: x @ up, device, sizes.times)
-    gather = seconds_of(lambda: _gather(output, own, group), device, sizes.times)
-    count = max(4, int(sizes.times * gather / product))
+    main = torch.zeros(sizes.elements // 4, device=device)
+    cast = torch.zeros_like(main, dtype=torch.bfloat16)
+    grads = torch.zeros(sizes.large // 4 // world * world, device=device)
+    shard = torch.zeros(grads.numel() // world, device=device)
 
-    def beside() -> tuple[float, float]:
-        starts = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-        _wait(device)
-        starts[0].record()
-        with torch.cuda.stream(side):
-            starts[2].record()
-            for _ in range(sizes.times):
-                _gather(output, own, group)
-            starts[3].record()
-        for _ in range(count):
-            x @ up
-        starts[1].record()
-        _wait(device)
-        return starts[0].elapsed_time(starts[1]) / 1e3, starts[2].elapsed_time(starts[3]) / 1e3
+    def agree(own_value: float) -> float:
+        return _slowest(own_value, device, group)
 
-    beside()
-    both, gathers = beside()
-    # The shorter of the two ran beside the other all the time.
-    shared = min(both, gathers)
-    slower = max(1.0, shared / max(1e-9, shared - max(0.0, both - count * product)))
+    def slowest(
+        one: Callable[[], object], other: Callable[[], object]
+    ) -> tuple[float, float]:
+        first, second = slowed_beside(one, other, device, agree)
+        return agree(first), agree(second)
+
+    def product() -> object:
+        return x @ up
+
+    def passes() -> object:
+        return cast.copy_(main)
+
+    beside_gather, gather = slowest(product, lambda: _gather(output, own, group))
+    beside_reduce, reduce = slowest(product, lambda: _reduce_scatter(shard, grads, group))
+    beside_memory, memory = slowest(product, passes)
+    memory_beside, _ = slowest(passes, lambda: _gather(output, own, group))
     return replace(
-        known, product_beside_nccl=_slowest(min(slower, 3.0), device, group),
-        gather_beside_product=_slowest(
-            min(3.0, max(1.0, gathers / (gather * sizes.times))), device, group
-        ),
+        known, product_beside_nccl=(beside_gather + beside_reduce) / 2,
+        product_beside_memory=beside_memory, gather_beside_product=gather,
+        reduce_beside_product=reduce, memory_beside_product=memory,
+        memory_beside_nccl=memory_beside,
     )  # fmt: skip
 
 
@@ -220,10 +282,10 @@ def measure(path: str, known: Machine, small: bool = False) -> str:
             "--measure: there is no GPU here; run it where there is one, or with --measure-small"
         )
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    found = replace(
-        known, gpu=measure_gpu(known.gpu, device, sizes),
-        host=measure_host(device, 200 if small else 2000),
-    )  # fmt: skip
+    gpu, left = measure_gpu(known.gpu, device, sizes), ["not measured: a layer: there is no GPU"]
+    if device.type == "cuda":
+        gpu, left = measure_parts(gpu, device, seconds_of)
+    found = replace(known, gpu=gpu, host=measure_host(device, 200 if small else 2000))
     rank = 0
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -237,9 +299,21 @@ def measure(path: str, known: Machine, small: bool = False) -> str:
             dist.destroy_process_group()
     if rank == 0:
         Path(path).write_text(to_json(found) + "\n")
-    gpu = found.gpu
-    return (
-        f"{gpu.name}: products {gpu.product_tflops:,.1f} TFLOP/s, attention "
-        f"{gpu.attention_tflops:,.1f} TFLOP/s, memory {gpu.memory_tbps:.2f} TB/s, launches "
-        f"{found.host:.2f} x the reference host; {path}: use it with --machine"
-    )
+    return "\n".join([*_told(found), *left, f"{path}: use it with --machine"])
+
+
+def _told(found: Machine) -> list[str]:
+    gpu, cost = found.gpu, found.contention
+    links = ", ".join(f"{n} ranks {gbps:,.0f}" for n, gbps in found.network.link_gbps.items())
+    return [
+        f"{gpu.name}: products {gpu.product_tflops:,.1f} TFLOP/s, FP8 {gpu.fp8_product_tflops:,.1f}"
+        f", of experts {gpu.grouped_tflops:,.1f}, attention {gpu.attention_tflops:,.1f}, iteration "
+        f"{gpu.iteration:.2f} x products; memory {gpu.memory_tbps:.2f} TB/s; host memory "
+        f"{gpu.to_host_gbps:.1f} and {gpu.from_host_gbps:.1f} GB/s",
+        f"launches {found.host:.2f} x the reference host; links in GB/s: {links}",
+        f"products take {cost.product_beside_nccl:.2f} x beside collectives, "
+        f"{cost.product_beside_memory:.2f} x beside memory passes; beside products gathers "
+        f"{cost.gather_beside_product:.2f} x, reductions {cost.reduce_beside_product:.2f} x, "
+        f"memory passes {cost.memory_beside_product:.2f} x ({cost.memory_beside_nccl:.2f} x beside "
+        "gathers)",
+    ]
