@@ -161,6 +161,9 @@ class Bench:
         self.synchronize()
         peaks = _cuda_peaks(self.place.device, before, reserved)
         runner.zero()
+        engine = getattr(runner.model, "engine", None)
+        if engine is not None:
+            engine.gather.updates.settle()  # a step may have returned before its updates are over
         held = live_bytes(self.place.device) - before
         rest = (None if peak is None else int(self.largest(peak)) for peak in peaks)
         return runner, Memory(int(self.largest(held)), *rest)

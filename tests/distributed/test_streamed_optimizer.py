@@ -10,6 +10,7 @@ import torch
 
 from megatron_fsdp_adapter import release_memory, return_memory
 from tests.distributed.checks import (
+    Step,
     check_run,
     check_run_bits,
     free_run,
@@ -35,6 +36,7 @@ from tests.distributed.topologies import (
     build_topology_trainer,
     case_for,
     init_topology,
+    run_schedule,
     topology_step,
 )
 
@@ -57,6 +59,15 @@ def freeze(model: torch.nn.Module) -> None:
         param.requires_grad_("layers.0.mlp" not in name and "norm" not in name)
 
 
+def _run(trainer: Trainer, rank: int, device: torch.device) -> list[Step]:
+    """Weights are read after steps, and after several between which nobody has read any."""
+    found = free_run(trainer, rank, 2, device)
+    for number in (2, 3):
+        loss, norm = train_step(trainer, batches(trainer.case, number, rank, device))
+        found.append(Step(loss, norm, {}, {}))
+    return [*found, recorded_step(trainer, batches(trainer.case, 4, rank, device))]
+
+
 def _same_bits(rank: int, world: int, name: str) -> None:
     device = init_megatron()
     changes, ddp = VARIANTS[name]
@@ -64,9 +75,7 @@ def _same_bits(rank: int, world: int, name: str) -> None:
     for strategy in STRATEGIES:
         plain = build_trainer(case, strategy, device, ddp=ddp)
         ours = build_trainer(case, strategy, device, ddp={**ddp, **OFFLOAD})
-        check_run_bits(
-            free_run(ours, rank, 3, device), free_run(plain, rank, 3, device), strategy
-        )
+        check_run_bits(_run(ours, rank, device), _run(plain, rank, device), strategy)
         _check_memory(ours)
 
 
@@ -216,7 +225,13 @@ def _topology(rank: int, world: int, name: str, strategy: str) -> None:
     runs = []
     for ddp in ({}, OFFLOAD):
         trainer = build_topology_trainer(topology, case, strategy, ddp=ddp)
-        runs.append([topology_step(trainer, step) for step in range(2)])
+        runs.append([])
+        for step in range(4):
+            if step % 2:
+                run_schedule(trainer, step)  # nobody reads weights between this step and the next
+                assert trainer.optimizer.step()[0]
+            else:
+                runs[-1].append(topology_step(trainer, step))
         if ddp:
             units = [unit for chunk in trainer.chunks for unit in chunk.engine.units]
             shards = trainer.optimizer.optimizer._fsdp_shards

@@ -1,4 +1,5 @@
-"""The optimizer in host memory, on two GPUs: bits, memory on both sides, and copies beside compute.
+"""The optimizer in host memory, on two GPUs: bits, memory on both sides, copies beside each other
+and beside the next forward, and how long a page lock takes.
 
 Core's optimizer offload is here too: it trains within bounds of the run without it.
 """
@@ -6,6 +7,7 @@ Core's optimizer offload is here too: it trains within bounds of the run without
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -55,6 +57,9 @@ def same_bits(rank: int, world: int, strategy: str, wide: bool) -> None:
         runs.append(run(trainer, rank, 3, device))
         steps = {group.get("step") for group in trainer.optimizer.param_groups}
         assert steps <= {3, None}, steps
+        unread = [train_step(trainer, batches(case, 3 + n, rank, device)) for n in range(3)]
+        runs[-1] += [Step(loss, norm, {}, {}) for loss, norm in unread]
+        runs[-1] += run(trainer, rank, 1, device)
         del trainer
         gc.collect()
     check_run_bits(runs[1], runs[0], strategy)
@@ -111,6 +116,7 @@ def memory(rank: int, world: int, strategy: str) -> str:
     _steps(trainer, rank, 2, device)
     held = _formula(trainer, rank)
     _forget_grads(trainer)
+    trainer.wrapper.stop_communication()  # the last step's updates are over
     trainer.wrapper.engine.gather.release_all()
     torch.cuda.synchronize()
     found, expected = _requested() - before, bytes_between_steps(held)
@@ -150,12 +156,91 @@ def copies_beside_compute(rank: int, world: int) -> str:
     return f"{both / one:.0%} of the time of copies to the host there are copies to the device"
 
 
+MANY_TOKENS = WIDE.but(seq=512, batch=64, microbatches=1)
+"""A forward about as long as the copies of a step."""
+
+Span = tuple[float, float]
+
+
+def _union(spans: list[Span]) -> list[Span]:
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _shared(one: list[Span], other: list[Span]) -> float:
+    """Microseconds in both."""
+    pairs = ((a, b) for a in _union(one) for b in _union(other))
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs)
+
+
+def updates_beside_the_next_forward(rank: int, world: int) -> str:
+    """Of several steps that nobody reads the weights of: a part of the copies, which were all in
+    the step when that waited for them, runs beside matrix products."""
+    device = init_megatron()
+    trainer = build_trainer(MANY_TOKENS, "optim_grads_params", device, ddp=STREAMED)
+    _steps(trainer, rank, 2, device)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        _steps(trainer, rank, 3, device)
+        torch.cuda.synchronize()
+    copies: list[Span] = []
+    products: list[Span] = []
+    for event in profile.events():
+        span = (event.time_range.start, event.time_range.end)
+        if "HtoD" in event.name or "DtoH" in event.name:
+            if event.time_range.elapsed_us() > 200:
+                copies.append(span)
+        elif any(part in event.name.lower() for part in ("gemm", "nvjet", "cutlass")):
+            products.append(span)
+    assert copies and products, sorted({event.name for event in profile.events()})[:40]
+    copied = sum(end - start for start, end in _union(copies))
+    multiplied = sum(end - start for start, end in _union(products))
+    both = _shared(copies, products)
+    report = (
+        f"3 steps: copies {copied / 3e3:.0f} ms a step, products {multiplied / 3e3:.0f}, at one "
+        f"time {both / 3e3:.0f}: {both / copied:.0%} of the copies"
+    )
+    assert both > 0.1 * copied, report
+    return report
+
+
+def page_lock(rank: int, world: int) -> str:
+    """Seconds for 4 GiB on each rank at a time, as it is and without touching pages first."""
+    from megatron_fsdp_adapter.core.runtime import device as runtime
+
+    init_megatron()
+    nbytes, found = 4 << 30, {}
+    ways = {"touched by threads": runtime.host_pages, "as they come": _plain_pages}
+    for name, pages in ways.items():
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        touched = pages(nbytes)
+        found[f"{name}, pages"] = time.perf_counter() - started
+        assert not int(torch.cuda.cudart().cudaHostRegister(touched.data_ptr(), nbytes, 1))
+        found[f"{name}, with the lock"] = time.perf_counter() - started
+        torch.cuda.cudart().cudaHostUnregister(touched.data_ptr())
+        del touched
+    assert runtime.pinned(1 << 20).is_pinned()
+    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found.items())
+
+
+def _plain_pages(nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
 CHECKS: dict[str, Check] = {
     **{f"bits, {s}": Check(same_bits, (s, False)) for s in STRATEGIES},
     "bits, hidden 4096": Check(same_bits, ("optim_grads_params", True)),
     **{f"core's, {s}": Check(cores_own, (s,)) for s in STRATEGIES},
     **{f"memory, {s}": Check(memory, (s,)) for s in ("optim", "optim_grads_params")},
     "copies beside compute": Check(copies_beside_compute),
+    "updates beside the next forward": Check(updates_beside_the_next_forward),
+    "page lock": Check(page_lock),
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=240.0)
 

@@ -504,6 +504,7 @@ def _check_export(trainer: TopologyTrainer) -> None:
             if described.parts == 1:
                 expected = whole[f"{number}.{plain_name(pair.managed.fqns[0])}"]
                 found = exported[described.name]
+                found = found.to(expected.device)  # main weights may be in host memory
                 assert torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True), described
 
 

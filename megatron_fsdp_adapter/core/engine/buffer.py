@@ -44,6 +44,7 @@ class FlatBuffer:
     Args:
         numel: elements. dtype, device: of the elements. runtime: takes and gives the storage.
         memory: uint8, of as many bytes, to lie in for good; storage then never goes.
+        is_zero: whether that is zero already.
 
     label: what it is, and whose, for messages. in_slot: whether it lies in given memory.
     """
@@ -51,7 +52,8 @@ class FlatBuffer:
     label = "a buffer"
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, runtime: Runtime, memory: torch.Tensor | None = None
+        self, numel: int, dtype: torch.dtype, runtime: Runtime,
+        memory: torch.Tensor | None = None, is_zero: bool = False,
     ) -> None:
         self.runtime, self.fixed = runtime, memory is not None
         self.in_slot = self.fixed
@@ -60,7 +62,7 @@ class FlatBuffer:
         if memory is None:
             self.tensor = torch.zeros(numel, dtype=dtype, device=runtime.device)
         else:
-            self.tensor = memory.view(dtype).zero_()
+            self.tensor = memory.view(dtype) if is_zero else memory.view(dtype).zero_()
         mark_owned(self.tensor)
 
     @property

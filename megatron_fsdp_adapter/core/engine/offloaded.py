@@ -29,7 +29,7 @@ class OffloadedBuffer:
     def __init__(self, held: Held, dtype: torch.dtype, runtime: Runtime) -> None:
         numel = held.layout.shard_numel
         memory = runtime.host_memory(numel * dtype.itemsize)
-        self.host = FlatBuffer(numel, dtype, runtime, memory)
+        self.host = FlatBuffer(numel, dtype, runtime, memory, is_zero=True)
         self.host_items = items_in(self.host, held, held)
         self.twin = FlatBuffer(numel, dtype, runtime)
         self.twin_items = items_in(self.twin, held, held)

@@ -22,6 +22,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .host_pages import host_pages
+
 COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
 LOAD, UPDATE, STORE = "load", "update", "store"
 """Copies from host memory and to it: two, as a bus carries both directions at once. In between, the
@@ -205,7 +207,7 @@ def pinned(nbytes: int) -> torch.Tensor:
     Pages are locked where they are: `pin_memory=True` takes a power of two of bytes, up to twice
     as many as asked for. RuntimeError if the system does not lock so many.
     """
-    memory = torch.zeros(nbytes, dtype=torch.uint8)
+    memory = host_pages(nbytes)
     if nbytes > 0:
         runtime, portable = torch.cuda.cudart(), 1
         failed = int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, portable))
