@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -287,6 +288,29 @@ def test_what_was_captured_is_printed_once_with_the_memory_of_its_pools(
     assert "3 SelfAttention, 3 calls" in line
     assert "all but the captured parts of 3 layers, as no other parts were asked for" in line
     assert "self_attention: inputs have other shapes" in line and "3x2x12" in line
+
+
+@pytest.mark.once
+def test_a_capture_begins_behind_what_was_launched_and_the_next_launch_comes_behind_it() -> None:
+    """It writes seeds and offsets, to memory that may have been an index of the embedding."""
+    from megatron_fsdp_adapter.core.runtime.graphs import CudaGraphs
+
+    told, current = mock.MagicMock(), mock.MagicMock()
+    told.attach_mock(current, "current")
+    with mock.patch.multiple(
+        torch.cuda, Stream=told.stream_made, stream=told.entered, CUDAGraph=told.graph_made,
+        current_stream=lambda: current,
+    ):
+        graphs = CudaGraphs(CUDA, lambda: [told.generator])
+        side, graph = told.stream_made.return_value, told.graph_made.return_value
+        assert graphs.capture(lambda: "found", told.pool) == (graph, "found")
+    order = [call[0] for call in told.mock_calls]
+    first = order.index("stream_made().wait_stream")
+    began = order.index("graph_made().capture_begin")
+    ended = order.index("graph_made().capture_end")
+    assert first < began < ended < order.index("current.wait_stream")
+    side.wait_stream.assert_called_once_with(current)
+    current.wait_stream.assert_called_once_with(side)
 
 
 def test_a_step_that_was_given_up_leaves_no_half_of_a_recording(one_rank: torch.device) -> None:

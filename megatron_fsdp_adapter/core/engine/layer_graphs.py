@@ -9,9 +9,8 @@ place of a program, a replay may overwrite at that place: memory is what one eag
 
 A call that cannot be captured, or does not fit (no gradients, recomputed in backward, hooks on what
 autograd saves) runs eagerly, which needs no memory of the pool; it is said once, but for
-evaluations. So does a whole pass whose first call has other shapes than the recorded ones. A second
-program in a pool was turned down: an H200 reported an illegal address, for a reason that was not
-found. A pool for each length costs the activations of a pass each.
+evaluations. So does a whole pass whose first call has other shapes than the recorded ones: a pool
+for each length would cost the activations of a pass each.
 """
 
 from __future__ import annotations

@@ -65,12 +65,19 @@ class CudaGraphs:
 
     def capture(self, function: Callable[[], Result], pool: Any) -> tuple[Graph, Result]:
         """`torch.cuda.graph` was turned down: it waits for the whole device first. A stage of a
-        pipeline would wait for what another one sends it, and that one for what this one sends."""
+        pipeline would wait for what another one sends it, and that one for what this one sends.
+
+        The beginning of a capture does write, on its stream: seeds and offsets of random numbers,
+        which all graphs of a generator share, to memory that the allocator may just have had back
+        from kernels that wait on the current stream. So it is ordered behind what was launched
+        there, and what comes next behind it."""
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators():
             graph.register_generator_state(generator)
         collects = gc.isenabled()
         gc.disable()  # to give back an event, or a graph, of somebody's would break the capture
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
                 # Other threads (a watchdog of NCCL's) go on asking the device for events.
@@ -84,6 +91,7 @@ class CudaGraphs:
         finally:
             if collects:
                 gc.enable()
+        current.wait_stream(self._stream)
         return graph, result
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
