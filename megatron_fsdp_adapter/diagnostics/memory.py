@@ -280,12 +280,22 @@ def with_slots(
     if bucket_slots and strategy.shard_grads and totals.pop(REDUCE_BUCKET, None) is not None:
         totals[BUCKET_SLOTS] = sum(buckets.nbytes)
     if exchange_gradients and strategy.shard_grads:
-        trained = [one for unit in units for one in unit if one.specs[0].requires_grad]
-        pieces = (one.total_numel * comm.itemsize for one in trained)
-        totals[RECEIVED_PIECES] = max(pieces, default=0)
+        in_slots, kept = (
+            _largest_bucket([u for u, has in zip(units, collected, strict=True) if has is there])
+            for there in (True, False)
+        )
+        totals[RECEIVED_PIECES] = in_slots * comm.itemsize
+        if kept:  # received in memory that comes and goes
+            totals[REDUCE_BUCKET] = totals.get(REDUCE_BUCKET, 0) + kept * comm.itemsize
     elif wire_in_blocks:
         totals[ENCODED_PIECES] = max(map(_encoded_bytes, filter(None, units)), default=0)
     return totals
+
+
+def _largest_bucket(units: Sequence[Sequence[GroupLayout]]) -> int:
+    """Elements of the largest trained group."""
+    trained = (one for unit in units for one in unit if one.specs[0].requires_grad)
+    return max((one.total_numel for one in trained), default=0)
 
 
 def _encoded_bytes(unit: Sequence[GroupLayout]) -> int:

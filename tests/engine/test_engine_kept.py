@@ -117,3 +117,26 @@ def test_units_that_keep_take_no_slot():
     assert plan.nbytes == (8, 8, 90, 3)
     assert [plan.slot_of[at] for at in (0, 2, 3, 4, 6)] == [2, 0, 1, 0, 3]
     assert plan_slots(kinds, sizes, takes=[False] * 7).nbytes == (0,)
+
+
+def test_kept_gradients_are_not_received_in_memory_of_slots():
+    """Late ones, which are kept in no slot either, among them. NCCL hangs where one end of an
+    exchange is registered and the other one is not."""
+    seen: set[tuple[bool, bool]] = set()
+    slots: set[int] = set()
+
+    class Watched(PretendCommunicator):
+        def reduce_scatter_by_exchange(self, pairs, memory=None, *rest):
+            for _, source in pairs:
+                in_slot = source.untyped_storage().data_ptr() in slots
+                seen.add((in_slot, memory is not None))
+            return super().reduce_scatter_by_exchange(pairs, memory, *rest)
+
+    with pretended_world(2):
+        setup = Setup(ZERO_3, own=(ZERO_1, ZERO_3), slots=True, exchange=True)
+        rig = build(setup, HostRuntime(), Watched)
+        buckets = [group.staging.buckets for group in rig.engine.groups]
+        slots.update(one.data_ptr() for each in buckets if each for one in each.memory)
+        rig.step(microbatches=2)
+        SCENARIOS["gradients_late"](rig)
+    assert seen == {(True, True), (False, False)}

@@ -104,11 +104,16 @@ def make_slots(
 def memory_of_exchanges(
     groups: Sequence[ParamGroup], config: EngineConfig, allocate: AllocateSlots
 ) -> torch.Tensor | None:
-    """Room for the largest bucket, used by one reduction after the other."""
+    """Room for what is received in the largest bucket of a slot, used by one reduction after the
+    other; None where there is no such bucket."""
     if not config.exchange_gradients:
         return None
-    trained = [group.bucket for group in groups if group.key.requires_grad]
-    return allocate([max(bucket.nbytes for bucket in trained)])[0]
+    nbytes = [
+        group.bucket.nbytes
+        for group in groups
+        if group.key.requires_grad and group.staging.bucket_slot is not None
+    ]
+    return allocate([max(nbytes)])[0] if nbytes else None
 
 
 def abandon(runtime: Callable[[], Runtime | None]) -> None:

@@ -86,7 +86,7 @@ class ReducePipeline:
     communicators, outer: by domain name, the ones that reductions run on, over each axis.
     launches: is told of every reduction.
     check: looks at gradients before they are communicated.
-    received: uint8 memory for the pieces of an exchange (`exchange_gradients`).
+    received: uint8 memory for the pieces of an exchange of a slot (`exchange_gradients`).
     """
 
     def __init__(
@@ -284,7 +284,8 @@ class ReducePipeline:
 
     def _reduction_of(self, group: ParamGroup) -> Reduction:
         plan, adds = self.plans[group.key.domain], group.grad_state in REDUCED_STATES
-        return Reduction(group, plan, group.bucket_segments, group.results, adds)
+        in_slot = group.staging.bucket_slot is not None
+        return Reduction(group, plan, group.bucket_segments, group.results, adds, in_slot)
 
     def _finish_outer(self, groups: Sequence[ParamGroup]) -> None:
         """Starts the reduction over the outer axis of what has been reduced over the shard axis:
@@ -331,6 +332,8 @@ class ReducePipeline:
         return works
 
     def _exchange(self, reduction: Reduction, communicator: Communicator) -> list[Any]:
+        """What slots send is received in memory of their kind. NCCL hangs where one end of an
+        exchange is registered and the other, of gradients that are kept, is not."""
         if self.runtime.poison and self._received is not None:
             fill_with_nan(self._received)
         shards, plan = reduction.group.grad_segments, reduction.plan
@@ -340,7 +343,7 @@ class ReducePipeline:
         )
         return exchange(
             list(zip(shards, reduction.segments, strict=True)),
-            self._received, plan.scale_after, reduction.adds,
+            self._received if reduction.in_slot else None, plan.scale_after, reduction.adds,
         )  # fmt: skip
 
     def _make_room(self, groups: Sequence[ParamGroup]) -> None:

@@ -80,6 +80,7 @@ class Reduction:
     Attributes:
         segments: what is communicated. results: what comes out, where that is not in the shard.
         adds: the gradient shard holds what came before in this step, to which the result is added.
+        in_slot: `segments` lie in a slot, which may be registered with NCCL.
     """
 
     group: ParamGroup
@@ -87,6 +88,7 @@ class Reduction:
     segments: Sequence[torch.Tensor]
     results: Sequence[torch.Tensor]
     adds: bool
+    in_slot: bool = False
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
