@@ -235,9 +235,12 @@ def _init_states(original: Callable[..., None], self: Any) -> None:
 
 
 def _unscaling_data(original: Callable[..., Any], self: Any) -> Any:
-    """Local tensors: the inf check is one fused kernel over plain tensors."""
-    if not _our_chunks(self):
+    """Local tensors: the inf check is one fused kernel over plain tensors. It writes them."""
+    ours = _our_chunks(self)
+    if not ours:
         return original(self)
+    for chunk in ours:
+        chunk.engine.gather.updates.order_compute()
     return [
         param.grad._local_tensor
         for group in self.optimizer.param_groups
@@ -331,6 +334,8 @@ def _clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
         for group in (None, *core_api.present_norm_groups(self))
     }
     shards: LocalShards = self.optimizer._fsdp_shards
+    for chunk in self.model_chunks:
+        chunk.engine.gather.updates.order_compute()  # of a step before, on the same gradients
     shards.set_local_grads()
     for group, norm in norms.items():
         held = [

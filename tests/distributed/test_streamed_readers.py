@@ -1,0 +1,94 @@
+"""Who reads or writes, in Megatron's loop, what the updates of a step that has returned still write
+or read: races between streams, which are pretended, are seen on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter import export_weights, release_memory, return_memory
+from megatron_fsdp_adapter.sharding import building
+from tests.distributed.gpt import (
+    Case,
+    Trainer,
+    batches,
+    build_trainer,
+    distributed_optimizer,
+    forward_backward,
+    init_megatron,
+    load_weights,
+    train_step,
+)
+from tests.distributed.launch import run_ranks
+from tests.engine.recording import RaceError, RecordingRuntime
+
+CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, clip=0.5, bf16=True)
+OFFLOAD = {"chunked_optimizer_state_offload": True}
+
+
+class DoesNotBlock(RecordingRuntime):
+    def block(self, event: Any) -> None:
+        """The host goes on."""
+
+
+def _read(values: Any) -> None:
+    for value in values:
+        getattr(value, "_local_tensor", value).clone()
+
+
+def _read_state(state: dict[Any, dict[str, Any]]) -> None:
+    _read(v for one in state.values() for v in one.values() if isinstance(v, torch.Tensor))
+
+
+def _released(trainer: Trainer) -> None:
+    release_memory(trainer.wrapper, trainer.optimizer)
+    return_memory(trainer.wrapper, trainer.optimizer)
+
+
+READERS: dict[str, tuple[Callable[[Trainer], Any], bool]] = {
+    "state dict": (lambda t: _read(t.wrapper.state_dict_for_save_checkpoint().values()), True),
+    "optimizer state": (lambda t: _read_state(t.optimizer.optimizer.state_dict()["state"]), True),
+    "optimizer checkpoint": (
+        lambda t: _read_state(distributed_optimizer(t).sharded_param_state_fsdp_dtensor()["state"]),
+        True,
+    ),
+    "export": (lambda t: _read(dict(export_weights(t.wrapper, dtype=None)).values()), True),
+    "export of bf16": (lambda t: _read(dict(export_weights(t.wrapper)).values()), False),
+    "load": (lambda t: load_weights(t, t.wrapper.test_began), True),
+    "release": (_released, False),
+    "evaluation": (lambda t: forward_backward(t, batches(CASE, 9, 0, DEVICE), True), False),
+    "another step": (lambda t: t.optimizer.step(), False),
+}
+"""What comes after a step, and whether it is a race where the host does not wait."""
+
+DEVICE = torch.device("cpu")
+
+
+def _races(rank: int, world: int, runtime: type[RecordingRuntime]) -> dict[str, str]:
+    building.make_runtime = lambda device: runtime()  # type: ignore[assignment]
+    init_megatron()
+    found = {}
+    for name, (reader, _) in READERS.items():
+        trainer = build_trainer(CASE, "optim_grads_params", DEVICE, ddp=OFFLOAD)
+        trainer.wrapper.test_began = trainer.params()
+        try:
+            with trainer.wrapper.engine.runtime.watch():
+                for number in range(2):
+                    train_step(trainer, batches(CASE, number, rank, DEVICE))
+                reader(trainer)
+                train_step(trainer, batches(CASE, 2, rank, DEVICE))
+        except RaceError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("runtime", [RecordingRuntime, DoesNotBlock])
+def test_everybody_waits_for_updates_behind_a_step(runtime: type[RecordingRuntime]) -> None:
+    (found,) = run_ranks(_races, 1, runtime)
+    expected = {name for name, (_, races) in READERS.items() if races and runtime is DoesNotBlock}
+    assert set(found) == expected, found
+    for text in found.values():
+        assert "without waiting for store" in text or "without waiting for update" in text
