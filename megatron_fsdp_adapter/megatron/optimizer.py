@@ -334,7 +334,7 @@ def _clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
         for group in (None, *core_api.present_norm_groups(self))
     }
     shards: LocalShards = self.optimizer._fsdp_shards
-    for chunk in self.model_chunks:
+    for chunk in _our_chunks(self):
         chunk.engine.gather.updates.order_compute()  # of a step before, on the same gradients
     shards.set_local_grads()
     for group, norm in norms.items():

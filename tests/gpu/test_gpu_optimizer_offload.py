@@ -242,7 +242,7 @@ CHECKS: dict[str, Check] = {
     "updates beside the next forward": Check(updates_beside_the_next_forward),
     "page lock": Check(page_lock),
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=240.0)
+OUTCOMES = Outcomes(CHECKS, timeout_s=300.0)
 
 
 @pytest.mark.parametrize("name", CHECKS)
