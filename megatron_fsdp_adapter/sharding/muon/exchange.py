@@ -26,9 +26,9 @@ from .plan import Run, Runs, StagePlan
 
 AHEAD = 3
 """Stages whose rows travel before the first one's matrices are computed."""
-MAX_BATCH = 1 << 27
-"""Elements of the matrices that are computed at once, if there is more than one: temporary memory
-is some four times as much."""
+MAX_BATCH = 1 << 22
+"""Elements of the matrices that are computed at once, if there is more than one. Larger ones fill a
+device alone, and alone their bits do not depend on how many a rank owns."""
 
 Sources = dict[tuple[int, int], list[tuple[Piece, torch.Tensor]]]
 """What has arrived of each matrix, by parameter and matrix."""
@@ -81,14 +81,15 @@ class StageExchange:
 
     Args:
         plan: this rank's part. communicator: over the ranks of the plan, in its order.
-        dtype: what travels, and what is computed in.
+        dtype: of the rows that travel. result: of the updates that travel back.
     """
 
     def __init__(
-        self, plan: StagePlan, communicator: Communicator, runtime: Runtime, dtype: torch.dtype
-    ) -> None:
+        self, plan: StagePlan, communicator: Communicator, runtime: Runtime, dtype: torch.dtype,
+        result: torch.dtype,
+    ) -> None:  # fmt: skip
         self._plan, self._communicator, self._runtime = plan, communicator, runtime
-        self._dtype = dtype
+        self._dtype, self._result = dtype, result
         me = communicator.rank
         owned: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for number, (param, of) in enumerate(zip(plan.params, plan.owners, strict=True)):
@@ -105,7 +106,7 @@ class StageExchange:
 
     def send(self, rows: Sequence[torch.Tensor | None]) -> None:
         """Starts to send this rank's flat rows of each parameter; zeros where there are none."""
-        source = self._empty(self._plan.sent)
+        source = self._empty(self._plan.sent, self._dtype)
         targets, pieces = [], []
         for run, target in _cut(source, self._plan.sent):
             own = rows[run.param]
@@ -129,7 +130,7 @@ class StageExchange:
             found = orthogonalise(batch)
             panels.update(self._panels_of(found, keys))
         del received, sources
-        updates = self._empty(self._plan.returned)
+        updates = self._empty(self._plan.returned, self._result)
         cut = list(_cut(updates, self._plan.returned))
         copy_each(
             [target for _, target in cut],
@@ -179,12 +180,11 @@ class StageExchange:
             split = matrix.reshape(matrix.shape[0], panels, -1).transpose(0, 1)
             yield key, split.reshape(panels, -1)
 
-    def _empty(self, runs: Runs) -> torch.Tensor:
-        numel = sum(_counts(runs))
-        return torch.empty(numel, dtype=self._dtype, device=self._runtime.device)
+    def _empty(self, runs: Runs, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(sum(_counts(runs)), dtype=dtype, device=self._runtime.device)
 
     def _exchange(self, source: torch.Tensor, sent: Runs, received: Runs) -> None:
-        output = self._empty(received)
+        output = self._empty(received, source.dtype)
         counts = _counts(received), _counts(sent)
         self._runtime.wait(GATHER, self._runtime.record(COMPUTE))
         self._runtime.launch(

@@ -1,12 +1,31 @@
 """Newton-Schulz iterations: every singular value of a matrix becomes about 1.
 
-    A = X X^T,  B = b A + c A A,  X <- a X + B X
+    P = a I + b R + c R R  with  R = X X^T,    X <- P X
 
 One step applies the odd polynomial a s + b s^3 + c s^5 to the singular values of X, which begins as
-the matrix over its Frobenius norm. A and B are symmetric, so that of each only the blocks on and
-above the diagonal are computed: five eighths of the product, with four blocks a side. A symmetric
-product of the BLAS (syrk) is not to be had for bf16 in torch, and a kernel of our own was left out:
-blocks need none, and run on every device.
+the matrix over its Frobenius norm. Where X is tall, X^T X and X P stand for X X^T and P X.
+
+In float32 each step is computed as it stands. In half precision the steps go on with the Gram
+matrix R, which is the smaller one, and with the product Q of their polynomials,
+
+    R <- P R P,    Q <- P Q
+
+and X is multiplied by Q after the third step and after the last one: all else is small products,
+most of them symmetric. After the third step R is computed anew from X. Between, R has errors of a
+rounding of its largest eigenvalue, which can make small eigenvalues negative and which every step
+multiplies by a^2. Without the restart some matrices come out infinite, with one after the second or
+the fourth of five steps errors are larger; after the third they are smaller than those of plain
+steps in bf16, for matrices with singular values over four decades as well, and for one direction
+and noise (`tests/sharding/test_newton_schulz.py`). Q is not symmetric but for rounding, and is not
+mirrored: the errors of P then meet what the steps before have made small, as they do step by step;
+mirrored, one direction and noise came out with ten times its norm. The way and the need to restart
+are those of Gram Newton-Schulz (J. Zhang, N. Amsel, B. Chen, T. Dao,
+dao-lab.ai/blog/2026/gram-newton-schulz), which restarts after the second step, with other
+coefficients.
+
+Half precision is float16, of which all values here are in range: X is scaled to a root mean square
+of 1 and R to a mean eigenvalue of 1 until the restart, by factors that the products take back. Its
+roundings are an eighth of bf16's.
 """
 
 from __future__ import annotations
@@ -15,6 +34,8 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 
 import torch
+
+from .symmetric import symmetric_product
 
 Coefficients = tuple[float, float, float]
 """(a, b, c) of one step."""
@@ -34,9 +55,8 @@ modded-nanogpt, train_gpt_medium.py at commit 0674386, found by the method of
 https://leloykun.github.io/ponder/muon-opt-coeffs/ (megatron-core's default)."""
 
 EPS = 1e-7
-BLOCKS, MIN_BLOCK = 4, 256
-"""Blocks a side of a symmetric product, and the rows that one has at least: smaller products leave
-a device idle."""
+LARGEST_SCALE = 1 << 13
+"""Of the Gram matrix: eigenvalues are at most this until the restart; float16 ends at 65,504."""
 
 
 def coefficients_of(name: str, steps: int) -> tuple[Coefficients, ...]:
@@ -49,51 +69,83 @@ def coefficients_of(name: str, steps: int) -> tuple[Coefficients, ...]:
     return tuple(islice(cycle(COEFFICIENTS[name]), steps))
 
 
+def restarts_of(steps: int) -> tuple[int, ...]:
+    """The steps, from 0, in front of which X and R are computed anew. Five steps need one restart.
+    More steps than that are there for accuracy: every second one."""
+    return tuple(step for step in (3,) if step < steps) if steps <= 5 else tuple(range(2, steps, 2))
+
+
+def result_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of what `orthogonalised` makes of matrices of a dtype."""
+    return torch.float32 if dtype == torch.float32 else torch.float16
+
+
 def orthogonalised(
     matrices: torch.Tensor, coefficients: Sequence[Coefficients], eps: float = EPS,
-    blocks: int = BLOCKS,
+    in_place: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """The matrices with singular values of about 1; zeros stay zeros.
 
-    matrices: (batch, rows, columns); all products are in its dtype, bf16 or float32, and what is
-    returned has its shape and dtype. The norm is summed in float32. A matrix's result does not
-    depend on the others of its batch. blocks: a side of a symmetric product; 1 computes all of it.
-    ValueError for another number of dimensions.
+    matrices: (batch, rows, columns), float32, bf16 or float16. Returned is their shape, in
+    `result_dtype`. The norm is summed in float32. A matrix's result does
+    not depend on the others of its batch, so far as the device's matrix products do not. in_place:
+    the memory of `matrices` may be written. ValueError for another number of dimensions.
     """
     if matrices.dim() != 3:
         raise ValueError(f"matrices of shape {tuple(matrices.shape)}: (batch, rows, columns)")
-    tall = matrices.shape[1] > matrices.shape[2]
     norm = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=torch.float32)
-    x = matrices / norm.clamp_min(eps).to(matrices.dtype)
-    x = x.mT.contiguous() if tall else x
+    norm = norm.clamp_min(eps)
+    if matrices.dtype == torch.float32:
+        return _stepwise(matrices / norm, coefficients)
+    # Same places and sizes of elements: what is written has been read.
+    memory = matrices if in_place else torch.empty_like(matrices)
+    numel = matrices.shape[1] * matrices.shape[2]
+    x = torch.mul(matrices, numel**0.5 / norm, out=memory.view(torch.float16))
+    return _by_gram_matrix(x, coefficients)
+
+
+def _stepwise(x: torch.Tensor, coefficients: Sequence[Coefficients]) -> torch.Tensor:
+    tall = x.shape[1] > x.shape[2]
     for a, b, c in coefficients:
-        gram = symmetric_product(x, blocks=blocks)
-        polynomial = symmetric_product(gram, gram, b, c, blocks)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x.mT.contiguous() if tall else x
+        gram = symmetric_product(x, tall=tall)
+        step = symmetric_product(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, *((x, step) if tall else (step, x)), beta=a)
+    return x
 
 
-def symmetric_product(
-    x: torch.Tensor, added: torch.Tensor | None = None, beta: float = 0.0, alpha: float = 1.0,
-    blocks: int = BLOCKS,
-) -> torch.Tensor:  # fmt: skip
-    """alpha x x^T + beta added, for symmetric `added`: (batch, rows, rows), exactly symmetric."""
-    rows = x.shape[1]
-    size = max(-(-rows // blocks), min(MIN_BLOCK, rows))
-    found = x.new_empty(x.shape[0], rows, rows)
-    for start in range(0, rows, size):
-        stop = min(start + size, rows)
-        top, right = x[:, start:stop], x[:, start:].mT
-        if added is None:
-            block = torch.bmm(top, right)
-        else:
-            block = torch.baddbmm(added[:, start:stop, start:], top, right, beta=beta, alpha=alpha)
-        found[:, start:stop, start:] = block
-        found[:, stop:, start:stop] = block[:, :, stop - start :].mT
-    return found
+def _by_gram_matrix(x: torch.Tensor, coefficients: Sequence[Coefficients]) -> torch.Tensor:
+    """x: float16, with elements of a root mean square of 1; their memory may be written."""
+    _, rows, columns = x.shape
+    tall, restarts = rows > columns, restarts_of(len(coefficients))
+    x_scale = (rows * columns) ** 0.5
+    r_scale = float(min(rows, columns, LARGEST_SCALE))
+    gram, product = symmetric_product(x, alpha=r_scale / x_scale**2, tall=tall), None
+    for number, (a, b, c) in enumerate(coefficients):
+        if number in restarts:
+            x = _times(x, product, 1 / x_scale, tall)
+            gram, product = symmetric_product(x, tall=tall), None
+            x_scale = r_scale = 1.0
+        step = symmetric_product(
+            gram, gram, gram, beta=b / r_scale, alpha=c / r_scale**2, diagonal=a
+        )
+        product = step if product is None else torch.bmm(step, product)
+        if number + 1 < len(coefficients) and number + 1 not in restarts:
+            gram = symmetric_product(step, symmetric_product(step, gram))
+    return _times(x, product, 1 / x_scale, tall)
+
+
+def _times(
+    x: torch.Tensor, product: torch.Tensor | None, factor: float, tall: bool
+) -> torch.Tensor:
+    assert product is not None
+    left, right = (x, product) if tall else (product, x)
+    return torch.baddbmm(torch.empty_like(x), left, right, beta=0.0, alpha=factor)
 
 
 def cost(rows: int, columns: int, steps: int = 5) -> int:
-    """Floating-point operations of `steps` steps, up to the part that symmetry saves."""
+    """Floating-point operations of `steps` steps in half precision, of symmetric products half."""
     small, large = sorted((rows, columns))
-    return steps * (4 * small * small * large + 2 * small**3)
+    passes = len(restarts_of(steps)) + 1
+    # Of each pass with s steps: s polynomials, s - 1 whole products Q, 2 (s - 1) for the next R.
+    inner = steps + 4 * (steps - passes)
+    return passes * 3 * small * small * large + inner * small**3

@@ -184,7 +184,10 @@ class MuonShards(LocalShards):
             of = [[next(found) for _ in param.shapes] for param in params]
             plan = plan_stage(params, of, parties.members, parties.me)
             options = self._rule.options(optimizer.param_groups[stage.entries[0].group])
-            stage.exchange = StageExchange(plan, communicator, self._runtime, options.dtype)
+            result = newton_schulz.result_dtype(options.dtype)
+            stage.exchange = StageExchange(
+                plan, communicator, self._runtime, options.dtype, result
+            )
 
     # A step.
 
@@ -233,7 +236,8 @@ class MuonShards(LocalShards):
             first = options(stage.entries[0].group)
             stage.exchange.compute(  # type: ignore[union-attr]
                 functools.partial(
-                    newton_schulz.orthogonalised, coefficients=first.coefficients, eps=first.eps
+                    newton_schulz.orthogonalised, coefficients=first.coefficients, eps=first.eps,
+                    in_place=True,
                 )
             )
             if number > 0:

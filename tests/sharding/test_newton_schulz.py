@@ -1,0 +1,204 @@
+"""Newton-Schulz in half precision, beside the same polynomials in float64, and the kernel that
+computes symmetric products."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter.sharding.muon.newton_schulz import (
+    COEFFICIENTS,
+    Coefficients,
+    coefficients_of,
+    cost,
+    orthogonalised,
+    restarts_of,
+)
+from megatron_fsdp_adapter.sharding.muon.symmetric import symmetric_product
+
+pytestmark = pytest.mark.once
+
+ROOT = Path(__file__).parents[2]
+
+
+def plain(x: torch.Tensor, coefficients: tuple[Coefficients, ...]) -> torch.Tensor:
+    """Step by step, as K. Jordan wrote them, in the dtype of `x`."""
+    x = x / x.norm()
+    for a, b, c in coefficients:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def inputs(rows: int, columns: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows + columns)
+    noise = torch.randn(rows, columns, generator=generator)
+    turned = torch.linalg.qr(torch.randn(rows, rows, generator=generator))[0]
+    decades = torch.logspace(0, -4, rows)[:, None]
+    low_rank = torch.randn(rows, 4, generator=generator) @ noise[:4]
+    return {
+        "noise": noise,
+        "rows over four decades": noise * decades,
+        "singular values over four decades": turned @ (noise * decades),
+        "four directions and noise": low_rank + 1e-3 * noise,
+        "one direction": low_rank[:, :1] @ noise[:1],
+        "one element": torch.zeros(rows, columns).index_put((torch.tensor(3), torch.tensor(5)),
+                                                            torch.tensor(1e-5)),
+        "large": 1e15 * noise,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(COEFFICIENTS))
+@pytest.mark.parametrize("steps", [2, 5, 8])
+@pytest.mark.parametrize("shape", [(192, 192), (128, 700), (700, 128)])
+def test_half_precision_is_as_near_to_float64_as_plain_steps_in_bf16(
+    shape: tuple[int, int], steps: int, name: str
+) -> None:
+    coefficients = coefficients_of(name, steps)
+    wide = shape[0] <= shape[1]
+    for kind, matrix in inputs(*sorted(shape)).items():
+        x = matrix.bfloat16()
+        exact = plain(x.double(), coefficients)
+        theirs = (plain(x, coefficients) - exact).norm()
+        ours = orthogonalised((x if wide else x.T.contiguous())[None], coefficients)[0]
+        error = ((ours if wide else ours.T) - exact).norm()
+        # 0.3% is what bf16's rounding of the result alone comes to.
+        assert error <= max(1.1 * theirs, 3e-3 * exact.norm()), (kind, error, theirs)
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 40), (2, 17, 61), (1, 61, 17), (2, 1, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_singular_values_become_about_one(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(shape[1])
+    x = torch.randn(shape).to(dtype)
+    found = orthogonalised(x, coefficients_of("quintic", 5)).float()
+    assert (torch.linalg.svdvals(found) - 1).abs().max() < 0.35
+    left, _, right = torch.linalg.svd(x.float(), full_matrices=False)
+    assert (found - left @ right).abs().max() < 0.35
+
+
+def test_torch_muon_computes_the_same() -> None:
+    """In bf16, step by step."""
+    from torch.optim._muon import _zeropower_via_newtonschulz as reference
+
+    torch.manual_seed(3)
+    for shape in ((48, 80), (80, 48), (64, 64)):
+        x = torch.randn(shape)
+        [coefficients] = COEFFICIENTS["simple"]
+        theirs = reference(x, coefficients, 5, 1e-7)
+        ours = orthogonalised(x.bfloat16()[None], coefficients_of("simple", 5))[0]
+        assert (ours - theirs).abs().max() < 0.05 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(96, 130), (130, 96)])
+def test_a_matrix_has_the_same_result_in_every_batch(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Which matrices share a batch depends on the number of ranks."""
+    torch.manual_seed(1)
+    x = torch.randn(5, *shape).to(dtype)
+    steps = coefficients_of("quintic", 5)
+    alone = torch.cat([orthogonalised(one[None], steps) for one in x])
+    assert torch.equal(orthogonalised(x, steps), alone)
+
+
+def test_what_is_given_is_kept_unless_its_memory_may_be_written() -> None:
+    torch.manual_seed(2)
+    x, steps = torch.randn(2, 9, 20).bfloat16(), coefficients_of("simple", 5)
+    kept = x.clone()
+    found = orthogonalised(x, steps)
+    assert torch.equal(x, kept)
+    assert torch.equal(orthogonalised(x, steps, in_place=True), found)
+
+
+def test_zeros_stay_zeros() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        zeros = torch.zeros(1, 4, 6, dtype=dtype)
+        assert not orthogonalised(zeros, coefficients_of("simple", 5)).any()
+
+
+def test_what_is_not_finite_is_not_hidden() -> None:
+    x = torch.ones(1, 4, 6, dtype=torch.bfloat16)
+    x[0, 1, 1] = float("nan")
+    assert orthogonalised(x, coefficients_of("simple", 5)).isnan().any()
+
+
+def test_unknown_coefficients_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'cubic' are none of \['quintic', 'simple'\]"):
+        coefficients_of("cubic", 5)
+    with pytest.raises(ValueError, match="at least one"):
+        coefficients_of("simple", 0)
+    with pytest.raises(ValueError, match=r"\(batch, rows, columns\)"):
+        orthogonalised(torch.zeros(2, 2), coefficients_of("simple", 1))
+
+
+def test_costs_are_those_of_the_products_that_are_computed() -> None:
+    assert restarts_of(3) == () and restarts_of(5) == (3,) and restarts_of(8) == (2, 4, 6)
+    n = 64
+    # Half of two Gram matrices and of 11 products of their size, all of three; X twice.
+    assert cost(n, 7 * n) == cost(7 * n, n) == (2 * 7 + 11 + 3 * 2 + 2 * 2 * 7) * n**3
+
+
+# Symmetric products.
+
+
+@pytest.mark.parametrize("tall", [False, True])
+def test_a_symmetric_product_is_the_product(tall: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 30, 40)
+    gram = x.mT @ x if tall else x @ x.mT
+    torch.testing.assert_close(symmetric_product(x, tall=tall), gram)
+    found = symmetric_product(x, None, gram, 0.5, 1e-3, 2.0, tall)
+    expected = (0.5 + 1e-3) * gram + 2.0 * torch.eye(gram.shape[1])
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_the_kernel_interpreted_is_the_product_and_exactly_symmetric() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.sharding.interpreted_symmetric"], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, check=True,
+    )  # fmt: skip
+    lines = found.stdout.splitlines()
+    assert len(lines) == 16 and all(line.endswith(": True True") for line in lines), found.stdout
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="needs Triton's compiler",
+)
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("tall", [False, True])
+def test_the_kernel_compiles_without_the_gpu(tall: bool, capability: int) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from megatron_fsdp_adapter.sharding.muon import triton_symmetric as kernels
+
+    fixed = {
+        "ADDED": True, "TALL": tall, "EVEN": True, "SIDE": kernels.SIDE, "DEPTH": kernels.DEPTH,
+    }  # fmt: skip
+    signature = dict.fromkeys(kernels._product.arg_names, "fp32") | {
+        "x": "*fp16", "y": "*fp16", "added": "*fp16", "out": "*fp16", "n": "i32", "k": "i32",
+        **dict.fromkeys(fixed, "constexpr"),
+    }  # fmt: skip
+    aligned = {(place,): [["tt.divisibility", 16]] for place in range(6)}
+    places = {(kernels._product.arg_names.index(name),): value for name, value in fixed.items()}
+    made = compile(
+        ASTSource(kernels._product, signature, places, aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": kernels.WARPS, "num_stages": kernels.STAGES},
+    )  # fmt: skip
+    ptx = made.asm["ptx"]
+    assert "wgmma" in ptx or "tcgen05.mma" in ptx
+    assert "cp.async" in ptx and "st.global.v4.b32" in ptx, "tiles are not moved in vectors"
+    assert 2 * made.metadata.shared <= 227 * 1024, "two tiles do not fit beside each other"
