@@ -404,7 +404,10 @@ def program_of(
     """Two steps of a rank of a stage, of which so many layers are run: the last ones, since of a
     mixture the first may be dense."""
     features = chosen.features
-    mine = units(shape, chosen.parallel, chosen.microbatch, stage, features.quantised)
+    mine = units(
+        shape, chosen.parallel, chosen.microbatch, stage, features.quantised,
+        joined=features.optimizer != MUON,
+    )
     numbers = [unit.name for unit in mine if unit.name.startswith("decoder.layers.")]
     left_out = set(numbers[: len(numbers) - layers])
     mine = [unit for unit in mine if unit.name not in left_out]

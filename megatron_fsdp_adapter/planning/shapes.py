@@ -6,7 +6,7 @@ pipeline parallelism, by which each rank has a part of the layers, of their matr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -227,12 +227,15 @@ def _experts(shape: Shape, number: int, parallel: Parallel) -> list[Row]:
 
 def units(
     shape: Shape, parallel: Parallel, microbatch: int, stage: int = 0,
-    quantised: Quantisation = PLAIN,
+    quantised: Quantisation = PLAIN, joined: bool = True,
 ) -> list[UnitWork]:
     """The units of a stage's rank with their work for one microbatch of `microbatch` sequences.
-    quantised: what becomes of the layers' matrix products and weights."""
+    quantised: what becomes of the layers' matrix products and weights. joined: the weights of a
+    rank's experts are one parameter, which lies as they do and is planned faster; not where each is
+    a matrix of an optimizer's."""
     params: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
-    for unit, fqn, full, domain in listing(shape, parallel, stage):
+    rows = listing(shape, parallel, stage)
+    for unit, fqn, full, domain in _joined(rows) if joined else rows:
         params.setdefault(unit, []).append((fqn, full, domain))
     tokens = microbatch * shape.seq_length / parallel.context
     found = []
@@ -254,6 +257,16 @@ def units(
         reads = name != "embedding"
         found.append(UnitWork(name, tuple(mine), forward, backward, host, reads))
     return found
+
+
+def _joined(rows: Sequence[Row]) -> Iterator[Row]:
+    """Experts' weights of one kind, of a layer, as one."""
+    seen: dict[str, list[Row]] = {}
+    for row in rows:
+        seen.setdefault(row[1].rstrip("0123456789") if row[3] == EXPERT else row[1], []).append(row)
+    for fqn, members in seen.items():
+        unit, _, (first, *others), domain = members[0]
+        yield unit, fqn, (len(members) * first, *others), domain
 
 
 def _layer_work(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from megatron_fsdp_adapter.planning.machine import machine_named
 from megatron_fsdp_adapter.planning.program import COLLECTIVES, PRODUCTS, Kind
 from megatron_fsdp_adapter.planning.report import bridge_overrides, megatron_flags
 from megatron_fsdp_adapter.planning.search import Wanted, plan
-from megatron_fsdp_adapter.planning.shapes import shape_named, with_layers
+from megatron_fsdp_adapter.planning.shapes import Parallel, shape_named, units, with_layers
 
 pytestmark = pytest.mark.once
 
@@ -202,6 +203,22 @@ def test_a_plan_with_features_tries_only_what_goes_with_them():
         "optim_grads", "optim_grads_params"
     }
     assert all(one.configuration.features.budget_gib == 1.0 for one in found.predictions)
+
+
+def test_experts_joined_in_one_parameter_take_as_long():
+    from megatron_fsdp_adapter.planning import configurations
+
+    shape = replace(with_layers(shape_named("mixtral-8x7b"), 4), seq_length=4096)
+    chosen = Configuration(8, Parallel(expert=2), separate_gathers=True)
+    joined = predict(shape, chosen, H200, 8)
+    rows = units(shape, chosen.parallel, 1, joined=False)
+    assert len(rows[1].params) > len(units(shape, chosen.parallel, 1)[1].params)
+    assert sum(math.prod(full) for _, full, _ in rows[1].params) == sum(
+        math.prod(full) for _, full, _ in units(shape, chosen.parallel, 1)[1].params
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(configurations, "units", lambda *args, joined: units(*args, joined=False))
+        assert predict(shape, chosen, H200, 8).ms == pytest.approx(joined.ms, rel=0.02)
 
 
 def test_products_that_are_fp8_are_products():

@@ -26,7 +26,7 @@ from megatron_fsdp_adapter.planning.configurations import (
 from megatron_fsdp_adapter.planning.machine import Group, machine_named
 from megatron_fsdp_adapter.planning.models import from_hugging_face, from_options
 from megatron_fsdp_adapter.planning.report import megatron_flags
-from megatron_fsdp_adapter.planning.search import Wanted, candidates, plan
+from megatron_fsdp_adapter.planning.search import Wanted, candidates, plan, splits
 from megatron_fsdp_adapter.planning.shapes import (
     SHAPES,
     Parallel,
@@ -161,9 +161,33 @@ def test_options_that_leave_nothing_are_an_error_that_names_them():
 
 def test_copy_engines_and_shards_stay_inside_a_domain():
     far = wanted(gpus=64, global_batch=64)
-    for chosen in candidates(far):
+    every = [chosen for split in splits(far) for chosen in candidates(far, split)]
+    assert any(chosen.copies for chosen in every)
+    for chosen in every:
         inner, _ = chosen.shards["dense"]
         assert not chosen.copies or inner * chosen.parallel.tensor <= 8
+
+
+def test_what_is_fixed_is_all_that_is_tried():
+    given = wanted(gpus=64, global_batch=64, fixed={"tensor": 2, "strategy": "optim"})
+    every = [chosen for split in splits(given) for chosen in candidates(given, split)]
+    assert every and {c.strategy for c in every} == {"optim"}
+    assert {c.parallel.tensor for c in every} == {2}
+    assert len({c.parallel.pipeline for c in every}) > 1
+
+
+def test_a_graph_is_not_tried_where_the_host_does_not_limit():
+    found = plan(wanted(tries=8))
+    fast = [one.configuration for one in found.predictions if one.configuration.graph]
+    assert not fast and any(why == "the host does not limit" for _, why in found.refused)
+    slow = plan(wanted(tries=8, machine=replace(H200, host=6.0)))
+    assert slow.predictions[0].configuration.graph
+
+
+def test_one_rank_has_nothing_to_shard_under_four_names():
+    alone = wanted(gpus=1, global_batch=1)
+    every = [chosen for split in splits(alone) for chosen in candidates(alone, split)]
+    assert {chosen.strategy for chosen in every} == {"optim"}
 
 
 def test_flags_are_those_of_the_options():
