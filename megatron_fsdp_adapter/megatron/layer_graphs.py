@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import GraphableMegatronModule
 from torch import nn
@@ -51,9 +52,8 @@ class LayerCaptures:
             self._modules = Counter(type(one).__name__ for _, one in chosen)
             self._left_out = left_out(module, asked)
             capturing = graphs or CudaGraphs(engine.runtime.device, _generators)
-            self.graphs = LayerGraphs(
-                engine, capturing, int(getattr(config, "cuda_graph_warmup_steps", 3))
-            )
+            warmup = int(getattr(config, "cuda_graph_warmup_steps", 3))
+            self.graphs = LayerGraphs(engine, capturing, warmup, _buffers_of_core)
             self.graphs.install(chosen)
 
     def forward_pass(self, training: bool) -> AbstractContextManager[None]:
@@ -156,3 +156,10 @@ def _generators() -> list[torch.Generator]:
     """Those of tensor-parallel ranks, where they are in a state that graphs can use."""
     states = get_cuda_rng_tracker().get_states().values()
     return [state for state in states if isinstance(state, torch.Generator)]
+
+
+def _buffers_of_core() -> Iterable[torch.Tensor]:
+    """What sequences are gathered into over tensor-parallel ranks: a longer one makes core replace
+    the buffer, whose address graphs have."""
+    buffers: Iterable[torch.Tensor] = get_global_memory_buffer().buffer.values()
+    return buffers

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fsdp_adapter.core.engine.unit import Phase
@@ -121,15 +122,18 @@ def test_another_length_trains_eagerly_to_the_same_bits_and_is_said_once(
 
 @pytest.mark.once
 def test_tables_that_a_graph_reads_live_on_when_their_module_replaces_them(
-    one_rank: torch.device,
+    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, _ = graphed(CASE)
     layers = [module for module in trainer.wrapper.modules() if type(module) is TransformerLayer]
     table = layers[0].mlp.table = torch.ones(3)
+    gathered = torch.ones(5)
+    monkeypatch.setitem(get_global_memory_buffer().buffer, ("of a test", torch.bfloat16), gathered)
     for step in range(2):
         train_step(trainer, batches(CASE, step, 0, CPU))
     layers[0].mlp.table = torch.ones(7)
-    assert any(one is table for one in trainer.wrapper._layers.graphs._read_by_graphs.values())
+    held = trainer.wrapper._layers.graphs._read_by_graphs.values()
+    assert any(one is table for one in held) and any(one is gathered for one in held)
 
 
 def test_a_replay_runs_no_python_of_its_layer_and_finds_its_weights_in_their_place(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,6 +24,22 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _wait(result: Any) -> None:
+    """For a collective, if it is one's."""
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.ScriptObject):
+            Work.unbox(leaf).wait()
+
+
+def _over(args: Any) -> Any:
+    """A collective in the same group that is over. To wait once more for a reduction of gloo's
+    copies pieces, which would be noted."""
+    _, _, group, op, *_ = args  # those that have their default are left out
+    _, work = torch.ops.c10d.allreduce_([torch.zeros(1)], group, op, None)
+    _wait(work)
+    return work
 
 
 class Recorder(TorchDispatchMode):
@@ -46,6 +63,9 @@ class Recorder(TorchDispatchMode):
                     flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
                     self.before[place] = (flat, flat.clone())
         out = func(*args, **kwargs)
+        _wait(out)
+        if func is torch.ops.c10d._reduce_scatter_base_.default:
+            out = (out[0], _over(args))
         for tensor in _tensors(out):
             if _memory(tensor) not in given:
                 self.made[_memory(tensor)] = tensor
@@ -80,6 +100,7 @@ class FakeGraph:
                 touched = tuple(_tensors((args, kwargs, out)))
                 with torch.autograd._unsafe_preserve_version_counter(touched):
                     result = func(*args, **kwargs)
+                    _wait(result)
                     for old, new in zip(_tensors(out), _tensors(result), strict=True):
                         if _memory(old) != _memory(new):
                             old.copy_(new)

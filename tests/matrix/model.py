@@ -161,7 +161,7 @@ def config_of(cell: Cell, width: str) -> TransformerConfig:
         more["overlap_moe_expert_parallel_comm"] = True
     if topology.experts:
         more["moe_grouped_gemm"] = cell["layers"] == "te_grouped"
-    return model_config(
+    config = model_config(
         topology,
         case,
         MLATransformerConfig if cell["layers"] == "mla" else TransformerConfig,
@@ -173,6 +173,11 @@ def config_of(cell: Cell, width: str) -> TransformerConfig:
         **_latent(cell, width),
         **more,
     )
+    if cell["target"] == "gpu" and cell["graph"] == "layers":
+        config.cuda_graph_impl, config.cuda_graph_warmup_steps = "local", 1
+        newer = hasattr(config, "cuda_graph_modules")
+        setattr(config, "cuda_graph_modules" if newer else "cuda_graph_scope", [])
+    return config
 
 
 # The layers.
@@ -305,7 +310,7 @@ def chunk_of(
     different on all others; on the meta device without values."""
     case, topology = case_of(cell, width), topology_of(cell)
     torch.manual_seed(case.seed)
-    graph = cell["graph"] == "on"
+    graph = cell["target"] == "gpu" and cell["graph"] != "off"
     model_parallel_cuda_manual_seed(
         case.seed, use_cudagraphable_rng=graph, force_reset_rng=torch.cuda.is_available()
     )

@@ -31,7 +31,7 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
     "fusion": ("off", "on"),
     "overlap": ("on", "off"),
     "buffers": ("plain", "slots", "nccl_ub", "ce_gather", "ce_gather_reduce"),
-    "graph": ("off", "on"),
+    "graph": ("off", "on", "layers"),
     "recompute": ("none", "full", "attention", "mlp"),
     "microbatches": (1, 3),
     "trained": ("all", "tied", "frozen", "adapter"),
@@ -62,7 +62,8 @@ MEANING: Mapping[str, str] = {
     "overlap": "`overlap_grad_reduce` and `overlap_param_gather`",
     "buffers": "none, `fsdp_double_buffer`, `nccl_ub`, `fsdp_copy_engine_all_gather`, that with "
     "`fsdp_copy_engine_reduce_scatter`",
-    "graph": "a step in one CUDA graph",
+    "graph": "none, a step in one CUDA graph, each layer in graphs of its own (on CPUs a stand-in "
+    "that notes operators and runs them again)",
     "recompute": "none, full (uniform), selective: `core_attn`, `mlp` (`moe` with experts)",
     "microbatches": "of a step",
     "trained": "all, embedding and output layer tied, a part frozen, only low-rank adapters",
@@ -215,6 +216,38 @@ RULES: tuple[Rule, ...] = (
         lambda offload, graph: offload in ("streamed", "core") and graph == "on",
     ),
     Rule(
+        "refused: graphs of layers without slots", "a graph has addresses",
+        lambda graph, buffers: graph == "layers" and buffers in ("plain", "ce_gather"),
+    ),
+    Rule(
+        "refused: graphs of layers that add to gradients", "each backward writes a fresh bucket",
+        lambda graph, strategy, kept: (
+            graph == "layers"
+            and (kept != "nothing" or not STRATEGIES[str(strategy)].shard_grads)
+        ),
+    ),
+    Rule(
+        "refused: graphs of layers that are recomputed", "their backward calls the layer again; "
+        "core leaves recomputed experts to its own graphs",
+        lambda graph, recompute, layers: (
+            graph == "layers"
+            and (recompute == "full" or (recompute == "mlp" and layers in WITH_EXPERTS))
+        ),
+    ),
+    Rule(
+        "refused: graphs of layers and delayed scaling", "scales are updated from a list that "
+        "modules enter when they are called",
+        lambda graph, precision: graph == "layers" and recipe_of(precision) == "delayed",
+    ),
+    Rule(
+        "refused: graphs of layers and CP", "attention works on streams of its own",
+        lambda graph, cp: graph == "layers" and cp > 1,
+    ),
+    Rule(
+        "refused: graphs of layers and parts of layers", "core's schedule calls parts",
+        lambda graph, ep_overlap: graph == "layers" and ep_overlap == "on",
+    ),
+    Rule(
         "refused: parts of layers in slots", "two passes read layers at a time",
         lambda ep_overlap, buffers, strategy: (
             ep_overlap == "on" and buffers in ("slots", "nccl_ub")
@@ -224,7 +257,7 @@ RULES: tuple[Rule, ...] = (
     # What has no meaning.
     Rule(
         "no hooks in a graph", "hooks on saved tensors are of Python",
-        lambda offload, graph: offload == "activations" and graph == "on",
+        lambda offload, graph: offload == "activations" and graph != "off",
     ),
     Rule(
         "no hooks around parts", "core's schedule does not call the model, and recompute in a "

@@ -87,6 +87,7 @@ class LayerGraphs:
     """Args:
     warmup: training steps that run eagerly first: libraries choose kernels and make their
         workspaces in the first ones.
+    shared: buffers that captured modules share with others and replace by larger ones.
 
     Attributes:
         captured, replayed: how many calls were. is_settled: calls were captured, and none in the
@@ -95,9 +96,12 @@ class LayerGraphs:
 
     is_settled = False
 
-    def __init__(self, engine: FsdpEngine, graphs: Graphs, warmup: int) -> None:
+    def __init__(
+        self, engine: FsdpEngine, graphs: Graphs, warmup: int,
+        shared: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:  # fmt: skip
         self._engine, self._graphs, self._warmup = weakref.ref(engine), graphs, max(1, warmup)
-        self._device = engine.runtime.device
+        self._device, self._shared = engine.runtime.device, shared
         self._steps = 0
         self._pools: list[Any] = []
         self._programs: dict[int, _Program] = {}
@@ -201,7 +205,8 @@ class LayerGraphs:
         if records:
             program.calls.append(call)
             # A longer sequence, which runs eagerly, makes a module replace its table of positions.
-            self._read_by_graphs.update((id(one), one) for one in call.site.caches())
+            caches = (*call.site.caches(), *self._shared())
+            self._read_by_graphs.update((id(one), one) for one in caches)
             current.addresses.update(output.data_ptr() for output in outputs)
             self.captured += 1
         else:

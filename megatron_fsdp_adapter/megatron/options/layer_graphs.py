@@ -92,7 +92,6 @@ _LAYERS_EXCLUDE = {
     "delay_wgrad_compute": "weight gradients would come after their unit's bucket is reduced",
     "overlap_moe_expert_parallel_comm": "parts of layers are called by a schedule",
     "tp_comm_overlap": "its buffers are not followed across graphs",
-    "chunked_optimizer_state_offload": "it was not tried",
     BUDGET: "a graph writes a fresh bucket in every backward, and units that stay whole add to "
     "kept gradients",
 }
