@@ -51,7 +51,7 @@ class Gpu:
     sustained: float = 1.0
     busy: float = 0.75
     fp8_in_blocks: float = 0.9
-    iteration: float = 0.4
+    iteration: float = 0.65
     to_host_gbps: float = 52.0
     from_host_gbps: float = 34.0
     source: str = ""

@@ -15,9 +15,9 @@ from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.unit import Unit
 from megatron_fsdp_adapter.core.engine.updates import LateUpdates
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, LOAD, STORE, UPDATE
-from megatron_fsdp_adapter.sharding.muon.exchange import AHEAD
 from megatron_fsdp_adapter.sharding.muon.newton_schulz import cost
 from megatron_fsdp_adapter.sharding.muon.owners import assign, loads
+from megatron_fsdp_adapter.sharding.muon.plan import sent_before
 from megatron_fsdp_adapter.sharding.streamed_optimizer import CHUNKS
 
 from .program import Kind
@@ -171,17 +171,16 @@ def write_muon(
         runtime.write(Kind.MEMORY, passes, label=f"momentum of {unit.name}", part=part)
         return exchange(unit, "rows")
 
-    rows = [send(unit) for unit in stages[:AHEAD]]
-    updates = []
+    ahead = sent_before([2 * BF16 * unit.matrix_numel for unit in stages])
+    rows, updates = list[tuple[int, ...]](), list[tuple[int, ...]]()
     for number, unit in enumerate(stages):
+        rows += [send(coming) for coming in stages[len(rows) : ahead[number]]]
         runtime.spend(UNIT_LAUNCHES)
         runtime.wait(COMPUTE, rows[number])
         runtime.write(
             Kind.ITERATION, shares[number], label=f"Newton-Schulz of {unit.name}", part=part
         )
         updates.append(exchange(unit, "updates"))
-        if number + AHEAD < len(stages):
-            rows.append(send(stages[number + AHEAD]))
         if number:
             _apply(runtime, stages[number - 1], updates[number - 1], widths)
     if stages:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_fsdp_adapter.core.layout import plan_group
 from megatron_fsdp_adapter.sharding.muon import owners
 from megatron_fsdp_adapter.sharding.muon.matrices import Member, MuonParam, row_blocks
-from megatron_fsdp_adapter.sharding.muon.plan import StagePlan, plan_stage
+from megatron_fsdp_adapter.sharding.muon.plan import StagePlan, plan_stage, sent_before, stages_of
 from tests.layout.layout_cases import specs_of
 
 pytestmark = pytest.mark.once
@@ -32,6 +32,12 @@ def test_no_rank_has_more_than_the_mean_and_one_matrix(costs: list[int], ranks: 
 def test_equal_matrices_of_neighbouring_units_have_different_owners() -> None:
     assert owners.assign([5] * 8, 4) == (0, 1, 2, 3, 0, 1, 2, 3)
     assert owners.imbalance([5] * 8, owners.assign([5] * 8, 4), 4) == 1.0
+
+
+def test_what_is_costly_in_a_unit_lies_on_different_ranks() -> None:
+    """Of units with one large and one smaller matrix, each rank has one of each unit."""
+    found = owners.assign([9, 5] * 4, 2)
+    assert all(one != other for one, other in zip(found[::2], found[1::2], strict=True))
 
 
 def test_a_large_model_on_many_ranks_is_planned_in_seconds() -> None:
@@ -62,6 +68,29 @@ def test_a_vector_is_no_matrix() -> None:
     layout = plan_group(specs_of([(12,)]), 2)
     with pytest.raises(ValueError, match=r"Muon needs a matrix, not \(12,\)"):
         MuonParam(layout, 0, None, 1, (12,))
+
+
+# Stages.
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 80))
+def test_stages_are_neighbours_within_the_limit(numels: list[int], limit: int) -> None:
+    found = stages_of(numels, limit)
+    assert [n for part in found for n in numels[part]] == numels
+    for part, after in zip(found, [*found[1:], None][: len(found)], strict=True):
+        total = sum(numels[part])
+        assert part.stop - part.start >= 1 and (total <= limit or part.stop - part.start == 1)
+        assert after is None or total + numels[after.start] > limit, "it would have fitted"
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 120))
+def test_rows_travel_ahead_within_the_limit(sizes: list[int], limit: int) -> None:
+    found = sent_before(sizes, limit)
+    for number, sent in enumerate(found):
+        assert number < sent <= len(sizes) and (number == 0 or sent >= found[number - 1])
+        flight = sum(sizes[number:sent])
+        assert flight <= limit or sent == number + 1
+        assert sent == len(sizes) or flight + sizes[sent] > limit, "it would have fitted"
 
 
 # What travels, with tensors in the place of ranks.

@@ -4,7 +4,8 @@
     compute             momentum    | matrices 1 | matrices 2        | apply 1 | ...
 
 Exchanges run on the gather role, which has nothing else to do in a step. Rows travel some stages
-ahead, so that a rank whose matrices of a stage are fewer goes on with the next one's.
+ahead (`plan.sent_before`), so that a rank whose matrices of a stage are fewer goes on with the next
+one's.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from ...core.topology import OUTER_DIM, TP_DIM, ShardDomain
 from .matrices import Member, Piece
 from .plan import Run, Runs, StagePlan
 
-AHEAD = 3
-"""Stages whose rows travel before the first one's matrices are computed."""
 MAX_BATCH = 1 << 22
 """Elements of the matrices that are computed at once, if there is more than one. Larger ones fill a
 device alone, and alone their bits do not depend on how many a rank owns."""
@@ -101,8 +100,14 @@ class StageExchange:
             for shape, keys in owned.items()
             for start in range(0, len(keys), _batch_size(shape))
         ]
+        self._returns_alike = plan.returned == plan.received
         self._flight: Any = None
-        self._results: list[torch.Tensor] = []
+
+    @property
+    def mean_bytes(self) -> int:
+        """Of the rows that a rank sends and receives, over all ranks."""
+        numel = sum(rows * columns for param in self._plan.params for rows, columns in param.shapes)
+        return 2 * numel * self._dtype.itemsize // self._communicator.size
 
     def send(self, rows: Sequence[torch.Tensor | None]) -> None:
         """Starts to send this rank's flat rows of each parameter; zeros where there are none."""
@@ -124,24 +129,25 @@ class StageExchange:
         sources: Sources = {}
         for run, source in _cut(received, self._plan.received):
             sources.setdefault((run.param, run.matrix), []).append((run.piece, source))
-        panels: dict[tuple[int, int], torch.Tensor] = {}
+        updates = self._memory_of_updates(received)
+        targets: Sources = {}
+        for run, target in _cut(updates, self._plan.returned):
+            targets.setdefault((run.param, run.matrix), []).append((run.piece, target))
         for shape, keys in self._batches:
-            batch = self._received_batch(shape, keys, sources)
-            found = orthogonalise(batch)
-            panels.update(self._panels_of(found, keys))
-        del received, sources
-        updates = self._empty(self._plan.returned, self._result)
-        cut = list(_cut(updates, self._plan.returned))
-        copy_each(
-            [target for _, target in cut],
-            [
-                panels[run.param, run.matrix][run.piece.panel][
-                    run.piece.at : run.piece.at + run.numel
-                ]
-                for run, _ in cut
-            ],
-        )
+            found = orthogonalise(self._received_batch(shape, keys, sources))
+            for key, panels in self._panels_of(found, keys):
+                copy_each(
+                    [target for _, target in targets[key]],
+                    [panels[at.panel][at.at : at.at + at.local.numel] for at, _ in targets[key]],
+                )
         self._exchange(updates, self._plan.returned, self._plan.updates)
+
+    def _memory_of_updates(self, received: torch.Tensor) -> torch.Tensor:
+        """To send updates from: where each matrix came from, which is read before its update is
+        there, if they go back to those who sent it and to nobody else."""
+        if self._returns_alike and received.element_size() == self._result.itemsize:
+            return received.view(self._result)
+        return self._empty(self._plan.returned, self._result)
 
     def updates(self) -> Iterator[tuple[int, int, slice, torch.Tensor]]:
         """Waits for the updates of this rank's rows: parameter, matrix, place in the flat rows, and

@@ -114,7 +114,8 @@ def _stepwise(x: torch.Tensor, coefficients: Sequence[Coefficients]) -> torch.Te
 
 
 def _by_gram_matrix(x: torch.Tensor, coefficients: Sequence[Coefficients]) -> torch.Tensor:
-    """x: float16, with elements of a root mean square of 1; their memory may be written."""
+    """x: float16, with elements of a root mean square of 1, in memory that is written."""
+    memory = [x, torch.empty_like(x)]  # to read from, and to write
     _, rows, columns = x.shape
     tall, restarts = rows > columns, restarts_of(len(coefficients))
     x_scale = (rows * columns) ** 0.5
@@ -122,7 +123,7 @@ def _by_gram_matrix(x: torch.Tensor, coefficients: Sequence[Coefficients]) -> to
     gram, product = symmetric_product(x, alpha=r_scale / x_scale**2, tall=tall), None
     for number, (a, b, c) in enumerate(coefficients):
         if number in restarts:
-            x = _times(x, product, 1 / x_scale, tall)
+            x = _times(memory, product, 1 / x_scale, tall)
             gram, product = symmetric_product(x, tall=tall), None
             x_scale = r_scale = 1.0
         step = symmetric_product(
@@ -131,15 +132,19 @@ def _by_gram_matrix(x: torch.Tensor, coefficients: Sequence[Coefficients]) -> to
         product = step if product is None else torch.bmm(step, product)
         if number + 1 < len(coefficients) and number + 1 not in restarts:
             gram = symmetric_product(step, symmetric_product(step, gram))
-    return _times(x, product, 1 / x_scale, tall)
+    return _times(memory, product, 1 / x_scale, tall)
 
 
 def _times(
-    x: torch.Tensor, product: torch.Tensor | None, factor: float, tall: bool
+    memory: list[torch.Tensor], product: torch.Tensor | None, factor: float, tall: bool
 ) -> torch.Tensor:
+    """factor times `product` times the first of `memory`, in the second one; then they change
+    places."""
     assert product is not None
-    left, right = (x, product) if tall else (product, x)
-    return torch.baddbmm(torch.empty_like(x), left, right, beta=0.0, alpha=factor)
+    x, out = memory
+    out.baddbmm_(*((x, product) if tall else (product, x)), beta=0.0, alpha=factor)
+    memory.reverse()
+    return out
 
 
 def cost(rows: int, columns: int, steps: int = 5) -> int:

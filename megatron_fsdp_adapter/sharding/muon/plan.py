@@ -1,8 +1,8 @@
 """What travels so that each matrix of a stage is whole on its owner, and its update comes back.
 
-A *stage* is what is exchanged together: the matrices of one unit. Every rank works out its own part
-of each exchange from numbers that all of them have, and both sides of a pair list the same runs in
-the same order, so that what is sent needs no labels.
+A *stage* is what is exchanged together: matrices of one unit, as many as `stages_of` allows. Every
+rank works out its own part of each exchange from numbers that all of them have, and both sides of a
+pair list the same runs in the same order, so that what is sent needs no labels.
 """
 
 from __future__ import annotations
@@ -11,6 +11,37 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .matrices import Member, MuonParam, Piece
+
+STAGE_NUMEL = 1 << 26
+"""Elements of a stage, if it has more than one parameter."""
+IN_FLIGHT = 512 << 20
+"""Bytes of rows that a rank has sent and received ahead of what it computes, if that is more than
+one stage. Every rank has the mean in its place: a rank may receive more, or less."""
+
+
+def stages_of(numels: Sequence[int], limit: int = STAGE_NUMEL) -> list[slice]:
+    """Which parameters, of these elements, are exchanged together: neighbours up to `limit`."""
+    found, start, total = list[slice](), 0, 0
+    for index, numel in enumerate(numels):
+        if index > start and total + numel > limit:
+            found.append(slice(start, index))
+            start, total = index, 0
+        total += numel
+    return [*found, slice(start, len(numels))] if numels else []
+
+
+def sent_before(sizes: Sequence[int], limit: int = IN_FLIGHT) -> tuple[int, ...]:
+    """How many stages' rows are on their way before each stage is computed, itself among them, for
+    stages of `sizes` bytes: as many as `limit` allows. The same on every rank, as exchanges are
+    collective."""
+    found, sent, total = [], 0, 0
+    for number, size in enumerate(sizes):
+        while sent < len(sizes) and (sent <= number or total + sizes[sent] <= limit):
+            total += sizes[sent]
+            sent += 1
+        found.append(sent)
+        total -= size
+    return tuple(found)
 
 
 @dataclass(frozen=True)

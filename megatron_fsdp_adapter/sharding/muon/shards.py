@@ -26,9 +26,9 @@ from ...core.runtime.comm import Communicator
 from ...core.topology import TP_DIM
 from ..local_optimizer import LocalShards
 from . import newton_schulz, owners
-from .exchange import AHEAD, Parties, StageExchange, communicator_of, parties_of
+from .exchange import Parties, StageExchange, communicator_of, parties_of
 from .matrices import MuonParam
-from .plan import plan_stage
+from .plan import plan_stage, sent_before, stages_of
 
 MOMENTUM = "momentum_buffer"
 """The name of Muon's state, as torch.optim.Muon has it."""
@@ -104,6 +104,7 @@ class MuonShards(LocalShards):
         self._engines, self._rule, self._runtime = engines, rule, engines[0].runtime
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._planned_groups, self._stages = 0, list[Stage]()
+        self._sent_before: tuple[int, ...] = ()
         self._stepped = False
         super().__init__(optimizer, skip_empty, decoupled)
 
@@ -138,16 +139,20 @@ class MuonShards(LocalShards):
         stages = [
             (parties, communicator, Stage(entries))
             for engine in self._engines
-            for parties, communicator, entries in self._stages_of(engine, where)
+            for parties, communicator, entries in self._entries_of(engine, where)
         ]
         for ranks in dict.fromkeys(parties.ranks for parties, _, _ in stages):
             self._assign([row for row in stages if row[0].ranks == ranks], optimizer)
         self._stages = [stage for _, _, stage in stages]
+        self._sent_before = sent_before(
+            [stage.exchange.mean_bytes for stage in self._stages]  # type: ignore[union-attr]
+        )
 
-    def _stages_of(
+    def _entries_of(
         self, engine: FsdpEngine, where: dict[int, tuple[int, torch.Tensor]]
     ) -> Iterator[tuple[Parties, Communicator, list[Entry]]]:
-        """The groups of each unit, in the order of the units, that Muon updates something of."""
+        """What is exchanged together, in the order of the units: of each of their groups, what Muon
+        updates, in as many parts as its size asks for."""
         for unit in engine.units:
             for group in unit.groups:
                 pairs = [
@@ -164,7 +169,9 @@ class MuonShards(LocalShards):
                 entries = [
                     Entry(*where[id(pair.optimizer)], self._muon_param(pair)) for pair in pairs
                 ]
-                yield parties, self._communicators[parties.ranks], entries
+                numels = [sum(a * b for a, b in entry.param.shapes) for entry in entries]
+                for part in stages_of(numels):
+                    yield parties, self._communicators[parties.ranks], entries[part]
 
     def _muon_param(self, pair: ParamPair) -> MuonParam:
         split, parts = tensor_split(pair)
@@ -230,9 +237,9 @@ class MuonShards(LocalShards):
         stages, options = self._stages, functools.cache(lambda n: self._rule.options(groups[n]))
         sent = 0
         for number, stage in enumerate(stages):
-            for ahead in stages[sent : number + 1 + AHEAD]:
+            for ahead in stages[sent : self._sent_before[number]]:
                 self._send(ahead, options)
-                sent += 1
+            sent = self._sent_before[number]
             first = options(stage.entries[0].group)
             stage.exchange.compute(  # type: ignore[union-attr]
                 functools.partial(
@@ -272,14 +279,11 @@ def _apply(
         group = groups[entry.group]
         if trained and group["weight_decay"] != 0:
             entry.local.mul_(1 - float(group["lr"]) * group["weight_decay"])
-    alike: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for number, matrix, place, values in stage.exchange.updates():  # type: ignore[union-attr]
         entry = stage.entries[number]
         if stage.trained[number]:
             scale = options(entry.group).scale(*entry.param.shapes[matrix])
-            key = -float(groups[entry.group]["lr"]) * scale
-            targets, updates = alike.setdefault(key, ([], []))
-            targets.append(entry.local.view(-1)[place])
-            updates.append(values.to(entry.local.dtype))
-    for alpha, (targets, updates) in alike.items():
-        torch._foreach_add_(targets, updates, alpha=alpha)
+            alpha = -float(groups[entry.group]["lr"]) * scale
+            # It casts on the way. Kernels for many tensors do not, and casts of their own are two
+            # passes more.
+            entry.local.view(-1)[place].add_(values, alpha=alpha)
