@@ -12,9 +12,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,9 +47,8 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     return group._get_backend(device).options._timeout.total_seconds()
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A collective that was launched, in words."""
+class Launch(NamedTuple):
+    """A collective that was launched, in words. One is made for every launch: cheaply."""
 
     action: str
     carries: str
@@ -95,21 +93,21 @@ class NamedCommunicator(Communicator):
         self._log = log(timeout_of(group, device)) if ordered else None
 
     def _failed(self, launch: Launch, error: RuntimeError) -> CommunicationError:
-        launch = replace(launch, carries=self._unit_of(launch.carries))
+        launch = launch._replace(carries=self._unit_of(launch.carries))
         return CommunicationError(
             f"rank {dist.get_rank()}: {launch}, failed: {error}. Another rank has "
             f"failed, is late by more than {timeout_of(self.group, self.device):g} s (the timeout "
             "of the process group), or took another path through the model; its own log says why"
         )
 
-    def _named(self, action: str, run: Callable[[], Any]) -> Any:
+    def _named(self, action: str, run: Callable[..., Any], *args: Any) -> Any:
         if self.size == 1:
-            return run()
+            return run(*args)
         when = "in backward" if in_backward() else "in forward"
         when = "at construction" if action == BROADCAST else when
         launch = Launch(action, self.carries, when, self.ranks)
         try:
-            works = run()
+            works = run(*args)
         except CommunicationError:
             raise
         except RuntimeError as error:
@@ -122,27 +120,27 @@ class NamedCommunicator(Communicator):
         return works and [NamedWork(work, launch, self._failed) for work in works]
 
     def all_gather(self, pairs: Sequence[Pair]) -> list[Any]:
-        return self._named(GATHER, partial(super().all_gather, pairs))
+        return self._named(GATHER, super().all_gather, pairs)
 
     def reduce_scatter(self, pairs: Sequence[Pair]) -> list[Any]:
-        return self._named(REDUCE, partial(super().reduce_scatter, pairs))
+        return self._named(REDUCE, super().reduce_scatter, pairs)
 
     def reduce_scatter_by_exchange(self, pairs: Sequence[Pair], *options: Any) -> list[Any]:
-        return self._named(REDUCE, partial(super().reduce_scatter_by_exchange, pairs, *options))
+        return self._named(REDUCE, super().reduce_scatter_by_exchange, pairs, *options)
 
     def reduce_scatter_in_blocks(self, pairs: Sequence[Pair], *options: Any) -> list[Any]:
-        return self._named(REDUCE, partial(super().reduce_scatter_in_blocks, pairs, *options))
+        return self._named(REDUCE, super().reduce_scatter_in_blocks, pairs, *options)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        return self._named(REDUCE, partial(super().all_reduce, tensors))
+        return self._named(REDUCE, super().all_reduce, tensors)
 
     def all_max(self, tensor: torch.Tensor) -> list[Any]:
         # Launches are compared by whole numbers, the scales of weights are fractions.
         action = AGREE if tensor.is_floating_point() else COMPARE
-        return self._named(action, partial(super().all_max, tensor))
+        return self._named(action, super().all_max, tensor)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        self._named(BROADCAST, partial(super().broadcast, tensor))
+        self._named(BROADCAST, super().broadcast, tensor)
 
 
 def ran_out_of_memory(error: RuntimeError) -> bool:

@@ -108,6 +108,13 @@ class TimedRuntime:
         self.spend(CALL)
         self._waits.setdefault(role, set()).update(event)
 
+    def follow(self, role: str, other: str) -> None:
+        self.wait(role, self.record(other))
+
+    def free(self, role: str, *tasks: Callable[[], None]) -> None:
+        for task in tasks:
+            task()
+
     def allocate(self, flat: torch.Tensor) -> None:
         if storage_bytes(flat) == 0:
             flat.untyped_storage().resize_(flat.numel() * flat.element_size())

@@ -195,6 +195,12 @@ class Bench:
             names = ",".join(captured)
             raise ValueError(f"--wrappers {names}: core has one CUDA graph; add --isolated")
         results = [Result(subject) for subject in subjects]
+        with torch.autograd.set_multithreading_enabled(not self.plan.one_thread):
+            self._measure(results)
+        return results
+
+    def _measure(self, results: Sequence[Result]) -> None:
+        subjects = [result.subject for result in results]
         self._warm_libraries(subjects)
         if self.plan.isolated:
             for number, result in enumerate(results, start=1):
@@ -204,7 +210,6 @@ class Bench:
         else:
             self._together(results)
             self.note(results)
-        return results
 
     def _warm_libraries(self, subjects: Sequence[Subject]) -> None:
         """Steps of the bare model, in each precision: compiled kernels and the libraries'

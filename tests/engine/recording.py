@@ -25,6 +25,7 @@ which changes before a deferred run is for tests of `HostRuntime`.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,15 @@ METADATA_ONLY = frozenset({
     "new_zeros", "new_ones", "new_full", "new_empty_strided", "is_same_size",
 })  # fmt: skip
 """Operations that look at shape, dtype and device of their inputs, never at the data."""
+
+
+def who_asks(depth: int = 2) -> Any:
+    """The frame that called a method of a runtime, from inside that method: not those of `follow`
+    and `free`, which call others."""
+    frame = sys._getframe(depth)
+    while frame.f_code.co_filename == __file__ and frame.f_code.co_name in ("follow", "free"):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame
 
 
 class RaceError(AssertionError):
@@ -227,6 +237,13 @@ class RecordingRuntime:
         self._note(role, WAIT, event.role)
         for name, epoch in event.clock.items():
             self._clocks[role][name] = max(self._clocks[role][name], epoch)
+
+    def follow(self, role: str, other: str) -> None:
+        self.wait(role, self.record(other))
+
+    def free(self, role: str, *tasks: Callable[[], None]) -> None:
+        """Of memory of `role`'s: in its order."""
+        self.submit(role, *tasks)
 
     def allocate(self, flat: torch.Tensor) -> None:
         if storage_bytes(flat) > 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, REDUCE
 from tests.engine.engine_cases import Setup, build
 from tests.engine.engine_scenarios import SCENARIOS, VARIANTS, variant_cells
 from tests.engine.pretended import pretended_world
-from tests.engine.recording import MARK, RaceError, RecordingRuntime
+from tests.engine.recording import MARK, RaceError, RecordingRuntime, who_asks
 
 ZERO_1, ZERO_2, ZERO_3 = "optim", "optim_grads", "optim_grads_params"
 VARIANT_SCENARIOS = ("microbatches", "evaluation_between", "layer_twice", "backward_raises")
@@ -116,8 +115,8 @@ Site = tuple[str, ...]
 """Names of functions, innermost first, of a call: ("follow_compute", "invalidate")."""
 
 
-def _called_from(site: Site, depth: int = 2) -> bool:
-    frame = sys._getframe(depth)
+def _called_from(site: Site) -> bool:
+    frame = who_asks(3)
     for name in site:
         if frame is None or frame.f_code.co_name != name:
             return False
@@ -227,14 +226,14 @@ def test_each_event_covers_what_was_submitted_last(site):
 
 
 def _functions_that_wait() -> set[str]:
-    """Functions of the engine's source that call `runtime.wait`."""
+    """Functions of the engine's source that call `runtime.wait` or `follow`."""
     found = set()
     for path in Path(inspect.getfile(FsdpEngine)).parent.glob("*.py"):
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef):
                 for node in ast.walk(function):
                     if isinstance(node, ast.Attribute) and ast.unparse(node).endswith(
-                        "runtime.wait"
+                        ("runtime.wait", "runtime.follow")
                     ):
                         found.add(function.name)
     return found

@@ -3,7 +3,6 @@ launches."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.engine.engine_cases import Rig, Setup, build, make_net
 from tests.engine.engine_scenarios import SCENARIOS, VARIANTS
 from tests.engine.pretended import LateCommunicator, pretended_world
-from tests.engine.recording import RaceError, RecordingRuntime
+from tests.engine.recording import RaceError, RecordingRuntime, who_asks
 from tests.engine.traces import collectives, steady
 from tests.quantised.emulated import RECIPES, EmulatedParams, EmulatedTensor
 from tests.quantised.quantised_cases import PlainQuantisedRig
@@ -82,7 +81,7 @@ class Deaf(RecordingRuntime):
         self.place, self.missed = (module.__file__, function), 0
 
     def wait(self, role: str, event: Any) -> None:
-        code = sys._getframe(1).f_code
+        code = who_asks().f_code
         if (code.co_filename, code.co_name) == self.place:
             self.missed += 1
         else:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_adapter.core.engine.construction import broadcast_weights
-from megatron_fsdp_adapter.core.engine.guard import guard, unguard
+from megatron_fsdp_adapter.core.engine.guard import set_classes
 from megatron_fsdp_adapter.core.engine.partition import GroupKey, ManagedParam
 from megatron_fsdp_adapter.core.layout.format import PER_TENSOR, Use
 from megatron_fsdp_adapter.quantised import format_of
@@ -96,7 +96,7 @@ def test_fields_are_planes_and_follow_memory_that_comes_and_goes(te: Path, recip
 def test_a_guarded_parameter_refuses_its_fields_and_knows_its_shape(te: Path, recipe: str) -> None:
     param, original = make(recipe), None
     original = type(param)
-    guard(param, KNOWS.guard_class(original))
+    set_classes([(param, KNOWS.guard_class(original))])
     assert tuple(param.shape) == SHAPE and param.dtype == torch.bfloat16 and param.requires_grad
     assert param.device.type == "cpu" and param.numel() == SHAPE[0] * SHAPE[1]
     assert tuple(param.size()) == SHAPE and param.size(1) == SHAPE[1] and param.dim() == 2
@@ -106,7 +106,7 @@ def test_a_guarded_parameter_refuses_its_fields_and_knows_its_shape(te: Path, re
         with pytest.raises(RuntimeError, match="not gathered"):
             read()
     KNOWS.drop_derived(param)
-    unguard(param, original)
+    set_classes([(param, original)])
     assert type(param) is original and getattr(param, field) is not None
 
 

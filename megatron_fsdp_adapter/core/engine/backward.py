@@ -122,9 +122,13 @@ class BackwardPass:
         self._done.add(unit.ordinal)
         unit.busy = False
         self.gather.release_used(unit)
-        if self.accumulates:
+        if not self.accumulates:
+            return
+        if torch.is_grad_enabled():  # a backward with `create_graph`, or none
             with torch.no_grad():
                 self.reduce.backward_done(unit, self._is_last, self._is_known_last)
+        else:
+            self.reduce.backward_done(unit, self._is_last, self._is_known_last)
 
     def _complete_late(self, unit: Unit) -> None:
         if unit.strategy.shard_grads:

@@ -33,6 +33,23 @@ def copy_each(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -
         torch._foreach_copy_([output for output, _ in small], [source for _, source in small])
 
 
+class Copies:
+    """`copy_each` to `outputs` that stay what they are: which are large is looked at once."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        is_large = [output.numel() >= LARGE for output in outputs]
+        self._large = [(i, output) for i, output in enumerate(outputs) if is_large[i]]
+        self._small = [i for i, large in enumerate(is_large) if not large]
+        self._small_outputs = [outputs[i] for i in self._small]
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Copies each of as many inputs to its output, casting it."""
+        for i, output in self._large:
+            output.copy_(inputs[i])
+        if self._small:
+            torch._foreach_copy_(self._small_outputs, [inputs[i] for i in self._small])
+
+
 class FlatBuffer:
     """A 1-D tensor of fixed length whose storage may come and go.
 

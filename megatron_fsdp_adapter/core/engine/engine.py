@@ -181,8 +181,9 @@ class FsdpEngine:
     def show_raw_params(self) -> None:
         """Whoever had the optimizer parameters may have written them: compute weights of before
         count as outdated."""
-        self.memory.check("using the model", READ)
-        self.switch.show(Identity.RAW, before=self._take_over)
+        if self.switch.shown is not Identity.RAW or self.memory.away:
+            self.memory.check("using the model", READ)
+            self.switch.show(Identity.RAW, before=self._take_over)
 
     def show_optimizer_params(self) -> None:
         self.memory.check("reading or writing main weights", [MAIN])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.layout.format import Use
@@ -25,6 +25,30 @@ from .planes import WeightPlane
 from .prefetch import FORWARD, PrefetchOrder
 from .unit import Phase, Unit
 from .updates import LateUpdates
+
+
+class DomainGather(NamedTuple):
+    """What is launched of one domain: output and input of each gather of its groups."""
+
+    communicator: Communicator
+    groups: Sequence[ParamGroup]
+    pairs: Sequence[Pair]
+
+
+def plan_gathers(
+    communicators: Mapping[str, Communicator],
+    groups: Sequence[ParamGroup],
+    pairs_of: Callable[[ParamGroup], list[Pair]],
+) -> list[DomainGather]:
+    """Of each domain that has this axis, and such pairs."""
+    planned = [
+        DomainGather(
+            communicators[domain], members, [pair for group in members for pair in pairs_of(group)]
+        )
+        for domain, members in by_domain(groups).items()
+        if domain in communicators
+    ]
+    return [one for one in planned if one.pairs]
 
 
 class GatherPipeline:
@@ -55,6 +79,7 @@ class GatherPipeline:
         self._ahead: list[Unit] = []
         self._holders: dict[int, Unit] = {}
         self._kept: Counter[int] = Counter()
+        self._planned: dict[tuple[int, Use], list[DomainGather]] = {}
 
     def need(self, unit: Unit, use: Use = Use.BOTH) -> None:
         """Orders the compute stream behind `unit`'s weights for `use` and launches the next
@@ -65,7 +90,7 @@ class GatherPipeline:
         self.require(unit, use)
         forward = self.order.direction is FORWARD
         if self.forward_follows and self.order.ends:
-            upcoming = (i for i in self.order.first() if self.units[i].phase is not Phase.READY)
+            upcoming = [i for i in self.order.first() if self.units[i].phase is not Phase.READY]
             forward = True
         if self.config.overlap_param_gather:
             self._prefetch(self._within_budget(upcoming), forward)
@@ -73,7 +98,8 @@ class GatherPipeline:
     def require(self, unit: Unit, use: Use) -> None:
         """The same without what comes next, which somebody else knows."""
         self.start(unit, use)
-        self._finish(unit)
+        if unit.gathered is not None:
+            self._finish(unit)
         if unit.quantised:
             unit.prepare(use)
 
@@ -187,9 +213,12 @@ class GatherPipeline:
         )
 
     def _all_gather(self, unit: Unit, use: Use) -> list[Any]:
-        return self.all_gather(
-            GATHERED, self.communicators, unit.groups, lambda group: group.gather_pairs[use]
-        )
+        key = unit.ordinal, use
+        if key not in self._planned:
+            self._planned[key] = plan_gathers(
+                self.communicators, unit.groups, lambda group: group.gather_pairs[use]
+            )
+        return self._launch_each(GATHERED, self._planned[key])
 
     def all_gather(
         self,
@@ -199,22 +228,22 @@ class GatherPipeline:
         pairs_of: Callable[[ParamGroup], list[Pair]],
     ) -> list[Any]:
         """One launch a domain; nothing in a domain without this axis, or without such pairs."""
+        return self._launch_each(kind, plan_gathers(communicators, groups, pairs_of))
+
+    def _launch_each(self, kind: str, planned: Sequence[DomainGather]) -> list[Any]:
         works = []
-        for domain, members in by_domain(groups).items():
-            pairs = [pair for group in members for pair in pairs_of(group)]
-            if domain in communicators and pairs:
-                self.launches.note(kind, members, communicators[domain])
-                works += communicators[domain].all_gather(pairs)
+        for one in planned:
+            self.launches.note(kind, one.groups, one.communicator)
+            works += one.communicator.all_gather(one.pairs)
         return works
 
     def _finish(self, unit: Unit) -> None:
-        if unit.gathered is not None:
-            self.runtime.wait(COMPUTE, unit.gathered)
-            unit.gathered = None
-            if unit.behind_update:
-                unit.update_passed()
-            if unit.phase is Phase.GATHERING:
-                unit.advance(Phase.READY)
+        self.runtime.wait(COMPUTE, unit.gathered)
+        unit.gathered = None
+        if unit.behind_update:
+            unit.update_passed()
+        if unit.phase is Phase.GATHERING:
+            unit.advance(Phase.READY)
 
     def release(self, unit: Unit) -> None:
         """Reshards `unit` once the compute stream has passed this point; keeps kept weights, and
@@ -229,9 +258,9 @@ class GatherPipeline:
     def _drop(self, unit: Unit) -> None:
         unit.gathered = None
         unit.advance(Phase.SHARDED)
-        self.runtime.wait(GATHER, self.runtime.record(COMPUTE))
+        self.runtime.follow(GATHER, COMPUTE)
         if unit.strategy.shard_weights:
-            self.runtime.submit(GATHER, lambda: self._give_back(unit))
+            self.runtime.free(GATHER, lambda: self._give_back(unit))
 
     def _give_back(self, unit: Unit) -> None:
         for group in unit.groups:
@@ -271,11 +300,11 @@ class GatherPipeline:
     def follow_compute(self) -> None:
         """Orders later gathers behind everything on the compute stream so far: main weights that
         were written there may be gathered after this."""
-        self.runtime.wait(GATHER, self.runtime.record(COMPUTE))
+        self.runtime.follow(GATHER, COMPUTE)
 
     def quiesce(self) -> None:
         """Orders the compute stream behind all gathers: main weights may be written after this."""
-        self.runtime.wait(COMPUTE, self.runtime.record(GATHER))
+        self.runtime.follow(COMPUTE, GATHER)
 
     def gather_first(self) -> None:
         """Launches what the next forward pass asks for first, ahead of it."""
@@ -291,7 +320,8 @@ class GatherPipeline:
             if self.units[ordinal].phase is Phase.SHARDED:
                 self.launch(self.units[ordinal], Use.FORWARD)
         for unit in self.units:
-            self._finish(unit)
+            if unit.gathered is not None:
+                self._finish(unit)
 
 
 def _pairs_of(planes: Sequence[WeightPlane]) -> list[Pair]:

@@ -42,7 +42,7 @@ from megatron_fsdp_adapter.core.layout.ranges import nested_shard_rank
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
-from .buffer import FlatBuffer, Held, copy_each, items_in, segments_in
+from .buffer import Copies, FlatBuffer, Held, copy_each, items_in, segments_in
 from .direct import DirectGrads
 from .guard import unchecked
 from .offloaded import OffloadedBuffer
@@ -196,6 +196,7 @@ class ParamGroup:
             use: [plane for plane in self.planes if plane.plane.use == use] for use in Use
         }
         self.held_weights = [] if quantised is not None else self.planes[0].held
+        self._write_held = Copies(self.held_weights)
         self.gather_pairs = {
             use: [pair for plane in planes for pair in plane.gather_pairs]
             for use, planes in self.planes_in.items()
@@ -270,6 +271,7 @@ class ParamGroup:
         self.collected_segments = segments_in(self.collected, self.full, self.full)
         self.bucket_segments = segments_in(self.bucket, self.full, self.full)
         self.results = segments_in(self.bucket, self.full, self.inner)
+        self._collect = Copies(self.bucket_items)
         self._release_grads()
 
     @property
@@ -278,8 +280,8 @@ class ParamGroup:
 
     def fill_bucket(self) -> None:
         """Makes ready what is communicated: a copy, where gradients are kept in another dtype."""
-        self.bucket.allocate()
         if self.bucket is not self.collected:
+            self.bucket.allocate()
             copy_each(self.bucket_segments, self.collected_segments)
 
     def release_bucket(self) -> None:
@@ -312,7 +314,7 @@ class ParamGroup:
         if self.main_is_weight or not self.held_weights:
             return
         if self.staged is None or not self.own_current:
-            copy_each(self.held_weights, self.main_segments)
+            self._write_held(self.main_segments)
         self.own_current = True
 
     def write_own_from_twin(self) -> None:
@@ -351,6 +353,11 @@ class ParamGroup:
             for param in self.params:
                 param.grad = None
         written = self.direct.close()
+        if not accumulate and not written and all(grad is not None for grad in every):
+            self._collect(every)  # type: ignore[arg-type]
+            if self.bucket_gaps:
+                torch._foreach_zero_(self.bucket_gaps)
+            return
         added: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         zeroed = [] if accumulate else list(self.bucket_gaps)

@@ -10,6 +10,7 @@ weights are present the parameter has its own class and costs nothing. A swap ta
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -111,14 +112,11 @@ def _refused(name: str) -> property:
     return property(read, write)
 
 
-def guard(param: nn.Parameter, guarded: type = ReshardedParameter) -> None:
-    """Makes reads of `param` raise."""
-    param.__class__ = guarded
-
-
-def unguard(param: nn.Parameter, original: type[nn.Parameter]) -> None:
-    """Makes `param` an ordinary parameter again."""
-    param.__class__ = original
+def set_classes(classes: Iterable[tuple[nn.Parameter, type]]) -> None:
+    """Gives each parameter the class beside it: a guarding one makes reads of it raise, its own
+    makes it an ordinary parameter again."""
+    for param, kind in classes:
+        param.__class__ = kind
 
 
 def unchecked() -> AbstractContextManager[Any]:

@@ -31,6 +31,7 @@ from .partition import ROOT
 from .saved import SavedTensors
 from .unit import Unit
 
+_PLAIN = frozenset({type(None), bool, int, float, str})
 _LEAVES = (torch.Tensor, type(None), bool, int, float, str)
 """What certainly holds no tensors besides itself."""
 
@@ -107,8 +108,9 @@ def on_inputs_done(
     again: called when a backward through that backward needs the gradients of inputs.
     """
     watched: list[torch.Tensor] = []
-    new_args = tuple(_watch(value, watched) for value in args)
-    new_kwargs = {name: _watch(value, watched) for name, value in kwargs.items()}
+    # Most of what layers are given by name is None or a plain value.
+    new_args = tuple([v if type(v) in _PLAIN else _watch(v, watched) for v in args])
+    new_kwargs = {k: v if type(v) in _PLAIN else _watch(v, watched) for k, v in kwargs.items()}
     if not watched:
         return args, kwargs
     if any(value.grad_fn is None for value in watched):
@@ -156,8 +158,13 @@ def on_outputs_needed(output: Any, callback: Callable[..., None], given: Any = (
     A view that is changed in place leaves the graph, and the gradient arrives at what it is a view
     of; that is watched too, unless it is of the inputs `given`.
     """
-    tensors = [value for value in _tensors_in(output) if value.grad_fn is not None]
-    bases = [t._base for t in tensors if t._base is not None and t._base.grad_fn is not None]
+    tensors, bases = [], []
+    for tensor in _tensors_in(output):
+        if tensor.grad_fn is not None:
+            tensors.append(tensor)
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                bases.append(base)
     if bases:
         theirs = {id(v if v._base is None else v._base) for v in _tensors_in(given)}
         tensors += [base for base in bases if id(base) not in theirs]
@@ -176,8 +183,10 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
     values; else whatever pytree and the attributes of objects (dataclasses among them) lead to."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if type(value) is tuple and all(isinstance(item, _LEAVES) for item in value):
-        return [item for item in value if isinstance(item, torch.Tensor)]
+    if type(value) is tuple:
+        tensors = [item for item in value if type(item) not in _PLAIN]
+        if all(isinstance(item, torch.Tensor) for item in tensors):
+            return tensors
     found, seen, pending = [], set(), [value]
     while pending:
         for leaf in tree_leaves(pending.pop()):

@@ -8,7 +8,7 @@ asks for weights in an order of its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -45,15 +45,15 @@ class PrefetchOrder:
         self.direction = direction
         self._position = 0
 
-    def request(self, ordinal: int) -> Iterator[int]:
-        """Notes that `ordinal` is needed now; yields the ordinals expected after it.
+    def request(self, ordinal: int) -> Sequence[int]:
+        """Notes that `ordinal` is needed now; returns the ordinals expected after it.
 
-        Yields nothing when the request does not fit the known order: then units are gathered on
+        None when the request does not fit the known order: then units are gathered on
         demand until one fits again, and the next pass knows better. A unit that asks again, as
         recomputation does, gets the same answer.
         """
         if self._recording and self._recording[-1] == ordinal:
-            return iter(self._upcoming)
+            return self._upcoming
         self._recording.append(ordinal)
         known = self._known[self.direction]
         ahead = known[self._position : self._position + LOOKAHEAD]
@@ -62,7 +62,7 @@ class PrefetchOrder:
             self._upcoming = known[self._position :]
         else:
             self._upcoming = []
-        return iter(self._upcoming)
+        return self._upcoming
 
     @property
     def ends(self) -> bool:

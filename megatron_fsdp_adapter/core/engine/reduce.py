@@ -38,6 +38,7 @@ MAX_BUCKETS = 2
 """Units whose buckets may exist at once: one that backward fills, one that is being reduced."""
 
 REDUCED_STATES = (GradState.REDUCED, GradState.FINISHED)
+FINISHED_STATES = (GradState.FINISHED,)
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class ReducePipeline:
         self.config, self.runtime, self.plans = config, runtime, plans
         self.communicators, self.outer, self.launches = communicators, outer, launches
         self._received = received
+        self._reductions: dict[tuple[int, bool], Reduction] = {}
         self._count = torch.zeros(1, device=runtime.device)  # only the reduce stream writes it
         self._in_flight: deque[InFlight] = deque()
         # A rank without gradients goes by it, to meet the others in the order that they go in.
@@ -123,7 +125,7 @@ class ReducePipeline:
                 "of layers"
             )
         with torch.no_grad():
-            self._refuse_late(unit)
+            self._refuse_late(unit, unit.active_groups)
             if unit.strategy.shard_grads:
                 self._make_room(unit.active_groups)
             for group in groups:
@@ -149,7 +151,7 @@ class ReducePipeline:
         if not groups:
             return
         self._outer_in_backward = is_known_last
-        self._refuse_late(unit)
+        self._refuse_late(unit, groups)
         if unit.strategy.shard_grads:
             self._make_room(groups)
             for group in groups:
@@ -200,7 +202,7 @@ class ReducePipeline:
             buffers.append(buffer)
             late.append(Reduction(group, self.plans[group.key.domain], segments, results, True))
             late[-1].scale_segments()
-        self.runtime.wait(REDUCE, self.runtime.record(COMPUTE))
+        self.runtime.follow(REDUCE, COMPUTE)
         for reduction in late:
             self.runtime.submit(
                 REDUCE, functools.partial(self._communicate, [reduction]), reduction.finish
@@ -211,11 +213,9 @@ class ReducePipeline:
         if self.check is not None:
             self.check.note(unit)
 
-    def _refuse_late(self, unit: Unit) -> None:
-        over = {GradState.FINISHED}
-        if not unit.strategy.shard_grads:
-            over.add(GradState.REDUCED)
-        if any(group.grad_state in over for group in unit.active_groups):
+    def _refuse_late(self, unit: Unit, groups: Sequence[ParamGroup]) -> None:
+        over = FINISHED_STATES if unit.strategy.shard_grads else REDUCED_STATES
+        if any(group.grad_state in over for group in groups):
             raise RuntimeError(
                 f"unit {unit.name}: a backward ran after this step's gradients had been reduced. "
                 "Run all backwards of a step but the last under no_sync(), and clear the gradients "
@@ -269,23 +269,28 @@ class ReducePipeline:
             self._make_room(groups)
         reductions = [self._reduction_of(group) for group in groups]
         for reduction in reductions:
-            reduction.group.fill_bucket()
+            group = reduction.group
+            group.fill_bucket()
             reduction.scale_segments()
-            reduction.group.grad.allocate()
-            reduction.group.grad_state = GradState.REDUCED
-        self.runtime.wait(REDUCE, self.runtime.record(COMPUTE))
+            group.grad.allocate()
+            group.grad_state = GradState.REDUCED
+        self.runtime.follow(REDUCE, COMPUTE)
         self.runtime.launch(
             REDUCE,
             lambda: self._communicate(reductions),
-            *(reduction.finish for reduction in reductions),
+            *[reduction.finish for reduction in reductions],
         )
         if transient:
             self._in_flight.append(InFlight(groups, self.runtime.record(REDUCE)))
 
     def _reduction_of(self, group: ParamGroup) -> Reduction:
-        plan, adds = self.plans[group.key.domain], group.grad_state in REDUCED_STATES
-        in_slot = group.staging.bucket_slot is not None
-        return Reduction(group, plan, group.bucket_segments, group.results, adds, in_slot)
+        adds = group.grad_state in REDUCED_STATES
+        known = self._reductions.get((id(group), adds))
+        if known is None:
+            plan, in_slot = self.plans[group.key.domain], group.staging.bucket_slot is not None
+            known = Reduction(group, plan, group.bucket_segments, group.results, adds, in_slot)
+            self._reductions[id(group), adds] = known
+        return known
 
     def _finish_outer(self, groups: Sequence[ParamGroup]) -> None:
         """Starts the reduction over the outer axis of what has been reduced over the shard axis:
@@ -314,22 +319,22 @@ class ReducePipeline:
 
     def _communicate(self, reductions: Sequence[Reduction]) -> list[Any]:
         """Launches the reductions over the shard axis."""
+        if len(reductions) == 1:
+            return self._communicate_domain(reductions[0].group.key.domain, reductions)
         parts = {id(reduction.group): reduction for reduction in reductions}
         works = []
         for domain, groups in largest_domain_first([one.group for one in reductions]):
-            communicator, plan = self.communicators[domain], self.plans[domain]
-            self.launches.note(REDUCED, groups, communicator)
-            mine = [parts[id(group)] for group in groups]
-            segments = [segment for one in mine for segment in one.segments]
-            if plan.collective is Collective.EXCHANGE:
-                for one in mine:
-                    works += self._exchange(one, communicator)
-            elif plan.collective is Collective.ALL_REDUCE:
-                works += communicator.all_reduce(segments)
-            else:
-                outputs = [output for one in mine for output in one.outputs]
-                works += communicator.reduce_scatter(list(zip(outputs, segments, strict=True)))
+            works += self._communicate_domain(domain, [parts[id(group)] for group in groups])
         return works
+
+    def _communicate_domain(self, domain: str, mine: Sequence[Reduction]) -> list[Any]:
+        communicator, plan = self.communicators[domain], self.plans[domain]
+        self.launches.note(REDUCED, [one.group for one in mine], communicator)
+        if plan.collective is Collective.EXCHANGE:
+            return [work for one in mine for work in self._exchange(one, communicator)]
+        if plan.collective is Collective.ALL_REDUCE:
+            return communicator.all_reduce([segment for one in mine for segment in one.segments])
+        return communicator.reduce_scatter([pair for one in mine for pair in one.pairs])
 
     def _exchange(self, reduction: Reduction, communicator: Communicator) -> list[Any]:
         """What slots send is received in memory of their kind. NCCL hangs where one end of an
@@ -350,13 +355,18 @@ class ReducePipeline:
         """Frees the oldest buckets until one more may exist and none of `groups` is in flight: a
         model of one unit fills the very bucket that its last microbatch is still reducing. A unit
         in the same slot counts as the same."""
-        while len(self._in_flight) >= MAX_BUCKETS or any(
+        while self._in_flight and (
+            len(self._in_flight) >= MAX_BUCKETS or self._are_in_flight(groups)
+        ):
+            self._retire()
+
+    def _are_in_flight(self, groups: Sequence[ParamGroup]) -> bool:
+        return any(
             _same_memory(one, group)
             for flight in self._in_flight
             for one in flight.groups
             for group in groups
-        ):
-            self._retire()
+        )
 
     def _retire(self) -> None:
         """Frees the buckets of the oldest reduction, behind that reduction alone."""
@@ -374,4 +384,4 @@ class ReducePipeline:
     def finish(self) -> None:
         """Orders the compute stream behind every reduction and frees all buckets."""
         self.retire_all()
-        self.runtime.wait(COMPUTE, self.runtime.record(REDUCE))
+        self.runtime.follow(COMPUTE, REDUCE)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron_fsdp_adapter.core.config import EngineConfig
+from megatron_fsdp_adapter.core.runtime.comm import Pair
 
-from .buffer import copy_each
+from .buffer import Copies
 from .group import ParamGroup
 
 
@@ -75,12 +77,13 @@ def plan_reduction(config: EngineConfig, grad_scale: float) -> ReducePlan:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The part of `group` in a launch.
+    """The part of `group` in a launch; one for each of a group's launches with the same buffers.
 
     Attributes:
         segments: what is communicated. results: what comes out, where that is not in the shard.
         adds: the gradient shard holds what came before in this step, to which the result is added.
         in_slot: `segments` lie in a slot, which may be registered with NCCL.
+        pairs: output and input of a reduce-scatter.
     """
 
     group: ParamGroup
@@ -89,6 +92,14 @@ class Reduction:
     results: Sequence[torch.Tensor]
     adds: bool
     in_slot: bool = False
+
+    @functools.cached_property
+    def pairs(self) -> list[Pair]:
+        return list(zip(self.outputs, self.segments, strict=True))
+
+    @functools.cached_property
+    def _to_shards(self) -> Copies:
+        return Copies(self.group.grad_segments)
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
@@ -112,11 +123,12 @@ class Reduction:
             return
         _scale_each(self.outputs, plan.scale_of(ScaleAt.RESULT))
         if not plan.into_shard:
-            copy_each(shards, self.results)
+            self._to_shards(self.results)
         _scale_each(shards, plan.scale_of(ScaleAt.SHARD))
 
 
 def _scale_each(tensors: Sequence[torch.Tensor], scale: float) -> None:
     """One kernel each: see `copy_each`."""
-    for tensor in tensors if scale != 1.0 else ():
-        tensor.mul_(scale)
+    if scale != 1.0:
+        for tensor in tensors:
+            tensor.mul_(scale)

@@ -12,7 +12,7 @@ from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.layout.format import Use
 
 from .group import ParamGroup
-from .guard import ReshardedParameter, guard, unguard
+from .guard import ReshardedParameter, set_classes
 from .partition import UnitPlan
 from .quantised import QuantisedParams
 
@@ -27,6 +27,8 @@ class Phase(enum.Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     READY = "ready"
+
+    __hash__ = object.__hash__  # Enum's own is a function of Python's
 
 
 TRANSITIONS = {
@@ -79,10 +81,9 @@ class Unit:
             group.key.format.by_direction and strategy.shard_weights for group in quantised
         )
         self.present, self._knows = Use.BOTH, knows
-        self._params = [
-            (param, type(param), self._guard_of(group, type(param)))
-            for group in groups for param in group.params
-        ]
+        params = [(group, param) for group in groups for param in group.params]
+        self._own_classes = [(param, type(param)) for _, param in params]
+        self._guarding = [(param, self._guard_of(group, type(param))) for group, param in params]
         for group in groups:
             _label(group, f"unit {name}")
 
@@ -92,7 +93,10 @@ class Unit:
     @property
     def active_groups(self) -> list[ParamGroup]:
         """Those whose gradients the present backward collects."""
-        return [group for group in self.trainable_groups if not group.idle or group.has_grads()]
+        for group in self.trainable_groups:
+            if group.idle:
+                return [one for one in self.trainable_groups if not one.idle or one.has_grads()]
+        return self.trainable_groups
 
     def saves_through_hooks(self) -> None:
         """Its module runs while hooks are on what autograd saves."""
@@ -117,13 +121,11 @@ class Unit:
                 f"unit {self.name}: {self.phase.name} -> {phase.name} is not a legal transition"
             )
         if phase is Phase.READY:
-            for param, original, _ in self._params:
-                unguard(param, original)
+            set_classes(self._own_classes)
         elif phase is Phase.SHARDED:
             if self.quantised:
                 self.drop_derived()
-            for param, _, guarded in self._params:
-                guard(param, guarded)
+            set_classes(self._guarding)
         self.phase = phase
 
     def _guard_of(self, group: ParamGroup, original: type) -> type:

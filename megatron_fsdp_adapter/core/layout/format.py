@@ -28,6 +28,8 @@ class Use(enum.Flag):
     BACKWARD = 2
     BOTH = 3
 
+    __hash__ = object.__hash__  # Enum's own is a function of Python's
+
 
 @dataclass(frozen=True)
 class Plane:

@@ -61,6 +61,13 @@ class Runtime(Protocol):
         """Work submitted to `role` from now on starts after `event`. The host does not block on
         CUDA; on the host `compute` does."""
 
+    def follow(self, role: str, other: str) -> None:
+        """Work submitted to `role` from now on starts after all that was submitted to `other` so
+        far."""
+
+    def free(self, role: str, *tasks: Callable[[], None]) -> None:
+        """Like `submit`, of tasks that only release storage which `role` has allocated."""
+
     def allocate(self, flat: torch.Tensor) -> None:
         """Gives the released 1-D tensor `flat` its storage, on the current stream. Contents are
         undefined."""
@@ -89,6 +96,26 @@ class Runtime(Protocol):
         """Whether what is submitted goes into a CUDA graph."""
 
 
+StreamId = tuple[int, int, int]
+"""What torch tells a stream by: number, index and type of its device."""
+
+
+def stream_id(stream: torch.cuda.Stream) -> StreamId:
+    return stream.stream_id, stream.device_index, stream.device_type
+
+
+def current_stream_id(index: int) -> StreamId:
+    """Of the current stream of device number `index`."""
+    return torch._C._cuda_getCurrentStream(index)  # type: ignore[no-any-return]
+
+
+def set_stream_id(stream: StreamId) -> None:
+    """Makes a stream the current one. What `torch.cuda.set_stream` does with a stream's object."""
+    torch._C._cuda_setStream(
+        stream_id=stream[0], device_index=stream[1], device_type=stream[2]
+    )
+
+
 def fill_with_nan(flat: torch.Tensor) -> None:
     """Makes every element of the contiguous `flat` NaN, whatever its dtype: all bits set are NaN in
     each floating-point format that has one."""
@@ -109,8 +136,9 @@ class _StorageMixin:
     poison = False
 
     def allocate(self, flat: torch.Tensor) -> None:
-        if storage_bytes(flat) == 0:
-            flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+        storage = flat.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(flat.nbytes)
             if self.poison:
                 fill_with_nan(flat)
 
@@ -141,9 +169,21 @@ class CudaRuntime(_StorageMixin):
         }
         # torch looks a number up several times faster than a `torch.device`.
         self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._ids = {role: stream_id(stream) for role, stream in self._streams.items()}
+        self._seen: dict[StreamId, torch.cuda.Stream] = {}
+        # An event that is recorded anew keeps what was told to wait for it: one does for all.
+        self._between = torch.cuda.Event()
 
     def _stream(self, role: str) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._index) if role == COMPUTE else self._streams[role]
+        return self._current()[1] if role == COMPUTE else self._streams[role]
+
+    def _current(self) -> tuple[StreamId, torch.cuda.Stream]:
+        """The current stream; objects are kept, as making one takes longer than using it."""
+        known = current_stream_id(self._index)
+        stream = self._seen.get(known)
+        if stream is None:
+            stream = self._seen[known] = torch.cuda.current_stream(self._index)
+        return known, stream
 
     def submit(self, role: str, *tasks: Callable[[], Works]) -> None:
         if role == COMPUTE:
@@ -151,13 +191,22 @@ class CudaRuntime(_StorageMixin):
                 task()
             return
         # In place of `torch.cuda.stream`, which asks for devices on the way in and out.
-        current = torch.cuda.current_stream(self._index)
-        torch.cuda.set_stream(self._streams[role])
+        current = current_stream_id(self._index)
+        set_stream_id(self._ids[role])
         try:
             for task in tasks:
                 task()
         finally:
-            torch.cuda.set_stream(current)
+            set_stream_id(current)
+
+    def free(self, role: str, *tasks: Callable[[], None]) -> None:
+        # A block goes back to the stream that it was allocated on, whichever is current. Where
+        # what is released is filled, that is work of the stream.
+        if self.poison:
+            self.submit(role, *tasks)
+        else:
+            for task in tasks:
+                task()
 
     def launch(
         self, role: str, collective: Callable[[], Works], *tasks: Callable[[], Works]
@@ -171,6 +220,10 @@ class CudaRuntime(_StorageMixin):
 
     def wait(self, role: str, event: torch.cuda.Event) -> None:
         self._stream(role).wait_event(event)
+
+    def follow(self, role: str, other: str) -> None:
+        self._between.record(self._stream(other))
+        self._stream(role).wait_event(self._between)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -271,6 +324,12 @@ class HostRuntime(_StorageMixin):
         # by finishing the first one's part here.
         if role != event.role or event.runtime is not self:
             event.runtime._drain(event.role, event.position)
+
+    def follow(self, role: str, other: str) -> None:
+        self.wait(role, self.record(other))
+
+    def free(self, role: str, *tasks: Callable[[], None]) -> None:
+        self.submit(role, *tasks)
 
     def _drain(self, role: str, position: int) -> None:
         queue = self._queues[role]
