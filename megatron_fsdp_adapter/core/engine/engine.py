@@ -179,8 +179,7 @@ class FsdpEngine:
     # Identities. Main weights may be read and written while optimizer parameters are shown.
 
     def show_raw_params(self) -> None:
-        """Whoever had the optimizer parameters may have written them: compute weights of before
-        count as outdated."""
+        """Who had the optimizer parameters may have written them: older weights are outdated."""
         if self.switch.shown is not Identity.RAW or self.memory.away:
             self.memory.check("using the model", READ)
             self.switch.show(Identity.RAW, before=self._take_over)
