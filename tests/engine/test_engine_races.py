@@ -241,9 +241,11 @@ def _functions_that_wait() -> set[str]:
 
 def test_no_wait_of_the_engine_is_left_out_above():
     """But that for the comparison of launches, which the host alone does, and streams never:
-    without it nothing is found (tests/distributed/test_launches.py); and that of quantised weights,
-    which are not here (tests/quantised/test_quantised_engine.py)."""
-    assert _functions_that_wait() == {site[0] for site in WAITS} | {"compare", "catch_up"}
+    without it nothing is found (tests/distributed/test_launches.py); that of quantised weights,
+    which are not here (tests/quantised/test_quantised_engine.py); and those for updates that go on
+    (tests/engine/test_engine_offload.py)."""
+    elsewhere = {"compare", "catch_up", "launch", "order_compute"}
+    assert _functions_that_wait() == {site[0] for site in WAITS} | elsewhere
 
 
 @pytest.mark.parametrize(
