@@ -153,9 +153,17 @@ def take_off_managers(module: nn.Module) -> None:
 
 
 def _generators() -> list[torch.Generator]:
-    """Those of tensor-parallel ranks, where they are in a state that graphs can use."""
-    states = get_cuda_rng_tracker().get_states().values()
-    return [state for state in states if isinstance(state, torch.Generator)]
+    """Those of tensor-parallel ranks. RuntimeError if they are kept as copies of their state, which
+    cannot be switched between in a capture."""
+    states = get_cuda_rng_tracker().get_states()
+    copies = sorted(name for name, one in states.items() if not isinstance(one, torch.Generator))
+    if copies:
+        raise RuntimeError(
+            f"CUDA graphs of layers cannot draw from the random states {', '.join(copies)}, which "
+            "are copied in and out: set use_te_rng_tracker=True (--te-rng-tracker), or "
+            "use_cudagraphable_rng=True where model_parallel_cuda_manual_seed is called"
+        )
+    return list(states.values())
 
 
 def _buffers_of_core() -> Iterable[torch.Tensor]:

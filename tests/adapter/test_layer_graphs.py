@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron import layer_graphs as wrapper_graphs
 from megatron_fsdp_adapter.megatron.layer_graphs import LayerCaptures, take_off_managers
 from megatron_fsdp_adapter.megatron.options import cuda_graphs, layer_graphs
 from tests.distributed.checks import check_same_bits
@@ -270,6 +271,17 @@ def test_what_does_not_fit_runs_eagerly_and_is_said_once(one_rank: torch.device)
         train_step(trainer, batches(CASE, 2, 0, CPU))
     assert sum("without its CUDA graph" in str(one.message) for one in said) == CASE.num_layers
     assert len(fake.replays) == replays
+
+
+def test_random_states_that_graphs_cannot_use_are_an_error_that_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tracker = SimpleNamespace(get_states=lambda: {"one": torch.Generator()})
+    monkeypatch.setattr(wrapper_graphs, "get_cuda_rng_tracker", lambda: tracker)
+    assert len(wrapper_graphs._generators()) == 1
+    tracker.get_states = lambda: {"one": torch.Generator(), "model-parallel-rng": torch.zeros(16)}
+    with pytest.raises(RuntimeError, match="states model-parallel-rng.*--te-rng-tracker"):
+        wrapper_graphs._generators()
 
 
 def _printed(said: str) -> list[str]:

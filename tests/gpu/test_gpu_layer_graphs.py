@@ -2,9 +2,6 @@
 between the steps: losses, norms and weights.
 
     python -m pytest -q -rA tests/gpu/test_gpu_layer_graphs.py
-    LAYER_GRAPH_CELLS="FP8|dropout" python -m pytest -q -rA tests/gpu/test_gpu_layer_graphs.py
-
-The second runs these checks alone, in processes of their own.
 """
 
 from __future__ import annotations
@@ -228,32 +225,24 @@ def flat_memory(rank: int, world: int, steps: int) -> str:
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 CELL_CHECKS = {name: Check(same_bits, (name,)) for name in CELLS}
-CHOSEN = os.environ.get("LAYER_GRAPH_CELLS", "")
-
-
-def _chosen(checks: dict[str, Check]) -> dict[str, Check]:
-    names = CHOSEN.split("|") if CHOSEN else list(checks)
-    return {name: check for name, check in checks.items() if name in names}
-
-
-CELL_OUTCOMES = Outcomes(_chosen(CELL_CHECKS), timeout_s=240.0)
+CELL_OUTCOMES = Outcomes(CELL_CHECKS, timeout_s=240.0)
 LONGER_CHECKS = {
     "500 steps": Check(flat_memory, (500,)),
     "pp2": Check(pipeline_same_bits, ("pp2",)),
     "pp2-vpp2": Check(pipeline_same_bits, ("pp2-vpp2",)),
 }
 """Pipelines last: they make other process groups."""
-LONGER_OUTCOMES = Outcomes(_chosen(LONGER_CHECKS), timeout_s=180.0)
+LONGER_OUTCOMES = Outcomes(LONGER_CHECKS, timeout_s=180.0)
 os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
 
 
 @pytest.mark.skipif(not HAS_TE, reason="transformer_engine is not installed")
-@pytest.mark.parametrize("name", _chosen(CELL_CHECKS))
+@pytest.mark.parametrize("name", CELL_CHECKS)
 def test_on_two_gpus(name: str) -> None:
     CELL_OUTCOMES.expect(name)
 
 
 @pytest.mark.skipif(not HAS_TE, reason="transformer_engine is not installed")
-@pytest.mark.parametrize("name", _chosen(LONGER_CHECKS))
+@pytest.mark.parametrize("name", LONGER_CHECKS)
 def test_pipelines_and_memory(name: str) -> None:
     LONGER_OUTCOMES.expect(name)
