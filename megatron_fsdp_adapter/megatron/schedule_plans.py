@@ -6,7 +6,8 @@ of weights; core runs those of two microbatches in turn, some on a stream of its
 of each plan are watched: the engine is told before a node reads a layer's weights, and when the
 layer's last one has run. Core is left as it is; the model's method is replaced on the instance.
 
-A layer is one stage, whatever units are in it: the parts of its experts are gathered with it.
+A layer is one stage; two, where its experts are units of their own: those are gathered for the
+node that reads them, inside of the time that the rest of the layer is there.
 """
 
 from __future__ import annotations
@@ -34,30 +35,35 @@ FIRST = ("pre_dispatch_computation", "attn")
 """The node that a layer's forward begins with, and its backward ends with; one of these names."""
 EXPERTS, COMBINE, PREDICTION = "mlp", "moe_combine", "mtp_post_process"
 NODES = (*FIRST, "moe_dispatch", EXPERTS, COMBINE, PREDICTION)
+ROUTED = "experts"
+"""The module whose weights, and no others, that node reads."""
 COMBINED_BY = "fc2_latent_proj"
 """A module of experts that runs when their outputs are combined, on the stream of communication."""
 
 
 class _Node:
-    """In a node's place in a plan. ends_forward, ends_backward: whether it is the last one of its
-    stage that reads weights, or makes gradients; delays: whether gradients of weights come later;
-    behind: the node on whose stream weights are waited for, where this one has another."""
+    """In a node's place in a plan; part: the number of its stage among the layer's. ends_forward,
+    ends_backward: whether it is the last one of its stage that reads weights, or makes gradients;
+    delays: whether gradients of weights come later; behind: the node on whose stream weights are
+    waited for, where this one has another."""
 
     def __init__(
-        self, node: Any, passes: _Passes, stage: int, *,
+        self, node: Any, passes: _Passes, layer: int, part: int = 0, *,
         ends_forward: bool = False, ends_backward: bool = False, delays: bool = False,
         behind: Any = None,
     ) -> None:
-        self._node, self._passes, self._stage = node, passes, stage
+        self._node, self._passes = node, passes
+        self._layer_begins = passes.number_of(layer)
+        self._stage = self._layer_begins + part
         self._ends_forward, self._ends_backward = ends_forward, ends_backward
         self._delays, self._behind = delays, behind
-        self._backward_stage = passes.stages - 1 - stage
+        self._backward_stage = passes.number_in_backward(layer) + part
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._node, name)
 
     def forward(self, *inputs: Any) -> Any:
-        self._passes.catch_up(self._stage, self._node)
+        self._passes.catch_up(self._layer_begins, self._node)
         with self._passes.forward.part_of(self._stage):
             output = self._node.forward(*inputs)
         if self._ends_forward:
@@ -90,18 +96,29 @@ class _Node:
 
 
 class _Passes:
-    """Forward and backward of one plan."""
+    """Forward and backward of one plan. layers: the stages of each; the first one is entered first
+    and left last, in both directions."""
 
     def __init__(
-        self, engine: FsdpEngine, stages: Sequence[Sequence[Unit]], throughout: Sequence[Unit],
-        foreign: Iterable[int],
+        self, engine: FsdpEngine, layers: Sequence[Sequence[Sequence[Unit]]],
+        throughout: Sequence[Unit], foreign: Iterable[int],
     ) -> None:
-        self.stages = len(stages)
+        self._layers, self.stages = layers, sum(map(len, layers))
         self._foreign = frozenset(foreign)
-        self.forward = PartsOfPass(engine, stages, throughout, Use.FORWARD)
-        self.backward = PartsOfPass(
-            engine, stages[::-1], throughout, Use.BACKWARD, self._streams_follow
+        self.forward = PartsOfPass(
+            engine, [stage for layer in layers for stage in layer], throughout, Use.FORWARD
         )
+        self.backward = PartsOfPass(
+            engine, [stage for layer in layers[::-1] for stage in layer], throughout,
+            Use.BACKWARD, self._streams_follow,
+        )
+
+    def number_of(self, layer: int) -> int:
+        """Of a layer's first stage, in a forward."""
+        return sum(map(len, self._layers[:layer]))
+
+    def number_in_backward(self, layer: int) -> int:
+        return sum(map(len, self._layers[layer + 1 :]))
 
     def catch_up(self, stage: int, node: Any) -> None:
         """Leaves the stages before this one, whose last reader may have run on the other stream."""
@@ -191,14 +208,16 @@ def _watch(plan: Any, model: Any, engine: FsdpEngine) -> None:
     layers = [plan.get_layer(number) for number in range(plan.num_layers())]
     norm = getattr(model.decoder, "final_layernorm", None)
     first, last = (units(getattr(model, name, None)) for name in ("embedding", "output_layer"))
-    read = [first, *(units(layer.layer) for layer in layers)]
+    read = [[first], *(_stages(layer.layer, units) for layer in layers)]
     if plan.post_process is not None:
-        read.append(last)
-    readers = Counter(unit.ordinal for found in read for unit in found)
+        read.append([last])
+    readers = Counter(unit.ordinal for layer in read for stage in layer for unit in stage)
     once = {ordinal for ordinal, count in readers.items() if count == 1} - {engine.root.ordinal}
     if _predicts(layers):
         once -= {unit.ordinal for unit in (*first, *last)}
-    stages = [[unit for unit in found if unit.ordinal in once] for found in read]
+    stages = [
+        [[unit for unit in stage if unit.ordinal in once] for stage in layer] for layer in read
+    ]
     throughout = [unit for unit in engine.units if unit.ordinal not in once]
     late = [_combined(layer.layer) for layer in layers]
     foreign = [id(p) for one in (norm, *late) if one is not None for p in one.parameters()]
@@ -206,24 +225,39 @@ def _watch(plan: Any, model: Any, engine: FsdpEngine) -> None:
     plan.pre_process = _Node(
         plan.pre_process, passes, 0, ends_forward=True, ends_backward=True
     )
-    for stage, (layer, combined) in enumerate(zip(layers, late, strict=True), 1):
-        _watch_layer(layer, passes, stage, combined is not None)
+    for number, (layer, combined) in enumerate(zip(layers, late, strict=True), 1):
+        _watch_layer(layer, passes, number, combined is not None, len(stages[number]) > 1)
     if plan.post_process is not None:
         plan.post_process = _Node(
             plan.post_process, passes, len(stages) - 1, ends_forward=True, ends_backward=True
         )
 
 
-def _watch_layer(layer: Any, passes: _Passes, stage: int, reads_to_combine: bool) -> None:
+def _stages(layer: nn.Module, units: Callable[..., list[Unit]]) -> list[list[Unit]]:
+    """The units of a layer, and in a stage of their own those that only routed experts are in."""
+    routed = [one for name, one in layer.named_modules() if name.rsplit(".", 1)[-1] == ROUTED]
+    inside = {id(param) for one in routed for param in one.parameters()}
+    every = units(layer)
+    experts = [
+        unit for unit in every
+        if all(id(param) in inside for group in unit.groups for param in group.params)
+    ]
+    return [[unit for unit in every if unit not in experts], *([experts] if experts else [])]
+
+
+def _watch_layer(
+    layer: Any, passes: _Passes, number: int, reads_to_combine: bool, has_parts: bool
+) -> None:
     real = {n: getattr(layer, n) for n in NODES if hasattr(getattr(layer, n, None), "stream")}
     first = next(name for name in FIRST if name in real)
-    last = PREDICTION if PREDICTION in real else EXPERTS
+    last = next(name for name in (PREDICTION, COMBINE, EXPERTS) if name in real)
     delays = bool(getattr(layer.config, DELAY, False))
     for name, node in real.items():
+        is_part = has_parts and name == EXPERTS
         watched = _Node(
-            node, passes, stage,
-            ends_forward=name == last and not (reads_to_combine and last == EXPERTS),
-            ends_backward=name == first, delays=delays and name in (first, EXPERTS),
+            node, passes, number, int(is_part),
+            ends_forward=is_part or (name == last and not (reads_to_combine and last == COMBINE)),
+            ends_backward=is_part or name == first, delays=delays and name in (first, EXPERTS),
             behind=real[first] if name == COMBINE else None,
         )  # fmt: skip
         setattr(layer, name, watched)

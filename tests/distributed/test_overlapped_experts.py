@@ -22,6 +22,7 @@ from tests.distributed.checks import check_gradients, check_loss, check_step
 from tests.distributed.delayed_weights import delay_weight_gradients
 from tests.distributed.gpt import STRATEGIES
 from tests.distributed.launch import run_ranks
+from tests.distributed.test_parts_of_layers import gathered_bytes, nbytes
 from tests.distributed.topologies import (
     Topology,
     TopologyTrainer,
@@ -108,6 +109,42 @@ def test_weight_gradients_that_come_later() -> None:
     fields = {"delay_wgrad_compute": True}
     ddp = {"delay_wgrad_compute": True} if "delay_wgrad_compute" in KNOWN_BY_DDP else {}
     run_ranks(_compare, 2, EP2, {}, fields, ddp, timeout=300)
+
+
+PARTS = {"megatron_fsdp_enable_fine_grained_param_gather": True}
+
+
+@pytest.mark.parametrize("delays", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_experts_that_are_units_of_their_own(delays: bool) -> None:
+    fields = {"delay_wgrad_compute": delays}
+    ddp = {**PARTS, **({name: delays for name in fields if name in KNOWN_BY_DDP})}
+    run_ranks(_compare, 2, EP2, {"microbatches": 2}, fields, ddp, timeout=300)
+
+
+def _gathered(rank: int, world: int) -> None:
+    """Of one microbatch, what one pass reads and the next stage; of several, twice that."""
+    topology = Topology("ep2 of 12 experts", ep=2, experts=12)
+    init_topology(topology)
+    for microbatches, passes in ((1, 1), (3, 2)):
+        case = case_for(topology, bf16=True, num_layers=6, microbatches=microbatches)
+        for ddp in ({}, PARTS):
+            with host_tensors():
+                trainer = build_topology_trainer(
+                    topology, case, "optim_grads_params", ddp=ddp, fields=OVERLAP
+                )
+                run_schedule(trainer, 0)
+                with gathered_bytes(trainer) as taken:
+                    run_schedule(trainer, 1)
+            units = trainer.chunks[0].engine.units
+            experts = sum(nbytes(unit) for unit in units if "layers.1.mlp.experts" in unit.name)
+            others = max(nbytes(unit) for unit in units[:-1] if ".experts" not in unit.name)
+            assert (experts > others) == (ddp is PARTS), "most of a layer are its experts"
+            allowed = nbytes(units[-1]) + passes * (2 * others + experts)
+            assert max(taken) <= allowed, (microbatches, ddp, max(taken), others, experts)
+
+
+def test_a_pass_gathers_what_it_reads_and_the_next_stage() -> None:
+    run_ranks(_gathered, 2, timeout=300)
 
 
 FIELDS: dict[str, dict[str, Any]] = {

@@ -76,9 +76,11 @@ class PartsOfPass:
         read = [*self._throughout, *self._stages[stage]]
         for unit in read:
             gather.require(unit, self._use)
-        if stage + 1 < len(self._stages) and gather.config.overlap_param_gather:
-            self._keep(stage + 1)
-            for unit in self._stages[stage + 1]:
+        following = stage + 1
+        ahead = following < len(self._stages) and following not in self._left
+        if ahead and gather.config.overlap_param_gather:
+            self._keep(following)
+            for unit in self._stages[following]:
                 gather.start(unit, self._use)
         if self._use is Use.BACKWARD:
             for unit in read:
