@@ -24,6 +24,7 @@ from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group
 from megatron_fsdp_adapter.core.layout.format import WeightFormat
 from megatron_fsdp_adapter.diagnostics.memory import (
     GATHERED_WEIGHTS,
+    MUONS_MATRICES,
     QUANTISED_COPIES,
     Precision,
     bytes_between_steps,
@@ -39,6 +40,7 @@ from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 from megatron_fsdp_adapter.megatron.options.support import is_on
 from megatron_fsdp_adapter.sharding.budget import GIB, KeptUnits, kept_units
 from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
+from megatron_fsdp_adapter.sharding.muon.plan import step_bytes
 
 from . import quantised_options
 from .estimate_text import render
@@ -160,7 +162,7 @@ class Model:
         }
         *units, root = [held[id(kind), row] for kind, row in zip(every, rows, strict=True)]
         return with_slots(
-            model_bytes(root, units) | self._copies(every),
+            model_bytes(root, units) | self._copies(every) | self._matrices(every, precision),
             [_class_of(kind) for kind in every],
             [kind.layouts for kind in every],
             strategy,
@@ -186,6 +188,17 @@ class Model:
             return {}
         copies = [quantised_both_ways(form, kind.linear_numel) for kind in units]
         return {QUANTISED_COPIES: max(copies) if self.quantised.recomputes else sum(copies)}
+
+    def _matrices(self, units: Sequence[UnitKind], precision: Precision) -> dict[str, int]:
+        """What Muon holds of whole matrices in a step, each parameter taken for one."""
+        muons = precision.is_muons
+        if muons is None:
+            return {}
+        shapes = [
+            [(s.shape[0], s.shape[1]) for layout in kind.layouts for s in layout.specs if muons(s)]
+            for kind in units
+        ]
+        return {MUONS_MATRICES: step_bytes(shapes, self.num_shards)}
 
     def units(self, num_layers: int | None = None) -> list[UnitKind]:
         """The kind of each unit in order, the root unit last."""

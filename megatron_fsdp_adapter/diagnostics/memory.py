@@ -33,6 +33,7 @@ TRANSPOSES = "transposes"
 QUANTISED_COPIES = "quantised copies of weights"
 KEPT_SHARD = "shard of weights"
 STAGED = "staged optimizer state"
+MUONS_MATRICES = "matrices of Muon"
 IN_HOST_MEMORY = "offloaded optimizer"
 
 PERSISTENT = "persistent"
@@ -40,6 +41,7 @@ BACKWARD_TO_STEP = "backward to optimizer step"
 UNIT_IN_USE = "while the unit is in use"
 FORWARD_TO_BACKWARD = "forward to backward"
 IN_STEP = "while the unit is updated"
+IN_OPTIMIZER = "in the optimizer's step"
 ON_HOST = "in host memory"
 
 LIFE: Mapping[str, str] = {
@@ -59,6 +61,7 @@ LIFE: Mapping[str, str] = {
     QUANTISED_COPIES: FORWARD_TO_BACKWARD,
     KEPT_SHARD: PERSISTENT,
     STAGED: IN_STEP,
+    MUONS_MATRICES: IN_OPTIMIZER,
     IN_HOST_MEMORY: ON_HOST,
 }
 """How long each kind lives. Between steps, gradients zeroed, only the persistent kinds exist."""
@@ -315,14 +318,17 @@ def bytes_between_steps(held: Mapping[str, int]) -> int:
 
 def most_bytes(held: Mapping[str, int]) -> int:
     """Most bytes on the device at one time. Units are updated between backward and the end of the
-    next forward, so beside gathered weights, and not beside what a backward alone needs."""
+    next forward, so beside gathered weights, and not beside what a backward alone needs; Muon's
+    matrices are there beside neither."""
     lives = {
         life: sum(count for kind, count in held.items() if LIFE[kind] == life)
         for life in set(LIFE.values())
     }
     passes = lives[UNIT_IN_USE] + lives[FORWARD_TO_BACKWARD]
     updates = lives[IN_STEP] + held.get(GATHERED_WEIGHTS, 0)
-    return lives[PERSISTENT] + lives[BACKWARD_TO_STEP] + max(passes, updates)
+    return lives[PERSISTENT] + lives[BACKWARD_TO_STEP] + max(
+        passes, updates, lives[IN_OPTIMIZER]
+    )
 
 
 def _largest(kind: str, units: Iterable[Mapping[str, int]]) -> int:

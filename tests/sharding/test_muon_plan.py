@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from megatron_fsdp_adapter.core.layout import plan_group
 from megatron_fsdp_adapter.sharding.muon import owners
 from megatron_fsdp_adapter.sharding.muon.matrices import Member, MuonParam, row_blocks
-from megatron_fsdp_adapter.sharding.muon.plan import StagePlan, plan_stage, sent_before, stages_of
+from megatron_fsdp_adapter.sharding.muon.plan import (
+    IN_FLIGHT,
+    StagePlan,
+    plan_stage,
+    sent_before,
+    stages_of,
+    step_bytes,
+)
 from tests.layout.layout_cases import specs_of
 
 pytestmark = pytest.mark.once
@@ -91,6 +98,15 @@ def test_rows_travel_ahead_within_the_limit(sizes: list[int], limit: int) -> Non
         flight = sum(sizes[number:sent])
         assert flight <= limit or sent == number + 1
         assert sent == len(sizes) or flight + sizes[sent] > limit, "it would have fitted"
+
+
+def test_a_step_takes_what_is_in_flight_and_the_largest_matrix() -> None:
+    assert step_bytes([], 2) == step_bytes([[]], 2) == 0
+    # One matrix: its rows twice, in float32, whole, twice more, and four Gram matrices.
+    assert step_bytes([[(10, 30)]], 2) == 2 * 300 + 2 * 300 + 2 * 300 + 4 * 300 + 8 * 100
+    layer = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+    few, many = (step_bytes([layer] * layers, 2) for layers in (8, 80))
+    assert few == many <= IN_FLIGHT + 4 * 28672 * 4096 // 2 + 6 * 28672 * 4096 + 8 * 4096**2
 
 
 # What travels, with tensors in the place of ranks.

@@ -44,6 +44,27 @@ def sent_before(sizes: Sequence[int], limit: int = IN_FLIGHT) -> tuple[int, ...]
     return tuple(found)
 
 
+def step_bytes(units: Sequence[Sequence[tuple[int, int]]], ranks: int) -> int:
+    """Bytes that a rank takes in a step, at most, of parameters of these shapes in each unit, with
+    products in half precision: rows in flight, on average; of the stage that is computed what is
+    orthogonalised here, in float32, and, if this rank owns all of it, all of it in the dtype of the
+    wire; the largest matrix twice, and four of its Gram matrix's size."""
+    stages = [
+        [shapes[at] for at in range(part.start, part.stop)]
+        for shapes in units for part in stages_of([a * b for a, b in shapes])
+    ]  # fmt: skip
+    if not stages:
+        return 0
+    numels = [sum(a * b for a, b in stage) for stage in stages]
+    sizes = [2 * 2 * numel // ranks for numel in numels]
+    flights = [sum(sizes[at:sent]) for at, sent in enumerate(sent_before(sizes))]
+    return max(
+        flight + 4 * numel // ranks + 2 * numel
+        + max(2 * 2 * a * b + 4 * 2 * min(a, b) ** 2 for a, b in stage)
+        for flight, numel, stage in zip(flights, numels, stages, strict=True)
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Run:
     """Elements that travel: of matrix `matrix` of parameter `param`, both numbers in the stage."""
