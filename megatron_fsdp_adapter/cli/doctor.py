@@ -5,6 +5,7 @@ configuration will do or be refused for. Starts no training and no process group
     doctor path/to/pretrain_gpt.py --use-megatron-fsdp ...       and what that command line does
     doctor --set data_parallel_sharding_strategy=optim --set ...        and what these options do
     doctor --plan h200 path/to/pretrain_gpt.py ...    whether another configuration is 10% faster
+    doctor --plan h100 --recipe llama3_8b_pretrain_config --set train.micro_batch_size=2 ...
     doctor --prove path/to/pretrain_gpt.py --use-megatron-fsdp ...      train it, small, and compare
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.cli import machine, prove
+from megatron_fsdp_adapter.cli import machine, prove, recipes
 from megatron_fsdp_adapter.launch import megatron_lm, runner
 from megatron_fsdp_adapter.megatron.options import capability, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
@@ -92,6 +93,8 @@ def group_sizes(options: Any, world_size: int) -> dict[str, Any]:
 def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
     """What the script's command line, or the options of `--set`, will set, do and be refused for;
     None if neither is given."""
+    if given.recipe:
+        return _of_recipe(given)
     if given.script is None and not given.set:
         return None
     args: Any
@@ -106,7 +109,7 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
         changes = megatron_lm.complete(args, given.arguments)
     options = validation.launch_options(args)
     return {
-        "advises": _advice(args, options, given),
+        "advises": _advice({**vars(args), **vars(options)}, given),
         "sets": [vars(change) for change in changes],
         "groups": group_sizes(options, given.world_size),
         "refuses": [
@@ -116,7 +119,24 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
     }
 
 
-def _advice(args: Any, options: Any, given: argparse.Namespace) -> list[str]:
+def _of_recipe(given: argparse.Namespace) -> dict[str, Any]:
+    """The same of a recipe of Megatron-Bridge."""
+    chosen = dict(map(_assignment, given.set))
+    cfg = recipes.recipe_named(given.recipe, chosen)
+    strategy = chosen.get("ddp.data_parallel_sharding_strategy")
+    changes, refuses = recipes.completed(cfg, **({"strategy": strategy} if strategy else {}))
+    options = recipes.options_of(cfg)
+    return {
+        "advises": _advice(options, given),
+        "sets": [vars(change) for change in changes],
+        "groups": group_sizes(
+            SimpleNamespace(**{**validation.PLAIN_OPTIONS, **options}), given.world_size
+        ),
+        "refuses": refuses,
+    }
+
+
+def _advice(options: Mapping[str, Any], given: argparse.Namespace) -> list[str]:
     """What `plan` says, where it knows the device: that of --plan, or the one that is here. What it
     cannot plan is told, as the rest of the report stands."""
     gpu, device = given.plan, machine.device()
@@ -125,7 +145,7 @@ def _advice(args: Any, options: Any, given: argparse.Namespace) -> list[str]:
     if gpu is None:
         return []
     try:
-        return advice.advice({**vars(args), **vars(options)}, given.world_size, gpu)
+        return advice.advice(options, given.world_size, gpu)
     except (ValueError, RuntimeError) as error:
         return [f"nothing, as it cannot be planned: {error}"]
 
@@ -208,6 +228,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE",
                         help="an option by the name it has in Megatron's configs")  # fmt: skip
+    parser.add_argument("--recipe", metavar="NAME", help="a function of megatron.bridge.recipes, "
+                        "with --set section.field=value")  # fmt: skip
     parser.add_argument("--plan", choices=sorted(GPUS), help="GPUs of the run, for what `plan` "
                         "expects; default: the one that is here, if known")  # fmt: skip
     prove.add_arguments(parser)

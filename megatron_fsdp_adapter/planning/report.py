@@ -66,19 +66,20 @@ def megatron_flags(chosen: Configuration) -> str:
     return " ".join(words)
 
 
-_OWNERS = {
-    "micro_batch_size": "train", "optimizer": "optimizer", "fp8_format": "mixed_precision",
-    "fp8_recipe": "mixed_precision", "fp8_param_gather": "mixed_precision",
+BRIDGE_FIELDS = {
+    "micro_batch_size": "train.micro_batch_size", "optimizer": "optimizer.optimizer",
+    "fp8_format": "mixed_precision.fp8", "fp8_recipe": "mixed_precision.fp8_recipe",
+    "fp8_param_gather": "mixed_precision.fp8_param_gather",
+    "num_virtual_stages_per_pipeline_rank": "model.virtual_pipeline_model_parallel_size",
 }  # fmt: skip
-"""Parts of a recipe's config, where that is not the model's."""
+"""Of a recipe's config, where that is not the model's field of the same name."""
 
 
 def bridge_overrides(chosen: Configuration) -> str:
     """For a recipe of Megatron-Bridge."""
     words = [f"ddp.{name}={value}" for name, value in ddp_options(chosen).items()]
     for name, value in model_options(chosen).items():
-        owner = _OWNERS.get(name, "model")
-        words.append(f"{owner}.{name}={value}")
+        words.append(f"{BRIDGE_FIELDS.get(name, f'model.{name}')}={value}")
     return " ".join(words)
 
 
