@@ -165,6 +165,8 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
         # and wrappers that know nothing of tokens reach the same gradients with the latter.
         calculate_per_token_loss=options.calculate_per_token_loss and reduces_tokens,
         fsdp_unsharded_budget_gib=subject.budget,
+        megatron_fsdp_enable_fine_grained_param_gather=subject.is_ours
+        and options.megatron_fsdp_enable_fine_grained_param_gather,
         data_parallel_sharding_strategy=subject.strategy or "optim_grads_params",
         ckpt_format=None,
         **_precision(subject),

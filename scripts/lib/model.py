@@ -118,6 +118,7 @@ OURS_ALONE = (
     "chunked_optimizer_state_offload",
     "fsdp_unsharded_budget_gib",
     "fsdp_grad_comm_fp8_blocks",
+    "megatron_fsdp_enable_fine_grained_param_gather",
 )
 
 
