@@ -34,6 +34,7 @@ PARTS = (
     "launch",
     "prove",
     "cli.gpt",
+    "cli.graph_pools",
     "cli.precision_options",
     "cli.quantised_options",
     "cli.estimate_text",

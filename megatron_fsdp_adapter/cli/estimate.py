@@ -13,7 +13,7 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,7 +42,7 @@ from megatron_fsdp_adapter.sharding.budget import GIB, KeptUnits, kept_units
 from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
 from megatron_fsdp_adapter.sharding.muon.plan import step_bytes
 
-from . import quantised_options
+from . import graph_pools, quantised_options
 from .estimate_text import render
 from .gpt import (
     EMBEDDING,
@@ -118,7 +118,8 @@ class UnitKind:
 class Model:
     """A planned model: its kinds of units, on `num_shards` shards; `order`: all units, by name, as
     they compute, the root unit last. `slots`: what `slots_wanted` says. `quantised`: what becomes
-    of linear weights. `budget`: bytes for units that stay whole over a step."""
+    of linear weights. `budget`: bytes for units that stay whole over a step. `pool`: bytes of a
+    layer in pools of CUDA graphs."""
 
     kinds: tuple[UnitKind, ...]
     num_shards: int
@@ -126,6 +127,7 @@ class Model:
     slots: Mapping[str, bool]
     quantised: Quantisation = PLAIN
     budget: int = 0
+    pool: int = 0
 
     @property
     def first_unit(self) -> str:
@@ -301,7 +303,8 @@ def most_layers(
     """The largest number of transformer layers whose states fit in `limit` bytes at any time."""
 
     def needed(num_layers: int) -> int:
-        return most_bytes(model.bytes_held(strategy, precision, rank, num_layers))
+        held = most_bytes(model.bytes_held(strategy, precision, rank, num_layers))
+        return held + model.pool * num_layers
 
     # Every layer adds at least a shard of weights, gradients and state, so this is never too few.
     per_layer = max(1, needed(4) - needed(3))
@@ -333,12 +336,13 @@ def estimate(
             "gathered_ahead": model.gathered_ahead(strategy, precision),
             "peak": most_bytes(held),
         }
+        pools = found["pools"] = model.pool * sum(map(_is_layer, model.order))
         if model.budget:
             kept = model.kept(strategy, precision)
             found["kept"] = {"weights": kept.weights, "gradients": kept.grads, "bytes": kept.nbytes}
         if memory_gib is not None:
             limit = int(memory_gib * GIB)
-            found["fits"] = found["peak"] <= limit
+            found["fits"] = found["peak"] + pools <= limit
             found["most_layers"] = most_layers(model, strategy, precision, rank, limit)
         report["strategies"][strategy.name] = found
     return report
@@ -395,6 +399,9 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(
         flag(BUDGET), type=float, help="GiB for weights and gradients that stay whole over a step"
     )
+    run.add_argument("--cuda-graph-impl", choices=("none", "local"), help="local: of layers")
+    run.add_argument("--micro-batch-size", type=int, help="of graphs; default 1")
+    run.add_argument(flag(graph_pools.IN_FLIGHT), type=int, help="of graphs; default 1")
     run.add_argument("--optimizer", choices=("adam", "muon"), help="muon: of matrices alone")
     run.add_argument("--optimizer-offload-fraction", type=float, help="of optimizer-cpu-offload")
     run.add_argument("--rank", type=int, default=None, help="default: the rank that holds most")
@@ -462,8 +469,11 @@ def run(given: argparse.Namespace) -> str:
         padding_bound=given.padding_bound,
         max_segments=given.max_segments,
     )
+    pool = graph_pools.layer_pool_bytes(config_from(options), options, DTYPES[dtype].itemsize)
+    model = replace(model, pool=pool)
     chosen = vars(given).get("data_parallel_sharding_strategy")
     strategies = [STRATEGIES[chosen]] if chosen else list(STRATEGIES.values())
+    strategies = graph_pools.captured(strategies, model.slots, options)
     report = estimate(model, strategies, precision(vars(given)), given.rank, given.memory_gib)
     report["params_dtype"] = dtype
     report["quantised"] = quantised.name

@@ -165,6 +165,13 @@ class GptConfig:
             return self.ffn_hidden_size
         return default_ffn_hidden_size(self.hidden_size, self.swiglu)
 
+    def saved_numel(self, width: int) -> int:
+        """Elements that autograd keeps of a layer for each token, with flash attention and an MLP
+        of that width."""
+        query = self.num_attention_heads * self.head_dim
+        kv = 2 * self.query_groups * self.head_dim
+        return 4 * self.hidden_size + 2 * query + kv + (3 if self.swiglu else 2) * width
+
     @property
     def positions(self) -> int | None:
         """Rows of the position embedding."""

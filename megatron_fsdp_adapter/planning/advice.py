@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_fsdp_adapter.cli.estimate import GIB
 
-from .configurations import Configuration, predict
+from .configurations import POOLS, Configuration, predict
 from .features import features_of
 from .machine import GPUS, machine_named
 from .models import from_options
@@ -71,6 +71,11 @@ def advice(options: Mapping[str, Any], world_size: int, gpu: str) -> list[str]:
         shape, machine, world_size, batch, machine.gpu.memory_gib, {}, TRIES, chosen.features
     )).predictions[0]  # fmt: skip
     lines = []
+    if POOLS in now.memory:
+        lines.append(
+            f"graphs of layers reserve {now.memory[POOLS] / GIB:.1f} GiB for activations, in a pool "
+            "for each pass in flight, which nothing else can use"
+        )
     if now.peak_bytes > machine.gpu.memory_gib * GIB:
         lines.append(
             f"{now.peak_bytes / GIB:.0f} GiB are expected at the most, and the device has "

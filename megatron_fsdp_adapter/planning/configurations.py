@@ -43,6 +43,7 @@ from .shapes import (
     Parallel,
     Shape,
     activation_bytes,
+    captured_bytes,
     layer_bytes,
     layers_of,
     listing,
@@ -52,6 +53,7 @@ from .step import StepSetup, record_step
 from .timing import EXPOSED, HOST, STEP, Timeline, time_program, time_windows
 
 ACTIVATIONS, RESERVED = "activations", "contexts, NCCL, fragments"
+POOLS = "pools of graphs of layers"
 FEW, MORE = 4, 7
 """Layers that are run to know what each further one takes: all are alike."""
 
@@ -269,6 +271,9 @@ def _stage_memory(
         activations -= int(
             away * layer_bytes(shape, chosen.parallel, chosen.microbatch, fp8=fp8)
         )
+    if chosen.features.layer_graphs:
+        held[POOLS] = captured_bytes(shape, chosen.parallel, chosen.microbatch, in_flight, fp8)
+        activations -= held[POOLS]
     held[RESERVED] = int(machine.gpu.reserved_gib * GIB)
     return at_its_most(held, activations, microbatches > 1)
 

@@ -388,16 +388,28 @@ def layer_bytes(
     gpt = shape.gpt
     number %= gpt.num_layers
     query = gpt.num_attention_heads * gpt.head_dim
-    kv = 2 * gpt.query_groups * gpt.head_dim
     width = gpt.ffn
     if shape.is_moe(number) and shape.experts is not None:
         # Tokens are sent in copies, one an expert: their inputs and outputs too.
         width = shape.experts.topk * (shape.experts.ffn + 2 * gpt.hidden_size // 3)
         width += shape.experts.shared
-    kept = 4 * gpt.hidden_size + 2 * query + kv + (3 if gpt.swiglu else 2) * width
     tokens = microbatch * shape.seq_length / parallel.context / parallel.tensor
     inputs = 2 * gpt.hidden_size + query + width if fp8 else 0
-    return tokens * (BF16 * kept - inputs)
+    return tokens * (BF16 * gpt.saved_numel(width) - inputs)
+
+
+def captured_bytes(
+    shape: Shape, parallel: Parallel, microbatch: int, in_flight: int = 1, fp8: bool = False
+) -> int:
+    """Of one rank: what graphs of layers reserve, of layers with experts for their attention."""
+    gpt, tensor = shape.gpt, parallel.tensor
+    tokens = microbatch * shape.seq_length / parallel.context / tensor
+    attention = tokens * BF16 * (gpt.saved_numel(0) - gpt.hidden_size)
+    each = [
+        attention if shape.is_moe(number) else layer_bytes(shape, parallel, microbatch, number, fp8)
+        for number in layers_of(shape, parallel, 0)
+    ]
+    return int(sum(each) * in_flight)
 
 
 @lru_cache(maxsize=4096)

@@ -122,3 +122,13 @@ def test_a_recipe_without_megatron_bridge_is_one_clear_error(monkeypatch, capsys
     monkeypatch.setitem(sys.modules, "megatron.bridge.recipes", None)
     assert doctor.main(["--recipe", "any"]) == 2
     assert "not installed" in capsys.readouterr().err
+
+
+def test_graphs_of_layers_say_what_their_pools_reserve_and_it_is_counted():
+    """Activations of 4 layers: 4096 tokens of 2 bytes for each of the elements that are kept."""
+    plain = {**MODEL, **FAST, "fsdp_double_buffer": True, "global_batch_size": 4}
+    lines = advice({**plain, "cuda_graph_impl": "local"}, 4, "h200")
+    kept = 4 * 4096 + 2 * 4096 + 2 * 8 * 128 + 3 * 14336
+    (said,) = (line for line in lines if "graphs of layers reserve" in line)
+    assert f"{4 * 4096 * 2 * kept / 2**30:.1f} GiB" in said
+    assert not any("graphs of layers" in line for line in advice(plain, 4, "h200"))
