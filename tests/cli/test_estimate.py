@@ -486,10 +486,10 @@ def test_the_command_line_needs_no_process_group() -> None:
     assert done.stdout.splitlines()[0] == first
 
 
-POOLED = (
-    "--preset llama3-8b --seq-length 4096 --data-parallel-size 8 --cuda-graph-impl local "
-    "--fsdp-double-buffer --json"
-).split()
+POOLED = [
+    *("--preset", "llama3-8b", "--seq-length", "4096", "--data-parallel-size", "8", "--json"),
+    *("--cuda-graph-impl", "local", "--fsdp-double-buffer"),
+]
 
 
 def test_pools_of_graphs_of_layers_are_activations_of_layers_for_each_pass(
