@@ -1,5 +1,5 @@
-"""What CUDA graphs of layers reserve beside the flat buffers: the activations of layers lie in a pool
-for each pass in flight, which keeps its memory between steps.
+"""What CUDA graphs of layers reserve beside the flat buffers: the activations of layers lie in a
+pool for each pass in flight, which keeps its memory between steps.
 
 Other activations do not depend on the wrapper and are not counted. What is eager can use none of
 a pool, so that it is memory on top of a step's other peaks.

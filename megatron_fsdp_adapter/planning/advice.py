@@ -73,8 +73,8 @@ def advice(options: Mapping[str, Any], world_size: int, gpu: str) -> list[str]:
     lines = []
     if POOLS in now.memory:
         lines.append(
-            f"graphs of layers reserve {now.memory[POOLS] / GIB:.1f} GiB for activations, in a pool "
-            "for each pass in flight, which nothing else can use"
+            f"graphs of layers reserve {now.memory[POOLS] / GIB:.1f} GiB for activations, in a "
+            "pool for each pass in flight, which nothing else can use"
         )
     if now.peak_bytes > machine.gpu.memory_gib * GIB:
         lines.append(
