@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -194,16 +195,40 @@ def mirror_group(
     """A new group with the ranks of `group`, or None for None; collective over the default group.
     `options` are those of the backend. ValueError as for `create_all_gather_groups`."""
     mine = () if group is None else tuple(dist.get_process_group_ranks(group))
-    everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    _check_members(name, everyone)
     made = {
         ranks: dist.new_group(
             list(ranks), timeout=timeout, pg_options=options, group_desc=name.upper()
         )
-        for ranks in sorted(set(everyone) - {()})
+        for ranks in _everyones_groups(name, mine)
     }
-    return made.get(mine)
+    return made.get(tuple(sorted(mine)))
+
+
+def _everyones_groups(attribute: str, mine: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The groups of which each rank has told its own, `mine`, () without one; collective.
+
+    A digest a rank is told: who tells the same is in the same group. Lists of ranks would be as
+    many numbers as the square of the world, on every rank; they are told only if digests do not
+    fit, to say why.
+    """
+    world, digest = dist.get_world_size(), _digest(mine)
+    digests: list[str] = [""] * world
+    dist.all_gather_object(digests, digest)
+    found: dict[str, list[int]] = {}
+    for rank, told in enumerate(digests):
+        if told:
+            found.setdefault(told, []).append(rank)
+    fits: list[bool] = [True] * world
+    dist.all_gather_object(fits, not mine or found[digest] == sorted(mine))
+    if not all(fits):
+        everyone: list[tuple[int, ...]] = [()] * world
+        dist.all_gather_object(everyone, mine)
+        _check_members(attribute, everyone)
+    return sorted(map(tuple, found.values()))
+
+
+def _digest(ranks: tuple[int, ...]) -> str:
+    return hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest() if ranks else ""
 
 
 def _check_members(attribute: str, everyone: Sequence[tuple[int, ...]]) -> None:
