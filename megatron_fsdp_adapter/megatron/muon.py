@@ -1,5 +1,5 @@
-"""`--optimizer muon`: which weights are Muon's, of which matrices they are made, and how core is
-led to one optimizer for all of them.
+"""`optimizer` `muon` and `adaptive_muon`: which weights are Muon's, of which matrices they are
+made, and how core is led to one optimizer for all of them.
 
 Core makes two optimizers of its own for that, on whole matrices, and refuses sharded weights. Here
 it makes what it makes for Adam, with parameter groups split in two by `is_muons`; the shards of
@@ -25,13 +25,24 @@ from ..core.engine.identity import ParamPair
 from ..sharding.local_optimizer import LocalShards
 from ..sharding.muon.matrices import row_blocks
 from ..sharding.muon.newton_schulz import COEFFICIENTS, EPS, coefficients_of
-from ..sharding.muon.shards import MuonOptions, MuonRule, MuonShards, tensor_split
+from ..sharding.muon.shards import (
+    MuonOptions,
+    MuonRule,
+    MuonShards,
+    SecondMoment,
+    tensor_split,
+)
 from .inner import ours_among
 from .options.ddp_options import OFFLOAD
 from .options.support import is_on
 from .seams.core_api import MORE, Replacement
 
-MUON = "muon"
+MUON, ADAPTIVE = "muon", "adaptive_muon"
+KINDS = (MUON, ADAPTIVE)
+"""Of `optimizer`."""
+METHOD = "adamuon"
+"""Of `adaptive_muon_moment2_method`: the one whose second moment is entry by entry. The others have
+means over rows, columns or all of a matrix, which ranks have parts of."""
 KIND = "optimizer"
 """Of a parameter group: whose it is, as core marks groups of its own."""
 _ASKED = "muon_config"
@@ -53,7 +64,7 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
 
 def asked_for(config: Any) -> Any | None:
     """The optimizer config that asks for Muon, if this is one or stands in for one; else None."""
-    return config if config.optimizer == MUON else getattr(config, _ASKED, None)
+    return config if config.optimizer in KINDS else getattr(config, _ASKED, None)
 
 
 def as_adam(config: Any) -> Any:
@@ -67,7 +78,14 @@ def as_adam(config: Any) -> Any:
 def problems(config: Any, engines: Sequence[FsdpEngine]) -> list[str]:
     """What Muon's options, and others with it, have against it."""
     found = []
+    method = "adaptive_muon_moment2_method"  # from 0.19 on
+    if config.optimizer == ADAPTIVE and not hasattr(config, method):
+        return [
+            f"optimizer={ADAPTIVE!r}: this megatron-core does not have it; use {MUON!r}, or a "
+            "release from 0.19 on"
+        ]
     choices = (
+        *([(method, METHOD, (METHOD,))] if config.optimizer == ADAPTIVE else []),
         ("muon_coefficient_type", "quintic", tuple(COEFFICIENTS)),
         ("muon_scale_mode", "spectral", tuple(SCALES)),
         ("muon_scalar_optimizer", "adam", ("adam",)),
@@ -87,7 +105,7 @@ def problems(config: Any, engines: Sequence[FsdpEngine]) -> list[str]:
             found.append(f"{name}=True: it is for optimizer='adam' alone; set it to False")
     if any(engine.config.offload for engine in engines):
         found.append(f"{OFFLOAD}=True of the DDP config: it is for 'adam' alone; set it to False")
-    return [f"optimizer='muon' with {line}" for line in found]
+    return [f"optimizer={config.optimizer!r} with {line}" for line in found]
 
 
 # Which weights, and of which matrices they are made.
@@ -206,6 +224,10 @@ def _options(config: Any) -> MuonOptions:
         eps=EPS,
         scale=lambda rows, columns: factor * scale(rows, columns),
         dtype=torch.bfloat16 if config.muon_fp32_matmul_prec == "medium" else torch.float32,
+        second=(
+            SecondMoment(config.adaptive_muon_beta2, config.adaptive_muon_eps)
+            if config.optimizer == ADAPTIVE else None
+        ),
     )
 
 
@@ -250,7 +272,7 @@ def _make_with_muon(
     **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Core makes the inner optimizer of the groups, and wraps it: Adam."""
-    if ours_among(model_chunks) and config.optimizer == MUON:
+    if ours_among(model_chunks) and config.optimizer in KINDS:
         config = as_adam(config)
     return original(config, model_chunks, *args, **kwargs)
 
@@ -261,7 +283,7 @@ def _make_emerging(
 ) -> Any:  # fmt: skip
     """From 0.18 on core turns off here for all but Adam and SGD; with sharded weights it does not.
     Its groups on the host are for checkpoints of another format."""
-    if not ours_among(model_chunks) or config.optimizer != MUON:
+    if not ours_among(model_chunks) or config.optimizer not in KINDS:
         return original(config, model_chunks, config_overrides, pg_collection)
     return core_optimizer.get_megatron_optimizer(
         as_adam(config), model_chunks, config_overrides, use_gloo_process_groups=False,

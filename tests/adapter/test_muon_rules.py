@@ -160,6 +160,23 @@ def test_what_muon_does_not_go_with_is_named(
         build_trainer(CASE, "optim", one_rank, optimizer=change)
 
 
+def test_of_adaptive_muon_the_method_entry_by_entry_alone_is_taken(
+    one_rank: torch.device,
+) -> None:
+    def change(config: Any) -> Any:
+        config.optimizer = "adaptive_muon"
+        if hasattr(config, "adaptive_muon_moment2_method"):
+            config.adaptive_muon_moment2_method = "normuon"
+        return config
+
+    config = change(optimizer_config(CASE))
+    named = "adaptive_muon_moment2_method='normuon': .* one of \\['adamuon'\\]"
+    if not hasattr(config, "adaptive_muon_moment2_method"):
+        named = "this megatron-core does not have it; use 'muon'"
+    with pytest.raises(ValueError, match=f"optimizer='adaptive_muon'.*{named}"):
+        build_trainer(CASE, "optim", one_rank, optimizer=change)
+
+
 def test_streamed_state_and_a_fused_weight_that_is_none_are_refused(
     one_rank: torch.device,
 ) -> None:

@@ -75,9 +75,11 @@ class Reference:
         self, config: Any, lr: float, decay: float, eps: float, clip: float,
         dtype: torch.dtype = torch.float32, momentum: float = 0.95, nesterov: bool = False,
         scale: Callable[[int, int], float] = lambda rows, columns: math.sqrt(max(rows, columns)),
+        second: tuple[float, float] | None = None,
     ) -> None:  # fmt: skip
         self.config, self.lr, self.decay, self.eps, self.clip = config, lr, decay, eps, clip
         self.dtype, self.momentum, self.nesterov, self.scale = dtype, momentum, nesterov, scale
+        self.second = second
         self.state: dict[str, Any] = {}
 
     def step(
@@ -109,22 +111,30 @@ class Reference:
     def update_of(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
         """Of a whole parameter, each of its matrices by itself."""
         columns = matrix.shape[1]
+        self.pieces = 0
         if "linear_qkv" in name:
             groups, size = self.config.num_query_groups, self.config.kv_channels
             queries = self.config.num_attention_heads // groups * size
             fused = matrix.view(groups, -1, columns)
             parts = fused.split([queries, size, size], dim=1)
             found = [
-                self._scaled(part.reshape(-1, columns)).view(groups, -1, columns)
+                self._scaled(name, part.reshape(-1, columns)).view(groups, -1, columns)
                 for part in parts
             ]
             return torch.cat(found, 1).reshape(matrix.shape)
         if "linear_fc1" in name and self.config.gated_linear_unit:
-            return torch.cat([self._scaled(half) for half in matrix.chunk(2)])
-        return self._scaled(matrix)
+            return torch.cat([self._scaled(name, half) for half in matrix.chunk(2)])
+        return self._scaled(name, matrix)
 
-    def _scaled(self, matrix: torch.Tensor) -> torch.Tensor:
-        return orthogonal(matrix, self.dtype) * self.scale(*matrix.shape)
+    def _scaled(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
+        """second: beta and eps of adaptive Muon, whose v each matrix of a weight has."""
+        found = orthogonal(matrix, self.dtype)
+        if self.second is not None:
+            self.pieces += 1
+            v = self.state.setdefault(f"{name} v {self.pieces}", torch.zeros_like(found))
+            v.mul_(self.second[0]).add_(found**2, alpha=1 - self.second[0])
+            found = found / (v**0.5 + self.second[1])
+        return found * self.scale(*matrix.shape)
 
     def _adam(
         self, name: str, weight: torch.Tensor, grad: torch.Tensor, decay: float

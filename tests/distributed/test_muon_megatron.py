@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig
 
 from megatron_fsdp_adapter.megatron.muon import is_muons as rule_of
 from megatron_fsdp_adapter.prove.whole import plain_name
@@ -34,6 +35,10 @@ STEPS = 5
 LR = 1e-2
 FP32 = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
 BF16 = {"optimizer": "muon"}
+SECOND = {"adaptive_muon_beta2": 0.9, "adaptive_muon_eps": 0.05}
+"""With an eps of the size of an entry, so that the sign of one near zero is not all that counts."""
+ADAPTIVE = {"optimizer": "adaptive_muon", "muon_fp32_matmul_prec": "highest", **SECOND}
+HAS_ADAPTIVE = hasattr(OptimizerConfig, "adaptive_muon_beta2")
 BOUNDS = {torch.float32: 2e-3, torch.bfloat16: 0.15}
 """Of the largest that an entry of an update can be. In bf16 a direction that a gradient hardly has
 is off by more than rounding: it is divided by how little the gradient has of it."""
@@ -74,7 +79,8 @@ def check_strategy(cell: Cell, strategy: str) -> None:
     }
     assert_matrices_are_muons(ours)
     reference = Reference(
-        stock.chunks[0].config, LR, case.weight_decay, case.adam_eps, case.clip, cell.dtype
+        stock.chunks[0].config, LR, case.weight_decay, case.adam_eps, case.clip, cell.dtype,
+        second=tuple(SECOND.values()) if "adaptive_muon_eps" in cell.options else None,  # type: ignore
     )
     for step in range(STEPS):
         before = ours.weights()
@@ -140,6 +146,15 @@ FULL = {
     "replicas": Cell(Topology("hsdp"), ("no_shard", "optim_grads_params"), {
         "num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "no_shard"}),
 }  # fmt: skip
+
+
+@pytest.mark.skipif(not HAS_ADAPTIVE, reason="this core has no adaptive_muon_beta2")
+def test_adaptive_muon_keeps_its_second_moment_in_rows() -> None:
+    cells = (
+        Cell(Topology("dp2"), ("no_shard", "optim_grads_params"), options=ADAPTIVE),
+        Cell(TOPOLOGIES["tp2"], ("optim",), options=ADAPTIVE),
+    )
+    run_ranks(check, 2, cells)
 
 
 @pytest.mark.full

@@ -266,7 +266,7 @@ def _with_optimizer(
     if unknown:
         raise ValueError(f"{where}: optimizer state without a weight: {', '.join(unknown)}")
     shapes = {name: state.weights[name].shape for name in moments}
-    of_muon = {name for name, kept in moments.items() if set(kept) == {MOMENTUM}}
+    of_muon = {name for name, kept in moments.items() if MOMENTUM in kept}
     groups, steps = from_optimizer_state(common.get("optimizer"), shapes, of_muon, where)
     return replace(
         state, weights={**state.weights, **main}, moments=moments, groups=groups, steps=steps

@@ -207,7 +207,7 @@ def _offloaded(option: str, wrong: Callable[[Any], bool], message: str) -> Rule:
     )
 
 
-OPTIMIZERS = ("adam", "sgd", "muon")
+OPTIMIZERS = ("adam", "sgd", "muon", "adaptive_muon")
 """SOAP needs whole matrices too, with state of another shape than theirs."""
 
 OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (

@@ -85,9 +85,11 @@ WEIGHT_HASH = "with 'optim_grads_params' no rank has whole weights to hash; leav
 LAUNCH_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer",
-        lambda args: args.optimizer == "muon" and not hasattr(args, "muon_nesterov"),
-        "this Megatron-LM makes Muon by a function of its own, which needs whole matrices; use "
-        "'adam', or a release from 0.18 on",
+        lambda args: args.optimizer == "adaptive_muon" or (
+            args.optimizer == "muon" and not hasattr(args, "muon_nesterov")
+        ),
+        "Megatron-LM makes adaptive Muon, and before 0.18 Muon, by a function of its own, which "
+        "needs whole matrices; use 'adam', or 'muon' and a release from 0.18 on",
     ),
     Rule(
         "use_torch_fsdp2",
@@ -182,7 +184,7 @@ _NVRX = "nvidia_resiliency_ext"
 BRIDGE_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.optimizer",
-        lambda cfg: cfg.optimizer.optimizer == "muon",
+        lambda cfg: cfg.optimizer.optimizer in ("muon", "adaptive_muon"),
         "recipes of Megatron-Bridge were not run with it; use 'adam'",
     ),
     Rule(

@@ -33,8 +33,20 @@ from .plan import plan_stage, sent_before, stages_of
 MOMENTUM = "momentum_buffer"
 """The name of Muon's state, as torch.optim.Muon has it."""
 
+MOMENT2 = "moment2_buffer"
+"""That of adaptive Muon, as NVIDIA's emerging_optimizers have it."""
+
 Options = dict[str, Any]
 """A parameter group."""
+
+
+@dataclass(frozen=True)
+class SecondMoment:
+    """An update is divided by sqrt(v) + eps, entry by entry, before it is scaled, where
+    v <- beta v + (1 - beta) update^2 (AdaMuon, arxiv.org/abs/2507.11005)."""
+
+    beta: float
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,8 @@ class MuonOptions:
 
     momentum: m <- momentum m + (1 - momentum) g; nesterov: what is orthogonalised is the same sum
     of g and the new m, and m without; coefficients: of each Newton-Schulz step; scale: of a
-    matrix's rows and columns, the factor on its update; dtype: of the products and on the wire.
+    matrix's rows and columns, the factor on its update; dtype: of the products and on the wire;
+    second: of adaptive Muon.
     """
 
     momentum: float
@@ -52,6 +65,12 @@ class MuonOptions:
     eps: float
     scale: Callable[[int, int], float]
     dtype: torch.dtype = torch.bfloat16
+    second: SecondMoment | None = None
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """Names of what is kept of a weight, in its shape."""
+        return (MOMENTUM,) if self.second is None else (MOMENTUM, MOMENT2)
 
 
 @dataclass(frozen=True)
@@ -118,11 +137,17 @@ class MuonShards(LocalShards):
         return self._rule.is_muon(group)
 
     def made_state(self, optimizer: Any) -> None:
-        """Zeros, where a group of Muon's has no momentum yet."""
-        for number in self._muon_groups(optimizer):
+        """Zeros, where a group of Muon's has no state yet."""
+        for number, group in self._muon_groups(optimizer).items():
             for _, local in self.pairs[number]:
-                if MOMENTUM not in self.state[local]:
-                    self.state[local][MOMENTUM] = torch.zeros_like(local)
+                self._complete(local, self._rule.options(group))
+
+    def _complete(self, local: torch.Tensor, options: MuonOptions) -> dict[str, torch.Tensor]:
+        state = self.state[local]
+        for name in options.state:
+            if name not in state:
+                state[name] = torch.zeros_like(local)
+        return state
 
     # Planning.
 
@@ -248,9 +273,9 @@ class MuonShards(LocalShards):
                 )
             )
             if number > 0:
-                _apply(stages[number - 1], groups, options)
+                self._apply(stages[number - 1], groups, options)
         if stages:
-            _apply(stages[-1], groups, options)
+            self._apply(stages[-1], groups, options)
 
     def _send(self, stage: Stage, options: Callable[[int], MuonOptions]) -> None:
         """Adds the gradients to the momentum, and sends what is to be orthogonalised."""
@@ -262,28 +287,32 @@ class MuonShards(LocalShards):
             if given is None:
                 rows.append(None)
                 continue
-            state, chosen = self.state[entry.local], options(entry.group)
-            if MOMENTUM not in state:
-                state[MOMENTUM] = torch.zeros_like(entry.local)
+            chosen = options(entry.group)
+            state = self._complete(entry.local, chosen)
             grad = given.to(entry.local.dtype)
             momentum = state[MOMENTUM].lerp_(grad, 1 - chosen.momentum)
             update = grad.lerp(momentum, chosen.momentum) if chosen.nesterov else momentum
             rows.append(update.reshape(-1))
         stage.exchange.send(rows)  # type: ignore[union-attr]
 
-
-def _apply(
-    stage: Stage, groups: Sequence[Options], options: Callable[[int], MuonOptions]
-) -> None:
-    for entry, trained in zip(stage.entries, stage.trained, strict=True):
-        group = groups[entry.group]
-        if trained and group["weight_decay"] != 0:
-            entry.local.mul_(1 - float(group["lr"]) * group["weight_decay"])
-    for number, matrix, place, values in stage.exchange.updates():  # type: ignore[union-attr]
-        entry = stage.entries[number]
-        if stage.trained[number]:
-            scale = options(entry.group).scale(*entry.param.shapes[matrix])
-            alpha = -float(groups[entry.group]["lr"]) * scale
+    def _apply(
+        self, stage: Stage, groups: Sequence[Options], options: Callable[[int], MuonOptions]
+    ) -> None:
+        for entry, trained in zip(stage.entries, stage.trained, strict=True):
+            group = groups[entry.group]
+            if trained and group["weight_decay"] != 0:
+                entry.local.mul_(1 - float(group["lr"]) * group["weight_decay"])
+        for number, matrix, place, values in stage.exchange.updates():  # type: ignore[union-attr]
+            entry = stage.entries[number]
+            if not stage.trained[number]:
+                continue
+            chosen = options(entry.group)
+            if chosen.second is not None:
+                v = self.state[entry.local][MOMENT2].view(-1)[place]
+                values = values.to(v.dtype)
+                v.lerp_(values.square(), 1 - chosen.second.beta)
+                values = values / (v.sqrt() + chosen.second.eps)
+            alpha = -float(groups[entry.group]["lr"]) * chosen.scale(*entry.param.shapes[matrix])
             # It casts on the way. Kernels for many tensors do not, and casts of their own are two
             # passes more.
             entry.local.view(-1)[place].add_(values, alpha=alpha)
