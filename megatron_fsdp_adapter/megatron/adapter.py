@@ -21,6 +21,7 @@ from torch import nn
 
 from ..core.config import MixedPrecisionPolicy
 from ..core.engine.engine import FsdpEngine
+from ..core.engine.partition import join_units
 from ..core.topology import DENSE
 from ..diagnostics.description import describe
 from ..quantised import TransformerEngineParams
@@ -159,7 +160,10 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.fsdp_unit_modules = sorted({type(unit).__name__ for unit in units.values()})
         domains = ModelDomains(self.megatron_fsdp_dist_index, self._placements, self.device)
         plans, self._kept = with_kept_units(
-            plan_units(module, units, self.config, engine_config, domains),
+            join_units(
+                plan_units(module, units, self.config, engine_config, domains),
+                ddp_options.unit_numel(self.ddp_config),
+            ),
             module, self.config, engine_config, domains,
             ddp_options.unsharded_budget(self.ddp_config),
         )

@@ -26,6 +26,7 @@ from ..core.engine.parts import PartsOfPass
 from ..core.engine.unit import Unit
 from ..core.layout.format import Use
 from .options.cuda_graphs import captures_iteration
+from .options.ddp_options import UNIT_NUMEL, unit_numel
 from .options.staging_options import slots_wanted
 from .options.support import is_on
 
@@ -160,6 +161,11 @@ def problems(config: Any, ddp_config: Any) -> list[str]:
             f"{OPTION}=True with gathered weights in fixed buffers: two passes read layers at a "
             "time, and each gathers one ahead, which two slots do not hold; set "
             "fsdp_double_buffer, nccl_ub and a zero-copy all-gather to False, or use 'optim_grads'"
+        )
+    if unit_numel(ddp_config):
+        found.append(
+            f"{OPTION}=True with {UNIT_NUMEL}: a unit of several layers would stay gathered while "
+            f"any of them may run, through the whole pass; leave {UNIT_NUMEL} unset"
         )
     if captures_iteration(config):
         found.append(

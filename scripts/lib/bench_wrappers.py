@@ -167,6 +167,9 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
         fsdp_unsharded_budget_gib=subject.budget,
         megatron_fsdp_enable_fine_grained_param_gather=subject.is_ours
         and options.megatron_fsdp_enable_fine_grained_param_gather,
+        suggested_communication_unit_size=options.suggested_communication_unit_size
+        if subject.is_ours
+        else None,
         data_parallel_sharding_strategy=subject.strategy or "optim_grads_params",
         ckpt_format=None,
         **_precision(subject),

@@ -115,6 +115,7 @@ FIXED_BUFFERS = (
 )
 
 OURS_ALONE = (
+    "suggested_communication_unit_size",
     "chunked_optimizer_state_offload",
     "fsdp_unsharded_budget_gib",
     "fsdp_grad_comm_fp8_blocks",

@@ -146,6 +146,9 @@ class Options:
     fsdp_unsharded_budget_gib: float = option(
         0.0, "GiB of each GPU for weights and gradients that stay whole over a step"
     )
+    suggested_communication_unit_size: int | None = option(
+        None, "with --use-megatron-fsdp: elements up to which layers are joined to one unit"
+    )
     chunked_optimizer_state_offload: bool = option(
         False, "main weights and moments in host memory, updated on the GPU unit by unit"
     )

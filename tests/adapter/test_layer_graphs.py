@@ -394,6 +394,7 @@ def test_what_graphs_of_layers_exclude_is_told_with_its_remedy() -> None:
         (model(qk_clip=True), ddp(), CUDA, "switch it off"),
         (model(), ddp(keep_fp8_transpose_cache=True), CUDA, "switch it off"),
         (model(), ddp(fsdp_unsharded_budget_gib=1.0), CUDA, "switch it off"),
+        (model(), ddp(suggested_communication_unit_size=9), CUDA, "switch it off"),
         (model(context_parallel_size=2), ddp(), CUDA, "use 1"),
     ]
     for config, ddp_config, device, remedy in cases:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig, MixedPrecisionPolicy
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.core.engine.partition import ManagedParam, partition
+from megatron_fsdp_adapter.core.engine.partition import ManagedParam, join_units, partition
 from megatron_fsdp_adapter.core.layout import Use
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, FSDPDistributedIndex
 from megatron_fsdp_adapter.diagnostics.grad_check import GradCheck
@@ -45,7 +45,8 @@ class Setup:
     share `world` ranks out among them, and hold the same shards or, with `shard_outer`, parts.
     `check_by` looks for gradients that are not finite by "unit" or "parameter". `fused` lets the
     layers' maps write their weight gradients by themselves: a `GradWriter` that does. `slots`:
-    transient buffers are in fixed memory. `own`: strategies that units have in turn, in place of
+    transient buffers are in fixed memory. `joined`: elements up to which layers are joined to a
+    unit. `own`: strategies that units have in turn, in place of
     the model's. `recipe`: how the layers' maps are quantised, none of
     them by default."""
 
@@ -77,6 +78,7 @@ class Setup:
     keep_derived: bool = False
     offload: bool = False
     own: tuple[str, ...] = ()
+    joined: int = 0
 
     @property
     def hidden(self) -> int:
@@ -434,6 +436,7 @@ def build(
         format_of=format_of,
         backward_use=lambda unit: backward_use_of(setup),
     )
+    plans = join_units(plans, setup.joined)
     if setup.own:
         turn = itertools.cycle(setup.own)
         plans = [replace(plan, strategy=STRATEGIES[next(turn)]) for plan in plans]

@@ -434,7 +434,7 @@ def test_the_engine_config_is_read_from_megatron_s():
     config = engine_config(
         good(suggested_communication_unit_size=1000, megatron_fsdp_grad_comm_dtype=torch.bfloat16)
     )
-    assert config.strategy.name == "optim_grads_params" and config.prefetch_bytes == 4000
+    assert config.strategy.name == "optim_grads_params" and config.prefetch_bytes == 2000
     assert config.policy == MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
     assert engine_config(good()).prefetch_bytes == 0
 

@@ -127,7 +127,7 @@ class FsdpEngine:
         self._shown_before, self._active_root = Identity.OPTIMIZER, cast("str | None", None)
         self._counts_calls, self.loads, self.exported_loads, self.writes = True, 0, -1, 0
         self._forwards = self.in_flight = 0
-        hooks.register(self, module, [plan.module for plan in plans])
+        hooks.register(self, module, [plan.modules for plan in plans])
         self.show_optimizer_params()
         # What waits in a queue of the runtime refers to the runtime: a cycle, if not cut here.
         # The runtime is held weakly: finalize's registry would keep alive all that its queue
@@ -283,9 +283,9 @@ class FsdpEngine:
             return hooks.on_inputs_done(args, kwargs, done, again)
         return args, kwargs
 
-    def post_forward(self, unit: Unit, output: Any, given: Any = ()) -> None:
-        """A unit's module, which was `given` inputs, returns. The unit's own backward may come next
-        while recomputing, and does for the last unit of a forward: neither is resharded."""
+    def post_forward(self, unit: Unit, output: Any, given: Any = (), ends: bool = True) -> None:
+        """A unit's module, which was `given` inputs, returns, its last one if that `ends` it. The
+        unit's backward may come next while recomputing, and does for the last: no resharding."""
         again, with_gradients = hooks.in_backward(), torch.is_grad_enabled()
         unit.busy = again and not with_gradients
         self.backward.recomputed = unit
@@ -294,9 +294,8 @@ class FsdpEngine:
             hooks.on_outputs_needed(output, reached, given)
             if again or self.order.is_last(unit.ordinal):
                 return
-        elif hooks.in_backward():
-            return
-        self.gather.release(unit)
+        if ends and (with_gradients or not again):
+            self.gather.release(unit)
 
     # Backward.
 

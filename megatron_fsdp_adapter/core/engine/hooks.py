@@ -50,7 +50,7 @@ class Engine(Protocol):
     calls_parts: bool
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any: ...
-    def post_forward(self, unit: Unit, output: Any, given: Any) -> None: ...
+    def post_forward(self, unit: Unit, output: Any, given: Any, ends: bool) -> None: ...
     def root_pre_forward(self, name: str) -> None: ...
     def root_post_forward(self, name: str, output: Any) -> None: ...
 
@@ -223,11 +223,12 @@ def _unit_pre_forward(
 
 
 def _unit_post_forward(
-    engine: EngineRef, ordinal: int, module: nn.Module, args: Any, kwargs: Any, out: Any
+    engine: EngineRef, ordinal: int, ends: bool, module: nn.Module, args: Any, kwargs: Any,
+    out: Any,
 ) -> None:
     alive = engine()
     if alive is not None and not alive.calls_parts:
-        alive.post_forward(alive.units[ordinal], out, (args, kwargs))
+        alive.post_forward(alive.units[ordinal], out, (args, kwargs), ends)
 
 
 def _root_pre_forward(engine: EngineRef, name: str, module: nn.Module, args: Any) -> None:
@@ -270,12 +271,14 @@ def grad_callback(method: Callable[..., None], *args: Any) -> Callable[..., None
     return callback
 
 
-def register(engine: Engine, module: nn.Module, of_units: Sequence[nn.Module | None]) -> None:
+def register(
+    engine: Engine, module: nn.Module, of_units: Sequence[Sequence[nn.Module]]
+) -> None:
     """Hooks the modules of units, in their order, those inside of `module` that hold all
     parameters, which begin a forward pass, and those that hold parameters of the root."""
-    for unit, own in zip(engine.units, of_units, strict=True):
-        if own is not None:
-            register_unit(engine, unit, own)
+    for unit, modules in zip(engine.units, of_units, strict=True):
+        for own in modules:
+            register_unit(engine, unit, own, ends=own is modules[-1])
     held = [{id(p) for group in unit.groups for p in group.params} for unit in engine.units]
     everything, of_root = set().union(*held), held[-1]
     for name, child in module.named_modules():
@@ -285,15 +288,16 @@ def register(engine: Engine, module: nn.Module, of_units: Sequence[nn.Module | N
             register_owner(engine, name, child)
 
 
-def register_unit(engine: Engine, unit: Unit, module: nn.Module) -> None:
-    """Hooks the calls of a unit's module; ours run first before and last after forward. They hold
-    the unit's number: some modules of Megatron are in reference cycles and outlive the model."""
+def register_unit(engine: Engine, unit: Unit, module: nn.Module, ends: bool) -> None:
+    """Hooks the calls of a unit's module, its last one if it `ends` its forward; ours run first
+    before and last after forward. They hold the unit's number: some modules of Megatron are in
+    reference cycles and outlive the model."""
     ref = weakref.ref(engine)
     module.register_forward_pre_hook(
         functools.partial(_unit_pre_forward, ref, unit.ordinal), prepend=True, with_kwargs=True
     )
     module.register_forward_hook(
-        functools.partial(_unit_post_forward, ref, unit.ordinal), with_kwargs=True
+        functools.partial(_unit_post_forward, ref, unit.ordinal, ends), with_kwargs=True
     )
     _register_leave(module, ref, unit.ordinal)
 

@@ -25,7 +25,7 @@ from megatron_fsdp_adapter.core.layout.spec import ParamSpec
 
 from .direct import GradWriter
 
-ROOT = "root"
+ROOT, TO = "root", " to "
 
 Slot = tuple[nn.Module, str]
 """A place in the module tree that holds a parameter: `module._parameters[name]`."""
@@ -84,11 +84,12 @@ class ManagedParam:
 class UnitPlan:
     """The parameters of one unit by group, in module order.
 
-    `module` is None for the root unit. `backward_reads_weights` is False for units whose backward
-    needs no weights (an embedding look-up), which are not gathered in backward. `backward_use`: the
-    planes that its backward reads; those of forward too where any of it is recomputed. `inside`: of
-    how many other units, the root aside, its module is a part. `strategy`: the unit's own, where
-    that keeps more than the engine's.
+    `module` is None for the root unit; `more`: further modules, of the same class, that run after
+    it, of a unit that was joined of several. `backward_reads_weights` is False for units whose
+    backward needs no weights (an embedding look-up), which are not gathered in backward.
+    `backward_use`: the planes that its backward reads; those of forward too where any of it is
+    recomputed. `inside`: of how many other units, the root aside, its module is a part. `strategy`:
+    the unit's own, where that keeps more than the engine's.
     """
 
     name: str
@@ -98,6 +99,17 @@ class UnitPlan:
     backward_use: Use = Use.BOTH
     inside: int = 0
     strategy: Strategy | None = None
+    more: tuple[nn.Module, ...] = ()
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """In the order in which they run."""
+        return () if self.module is None else (self.module, *self.more)
+
+    @property
+    def numel(self) -> int:
+        """Elements of its parameters."""
+        return sum(one.param.numel() for managed in self.groups.values() for one in managed)
 
 
 def managed_params(module: nn.Module) -> list[ManagedParam]:
@@ -186,6 +198,40 @@ def partition(
         entry = replace(managed, split=split, writer=writer_of(managed))
         plan.groups.setdefault(key, []).append(entry)
     return [plan for plan in plans.values() if plan.groups or plan.name == ROOT]
+
+
+def join_units(plans: Sequence[UnitPlan], numel: int) -> list[UnitPlan]:
+    """`plans`, of which neighbours are joined until a unit has `numel` elements: small ones cost
+    the host as much as large ones. Joined are modules of one class that backward reads alike, of
+    which none is inside another unit or has one inside."""
+    found: list[UnitPlan] = []
+    for plan in plans:
+        if found and found[-1].numel < numel and _are_alike(found[-1], plan, plans):
+            plan = _joined(found.pop(), plan)
+        found.append(plan)
+    return found
+
+
+def _are_alike(one: UnitPlan, other: UnitPlan, plans: Sequence[UnitPlan]) -> bool:
+    def alone(plan: UnitPlan) -> bool:
+        names = [entry.name for entry in plans if entry.module is not None]
+        is_part = any(name.startswith(f"{plan.name}.") for name in names)
+        return plan.module is not None and not plan.inside and not is_part
+
+    return (
+        alone(one) and alone(other) and type(one.module) is type(other.module)
+        and one.backward_reads_weights == other.backward_reads_weights
+        and one.backward_use == other.backward_use
+    )  # fmt: skip
+
+
+def _joined(one: UnitPlan, other: UnitPlan) -> UnitPlan:
+    groups = {key: list(managed) for key, managed in one.groups.items()}
+    for key, managed in other.groups.items():
+        groups.setdefault(key, []).extend(managed)
+    first = one.name.split(TO)[0]
+    name, more = f"{first}{TO}{other.name}", (*one.more, *other.modules)
+    return replace(one, name=name, groups=groups, more=more)
 
 
 def _checked(format: WeightFormat | None, managed: ManagedParam) -> WeightFormat | None:

@@ -260,6 +260,15 @@ def main_params_dtype(ddp_config: Any) -> torch.dtype | None:
     return None if own and chosen == torch.float32 else chosen
 
 
+UNIT_NUMEL = "suggested_communication_unit_size"
+
+
+def unit_numel(ddp_config: Any) -> int:
+    """Elements up to which neighbouring layers are joined to one unit, and may be gathered ahead;
+    0 for neither."""
+    return int(getattr(ddp_config, UNIT_NUMEL, None) or 0)
+
+
 def unsharded_budget(ddp_config: Any) -> int:
     """Bytes that units may take more than their strategy does, to stay whole over a step."""
     return int((getattr(ddp_config, BUDGET, None) or 0.0) * GIB)
@@ -296,7 +305,7 @@ def engine_config(ddp_config: Any) -> EngineConfig:
         policy=precision_policy(ddp_config),
         overlap_grad_reduce=forced.get("overlap_grad_reduce", ddp_config.overlap_grad_reduce),
         overlap_param_gather=forced.get("overlap_param_gather", ddp_config.overlap_param_gather),
-        prefetch_bytes=4 * int(getattr(ddp_config, "suggested_communication_unit_size", None) or 0),
+        prefetch_bytes=torch.bfloat16.itemsize * unit_numel(ddp_config),
         shard_outer=shards_outer(ddp_config),
         **slots_wanted(ddp_config),
         fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,

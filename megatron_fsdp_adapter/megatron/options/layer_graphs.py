@@ -9,6 +9,7 @@ import torch
 from ...core.config import STRATEGIES
 from ...sharding.budget import OPTION as BUDGET
 from .cuda_graphs import captures_layers, modules_asked_for
+from .ddp_options import UNIT_NUMEL
 from .staging_options import slots_wanted
 
 CAPTURED_PARTS = frozenset({"attn", "mlp", "mamba"})
@@ -92,6 +93,7 @@ _LAYERS_EXCLUDE = {
     "delay_wgrad_compute": "weight gradients would come after their unit's bucket is reduced",
     "overlap_moe_expert_parallel_comm": "parts of layers are called by a schedule",
     "tp_comm_overlap": "its buffers are not followed across graphs",
+    UNIT_NUMEL: "a graph is of one layer, and has its unit's bucket to itself",
     BUDGET: "a graph writes a fresh bucket in every backward, and units that stay whole add to "
     "kept gradients",
 }

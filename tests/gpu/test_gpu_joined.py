@@ -1,0 +1,53 @@
+"""Neighbouring layers as one unit on GPUs: gradients of the first step have the bits of units of
+their own, and the steps go on alike."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+from megatron_fsdp_adapter.megatron.options.ddp_options import UNIT_NUMEL
+from tests.distributed.checks import check_run, check_same_bits, free_run
+from tests.distributed.gpt import Case, build_trainer, init_megatron
+from tests.gpu.gpu_ranks import Check, Outcomes
+
+CASE = Case(
+    num_layers=5, hidden=256, heads=4, ffn=640, vocab=1000, seq=128, batch=2, swiglu=True,
+    bf16=True, microbatches=2,
+)  # fmt: skip
+TWO_LAYERS = 1_000_000
+"""Elements: more than one layer has, fewer than two."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "slots": {"fsdp_double_buffer": True},
+    "copy engines": {
+        "fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True
+    },
+}
+
+
+def trains_alike(rank: int, world: int, name: str) -> str:
+    """Two ranks' sums are the same in either order; norms are sums over other rows."""
+    device, runs, counts = init_megatron(), [], []
+    for numel in (TWO_LAYERS, None):
+        ddp = {**OPTIONS[name], UNIT_NUMEL: numel}
+        trainer = build_trainer(CASE, "optim_grads_params", device, ddp=ddp)
+        counts.append(len(trainer.wrapper.engine.units))
+        runs.append(free_run(trainer, rank, 3, device))
+        del trainer
+        gc.collect()
+    assert counts[0] == counts[1] - 2, counts
+    check_same_bits(runs[0][0].gradients, runs[1][0].gradients, name)
+    check_run(*runs, name)
+    return f"{counts} units, last loss {runs[0][-1].loss:.4f}"
+
+
+CHECKS = {name: Check(trains_alike, (name,)) for name in OPTIONS}
+OUTCOMES = Outcomes(CHECKS, timeout_s=100.0)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_two_gpus(name: str) -> None:
+    OUTCOMES.expect(name)
