@@ -188,9 +188,10 @@ def test_a_strategy_that_is_unknown_is_left_to_its_own_rule() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("ddp", [{}, PARTS], ids=["layers", "parts"])
 @pytest.mark.parametrize("name", FIELDS)
-def test_each_step_is_that_of_stock_ddp_with_more_options(name: str) -> None:
-    run_ranks(_compare, 2, EP2, {}, FIELDS[name], {}, timeout=300)
+def test_each_step_is_that_of_stock_ddp_with_more_options(name: str, ddp: dict[str, Any]) -> None:
+    run_ranks(_compare, 2, EP2, {}, FIELDS[name], ddp, timeout=300)
 
 
 def test_a_tied_weight_has_the_gradients_of_both_uses() -> None:
@@ -200,5 +201,6 @@ def test_a_tied_weight_has_the_gradients_of_both_uses() -> None:
 
 
 @pytest.mark.full
-def test_each_step_is_that_of_stock_ddp_in_an_interleaved_pipeline() -> None:
-    run_ranks(_compare, 4, PIPELINE, {}, {}, {}, timeout=600)
+@pytest.mark.parametrize("ddp", [{}, PARTS], ids=["layers", "parts"])
+def test_each_step_is_that_of_stock_ddp_in_an_interleaved_pipeline(ddp: dict[str, Any]) -> None:
+    run_ranks(_compare, 4, PIPELINE, {}, {}, ddp, timeout=600)
