@@ -332,6 +332,12 @@ CHECKS |= {
     for name, kind in KINDS.items()
     if HAS_TE or not kind.grouped
 }
+CHECKS |= {
+    f"{name}, {dispatcher}, in parts": Check(trains_like_ddp, (name, dispatcher, PARTS))
+    for name, kind in KINDS.items()
+    for dispatcher, fields in DISPATCHERS.items()
+    if fields.get("delay_wgrad_compute") and can_run(kind, fields)
+}
 OUTCOMES = Outcomes(CHECKS, timeout_s=240.0, world=4 if torch.cuda.device_count() >= 4 else 2)
 os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
 os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # core asks for it before it fuses SwiGLU
