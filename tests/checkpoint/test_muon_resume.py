@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from launch import run_ranks
+from megatron.core.optimizer import OptimizerConfig
 from test_wrapper_roundtrip import (
     _assert_same,
     _bits,
@@ -28,13 +29,15 @@ WHOLE = "whole.pt"
 STRATEGIES = ("no_shard", "optim_grads_params")
 
 
-def _trainer(strategy: str, device: torch.device, **changed: Any) -> Any:
+def _trainer(
+    strategy: str, device: torch.device, kind: str = "muon", **changed: Any
+) -> Any:
     from tests.distributed.gpt import Case, build_trainer
 
     case = Case(
         num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, lr=0.05, **changed
     )
-    return build_trainer(case, strategy, device, optimizer={"optimizer": "muon"})
+    return build_trainer(case, strategy, device, optimizer={"optimizer": kind})
 
 
 def _whole(trainer: Any) -> dict[str, torch.Tensor]:
@@ -52,7 +55,7 @@ def _whole(trainer: Any) -> dict[str, torch.Tensor]:
     return {**trainer.params(), **full_all(kept)}
 
 
-def _resume(rank: int, size: int, root: str) -> None:
+def _resume(rank: int, size: int, root: str, kind: str = "muon") -> None:
     from megatron_fsdp_adapter import install
     from tests.distributed.gpt import batches, init_megatron, train_step
 
@@ -68,13 +71,13 @@ def _resume(rank: int, size: int, root: str) -> None:
 
     for strategy in STRATEGIES:
         folder = f"{root}/{strategy}"
-        first = _trainer(strategy, device)
+        first = _trainer(strategy, device, kind)
         steps(first, 0)
         keys, saved, whole = _save(first, folder), _bits(first), _whole(first)
         if rank == 0:
             torch.save(whole, f"{root}/{strategy}-{WHOLE}")
         losses, final = steps(first, 2), _bits(first)
-        second = _trainer(strategy, device, seed=4321)
+        second = _trainer(strategy, device, kind, seed=4321)
         _poison(second)
         _load(second, folder)
         _assert_same(_bits(second), saved, f"{strategy}, just loaded")
@@ -83,7 +86,9 @@ def _resume(rank: int, size: int, root: str) -> None:
         assert _save(second, f"{folder}-again") == keys
 
 
-def _load_elsewhere(rank: int, size: int, root: str, names: tuple[str, ...]) -> None:
+def _load_elsewhere(
+    rank: int, size: int, root: str, names: tuple[str, ...], kind: str = "muon"
+) -> None:
     from megatron_fsdp_adapter import install
     from tests.distributed.gpt import init_megatron
 
@@ -91,7 +96,7 @@ def _load_elsewhere(rank: int, size: int, root: str, names: tuple[str, ...]) -> 
     install()
     for name in names:
         for strategy in STRATEGIES:
-            trainer = _trainer(strategy, device)
+            trainer = _trainer(strategy, device, kind)
             _poison(trainer)
             raw = _sharded_state(trainer, is_loading=True)
             state = _preprocessed(trainer, {key: raw[key] for key in ("model", "optimizer")})
@@ -104,17 +109,29 @@ def _load_elsewhere(rank: int, size: int, root: str, names: tuple[str, ...]) -> 
             assert not different, (name, strategy, different)
 
 
-@pytest.mark.once
-@pytest.mark.parametrize(("size", "other"), [(2, 1)])
-def test_momentum_is_resumed_and_read_by_another_number_of_ranks(
-    tmp_path: Path, size: int, other: int
-) -> None:
-    run_ranks(_resume, size, str(tmp_path), timeout=300)
+def _resumed_and_converted(root: Path, kind: str) -> None:
+    run_ranks(_resume, 2, str(root), kind, timeout=300)
     style = Options(transformer_impl="local", swiglu=False)
-    source, between, back = tmp_path / STRATEGIES[1], tmp_path / "other", tmp_path / BACK
+    source, between, back = root / STRATEGIES[1], root / "other", root / BACK
     convert(source, between, "torch_dist", options=style)
     convert(between, back, "fsdp_dtensor", options=style)
-    run_ranks(_load_elsewhere, other, str(tmp_path), (*STRATEGIES, BACK), timeout=300)
+    run_ranks(_load_elsewhere, 1, str(root), (*STRATEGIES, BACK), kind, timeout=300)
+
+
+@pytest.mark.once
+def test_momentum_is_resumed_and_read_by_another_number_of_ranks(tmp_path: Path) -> None:
+    _resumed_and_converted(tmp_path, "muon")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    not hasattr(OptimizerConfig, "adaptive_muon_beta2"),
+    reason="this core has no adaptive_muon_beta2",
+)
+def test_the_second_moment_of_adaptive_muon_is_resumed_and_read_by_another_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    _resumed_and_converted(tmp_path, "adaptive_muon")
 
 
 # Under another tensor-parallel split.
