@@ -401,13 +401,19 @@ def ddp(**fields: Any) -> Any:
 def test_what_graphs_of_layers_exclude_is_told_with_its_remedy() -> None:
     assert layer_graphs.problems(model(), ddp(), CUDA) == []
     assert layer_graphs.problems(model(cuda_graph_impl="none"), ddp(), CPU) == []
+    selective = {"recompute_granularity": "selective"}
+    assert layer_graphs.problems(
+        model(**selective, recompute_modules=["core_attn"]), ddp(), CUDA
+    ) == []  # fmt: skip
     cases = [
         (model(), ddp(), CPU, "the model is on cpu"),
         (model(), ddp(fsdp_double_buffer=False), CUDA, "set it to True"),
         (model(), ddp(data_parallel_sharding_strategy="optim"), CUDA, "'full_iteration'"),
         (model(cuda_graph_scope=["moe_router"]), ddp(), CUDA, "leave the others out"),
         (model(recompute_granularity="full"), ddp(), CUDA, "use 'selective'"),
-        (model(recompute_modules=["moe"]), ddp(), CUDA, "leave 'moe' out"),
+        (model(**selective, recompute_modules=["moe"]), ddp(), CUDA, "leave 'moe' out"),
+        (model(**selective, recompute_modules=["core_attn"], attention_dropout=0.1), ddp(), CUDA,
+         "leave 'core_attn' out"),
         (model(fp8="hybrid", fp8_recipe="delayed"), ddp(), CUDA, "use 'tensorwise'"),
         (model(qk_clip=True), ddp(), CUDA, "switch it off"),
         (model(), ddp(keep_fp8_transpose_cache=True), CUDA, "switch it off"),

@@ -36,7 +36,16 @@ def problems(config: Any, ddp_config: Any, device: torch.device) -> list[str]:
     for option, reason in _LAYERS_EXCLUDE.items():
         if getattr(config, option, None) or getattr(ddp_config, option, None):
             found.append(f"{option} with CUDA graphs of layers: {reason}; switch it off")
-    if "moe" in (getattr(config, "recompute_modules", None) or ()):
+    recomputed = getattr(config, "recompute_modules", None) or ()
+    if _name_of(getattr(config, "recompute_granularity", None)) != "selective":
+        recomputed = ()
+    if "core_attn" in recomputed and getattr(config, "attention_dropout", 0.0):
+        found.append(
+            f"attention_dropout={config.attention_dropout} with recompute_modules 'core_attn' and "
+            "CUDA graphs of layers: random states that graphs can use are not set back, so what is "
+            "recomputed would drop others; leave 'core_attn' out, or set attention_dropout to 0.0"
+        )
+    if "moe" in recomputed:
         found.append(
             "recompute_modules with 'moe' and CUDA graphs of layers: core leaves it to its own "
             "graphs, which are not used; leave 'moe' out"
