@@ -39,9 +39,10 @@ def problems(config: Any, ddp_config: Any, device: torch.device) -> list[str]:
     recomputed = getattr(config, "recompute_modules", None) or ()
     if _name_of(getattr(config, "recompute_granularity", None)) != "selective":
         recomputed = ()
-    if "core_attn" in recomputed and getattr(config, "attention_dropout", 0.0):
+    dropout: float = getattr(config, "attention_dropout", 0)
+    if "core_attn" in recomputed and dropout:
         found.append(
-            f"attention_dropout={config.attention_dropout} with recompute_modules 'core_attn' and "
+            f"attention_dropout={dropout} with recompute_modules 'core_attn' and "
             "CUDA graphs of layers: random states that graphs can use are not set back, so what is "
             "recomputed would drop others; leave 'core_attn' out, or set attention_dropout to 0.0"
         )
