@@ -145,6 +145,13 @@ FULL = {
         "num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"}),
     "replicas": Cell(Topology("hsdp"), ("no_shard", "optim_grads_params"), {
         "num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "no_shard"}),
+    "units that stay whole": Cell(
+        Topology("dp"), ("optim_grads_params",), {"fsdp_unsharded_budget_gib": 1.0}),
+    "units that stay whole in part": Cell(
+        Topology("dp"), ("optim_grads_params",), {"fsdp_unsharded_budget_gib": 3e-5}),
+    "experts as units": Cell(TOPOLOGIES["ep2"], ("optim_grads_params",), {
+        "megatron_fsdp_enable_fine_grained_param_gather": True}),
+    "slots": Cell(Topology("dp"), ("optim_grads_params",), {"fsdp_double_buffer": True}),
 }  # fmt: skip
 
 
