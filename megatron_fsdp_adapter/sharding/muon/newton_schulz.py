@@ -98,6 +98,7 @@ def orthogonalised(
     if matrices.dtype == torch.float32:
         return _stepwise(matrices / norm, coefficients)
     # Same places and sizes of elements: what is written has been read.
+    matrices = matrices.contiguous()
     memory = matrices if in_place else torch.empty_like(matrices)
     numel = matrices.shape[1] * matrices.shape[2]
     x = torch.mul(matrices, numel**0.5 / norm, out=memory.view(torch.float16))
