@@ -26,11 +26,18 @@ import torch
 
 from megatron_fsdp_adapter.cli import machine, prove, recipes
 from megatron_fsdp_adapter.launch import megatron_lm, runner
-from megatron_fsdp_adapter.megatron.options import capability, validation
+from megatron_fsdp_adapter.megatron.options import (
+    capability,
+    cuda_graphs,
+    layer_graphs,
+    validation,
+)
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
 from megatron_fsdp_adapter.megatron.seams import releases
 from megatron_fsdp_adapter.planning import advice
 from megatron_fsdp_adapter.planning.machine import GPUS
+
+GPU = torch.device("cuda")
 
 PACKAGES = (
     "megatron-fsdp-adapter", "megatron-core", "megatron-bridge", "transformer-engine", "torch",
@@ -115,8 +122,18 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
         "refuses": [
             *validation.launch_problems(args, os.environ),
             *capability.device_problems(options, machine.device()),
+            *graph_problems(options),
         ],
     }
+
+
+def graph_problems(options: Any) -> list[str]:
+    """What CUDA graphs exclude on the GPUs that the run will have, if it asks for any. What depends
+    on the release of megatron-core is told by the wrapper."""
+    return [
+        *cuda_graphs.problems(options, options, GPU, asks_tokens=False),
+        *layer_graphs.problems(options, options, GPU),
+    ]
 
 
 def _of_recipe(given: argparse.Namespace) -> dict[str, Any]:

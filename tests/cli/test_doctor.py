@@ -88,3 +88,19 @@ def test_bad_input_is_one_line(capsys: Any, tmp_path: Path) -> None:
         "doctor: --set nothing: write option=value",
         f"doctor: no such script: {tmp_path / 'absent.py'}",
     ]
+
+
+def test_what_cuda_graphs_exclude_is_refused(capsys: Any) -> None:
+    def refused(*more: str, status: int) -> list[str]:
+        asked = ("cuda_graph_impl='local'", *more)
+        sets = [word for one in asked for word in ("--set", one)]
+        lines = report(capsys, *sets, status=status)["configuration"]["refuses"]
+        assert isinstance(lines, list)
+        return lines
+
+    (line,) = refused(status=1)
+    assert "fsdp_double_buffer=False" in line and "set it to True" in line
+    assert refused("fsdp_double_buffer=True", status=0) == []
+    kept = "data_parallel_sharding_strategy='optim'"
+    (line,) = refused("fsdp_double_buffer=True", kept, status=1)
+    assert line.startswith(kept)
