@@ -113,7 +113,8 @@ def machine_of(table: Table, machine: Machine) -> Machine:
     if table.known == "step":
         return _as_fast_as(machine_row(table), machine)
     strategy = "optim" if table.known == "ddp" else "optim_grads_params"
-    program = program_of(Measured(table, "ours", 0, 0, 0, 1, strategy))
+    count = min(row.microbatches for row in ROWS if row.table is table)
+    program = program_of(Measured(table, "ours", 0, 0, 0, count, strategy))
     begin = [count for name, count in program.marks if name == "step"][1]
     known = sum(one.host for one in program.operations[begin:]) / 1e3
     return replace(machine, host=(HOST if table.known == "ddp" else 1.0) * table.host / known)
