@@ -3,6 +3,7 @@ are those of the same wrapper without them, bit for bit."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tests.distributed.checks import check_same_bits
@@ -34,9 +35,9 @@ def _numbers(trainer: TopologyTrainer) -> tuple[list[float], Any]:
     return found, trainer.weights()
 
 
-def _trains_alike(name: str, layers: int, in_flight: int) -> None:
+def _trains_alike(name: str, layers: int, in_flight: int, **changes: str) -> None:
     """`layers` of each chunk have graphs; `in_flight`: pools, of the chunk that has most."""
-    topology = TOPOLOGIES[name]
+    topology = replace(TOPOLOGIES[name], **changes)  # type: ignore[arg-type]
     init_topology(topology)
     case = case_for(topology, microbatches=4, num_layers=4)
     plain, trainer = (
@@ -51,6 +52,10 @@ def _trains_alike(name: str, layers: int, in_flight: int) -> None:
     check_same_bits(mine, weights, name)
     for chunk, fake in zip(trainer.chunks, fakes, strict=True):
         assert not chunk._layers.graphs.ran_eagerly
+        said = chunk._layers.summary()
+        assert ("all but the captured parts of 2 layers with experts" in said) is bool(
+            topology.experts
+        ), said
         assert fake.captures == 2 * layers * fake.pools, (name, fake.captures, fake.pools)
         assert len(fake.replays) == (STEPS - 1) * case.microbatches * 2 * layers
         for pool in range(1, fake.pools + 1):
@@ -63,7 +68,8 @@ def _trains_alike(name: str, layers: int, in_flight: int) -> None:
 def _check(rank: int, world: int) -> None:
     _trains_alike("pp2", layers=2, in_flight=2 - rank)
     _trains_alike("pp2-vpp2", layers=1, in_flight=4)
-    _trains_alike("ep2", layers=4, in_flight=1)
+    for dispatcher in ("alltoall", "allgather"):  # both read numbers of tokens on the host
+        _trains_alike("ep2", layers=4, in_flight=1, dispatcher=dispatcher)
 
 
 def test_pipelines_and_experts_replay_to_the_bits_of_eager_steps() -> None:
