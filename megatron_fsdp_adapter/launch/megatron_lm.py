@@ -100,11 +100,6 @@ MAIN_FLAGS: tuple[Flag, ...] = (
         is_switch=True,
     ),
     Flag(
-        "--fsdp-backward-on-calling-thread", False,
-        "backward runs on the thread that calls it, not on autograd's own (docs/performance.md)",
-        is_switch=True,
-    ),
-    Flag(
         "--chunked-optimizer-state-offload", False,
         "main weights and moments in host memory, updated on the GPU unit by unit "
         "(docs/optimizer_offload.md)", is_switch=True,

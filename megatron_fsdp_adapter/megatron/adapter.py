@@ -205,7 +205,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             "main weights "
             f"{_dtype_name(engine.config.policy.main_params_dtype)}"
             f"{' in host memory' if engine.config.offload else ''}, gradients reduced in "
-            f"{self._wire()}; {self._kept_whole()}{self._thread()}set for you: "
+            f"{self._wire()}; {self._kept_whole()}set for you: "
             f"{', '.join(kept) or 'nothing'}",
             flush=True,
         )
@@ -213,10 +213,6 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
     def _wire(self) -> str:
         config = self.engine.config
         return "8-bit blocks" if config.wire_in_blocks else str(config.policy.comm_dtype)
-
-    def _thread(self) -> str:
-        on = is_on(self.ddp_config, ddp_options.CALLING_THREAD)
-        return "backward on the thread that calls it; " if on else ""
 
     def _kept_whole(self) -> str:
         """What of which units stays whole over a step; empty if nobody has given a budget."""
@@ -261,8 +257,6 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
 
     def _before_pass(self) -> None:
         """A forward begins, by a call of this module or of parts of it."""
-        if torch.is_grad_enabled() and is_on(self.ddp_config, ddp_options.CALLING_THREAD):
-            torch.autograd.set_multithreading_enabled(False)  # a call of it stays in force
         self._wiring.on_forward(self.config, self.training and not self.engine.auto_sync)
         self._captures.before_forward()
 

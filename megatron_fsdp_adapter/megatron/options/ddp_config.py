@@ -52,10 +52,6 @@ class DistributedDataParallelConfig(CoreConfig):
     """Ours: gradients travel as e4m3 in blocks of 32 with a scale each, a quarter of the bytes of
     float32, and are summed in float32 (docs/precision.md)."""
 
-    fsdp_backward_on_calling_thread: bool = False
-    """Ours: backward runs on the thread that calls it and not on one of autograd's, from the first
-    forward with gradients on, for all that this thread does (docs/performance.md)."""
-
     chunked_optimizer_state_offload: bool = False
     """Ours: main weights and optimizer state are in host memory, and brought to the GPU for a step,
     one unit after the other (docs/optimizer_offload.md). Megatron's development branch has the name

@@ -260,7 +260,6 @@ def main_params_dtype(ddp_config: Any) -> torch.dtype | None:
     return None if own and chosen == torch.float32 else chosen
 
 
-CALLING_THREAD = "fsdp_backward_on_calling_thread"
 UNIT_NUMEL = "suggested_communication_unit_size"
 
 
