@@ -29,6 +29,8 @@ from lib.measured_rows import (
 from megatron_fsdp_adapter.cli.quantised_options import PLAIN, Quantisation
 from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig, MixedPrecisionPolicy
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, PER_TENSOR
+from megatron_fsdp_adapter.planning.configurations import Configuration, kept_rows
+from megatron_fsdp_adapter.planning.features import Features
 from megatron_fsdp_adapter.planning.machine import Group, Machine, from_json, machine_named
 from megatron_fsdp_adapter.planning.program import Program
 from megatron_fsdp_adapter.planning.shapes import (
@@ -75,7 +77,7 @@ def setup_of(row: Measured) -> StepSetup:
     engine = EngineConfig(
         STRATEGIES[row.strategy], MixedPrecisionPolicy(grad_comm_dtype=wire), poison_buffers=False,
         weight_slots=slots or copies, bucket_slots=slots, exchange_gradients=reduces,
-        fp32_accumulation=wire is not None,
+        fp32_accumulation=wire is not None, offload="stream" in words,
     )  # fmt: skip
     shards = {"dense": (table.gpus, 1)}
     shape = shape_of(table)
@@ -86,7 +88,16 @@ def setup_of(row: Measured) -> StepSetup:
         copy_reduces=reduces, fused=table.fused if row.fused is None else row.fused, graph=graph,
         clips=table.clips or row.microbatches > 1, layer_graphs=layers,
         weight_format=quantised_of(row).weights, host_layers=row.host_layers,
-        host_bytes=layer_bytes(shape, Parallel(), table.microbatch),
+        host_bytes=layer_bytes(shape, Parallel(), table.microbatch), muon="muon" in words,
+        streamed="stream" in words, rows=kept_rows(shape, _with_budget(row), 0),
+    )  # fmt: skip
+
+
+def _with_budget(row: Measured) -> Configuration:
+    table = row.table
+    return Configuration(
+        table.gpus, Parallel(expert=table.expert), row.strategy,
+        features=Features(budget_gib=row.budget),
     )  # fmt: skip
 
 
@@ -97,7 +108,8 @@ def quantised_of(row: Measured) -> Quantisation:
 def program_of(row: Measured) -> Program:
     table = row.table
     parallel = Parallel(expert=table.expert)
-    own = units(shape_of(table), parallel, table.microbatch, 0, quantised_of(row))
+    joined = "muon" not in row.wrapper
+    own = units(shape_of(table), parallel, table.microbatch, 0, quantised_of(row), joined)
     return record_step(own, setup_of(row))
 
 

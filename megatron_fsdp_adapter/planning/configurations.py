@@ -426,12 +426,12 @@ def program_of(
         weight_format=features.quantised.weights, muon=features.optimizer == MUON,
         streamed=features.streamed, host_layers=features.host_layers,
         host_bytes=layer_bytes(shape, chosen.parallel, chosen.microbatch),
-        rows=_kept_rows(shape, chosen, stage),
+        rows=kept_rows(shape, chosen, stage),
     )  # fmt: skip
     return record_step(mine, setup)
 
 
-def _kept_rows(shape: Shape, chosen: Configuration, stage: int) -> dict[str, Strategy]:
+def kept_rows(shape: Shape, chosen: Configuration, stage: int) -> dict[str, Strategy]:
     """The strategies of units that a budget keeps whole."""
     if not chosen.features.budget:
         return {}

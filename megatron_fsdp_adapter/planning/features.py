@@ -71,8 +71,9 @@ class Features:
 
     @property
     def every_layer_counts(self) -> bool:
-        """Whether layers differ, so that no few of them tell what all take."""
-        return self.host_layers > 0 or self.budget_gib > 0
+        """Whether layers differ, so that no few of them tell what all take. Those whose updates run
+        under a forward do: the first ones hide other parts of them than the last ones."""
+        return self.host_layers > 0 or self.budget_gib > 0 or self.streamed
 
     @cached_property
     def words(self) -> tuple[str, ...]:

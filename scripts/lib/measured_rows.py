@@ -35,7 +35,7 @@ class Table:
 class Measured:
     """One row: the wrapper as docs/performance.md names it, microbatches, ms: median, lowest,
     highest. fp8: the recipe, of FP8 weights; host_layers: whose activations are in host memory;
-    fused: where it differs from the table's other rows."""
+    fused: where it differs from the table's other rows; budget: GiB of what stays whole."""
 
     table: Table
     wrapper: str
@@ -48,6 +48,7 @@ class Measured:
     fp8: str = ""
     host_layers: int = 0
     fused: bool | None = None
+    budget: float = 0.0
 
     @property
     def name(self) -> str:
@@ -55,6 +56,7 @@ class Measured:
         words += ["bf16 wire"] if self.wire == "bf16" else []
         words += [f"FP8 weights, {self.fp8}"] if self.fp8 else []
         words += [f"activations of {self.host_layers} layers away"] if self.host_layers else []
+        words += [f"budget {self.budget:g} GiB"] if self.budget else []
         words += ["fused"] if self.fused and not self.table.fused else []
         return ", ".join(words)
 
@@ -108,6 +110,14 @@ MOE2 = Table(
     "2 x H200, Mixtral 4 layers, EP 2", 2, "mixtral-8x7b", 4, 4096, 410.6, False, 2, True,
     known="ours", use=FITTED,
 )  # fmt: skip
+MOE2B = Table(
+    "2 x H200, Mixtral 4 layers, EP 2, later", 2, "mixtral-8x7b", 4, 4096, 400.5, False, 2, True,
+    known="ours", use=FITTED,
+)  # fmt: skip
+MUON8 = Table("2 x H200, 8 layers, Muon", 2, "llama3-8b", 8, 4096, 813, True, clips=True,
+              known="ours", use=AFTER)  # fmt: skip
+STREAM = Table("2 x H200, 32 layers, streamed", 2, "llama3-8b", 32, 4096, 209.9, False, clips=True,
+               known="ours", use=AFTER)  # fmt: skip
 V4 = Table("2 x H200, 4 layers, core 0.19.2", 2, "llama3-8b", 4, 4096, 29.6, False, clips=True,
            known="ours", use=AFTER)  # fmt: skip
 
@@ -204,6 +214,12 @@ ROWS: list[Measured] = [
         ("ours", 306.8, 304.9, 307.3),
     ),
     *_rows(MOE2, ("ours", 492.7, 492.0, 512.1, 4)),
+    *_rows(
+        MOE2B, ("ours", 483.9, 473.4, 489.5, 4),
+        ("ours", 423.5, 412.0, 426.7, 4, ZERO3, "fp32", "", 0, None, 10.0),
+    ),
+    *_rows(MUON8, ("ours", 1077.4, 1072.8, 1077.4, 8), ("ours-muon", 1178.4, 1175.2, 1183.3, 8)),
+    *_rows(STREAM, ("ours-stream", 1516.2, 1492.7, 1539.7)),
     *_rows(V4, ("ours", 96.5, 95.8, 97.1)),
     *_rows(V16, ("ours-ce-rs", 240.0, 237.2, 241.9)),
 ]
