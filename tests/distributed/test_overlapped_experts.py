@@ -143,6 +143,7 @@ def _gathered(rank: int, world: int) -> None:
             assert max(taken) <= allowed, (microbatches, ddp, max(taken), others, experts)
 
 
+@pytest.mark.once
 def test_a_pass_gathers_what_it_reads_and_the_next_stage() -> None:
     run_ranks(_gathered, 2, timeout=300)
 
