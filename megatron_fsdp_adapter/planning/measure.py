@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from .machine import Contention, Gpu, Machine, Network, to_json
-from .measure_layer import measure_parts
+from .measure_layer import load_transformer_engine, measure_parts
 
 REFERENCE_LAUNCH = 4.7
 """Microseconds of one launch from Python, of the reference host: 6.3 were measured on a machine
@@ -282,6 +282,8 @@ def measure(path: str, known: Machine, small: bool = False) -> str:
             "--measure: there is no GPU here; run it where there is one, or with --measure-small"
         )
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if device.type == "cuda":
+        load_transformer_engine()
     gpu, left = measure_gpu(known.gpu, device, sizes), ["not measured: a layer: there is no GPU"]
     if device.type == "cuda":
         gpu, left = measure_parts(gpu, device, seconds_of)

@@ -7,6 +7,8 @@ over memory, which are measured alone, are taken away. Alone, products are a fif
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -192,6 +194,13 @@ PARTS: tuple[Part, ...] = (
 """In this order: the second needs what the first has found."""
 
 
+def load_transformer_engine() -> None:
+    """Before anything is computed: attention of torch loads its own libraries of cuDNN, beside
+    which those that Transformer Engine finds cannot be loaded. Without it, its parts say so."""
+    with contextlib.suppress(ImportError, OSError):
+        importlib.import_module("transformer_engine.pytorch")
+
+
 def measure_parts(
     gpu: Gpu, device: torch.device, timed: Timed, parts: Sequence[Part] = PARTS
 ) -> tuple[Gpu, list[str]]:
@@ -201,7 +210,7 @@ def measure_parts(
     for part in parts:
         try:
             gpu = part.measure(gpu, device, timed)
-        except (ImportError, RuntimeError, TypeError, ValueError, AssertionError) as error:
+        except (ImportError, OSError, RuntimeError, TypeError, ValueError, AssertionError) as error:
             left.append(f"not measured: {part.name}: {type(error).__name__}: {error}")
         if device.type == "cuda":
             torch.cuda.empty_cache()

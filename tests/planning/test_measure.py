@@ -77,6 +77,18 @@ class _Layer(nn.Linear):
         super().__init__(hidden, hidden, bias=False, dtype=torch.bfloat16)
 
 
+def test_a_library_that_cannot_be_loaded_is_named_too(monkeypatch):
+    def load(name: str) -> None:
+        raise OSError("undefined symbol")
+
+    monkeypatch.setattr(measure_layer.importlib, "import_module", load)
+    measure_layer.load_transformer_engine()
+    part = Part("a layer", lambda *_: load("transformer_engine"))
+    assert measure_parts(H200, CPU, seconds_of, [part])[1] == [
+        "not measured: a layer: OSError: undefined symbol"
+    ]
+
+
 def test_a_layer_of_transformer_engine_is_run_forward_and_backward(monkeypatch):
     shape = layer_shape()
     tiny = Shape(
