@@ -122,24 +122,6 @@ def test_another_length_trains_eagerly_to_the_same_bits_and_is_said_once(
 
 
 @pytest.mark.once
-def test_lengths_that_share_a_pool_train_to_the_bits_of_eager_steps(
-    one_rank: torch.device,
-) -> None:
-    """In turn and in flight at a time; the third runs eagerly, and keeps others from capture."""
-    plain = build_trainer(CASE, ZERO_3, CPU, ddp=SLOTS)
-    trainer, fake = graphed(CASE)
-    trainer.wrapper._layers.graphs.kinds = 2
-    steps = [(5,), (5, 3), (3, 5), (7, 3, 5), (3, 5, 5), (5, 3, 5), (3, 5)]
-    assert _in_flight(trainer, steps) == _in_flight(plain, steps)
-    check_same_bits(full_weights(trainer), full_weights(plain), "lengths")
-    assert fake.pools == 3
-    a_pass = 2 * CASE.num_layers
-    assert fake.captures == (2 + 2 + 1) * a_pass  # of the third pool one length
-    eager = {why.rpartition(": ")[0] for _, why in trainer.wrapper._layers.graphs.ran_eagerly}
-    assert len(eager) == 1
-
-
-@pytest.mark.once
 def test_tables_that_a_graph_reads_live_on_when_their_module_replaces_them(
     one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

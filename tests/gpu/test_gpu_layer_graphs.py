@@ -63,7 +63,7 @@ EXPERTS = {
 class Cell:
     """parts: core's names of what is captured; graphs: how many a layer has, forward and backward;
     case, options, ddp: changes of the case, fields of the model's and of the DDP config; lengths:
-    of the sequences of the steps in turn, of which `kinds` are captured from the third step on."""
+    of the sequences of the steps in turn, of which the one of the third step is captured."""
 
     parts: tuple[str, ...] = ()
     graphs: int = 1
@@ -72,7 +72,6 @@ class Cell:
     options: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=lambda: SLOTS)
     lengths: tuple[int, ...] = (CASE.seq,)
-    kinds: int = 1
 
 
 CELLS = {
@@ -94,7 +93,6 @@ CELLS = {
         case={"fused": True},
         options={"fp8": "hybrid", "fp8_recipe": "blockwise", "fp8_param": True},
     ),
-    "two lengths, both captured": Cell(lengths=(128, 64), kinds=2),
 }  # fmt: skip
 
 
@@ -161,14 +159,13 @@ def same_bits(rank: int, world: int, name: str) -> str:
     gc.collect()
     trainer = _trainer(cell, device, captured=True)
     graphs = trainer.wrapper._layers.graphs
-    graphs.kinds = cell.kinds
     *found, mine = _train(trainer, cell.lengths, rank)
     assert found == expected, f"{name}: {found} for {expected}"
     check_same_bits(mine, weights, name)
-    assert graphs.captured == CASE.num_layers * cell.graphs * cell.kinds, (name, graphs.captured)
+    assert graphs.captured == CASE.num_layers * cell.graphs, (name, graphs.captured)
     others = {why for _, why in graphs.ran_eagerly if "other shapes" not in why}
     assert graphs.replayed and not others, (graphs.replayed, graphs.ran_eagerly)
-    assert bool(graphs.ran_eagerly) == (len(cell.lengths) > cell.kinds)
+    assert bool(graphs.ran_eagerly) == (len(cell.lengths) > 1)
     dist.barrier()
     return f"{len(found)} losses, {graphs.captured} calls captured, {graphs.replayed} replayed"
 

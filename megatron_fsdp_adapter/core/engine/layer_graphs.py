@@ -90,13 +90,11 @@ class LayerGraphs:
     shared: buffers that captured modules share with others and replace by larger ones.
 
     Attributes:
-        kinds: of first inputs that are captured; passes with others run eagerly.
         captured, replayed: how many calls were. is_settled: calls were captured, and none in the
         step that has ended last. ran_eagerly: (module, why), of calls that did in training.
     """
 
     is_settled = False
-    kinds = 1
 
     def __init__(
         self, engine: FsdpEngine, graphs: Graphs, warmup: int,
@@ -106,7 +104,8 @@ class LayerGraphs:
         self._device, self._shared = engine.runtime.device, shared
         self._steps = 0
         self._pools: list[Any] = []
-        self._programs: dict[tuple[int, Any], _Program] = {}
+        self._programs: dict[int, _Program] = {}
+        self._kind: tuple[Site, Any] | None = None
         self._in_flight: list[_Pass] = []
         self._current: _Pass | None = None
         self.ran_eagerly: set[tuple[str, str]] = set()
@@ -162,6 +161,7 @@ class LayerGraphs:
         if unfinished:
             lost = {id(one.program) for one in unfinished}
             self._programs = {k: v for k, v in self._programs.items() if id(v) not in lost}
+            self._kind = self._kind if self._programs else None
             self._abandoned += 1
         if self._abandoned > 2:
             raise RuntimeError(
@@ -216,21 +216,21 @@ class LayerGraphs:
     def _begin(self, current: _Pass, site: Site, template: Any) -> str:
         """The first call of a pass: gives it a pool that is free. Why it is to run eagerly, if it
         is: empty if not."""
-        kind, known = (site, template), {kind for _, kind in self._programs}
-        if kind not in known and len(known) >= self.kinds:
+        if self._kind not in (None, (site, template)):
             return f"inputs have other shapes, or values, than were captured: {shapes(template)}"
         used = {one.index for one in self._in_flight}
         index = next(i for i in itertools.count() if i not in used)
-        if (index, kind) not in self._programs and self._eager_in_step:
+        if index not in self._programs and self._eager_in_step:
             # Its backward may be to come: its nodes that accumulate gradients are on its stream.
             return "it would be captured behind a pass that runs eagerly and may be in flight"
         if index == len(self._pools):
             self._pools.append(self._graphs.new_pool())
         engine = self._engine()
-        if not self._programs and engine is not None:
+        if self._kind is None and engine is not None:
             engine.memory.held_by = HELD_BY
+        self._kind = (site, template)
         current.index = index
-        current.program = self._programs.setdefault((index, kind), _Program())
+        current.program = self._programs.setdefault(index, _Program())
         self._in_flight.append(current)
         return ""
 
