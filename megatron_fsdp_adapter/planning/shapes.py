@@ -401,10 +401,11 @@ def layer_bytes(
 def captured_bytes(
     shape: Shape, parallel: Parallel, microbatch: int, in_flight: int = 1, fp8: bool = False
 ) -> int:
-    """Of one rank: what graphs of layers reserve, of layers with experts for their attention."""
+    """Of one rank: what graphs of layers reserve; of layers with experts for their attention, whose
+    inputs come from elsewhere and are copied."""
     gpt, tensor = shape.gpt, parallel.tensor
     tokens = microbatch * shape.seq_length / parallel.context / tensor
-    attention = tokens * BF16 * (gpt.saved_numel(0) - gpt.hidden_size)
+    attention = tokens * BF16 * (gpt.saved_numel(0) + gpt.hidden_size)
     each = [
         attention if shape.is_moe(number) else layer_bytes(shape, parallel, microbatch, number, fp8)
         for number in layers_of(shape, parallel, 0)
