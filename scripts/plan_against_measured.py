@@ -121,7 +121,9 @@ def milliseconds(program: Program, table: Table, machine: Machine) -> float:
 
 
 def machine_of(table: Table, machine: Machine) -> Machine:
-    """`machine` with the host of this table."""
+    """`machine` with the host of this table, and its release's products of experts."""
+    if table.experts_tflops:
+        machine = replace(machine, gpu=replace(machine.gpu, grouped_tflops=table.experts_tflops))
     if table.known == "step":
         return _as_fast_as(machine_row(table), machine)
     strategy = "optim" if table.known == "ddp" else "optim_grads_params"

@@ -207,7 +207,7 @@ def _rate(kind: Kind, gpu: Gpu) -> float:
 _MEASURED = "kernel times of 24 layers of Llama-3 8B on 2 H200 (docs/performance.md)"
 _SCALED = "vendor's peaks, in the proportions that an H200 reaches; not measured here"
 
-H200 = Gpu("H200", 140.0, 989.0, 690.0, 1250.0, 460.0, 430.0, 3.36, sustained=1.07, busy=0.72,
+H200 = Gpu("H200", 140.0, 989.0, 690.0, 1250.0, 600.0, 430.0, 3.36, sustained=1.07, busy=0.72,
     source=_MEASURED,
 )
 GPUS: Mapping[str, Gpu] = {
@@ -215,8 +215,8 @@ GPUS: Mapping[str, Gpu] = {
     "h100": replace(
         H200, name="H100", memory_gib=79.0, memory_tbps=2.35, source="as an H200; memory 3.35 TB/s"
     ),
-    "b200": Gpu("B200", 178.0, 2250.0, 1570.0, 2840.0, 1050.0, 980.0, 5.6, source=_SCALED),
-    "gb200": Gpu("GB200", 184.0, 2500.0, 1740.0, 3160.0, 1160.0, 1090.0, 5.6, source=_SCALED),
+    "b200": Gpu("B200", 178.0, 2250.0, 1570.0, 2840.0, 1370.0, 980.0, 5.6, source=_SCALED),
+    "gb200": Gpu("GB200", 184.0, 2500.0, 1740.0, 3160.0, 1510.0, 1090.0, 5.6, source=_SCALED),
 }
 _HOPPER_LINK = {2: 238.0, 4: 298.0, 8: 320.0}
 _HOPPER_COPY = {2: 306.0, 4: 340.0, 8: 350.0}

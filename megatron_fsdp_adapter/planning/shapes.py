@@ -446,6 +446,10 @@ SHAPES: Mapping[str, tuple[Mapping[str, Any], Experts | None, int, int]] = {
         {**PRESETS["llama3-8b"], "num_layers": 40, "hidden_size": 5120, "ffn_hidden_size": 13824,
          "num_attention_heads": 40, "num_query_groups": 40, "vocab_size": 32000}, None, 4096, 0,
     ),
+    "llama-30b": (
+        {**PRESETS["llama3-8b"], "num_layers": 60, "hidden_size": 6656, "ffn_hidden_size": 17920,
+         "num_attention_heads": 52, "num_query_groups": 52, "vocab_size": 32000}, None, 4096, 0,
+    ),
     "llama3-70b": (PRESETS["llama3-70b"], None, 8192, 0),
     "llama3-405b": (PRESETS["llama3-405b"], None, 8192, 0),
     "mixtral-8x7b": (
