@@ -35,7 +35,7 @@ from itertools import cycle, islice
 
 import torch
 
-from .symmetric import symmetric_product
+from .symmetric import product_into, symmetric_product
 
 Coefficients = tuple[float, float, float]
 """(a, b, c) of one step."""
@@ -130,7 +130,7 @@ def _by_gram_matrix(x: torch.Tensor, coefficients: Sequence[Coefficients]) -> to
         step = symmetric_product(
             gram, gram, gram, beta=b / r_scale, alpha=c / r_scale**2, diagonal=a
         )
-        product = step if product is None else torch.bmm(step, product)
+        product = step if product is None else product_into(torch.empty_like(step), step, product)
         if number + 1 < len(coefficients) and number + 1 not in restarts:
             gram = symmetric_product(step, symmetric_product(step, gram))
     return _times(memory, product, 1 / x_scale, tall)
@@ -143,7 +143,7 @@ def _times(
     places."""
     assert product is not None
     x, out = memory
-    out.baddbmm_(*((x, product) if tall else (product, x)), beta=0.0, alpha=factor)
+    product_into(out, *((x, product) if tall else (product, x)), alpha=factor)
     memory.reverse()
     return out
 
