@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_fsdp_adapter import (
     FullyShardedDataParallel,
-    export_weights,
     release_memory,
     return_memory,
 )
@@ -37,7 +35,7 @@ from megatron_fsdp_adapter.sharding.budget import GIB
 from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
 from tests.distributed.exact import U_FLOAT32, gamma
 from tests.distributed.gpt import ddp_config, give_up, optimizer_config
-from tests.distributed.hybrid_device import offload, two_memories
+from tests.distributed.hybrid_device import offload
 from tests.distributed.topologies import (
     Topology,
     TopologyTrainer,
@@ -45,13 +43,12 @@ from tests.distributed.topologies import (
     plain_name,
     run_schedule,
 )
-from tests.engine.engine_cases import buffers_of
 from tests.engine.fake_graphs import FakeGraphs, put_graphs_into
 from tests.gpu.captured import forget_graphs
-from tests.host_copies import HostCopies
 
 from .bounds import PEAK, SENSITIVITY, Bounds, bounds_of, is_sensitive
 from .model import case_of, chunk_of, config_of, topology_of
+from .surroundings import activations_kept, check_export, memories
 from .table import REFERENCE, Cell, has_fp8_weights
 
 STEPS = 3
@@ -95,49 +92,6 @@ def _ddp_options(cell: Cell) -> dict[str, Any]:
     if cell["offload"] == "streamed":
         options["chunked_optimizer_state_offload"] = True
     return options
-
-
-@contextlib.contextmanager
-def _memories(cell: Cell) -> Iterator[None]:
-    """Where there is no GPU the host stands for both memories, and its tensors are on no stream."""
-    with contextlib.ExitStack() as stack:
-        if not torch.cuda.is_available():
-            if cell["offload"] == "core":
-                stack.enter_context(two_memories())
-            if cell["ep_overlap"] == "on":
-                quiet = mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None)
-                stack.enter_context(quiet)
-        yield
-
-
-@contextlib.contextmanager
-def _activations_kept(cell: Cell, trainer: TopologyTrainer) -> Iterator[None]:
-    """Inside, if the cell asks for it, hooks of a user's keep copies of what autograd saves. With
-    recompute they are on in forward alone: a part of a unit that is recomputed in backward is
-    called without its unit, and shows them weights."""
-    if cell["offload"] != "activations":
-        yield
-        return
-    buffers = [b for chunk in trainer.chunks for _, b in buffers_of(chunk.engine)]
-    storages = {buffer.untyped_storage()._cdata for buffer in buffers}
-    copies = HostCopies(storages, spoils=cell["ep_overlap"] == "off")
-    with contextlib.ExitStack() as stack:
-        if cell["recompute"] == "none":
-            stack.enter_context(copies.hooks())
-        else:
-            for chunk in trainer.chunks:
-                hooked = _hooked(chunk.forward, copies)
-                stack.enter_context(mock.patch.object(chunk, "forward", hooked))
-        yield
-    assert copies.packed and not copies.found, (copies.packed, copies.found)
-
-
-def _hooked(forward: Callable[..., Any], copies: HostCopies) -> Callable[..., Any]:
-    def call(*args: Any, **options: Any) -> Any:
-        with copies.hooks():
-            return forward(*args, **options)
-
-    return call
 
 
 def _values_of_fp8(models: Sequence[Any]) -> Tensors:
@@ -307,7 +261,7 @@ def trained_reference(
     """Stock DDP of the cell, three steps; collective. It quantises weights as often as ours, where
     that keeps nothing quantised: delayed scaling looks at the history of earlier casts. `rounded`:
     gradients are rounded to bf16 before each update."""
-    with _memories({**cell, **REFERENCE}):
+    with memories({**cell, **REFERENCE}):
         return _recorded(cell, width, groups, rounded)
 
 
@@ -465,7 +419,7 @@ def check_cell(cell: Cell, width: str, groups: Groups) -> Findings:
     if is_sensitive(cell):
         movement = sensitivity(reference, trained_reference(cell, width, groups, rounded=True))
     gc.collect()
-    with _memories(cell):
+    with memories(cell):
         return _measured(cell, width, groups, reference, bounds, movement)
 
 
@@ -485,7 +439,7 @@ def _measured(
         findings, "weights at the start", lambda name: 0.0, trainer,
         lambda pair: pair.optimizer._local_tensor, reference.before,
     )  # fmt: skip
-    with _schedule(cell) as schedule, _activations_kept(cell, trainer):
+    with _schedule(cell) as schedule, activations_kept(cell, trainer):
         _train(findings, bounds, trainer, reference, schedule)
     if cell["graph"] == "layers":
         graphs = [chunk._layers.graphs for chunk in trainer.chunks]
@@ -496,23 +450,6 @@ def _measured(
         lambda pair: pair.optimizer._local_tensor, reference.after, reference.before,
     )  # fmt: skip
     return findings
-
-
-def _check_export(trainer: TopologyTrainer) -> None:
-    """Every weight comes once, as it is; collective. What tensor parallelism splits has its own
-    tests."""
-    names = [name for name, _ in export_weights(trainer.chunks, dtype=torch.bfloat16)]
-    assert len(names) == len(set(names)), sorted(n for n in names if names.count(n) > 1)
-    exported = dict(export_weights(trainer.chunks, dtype=None, scope="stage"))
-    whole, sources = trainer.weights(), [chunk.export_source() for chunk in trainer.chunks]
-    for number, source in enumerate(sources):
-        for pair in source.engine.pairs:
-            described = source.describe(pair)
-            if described.parts == 1:
-                expected = whole[f"{number}.{plain_name(pair.managed.fqns[0])}"]
-                found = exported[described.name]
-                found = found.to(expected.device)  # main weights may be in host memory
-                assert torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True), described
 
 
 def _train(
@@ -540,4 +477,4 @@ def _train(
             return_memory(trainer.chunks, trainer.optimizer)
     for chunk in trainer.chunks:
         chunk.stop_communication()
-    _check_export(trainer)
+    check_export(trainer)

@@ -13,14 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import benchmark  # noqa: E402
 from lib import bench_report  # noqa: E402
-from lib.bench_host import HostProfile  # noqa: E402
 from lib.bench_measure import Memory, Result, as_plain  # noqa: E402
 from lib.bench_subjects import FLOOR, SETS, Plan, Subject, parse_subjects  # noqa: E402
 from lib.bench_trace import (  # noqa: E402
@@ -359,26 +357,6 @@ def test_a_trace_without_collectives_has_no_share() -> None:
     found = overlap([])
     assert (found.share, found.share_of_step, found.streams) == (None, None, {})
     assert "no such kernel" in overlap_text("ours", found)
-
-
-def test_a_profile_of_the_host_has_the_hooks_of_backward(tmp_path: Path) -> None:
-    def a_hook_of_backward(grad: torch.Tensor) -> None:
-        pass
-
-    def step() -> None:
-        value = torch.ones(2, requires_grad=True) * 2
-        value.register_hook(a_hook_of_backward)
-        value.sum().backward()
-
-    host = HostProfile()
-    host.run(step)
-    host.run(step)
-    host.write(tmp_path, "ours", 2)
-    (line,) = {
-        line for line in (tmp_path / "ours.txt").read_text().splitlines() if "a_hook_of" in line
-    }
-    assert line.split()[0] == "2"
-    assert (tmp_path / "ours.pstats").is_file()
 
 
 def test_clipping() -> None:

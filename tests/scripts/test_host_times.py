@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from script_runs import run_script
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import host_times
+from lib.bench_host import HostProfile
 
 
 def run_of(*microseconds: tuple[float, float]) -> dict[str, object]:
@@ -42,3 +44,23 @@ def test_wrappers_are_measured_without_a_gpu() -> None:
     assert len(found["floor"]["seconds"]) == 2 and not found["floor"]["calls"]
     calls = found["ours:optim_grads_params"]["calls"]
     assert 0 < calls["events made"] < calls["events recorded"]
+
+
+def test_a_profile_of_the_host_has_the_hooks_of_backward(tmp_path: Path) -> None:
+    def a_hook_of_backward(grad: torch.Tensor) -> None:
+        pass
+
+    def step() -> None:
+        value = torch.ones(2, requires_grad=True) * 2
+        value.register_hook(a_hook_of_backward)
+        value.sum().backward()
+
+    host = HostProfile()
+    host.run(step)
+    host.run(step)
+    host.write(tmp_path, "ours", 2)
+    (line,) = {
+        line for line in (tmp_path / "ours.txt").read_text().splitlines() if "a_hook_of" in line
+    }
+    assert line.split()[0] == "2"
+    assert (tmp_path / "ours.pstats").is_file()
