@@ -53,6 +53,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types:  # a wrapper has no memory: what it does with that of its fields is noted
+            with self:
+                return types[0].__torch_dispatch__(func, types, args, kwargs)
         given = {_memory(tensor) for tensor in _tensors((args, kwargs))}
         for argument, value in itertools.zip_longest(func._schema.arguments, args):
             name = argument.name
