@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import select
+import signal
 import sys
 
 COMMANDS = {
@@ -20,11 +23,31 @@ usage: python -m megatron_fsdp_adapter path/to/pretrain_gpt.py --use-megatron-fs
        a command explains itself with --help; a script gets all arguments after it"""
 
 
+def _command(argv: list[str]) -> int:
+    """Ends like other tools where `head` or `less` has read all that it wanted."""
+    try:
+        status = int(importlib.import_module(COMMANDS[argv[0]]).main(argv[1:]))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not _nobody_reads(sys.stdout.fileno()):
+            raise
+        # What is left is written once more at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _nobody_reads(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return any(found & select.POLLERR for _, found in poll.poll(0))
+
+
 def main(argv: list[str]) -> int:
     """Runs a command, or a script with the wrapper installed; prints the usage and returns 2 for
     what is neither."""
     if argv and argv[0] in COMMANDS:
-        return int(importlib.import_module(COMMANDS[argv[0]]).main(argv[1:]))
+        return _command(argv)
     if argv and argv[0].endswith(".py"):
         from .launch.runner import run
 

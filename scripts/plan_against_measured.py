@@ -134,6 +134,13 @@ def machine_of(table: Table, machine: Machine) -> Machine:
     return replace(machine, host=(HOST if table.known == "ddp" else 1.0) * table.host / known)
 
 
+def beside_floor(row: Measured, machine: Machine) -> Machine:
+    """`machine` with the host as fast as it was in the rounds of this row."""
+    if not row.floor:
+        return machine
+    return replace(machine, host=machine.host * row.floor / machine_row(row.table).floor)
+
+
 def _as_fast_as(row: Measured, machine: Machine) -> Machine:
     """The host with which a row takes what it was measured to take."""
     program, low, high = program_of(row), 0.2, 5.0
@@ -152,7 +159,7 @@ def compare(rows: Sequence[Measured], machine: Machine) -> list[Compared]:
         if table.name not in machines:
             machines[table.name] = machine_of(table, machine)
         if use != MACHINE:
-            ms = milliseconds(program_of(row), table, machines[table.name])
+            ms = milliseconds(program_of(row), table, beside_floor(row, machines[table.name]))
             found.append(Compared(row, use, ms))
     return found
 

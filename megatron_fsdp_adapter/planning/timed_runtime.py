@@ -26,7 +26,8 @@ SMALL = 1 << 14
 """Bytes below which an operation is left out: it takes a launch, and no time on the device."""
 
 CALL, SWITCH, LAUNCH = 20.0, 100.0, 8.0
-"""Microseconds of the reference host: an event, work handed to another stream, a launch."""
+"""Microseconds of the reference host: an event, or memory of a unit that is asked for or given
+back; work handed to another stream; a launch."""
 
 VIEWS = ("view", "detach", "slice", "alias", "empty", "as_strided", "select", "expand", "split")
 """Beginnings of the names of operations that move nothing."""
@@ -117,10 +118,13 @@ class TimedRuntime:
 
     def allocate(self, flat: torch.Tensor) -> None:
         if storage_bytes(flat) == 0:
+            self.spend(CALL)
             flat.untyped_storage().resize_(flat.numel() * flat.element_size())
             self._note(flat)
 
     def release(self, flat: torch.Tensor) -> None:
+        if storage_bytes(flat):
+            self.spend(CALL)
         flat.untyped_storage().resize_(0)
         self._note(flat)
 

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_fsdp_adapter.cli.gpt import GptConfig
@@ -13,6 +14,7 @@ from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig
 from megatron_fsdp_adapter.planning.program import COLLECTIVES, Kind
 from megatron_fsdp_adapter.planning.shapes import Experts, Parallel, Shape, units
 from megatron_fsdp_adapter.planning.step import StepSetup, record_step
+from megatron_fsdp_adapter.planning.timed_runtime import CALL, LAUNCH, TimedRuntime
 
 SMALL = GptConfig(
     num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, vocab_size=512,
@@ -127,3 +129,12 @@ def test_steps_that_cannot_be_are_errors():
         setup(microbatches=0)
     with pytest.raises(ValueError, match="warmup=2"):
         setup(microbatches=2, warmup=2)
+
+
+def test_memory_that_a_unit_asks_for_and_gives_back_costs_the_host():
+    runtime = TimedRuntime()
+    flat = torch.empty(1 << 20, device="meta")
+    for change in (runtime.release, runtime.release, runtime.allocate, runtime.allocate):
+        change(flat)
+    runtime.write(Kind.MEMORY, 1.0)
+    assert runtime.program.operations[0].host == 2 * CALL + LAUNCH  # the second ones do nothing
