@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_fsdp_adapter.checkpoint.storage import Once, share_equal_parts
 from megatron_fsdp_adapter.cli.estimate import Model
 
 from .configurations import Configuration, planned, program_of
@@ -67,16 +68,24 @@ class ScaleRow:
 
 @lru_cache(maxsize=1)
 def bytes_of_block() -> float:
-    """That torch DCP's metadata takes, pickled, for a block of a tensor."""
-    count, shape = 1000, torch.Size([1000, 4096])
-    chunks = [ChunkStorageMetadata(torch.Size([i, 0]), torch.Size([1, 4096])) for i in range(count)]
-    key = "decoder.layers.7.mlp.linear_fc2.weight"
-    tensors: dict[str, Any] = {key: TensorStorageMetadata(TensorProperties(), shape, chunks)}
-    places = {
-        MetadataIndex(key, torch.Size([i, 0]), i): _StorageInfo(f"__{i}_0.distcp", i * 4096, 4096)
-        for i in range(count)
-    }
-    return len(pickle.dumps(Metadata(tensors, None, places))) / count
+    """That torch DCP's metadata takes for a block of a tensor, written as a save writes it: of each
+    rank the place of its block, of the block where it begins and ends."""
+    once, files = Once(), [f"__{rank}_0.distcp" for rank in range(1000)]
+    keys = [f"{kind}decoder.layers.7.mlp.linear_fc2.weight" for kind in ("model.", "exp_avg.")]
+    sizes = torch.Size([1, 4096])
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for key in [*keys, f"exp_avg_sq.{keys[0]}"]:
+        begins = [torch.Size([rank, 0]) for rank in range(len(files))]
+        chunks = [ChunkStorageMetadata(begin, sizes) for begin in begins]
+        shape = torch.Size([len(files), 4096])
+        tensors[key] = TensorStorageMetadata(TensorProperties(), shape, chunks)
+        for rank, begin in enumerate(begins):
+            index = MetadataIndex(key, once.size(begin), rank)
+            places[index] = _StorageInfo(files[rank], 1 << 20, 4096)
+    metadata = Metadata(tensors, None, places)
+    share_equal_parts(metadata, once)
+    return len(pickle.dumps(metadata)) / len(places)
 
 
 def scale_row(shape: Shape, chosen: Configuration) -> ScaleRow:
