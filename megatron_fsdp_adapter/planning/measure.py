@@ -43,7 +43,7 @@ class Sizes:
     width: int = 14336
     heads: int = 32
     elements: int = 1 << 28
-    large: int = 1 << 28
+    large: int = 1 << 29
     small: int = 1 << 16
     times: int = 20
 
@@ -158,7 +158,8 @@ def measure_network(network: Network, device: torch.device, sizes: Sizes) -> Net
         group = dist.new_group(list(range(count)))
         if dist.get_rank() < count:
             large, small = _two_sizes(group, count, device, sizes)
-            link[count] = sizes.large * (count - 1) / count / large / 1e9
+            moved = sizes.large * (count - 1) / count
+            link[count] = moved / max(large - small, 0.1 * large) / 1e9
             latency = max(0.1, (small * 1e6 - network.base_us) / max(1, count - 1))
         count *= 2
     if world > local:
@@ -233,15 +234,37 @@ def factors(alone: Sequence[float], beside: Sequence[float]) -> tuple[float, flo
     return found[0], found[1]
 
 
+def products_of_layer(device: torch.device, sizes: Sizes) -> Callable[[], None]:
+    """Runs those of a layer: outputs, and gradients of inputs and of weights."""
+    hidden, width = sizes.hidden, sizes.width
+    shapes = ((hidden, 3 * hidden // 2), (hidden, hidden), (hidden, 2 * width), (width, hidden))
+    parts = []
+    for inputs, outputs in shapes:
+        weight, value, grad = (
+            torch.randn(size, device=device, dtype=torch.bfloat16)
+            for size in ((outputs, inputs), (sizes.tokens, inputs), (sizes.tokens, outputs))
+        )
+        parts.append((weight, value, grad))
+
+    def run() -> None:
+        for weight, value, _ in parts:
+            value @ weight.T
+        for weight, value, grad in reversed(parts):
+            grad @ weight
+            grad.T @ value
+
+    return run
+
+
 def measure_contention(known: Contention, device: torch.device, sizes: Sizes) -> Contention:
-    """What products, collectives of all ranks and passes over memory take from each other. CUDA
-    only; collective."""
+    """What products, collectives of all ranks and passes over memory take from each other. Products
+    are those of a layer, and a pass the cast of one: kernels of other sizes leave each other other
+    parts of the device. CUDA only; collective."""
     world, group = dist.get_world_size(), _everyone()
-    x = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=torch.bfloat16)
-    up = torch.randn(sizes.hidden, sizes.width, device=device, dtype=torch.bfloat16)
+    product = products_of_layer(device, sizes)
     own = torch.zeros(sizes.large // world, device=device, dtype=torch.uint8)
     output = torch.zeros(sizes.large // world * world, device=device, dtype=torch.uint8)
-    main = torch.zeros(sizes.elements // 4, device=device)
+    main = torch.zeros(sizes.elements, device=device)
     cast = torch.zeros_like(main, dtype=torch.bfloat16)
     grads = torch.zeros(sizes.large // 4 // world * world, device=device)
     shard = torch.zeros(grads.numel() // world, device=device)
@@ -254,9 +277,6 @@ def measure_contention(known: Contention, device: torch.device, sizes: Sizes) ->
     ) -> tuple[float, float]:
         first, second = slowed_beside(one, other, device, agree)
         return agree(first), agree(second)
-
-    def product() -> object:
-        return x @ up
 
     def passes() -> object:
         return cast.copy_(main)

@@ -76,6 +76,31 @@ def works_of(shape: Shape, quantised: Quantisation) -> list[Work]:
     return [*unit.forward, *unit.backward]
 
 
+def of_attention(gpu: Gpu, device: torch.device, timed: Timed) -> Gpu:
+    """As Transformer Engine computes it; torch may take other kernels."""
+    import transformer_engine.pytorch as te
+
+    shape = layer_shape()
+    gpt = shape.gpt
+    attention = te.DotProductAttention(
+        gpt.num_attention_heads, gpt.head_dim, num_gqa_groups=gpt.query_groups,
+        attention_dropout=0.0, qkv_format="sbhd", attn_mask_type="causal", layer_number=1,
+    )  # fmt: skip
+    query, key, value = (
+        torch.randn(
+            shape.seq_length, 1, heads, gpt.head_dim, device=device, dtype=BF16, requires_grad=True
+        )
+        for heads in (gpt.num_attention_heads, gpt.query_groups, gpt.query_groups)
+    )
+
+    def run() -> None:
+        out = attention(query, key, value)
+        torch.autograd.grad(out, (query, key, value), out.detach())
+
+    flops = sum(one.amount for one in works_of(shape, PLAIN) if one.kind is Kind.ATTENTION)
+    return replace(gpu, attention_tflops=flops / timed(run, device, 20) / 1e12)
+
+
 def in_bf16(gpu: Gpu, device: torch.device, timed: Timed) -> Gpu:
     shape = layer_shape()
     seconds = _layer_seconds(shape, device, timed, nullcontext)
@@ -177,21 +202,32 @@ def of_iteration(gpu: Gpu, device: torch.device, timed: Timed) -> Gpu:
 
 
 def of_host_memory(gpu: Gpu, device: torch.device, timed: Timed) -> Gpu:
-    """Copies of 256 MiB of page-locked memory, one way at a time."""
-    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-    own = torch.empty(1 << 28, dtype=torch.uint8, device=device)
-    out = timed(lambda: host.copy_(own, non_blocking=True), device, 5)
-    back = timed(lambda: own.copy_(host, non_blocking=True), device, 5)
-    nbytes = host.numel()
-    return replace(gpu, to_host_gbps=nbytes / out / 1e9, from_host_gbps=nbytes / back / 1e9)
+    """Copies of page-locked memory: to the host alone, as activations go there in a forward; from
+    it while as much goes there, as of an optimizer that is streamed."""
+    hosts = [torch.empty(1 << 29, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    own = [torch.empty(1 << 29, dtype=torch.uint8, device=device) for _ in range(2)]
+    side = torch.cuda.Stream(device=device)
+
+    def out() -> None:
+        hosts[0].copy_(own[0], non_blocking=True)
+
+    def both() -> None:
+        out()
+        with torch.cuda.stream(side):
+            own[1].copy_(hosts[1], non_blocking=True)
+
+    nbytes = hosts[0].numel()
+    alone, together = timed(out, device, 5), timed(both, device, 5)
+    return replace(gpu, to_host_gbps=nbytes / alone / 1e9, from_host_gbps=nbytes / together / 1e9)
 
 
 PARTS: tuple[Part, ...] = (
-    Part("Adam's pass", of_adam), Part("a layer in bf16", in_bf16),
+    Part("Adam's pass", of_adam), Part("attention", of_attention),
+    Part("a layer in bf16", in_bf16),
     Part("a layer in FP8", in_fp8), Part("products of experts", of_experts),
     Part("Newton-Schulz iterations", of_iteration), Part("copies to host memory", of_host_memory),
 )  # fmt: skip
-"""In this order: the second needs what the first has found."""
+"""In this order: a layer needs what was found before it."""
 
 
 def load_transformer_engine() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_fsdp_adapter.cli.quantised_options import PLAIN, Quantisation
 from megatron_fsdp_adapter.core.layout.format import PER_TENSOR
@@ -77,6 +78,16 @@ class _Layer(nn.Linear):
         super().__init__(hidden, hidden, bias=False, dtype=torch.bfloat16)
 
 
+TINY_GPT = {
+    "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2,
+    "kv_channels": 16, "vocab_size": 128,
+}  # fmt: skip
+
+
+def tiny_shape() -> Shape:
+    return Shape("tiny", replace(layer_shape().gpt, **TINY_GPT), 32)
+
+
 def test_a_library_that_cannot_be_loaded_is_named_too(monkeypatch):
     def load(name: str) -> None:
         raise OSError("undefined symbol")
@@ -90,18 +101,13 @@ def test_a_library_that_cannot_be_loaded_is_named_too(monkeypatch):
 
 
 def test_a_layer_of_transformer_engine_is_run_forward_and_backward(monkeypatch):
-    shape = layer_shape()
-    tiny = Shape(
-        "tiny", replace(shape.gpt, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4,
-                        num_query_groups=2, kv_channels=16, vocab_size=128), 32,
-    )  # fmt: skip
     stub = ModuleType("transformer_engine.pytorch")
     stub.TransformerLayer = _Layer  # type: ignore[attr-defined]
     package = ModuleType("transformer_engine")
     package.pytorch = stub  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformer_engine", package)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", stub)
-    monkeypatch.setattr(measure_layer, "layer_shape", lambda: tiny)
+    monkeypatch.setattr(measure_layer, "layer_shape", tiny_shape)
     runs = []
 
     def timed(run, device, times):
@@ -110,6 +116,39 @@ def test_a_layer_of_transformer_engine_is_run_forward_and_backward(monkeypatch):
 
     found = measure_layer.in_bf16(H200, CPU, timed)
     assert len(runs) == 1 and 0 < found.product_tflops < H200.product_tflops
+
+
+def test_attention_is_that_of_transformer_engine(monkeypatch):
+    package, stub = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
+
+    class Attention:
+        def __init__(self, heads: int, width: int, **given: Any) -> None:
+            assert (heads, width, given["num_gqa_groups"]) == (4, 16, 2)
+
+        def __call__(self, query, key, value):
+            assert query.shape == (32, 1, 4, 16) and key.shape == value.shape == (32, 1, 2, 16)
+            return (query * torch.cat([key + value] * 2, 2)).flatten(2)
+
+    stub.DotProductAttention = Attention  # type: ignore[attr-defined]
+    package.pytorch = stub  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformer_engine", package)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", stub)
+    monkeypatch.setattr(measure_layer, "layer_shape", tiny_shape)
+
+    def timed(run, device, times):
+        run()
+        return 1.0
+
+    found = measure_layer.of_attention(H200, CPU, timed)
+    assert found.attention_tflops == pytest.approx(3.5 * 2 * 32 * 32 * 64 / 1e12)
+
+
+def test_products_of_a_layer_are_run_forward_and_backward():
+    products = measure.products_of_layer(CPU, measure.TINY)
+    with FlopCounterMode(display=False) as counted:
+        products()
+    numel = 32 * (48 + 32 + 2 * 64 + 64)
+    assert counted.get_total_flops() == 6 * 16 * numel
 
 
 class _Event:
