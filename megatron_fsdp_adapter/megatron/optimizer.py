@@ -7,6 +7,7 @@ AdamW, TE or apex FusedAdam) is made to step on local tensors (`local_optimizer.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +27,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import param_is_not_shared
 
 from ..core.topology import TP_DIM
-from ..sharding.local_optimizer import LocalShards, adopt, initialize_state
+from ..sharding.local_optimizer import LocalPair, LocalShards, adopt, initialize_state
 from ..sharding.memory import local_shards, park_state, take_state, trim
 from ..sharding.placement import replicated_name
 from ..sharding.problems import raise_problems
 from ..sharding.streamed_optimizer import shards_over
-from . import hybrid_optimizer, muon, optimizer_state
+from . import hybrid_optimizer, late_step, muon, optimizer_state
 from .inner import ours_among
 from .options import support
 from .options.ddp_options import MXFP8_BUFFER, OFFLOAD
@@ -65,6 +66,7 @@ def _param_groups(
             *(muon.problems(with_muon, engines) if with_muon else ()),
             *_precision_problems(config, ours),
             *hybrid_optimizer.problems(config, engines),
+            *late_step.problems(config, ours),
         ],
     )
     _complete(config)
@@ -182,7 +184,8 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
         hybrid_optimizer.adopt_hybrid(optimizer, engines)
     else:
         asked = muon.asked_for(config)
-        made = shards_over(engines) if asked is None else muon.shards_of(ours, asked)
+        late = late_step.asked_for(ours)
+        made = shards_over(engines, late) if asked is None else muon.shards_of(ours, asked)
         adopt(optimizer, shards_class=made)
 
 
@@ -291,6 +294,8 @@ def _norm_grads(
     ours = _our_chunks(self)
     if not ours:
         return original(self, *(() if grad_norm_group is None else (grad_norm_group,)))
+    for chunk in ours:
+        chunk.engine.gather.updates.order_compute()  # of a step before, on the same gradients
     elsewhere = _replicas(ours)
     grads = [
         param.grad._local_tensor
@@ -307,6 +312,7 @@ def _count_zeros(original: Callable[..., Any], self: Any) -> Any:
     """Zeros among the elements that the norm counts; 0.16.1 counts replicas too."""
     if not _our_chunks(self):
         return original(self)
+    late_step.clip_now(self)
     grads = [grad for group in (None, *core_api.SEPARATE_NORMS) for grad in _grads(self, group)]
     device = _our_chunks(self)[0].engine.runtime.device
     zeros = torch.zeros(1, dtype=torch.float32, device=device)
@@ -334,22 +340,26 @@ def _clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
         for group in (None, *core_api.present_norm_groups(self))
     }
     shards: LocalShards = self.optimizer._fsdp_shards
-    for chunk in _our_chunks(self):
-        chunk.engine.gather.updates.order_compute()  # of a step before, on the same gradients
-    shards.set_local_grads()
+    clip = functools.partial(_clip_by, dict(norms), clip_grad, shards.decoupled)
+    if not shards.takes_clip(clip):
+        shards.clip_grads(clip)
+    total = self.clipped_norm = norms.pop(None)
+    self.grad_norms_by_group = norms  # where a training loop of 0.19 reads them
+    return total
+
+
+def _clip_by(
+    norms: Mapping[str | None, Any], clip_grad: float, decoupled: bool, pairs: list[LocalPair]
+) -> None:
+    """Clips the gradients of each group by its norm."""
     for group, norm in norms.items():
         held = [
             local
-            for pairs in shards.pairs
             for param, local in pairs
             if local.numel() > 0 and core_api.norm_group(param) == group
         ]
         if held:
-            clip_grad_by_total_norm_fp32(held, clip_grad, norm, use_decoupled_grad=shards.decoupled)
-    shards.clear_local_grads()
-    total = self.clipped_norm = norms.pop(None)
-    self.grad_norms_by_group = norms  # where a training loop of 0.19 reads them
-    return total
+            clip_grad_by_total_norm_fp32(held, clip_grad, norm, use_decoupled_grad=decoupled)
 
 
 def _step_unless_large(original: Callable[..., bool], self: Any) -> bool:

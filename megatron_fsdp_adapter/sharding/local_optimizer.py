@@ -25,6 +25,8 @@ from .model_state import Piece, Place, write_pieces
 
 Prepare = Callable[[Any], None]
 """Called with an optimizer before its step reads gradients."""
+LocalPair = tuple[Any, torch.Tensor]  # a parameter, and what is in its place
+Clip = Callable[[list[LocalPair]], None]  # of the gradients of these
 
 
 class LocalShards:
@@ -40,11 +42,9 @@ class LocalShards:
     copies_grads: whether it has been given copies of gradients, which end with the step.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, skip_empty: bool, decoupled: bool
-    ) -> None:
+    def __init__(self, optimizer: Any, skip_empty: bool, decoupled: bool) -> None:
         self.skip_empty, self.decoupled, self.copies_grads = skip_empty, decoupled, False
-        self.pairs: list[list[tuple[Any, torch.Tensor]]] = []
+        self.pairs: list[list[LocalPair]] = []
         self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._local_grads: dict[torch.Tensor, torch.Tensor | None] = {}
         self._shown: tuple[Any, list[Any]] | None = None
@@ -142,9 +142,8 @@ class LocalShards:
 
     def locals_of(self, index: int) -> list[torch.Tensor]:
         """What the inner optimizer is given in place of group `index`'s parameters."""
-        return [
-            local for _, local in self.pairs[index] if local.numel() > 0 or not self.skip_empty
-        ]
+        given = (local for _, local in self.pairs[index])
+        return [local for local in given if local.numel() > 0 or not self.skip_empty]
 
     def set_local_grads(self) -> None:
         """Sets each local tensor's gradient to the local tensor of its parameter's gradient, or,
@@ -162,6 +161,15 @@ class LocalShards:
                     grad = grad.to(local.dtype)
                 setattr(local, name, grad)
                 self._local_grads[local] = grad
+
+    def takes_clip(self, clip: Clip) -> bool:
+        """Whether the next step clips what it updates by itself."""
+        return False
+
+    def clip_grads(self, clip: Clip) -> None:
+        self.set_local_grads()
+        clip([pair for pairs in self.pairs for pair in pairs])
+        self.clear_local_grads()
 
     def clear_local_grads(self) -> None:
         self._local_grads.clear()

@@ -5,27 +5,15 @@
     store                | 1     | 2     | ...  to host memory
     compute    backward  | forward 1 ...
 
-A step of the inner optimizer becomes one for each unit, on that unit's tensors alone. Adam works
-element by element, so each number is what one step on all of them gives. Twins of two units exist
-at once: what is loaded next takes the memory of the unit that has been stored.
-
-Units are updated in the order of a forward pass, and a step returns when all that is queued: the
-next forward runs meanwhile, and waits for its units one by one (`core/engine/updates.py`). The
-first two are loaded when a step's backwards are over, while gradients are reduced and their norm
-is taken. Where the user writes the loop, who may read main weights as soon as a step returns, and
-where quantised weights are made of all of them at once, a step waits until everything is back.
-
-It hangs on the hook in front of a step that shards hang on anyway: all units are stepped there, and
-the step that was asked for finds groups without parameters. An optimizer around the inner one was
-turned down: learning rate schedulers, Megatron and users know the inner one by its class and by its
-groups.
+It is the step of `late_optimizer.py`, with copies around it. Twins of two units exist at once: what
+is loaded next takes the memory of the unit that has been stored. The first two are loaded when a
+step's backwards are over, while gradients are reduced and their norm is taken.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +23,9 @@ from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import ParamGroup
 from ..core.engine.identity import ParamPair
 from ..core.engine.offloaded import OffloadedBuffer
-from ..core.engine.unit import Unit
 from ..core.engine.updates import LateUpdates
-from ..core.runtime.device import COMPUTE, GATHER, LOAD, STORE, UPDATE
+from ..core.runtime.device import COMPUTE, LOAD, STORE, UPDATE
+from .late_optimizer import LateShards, Stage
 from .local_optimizer import (
     LocalShards,
     complete_empty_state,
@@ -52,25 +40,8 @@ OPTION = "chunked_optimizer_state_offload"
 CHUNKS = 2
 """Units whose twins may exist at once: one that is updated or stored, one that is loaded."""
 
-Options = dict[str, Any]
-"""Of a parameter group, all but its parameters."""
 
-
-@dataclass
-class Stage:
-    """One unit's part of a step. updates: of its engine; params: by parameter group, what the
-    inner optimizer is given; groups: the engine's; buffers: what is loaded and stored; loaded:
-    an event, from the load on until the update is queued."""
-
-    unit: Unit
-    updates: LateUpdates
-    params: list[list[torch.Tensor]]
-    groups: list[ParamGroup]
-    buffers: list[OffloadedBuffer]
-    loaded: Any = None
-
-
-class StreamedShards(LocalShards):
+class StreamedShards(LateShards):
     """The twins behind an inner optimizer's DTensor parameters, and where their state is.
 
     Args:
@@ -80,17 +51,13 @@ class StreamedShards(LocalShards):
         ValueError: the optimizer has state already, or is no Adam.
     """
 
+    option, role = OPTION, UPDATE
+
     def __init__(
         self, engines: Sequence[FsdpEngine], optimizer: Any, skip_empty: bool, decoupled: bool
     ) -> None:
-        self._engines, self._runtime = engines, engines[0].runtime
         self._pairs = {id(pair.optimizer): pair for engine in engines for pair in engine.pairs}
         self._host: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        self._stages: list[Stage] = []
-        self._order: list[Stage] = []
-        self._walking = False
-        self._last_stored: Any = None
-        self._results: dict[int, Options] = {}
         kind = type(optimizer)
         adam = issubclass(kind, torch.optim.Adam) if is_torch_class(kind) else True
         if not adam or "betas" not in optimizer.defaults or len(optimizer.state) > 0:
@@ -98,7 +65,7 @@ class StreamedShards(LocalShards):
                 f"{OPTION}=True with optimizer={kind.__name__}: it is for Adam and AdamW, torch's "
                 "or fused ones, that have taken no step yet; use one of those, or set it to False"
             )
-        super().__init__(optimizer, skip_empty, decoupled)
+        super().__init__(engines, optimizer, skip_empty, decoupled)
 
     def local_of(self, param: Any) -> torch.Tensor:
         pair = self._pairs[id(param)]
@@ -113,45 +80,16 @@ class StreamedShards(LocalShards):
             self._show(optimizer, stage)
             make_state(optimizer)
             for group in stage.groups:
+                if group.staged is not None:
+                    stage.buffers.append(group.staged)
+            for group in stage.groups:
                 own = [pair for pair in pairs if pair.group is group]
                 stage.buffers += self._moved(group, own)
             self._stages.append(stage)
-        for engine in self._engines:
-            engine.gather.updates.join(self)
+        self._join()
         if self.skip_empty:
             complete_empty_state(self, optimizer)
         self.leave(optimizer)
-
-    def _add_groups(self, optimizer: Any) -> None:
-        if self._stages and len(optimizer.param_groups) > len(self.pairs):
-            raise ValueError(
-                f"add_param_group with {OPTION}=True: units are planned when the optimizer is "
-                "sharded; make it with all of its groups"
-            )
-        super()._add_groups(optimizer)
-
-    def _planned(self) -> Iterable[tuple[Stage, list[ParamPair]]]:
-        """The units, in order, that have parameters of this optimizer, without state."""
-        where = {
-            id(param): (index, local)
-            for index, pairs in enumerate(self.pairs)
-            for param, local in pairs
-        }
-        for engine in self._engines:
-            for unit in engine.units:
-                found = [
-                    pair for pair in engine.pairs
-                    if pair.group in unit.groups and id(pair.optimizer) in where
-                ]
-                params: list[list[torch.Tensor]] = [[] for _ in self.pairs]
-                for pair in found:
-                    index, local = where[id(pair.optimizer)]
-                    if local.numel() > 0 or not self.skip_empty:
-                        params[index].append(local)
-                groups = list(dict.fromkeys(pair.group for pair in found))
-                if any(params):
-                    staged = [group.staged for group in groups if group.staged is not None]
-                    yield Stage(unit, engine.gather.updates, params, groups, staged), found
 
     def _moved(self, group: ParamGroup, pairs: Sequence[ParamPair]) -> list[OffloadedBuffer]:
         """Puts the state of a group's parameters that has their shape into host memory."""
@@ -188,73 +126,24 @@ class StreamedShards(LocalShards):
 
     # A step.
 
-    def begin(self, optimizer: Any) -> None:
-        """Queues the steps of all units; `settle` waits for them. The step that was asked for
-        finds nothing left to do."""
-        if self._walking or (self._results and _steps_in_steps(type(optimizer))):
-            return  # a step of a subclass that calls its base's
-        self._walking, self._results = True, {}
-        try:
-            self._finish_updates()
-            super().begin(optimizer)
-            self._walk(optimizer)
-            if not self._may_be_late():
-                self._finish_updates()
-        except BaseException:
-            self._walking = False
-            self._give_up()
-            self.leave(optimizer)
-            raise
-        self._walking = False
-        for group in optimizer.param_groups:
-            group["params"] = []
+    def _walk_begins(self) -> None:
+        self._runtime.wait(LOAD, self._runtime.record(COMPUTE))
 
-    def _may_be_late(self) -> bool:
-        """Whether a step may return before its updates are over: everybody who reads what they
-        write asks the engine first, and nothing is lost with the step."""
-        asks = not any(engine.own_loop or engine.quantisation for engine in self._engines)
-        return asks and not self.copies_grads
+    def _make_ready(self, number: int) -> None:
+        for coming in self._order[number : number + CHUNKS]:
+            self._load(coming)
+        self._runtime.wait(UPDATE, self._order[number].loaded)
 
-    def _walk(self, optimizer: Any) -> None:
-        at_start = [_options(group) for group in optimizer.param_groups]
-        runtime = self._runtime
-        self._plan_order()
-        runtime.wait(LOAD, runtime.record(COMPUTE))
-        runtime.wait(UPDATE, runtime.record(COMPUTE))
-        for engine in self._engines:  # their gathers may still read the weights of before
-            runtime.wait(UPDATE, engine.runtime.record(GATHER))
-        for number, stage in enumerate(self._order):
-            for coming in self._order[number : number + CHUNKS]:
-                self._load(coming)
-            runtime.wait(UPDATE, stage.loaded)
-            runtime.submit(UPDATE, functools.partial(self._update, optimizer, stage, at_start))
-            stage.updates.queued(stage.unit, runtime.record(UPDATE))
-            self._store(stage)
+    def _was_queued(self, stage: Stage) -> None:
+        def store() -> None:
+            for buffer in stage.buffers:
+                buffer.store()
 
-    def _plan_order(self) -> None:
-        """That of the next forward, as far as it is known; the one that loads have begun with."""
-        if any(stage.loaded is not None for stage in self._order):
-            return
-        by_unit = {id(stage.unit): stage for stage in self._stages}
-        units = [
-            engine.units[ordinal]
-            for engine in self._engines
-            for ordinal in dict.fromkeys([*engine.order.forward(), *range(len(engine.units))])
-        ]
-        self._order = [by_unit[id(unit)] for unit in units if id(unit) in by_unit]
-
-    def _update(self, optimizer: Any, stage: Stage, at_start: Sequence[Options]) -> None:
-        for group, options in zip(optimizer.param_groups, at_start, strict=True):
-            for added in _options(group).keys() - options.keys():
-                del group[added]
-            group.update(_copied(options))  # fused optimizers count a step in each call
-        self._show(optimizer, stage)
-        _plain_step(optimizer)
-        for own in stage.groups:
-            own.write_own_from_twin()
-        for index, group in enumerate(optimizer.param_groups):
-            if stage.params[index] or index not in self._results:
-                self._results[index] = _options(group)
+        self._runtime.wait(STORE, stage.unit.updated)
+        self._runtime.submit(STORE, store)
+        stage.loaded, self._last = None, self._runtime.record(STORE)
+        self._runtime.wait(LOAD, self._last)
+        self._runtime.submit(LOAD, functools.partial(_release, stage))
 
     def load_ahead(self, of: LateUpdates, after: Any) -> None:
         """When the last of several model chunks is told."""
@@ -273,40 +162,21 @@ class StreamedShards(LocalShards):
                 self._runtime.submit(LOAD, functools.partial(_release, stage))
 
     def settle(self) -> None:
-        self._finish_updates()
+        super().settle()
         ahead = [stage.loaded for stage in self._order if stage.loaded is not None]
         if ahead and not self._walking:
             self._runtime.block(ahead[-1])
             self.drop_loads()
 
-    def _finish_updates(self) -> None:
-        if self._last_stored is not None:
-            self._runtime.block(self._last_stored)
-            self._last_stored = None
-            for engine in self._engines:
-                engine.gather.updates.order_compute()
-
-    def check(self) -> None:
-        super().check()
-        if not self._walking:
-            self.settle()
+    def _wait_for_last(self) -> None:
+        """The host, too, reads what was stored."""
+        self._runtime.block(self._last)
 
     def _give_up(self) -> None:
-        """A step has raised: what is on the device is as unfinished as after any such step."""
-        self._results = {}
-        self._runtime.synchronize()
-        self._finish_updates()
+        super()._give_up()
         for stage in self._stages:
             stage.loaded = None
             self._runtime.submit(LOAD, functools.partial(_release, stage))
-
-    def leave(self, optimizer: Any) -> None:
-        if self._walking:
-            return  # the end of a step inside a step
-        for index, options in self._results.items():
-            optimizer.param_groups[index].update(options)
-        self._results = {}
-        super().leave(optimizer)
 
     def _load(self, stage: Stage) -> None:
         if stage.loaded is not None:
@@ -319,60 +189,23 @@ class StreamedShards(LocalShards):
         self._runtime.submit(LOAD, load)
         stage.loaded = self._runtime.record(LOAD)
 
-    def _store(self, stage: Stage) -> None:
-        """The update of the twins is queued."""
 
-        def store() -> None:
-            for buffer in stage.buffers:
-                buffer.store()
-
-        self._runtime.wait(STORE, stage.unit.updated)
-        self._runtime.submit(STORE, store)
-        stage.loaded, self._last_stored = None, self._runtime.record(STORE)
-        self._runtime.wait(LOAD, self._last_stored)
-        self._runtime.submit(LOAD, functools.partial(_release, stage))
-
-    def _show(self, optimizer: Any, stage: Stage) -> None:
-        """Gives the inner optimizer one unit's parameters."""
-        for group, params in zip(optimizer.param_groups, stage.params, strict=True):
-            group["params"] = list(params)
-
-
-def shards_over(engines: Sequence[FsdpEngine]) -> Callable[[Any, bool, bool], LocalShards]:
+def shards_over(
+    engines: Sequence[FsdpEngine], late: bool = False
+) -> Callable[[Any, bool, bool], LocalShards]:
     """What makes the shards of an optimizer over the parameters of `engines`, which are offloaded
-    all or none. ValueError if some are."""
+    all or none. ValueError if some are. late: a step on the device may go on behind its return,
+    as that of an offloaded one does anyway."""
     wanted = {engine.config.offload for engine in engines}
     if len(wanted) > 1:
         raise ValueError(
             f"{OPTION}: it is True for some of the models of this optimizer; set it for all or none"
         )
-    return functools.partial(StreamedShards, engines) if wanted == {True} else LocalShards
-
-
-def _options(group: dict[str, Any]) -> Options:
-    return _copied({name: value for name, value in group.items() if name != "params"})
-
-
-def _copied(options: Options) -> Options:
-    """A step that is counted in a tensor is counted in place."""
-    return {n: v.clone() if isinstance(v, torch.Tensor) and n == "step" else v
-            for n, v in options.items()}
+    if wanted == {True}:
+        return functools.partial(StreamedShards, engines)
+    return functools.partial(LateShards, engines) if late else LocalShards
 
 
 def _release(stage: Stage) -> None:
     for buffer in stage.buffers:
         buffer.twin.release()
-
-
-def _steps_in_steps(kind: type) -> bool:
-    """Whether a step may run the hooks of a step more than once: a subclass's calls its base's."""
-    own = (vars(base).get("step") for base in kind.__mro__)
-    return sum(bool(getattr(step, "hooked", False)) for step in own) > 1
-
-
-def _plain_step(optimizer: Any) -> None:
-    """The class's own step, without the hooks of a step: those run once, around all units."""
-    step = type(optimizer).step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    step(optimizer)

@@ -34,15 +34,16 @@ SAID = ("steps", "microbatches", "evaluation_between", "weights_loaded")
 """Scenarios in which whoever writes main weights says so, as Megatron's loop does."""
 
 
-def with_adam(setup: Setup, runtime: Any = None) -> Rig:
-    """A rig whose steps are torch's AdamW on local shards; inside a pretended world."""
+def with_adam(setup: Setup, runtime: Any = None, late: bool = False) -> Rig:
+    """A rig whose steps are torch's AdamW on local shards; inside a pretended world. late: they may
+    return before their updates are over."""
     rig = build(setup, runtime)
     pairs = [pair for pair in rig.engine.pairs if pair.grad is not None]
     for pair in rig.engine.pairs:
         mark_shard(pair)
     optimizer = torch.optim.AdamW([pair.optimizer for pair in pairs], lr=0.1)
     with rig.watch():
-        adopt(optimizer, shards_class=shards_over([rig.engine]))
+        adopt(optimizer, shards_class=shards_over([rig.engine], late))
 
     @torch.no_grad()
     def step() -> None:
@@ -64,9 +65,9 @@ def _label(rig: Rig) -> None:
             rig.runtime.label(buffer.twin.tensor, f"{unit}.twin{number}")
 
 
-def run(setup: Setup, scenario: str, runtime: Any = None) -> Rig:
+def run(setup: Setup, scenario: str, runtime: Any = None, late: bool = False) -> Rig:
     with pretended_world(setup.world, setup.rank):
-        rig = with_adam(setup, runtime)
+        rig = with_adam(setup, runtime, late)
         with rig.watch():
             SCENARIOS[scenario](rig)
             rig.engine.show_optimizer_params()
@@ -254,8 +255,8 @@ def layers_left_out(rig: Rig) -> None:
 
 WAITS = {
     (LOAD, COMPUTE, "streamed_optimizer"): "weights_loaded",
-    (UPDATE, COMPUTE, "streamed_optimizer"): "steps",
-    (UPDATE, GATHER, "streamed_optimizer"): "evaluation_raises_before_the_step",
+    (UPDATE, COMPUTE, "late_optimizer"): "steps",
+    (UPDATE, GATHER, "late_optimizer"): "evaluation_raises_before_the_step",
     (UPDATE, LOAD, "streamed_optimizer"): "steps",
     (STORE, UPDATE, "streamed_optimizer"): "steps",
     (LOAD, STORE, "streamed_optimizer"): "steps",

@@ -15,13 +15,14 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from megatron_fsdp_adapter.core.runtime.device import COMPUTE, Runtime
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
 from .unit import Unit
 
 
-class Streamed(Protocol):
-    """Who updates units on a stream of its own, from memory that is not the device's."""
+class Updater(Protocol):
+    """Who updates units on a stream of its own, some of them from memory that is not the
+    device's."""
 
     def load_ahead(self, of: LateUpdates, after: Any) -> None:
         """All gradients of the units `of` are on their way: what the first updates need may be
@@ -31,7 +32,8 @@ class Streamed(Protocol):
         """What was loaded ahead may be old, or is not needed."""
 
     def settle(self) -> None:
-        """Blocks the host until updates are over and main weights and state are back."""
+        """Orders the compute stream, and the host where they are in its memory, behind what writes
+        main weights and state."""
 
 
 class LateUpdates:
@@ -41,48 +43,56 @@ class LateUpdates:
 
     def __init__(self, units: Sequence[Unit], runtime: Runtime) -> None:
         self._units, self._runtime = units, runtime
-        self._streamed: list[weakref.ref[Any]] = []
+        self._updaters: list[weakref.ref[Any]] = []
         self._began: Any = None
+        self._last: Any = None
 
-    def join(self, streamed: Streamed) -> None:
-        """`streamed` updates some of the units. It is not kept alive."""
-        self._streamed.append(weakref.ref(streamed))
+    def join(self, updater: Updater) -> None:
+        """`updater` updates some of the units. It is not kept alive."""
+        self._updaters.append(weakref.ref(updater))
 
     def queued(self, unit: Unit, event: Any) -> None:
-        """The update of a unit, which reads its gradients, is over when `event` has happened."""
-        unit.updated, unit.behind_update = event, False
+        """The update of a unit, which reads its gradients, is over when `event` has happened, and
+        so are those that were queued before it."""
+        self._last = unit.updated = event
+        unit.behind_update = False
         for group in unit.trainable_groups:
             group.is_read = True
 
     def begin_backward(self) -> None:
         """Gradients may be written from here on."""
         self.order_compute()
-        if self._streamed:
+        if self._updaters:
             self._began = self._runtime.record(COMPUTE)
 
     def order_compute(self) -> None:
-        """Orders the compute stream behind all updates."""
+        """Orders the compute stream behind all updates, and the gathers that are launched next."""
+        if self._last is None:
+            return
+        for role in (COMPUTE, GATHER):
+            self._runtime.wait(role, self._last)
+        self._last = None
         for unit in self._units:
             if unit.updated is not None:
-                self._runtime.wait(COMPUTE, unit.updated)
                 unit.update_passed()
 
     def load_ahead(self) -> None:
         """All gradients of a step are on their way."""
         if self._began is not None:
-            for streamed in self._alive():
-                streamed.load_ahead(self, self._began)
+            for updater in self._alive():
+                updater.load_ahead(self, self._began)
 
     def drop_loads(self) -> None:
         """Main weights or state may have been written, or no step follows."""
         self._began = None
-        for streamed in self._alive():
-            streamed.drop_loads()
+        for updater in self._alive():
+            updater.drop_loads()
 
     def settle(self) -> None:
-        """Main weights and state may be read and written after this, also by the host."""
-        for streamed in self._alive():
-            streamed.settle()
+        """Main weights and state may be read and written after this, on the compute stream, and by
+        the host where they are in its memory."""
+        for updater in self._alive():
+            updater.settle()
 
     def _alive(self) -> Iterator[Any]:
-        return (one for one in (ref() for ref in self._streamed) if one is not None)
+        return (one for one in (ref() for ref in self._updaters) if one is not None)

@@ -2,8 +2,8 @@
 
 The engine speaks of *roles* instead of streams: ``compute`` (whatever stream is current
 when the call is made), ``gather`` and ``reduce``, and where the optimizer is offloaded ``load``,
-``update`` and ``store``. Work is handed to a role with `submit` and
-ordered between roles with `record` and `wait`; nothing else orders it.
+``update`` and ``store``; ``beside`` is for updates of one that stays on the device. Work is handed
+to a role with `submit` and ordered between roles with `record` and `wait`; nothing else orders it.
 
 On CUDA a role is a stream. On the host a role is a queue: a collective that was handed to it runs
 in the background, what was submitted behind it is deferred until that collective has finished,
@@ -28,7 +28,9 @@ COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
 LOAD, UPDATE, STORE = "load", "update", "store"
 """Copies from host memory and to it: two, as a bus carries both directions at once. In between, the
 updates of what was loaded."""
-ROLES = (COMPUTE, GATHER, REDUCE, LOAD, UPDATE, STORE)
+BESIDE = "beside"
+"""Updates that no bus holds up: in a hurry, all of them would come before what is computed."""
+ROLES = (COMPUTE, GATHER, REDUCE, LOAD, UPDATE, STORE, BESIDE)
 
 Works = Iterable[Any] | None
 """What a submitted function may return: `torch.distributed.Work` handles that are still running."""

@@ -24,6 +24,7 @@ from ...core.config import (
 )
 from ...sharding.budget import GIB, can_keep
 from ...sharding.budget import OPTION as BUDGET
+from ...sharding.late_optimizer import OPTION as LATE_STEP
 from .staging_options import slots_wanted
 from .support import Rule, is_on
 
@@ -99,6 +100,11 @@ def _has_no_blocks(config: Any) -> bool:
     chosen = [getattr(config, option, None) for option in (MAIN_GRADS, GRAD_COMM)]
     narrow = any(dtype not in (None, torch.float32) for dtype in chosen)
     return narrow or (row is not None and not row.shard_main)
+
+
+def _gathers_ahead(config: Any) -> bool:
+    row = STRATEGIES.get(config.data_parallel_sharding_strategy)
+    return config.overlap_param_gather or (row is not None and row.shard_weights)
 
 
 DDP_CONFIG_RULES: tuple[Rule, ...] = (
@@ -184,6 +190,12 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         "it makes 8-bit blocks of float32 gradients, for a reduce-scatter; leave "
         f"{GRAD_COMM}, {MAIN_GRADS} and reduce_scatter_with_fp32_accumulation unset and use "
         "'optim', 'optim_grads' or 'optim_grads_params', or set it to False",
+    ),
+    Rule(
+        LATE_STEP,
+        lambda config: is_on(config, LATE_STEP) and not _gathers_ahead(config),
+        "updates run under the next forward, in front of the gathers that overlap_param_gather "
+        "starts there; set that to True, or this to False",
     ),
     Rule(
         "param_name_patterns_for_fp32_local_accumulation",

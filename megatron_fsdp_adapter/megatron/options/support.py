@@ -241,9 +241,9 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     ),
     off(
         "overlap_param_gather_with_optimizer_step",
-        "one optimizer holds all parameters here, so there is no second step to overlap with, and "
-        "weights are gathered under the forward pass; Megatron-LM takes it without distributed "
-        "checkpoints only; set it to False",
+        "it splits model chunks between two optimizers, and one holds all parameters here; set it "
+        "to False, and fsdp_overlap_param_gather_with_optimizer_step=True in the DDP config, which "
+        "has updates under the next forward",
     ),
     off(
         "optimizer_cuda_graph",

@@ -1,0 +1,72 @@
+"""Core's optimizer whose updates go on under the next forward (`sharding/late_optimizer.py`).
+
+The option is ours, named after the one of Megatron that overlaps gathers with the optimizer's step.
+That one splits model chunks between two optimizers, before anything here is asked, and needs an
+interleaved pipeline; ours is a field of the DDP config, and follows from Megatron-LM's flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from ..sharding.late_optimizer import OPTION, LateShards
+from . import muon
+from .options.support import is_on
+from .seams.core_api import Replacement
+
+CORES_OFFLOAD = "optimizer_cpu_offload"
+
+
+def asked_for(chunks: Sequence[Any]) -> bool:
+    """Whether the DDP configs of an optimizer's model chunks ask for it."""
+    return any(is_on(chunk.ddp_config, OPTION) for chunk in chunks)
+
+
+def problems(config: Any, chunks: Sequence[Any]) -> list[str]:
+    """What an optimizer's config and weights have against it."""
+    if not asked_for(chunks):
+        return []
+    found = []
+    if not all(is_on(chunk.ddp_config, OPTION) for chunk in chunks):
+        found.append("it is True for some of the model chunks; set it for all or none")
+    if muon.asked_for(config) is not None:
+        found.append(f"optimizer={config.optimizer!r} exchanges matrices between ranks in its step")
+    if is_on(config, CORES_OFFLOAD):
+        found.append(f"{CORES_OFFLOAD}=True updates weights on the host, and waits for it")
+    if any(chunk.engine.quantisation for chunk in chunks):
+        found.append("quantised weights are made of all main weights at once, behind all updates")
+    return [f"{OPTION}=True of the DDP config: {line}; set it to False" for line in found]
+
+
+def _shards(optimizer: Any) -> LateShards | None:
+    shards = getattr(getattr(optimizer, "optimizer", None), "_fsdp_shards", None)
+    return shards if isinstance(shards, LateShards) else None
+
+
+def clip_now(optimizer: Any) -> None:
+    """Gradients are read before the step clips them."""
+    shards = _shards(optimizer)
+    if shards is not None:
+        shards.clip_now()
+
+
+def _step(original: Callable[..., Any], self: Any) -> Any:
+    """Inside, nobody reads gradients between clipping and the inner optimizer's step, but who says
+    so. A step that is left out leaves clipped ones, as without the option."""
+    shards = _shards(self)
+    if shards is None:
+        return original(self)
+    shards.step_follows = True
+    try:
+        return original(self)
+    finally:
+        shards.step_follows = False
+        shards.clip_now()
+
+
+REPLACED: tuple[Replacement, ...] = (
+    Replacement(DistributedOptimizer, "step", _step, (("self",),)),
+)
