@@ -268,6 +268,9 @@ def test_what_a_captured_step_excludes_is_told_with_its_remedy() -> None:
     streamed = SimpleNamespace(chunked_optimizer_state_offload=True)
     (offload,) = cuda_graphs.problems(config, streamed, CUDA)
     assert "chunked_optimizer_state_offload=True" in offload and "set it to False" in offload
+    late = SimpleNamespace(fsdp_overlap_param_gather_with_optimizer_step=True)
+    (said,) = cuda_graphs.problems(config, late, CUDA)
+    assert "gather_with_optimizer_step=True" in said and "capture layers" in said
     counted = model("local", FULL)
     counted.calculate_per_token_loss = True
     (tokens,) = cuda_graphs.problems(counted, unchecked, CUDA)

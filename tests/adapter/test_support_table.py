@@ -93,6 +93,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "exp_avg_dtype": {"optimizer_cpu_offload": True},
     "exp_avg_sq_dtype": {"optimizer_cpu_offload": True},
     "flextron": {"pipeline_model_parallel_size": 2},
+    "fsdp_overlap_param_gather_with_optimizer_step": {"overlap_param_gather": False},
 }
 """What else has to be set: these are refused where they contradict another option."""
 

@@ -100,7 +100,7 @@ def test_steps_have_the_bits_of_steps_without_offload_in_variants(name: str) -> 
     run_ranks(_same_bits, 2, name)
 
 
-def _fused_and_frozen(rank: int, world: int) -> None:
+def _fused_and_frozen(rank: int, world: int, changed: dict[str, Any]) -> None:
     """A fused optimizer counts a step in each call, and does not see empty shards; gradients and
     moments in bf16, with a part of the model frozen."""
     device = init_megatron()
@@ -108,7 +108,7 @@ def _fused_and_frozen(rank: int, world: int) -> None:
     moments = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
     for strategy in STRATEGIES:
         runs, steps = [], []
-        for ddp in ({}, OFFLOAD):
+        for ddp in ({}, changed):
             with transformer_engine_optimizer():
                 trainer = build_trainer(
                     CASE, strategy, device, change=freeze, ddp={**policy, **ddp},
@@ -127,7 +127,7 @@ def _precise(config: Any, moments: dict[str, Any]) -> Any:
 
 
 def test_fused_optimizers_with_gradients_and_moments_in_bf16_and_frozen_parameters() -> None:
-    run_ranks(_fused_and_frozen, 2)
+    run_ranks(_fused_and_frozen, 2, OFFLOAD)
 
 
 def _like_stock(rank: int, world: int) -> None:
@@ -142,12 +142,12 @@ def test_it_trains_like_stock_ddp() -> None:
     run_ranks(_like_stock, 2)
 
 
-def _between_steps(rank: int, world: int) -> None:
+def _between_steps(rank: int, world: int, changed: dict[str, Any]) -> None:
     """Loads reach the weights that modules compute with, at once; a step that is left out changes
     nothing; evaluation changes nothing."""
     device, case = init_megatron(), CASE.but(fp16=True, bf16=False)
     for strategy in STRATEGIES:
-        plain, ours = (build_trainer(case, strategy, device, ddp=ddp) for ddp in ({}, OFFLOAD))
+        plain, ours = (build_trainer(case, strategy, device, ddp=ddp) for ddp in ({}, changed))
         start = plain.params()
         for trainer in (plain, ours):
             train_step(trainer, batches(case, 0, rank, device))
@@ -175,7 +175,7 @@ def _at(trainer: Trainer, weights: dict[str, torch.Tensor]) -> Trainer:
 
 
 def test_what_is_written_between_steps_is_computed_with() -> None:
-    run_ranks(_between_steps, 2)
+    run_ranks(_between_steps, 2, OFFLOAD)
 
 
 def _released(rank: int, world: int) -> None:
@@ -217,13 +217,15 @@ def test_with_instances_that_hold_the_same_shards_or_parts_of_them() -> None:
     run_ranks(_hybrid, 2)
 
 
-def _topology(rank: int, world: int, name: str, strategy: str) -> None:
+def _topology(
+    rank: int, world: int, name: str, strategy: str, changed: dict[str, Any]
+) -> None:
     """Model chunks with an optimizer of all of them, experts in a domain of their own."""
     topology = TOPOLOGIES[name]
     init_topology(topology)
     case = case_for(topology, bf16=True)
     runs = []
-    for ddp in ({}, OFFLOAD):
+    for ddp in ({}, changed):
         trainer = build_topology_trainer(topology, case, strategy, ddp=ddp)
         runs.append([])
         for step in range(4):
@@ -249,7 +251,7 @@ def _topology(rank: int, world: int, name: str, strategy: str) -> None:
     ],
 )
 def test_other_axes(name: str, world: int, strategy: str) -> None:
-    run_ranks(_topology, world, name, strategy)
+    run_ranks(_topology, world, name, strategy, OFFLOAD)
 
 
 def _refused(rank: int, world: int) -> None:

@@ -1,5 +1,5 @@
-"""An optimizer on the device whose updates go on behind its step: who waits for them, and for which.
-Races between streams, which are pretended, are seen on a CPU."""
+"""An optimizer on the device whose updates go on behind its step: who waits for them, and for
+which. Races between streams, which are pretended, are seen on a CPU."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ def read_in_the_midst(rig: Rig) -> None:
     rig.engine.gather.updates.settle()
     rig.step()
 
+
+pytestmark = pytest.mark.once
 
 BOTH = ("optim", ZERO_3)
 OWN = (evaluation_raises_before_the_step, layers_left_out, read_in_the_midst)

@@ -226,6 +226,7 @@ REFUSED = {
     "param_name_patterns_for_fp32_local_accumulation": ("router",),
     "fsdp_grad_comm_fp8_blocks": True,
     "fsdp_unsharded_budget_gib": -1.0,
+    "fsdp_overlap_param_gather_with_optimizer_step": True,
 }
 BESIDE = {
     "preserve_fp32_weights": {
@@ -236,6 +237,9 @@ BESIDE = {
         "megatron_fsdp_main_grads_dtype": torch.bfloat16
     },
     "fsdp_grad_comm_fp8_blocks": {"megatron_fsdp_grad_comm_dtype": torch.bfloat16},
+    "fsdp_overlap_param_gather_with_optimizer_step": {
+        "overlap_param_gather": False, "data_parallel_sharding_strategy": "optim"
+    },
 }
 """What else has to be set for an option to be refused: it contradicts the older name."""
 ACCEPTED = {
