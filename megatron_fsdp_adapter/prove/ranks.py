@@ -38,6 +38,8 @@ PRELOADED = (
 
 GRACE_S = 5.0
 """How long the other ranks may go on after one has failed, so that their errors are seen too."""
+STACKS_S = 20.0
+"""How long ranks that gave no answer may take to write their stacks."""
 
 
 def _free_port() -> int:
@@ -86,12 +88,20 @@ def _child(
             connection.send(("error", traceback.format_exc()))
 
 
+def _text(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
 def _stacks_of(processes: list[Any], files: list[Path]) -> str:
-    for process in processes:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(1.0)
-    return "\n".join(f"--- rank {i}\n{file.read_text()}" for i, file in enumerate(files))
+    """A rank inside of a system call (pinning or copying gigabytes) takes the signal at its end."""
+    alive = [(p, file) for p, file in zip(processes, files, strict=True) if p.is_alive()]
+    for process, _ in alive:
+        os.kill(process.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + STACKS_S
+    while any(not _text(file) for _, file in alive) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1.0)  # all threads of the last rank
+    return "\n".join(f"--- rank {i}\n{_text(file)}" for i, file in enumerate(files))
 
 
 def run_ranks(

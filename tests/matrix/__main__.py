@@ -59,7 +59,9 @@ def _run(options: argparse.Namespace) -> int:
         _forget(options.results, wanted, setting, results)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as notes:
-        found = run.run(wanted, setting, options.results, Path(notes), options.seconds)
+        found = run.run(
+            wanted, setting, options.results, Path(notes), options.seconds, options.slowest
+        )
     print(f"{time.monotonic() - started:.0f} s, results in {options.results}")
     last = results.known(found)
     ended = [last.get(setting.digest(cell)) for cell in wanted]
@@ -135,6 +137,9 @@ def main(arguments: list[str] | None = None) -> int:
         one.add_argument("--cell", nargs="*", default=[], help="names of cells, of any array")
     running.add_argument("--results", type=Path, required=True, help="lines of JSON; added to")
     running.add_argument("--seconds", type=float, default=1e9, help="no cell is begun after")
+    running.add_argument(
+        "--slowest", type=float, help="seconds a cell may take before its stacks are noted"
+    )
     running.add_argument("--width", choices=WIDTHS, help="tiny on CPUs, small on GPUs")
     running.add_argument("--device", choices=("cpu", "cuda"), help="CUDA where there is any")
     running.add_argument("--again", action="store_true", help="also what did not pass before")
