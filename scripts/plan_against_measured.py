@@ -20,6 +20,7 @@ from lib.measured_rows import (
     HELD,
     MACHINE,
     ROWS,
+    UNEVEN,
     Measured,
     Table,
     machine_row,
@@ -77,7 +78,8 @@ def setup_of(row: Measured) -> StepSetup:
     engine = EngineConfig(
         STRATEGIES[row.strategy], MixedPrecisionPolicy(grad_comm_dtype=wire), poison_buffers=False,
         weight_slots=slots or copies, bucket_slots=slots, exchange_gradients=reduces,
-        fp32_accumulation=wire is not None, offload="stream" in words,
+        fp32_accumulation=wire is not None, wire_in_blocks="rs8" in words,
+        offload="stream" in words,
     )  # fmt: skip
     shards = {"dense": (table.gpus, 1)}
     shape = shape_of(table)
@@ -124,9 +126,11 @@ def machine_of(table: Table, machine: Machine) -> Machine:
     """`machine` with the host of this table, and its release's products of experts."""
     if table.experts_tflops:
         machine = replace(machine, gpu=replace(machine.gpu, grouped_tflops=table.experts_tflops))
+    if not table.known:
+        return machine
     if table.known == "step":
         return _as_fast_as(machine_row(table), machine)
-    strategy = "optim" if table.known == "ddp" else "optim_grads_params"
+    strategy = "optim_grads_params" if table.known == "ours" else "optim"
     count = min(row.microbatches for row in ROWS if row.table is table)
     program = program_of(Measured(table, "ours", 0, 0, 0, count, strategy))
     begin = [count for name, count in program.marks if name == "step"][1]
@@ -199,12 +203,17 @@ def main(arguments: Sequence[str]) -> int:
             f"{one.use} |"
         )
     medians = {}
+    uneven = [one for one in found if one.use == UNEVEN]
     for name in (FITTED, HELD, AFTER, "all"):
-        errors = [abs(one.error) for one in found if name in (one.use, "all")]
+        errors = [
+            abs(one.error) for one in found if name in (one.use, "all") and one.use != UNEVEN
+        ]
         medians[name] = statistics.median(errors)
         beyond = sum(error > 0.1 for error in errors)
         print(f"{name}: {len(errors)} rows, median error {medians[name]:.1%}, worst "
               f"{max(errors):.1%}, {beyond} above 10%")  # fmt: skip
+    inside = sum(one.row.low <= one.ms <= one.row.high or abs(one.error) <= 0.1 for one in uneven)
+    print(f"uneven: {inside} of {len(uneven)} rows within what was measured, or 10% of its median")
     wrong = inversions(found)
     print("\n".join(["inversions larger than the spread:", *(wrong or ["none"])]))
     return int(medians[HELD] > 0.05 or bool(wrong))
