@@ -66,10 +66,10 @@ def _scheduled(trainer: Trainer, rank: int, device: torch.device) -> list[Step]:
     return found
 
 
-def _same_bits(rank: int, world: int, name: str) -> None:
+def _same_bits(rank: int, world: int, name: str, strategies: tuple[str, ...]) -> None:
     changes, ddp = VARIANTS[name]
     case, device = CASE.but(**changes), _device(ddp)
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         if "fsdp_unsharded_budget_gib" in ddp and strategy in ("no_shard", "optim"):
             continue
         plain = build_trainer(case, strategy, device, ddp=ddp)
@@ -85,14 +85,17 @@ def _device(ddp: dict[str, Any]) -> torch.device:
     return init_megatron(**{key: value for key, value in ddp.items() if key == name})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n == "bf16 weights" else pytest.param(n, marks=pytest.mark.full) for n in VARIANTS],
-)
-def test_steps_have_the_bits_of_steps_that_wait(name: str) -> None:
-    run_ranks(_same_bits, 2, name)
+def test_steps_have_the_bits_of_steps_that_wait() -> None:
+    run_ranks(_same_bits, 2, "bf16 weights", ("optim", "optim_grads_params"))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", VARIANTS)
+def test_steps_have_the_bits_of_steps_that_wait_in_variants(name: str) -> None:
+    run_ranks(_same_bits, 2, name, STRATEGIES)
+
+
+@pytest.mark.once
 def test_what_is_written_between_steps_is_computed_with() -> None:
     """A step that is left out leaves out every unit's."""
     run_ranks(_between_steps, 2, LATE)
