@@ -131,8 +131,7 @@ def _one_rank(rank: int, world: int) -> None:
         first = inner.clip_grad_norm(CASE.clip)
         values = [param.grad._local_tensor.clone() for param in inner.get_parameters()]
         second = inner.step()
-        inner.config.grad_norm_skip_threshold = 0.0
-        inner.clipped_norm = 1.0
+        inner.config.grad_norm_skip_threshold, inner.config.log_num_zeros_in_grad = 0.0, False
         forward_backward(trainer, batches(CASE, 1, rank, device))
         skipped = inner.step()
         values += [param.grad._local_tensor.clone() for param in inner.get_parameters()]
