@@ -92,6 +92,7 @@ def setup_of(row: Measured) -> StepSetup:
         weight_format=quantised_of(row).weights, host_layers=row.host_layers,
         host_bytes=layer_bytes(shape, Parallel(), table.microbatch), muon="muon" in words,
         streamed="stream" in words, rows=kept_rows(shape, _with_budget(row), 0),
+        expert_overlap=row.expert_overlap,
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ PARTS = (
     "prove",
     "cli.gpt",
     "cli.graph_pools",
+    "cli.joined_units",
     "cli.precision_options",
     "cli.quantised_options",
     "cli.estimate_text",

@@ -35,14 +35,14 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     unit_bytes,
     with_slots,
 )
-from megatron_fsdp_adapter.megatron.options.ddp_options import BLOCKS
+from megatron_fsdp_adapter.megatron.options.ddp_options import BLOCKS, UNIT_NUMEL
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 from megatron_fsdp_adapter.megatron.options.support import is_on
 from megatron_fsdp_adapter.sharding.budget import GIB, KeptUnits, kept_units
 from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
 from megatron_fsdp_adapter.sharding.muon.plan import step_bytes
 
-from . import graph_pools, quantised_options
+from . import graph_pools, joined_units, quantised_options
 from .estimate_text import render
 from .gpt import (
     EMBEDDING,
@@ -56,6 +56,7 @@ from .gpt import (
     is_linear_weight,
     read_options,
 )
+from .joined_units import Params, is_layer, layers_of
 from .precision_options import OFFLOAD_OPTIONS, POLICY_DTYPES, POLICY_OPTIONS, precision
 from .quantised_options import PLAIN, Quantisation, quantisation
 
@@ -119,7 +120,8 @@ class Model:
     """A planned model: its kinds of units, on `num_shards` shards; `order`: all units, by name, as
     they compute, the root unit last. `slots`: what `slots_wanted` says. `quantised`: what becomes
     of linear weights. `budget`: bytes for units that stay whole over a step. `pool`: bytes of a
-    layer in pools of CUDA graphs."""
+    layer in pools of CUDA graphs. `unit_numel`: elements up to which layers were joined to units,
+    and may be gathered ahead."""
 
     kinds: tuple[UnitKind, ...]
     num_shards: int
@@ -128,6 +130,7 @@ class Model:
     quantised: Quantisation = PLAIN
     budget: int = 0
     pool: int = 0
+    unit_numel: int = 0
 
     @property
     def first_unit(self) -> str:
@@ -163,8 +166,9 @@ class Model:
             for kind, row in {(id(k), r): (k, r) for k, r in zip(every, rows, strict=True)}.values()
         }
         *units, root = [held[id(kind), row] for kind, row in zip(every, rows, strict=True)]
+        totals = model_bytes(root, units) | joined_units.gathered(root, units, self.unit_numel)
         return with_slots(
-            model_bytes(root, units) | self._copies(every) | self._matrices(every, precision),
+            totals | self._copies(every) | self._matrices(every, precision),
             [_class_of(kind) for kind in every],
             [kind.layouts for kind in every],
             strategy,
@@ -205,12 +209,12 @@ class Model:
     def units(self, num_layers: int | None = None) -> list[UnitKind]:
         """The kind of each unit in order, the root unit last."""
         kind_of = {name: kind for kind in self.kinds for name in kind.names}
-        layers = [name for name in self.order if _is_layer(name)]
+        layers = [name for name in self.order if is_layer(name)]
         if num_layers is None or not layers:
             return [kind_of[name] for name in self.order]
         first = self.order.index(layers[0])
-        names = [name for name in self.order if not _is_layer(name)]
-        names[first:first] = [layers[i % len(layers)] for i in range(num_layers)]
+        names = [name for name in self.order if not is_layer(name)]
+        names[first:first] = joined_units.with_layers(layers, num_layers)
         return [kind_of[name] for name in names]
 
     def gathered_ahead(self, strategy: Strategy, precision: Precision) -> int:
@@ -227,13 +231,9 @@ class Model:
         )
 
 
-def _is_layer(name: str) -> bool:
-    return name.startswith("decoder.layers.")
-
-
 def _class_of(kind: UnitKind) -> str:
     """Of the module: units of one class with three or more of them take turns in two slots."""
-    return "TransformerLayer" if _is_layer(kind.names[0]) else kind.names[0]
+    return "TransformerLayer" if is_layer(kind.names[0]) else kind.names[0]
 
 
 def plan_model(
@@ -243,13 +243,15 @@ def plan_model(
     slots: Mapping[str, bool] = NO_SLOTS,
     quantised: Quantisation = PLAIN,
     budget: int = 0,
+    unit_numel: int = 0,
     **planner: Any,
 ) -> Model:
     """Plans every unit once per set of shapes. `slots`: what `slots_wanted` says; `quantised`: what
-    becomes of linear weights; `budget`: bytes for units that stay whole over a step; `planner`:
-    options of `plan_group`. ValueError for weights that cannot be represented in their format."""
+    becomes of linear weights; `budget`: bytes for units that stay whole over a step; `unit_numel`:
+    elements up to which layers are joined to units; `planner`: options of `plan_group`. ValueError
+    for weights that cannot be represented in their format."""
     rows = [(unit, fqn, shape, num_shards) for unit, fqn, shape in gpt_parameter_listing(config)]
-    return plan_listing(rows, dtype, slots, quantised, budget, **planner)
+    return plan_listing(rows, dtype, slots, quantised, budget, unit_numel, **planner)
 
 
 def plan_listing(
@@ -258,12 +260,14 @@ def plan_listing(
     slots: Mapping[str, bool] = NO_SLOTS,
     quantised: Quantisation = PLAIN,
     budget: int = 0,
+    unit_numel: int = 0,
     **planner: Any,
 ) -> Model:
     """The same for any parameters: unit, name, shape and number of shards of each."""
-    units: dict[str, list[tuple[str, tuple[int, ...], int]]] = {}
+    units: dict[str, Params] = {}
     for unit, *param in listing:
         units.setdefault(unit, []).append(tuple(param))  # type: ignore[arg-type]
+    units = joined_units.joined(units, unit_numel)
     alike: dict[tuple[bool, tuple[tuple[Any, int], ...]], list[str]] = {}
     for unit, params in units.items():
         shapes = tuple((shape, shards) for _, shape, shards in params)
@@ -283,7 +287,7 @@ def plan_listing(
         kinds.append(UnitKind(tuple(names), layouts, linear))
     order = sorted(units, key=lambda unit: unit == ROOT)
     num_shards = max(shards for _, _, _, shards in listing)
-    return Model(tuple(kinds), num_shards, tuple(order), slots, quantised, budget)
+    return Model(tuple(kinds), num_shards, tuple(order), slots, quantised, budget, 0, unit_numel)
 
 
 def _spec(
@@ -307,8 +311,8 @@ def most_layers(
         return held + model.pool * num_layers
 
     # Every layer adds at least a shard of weights, gradients and state, so this is never too few.
-    per_layer = max(1, needed(4) - needed(3))
-    candidates = range(limit // per_layer + 4)
+    each = max(map(layers_of, model.order))
+    candidates = range(limit * each // max(1, needed(3 + each) - needed(3)) + 3 + each)
     return max(0, bisect_right(candidates, limit, key=needed) - 1)
 
 
@@ -336,7 +340,7 @@ def estimate(
             "gathered_ahead": model.gathered_ahead(strategy, precision),
             "peak": most_bytes(held),
         }
-        pools = found["pools"] = model.pool * sum(map(_is_layer, model.order))
+        pools = found["pools"] = model.pool * sum(map(is_layer, model.order))
         if model.budget:
             kept = model.kept(strategy, precision)
             found["kept"] = {"weights": kept.weights, "gradients": kept.grads, "bytes": kept.nbytes}
@@ -399,6 +403,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(
         flag(BUDGET), type=float, help="GiB for weights and gradients that stay whole over a step"
     )
+    run.add_argument(flag(UNIT_NUMEL), type=int, help="elements up to which layers are one unit")
     run.add_argument("--cuda-graph-impl", choices=("none", "local"), help="local: of layers")
     run.add_argument("--micro-batch-size", type=int, help="of graphs; default 1")
     run.add_argument(flag(graph_pools.IN_FLIGHT), type=int, help="of graphs; default 1")
@@ -447,6 +452,7 @@ def _check(given: argparse.Namespace) -> None:
     budget = vars(given).get(BUDGET, 0.0)
     if not (math.isfinite(budget) and budget >= 0):
         raise ValueError(f"{flag(BUDGET)} {budget} must be 0 or more")
+    joined_units.check(vars(given))
     if given.memory_gib is not None and not given.memory_gib > 0:
         raise ValueError(f"--memory-gib {given.memory_gib} must be above 0")
 
@@ -466,6 +472,7 @@ def run(given: argparse.Namespace) -> str:
         {**slots_wanted(given), "wire_in_blocks": is_on(given, BLOCKS)},
         quantised,
         int(vars(given).get(BUDGET, 0.0) * GIB),
+        vars(given).get(UNIT_NUMEL, 0),
         padding_bound=given.padding_bound,
         max_segments=given.max_segments,
     )

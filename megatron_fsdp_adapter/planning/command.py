@@ -23,7 +23,7 @@ from megatron_fsdp_adapter.cli.gpt import flag, read_options
 from megatron_fsdp_adapter.core.config import STRATEGIES
 
 from . import report, scale
-from .features import features_of
+from .features import UNMODELLED, features_of
 from .machine import GPUS, NETWORKS, Machine, from_json, machine_named
 from .models import from_hugging_face, from_options
 from .search import Plan, Wanted, plan
@@ -91,6 +91,12 @@ def make_parser() -> argparse.ArgumentParser:
                       help="for units that stay whole over a step")  # fmt: skip
     told.add_argument("--fsdp-grad-comm-fp8-blocks", action="store_true",
                       help="gradients travel in 8-bit blocks")  # fmt: skip
+    told.add_argument("--suggested-communication-unit-size", type=int, default=0, metavar="N",
+                      help="elements up to which neighbouring layers are one unit")  # fmt: skip
+    told.add_argument("--overlap-moe-expert-parallel-comm", action="store_true",
+                      help="exchanges between experts beside another microbatch")  # fmt: skip
+    for name, what in UNMODELLED.items():
+        told.add_argument(flag(name), nargs="?", const=True, help=f"not modelled: {what}")
     told.add_argument("--cuda-graph-impl", choices=["local"],
                       help="each layer in CUDA graphs of its own; graphs of an iteration are "
                       "planned")  # fmt: skip

@@ -50,6 +50,7 @@ from .shapes import (
     units,
 )
 from .step import StepSetup, record_step
+from .timed_modules import EXPERTS
 from .timing import EXPOSED, HOST, STEP, Timeline, time_program, time_windows
 
 ACTIVATIONS, RESERVED = "activations", "contexts, NCCL, fragments"
@@ -93,7 +94,7 @@ class Configuration:
             )
         wrong = problem(
             self.features, STRATEGIES[self.strategy], self.graph,
-            self.parallel.pipeline == 1 and not self.parallel.recompute,
+            self.parallel.pipeline == 1 and not self.parallel.recompute, self.slots["weight_slots"],
         )  # fmt: skip
         if wrong is not None:
             raise ValueError(f"{self.name}: {wrong}")
@@ -155,7 +156,8 @@ class Configuration:
             row, MixedPrecisionPolicy(grad_comm_dtype=wire), poison_buffers=False,
             fp32_accumulation=features.bf16_wire and row.shard_main,
             wire_in_blocks=features.block_wire, offload=features.streamed,
-            shard_outer=self.outer_optim and self.instances > 1, **self.slots,
+            shard_outer=self.outer_optim and self.instances > 1,
+            prefetch_bytes=BF16 * features.unit_numel, **self.slots,
         )  # fmt: skip
 
     @property
@@ -226,19 +228,22 @@ def planned(shape: Shape, chosen: Configuration, stage: int = 0) -> Model:
     features = chosen.features
     split = replace(chosen.parallel, virtual=1, context=1, recompute=False)
     quantised = replace(features.quantised, recomputes=chosen.parallel.recompute)
-    model = _planned(shape, split, stage, dense, expert, features.quantised)
+    model = _planned(
+        shape, split, stage, dense, expert, features.quantised, features.unit_numel
+    )
     slots = {**chosen.slots, "wire_in_blocks": features.block_wire}
     return replace(model, slots=slots, quantised=quantised, budget=features.budget)
 
 
 @lru_cache(maxsize=512)
 def _planned(
-    shape: Shape, split: Parallel, stage: int, dense: int, expert: int, quantised: Quantisation
+    shape: Shape, split: Parallel, stage: int, dense: int, expert: int, quantised: Quantisation,
+    unit_numel: int,
 ) -> Model:
     shards = {DENSE: dense, EXPERT: expert}
     listed = listing(shape, split, stage)
     rows = [(unit, fqn, full, shards[domain]) for unit, fqn, full, domain in listed]
-    return plan_listing(rows, torch.bfloat16, quantised=quantised)
+    return plan_listing(rows, torch.bfloat16, quantised=quantised, unit_numel=unit_numel)
 
 
 def memory(
@@ -263,7 +268,7 @@ def _stage_memory(
             held[KEPT_SHARD] = held.get(MAIN_WEIGHTS, 0) // 2
         for kind in (MAIN_WEIGHTS, OPTIMIZER_STATE):
             held[kind] = -(-held.get(kind, 0) // chosen.instances)
-    in_flight = min(chosen.parallel.pipeline - stage, microbatches)
+    in_flight = passes_in_flight(chosen, stage, microbatches)
     fp8 = bool(chosen.features.quantised.name)
     activations = activation_bytes(shape, chosen.parallel, chosen.microbatch, in_flight, fp8)
     away = chosen.features.host_layers - AWAY_TOO_LATE
@@ -276,6 +281,11 @@ def _stage_memory(
         activations -= held[POOLS]
     held[RESERVED] = int(machine.gpu.reserved_gib * GIB)
     return at_its_most(held, activations, microbatches > 1)
+
+
+def passes_in_flight(chosen: Configuration, stage: int, microbatches: int) -> int:
+    """Microbatches of which a rank has activations at once."""
+    return min(chosen.parallel.pipeline - stage + chosen.features.expert_overlap, microbatches)
 
 
 def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[str, int]:
@@ -314,7 +324,7 @@ def groups(chosen: Configuration, machine: Machine) -> dict[str, Group]:
     return {
         "tensor": spread(tensor, 1), "context": spread(context, tensor),
         DENSE: spread(inner, tensor), f"{DENSE} outer": spread(outer, inner * tensor),
-        "expert parallel": spread(parallel.expert, 1),
+        EXPERTS: spread(parallel.expert, 1),
         EXPERT: spread(einner, parallel.expert),
         f"{EXPERT} outer": spread(eouter, einner * parallel.expert),
     }
@@ -426,7 +436,8 @@ def program_of(
         weight_format=features.quantised.weights, muon=features.optimizer == MUON,
         streamed=features.streamed, host_layers=features.host_layers,
         host_bytes=layer_bytes(shape, chosen.parallel, chosen.microbatch),
-        rows=kept_rows(shape, chosen, stage),
+        rows=kept_rows(shape, chosen, stage), unit_numel=features.unit_numel,
+        expert_overlap=features.expert_overlap,
     )  # fmt: skip
     return record_step(mine, setup)
 

@@ -26,7 +26,8 @@ class Features:
     streamed: main weights and state in host memory. host_layers: layers whose activations are
     there, the first ones of a stage. budget_gib: for units that stay whole over a step. block_wire:
     gradients travel in 8-bit blocks. bf16_wire: in bf16, summed in fp32. layer_graphs: each layer
-    in CUDA graphs of its own."""
+    in CUDA graphs of its own. unit_numel: neighbouring layers are joined to units of so many
+    elements. expert_overlap: exchanges between experts run beside another microbatch's layers."""
 
     quantised: Quantisation = PLAIN
     optimizer: str = ADAM
@@ -36,10 +37,19 @@ class Features:
     bf16_wire: bool = False
     block_wire: bool = False
     layer_graphs: bool = False
+    unit_numel: int = 0
+    expert_overlap: bool = False
 
     def __post_init__(self) -> None:
         if self.optimizer not in (ADAM, MUON):
             raise ValueError(f"--optimizer {self.optimizer!r}: use {ADAM!r} or {MUON!r}")
+        if self.unit_numel < 0:
+            raise ValueError(f"--suggested-communication-unit-size {self.unit_numel}: 0 or more")
+        if self.unit_numel and (self.layer_graphs or self.expert_overlap):
+            raise ValueError(
+                "--suggested-communication-unit-size with graphs of layers or "
+                "--overlap-moe-expert-parallel-comm: those need each layer for itself; leave it out"
+            )
         if self.host_layers < 0 or self.budget_gib < 0:
             raise ValueError(
                 f"--cpu-offloading-num-layers {self.host_layers}, --fsdp-unsharded-budget-gib "
@@ -73,7 +83,7 @@ class Features:
     def every_layer_counts(self) -> bool:
         """Whether layers differ, so that no few of them tell what all take. Those whose updates run
         under a forward do: the first ones hide other parts of them than the last ones."""
-        return self.host_layers > 0 or self.budget_gib > 0 or self.streamed
+        return bool(self.host_layers or self.budget_gib or self.streamed or self.unit_numel)
 
     @cached_property
     def words(self) -> tuple[str, ...]:
@@ -84,7 +94,8 @@ class Features:
             f"activations of {self.host_layers} layers on the host": self.host_layers > 0,
             f"budget {self.budget_gib:g} GiB": self.budget_gib > 0,
             "bf16 wire": self.bf16_wire, "8-bit wire": self.block_wire,
-            "layer graphs": self.layer_graphs,
+            "layer graphs": self.layer_graphs, f"units of {self.unit_numel:,}": self.unit_numel > 0,
+            "experts overlapped": self.expert_overlap,
         }  # fmt: skip
         return tuple(name for name, on in found.items() if on)
 
@@ -95,6 +106,7 @@ NO_FEATURES = Features()
 def features_of(options: Mapping[str, Any]) -> Features:
     """Of Megatron's options, by their names; what is unset is off. ValueError for what is unknown
     or cannot be combined."""
+    refuse_unmodelled(options)
     offloads = options.get("cpu_offloading", True)
     graphs = str(options.get("cuda_graph_impl")) == "local"
     wire = str(options.get("megatron_fsdp_grad_comm_dtype")).removeprefix("torch.")
@@ -104,7 +116,37 @@ def features_of(options: Mapping[str, Any]) -> Features:
         (options.get("cpu_offloading_num_layers") or 0) if offloads else 0,
         float(options.get("fsdp_unsharded_budget_gib") or 0.0), wire in ("bf16", "bfloat16"),
         bool(options.get("fsdp_grad_comm_fp8_blocks")), graphs,
+        int(options.get("suggested_communication_unit_size") or 0),
+        bool(options.get("overlap_moe_expert_parallel_comm")),
     )  # fmt: skip
+
+
+UNMODELLED = {
+    "tp_comm_overlap": "tensor parallel communication beside products: a plan without it is too "
+    "slow by what it hides",
+    "optimizer_cpu_offload": "core's optimizer on the host; --chunked-optimizer-state-offload is "
+    "planned",
+    "fp4_format": "FP4 products and weights: there are no numbers for them",
+    "cuda_graph_modules": "graphs of parts of layers; those of whole layers and of an iteration "
+    "are planned",
+}
+"""Options that a plan would be wrong with, and what they are."""
+
+OTHER_NAMES = {"fp4": "fp4_format", "cuda_graph_scope": "cuda_graph_modules"}
+"""Of the same in configs, or in other releases."""
+
+WHOLE = ("full", "full_iteration", "full_iteration_inference")
+
+
+def refuse_unmodelled(options: Mapping[str, Any]) -> None:
+    """ValueError for what is set and not modelled, by name."""
+    for name in (*UNMODELLED, *OTHER_NAMES):
+        value = options.get(name)
+        parts = value if isinstance(value, (list, tuple)) else [value] if value else []
+        parts = [part for part in parts if str(getattr(part, "name", part)) not in WHOLE]
+        if parts:
+            what = UNMODELLED[OTHER_NAMES.get(name, name)]
+            raise ValueError(f"{name}={value!r} is not modelled: {what}; leave it out")
 
 
 def ddp_options(features: Features) -> dict[str, Any]:
@@ -119,6 +161,8 @@ def ddp_options(features: Features) -> dict[str, Any]:
         options["chunked_optimizer_state_offload"] = True
     if features.budget_gib:
         options["fsdp_unsharded_budget_gib"] = features.budget_gib
+    if features.unit_numel:
+        options["suggested_communication_unit_size"] = features.unit_numel
     return options
 
 
@@ -134,6 +178,8 @@ def model_options(features: Features) -> dict[str, Any]:
         options |= {"cpu_offloading": True, "cpu_offloading_num_layers": features.host_layers}
     if features.layer_graphs:
         options["cuda_graph_impl"] = "local"
+    if features.expert_overlap:
+        options["overlap_moe_expert_parallel_comm"] = True
     if features.optimizer != ADAM:
         options["optimizer"] = features.optimizer
     return options
@@ -143,9 +189,15 @@ RECIPE_OF = {PER_TENSOR.name: "tensorwise", BLOCK128.name: "blockwise", MXFP8.na
 """A recipe for each format that products are modelled of."""
 
 
-def problem(features: Features, strategy: Strategy, graph: bool, plain: bool) -> str | None:
+def problem(
+    features: Features, strategy: Strategy, graph: bool, plain: bool, fixed: bool = False
+) -> str | None:
     """Why a way to shard does not go with `features`; None where it does. graph: of a whole
-    iteration; plain: neither a pipeline nor recomputation."""
+    iteration; plain: neither a pipeline nor recomputation; fixed: gathered weights are in slots."""
+    if features.expert_overlap and (
+        graph or not plain or (fixed and strategy.shard_weights)
+    ):
+        return "experts overlap without graphs, pipelines, recomputation and weights in slots"
     if features.block_wire and not strategy.shard_main:
         return "8-bit blocks are for reductions to shards"
     if features.bf16_wire and strategy == STRATEGIES["no_shard"]:

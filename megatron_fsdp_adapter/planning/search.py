@@ -44,6 +44,10 @@ class Wanted:
         for name in ("gpus", "global_batch", "tries"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
+        if self.features.expert_overlap and self.shape.experts is None:
+            raise ValueError(
+                "--overlap-moe-expert-parallel-comm: the model has no experts; leave it out"
+            )
         if not self.memory_gib > 0:
             raise ValueError(f"--memory-gib {self.memory_gib}: must be above 0")
 
@@ -71,6 +75,8 @@ def splits(wanted: Wanted) -> Iterator[Split]:
     experts = [1]
     if shape.experts is not None:
         experts = [n for n in _powers(shape.experts.number) if shape.experts.number % n == 0]
+    if wanted.features.expert_overlap:
+        experts = [n for n in experts if n > 1]
     choices = product(tensors, pipelines, experts, (False, True), (1, 2, 4))
     for tensor, pipeline, expert, recompute, micro in choices:
         ranks = wanted.gpus // (tensor * pipeline)
@@ -120,13 +126,15 @@ def _of(
         features = replace(told, bf16_wire=wire)
         if problem(features, row, graph, plain) is not None:
             continue
+        fixed = problem(features, row, graph, plain, fixed=True) is not None
         for split in {False, count > 1 and strategy != "no_shard"}:
             chosen = replace(
                 base, instances=count, outer_optim=split, graph=graph, features=features,
                 separate_gathers=wanted.shape.experts is not None,
             )  # fmt: skip
             yield chosen
-            if strategy == "optim_grads_params" and over // count <= inside and over > 1:
+            near = strategy == "optim_grads_params" and over // count <= inside and over > 1
+            if near and not fixed:
                 yield replace(chosen, copies=True, separate_gathers=False)
 
 

@@ -22,7 +22,7 @@ from megatron_fsdp_adapter.cli.quantised_options import PLAIN, Quantisation
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 
 from .program import Kind
-from .timed_modules import UnitWork, Work
+from .timed_modules import EXPERTS, UnitWork, Work
 
 DENSE, EXPERT = "dense", "expert"
 BF16 = 2
@@ -308,7 +308,7 @@ def _layer_work(
         kv = 2 * whole * gpt.query_groups / gpt.num_attention_heads * parallel.context
         own.append(Work(Kind.ALL_GATHER, kv / tensor, "context"))
     if moe and shape.experts is not None and parallel.expert > 1:
-        own += [Work(Kind.EXCHANGE, sent / tensor, "expert parallel")] * 2
+        own += [Work(Kind.EXCHANGE, sent / tensor, EXPERTS)] * 2
     forward += own
     backward += own
     if parallel.recompute:

@@ -16,7 +16,7 @@ from megatron_fsdp_adapter.cli.precision_options import is_muons
 from megatron_fsdp_adapter.core.config import EngineConfig, Strategy
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.core.engine.partition import ROOT, partition
+from megatron_fsdp_adapter.core.engine.partition import ROOT, TO, join_units, partition
 from megatron_fsdp_adapter.core.engine.unit import Unit
 from megatron_fsdp_adapter.core.layout.format import WeightFormat
 from megatron_fsdp_adapter.core.topology import OUTER_DIM, SHARD_DIM, Axis, ShardDomain, mesh_over
@@ -52,6 +52,8 @@ class StepSetup:
         rows: strategies of units, by name, that keep more than the engine's.
         muon, streamed: how the optimizer updates.
         host_layers: of the first layers activations are in host memory, host_bytes of each.
+        unit_numel: elements up to which neighbouring layers are joined to a unit.
+        expert_overlap: exchanges between experts run beside another microbatch's layers.
     """
 
     engine: EngineConfig
@@ -73,6 +75,8 @@ class StepSetup:
     streamed: bool = False
     host_layers: int = 0
     host_bytes: float = 0.0
+    unit_numel: int = 0
+    expert_overlap: bool = False
 
     @property
     def widths(self) -> Widths:
@@ -144,7 +148,8 @@ class _Run:
 
     def step(self) -> None:
         """As a training loop of Megatron takes one, with 1F1B order in a pipeline."""
-        runtime, count, warmup = self.runtime, self.setup.microbatches, self.setup.warmup
+        runtime, setup = self.runtime, self.setup
+        count, warmup = setup.microbatches, setup.warmup
         runtime.mark("step")
         runtime.part = "clear"
         self.engine.zero_grads()
@@ -155,9 +160,11 @@ class _Run:
             runtime.mark("microbatch")
             runtime.part = "forward"
             if index + warmup < count:
+                self.model.exchanges.overlap(setup.expert_overlap and index > 0)
                 self.forward()
             self.engine.is_last_microbatch = index == count - 1
             runtime.part = "backward"
+            self.model.exchanges.overlap(setup.expert_overlap and index < count - 1)
             self.backward()
         runtime.mark("finish")
         runtime.part = "finish"
@@ -240,7 +247,10 @@ def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
         format_of=lambda managed: form if is_linear_weight(full_name(managed.fqns[0])) else None,
     )  # fmt: skip
     names = {f"children_in_order.{i}": unit.name for i, unit in enumerate(units)} | {ROOT: ROOT}
-    plans = [replace(plan, strategy=setup.rows.get(names[plan.name])) for plan in plans]
+    plans = [
+        replace(plan, strategy=setup.rows.get(TO.join(names[one] for one in plan.name.split(TO))))
+        for plan in join_units(plans, setup.unit_numel)
+    ]
     scale = 1.0 / max(inner * outer for inner, outer in setup.shards.values())
     domains = {
         name: _domain(name, inner, outer, scale) for name, (inner, outer) in setup.shards.items()

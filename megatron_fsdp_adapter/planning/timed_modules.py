@@ -49,8 +49,45 @@ class UnitWork:
 BACKWARD_HOST = 1.0
 """Times the forward's host time."""
 
+EXPERTS = "expert parallel"
+"""The axis of exchanges between experts."""
+
 REPLAY = 60.0
 """Reference microseconds in which the host replays a graph."""
+
+
+class Exchanges:
+    """Where exchanges between experts run: on the stream of compute, or beside it. Beside it each
+    is waited for a layer later: meanwhile a layer of the other microbatch computes, in whose place
+    the next one of the same microbatch stands here."""
+
+    def __init__(self, runtime: TimedRuntime) -> None:
+        self._runtime, self._beside = runtime, False
+        self._running: list[tuple[int, ...]] = []
+
+    def overlap(self, wanted: bool) -> None:
+        """From here on."""
+        self._beside = wanted
+        if not wanted:
+            self._wait(0)
+
+    def write(self, exchange: Callable[[], None]) -> None:
+        if not self._beside:
+            exchange()
+            return
+        self._runtime.wait(BESIDE, self._runtime.record(COMPUTE))
+        self._runtime.submit(BESIDE, exchange)
+        self._running.append(self._runtime.record(BESIDE))
+        self._wait(OF_LAYER)
+
+    def _wait(self, left: int) -> None:
+        while len(self._running) > left:
+            self._runtime.wait(COMPUTE, self._running.pop(0))
+
+
+BESIDE, OF_LAYER = "exchange", 2
+"""The stream of exchanges that run beside compute; how many a layer has in a pass: tokens go to
+their experts, and come back."""
 
 
 class _Charged(torch.autograd.Function):
@@ -87,6 +124,7 @@ class UnitModule(nn.Module):
     in CUDA graphs; after_forward, before_backward: what else is launched there."""
 
     replayed = False
+    exchanges: Exchanges
 
     def __init__(self, unit: UnitWork, runtime: TimedRuntime, dtype: torch.dtype) -> None:
         super().__init__()
@@ -105,11 +143,15 @@ class UnitModule(nn.Module):
             host = REPLAY
         for work in works:
             runtime.spend(host / len(works))
-            runtime.write(
-                work.kind, work.amount, label=f"{part} {unit.name}", part=part,
+            write = partial(
+                runtime.write, work.kind, work.amount, label=f"{part} {unit.name}", part=part,
                 kernels=work.kernels, group=work.group,
                 channel=f"model {work.group}" if work.group else "",
             )  # fmt: skip
+            if work.group == EXPERTS:
+                self.exchanges.write(write)
+            else:
+                write()
 
     def writes(self, nbytes: int) -> None:
         """A product ends in the bucket, in its dtype, and not in a gradient of half the size."""
@@ -146,6 +188,9 @@ class UnitModel(nn.Module):
             (LayerModule if unit.name in layers else UnitModule)(unit, runtime, dtype)
             for unit in units
         )
+        self.exchanges = Exchanges(runtime)
+        for child in self.children_in_order:
+            child.exchanges = self.exchanges  # type: ignore[assignment]
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         for child in self.children_in_order:

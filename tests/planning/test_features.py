@@ -223,3 +223,101 @@ def test_experts_joined_in_one_parameter_take_as_long():
 
 def test_products_that_are_fp8_are_products():
     assert {Kind.FP8_PRODUCT, Kind.FP8_GROUPED, Kind.BLOCK_PRODUCT} < set(PRODUCTS)
+
+
+MIXTRAL = replace(with_layers(shape_named("mixtral-8x7b"), 4), seq_length=4096)
+EXPERTS = Configuration(2, Parallel(expert=2), separate_gathers=True)
+OVERLAPPED = replace(EXPERTS, features=Features(expert_overlap=True))
+
+
+def exchanges_of(chosen: Configuration, microbatches: int) -> Counter:
+    program = program_of(MIXTRAL, chosen, microbatches, 0, 4)
+    begin = [count for name, count in program.marks if name == "step"][1]
+    operations = program.operations[begin:]
+    return Counter(one.role for one in operations if one.group == "expert parallel")
+
+
+def test_exchanges_of_experts_run_beside_another_microbatch_where_there_is_one():
+    assert exchanges_of(EXPERTS, 3) == {"compute": 3 * 2 * 4 * 2}
+    assert exchanges_of(OVERLAPPED, 1) == {"compute": 2 * 4 * 2}
+    # The first forward and the last backward are alone.
+    assert exchanges_of(OVERLAPPED, 3) == {"compute": 2 * 4 * 2, "exchange": 2 * 2 * 4 * 2}
+    alone, beside = (predict(MIXTRAL, one, H200, 8) for one in (EXPERTS, OVERLAPPED))
+    of_model = "exposed all-to-all of the model"
+    assert beside.ms < alone.ms and beside.spent[of_model] < alone.spent[of_model] / 2
+
+
+def test_overlapped_experts_have_activations_of_two_microbatches():
+    alone, two = (
+        memory(MIXTRAL, replace(one, strategy="optim"), H200, 4)["activations"]
+        for one in (EXPERTS, OVERLAPPED)
+    )
+    logits = 6 * 4096 * MIXTRAL.vocabulary
+    assert two - logits == 2 * (alone - logits)
+    assert "--overlap-moe-expert-parallel-comm" in megatron_flags(OVERLAPPED)
+    for given in ({"copies": True}, {"graph": True}):
+        with pytest.raises(ValueError, match="experts overlap without"):
+            replace(OVERLAPPED, **given)
+    with pytest.raises(ValueError, match="has no experts"):
+        Wanted(SHAPE, H200, 2, 2, 140.0, {}, features=OVERLAPPED.features)
+
+
+TWO_LAYERS = 300_000_000
+"""Elements: more than one layer has, fewer than two."""
+
+
+def test_joined_layers_are_gathered_together_and_counted_like_estimate_does():
+    chosen = with_features(unit_numel=TWO_LAYERS)
+    plain, joined = (
+        Counter(one.kind for one in step_of(one_, 1) if one.amount > 1e6)
+        for one_ in (PLAIN, chosen)
+    )
+    for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
+        assert joined[kind] < plain[kind]
+    model = planned(SHAPE, chosen)
+    assert model.order[1:3] == (
+        "decoder.layers.0 to decoder.layers.1", "decoder.layers.2 to decoder.layers.3"
+    )  # fmt: skip
+    row, precision = STRATEGIES["optim_grads_params"], chosen.features.precision
+    held = model.bytes_held(row, precision, 0)
+    theirs = plan_model(SHAPE.gpt, 2, torch.bfloat16, unit_numel=TWO_LAYERS)
+    assert held == theirs.bytes_held(row, precision, 0)
+    small = replace(SHAPE, gpt=replace(SHAPE.gpt, vocab_size=1024))
+    gathered = [
+        planned(small, one).bytes_held(row, precision, 0)["gathered weights"]
+        for one in (PLAIN, chosen)
+    ]
+    assert gathered[1] == pytest.approx(2 * gathered[0], rel=0.01)
+    assert f"--suggested-communication-unit-size {TWO_LAYERS}" in megatron_flags(chosen)
+
+
+def test_the_engine_holds_no_more_of_joined_layers_than_is_counted():
+    chosen = with_features(unit_numel=TWO_LAYERS)
+    shape = with_layers(replace(SHAPE, gpt=replace(SHAPE.gpt, vocab_size=1024)), 5)
+    held = planned(shape, chosen).bytes_held(
+        STRATEGIES["optim_grads_params"], chosen.features.precision, 0
+    )
+    passing = program_of(shape, chosen, 1, 0, 5).most_bytes - held["gradient shard"]
+    assert 0.99 * held["reduce bucket"] < passing < held["gathered weights"] + held["reduce bucket"]
+
+
+def test_a_budget_keeps_joined_layers_whole():
+    chosen = with_features(unit_numel=TWO_LAYERS, budget_gib=2.0)
+    less, more = (
+        sum(one.kind in COLLECTIVES for one in step_of(one_, 4))
+        for one_ in (chosen, with_features(unit_numel=TWO_LAYERS))
+    )
+    assert less < more
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"tp_comm_overlap": True}, "tp_comm_overlap=True"), ({"fp4": "e2m1"}, "fp4='e2m1'"),
+     ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload=True"),
+     ({"cuda_graph_modules": ["attn"]}, "cuda_graph_modules"),
+     ({"cuda_graph_scope": "attn"}, "cuda_graph_scope='attn'")],
+)  # fmt: skip
+def test_what_is_not_modelled_is_refused_by_name(options, named):
+    with pytest.raises(ValueError, match=f"{named}.* is not modelled.*leave it out"):
+        features_of(options)
+    assert features_of(dict.fromkeys(options) | {"cuda_graph_scope": "full"}) == Features()
