@@ -27,7 +27,7 @@ from .features import UNMODELLED, features_of
 from .machine import GPUS, NETWORKS, Machine, from_json, machine_named
 from .models import from_hugging_face, from_options
 from .search import Plan, Wanted, plan
-from .shapes import SHAPES, Parallel, Shape, shape_named
+from .shapes import SHAPES, Parallel, Shape, layers_of, shape_named
 
 FIXED = {
     "data_parallel_sharding_strategy": ("strategy", str),
@@ -196,7 +196,8 @@ def run(given: argparse.Namespace) -> str:
     text = report.render(found, given.top)
     timeline = found.predictions[0].timeline
     if given.explain and timeline is not None:
-        text += "\n\n" + report.explain(timeline)
+        stage = layers_of(found.wanted.shape, found.predictions[0].configuration.parallel, 0)
+        text += "\n\n" + report.explain(timeline, len(stage))
     return text
 
 

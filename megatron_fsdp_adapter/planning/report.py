@@ -10,11 +10,11 @@ from megatron_fsdp_adapter.cli.estimate import GIB
 from . import features
 from .configurations import Configuration, Prediction
 from .features import MUON, RECIPE_OF
-from .search import Plan
+from .search import Plan, Wanted
 from .timing import Timeline
 
-SHOWN = 5
-"""Kinds of time and of memory that a line names."""
+SHOWN, REASONS = 5, 12
+"""Kinds of time and of memory that a line names; lines of what was not chosen."""
 
 
 def ddp_options(chosen: Configuration) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def benchmark_row(chosen: Configuration) -> str | None:
     features = chosen.features
     if parallel != type(parallel)(expert=parallel.expert) or chosen.instances > 1:
         return None
-    if features.block_wire or features.host_layers:
+    if features.block_wire or features.host_layers or features.expert_overlap:
         return None
     kind = {(True, True): "ours-ce-graph", (True, False): "ours-ce-rs",
             (False, True): "ours-graph", (False, False): "ours"}[chosen.copies, chosen.graph]
@@ -117,6 +117,32 @@ def benchmark_row(chosen: Configuration) -> str | None:
     if form is None:
         return name
     return f"{name}@fp8{'w' if features.quantised.weights else ''}_{RECIPE_OF[form.name]}"
+
+
+BENCHMARK_PRESETS = ("llama-1.5b", "llama3-8b", "llama-13b", "llama-30b")
+"""Shapes that configs/ has a file of, by its name."""
+
+
+def benchmark_command(wanted: Wanted, chosen: Configuration) -> str | None:
+    """What measures it on this machine, from a checkout; None where nothing does."""
+    row, shape = benchmark_row(chosen), wanted.shape
+    if row is None or chosen.gpus > wanted.machine.network.domain:
+        return None
+    name = shape.name.split(",")[0]
+    preset = f"configs/{name}.yaml" if name in BENCHMARK_PRESETS else "THE_MODEL.yaml"
+    options = {
+        "ranks": chosen.gpus, "rows": row, "out": "runs/plan", "preset": preset,
+        "num-layers": shape.gpt.num_layers, "seq-length": shape.seq_length,
+        "micro-batch-size": chosen.microbatch,
+        "num-microbatches": chosen.microbatches(wanted.global_batch),
+    }  # fmt: skip
+    if chosen.parallel.expert > 1:
+        options["expert-model-parallel-size"] = chosen.parallel.expert
+    if chosen.features.unit_numel:
+        options["suggested-communication-unit-size"] = chosen.features.unit_numel
+    words = [f"--{name} {value}" for name, value in options.items()]
+    words += ["--gradient-accumulation-fusion"] if chosen.fused else []
+    return " ".join(["python scripts/benchmark_rows.py", *words])
 
 
 def plain(plan: Plan, top: int) -> dict[str, Any]:
@@ -179,27 +205,38 @@ def render(plan: Plan, top: int) -> str:
     best = plan.predictions[0]
     lines = [
         f"{wanted.shape.name}: {wanted.shape.num_parameters / 1e9:,.1f}B parameters on "
-        f"{wanted.gpus:,} {machine.gpu.name}, {machine.network.name}",
+        f"{wanted.gpus:,} {machine.gpu.name}; network: {machine.network.name}",
         f"global batch {wanted.global_batch:,} x {wanted.shape.seq_length:,} tokens, "
         f"{wanted.memory_gib:g} GiB a GPU",
         "", *aligned(rows), "",
-        "the first one: memory at its most " + _largest(best.memory, 1 / GIB, "GiB"),
-        "               time " + _largest(_times(best.spent), 1.0, "ms"),
+        "the first one: memory at its most: " + _largest(best.memory, 1 / GIB, "GiB"),
+        "               time: " + _largest(_times(best.spent), 1.0, "ms"),
         f"  Megatron-LM        {megatron_flags(best.configuration)}",
         f"  Megatron-Bridge    {bridge_overrides(best.configuration)}",
         f"  plain PyTorch      {plain_arguments(best.configuration)}",
     ]  # fmt: skip
-    row = benchmark_row(best.configuration)
-    if row is not None:
-        lines.append(f"  to measure it      scripts/benchmark_rows.py --ranks {wanted.gpus} "
-                     f"--rows {row} ...")  # fmt: skip
-    lines += ["", "why not"]
+    command = benchmark_command(wanted, best.configuration)
+    if command is not None:
+        lines.append(f"  to measure it      {command}")
     others = [(one.configuration.name, _slower(one, plan)) for one in plan.predictions[top:]]
-    refused = list(plan.refused)
-    lines += [f"  {name}: {reason}" for name, reason in [*others, *refused[:12]]]
-    if len(refused) > 12:
-        lines.append(f"  and {len(refused) - 12} more that do not fit (--json names them)")
+    reasons = [*others, *_together(plan.refused)]
+    if reasons:
+        lines += ["", "why not"]
+    lines += [f"  {name}: {reason}" for name, reason in reasons[:REASONS]]
+    if len(reasons) > REASONS:
+        lines.append(f"  and {len(reasons) - REASONS} more (--json names them)")
     return "\n".join(lines)
+
+
+def _together(refused: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Configurations that one reason refuses, as one: the first, and how many more."""
+    names: dict[str, list[str]] = {}
+    for name, reason in refused:
+        names.setdefault(reason, []).append(name)
+    return [
+        (first if not more else f"{first}, and {len(more)} like it", reason)
+        for reason, (first, *more) in names.items()
+    ]
 
 
 def _times(spent: Mapping[str, float]) -> dict[str, float]:
@@ -212,29 +249,40 @@ def _largest(parts: Mapping[str, float], factor: float, unit: str) -> str:
     return ", ".join(f"{name} {value * factor:,.1f} {unit}" for name, value in largest)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns: the first and the last to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """Columns: the last, and those whose numbers are in `left`, to the left, the others to the
+    right."""
+    *widths, _ = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
+        cells = [
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row[:-1], widths, strict=True))
+        ]
         lines.append("  ".join([*cells, row[-1]]).rstrip())
     return lines
 
 
-def explain(timeline: Timeline) -> str:
+def explain(timeline: Timeline, layers: int) -> str:
     """The step as the engine runs it: each launch of its second step, with its stream, what it
-    waits for, and when it runs."""
+    waits for, and when it runs. layers: of the model's stage."""
     program = timeline.program
     first = [count for name, count in program.marks if name == "step"][1]
-    rows = [("ms", "to", "stream", "what", "launch", "waits for")]
+    named = {one.label.removeprefix("forward ") for one in program.operations}
+    known = sum(1 for name in named if name.startswith("decoder.layers.") and "/" not in name)
+    rows = [("ms", "to", "stream", "kind", "what", "launch", "waits for")]
     for index in range(first, len(program.operations)):
         one = program.operations[index]
         after = [str(i - first) for i in one.after if i >= first]
         rows.append((
             f"{1e3 * (timeline.starts[index] - timeline.begin):.2f}",
-            f"{1e3 * (timeline.ends[index] - timeline.begin):.2f}", one.role,
-            one.label or one.kind.value, str(index - first), ", ".join(after),
+            f"{1e3 * (timeline.ends[index] - timeline.begin):.2f}", one.role, one.kind.value,
+            one.label.removeprefix(f"{one.kind.value}: ") or UNNAMED.get(one.role, one.part),
+            str(index - first), ", ".join(after),
         ))  # fmt: skip
-    return "\n".join(aligned(rows))
+    said = f"{known} of {layers} layers were run; each further one takes what one of them does"
+    return "\n".join([said] * (known < layers) + aligned(rows, left=(2, 3, 4)))
+
+
+UNNAMED = {"gather": "casts of weights", "reduce": "copies and sums of gradients"}
+"""What has no label, by stream."""

@@ -248,9 +248,10 @@ def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
     )  # fmt: skip
     names = {f"children_in_order.{i}": unit.name for i, unit in enumerate(units)} | {ROOT: ROOT}
     plans = [
-        replace(plan, strategy=setup.rows.get(TO.join(names[one] for one in plan.name.split(TO))))
+        replace(plan, name=TO.join(names[one] for one in plan.name.split(TO)))
         for plan in join_units(plans, setup.unit_numel)
     ]
+    plans = [replace(plan, strategy=setup.rows.get(plan.name)) for plan in plans]
     scale = 1.0 / max(inner * outer for inner, outer in setup.shards.values())
     domains = {
         name: _domain(name, inner, outer, scale) for name, (inner, outer) in setup.shards.items()

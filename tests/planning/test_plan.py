@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -219,8 +220,25 @@ SMALL = ("--preset", "llama3-8b", "--num-layers", "4", "--seq-length", "4096", "
 def test_the_command_prints_a_table_flags_reasons_and_the_step(capsys):
     status, text = run(capsys, *SMALL, "--explain")
     assert status == 0
-    for words in ("ms/step", "Megatron-LM", "why not", "all-gather", "waits for"):
+    for words in ("ms/step", "Megatron-LM", "all-gather", "waits for",
+                  "decoder.layers.0/dense", "casts of weights"):  # fmt: skip
         assert words in text
+    assert "children_in_order" not in text and "layers were run" not in text  # all 4 were
+    found = re.search(r"to measure it +python (scripts/benchmark_rows.py .*)", text)
+    for words in ("--preset configs/llama3-8b.yaml --num-layers 4 --seq-length 4096", "--ranks 2",
+                  "--num-microbatches 1"):  # fmt: skip
+        assert words in found[1]
+
+
+def test_the_step_of_a_large_model_says_how_many_layers_were_run(capsys):
+    words = [word if word != "4" else "32" for word in SMALL]
+    assert "7 of 32 layers were run" in run(capsys, *words, "--tries", "1", "--explain")[1]
+
+
+def test_configurations_that_one_reason_refuses_are_one_line(capsys):
+    text = run(capsys, *SMALL, "--tries", "6")[1]
+    assert text.count("the host does not limit") == 1
+    assert "why not" in text and "like it: " in text
 
 
 def test_the_command_prints_json(capsys):
