@@ -169,16 +169,28 @@ def plan(wanted: Wanted) -> Plan:
             f"no configuration of {wanted.gpus} GPUs and a global batch of {wanted.global_batch} "
             f"has {dict(wanted.fixed)}: change the batch, or leave an option out"
         )
-    found, refused = _run_best(wanted, known, limit)
+    needs: list[tuple[float, str]] = []
+    found, refused = _run_best(wanted, known, limit, needs)
     for strategy, (needed, large) in too_large.items():
         if large and not any(one.configuration.strategy == strategy for one in found):
             refused.append((large.name, f"states and activations need {needed / GIB:.0f} GiB"))
     if not found:
-        least = min((f"{why} ({name})" for name, why in refused), default="nothing was tried")
+        least, name = min(needs) if needs else _least(wanted)
         raise ValueError(
-            f"no configuration fits in {wanted.memory_gib:g} GiB: {least}; use more GPUs"
+            f"no configuration fits in {wanted.memory_gib:g} GiB: the least that one needs is "
+            f"{least / GIB:,.0f} GiB ({name}); use more GPUs"
         )
     return Plan(wanted, sorted(found, key=lambda one: one.ms), refused)
+
+
+def _least(wanted: Wanted) -> tuple[float, str]:
+    """Bytes of the configuration that needs fewest, without planning, and its name."""
+    reserved = wanted.machine.gpu.reserved_gib * GIB
+    found = (
+        (split.at_least_bytes(chosen) + reserved, chosen.name)
+        for split in splits(wanted) for chosen in candidates(wanted, split)
+    )
+    return min(found, key=lambda entry: (entry[0], len(entry[1])))
 
 
 def _no_use(chosen: Configuration, found: Sequence[Prediction]) -> str:
@@ -190,10 +202,11 @@ def _no_use(chosen: Configuration, found: Sequence[Prediction]) -> str:
 
 
 def _run_best(
-    wanted: Wanted, known: Sequence[tuple[float, Configuration]], limit: float
+    wanted: Wanted, known: Sequence[tuple[float, Configuration]], limit: float,
+    needs: list[tuple[float, str]],
 ) -> tuple[list[Prediction], list[tuple[str, str]]]:
     """Runs the most promising that fit: the best of each way to split and to shard first, so that
-    a wrong guess costs no kind of them."""
+    a wrong guess costs no kind of them. Adds the bytes of those that do not fit to `needs`."""
     found: list[Prediction] = []
     refused: list[tuple[str, str]] = []
     ordered = sorted(known, key=lambda entry: entry[0])  # equal ones: what has less comes first
@@ -215,6 +228,7 @@ def _run_best(
             wanted.shape, chosen, wanted.machine, chosen.microbatches(wanted.global_batch)
         ).values())  # fmt: skip
         if held > limit:
+            needs.append((held, chosen.name))
             refused.append((chosen.name, f"{held / GIB:.0f} GiB at its most"))
             times[kind] -= 1
             continue

@@ -235,6 +235,14 @@ def test_the_step_of_a_large_model_says_how_many_layers_were_run(capsys):
     assert "7 of 32 layers were run" in run(capsys, *words, "--tries", "1", "--explain")[1]
 
 
+def test_what_does_not_fit_is_told_with_what_needs_least(capsys):
+    words = ("--preset", "llama3-8b", "--gpus", "2", "--global-batch-size", "2", "--tries", "1")
+    status, text = run(capsys, *words, "--memory-gib", "30")
+    least = int(re.search(r"the least that one needs is ([\d,]+) GiB \(.*recompute\)", text)[1])
+    assert status == 2 and 30 < least < 80
+    assert run(capsys, *words, "--memory-gib", str(least + 10))[0] == 0
+
+
 def test_configurations_that_one_reason_refuses_are_one_line(capsys):
     text = run(capsys, *SMALL, "--tries", "6")[1]
     assert text.count("the host does not limit") == 1
