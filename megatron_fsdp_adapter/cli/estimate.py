@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -43,7 +43,7 @@ from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
 from megatron_fsdp_adapter.sharding.muon.plan import step_bytes
 
 from . import graph_pools, joined_units, quantised_options
-from .estimate_text import render
+from .estimate_text import render, unit_row
 from .gpt import (
     EMBEDDING,
     PRESETS,
@@ -120,8 +120,8 @@ class Model:
     """A planned model: its kinds of units, on `num_shards` shards; `order`: all units, by name, as
     they compute, the root unit last. `slots`: what `slots_wanted` says. `quantised`: what becomes
     of linear weights. `budget`: bytes for units that stay whole over a step. `pool`: bytes of a
-    layer in pools of CUDA graphs. `unit_numel`: elements up to which layers were joined to units,
-    and may be gathered ahead."""
+    layer in pools of CUDA graphs; `graphs`: whether layers are in any. `unit_numel`: elements up to
+    which layers were joined to units, and may be gathered ahead."""
 
     kinds: tuple[UnitKind, ...]
     num_shards: int
@@ -131,6 +131,7 @@ class Model:
     budget: int = 0
     pool: int = 0
     unit_numel: int = 0
+    graphs: bool = False
 
     @property
     def first_unit(self) -> str:
@@ -160,9 +161,9 @@ class Model:
         """Bytes by kind on `rank`; with `num_layers` transformer layers in place of its own."""
         every = self.units(num_layers)
         rows = self.kept(strategy, precision, num_layers).rows
-        again = self.quantised.recomputes
+        again, whole = self.quantised.recomputes, self._is_whole(strategy)
         held = {
-            (id(kind), row): unit_bytes(kind.layouts, row, precision, rank, again)
+            (id(kind), row): unit_bytes(kind.layouts, row, precision, rank, again, whole)
             for kind, row in {(id(k), r): (k, r) for k, r in zip(every, rows, strict=True)}.values()
         }
         *units, root = [held[id(kind), row] for kind, row in zip(every, rows, strict=True)]
@@ -170,7 +171,7 @@ class Model:
         return with_slots(
             totals | self._copies(every) | self._matrices(every, precision),
             [_class_of(kind) for kind in every],
-            [kind.layouts for kind in every],
+            [[one for one in kind.layouts if not whole(one)] for kind in every],
             strategy,
             precision,
             rows,
@@ -183,8 +184,14 @@ class Model:
         """What of which units the budget keeps whole over a step."""
         every = self.units(num_layers)
         forward_only = [at for at, kind in enumerate(every) if EMBEDDING in kind.names]
-        layouts = [kind.layouts for kind in every]
+        whole = self._is_whole(strategy)
+        layouts = [[one for one in kind.layouts if not whole(one)] for kind in every]
         return kept_units(layouts, strategy, precision, self.budget, forward_only)
+
+    def _is_whole(self, strategy: Strategy) -> Callable[[GroupLayout], bool]:
+        """Whether a group's domain has one rank; of layers in graphs those of experts alone may."""
+        may = strategy.shard_grads and not (self.graphs and self.num_shards == 1)
+        return lambda layout: may and layout.num_shards == 1
 
     def _copies(self, units: Sequence[UnitKind]) -> dict[str, int]:
         """What layers quantise of weights in the compute dtype, and autograd keeps from forward to
@@ -223,12 +230,12 @@ class Model:
         between two steps. In slots they take nothing more."""
         if self.slots["weight_slots"]:
             return 0
-        first_and_root = (0, len(self.order) - 1)
+        first_and_root = 0, len(self.order) - 1
         units, rows = self.units(), self.kept(strategy, precision).rows
-        return sum(
-            unit_bytes(units[at].layouts, rows[at], precision, 0).get(GATHERED_WEIGHTS, 0)
-            for at in first_and_root
-        )
+        whole = self._is_whole(strategy)
+        held = (unit_bytes(units[at].layouts, rows[at], precision, 0, False, whole)
+                for at in first_and_root)  # fmt: skip
+        return sum(one.get(GATHERED_WEIGHTS, 0) for one in held)
 
 
 def _class_of(kind: UnitKind) -> str:
@@ -329,7 +336,10 @@ def estimate(
         "parameters": model.num_parameters,
         "num_shards": model.num_shards,
         "rank": rank,
-        "units": [_unit_report(kind, layout) for kind in model.kinds for layout in kind.layouts],
+        "units": [
+            unit_row(kind.title, len(kind.names), layout)
+            for kind in model.kinds for layout in kind.layouts
+        ],
         "strategies": {},
     }
     for strategy in strategies:
@@ -350,19 +360,6 @@ def estimate(
             found["most_layers"] = most_layers(model, strategy, precision, rank, limit)
         report["strategies"][strategy.name] = found
     return report
-
-
-def _unit_report(kind: UnitKind, layout: GroupLayout) -> dict[str, Any]:
-    form = layout.format
-    return {
-        "unit": f"{kind.title}, {form.name}" if form.quantised else kind.title,
-        "count": len(kind.names),
-        "parameters": layout.item_numel,
-        "padding": layout.padding_numel,
-        "padding_fraction": layout.padding_fraction,
-        "segments": [segment.numel for segment in layout.segments],
-        "shard_numel": layout.shard_numel,
-    }
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -477,7 +474,7 @@ def run(given: argparse.Namespace) -> str:
         max_segments=given.max_segments,
     )
     pool = graph_pools.layer_pool_bytes(config_from(options), options, DTYPES[dtype].itemsize)
-    model = replace(model, pool=pool)
+    model = replace(model, pool=pool, graphs=pool > 0)
     chosen = vars(given).get("data_parallel_sharding_strategy")
     strategies = [STRATEGIES[chosen]] if chosen else list(STRATEGIES.values())
     strategies = graph_pools.captured(strategies, model.slots, options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_fsdp_adapter.core.layout import GroupLayout
 from megatron_fsdp_adapter.diagnostics.memory import LIFE
 from megatron_fsdp_adapter.sharding.budget import GIB
 
@@ -15,6 +16,20 @@ TOTALS = {
     "and pools of graphs": "pools",
 }
 """Rows of the report below the kinds of buffers, and their names in `estimate`'s values."""
+
+
+def unit_row(title: str, count: int, layout: GroupLayout) -> dict[str, Any]:
+    """Of the flat buffer of a group, of so many units, in `estimate`'s values."""
+    form = layout.format
+    return {
+        "unit": f"{title}, {form.name}" if form.quantised else title,
+        "count": count,
+        "parameters": layout.item_numel,
+        "padding": layout.padding_numel,
+        "padding_fraction": layout.padding_fraction,
+        "segments": [segment.numel for segment in layout.segments],
+        "shard_numel": layout.shard_numel,
+    }
 
 
 def render(report: Mapping[str, Any], weights: str, memory_gib: float | None) -> str:

@@ -125,6 +125,9 @@ class EngineConfig:
             there as compute weights; see `ParamGroup.main_on_host`.
         shard_outer: main weights and optimizer state are split again over the outer axis of a
             domain that has one; otherwise its instances hold the same (HSDP).
+        whole: names of domains whose shard axis has one rank, in order. Its shard is everything:
+            compute weights are kept, and backward adds to the main gradients. Those go between
+            steps, as shards do.
     """
 
     strategy: Strategy
@@ -141,6 +144,7 @@ class EngineConfig:
     shard_outer: bool = False
     keep_derived: bool = False
     offload: bool = False
+    whole: tuple[str, ...] = ()
     weight_slots: bool = False
     bucket_slots: bool = False
     poison_buffers: bool = field(default_factory=poison_asked)
@@ -194,6 +198,18 @@ class EngineConfig:
             strategy=strategy,
             weight_slots=self.weight_slots and strategy.shard_weights,
             exchange_gradients=self.exchange_gradients and strategy.shard_grads,
+        )
+
+    def for_group(self, strategy: Strategy | None, domain: str) -> EngineConfig:
+        """`for_unit`, for those of its groups that are in the domain of this name. Nothing is
+        communicated over a shard axis of one rank, so nothing is cast or made ready for that."""
+        if domain not in self.whole:
+            return self.for_unit(strategy)
+        return replace(
+            self.for_unit(STRATEGIES["optim"]),
+            policy=replace(self.policy, grad_comm_dtype=None),
+            fp32_accumulation=False,
+            wire_in_blocks=False,
         )
 
     @property

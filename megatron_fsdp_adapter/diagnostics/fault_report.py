@@ -33,8 +33,9 @@ GATHER, REDUCE, BROADCAST = "gathering weights", "reducing gradients", "broadcas
 COMPARE = "comparing what the ranks have launched in this step"
 AGREE = "agreeing on scales"
 
-Layouts = Mapping[str, Sequence[tuple[GroupLayout, int]]]
-"""Of each unit the layouts of its groups, with this rank's number among their shards."""
+Layouts = Mapping[str, Sequence[tuple[GroupLayout, int, bool]]]
+"""Of each unit the layouts of its groups, with this rank's number among their shards, and whether
+nothing of it is sharded, as its domain has one rank."""
 
 
 class CommunicationError(RuntimeError):
@@ -161,14 +162,17 @@ def memory_plan(
     policy, own = config.policy, own or [config.strategy] * len(units)
     precision = Precision(policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype)
     held = {
-        name: _summed([group_bytes(lay, row, precision, rank) for lay, rank in groups])
+        name: _summed([
+            group_bytes(layout, row, precision, rank, whole=whole)
+            for layout, rank, whole in groups
+        ])
         for (name, groups), row in zip(units.items(), own, strict=True)
     }
     root = held.pop(ROOT)
     totals = with_slots(
         model_bytes(root, list(held.values())),
         kinds,
-        [[layout for layout, _ in groups] for groups in units.values()],
+        [[layout for layout, _, whole in groups if not whole] for groups in units.values()],
         config.strategy,
         precision,
         own,
@@ -264,13 +268,18 @@ class FaultReport:
         engine = self._engine()
         if engine is not None:
             return {
-                unit.name: [(group.held.layout, group.held.rank) for group in unit.groups]
+                unit.name: [
+                    (group.held.layout, group.held.rank, group.is_whole) for group in unit.groups
+                ]
                 for unit in engine.units
             }
         config = self._config
         return {
             plan.name: [
-                (plan_layout(key, managed, self._domains[key.domain], config), 0)
+                (
+                    plan_layout(key, managed, self._domains[key.domain], config), 0,
+                    key.domain in config.whole,
+                )
                 for key, managed in plan.groups.items()
             ]
             for plan in self._plans

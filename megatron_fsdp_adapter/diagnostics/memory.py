@@ -6,11 +6,12 @@ The engine's books are not consulted: a test sums live storages and compares the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from ..core.config import STRATEGIES
 from ..core.engine.staging import plan_weights_and_buckets
 from ..core.layout.format import Use, WeightFormat
 from ..core.layout.group import GroupLayout
@@ -145,7 +146,8 @@ def quantised_both_ways(form: WeightFormat, elements: int) -> int:
 
 
 def group_bytes(
-    layout: GroupLayout, row: StrategyRow, precision: Precision, rank: int, both: bool = False
+    layout: GroupLayout, row: StrategyRow, precision: Precision, rank: int, both: bool = False,
+    whole: bool = False,
 ) -> dict[str, int]:
     """Bytes on `rank` for a group, by kind; kinds that it does not have are absent.
 
@@ -154,8 +156,11 @@ def group_bytes(
     weights: those are not sharded, and have the main dtype. A frozen group has weights only, its
     main weights in the compute dtype. Of weights that exist by direction, "gathered" are those of
     the larger one, or with `both`, as in a unit that recomputes, of both; backward derives the
-    transposes of others.
+    transposes of others. whole: of a domain of one rank, of which nothing is sharded; gradients go
+    between steps all the same.
     """
+    if whole:
+        row, precision = STRATEGIES["optim"], replace(precision, comm=precision.grad)
     total, shard = layout.total_numel, layout.shard_numel
     compute, trained = layout.specs[0].dtype, layout.specs[0].requires_grad
     main = precision.main if trained and precision.main is not None else compute
@@ -173,7 +178,7 @@ def group_bytes(
         held[MAIN_WEIGHTS] = (shard if row.shard_main else total) * main.itemsize
     if not trained:
         return held
-    held[GRADIENT_SHARD if row.shard_grads else MAIN_GRADS] = precision.grad.itemsize * (
+    held[GRADIENT_SHARD if row.shard_grads or whole else MAIN_GRADS] = precision.grad.itemsize * (
         shard if row.shard_grads else total
     )
     if row.shard_grads or precision.comm != precision.grad:
@@ -225,9 +230,13 @@ def unit_bytes(
     precision: Precision,
     rank: int,
     both: bool = False,
+    is_whole: Callable[[GroupLayout], bool] = lambda layout: False,
 ) -> dict[str, int]:
-    """Sum of `group_bytes` over the groups of one unit."""
-    return _sum(group_bytes(layout, row, precision, rank, both) for layout in groups)
+    """Sum of `group_bytes` over the groups of one unit. is_whole: whether one is of a domain of one
+    rank."""
+    return _sum(
+        group_bytes(layout, row, precision, rank, both, is_whole(layout)) for layout in groups
+    )
 
 
 def model_bytes(root: Mapping[str, int], units: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -269,13 +278,15 @@ def with_slots(
     """`model_bytes` with slots in place of the transient buffers that are in them, and with what an
     exchange needs.
 
-    kinds, units: class of each unit's module, and layouts of its groups, in order; rows: each
-    unit's own strategy, None where all have the model's; the switches are those of `EngineConfig`.
+    kinds, units: class of each unit's module, and layouts of its groups but those of domains of one
+    rank, in order; rows: each unit's own strategy, None where all have the model's; the switches
+    are those of `EngineConfig`.
     """
     comm, rows = precision.comm, rows or [strategy] * len(units)
-    collected = [row.shard_grads or comm != precision.grad for row in rows]
+    of_units = list(zip(rows, units, strict=True))
+    collected = [(row.shard_grads or comm != precision.grad) and bool(u) for row, u in of_units]
     weights, buckets = plan_weights_and_buckets(
-        kinds, units, comm, None, [row.shard_weights for row in rows], collected
+        kinds, units, comm, None, [row.shard_weights and bool(u) for row, u in of_units], collected
     )
     totals = dict(held)
     if weight_slots and totals.pop(GATHERED_WEIGHTS, None) is not None:

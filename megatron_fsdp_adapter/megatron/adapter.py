@@ -26,7 +26,7 @@ from ..core.topology import DENSE
 from ..diagnostics.description import describe
 from ..quantised import TransformerEngineParams
 from ..sharding.budget import GIB
-from ..sharding.building import build_engine
+from ..sharding.building import build_engine, keeping_whole
 from ..sharding.export_source import Source
 from ..sharding.materialize import target_device
 from ..sharding.memory import trim
@@ -44,7 +44,7 @@ from .captures import Captures
 from .checkpoint import bridge_weights, checkpoint_drivers, megatron_saves
 from .construction_problems import construction_problems
 from .core_init import core_initialisers
-from .domains import SHARED_EMBEDDING, ModelDomains
+from .domains import SHARED_EMBEDDING, ModelDomains, whole_domains_of
 from .exported import export_source
 from .fp8 import CACHE_OPTION, begin_delayed_scaling, switch_off_weight_cache
 from .fused_wgrad import asks_fusion
@@ -159,12 +159,14 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         units = chosen_units(module, unit_classes, parts)
         self.fsdp_unit_modules = sorted({type(unit).__name__ for unit in units.values()})
         domains = ModelDomains(self.megatron_fsdp_dist_index, self._placements, self.device)
+        plans = join_units(
+            plan_units(module, units, self.config, engine_config, domains),
+            ddp_options.unit_numel(self.ddp_config),
+        )
+        by_name = domains.by_name(plans)
+        engine_config = keeping_whole(engine_config, by_name, whole_domains_of(self.config))
         plans, self._kept = with_kept_units(
-            join_units(
-                plan_units(module, units, self.config, engine_config, domains),
-                ddp_options.unit_numel(self.ddp_config),
-            ),
-            module, self.config, engine_config, domains,
+            plans, module, self.config, engine_config, by_name, self.device,
             ddp_options.unsharded_budget(self.ddp_config),
         )
         quantised = any(key.quantised for plan in plans for key in plan.groups)
@@ -175,7 +177,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             "FullyShardedDataParallel",
             module,
             plans,
-            domains.by_name(plans),
+            by_name,
             engine_config,
             self.device,
             self._initialiser_of,
@@ -215,12 +217,15 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         return "8-bit blocks" if config.wire_in_blocks else str(config.policy.comm_dtype)
 
     def _kept_whole(self) -> str:
-        """What of which units stays whole over a step; empty if nobody has given a budget."""
+        """What is not sharded: of domains of one rank, and what a budget keeps over a step."""
         budget, kept = ddp_options.unsharded_budget(self.ddp_config), self._kept
+        whole = (group.key.domain for group in self.engine.groups if group.is_whole)
+        alone = {name.split(",")[0] for name in whole}
+        said = f"whole, on one rank: {', '.join(sorted(alone))} parameters; " if alone else ""
         if not budget:
-            return ""
+            return said
         count = len(kept.rows)
-        return (
+        return said + (
             f"whole over a step: weights of {kept.weights} and gradients of {kept.grads} of "
             f"{count} units, for {kept.nbytes / GIB:.3f} of {budget / GIB:g} GiB; "
         )

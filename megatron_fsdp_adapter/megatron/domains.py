@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..core.topology import DENSE, EXPERT, FSDPDistributedIndex, ShardDomain
 from ..quantised import stored_in
 from ..sharding.placement import LEAVE, REPLICATE, Placements, replicated_domain, replicated_name
 from .options import ddp_options, staging_options
+from .options.cuda_graphs import captures_layers
 from .process_groups import GATHER_SOURCES, build_index, mirror_group, read_groups
 
 SHARED_EMBEDDING = "dense, shared across stages"
@@ -38,6 +39,13 @@ def domain_name(param: nn.Parameter, fqn: str) -> str:
     if getattr(param, "shared_embedding", False):
         return SHARED_EMBEDDING
     return kind_of(param, fqn)
+
+
+def whole_domains_of(config: Any) -> Callable[[str], bool]:
+    """Whether a domain of this name may be kept whole, of a model with this config: a graph of a
+    layer writes a fresh bucket in every backward, and experts are in none."""
+    experts = (EXPERT, replicated_name(EXPERT))
+    return lambda name: not captures_layers(config) or name in experts
 
 
 def grad_scale(config: Any, num_ranks: int) -> float:

@@ -4,7 +4,7 @@ have."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +17,9 @@ from torch import nn
 
 from ..core.config import EngineConfig
 from ..core.engine.group import plan_layout
-from ..core.engine.partition import (
-    GroupKey,
-    ManagedParam,
-    UnitPlan,
-    managed_params,
-    partition,
-    unit_modules,
-)
+from ..core.engine.partition import UnitPlan, managed_params, partition, unit_modules
 from ..core.layout.format import Use, plain
+from ..core.topology import ShardDomain
 from ..quantised import format_of
 from ..sharding.budget import KeptUnits, kept_units, policy_precision
 from .activation_offload import sets_hooks_inside_units
@@ -167,16 +161,17 @@ def with_kept_units(
     module: nn.Module,
     config: Any,
     engine_config: EngineConfig,
-    domains: ModelDomains,
+    domains: Mapping[str, ShardDomain],
+    device: torch.device,
     budget: int,
 ) -> tuple[list[UnitPlan], KeptUnits]:
     """`plans`, of units of which some stay whole over a step, for `budget` bytes, and which those
-    are. Modules that write weight gradients by themselves write into kept ones of those units."""
-    by_name = domains.by_name(plans)
+    are. Modules that write weight gradients by themselves write into kept ones where gradients
+    are: in those units, and of domains that are whole anyway, on which the budget is not spent."""
     layouts = [
         [
-            plan_layout(key, managed, by_name[key.domain], engine_config)
-            for key, managed in plan.groups.items()
+            plan_layout(key, managed, domains[key.domain], engine_config)
+            for key, managed in plan.groups.items() if key.domain not in engine_config.whole
         ]
         for plan in plans
     ]
@@ -185,27 +180,19 @@ def with_kept_units(
     kept = kept_units(layouts, engine_config.strategy, precision, budget, forward_only)
     found = []
     for plan, row in zip(plans, kept.rows, strict=True):
-        own = engine_config.for_unit(row)
-        if own is not engine_config:
+        if row != engine_config.strategy:
             plan = replace(plan, strategy=row)
-        if own.strategy.shard_grads != engine_config.strategy.shard_grads:
-            plan = replace(plan, groups=_written(plan, module, config, own, domains.device))
-        found.append(plan)
+        groups = dict(plan.groups)
+        for key, managed in plan.groups.items():
+            own = engine_config.for_group(plan.strategy, key.domain)
+            if own.strategy.shard_grads != engine_config.strategy.shard_grads:
+                observe = _observer(module, config, own, device)
+                groups[key] = [
+                    replace(entry, writer=grad_writer(entry, own.strategy.shard_grads, observe))
+                    for entry in managed
+                ]
+        found.append(replace(plan, groups=groups))
     return found, kept
-
-
-def _written(
-    plan: UnitPlan, module: nn.Module, config: Any, own: EngineConfig, device: torch.device
-) -> dict[GroupKey, list[ManagedParam]]:
-    """The groups of a plan whose unit has the configuration `own`."""
-    observe = _observer(module, config, own, device)
-    return {
-        key: [
-            replace(entry, writer=grad_writer(entry, own.strategy.shard_grads, observe))
-            for entry in managed
-        ]
-        for key, managed in plan.groups.items()
-    }
 
 
 def _observer(

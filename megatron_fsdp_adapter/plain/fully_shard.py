@@ -29,7 +29,7 @@ from ..core.topology import DENSE, FSDPDistributedIndex
 from ..diagnostics.description import describe
 from ..diagnostics.grad_check import GradCheck
 from ..quantised import TransformerEngineParams, format_of
-from ..sharding.building import build_engine
+from ..sharding.building import build_engine, keeping_whole
 from ..sharding.export_source import Described, Source, beside_engine
 from ..sharding.local_optimizer import LocalShards, adopt, end_step
 from ..sharding.materialize import meta_problems, own_initialiser, target_device
@@ -195,7 +195,8 @@ def _engine(
         format_of=format_of,
     )
     return build_engine(
-        "fully_shard_model", module, plans, dict(index.domains), config,
+        "fully_shard_model", module, plans, dict(index.domains),
+        keeping_whole(config, index.domains),
         target_device(module, None), own_initialiser, grad_check=check,
         quantised=TransformerEngineParams(),
     )

@@ -157,8 +157,15 @@ class Configuration:
             fp32_accumulation=features.bf16_wire and row.shard_main,
             wire_in_blocks=features.block_wire, offload=features.streamed,
             shard_outer=self.outer_optim and self.instances > 1,
-            prefetch_bytes=BF16 * features.unit_numel, **self.slots,
+            prefetch_bytes=BF16 * features.unit_numel, whole=self._whole, **self.slots,
         )  # fmt: skip
+
+    @property
+    def _whole(self) -> tuple[str, ...]:
+        """Domains of one rank, as `keeping_whole` would find them."""
+        kinds = (EXPERT,) if self.features.layer_graphs else (DENSE, EXPERT)
+        shards = STRATEGIES[self.strategy].shard_grads
+        return tuple(kind for kind in kinds if shards and self.shards[kind][0] == 1)
 
     @property
     def name(self) -> str:
@@ -232,7 +239,10 @@ def planned(shape: Shape, chosen: Configuration, stage: int = 0) -> Model:
         shape, split, stage, dense, expert, features.quantised, features.unit_numel
     )
     slots = {**chosen.slots, "wire_in_blocks": features.block_wire}
-    return replace(model, slots=slots, quantised=quantised, budget=features.budget)
+    return replace(
+        model, slots=slots, quantised=quantised, budget=features.budget,
+        graphs=features.layer_graphs,
+    )
 
 
 @lru_cache(maxsize=512)

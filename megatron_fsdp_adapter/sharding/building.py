@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,23 @@ from ..core.topology import ShardDomain
 from ..diagnostics.fault_report import FaultReport
 from .agreement import check_same_model
 from .materialize import InitialiserOf, Materializer
+
+
+def has_one_rank(domain: ShardDomain) -> bool:
+    """Whether its shard axis has: replicas on an outer axis do not count."""
+    return domain.axis.size == 1
+
+
+def keeping_whole(
+    config: EngineConfig, domains: Mapping[str, ShardDomain],
+    may: Callable[[str], bool] = lambda name: True,
+) -> EngineConfig:
+    """`config` of an engine that keeps what is of a domain of one rank, of those whose names
+    `may`: nothing of it is sharded, gathered or reduced, whatever the strategy says."""
+    if not config.strategy.shard_grads:
+        return config
+    alone = [name for name, domain in domains.items() if has_one_rank(domain) and may(name)]
+    return replace(config, whole=tuple(sorted(alone)))
 
 
 def build_engine(

@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp_adapter.launch import cpu_mode
 from tests.distributed.gpt import STRATEGIES, Trainer, build_trainer
+from tests.one_rank import as_one_of_many
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]
     """A gloo world of this process alone with Megatron's parallel state; gives the device."""
     folder: Path = tmp_path_factory.mktemp("world")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    with cpu_mode.cpu_mode():
+    with cpu_mode.cpu_mode(), as_one_of_many():
         parallel_state.initialize_model_parallel()
         yield torch.device("cpu")
         parallel_state.destroy_model_parallel()

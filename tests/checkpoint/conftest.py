@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.one_rank import as_one_of_many
+
 # Spawned ranks import the helper modules of these folders by name.
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
@@ -17,5 +19,6 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A gloo world of this process alone, without a launcher."""
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
+    with as_one_of_many():
+        yield
     dist.destroy_process_group()

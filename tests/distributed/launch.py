@@ -4,19 +4,24 @@ what goes wrong is an AssertionError here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from megatron_fsdp_adapter.prove import ranks
+from tests.one_rank import as_one_of_many_in
 
 PRELOADED = ranks.PRELOADED
 
 
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0,
-    backend: str = "gloo",
+    backend: str = "gloo", whole: bool = False,
 ) -> list[Any]:
-    """As `ranks.run_ranks`; an AssertionError if a rank raised, or the time (seconds) ran out."""
+    """As `ranks.run_ranks`; an AssertionError if a rank raised, or the time (seconds) ran out. One
+    rank stands for one of many, unless it is to be a `whole` world."""
+    if world_size == 1 and not whole:
+        fn = functools.partial(as_one_of_many_in, fn)
     try:
         return ranks.run_ranks(fn, world_size, *args, timeout=timeout, backend=backend)
     except ranks.RanksError as error:

@@ -17,7 +17,7 @@ from tests.distributed.topologies import (
     run_schedule,
     topology_step,
 )
-from tests.engine.fake_graphs import FakeGraphs, put_graphs_into
+from tests.engine.fake_graphs import FakeGraphs, put_graphs_into, to_be_graphed
 
 SLOTS = {"fsdp_double_buffer": True}
 STEPS = 3
@@ -40,9 +40,9 @@ def _trains_alike(name: str, layers: int, in_flight: int, **changes: str) -> Non
     topology = replace(TOPOLOGIES[name], **changes)  # type: ignore[arg-type]
     init_topology(topology)
     case = case_for(topology, microbatches=4, num_layers=4)
-    plain, trainer = (
-        build_topology_trainer(topology, case, "optim_grads_params", ddp=SLOTS) for _ in range(2)
-    )
+    plain = build_topology_trainer(topology, case, "optim_grads_params", ddp=SLOTS)
+    with to_be_graphed():
+        trainer = build_topology_trainer(topology, case, "optim_grads_params", ddp=SLOTS)
     fakes = [FakeGraphs() for _ in trainer.chunks]
     for chunk, fake in zip(trainer.chunks, fakes, strict=True):
         put_graphs_into(chunk, fake)

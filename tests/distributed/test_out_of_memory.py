@@ -97,7 +97,8 @@ def test_the_plan_of_slots() -> None:
         plan_group([ParamSpec(0, ("weight",), (rows, 64), torch.bfloat16, True, 64)], 2)
         for rows in (128, 64, 128, 64)
     ]
-    units = {name: [(one, 0)] for name, one in zip(("1", "2", "3", ROOT), layouts, strict=True)}
+    names = ("1", "2", "3", ROOT)
+    units = {name: [(one, 0, False)] for name, one in zip(names, layouts, strict=True)}
     row = STRATEGIES["optim_grads_params"]
     slots = {"weight_slots": True, "bucket_slots": True, "exchange_gradients": True}
     kinds = ["Linear"] * 3 + ["Sequential"]

@@ -24,6 +24,7 @@ from megatron_fsdp_adapter.core.engine.partition import ManagedParam, join_units
 from megatron_fsdp_adapter.core.layout import Use
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, FSDPDistributedIndex
 from megatron_fsdp_adapter.diagnostics.grad_check import GradCheck
+from megatron_fsdp_adapter.sharding.building import keeping_whole
 from tests.engine.fused_linear import FusedLinear
 from tests.engine.pretended import PretendCommunicator
 from tests.engine.recording import RecordingRuntime
@@ -46,9 +47,9 @@ class Setup:
     `check_by` looks for gradients that are not finite by "unit" or "parameter". `fused` lets the
     layers' maps write their weight gradients by themselves: a `GradWriter` that does. `slots`:
     transient buffers are in fixed memory. `joined`: elements up to which layers are joined to a
-    unit. `own`: strategies that units have in turn, in place of
-    the model's. `recipe`: how the layers' maps are quantised, none of
-    them by default."""
+    unit. `own`: strategies that units have in turn, in place of the model's. `whole`: what is of a
+    domain of one rank is kept whole. `recipe`: how the layers' maps are quantised, none of them by
+    default."""
 
     strategy: str = "optim_grads_params"
     world: int = 2
@@ -78,6 +79,7 @@ class Setup:
     keep_derived: bool = False
     offload: bool = False
     own: tuple[str, ...] = ()
+    whole: bool = False
     joined: int = 0
 
     @property
@@ -389,7 +391,7 @@ def _mine(setup: Setup, lists: Sequence[Sequence[int]]) -> Any:
 def domains_of(setup: Setup) -> dict[str, Any]:
     inner = setup.world // setup.outer
     instances = [range(start, start + inner) for start in range(0, setup.world, inner)]
-    halves = [ranks[start::2] for ranks in instances for start in range(2)]
+    halves = [ranks[start::2] for ranks in instances for start in range(2) if ranks[start::2]]
     across = [range(start, setup.world, inner) for start in range(inner)]
     index = FSDPDistributedIndex(
         _mine(setup, instances) if setup.outer > 1 else dist.group.WORLD,
@@ -440,9 +442,11 @@ def build(
     if setup.own:
         turn = itertools.cycle(setup.own)
         plans = [replace(plan, strategy=STRATEGIES[next(turn)]) for plan in plans]
+    domains = domains_of(setup)
+    config = keeping_whole(setup.config, domains) if setup.whole else setup.config
     with rig.watch():
         rig.engine = FsdpEngine(
-            model, plans, domains_of(setup), setup.config, runtime,
+            model, plans, domains, config, runtime,
             lambda group, device: communicator(group, rig.initial_part, rig.report),
             None if setup.check_by is None else GradCheck(setup.check_by == "parameter"),
             quantised=rig.quantised,

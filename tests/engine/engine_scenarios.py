@@ -298,13 +298,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kept_fused": {"own": KEPT, "fused": GradWriter.ACCUMULATES},
     "kept_recompute": {"own": KEPT, "recompute": "non_reentrant"},
     "kept_instances": {"own": KEPT, "outer": 2, "shard_outer": True, "world": 4, "rank": 1},
+    "whole": {"split": True, "whole": True},
+    "whole_slots": {"split": True, "whole": True, "slots": True, "comm_dtype": torch.bfloat16},
+    "whole_exchange": {"split": True, "whole": True, "slots": True, "exchange": True},
+    "whole_fused": {"split": True, "whole": True, "fused": GradWriter.ACCUMULATES},
+    "whole_overwrites": {"split": True, "whole": True, "fused": GradWriter.OVERWRITES},
+    "whole_recompute": {"split": True, "whole": True, "recompute": "non_reentrant"},
+    "whole_kept": {"split": True, "whole": True, "own": KEPT},
+    "whole_instances": {
+        "split": True, "whole": True, "outer": 2, "shard_outer": True, "world": 4, "rank": 1,
+    },
+    "whole_replicas": {"split": True, "whole": True, "outer": 2, "world": 4, "rank": 1},
     "shared_instances": {"split": True, "outer": 2, "shard_outer": True, "world": 8, "rank": 6},
 }
 
 RARE = ("fused_recompute", "fused_two_domains", "slots_far_prefetch", "slots_exchange",
         "slots_fused", "slots_recompute", "slots_two_domains", "kept", "kept_slots",
         "kept_bf16_comm", "kept_exchange", "kept_fused", "kept_recompute",
-        "kept_instances")  # fmt: skip
+        "kept_instances", "whole_slots", "whole_exchange", "whole_fused", "whole_overwrites",
+        "whole_recompute", "whole_kept", "whole_instances", "whole_replicas")  # fmt: skip
 
 
 def variant_cells(names: Iterable[str]) -> list[Any]:
@@ -317,4 +329,5 @@ def variant_cells(names: Iterable[str]) -> list[Any]:
         # Copy engines carry gradients to where they are sharded, nowhere else.
         if row.shard_grads or not VARIANTS[name].get("exchange")
         if row.shard_weights or not VARIANTS[name].get("own")
+        if row.shard_grads or not VARIANTS[name].get("whole")
     ]

@@ -7,14 +7,17 @@ and what they made is NaN until a replay. No Python of the captured function run
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_fsdp_adapter.megatron import domains
 from megatron_fsdp_adapter.megatron.layer_graphs import LayerCaptures
 
 
@@ -159,3 +162,10 @@ class Asked:
 def put_graphs_into(wrapper: Any, graphs: FakeGraphs, *parts: str) -> None:
     """What the wrapper does where its options ask for graphs, which they cannot without a GPU."""
     wrapper._layers = LayerCaptures(wrapper.engine, wrapper.module, Asked(*parts), graphs)
+
+
+@contextmanager
+def to_be_graphed() -> Iterator[None]:
+    """Inside, a wrapper is built for graphs of its layers: those keep buckets, on one rank too."""
+    with mock.patch.object(domains, "captures_layers", lambda config: True):
+        yield

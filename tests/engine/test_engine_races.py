@@ -242,9 +242,10 @@ def _functions_that_wait() -> set[str]:
 def test_no_wait_of_the_engine_is_left_out_above():
     """But that for the comparison of launches, which the host alone does, and streams never:
     without it nothing is found (tests/distributed/test_launches.py); that of quantised weights,
-    which are not here (tests/quantised/test_quantised_engine.py); and those for updates that go on
+    which are not here (tests/quantised/test_quantised_engine.py); that of domains of one rank
+    (tests/engine/test_engine_whole.py); and those for updates that go on
     (tests/engine/test_engine_offload.py)."""
-    elsewhere = {"compare", "catch_up", "launch", "order_compute"}
+    elsewhere = {"compare", "catch_up", "launch", "order_compute", "_take_back"}
     assert _functions_that_wait() == {site[0] for site in WAITS} | elsewhere
 
 
@@ -283,7 +284,7 @@ def _released_at_once(self: Any) -> None:
         entry.bucket.release()
 
 
-def _bucket_on_the_reduce_stream(self: Any, unit: Any, is_last: bool, known: bool) -> None:
+def _bucket_on_the_reduce_stream(self: Any, unit: Any, *is_last: bool) -> None:
     for entry in unit.trainable_groups:
         self.runtime.submit(REDUCE, entry.bucket.allocate)
         entry.take_grads(accumulate=False)

@@ -31,7 +31,7 @@ SEPARATE_SUMS = {
     (variant, "layer_twice")
     for variant in (
         "reentrant", "overwrites", "overwrites_always", "accumulates", "fused_recompute",
-        "slots_fused",
+        "slots_fused", "whole_fused", "whole_overwrites",
     )
 }
 """Where gradients are summed in another order: the nested backwards of a reentrant recomputation

@@ -98,7 +98,7 @@ class BackwardPass:
         forward is done after as many."""
         unit.check_gathered()
         self._fired[unit.ordinal] += 1
-        waits = self._at_the_end and not unit.strategy.shard_grads
+        waits = self._at_the_end and not unit.reduces_each
         if self._fired[unit.ordinal] == unit.forward_calls and not waits:
             self.complete(unit)
 
@@ -124,14 +124,16 @@ class BackwardPass:
         self.gather.release_used(unit)
         if not self.accumulates:
             return
+        # A unit that reduces some gradients in each backward gives its bucket to the next.
+        more = self._at_the_end and unit.reduces_each
         if torch.is_grad_enabled():  # a backward with `create_graph`, or none
             with torch.no_grad():
-                self.reduce.backward_done(unit, self._is_last, self._is_known_last)
+                self.reduce.backward_done(unit, self._is_last, self._is_known_last, more)
         else:
-            self.reduce.backward_done(unit, self._is_last, self._is_known_last)
+            self.reduce.backward_done(unit, self._is_last, self._is_known_last, more)
 
     def _complete_late(self, unit: Unit) -> None:
-        if unit.strategy.shard_grads:
+        if not unit.keeps_grads:
             self.complete(unit)
             return
         with torch.no_grad():

@@ -84,16 +84,21 @@ def make_slots(
     kinds = [type(plan.module).__name__ for plan in plans]
     depths = [plan.inside for plan in plans]
     layouts = [
-        [plan_layout(key, held, domains[key.domain], config) for key, held in plan.groups.items()]
+        [
+            plan_layout(key, held, domains[key.domain], config)
+            for key, held in plan.groups.items() if key.domain not in config.whole
+        ]
         for plan in plans
     ]
+    zipped = list(zip(own, layouts, strict=True))
     weights, buckets = (
         Slots(slots, allocate) if want and any(slots.nbytes) else None
         for want, slots in zip(
             wanted,
             plan_weights_and_buckets(
                 kinds, layouts, config.policy.comm_dtype, depths,
-                [one.strategy.shard_weights for one in own], [one.has_buckets for one in own],
+                [one.strategy.shard_weights and bool(lay) for one, lay in zipped],
+                [one.has_buckets and bool(lay) for one, lay in zipped],
             ),
             strict=True,
         )

@@ -111,7 +111,7 @@ class FsdpEngine:
         self.gather = GatherPipeline(
             self.units, config, runtime, gathers, outer, self.order, self.launches
         )
-        reductions = {d: plan_reduction(config, domain.grad_scale) for d, domain in used.items()}
+        reductions = {d: plan_reduction(config, d, one.grad_scale) for d, one in used.items()}
         received = memory_of_exchanges(self.groups, config, self._allocate_slots)
         self.reduce = ReducePipeline(
             config, runtime, reductions, reduces, outer, self.launches, grad_check, received
@@ -145,20 +145,18 @@ class FsdpEngine:
         units = []
         for ordinal, plan in enumerate(plans):
             values, config = make_ready(plan), self.config.for_unit(plan.strategy)
-            staging = unit_staging(self.runtime, ordinal, config, weights, buckets)
-            groups = [
-                ParamGroup(
-                    f"{plan.name}/{key.domain}", key, managed, domains[key.domain], config,
+            groups = []
+            for key, managed in plan.groups.items():
+                own = self.config.for_group(plan.strategy, key.domain)
+                staging = unit_staging(self.runtime, ordinal, own, weights, buckets)
+                groups += [ParamGroup(
+                    f"{plan.name}/{key.domain}", key, managed, domains[key.domain], own,
                     staging, quantised if key.quantised else None, values,
-                )
-                for key, managed in plan.groups.items()
-            ]
-            unit = Unit(plan, ordinal, groups, config.strategy, quantised)
-            if unit.strategy.shard_weights:
-                unit.advance(Phase.SHARDED)
-                for full in (full for group in groups for full in group.weights):
-                    full.release()
-            units.append(unit)
+                )]  # fmt: skip
+            units.append(Unit(plan, ordinal, groups, config.strategy, quantised))
+            if not units[-1].keeps_weights:
+                units[-1].advance(Phase.SHARDED)
+                units[-1].release_weights()
         return units
 
     @property

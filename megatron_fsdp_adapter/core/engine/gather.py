@@ -204,7 +204,7 @@ class GatherPipeline:
         for group in unit.groups:
             for plane in group.planes_in[use]:
                 plane.full.allocate()
-            if outdated or not group.keeps_shard:
+            if outdated or not (group.keeps_shard or group.keeps_weights):
                 group.write_own_weights()
 
     def _gather_outer(self, unit: Unit) -> list[Any]:
@@ -250,7 +250,7 @@ class GatherPipeline:
         what was derived from them if that is asked for."""
         if unit.phase is Phase.SHARDED or self._kept[unit.ordinal]:
             return
-        if unit.strategy.shard_weights:
+        if not unit.keeps_weights:
             self._drop(unit)
         elif unit.quantised and not self.config.keep_derived:
             unit.drop_derived()
@@ -259,13 +259,8 @@ class GatherPipeline:
         unit.gathered = None
         unit.advance(Phase.SHARDED)
         self.runtime.follow(GATHER, COMPUTE)
-        if unit.strategy.shard_weights:
-            self.runtime.free(GATHER, lambda: self._give_back(unit))
-
-    def _give_back(self, unit: Unit) -> None:
-        for group in unit.groups:
-            for full in group.weights:
-                full.release()
+        if not unit.keeps_weights:
+            self.runtime.free(GATHER, unit.release_weights)
 
     def release_all(self) -> None:
         """Reshards every unit, a gather that nobody used included; see `release_used`."""

@@ -17,6 +17,9 @@ that. `bucket` is in the communication dtype, `grad` in the main-gradient dtype.
 
 * A full, transient copy where the two dtypes differ: made for the reduction, freed after it.
 
+In a domain of one rank (`EngineConfig.whole`) both sharded strategies are as optim is, but for the
+released gradients.
+
 Where the optimizer is offloaded `main` is in host memory, and optim_grads_params keeps its shard of
 compute weights: who updates main weights writes that as well, while they are on the device
 (`offloaded.py`).
@@ -117,6 +120,12 @@ class ParamGroup:
         self.managed = managed
         self.params = [entry.param for entry in managed]
         self.splits_outer = splits_outer(domain, config)
+        self.is_whole = key.domain in config.whole
+        if self.is_whole and domain.axis.size > 1:
+            raise ValueError(
+                f"whole={config.whole}: {key.domain!r} is sharded over {domain.axis.size} ranks; "
+                "name domains of one rank only"
+            )
         self.layout = plan_layout(key, managed, domain, config)
         self._set_parts()
         self.grad_state, self.idle, self.own_current = GradState.EMPTY, False, True
@@ -141,6 +150,16 @@ class ParamGroup:
             self.held = Held(self.layout.with_shards(number), rank)
 
     @property
+    def keeps_grads(self) -> bool:
+        """Whether backward adds to the main gradients, which are reduced once a step."""
+        return not self.config.strategy.shard_grads
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether compute weights stay while the unit does not compute."""
+        return not self.config.strategy.shard_weights
+
+    @property
     def main_dtype(self) -> torch.dtype:
         """Frozen parameters have no optimizer, so their main weights stay in compute dtype."""
         chosen = self.config.policy.main_params_dtype
@@ -149,8 +168,8 @@ class ParamGroup:
     @property
     def main_is_weight(self) -> bool:
         """Whether the main weights are a slice of the kept compute weights."""
-        kept = not self.config.strategy.shard_weights
-        return self.main_dtype == self.key.dtype and kept and self.key.quantised is None
+        same = self.main_dtype == self.key.dtype and self.key.quantised is None
+        return same and self.keeps_weights
 
     @property
     def main_on_host(self) -> bool:
@@ -169,7 +188,7 @@ class ParamGroup:
         # gather then copies this rank's own piece, which costs what the cast does.
         stays = self.key.format.keeps_shards(self.key.requires_grad)
         wanted = self.splits_outer or self.main_on_host or stays
-        self.keeps_shard = wanted and self.config.strategy.shard_weights
+        self.keeps_shard = wanted and not self.keeps_weights
         parts = Parts(self.full, self.inner, self.held)
         self.planes = tuple(
             WeightPlane(plane, parts, self.staging, self.keeps_shard)
@@ -192,13 +211,14 @@ class ParamGroup:
             use: [plane for plane in self.planes if plane.plane.use & use] for use in Use
         }
         self.planes_in[Use.BOTH] = list(self.planes)
+        gathered = [] if self.is_whole else self.planes
         self.planes_only = {
-            use: [plane for plane in self.planes if plane.plane.use == use] for use in Use
+            use: [plane for plane in gathered if plane.plane.use == use] for use in Use
         }
         self.held_weights = [] if quantised is not None else self.planes[0].held
         self._write_held = Copies(self.held_weights)
         self.gather_pairs = {
-            use: [pair for plane in planes for pair in plane.gather_pairs]
+            use: [pair for plane in planes if not self.is_whole for pair in plane.gather_pairs]
             for use, planes in self.planes_in.items()
         }
         self.outer_pairs = [pair for plane in self.planes for pair in plane.outer_pairs]
@@ -211,7 +231,7 @@ class ParamGroup:
         return [
             QuantisedWeight(
                 entry.param, entry.fqns[0], format, layout.shard_range(index, rank).start,
-                self.main_items[index], self.keeps_shard or not self.config.strategy.shard_weights,
+                self.main_items[index], self.keeps_shard or self.keeps_weights,
                 {name: items[index] for name, items in (into or own).items()},
             )
             for index, entry in enumerate(self.managed)
@@ -255,7 +275,7 @@ class ParamGroup:
             copy_each(self.main_segments, self.held_weights)
 
     def _build_grads(self, runtime: Runtime) -> None:
-        sharded, policy = self.config.strategy.shard_grads, self.config.policy
+        sharded, policy = not self.keeps_grads, self.config.policy
         stored = self.inner if sharded else self.full
         self.grad = self.bucket = FlatBuffer(stored.layout.shard_numel, policy.grads_dtype, runtime)
         if sharded or policy.comm_dtype != policy.grads_dtype:
@@ -294,7 +314,7 @@ class ParamGroup:
         self._release_waits = self.is_read
         if self.is_read:
             return
-        if self.config.strategy.shard_grads:
+        if self.is_whole or not self.keeps_grads:
             self.grad.release()
         else:
             self.grad.forget()

@@ -322,9 +322,11 @@ def _written_grads(
     (unit,) = units
     found = []
     for group in unit.groups:
-        _check_fixed(unit, group)
         indices = _held_by(inside, group)
-        if group.key.requires_grad and indices:
+        if not indices:
+            continue
+        _check_fixed(unit, group)
+        if group.key.requires_grad:
             group.direct.any = True
             found.append(WrittenGrads(group, indices))
     unit.find_direct()

@@ -31,7 +31,7 @@ from megatron_fsdp_adapter.core.runtime.device import COMPUTE, REDUCE, Runtime, 
 from .buffer import FlatBuffer, segments_in
 from .group import GradState, ParamGroup, by_domain
 from .launches import REDUCED, REDUCED_OUTER, LaunchComparison
-from .reduction import Collective, ReducePlan, Reduction
+from .reduction import Collective, ReducePlan, Reduction, scale_each
 from .unit import Unit
 
 MAX_BUCKETS = 2
@@ -125,9 +125,9 @@ class ReducePipeline:
                 "of layers"
             )
         with torch.no_grad():
+            self._take_back(unit.active_groups)
             self._refuse_late(unit, unit.active_groups)
-            if unit.strategy.shard_grads:
-                self._make_room(unit.active_groups)
+            self._make_room_for_fresh(unit.active_groups)
             for group in groups:
                 group.collected.allocate()
                 group.direct.open(empty=group.grad_state is not GradState.ACCUMULATED)
@@ -138,47 +138,60 @@ class ReducePipeline:
         for unit in units:
             for group in unit.direct_groups:
                 group.direct.close()
-                if unit.strategy.shard_grads:
+                if not group.keeps_grads:
                     group.bucket.release()
 
-    def backward_done(self, unit: Unit, is_last: bool, is_known_last: bool) -> None:
+    def backward_done(
+        self, unit: Unit, is_last: bool, is_known_last: bool, more_may_come: bool = False
+    ) -> None:
         """Takes the gradients of `unit`'s backward and reduces them if it is time to.
 
         is_last: no backward is known to follow in this step. is_known_last: none will, so that
-        even what cannot be repeated, the reduction over an outer axis, may start.
+        even what cannot be repeated, the reduction over an outer axis, may start. more_may_come:
+        of this backward, so that kept gradients are not reduced yet.
         """
         groups = unit.active_groups
         if not groups:
             return
         self._outer_in_backward = is_known_last
+        self._take_back(groups)
         self._refuse_late(unit, groups)
-        if unit.strategy.shard_grads:
-            self._make_room(groups)
-            for group in groups:
-                group.collected.allocate()
-                group.take_grads(accumulate=False)
-            self._note(unit)
-            self._launch(groups)
-        else:
-            for group in groups:
-                group.take_grads(accumulate=group.grad_state is GradState.ACCUMULATED)
-                group.grad_state = GradState.ACCUMULATED
-            self._note(unit)
-            # Who shards gradients need not say which microbatch is the last.
-            launches = is_known_last if self.config.strategy.shard_grads else is_last
-            if launches and self.config.overlap_grad_reduce:
-                self._launch(groups)
+        self._make_room_for_fresh(groups)
+        for group in groups:
+            self._take(group)
+        self._note(unit)
+        # Who shards gradients need not say which microbatch is the last.
+        launches = is_known_last if self.config.strategy.shard_grads else is_last
+        launches &= self.config.overlap_grad_reduce and not more_may_come
+        ready = [group for group in groups if launches or not group.keeps_grads]
+        if ready:
+            self._launch(ready)
         if is_known_last:
             self._finish_outer(groups)
 
+    def _take(self, group: ParamGroup) -> None:
+        """Takes a backward's gradients: into a fresh bucket, or to those of microbatches before."""
+        group.collected.allocate()
+        group.take_grads(accumulate=group.grad_state is GradState.ACCUMULATED)
+        if group.keeps_grads:
+            group.grad_state = GradState.ACCUMULATED
+
     def take_late(self, unit: Unit) -> bool:
-        """Takes gradients that came after `backward_done` where gradients are kept. Returns whether
-        they had to be reduced by themselves, since the others had been."""
-        groups = unit.active_groups
-        if not any(group.grad_state in REDUCED_STATES for group in groups):
-            for group in groups:
-                group.take_grads(accumulate=True)
+        """Takes gradients that came after `backward_done` where some are kept. Returns whether kept
+        ones had to be reduced by themselves, since the others had been."""
+        fresh = [group for group in unit.active_groups if not group.keeps_grads]
+        groups = [group for group in unit.active_groups if group.keeps_grads]
+        were_reduced = any(group.grad_state in REDUCED_STATES for group in groups)
+        taken = [*fresh, *([] if were_reduced else groups)]
+        self._refuse_late(unit, taken)
+        self._make_room_for_fresh(taken)
+        for group in taken:
+            self._take(group)
+        if taken:
             self._note(unit)
+        if fresh:
+            self._launch(fresh)
+        if not were_reduced:
             return False
         if any(group.grad_state is GradState.FINISHED or group.direct.is_open for group in groups):
             raise RuntimeError(
@@ -213,9 +226,20 @@ class ReducePipeline:
         if self.check is not None:
             self.check.note(unit)
 
+    def _take_back(self, groups: Sequence[ParamGroup]) -> None:
+        """A further backward follows gradients that one rank has and that were scaled as the
+        step's: they are added to as before."""
+        for group in groups:
+            if group.is_whole and group.grad_state is GradState.REDUCED:
+                self.runtime.follow(COMPUTE, REDUCE)
+                scale_each(group.grad_segments, 1.0 / self.plans[group.key.domain].scale)
+                group.grad_state = GradState.ACCUMULATED
+
     def _refuse_late(self, unit: Unit, groups: Sequence[ParamGroup]) -> None:
-        over = FINISHED_STATES if unit.strategy.shard_grads else REDUCED_STATES
-        if any(group.grad_state in over for group in groups):
+        if any(
+            group.grad_state in (REDUCED_STATES if group.keeps_grads else FINISHED_STATES)
+            for group in groups
+        ):
             raise RuntimeError(
                 f"unit {unit.name}: a backward ran after this step's gradients had been reduced. "
                 "Run all backwards of a step but the last under no_sync(), and clear the gradients "
@@ -264,9 +288,9 @@ class ReducePipeline:
 
     def _launch(self, groups: Sequence[ParamGroup]) -> None:
         """Starts reducing what was collected; coalesced per domain."""
-        transient = any(group.has_transient_bucket for group in groups)
-        if transient and not groups[0].config.strategy.shard_grads:
-            self._make_room(groups)
+        transient = [group for group in groups if group.has_transient_bucket]
+        if any(group.keeps_grads for group in transient):
+            self._make_room(transient)
         reductions = [self._reduction_of(group) for group in groups]
         for reduction in reductions:
             group = reduction.group
@@ -281,7 +305,7 @@ class ReducePipeline:
             *[reduction.finish for reduction in reductions],
         )
         if transient:
-            self._in_flight.append(InFlight(groups, self.runtime.record(REDUCE)))
+            self._in_flight.append(InFlight(transient, self.runtime.record(REDUCE)))
 
     def _reduction_of(self, group: ParamGroup) -> Reduction:
         adds = group.grad_state in REDUCED_STATES
@@ -329,6 +353,8 @@ class ReducePipeline:
 
     def _communicate_domain(self, domain: str, mine: Sequence[Reduction]) -> list[Any]:
         communicator, plan = self.communicators[domain], self.plans[domain]
+        if plan.collective is Collective.NONE:
+            return []
         self.launches.note(REDUCED, [one.group for one in mine], communicator)
         if plan.collective is Collective.EXCHANGE:
             return [work for one in mine for work in self._exchange(one, communicator)]
@@ -350,6 +376,11 @@ class ReducePipeline:
             list(zip(shards, reduction.segments, strict=True)),
             self._received if reduction.in_slot else None, plan.scale_after, reduction.adds,
         )  # fmt: skip
+
+    def _make_room_for_fresh(self, groups: Sequence[ParamGroup]) -> None:
+        fresh = [group for group in groups if not group.keeps_grads]
+        if fresh:
+            self._make_room(fresh)
 
     def _make_room(self, groups: Sequence[ParamGroup]) -> None:
         """Frees the oldest buckets until one more may exist and none of `groups` is in flight: a

@@ -17,9 +17,10 @@ from .group import ParamGroup
 
 
 class Collective(enum.Enum):
-    """EXCHANGE: an all-to-all, after which this package sums, scales and adds to the main gradients
-    in one pass."""
+    """NONE: one rank has everything, which is scaled where it lies. EXCHANGE: an all-to-all, after
+    which this package sums, scales and adds to the main gradients in one pass."""
 
+    NONE = "none"
     ALL_REDUCE = "all-reduce"
     REDUCE_SCATTER = "reduce-scatter"
     EXCHANGE = "exchange"
@@ -59,10 +60,13 @@ class ReducePlan:
         return 1.0 if self.scale_at is ScaleAt.BUCKET else self.scale
 
 
-def plan_reduction(config: EngineConfig, grad_scale: float) -> ReducePlan:
-    """For the groups of a domain with this scale."""
+def plan_reduction(config: EngineConfig, domain: str, grad_scale: float) -> ReducePlan:
+    """For the groups of the domain of this name, with this scale."""
+    is_whole, config = domain in config.whole, config.for_group(None, domain)
     comm, main = config.policy.comm_dtype, config.policy.grads_dtype
-    if config.fp32_accumulation or config.exchange_gradients or config.wire_in_blocks:
+    if is_whole:
+        collective = Collective.NONE
+    elif config.fp32_accumulation or config.exchange_gradients or config.wire_in_blocks:
         collective = Collective.EXCHANGE
     elif config.strategy.shard_main:
         collective = Collective.REDUCE_SCATTER
@@ -109,7 +113,7 @@ class Reduction:
 
     def scale_segments(self) -> None:
         """Before the reduction."""
-        _scale_each(self.segments, self.plan.scale_of(ScaleAt.BUCKET))
+        scale_each(self.segments, self.plan.scale_of(ScaleAt.BUCKET))
 
     def finish(self) -> None:
         """After the reduction: scales what came out and puts it into the main gradients, or adds it
@@ -121,13 +125,13 @@ class Reduction:
             for shard, result in zip(shards, self.results, strict=True):
                 shard.add_(result, alpha=plan.scale_after)
             return
-        _scale_each(self.outputs, plan.scale_of(ScaleAt.RESULT))
+        scale_each(self.outputs, plan.scale_of(ScaleAt.RESULT))
         if not plan.into_shard:
             self._to_shards(self.results)
-        _scale_each(shards, plan.scale_of(ScaleAt.SHARD))
+        scale_each(shards, plan.scale_of(ScaleAt.SHARD))
 
 
-def _scale_each(tensors: Sequence[torch.Tensor], scale: float) -> None:
+def scale_each(tensors: Sequence[torch.Tensor], scale: float) -> None:
     """One kernel each: see `copy_each`."""
     if scale != 1.0:
         for tensor in tensors:

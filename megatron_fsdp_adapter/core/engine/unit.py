@@ -54,32 +54,44 @@ class Unit:
     quantised: the parameters whose weights are; by_direction: whether forward and backward read
         different planes of any, and the strategy gathers them by use.
     present: the uses whose planes were gathered, unless SHARDED.
-    strategy: what is sharded of this unit.
+    keeps_weights: whether all weights stay while it does not compute.
+    keeps_grads, reduces_each: whether gradients of any group add up over microbatches; whether
+        those of any are reduced in each.
     """
 
     def __init__(
         self, plan: UnitPlan, ordinal: int, groups: list[ParamGroup], strategy: Strategy,
         knows: QuantisedParams | None = None,
     ) -> None:
-        name, self.strategy = plan.name, strategy
-        self.name = name
+        self.name = name = plan.name
         self.ordinal, self.groups, self.inside = ordinal, groups, plan.inside
         self.backward_reads_weights = plan.backward_reads_weights
         self.backward_use = plan.backward_use
         self.trainable_groups = [group for group in groups if group.key.requires_grad]
         self.find_direct()
-        self.weight_bytes = sum(full.nbytes for group in groups for full in group.weights)
+        self.keeps_weights = (
+            all(group.keeps_weights for group in groups) if groups else not strategy.shard_weights
+        )
+        self.keeps_grads = any(group.keeps_grads for group in self.trainable_groups)
+        self.reduces_each = any(not group.keeps_grads for group in self.trainable_groups)
+        if not self.trainable_groups:
+            self.reduces_each = strategy.shard_grads
+        gathered = [one for one in groups if one.keeps_weights == self.keeps_weights]
+        self.weight_bytes = sum(full.nbytes for group in gathered for full in group.weights)
         self.forward_calls = 0
         self.gathered: Any = None
         self.outdated = self.busy = self.behind_update = False
         self.updated: Any = None
-        self.weight_slot = groups[0].staging.weight_slot if groups else None
+        slots = [one.staging.weight_slot for one in gathered]
+        self.weight_slot = slots[0] if slots else None
         self.phase = Phase.READY
         quantised = [group for group in groups if group.key.quantised]
         self.quantised = [param for group in quantised for param in group.params]
-        self.by_direction = any(
-            group.key.format.by_direction and strategy.shard_weights for group in quantised
-        )
+        self._directed = [
+            (param, group.key.format.by_direction and not group.keeps_weights)
+            for group in quantised for param in group.params
+        ]
+        self.by_direction = any(directed for _, directed in self._directed)
         self.present, self._knows = Use.BOTH, knows
         params = [(group, param) for group in groups for param in group.params]
         self._own_classes = [(param, type(param)) for _, param in params]
@@ -136,14 +148,19 @@ class Unit:
     def prepare(self, use: Use) -> None:
         """`use` of the weights, which are there, comes next. Weights that are kept are there for
         both whatever comes."""
-        if use is Use.BACKWARD and not self.by_direction:
-            use = Use.BOTH
-        for param in self.quantised:
-            self._knows.prepare(param, use)  # type: ignore[union-attr]
+        for param, directed in self._directed:
+            needed = Use.BOTH if use is Use.BACKWARD and not directed else use
+            self._knows.prepare(param, needed)  # type: ignore[union-attr]
 
     def scales_of(self, param: nn.Parameter) -> list[torch.Tensor]:
         """What every rank has of a quantised parameter beside its planes."""
         return self._knows.scales(param)  # type: ignore[union-attr]
+
+    def release_weights(self) -> None:
+        """Gives back the memory of gathered weights, on the current stream."""
+        for group in self.groups:
+            for full in group.weights if not group.keeps_weights else ():
+                full.release()
 
     def update_passed(self) -> None:
         """The compute stream is behind the update that may still have been running."""

@@ -323,6 +323,7 @@ def engine_config(ddp_config: Any) -> EngineConfig:
         fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
         wire_in_blocks=is_on(ddp_config, BLOCKS),
         offload=is_on(ddp_config, OFFLOAD),
+        whole=(),  # `keeping_whole` knows domains
         keep_derived=keeps_transposes(ddp_config),
         scale_before_sum=not (
             ddp_config.gradient_reduce_div_fusion or ddp_config.average_in_collective

@@ -1,0 +1,25 @@
+"""A world of one that stands for a rank of many: most tests of the adapter have one process, and
+want what is sharded to come and go. What it really does: tests/distributed/test_whole_domains.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from megatron_fsdp_adapter.sharding import building
+
+
+@contextmanager
+def as_one_of_many() -> Iterator[None]:
+    """Inside, domains of one rank are sharded too."""
+    with mock.patch.object(building, "has_one_rank", lambda domain: False):
+        yield
+
+
+def as_one_of_many_in(fn: Callable[..., Any], rank: int, world: int, *args: Any) -> Any:
+    """`fn(rank, world, *args)` so, in a process of its own."""
+    with as_one_of_many():
+        return fn(rank, world, *args)
