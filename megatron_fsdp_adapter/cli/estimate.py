@@ -57,18 +57,10 @@ from .gpt import (
     read_options,
 )
 from .joined_units import Params, is_layer, layers_of
-from .precision_options import OFFLOAD_OPTIONS, POLICY_DTYPES, POLICY_OPTIONS, precision
+from .precision_options import POLICY_DTYPES, POLICY_OPTIONS, SWITCHES, UNFUSED, precision
 from .quantised_options import PLAIN, Quantisation, quantisation
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-STAGING_OPTIONS = {
-    "fsdp_double_buffer": "weights and buckets in fixed slots",
-    "nccl_ub": "the same, registered with NCCL",
-    "fsdp_copy_engine_all_gather": "weights in slots, gathered by copy engines",
-    "fsdp_copy_engine_reduce_scatter": "gradients in slots, carried by copy engines",
-    BLOCKS: "gradients on the wire in 8-bit blocks",
-}
 
 NO_SLOTS = slots_wanted(argparse.Namespace())
 
@@ -255,8 +247,8 @@ def plan_model(
 ) -> Model:
     """Plans every unit once per set of shapes. `slots`: what `slots_wanted` says; `quantised`: what
     becomes of linear weights; `budget`: bytes for units that stay whole over a step; `unit_numel`:
-    elements up to which layers are joined to units; `planner`: options of `plan_group`. ValueError
-    for weights that cannot be represented in their format."""
+    elements up to which layers are joined to units; `planner`: options of `plan_listing`.
+    ValueError for weights that cannot be represented in their format."""
     rows = [(unit, fqn, shape, num_shards) for unit, fqn, shape in gpt_parameter_listing(config)]
     return plan_listing(rows, dtype, slots, quantised, budget, unit_numel, **planner)
 
@@ -268,9 +260,11 @@ def plan_listing(
     quantised: Quantisation = PLAIN,
     budget: int = 0,
     unit_numel: int = 0,
+    fused: bool = True,
     **planner: Any,
 ) -> Model:
-    """The same for any parameters: unit, name, shape and number of shards of each."""
+    """The same for any parameters: unit, name, shape and number of shards of each. `fused`: modules
+    may write weight gradients by themselves; `planner`: options of `plan_group`."""
     units: dict[str, Params] = {}
     for unit, *param in listing:
         units.setdefault(unit, []).append(tuple(param))  # type: ignore[arg-type]
@@ -286,7 +280,8 @@ def plan_listing(
         for fqn, shape, shards in params:
             form = quantised.weights if is_linear_weight(fqn) else None
             group = groups.setdefault((form, shards), [])
-            group.append(_spec(len(group), fqn, shape, dtype, form))
+            spec = _spec(len(group), fqn, shape, dtype, form)
+            group.append(replace(spec, from_autograd=not fused))
         layouts = tuple(
             plan_group(specs, shards, **planner) for (_, shards), specs in groups.items()
         )
@@ -394,7 +389,7 @@ def make_parser() -> argparse.ArgumentParser:
         run.add_argument(flag(option), choices=list(POLICY_DTYPES), help=meaning)
     for option, meaning in quantised_options.STRINGS.items():
         run.add_argument(flag(option), help=meaning)
-    switches = {**STAGING_OPTIONS, **OFFLOAD_OPTIONS, **quantised_options.SWITCHES}
+    switches = {**SWITCHES, **quantised_options.SWITCHES}
     for option, meaning in switches.items():
         run.add_argument(flag(option), action="store_true", help=meaning)
     run.add_argument(
@@ -470,6 +465,7 @@ def run(given: argparse.Namespace) -> str:
         quantised,
         int(vars(given).get(BUDGET, 0.0) * GIB),
         vars(given).get(UNIT_NUMEL, 0),
+        fused=not is_on(given, UNFUSED),
         padding_bound=given.padding_bound,
         max_segments=given.max_segments,
     )

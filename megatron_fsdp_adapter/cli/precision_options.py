@@ -1,4 +1,5 @@
-"""Options of `estimate` that say in which dtypes, and in which memory, the optimizer works."""
+"""Options of `estimate` that say in which dtypes, and in which memory, the optimizer works, and
+where weights and gradients are while they are communicated."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from megatron_fsdp_adapter.core.config import MixedPrecisionPolicy
 from megatron_fsdp_adapter.core.layout.spec import ParamSpec
 from megatron_fsdp_adapter.diagnostics.memory import Precision
+from megatron_fsdp_adapter.megatron.options.ddp_options import BLOCKS
 
 POLICY_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "none": None}
 POLICY_OPTIONS = {
@@ -18,11 +20,17 @@ POLICY_OPTIONS = {
     "megatron_fsdp_grad_comm_dtype": "of gradients on the wire; default that of main gradients",
 }
 
-OFFLOAD_OPTIONS = {
+UNFUSED = "no_gradient_accumulation_fusion"
+SWITCHES = {
+    "fsdp_double_buffer": "weights and buckets in fixed slots",
+    "nccl_ub": "the same, registered with NCCL",
+    "fsdp_copy_engine_all_gather": "weights in slots, gathered by copy engines",
+    "fsdp_copy_engine_reduce_scatter": "gradients in slots, carried by copy engines",
+    BLOCKS: "gradients on the wire in 8-bit blocks",
+    UNFUSED: "no module writes weight gradients: copy engines carry them in their own dtype",
     "chunked_optimizer_state_offload": "main weights and optimizer state in host memory",
     "optimizer_cpu_offload": "a part of the optimizer on the host",
 }
-
 
 MATRICES_OF_ADAM = ("embedding", "output_layer", "router")
 

@@ -218,6 +218,13 @@ class EngineConfig:
         return self.strategy.shard_grads or self.policy.comm_dtype != self.policy.grads_dtype
 
     @property
+    def narrows_buckets(self) -> bool:
+        """Whether buckets may hold gradients in the dtype that autograd gives them, where that is
+        narrower than the communication dtype: an exchange sums in float32, as if each had been
+        cast before, and what is scaled afterwards is not rounded to that dtype."""
+        return self.exchange_gradients and not (self.wire_in_blocks or self.scale_before_sum)
+
+    @property
     def sums_in_fp32_help(self) -> bool:
         """Whether there is a reduce-scatter whose sums would otherwise round to fewer bits than
         the main gradients have."""

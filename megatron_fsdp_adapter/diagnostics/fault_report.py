@@ -180,6 +180,7 @@ def memory_plan(
         bucket_slots=config.bucket_slots,
         exchange_gradients=config.exchange_gradients,
         wire_in_blocks=config.wire_in_blocks,
+        scale_before_sum=config.scale_before_sum,
     )
     lines = [f"{kind}: {_size(nbytes)}" for kind, nbytes in totals.items()]
     return [*lines, f"together: {_size(sum(totals.values()))}"]

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from ..core.config import STRATEGIES
-from ..core.engine.staging import plan_weights_and_buckets
+from ..core.engine.staging import bucket_bytes, plan_weights_and_buckets
 from ..core.layout.format import Use, WeightFormat
 from ..core.layout.group import GroupLayout
 from ..core.layout.spec import ParamSpec
@@ -274,6 +274,7 @@ def with_slots(
     bucket_slots: bool,
     exchange_gradients: bool,
     wire_in_blocks: bool = False,
+    scale_before_sum: bool = False,
 ) -> dict[str, int]:
     """`model_bytes` with slots in place of the transient buffers that are in them, and with what an
     exchange needs.
@@ -285,8 +286,11 @@ def with_slots(
     comm, rows = precision.comm, rows or [strategy] * len(units)
     of_units = list(zip(rows, units, strict=True))
     collected = [(row.shard_grads or comm != precision.grad) and bool(u) for row, u in of_units]
+    exact = exchange_gradients and not (wire_in_blocks or scale_before_sum)
+    narrows = [exact and row.shard_grads for row in rows]
+    gathered = [row.shard_weights and bool(u) for row, u in of_units]
     weights, buckets = plan_weights_and_buckets(
-        kinds, units, comm, None, [row.shard_weights and bool(u) for row, u in of_units], collected
+        kinds, units, comm, None, gathered, collected, narrows
     )
     totals = dict(held)
     if weight_slots and totals.pop(GATHERED_WEIGHTS, None) is not None:
@@ -294,22 +298,19 @@ def with_slots(
     if bucket_slots and strategy.shard_grads and totals.pop(REDUCE_BUCKET, None) is not None:
         totals[BUCKET_SLOTS] = sum(buckets.nbytes)
     if exchange_gradients and strategy.shard_grads:
+        sizes = [
+            (max((bucket_bytes(one, comm, narrow) for one in unit), default=0), has)
+            for unit, narrow, has in zip(units, narrows, collected, strict=True)
+        ]
         in_slots, kept = (
-            _largest_bucket([u for u, has in zip(units, collected, strict=True) if has is there])
-            for there in (True, False)
+            max((size for size, has in sizes if has is there), default=0) for there in (True, False)
         )
-        totals[RECEIVED_PIECES] = in_slots * comm.itemsize
+        totals[RECEIVED_PIECES] = in_slots
         if kept:  # received in memory that comes and goes
-            totals[REDUCE_BUCKET] = totals.get(REDUCE_BUCKET, 0) + kept * comm.itemsize
+            totals[REDUCE_BUCKET] = totals.get(REDUCE_BUCKET, 0) + kept
     elif wire_in_blocks:
         totals[ENCODED_PIECES] = max(map(_encoded_bytes, filter(None, units)), default=0)
     return totals
-
-
-def _largest_bucket(units: Sequence[Sequence[GroupLayout]]) -> int:
-    """Elements of the largest trained group."""
-    trained = (one for unit in units for one in unit if one.specs[0].requires_grad)
-    return max((one.total_numel for one in trained), default=0)
 
 
 def _encoded_bytes(unit: Sequence[GroupLayout]) -> int:

@@ -214,7 +214,14 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
 
     def _wire(self) -> str:
         config = self.engine.config
-        return "8-bit blocks" if config.wire_in_blocks else str(config.policy.comm_dtype)
+        narrow = {
+            str(group.bucket.tensor.dtype)
+            for group in self.engine.groups
+            if group.key.requires_grad and group.has_transient_bucket
+        } - {str(config.policy.comm_dtype)}
+        carried = f" (what autograd makes, carried as {', '.join(sorted(narrow))})"
+        name = "8-bit blocks" if config.wire_in_blocks else str(config.policy.comm_dtype)
+        return name + (carried if narrow else "")
 
     def _kept_whole(self) -> str:
         """What is not sharded: of domains of one rank, and what a budget keeps over a step."""

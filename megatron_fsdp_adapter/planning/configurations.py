@@ -236,7 +236,7 @@ def planned(shape: Shape, chosen: Configuration, stage: int = 0) -> Model:
     split = replace(chosen.parallel, virtual=1, context=1, recompute=False)
     quantised = replace(features.quantised, recomputes=chosen.parallel.recompute)
     model = _planned(
-        shape, split, stage, dense, expert, features.quantised, features.unit_numel
+        shape, split, stage, dense, expert, features.quantised, features.unit_numel, chosen.fused
     )
     slots = {**chosen.slots, "wire_in_blocks": features.block_wire}
     return replace(
@@ -248,12 +248,14 @@ def planned(shape: Shape, chosen: Configuration, stage: int = 0) -> Model:
 @lru_cache(maxsize=512)
 def _planned(
     shape: Shape, split: Parallel, stage: int, dense: int, expert: int, quantised: Quantisation,
-    unit_numel: int,
+    unit_numel: int, fused: bool,
 ) -> Model:
     shards = {DENSE: dense, EXPERT: expert}
     listed = listing(shape, split, stage)
     rows = [(unit, fqn, full, shards[domain]) for unit, fqn, full, domain in listed]
-    return plan_listing(rows, torch.bfloat16, quantised=quantised, unit_numel=unit_numel)
+    return plan_listing(
+        rows, torch.bfloat16, quantised=quantised, unit_numel=unit_numel, fused=fused
+    )
 
 
 def memory(

@@ -228,6 +228,20 @@ def test_slots_take_the_memory_that_was_measured(capsys: pytest.CaptureFixture[s
     assert found[0]["gathered_ahead"] == 0
 
 
+def test_copy_engines_hold_half_without_fusion(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--preset", "llama3-8b", "--data-parallel-size", "4", "--json",
+             "--data-parallel-sharding-strategy", "optim_grads_params",
+             "--fsdp-copy-engine-reduce-scatter"]  # fmt: skip
+    found = []
+    for more in ((), ("--no-gradient-accumulation-fusion",)):
+        assert main([*words, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out)["strategies"]["optim_grads_params"]["bytes"])
+    fused, unfused = found
+    for kind, count in fused.items():
+        half = 2 if kind in ("bucket slots", "received pieces") else 1
+        assert count == half * unfused[kind], kind
+
+
 @pytest.mark.parametrize("layers", (0, 1, 2, 3, 7))
 @pytest.mark.parametrize("slots", (NO_SLOTS, dict.fromkeys(NO_SLOTS, True)))
 def test_another_number_of_layers_is_another_model(layers: int, slots: dict[str, bool]) -> None:

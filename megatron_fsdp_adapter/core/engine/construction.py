@@ -99,6 +99,7 @@ def make_slots(
                 kinds, layouts, config.policy.comm_dtype, depths,
                 [one.strategy.shard_weights and bool(lay) for one, lay in zipped],
                 [one.has_buckets and bool(lay) for one, lay in zipped],
+                [one.narrows_buckets for one in own],
             ),
             strict=True,
         )

@@ -13,7 +13,8 @@ them. Scales of quantised weights are made when main weights have changed (`quan
 so are their bytes where they are kept; optim_grads_params casts trained ones at every gather.
 Backward writes gradients into `collected`: the bucket where gradients are sharded, else the kept
 gradients. The reduction moves the bucket to `grad`, and the optimizer reads this rank's rows of
-that. `bucket` is in the communication dtype, `grad` in the main-gradient dtype.
+that. `bucket` is in the communication dtype, or in that of the gradients where an exchange makes
+the same sums of those (`staging.bucket_dtype`), `grad` in the main-gradient dtype.
 
 * A full, transient copy where the two dtypes differ: made for the reduction, freed after it.
 
@@ -52,7 +53,7 @@ from .offloaded import OffloadedBuffer
 from .partition import GroupKey, ManagedParam
 from .planes import Parts, WeightPlane
 from .quantised import PlanesWriter, QuantisedParams, QuantisedWeight
-from .staging import UnitStaging
+from .staging import UnitStaging, bucket_dtype
 
 
 class GradState(enum.Enum):
@@ -279,7 +280,8 @@ class ParamGroup:
         stored = self.inner if sharded else self.full
         self.grad = self.bucket = FlatBuffer(stored.layout.shard_numel, policy.grads_dtype, runtime)
         if sharded or policy.comm_dtype != policy.grads_dtype:
-            self.bucket = self.staging.bucket(self.layout.total_numel, policy.comm_dtype)
+            dtype = bucket_dtype(self.layout, policy.comm_dtype, self.config.narrows_buckets)
+            self.bucket = self.staging.bucket(self.layout.total_numel, dtype)
         self.collected = self.bucket if sharded else self.grad
         self.grad_segments = segments_in(self.grad, stored, self.inner)
         self.held_grads = segments_in(self.grad, stored, self.held)

@@ -24,6 +24,7 @@ from megatron_fsdp_adapter.core.layout.format import Use, WeightFormat, plain
 from megatron_fsdp_adapter.core.layout.spec import ParamSpec
 
 from .direct import GradWriter
+from .guard import unchecked
 
 ROOT, TO = "root", " to "
 
@@ -65,6 +66,13 @@ class ManagedParam:
     split: int | None = None
     writer: GradWriter = GradWriter.AUTOGRAD
 
+    @property
+    def has_grads_of_its_dtype(self) -> bool:
+        """Whether autograd leaves `.grad` in the parameter's dtype: torch lets one ask for
+        another (`grad_dtype`)."""
+        with unchecked():
+            return getattr(self.param, "grad_dtype", self.param.dtype) == self.param.dtype
+
     def spec(self, index: int, quantised: WeightFormat | None = None) -> ParamSpec:
         """What the layout planner needs to know. Shards are cut between rows of dim 0, or granules
         of a quantised format."""
@@ -77,6 +85,7 @@ class ManagedParam:
             requires_grad=self.param.requires_grad,
             granularity=(quantised or plain(self.param.dtype)).granularity(shape),
             quantised=quantised,
+            from_autograd=self.writer is GradWriter.AUTOGRAD and self.has_grads_of_its_dtype,
         )
 
 

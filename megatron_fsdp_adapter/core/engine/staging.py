@@ -84,6 +84,22 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def bucket_dtype(layout: GroupLayout, comm: torch.dtype, narrows: bool) -> torch.dtype:
+    """Of a group's bucket: `comm`, or where the unit `narrows` buckets (`EngineConfig`) the dtype
+    that autograd gives all of its gradients, if that is narrower. Every backward copies one
+    gradient of each parameter into a fresh bucket, so a cast to `comm` would add nothing to it."""
+    dtype = layout.specs[0].dtype
+    alike = all(spec.from_autograd for spec in layout.specs)
+    return dtype if narrows and alike and dtype.itemsize < comm.itemsize else comm
+
+
+def bucket_bytes(layout: GroupLayout, comm: torch.dtype, narrows: bool) -> int:
+    """Of a group's bucket; none where it is frozen."""
+    if not layout.specs[0].requires_grad:
+        return 0
+    return layout.total_numel * bucket_dtype(layout, comm, narrows).itemsize
+
+
 def plan_weights_and_buckets(
     kinds: Sequence[str],
     units: Sequence[Sequence[GroupLayout]],
@@ -91,13 +107,16 @@ def plan_weights_and_buckets(
     depths: Sequence[int] | None = None,
     gathered: Sequence[bool] | None = None,
     collected: Sequence[bool] | None = None,
+    narrows: Sequence[bool] | None = None,
 ) -> tuple[SlotPlan, SlotPlan]:
-    """Slots of gathered weights, and of buckets in `comm`, from the layouts of each unit's groups;
-    `kinds` and `depths` as for `plan_slots`. gathered, collected: whether weights, and gradients,
-    of each unit come and go at all."""
+    """Slots of gathered weights, and of buckets, from the layouts of each unit's groups; `kinds`
+    and `depths` as for `plan_slots`, `comm` and `narrows` of each unit as for `bucket_dtype`.
+    gathered, collected: whether weights, and gradients, of each unit come and go at all."""
     weights = [sum(_planes_in_slot(one) for one in unit) for unit in units]
-    trained = [[one for one in unit if one.specs[0].requires_grad] for unit in units]
-    buckets = [sum(aligned(one.total_numel * comm.itemsize) for one in unit) for unit in trained]
+    buckets = [
+        sum(aligned(bucket_bytes(one, comm, narrow)) for one in unit)
+        for unit, narrow in zip(units, narrows or [False] * len(units), strict=True)
+    ]
     return (
         plan_slots(kinds, weights, depths, gathered),
         plan_slots(kinds, buckets, depths, collected),

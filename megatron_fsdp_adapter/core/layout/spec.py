@@ -30,7 +30,8 @@ class ParamSpec:
     shape: the shape on this rank's model-parallel slice, before data-parallel sharding;
     granularity: elements of one granule; it must divide the number of elements, and be whole
     granules of the format;
-    quantised: the format of the compute weights, None if that is `dtype`.
+    quantised: the format of the compute weights, None if that is `dtype`;
+    from_autograd: its gradients come from autograd alone, in `dtype`, as far as is known.
     Raises ValueError for anything else.
     """
 
@@ -41,6 +42,7 @@ class ParamSpec:
     requires_grad: bool
     granularity: int
     quantised: WeightFormat | None = None
+    from_autograd: bool = False
 
     def __post_init__(self) -> None:
         if not self.fqns:
