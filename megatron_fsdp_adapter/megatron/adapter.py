@@ -55,6 +55,7 @@ from .marks import mark
 from .options import capability, ddp_options, staging_options
 from .options.support import is_on
 from .seams.rebound import installed
+from .step_graphs import StepCapture
 from .supported import require_supported_core
 from .units import chosen_units, plan_units, with_kept_units
 from .wiring import WiringCheck
@@ -125,7 +126,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.process_groups = pg_collection
         self.tp_group, self.force_all_reduce = index.tp_group, False
         self.engine = self._build_engine(module, fsdp_unit_modules)
-        self._captures = Captures(self.engine)
+        self._captures, self.step_capture = Captures(self.engine), StepCapture(self.engine)
         self._layers = LayerCaptures(self.engine, module, config)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed())
@@ -136,10 +137,9 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         if asks_fusion(config) or (quantises and self.engine.config.strategy.shard_weights):
             forced |= {CACHE_OPTION: True} if switch_off_weight_cache(module) else {}
         self.module = ShardedModule(config, module, self.engine)
+        decoupled = bool(getattr(ddp_config, "megatron_fsdp_use_decoupled_grad", False))
         self.param_and_grad_buffer = ParamAndGradBuffer(
-            self.engine,
-            self._slot_memory,
-            bool(getattr(ddp_config, "megatron_fsdp_use_decoupled_grad", False)),
+            self.engine, self._slot_memory, decoupled, self.step_capture.stepped
         )
         self.module.param_and_grad_buffer = self.param_and_grad_buffer
         for pair in self.engine.pairs:
@@ -284,8 +284,9 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
     ) -> None:
         """Makes weights current for the next forward. With overlap only the first unit's gather
         is launched; `force_sync` gathers all and orders the current stream behind it. Once there
-        is a graph of a training step nothing is: a graph gathers by itself."""
-        if self._captures.captured and not force_sync:
+        is a graph of a training step nothing is: a graph gathers by itself. Nor while the step of
+        the optimizer is captured: it is of each step, not of the graph."""
+        if (self._captures.captured and not force_sync) or self.step_capture.running:
             return
         self.engine.sync_weights(wait=force_sync)
 

@@ -24,7 +24,8 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from ..core.engine.engine import FsdpEngine
-from ..sharding.local_optimizer import LocalShards, adopt, is_torch_class
+from ..sharding.local_optimizer import LocalShards, adopt
+from ..sharding.made_state import is_torch_class
 from .options.ddp_options import OFFLOAD
 from .options.support import is_on
 from .seams.core_api import MORE, Replacement

@@ -32,7 +32,7 @@ from ..sharding.memory import local_shards, park_state, take_state, trim
 from ..sharding.placement import replicated_name
 from ..sharding.problems import raise_problems
 from ..sharding.streamed_optimizer import shards_over
-from . import hybrid_optimizer, late_step, muon, optimizer_state
+from . import hybrid_optimizer, late_step, muon, optimizer_state, step_graphs
 from .inner import ours_among
 from .options import support
 from .options.ddp_options import MXFP8_BUFFER, OFFLOAD
@@ -67,6 +67,7 @@ def _param_groups(
             *_precision_problems(config, ours),
             *hybrid_optimizer.problems(config, engines),
             *late_step.problems(config, ours),
+            *step_graphs.problems(config, ours),
         ],
     )
     _complete(config)
@@ -411,6 +412,7 @@ def _save_state(original: Callable[..., Any], self: Any, is_loading: bool = Fals
     state = original(self, is_loading)
     cut = optimizer_state.in_pieces(state[optimizer_state.STATE], params, self.halved_names)
     meta = hybrid_optimizer.shown_options(state[optimizer_state.META], self.optimizer)
+    meta = step_graphs.shown_options(meta, self.optimizer)
     return {**state, optimizer_state.STATE: cut, optimizer_state.META: meta}
 
 

@@ -1,4 +1,4 @@
-"""Puts our functions (`REPLACED` of six modules) in place of core's, and core's back.
+"""Puts our functions (`REPLACED` of seven modules) in place of core's, and core's back.
 
 `install()` puts them there until `uninstall()`. A wrapper that is constructed without it needs them
 as well; they stay for as long as such a wrapper lives.
@@ -11,12 +11,21 @@ from typing import Any
 
 from megatron.core import optimizer as core_optimizer
 
-from . import activation_offload, hybrid_optimizer, late_step, muon, optimizer, qk_clip
+from . import (
+    activation_offload,
+    hybrid_optimizer,
+    late_step,
+    muon,
+    optimizer,
+    qk_clip,
+    step_graphs,
+)
 from .seams.wrapped import is_wrapped, unwrap, wrap
 
 REPLACED = (
     *optimizer.REPLACED, *hybrid_optimizer.REPLACED, *qk_clip.REPLACED,
     *activation_offload.REPLACED, *muon.REPLACED, *late_step.REPLACED,
+    *step_graphs.REPLACED,
 )  # fmt: skip
 
 _USERS = "__megatron_fsdp_adapter_users__"

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.chunks import dtensor_like, has_chunks
 from ..core.runtime.parking import ParkingLot
+from .group_options import as_numbers, load_options
+from .made_state import is_torch_optimizer, make_state, moments_of
 from .model_state import Piece, Place, write_pieces
 
 Prepare = Callable[[Any], None]
@@ -40,6 +42,7 @@ class LocalShards:
         decoupled: it reads `decoupled_grad`, of any dtype, in place of `grad`.
 
     copies_grads: whether it has been given copies of gradients, which end with the step.
+    held_by: who knows addresses of the state, in words, so that it cannot go; "" if nobody.
     """
 
     def __init__(self, optimizer: Any, skip_empty: bool, decoupled: bool) -> None:
@@ -49,6 +52,7 @@ class LocalShards:
         self._local_grads: dict[torch.Tensor, torch.Tensor | None] = {}
         self._shown: tuple[Any, list[Any]] | None = None
         self.parked: ParkingLot | None = None
+        self.held_by = ""
         self._add_groups(optimizer)
 
     def _add_groups(self, optimizer: Any) -> None:
@@ -117,6 +121,14 @@ class LocalShards:
             raise RuntimeError(
                 "using the optimizer: its state was released; call return_memory(model, optimizer) "
                 "first"
+            )
+
+    def check_free(self) -> None:
+        """RuntimeError if somebody knows addresses of the state."""
+        if self.held_by:
+            raise RuntimeError(
+                f"releasing the optimizer's state: {self.held_by} has its addresses; switch that "
+                "off, or keep the state on the device"
             )
 
     def state_storages(self) -> list[torch.Tensor]:
@@ -245,65 +257,6 @@ def _before_step(
     return (args[0], on_shards, *args[2:]), kwargs
 
 
-def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
-    """torch's own initialisation of a group's state, which it runs at the start of a step. It
-    skips parameters without a gradient, so each one stands in as its own for the moment."""
-    before = [local.grad for local in group["params"]]
-    for local in group["params"]:
-        local.grad = local.detach()
-    try:
-        optimizer._init_group(group, [], [], [], [], [], [])
-    finally:
-        for local, grad in zip(group["params"], before, strict=True):
-            local.grad = grad
-
-
-def _init_fused_state(optimizer: Any, group: dict[str, Any]) -> None:
-    """TE's and apex's FusedAdam keep two moments a parameter and the step in the group, which has
-    no such entry before the first step: a load asks for what is there, and would leave it out."""
-    group.setdefault("step", 0)
-    for local in group["params"]:
-        if optimizer.state[local]:
-            continue
-        if hasattr(optimizer, "initialize_state"):
-            optimizer.initialize_state(local, getattr(optimizer, "store_param_remainders", False))
-        else:
-            for name in ("exp_avg", "exp_avg_sq"):
-                optimizer.state[local][name] = torch.zeros_like(local, dtype=torch.float32)
-
-
-def _has_momentum_alone(optimizer: Any) -> bool:
-    """Whether it is SGD, torch's or the fused one of Transformer Engine or apex."""
-    return "momentum" in optimizer.defaults and (
-        isinstance(optimizer, torch.optim.SGD) or not _is_torch_optimizer(optimizer)
-    )
-
-
-def _moments_of(optimizer: Any) -> tuple[str, ...]:
-    """What an optimizer that `initialize_state` knows keeps of a parameter's shape."""
-    return ("momentum_buffer",) if _has_momentum_alone(optimizer) else ("exp_avg", "exp_avg_sq")
-
-
-def _init_momentum(optimizer: Any, group: dict[str, Any]) -> None:
-    """Zeros. torch's begins with the first gradient, which is what a step makes of zeros. Without
-    a momentum torch's keeps nothing, the fused one a buffer all the same."""
-    if group["momentum"] == 0 and _is_torch_optimizer(optimizer):
-        return
-    for local in group["params"]:
-        if "momentum_buffer" not in optimizer.state[local]:
-            optimizer.state[local]["momentum_buffer"] = torch.zeros_like(local)
-
-
-def _is_torch_optimizer(optimizer: Any) -> bool:
-    return is_torch_class(type(optimizer))
-
-
-def is_torch_class(kind: type) -> bool:
-    """Whether a class of optimizers is one of torch's own, or derived from one."""
-    bases = (base for base in kind.__mro__ if base is not torch.optim.Optimizer)
-    return any(base.__module__.startswith("torch.optim.") for base in bases)
-
-
 @torch.no_grad()
 def initialize_state(optimizer: Any) -> None:
     """State for every parameter, empty shards included, without taking a step: neither weights
@@ -316,27 +269,13 @@ def initialize_state(optimizer: Any) -> None:
             complete_empty_state(shards, optimizer)
 
 
-@torch.no_grad()
-def make_state(
-    optimizer: Any, leaves_out: Callable[[dict[str, Any]], bool] = lambda group: False
-) -> None:
-    """State for the parameters that `optimizer` has now, without taking a step; not for those of
-    groups that it `leaves_out`."""
-    init = _init_torch_state if _is_torch_optimizer(optimizer) else _init_fused_state
-    if _has_momentum_alone(optimizer):
-        init = _init_momentum
-    for group in optimizer.param_groups:
-        if not leaves_out(group):
-            init(optimizer, group)
-
-
 def complete_empty_state(shards: LocalShards, optimizer: Any) -> None:
     """Moments of zero size for empty shards that the inner optimizer is not given, so that every
     rank has the same keys."""
     for pairs in shards.pairs:
         for _, local in pairs:
             if local.numel() == 0 and not shards.state[local]:
-                shards.state[local] = shards.state_of_empty(local, _moments_of(optimizer))
+                shards.state[local] = shards.state_of_empty(local, moments_of(optimizer))
 
 
 @torch.no_grad()
@@ -358,7 +297,7 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
             f"optimizer has groups of {sizes}: it belongs to another model or another weight "
             "decay or learning rate rule"
         )
-    if not _is_torch_optimizer(optimizer) or isinstance(optimizer, torch.optim.Adam):
+    if not is_torch_optimizer(optimizer) or isinstance(optimizer, torch.optim.Adam):
         initialize_state(optimizer)
     moments, others = _sorted_out(optimizer, saved, state_dict["state"])
     write_pieces(
@@ -376,7 +315,7 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
             _put(optimizer, param, name, value)
     kept = {"params", *optimizer._fsdp_shards.own_options}
     for group, saved_group in zip(current, saved, strict=True):
-        group.update({k: v for k, v in saved_group.items() if k not in kept})
+        load_options(group, saved_group, kept)
     with _on_locals(optimizer) as shards:
         shards.made_state(optimizer)
 
@@ -452,6 +391,15 @@ def _put(optimizer: Any, param: Any, name: str, value: Any) -> None:
     optimizer.state[param][name] = value
 
 
+def _state_dict(optimizer: Any) -> dict[str, Any]:
+    """Not the class's own: TE's gives float32 copies, which know no place in a checkpoint and which
+    a load in place would not reach."""
+    state = torch.optim.Optimizer.state_dict(optimizer)
+    if getattr(optimizer, "capturable", False):
+        state["param_groups"] = [as_numbers(group) for group in state["param_groups"]]
+    return state
+
+
 @functools.cache
 def _local_class(base: type) -> type:
     """A subclass of the inner optimizer's class whose state dict is that of the shards. Torch's
@@ -462,9 +410,7 @@ def _local_class(base: type) -> type:
         (base,),
         {
             "load_state_dict": _load_state_dict,
-            # Not the class's own: TE's gives float32 copies, which know no place in a checkpoint
-            # and which a load in place would not reach.
-            "state_dict": torch.optim.Optimizer.state_dict,
+            "state_dict": _state_dict,
             "__doc__": f"{base.__name__} on the local shards of DTensor parameters.",
         },
     )
@@ -485,7 +431,7 @@ def adopt(
     them: a subclass with a `step` of its own was rejected, as a learning rate scheduler that was
     made before puts the class's `step` on the optimizer itself.
     """
-    skip_empty = not _is_torch_optimizer(optimizer)  # TE's kernel skips a group with one
+    skip_empty = not is_torch_optimizer(optimizer)  # TE's kernel skips a group with one
     decoupled = hasattr(optimizer, "use_decoupled_grad")
     for option, value in (
         ("use_decoupled_grad", True), ("master_weights", False), ("store_param_remainders", False)

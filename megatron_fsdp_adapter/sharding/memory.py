@@ -51,6 +51,8 @@ def release_memory(
     chunks, shards = sources(model), local_shards(optimizer)
     for source in chunks:
         source.engine.memory.check_free(kinds)
+    for one in shards if OPTIMIZER not in chosen else ():
+        one.check_free()
     found = dict.fromkeys(kinds, 0)
     for source in chunks:
         more = {MAIN: [(value, None) for _, value in source.rest if isinstance(value, Parameter)]}
@@ -126,7 +128,9 @@ def local_shards(optimizer: Any) -> list[LocalShards]:
 
 
 def park_state(shards: LocalShards, runtime: Runtime) -> int:
-    """Gives the memory of an optimizer's state back; its bytes."""
+    """Gives the memory of an optimizer's state back; its bytes. RuntimeError where somebody knows
+    addresses."""
+    shards.check_free()
     if shards.parked is None:
         shards.parked = ParkingLot(runtime)
     storages = {OPTIMIZER: [(state, None) for state in shards.state_storages()]}

@@ -26,14 +26,8 @@ from ..core.engine.offloaded import OffloadedBuffer
 from ..core.engine.updates import LateUpdates
 from ..core.runtime.device import COMPUTE, LOAD, STORE, UPDATE
 from .late_optimizer import LateShards, Stage
-from .local_optimizer import (
-    LocalShards,
-    complete_empty_state,
-    is_like,
-    is_torch_class,
-    make_state,
-    shown,
-)
+from .local_optimizer import LocalShards, complete_empty_state, is_like, shown
+from .made_state import is_torch_class, make_state
 
 OPTION = "chunked_optimizer_state_offload"
 

@@ -36,6 +36,11 @@ KINDS: dict[str, Kind] = {
     "ours-ce-late": Kind("ours-ce-rs with updates under the next forward", ZERO_3, ZERO_3),
     "ours-ce-late-layers": Kind("ours-ce-layers with updates under the next forward",
                                 ZERO_3, ZERO_3),
+    "ours-step": Kind("this package, the optimizer's step in a CUDA graph", STRATEGIES, ZERO_3),
+    "ours-ce-step-layers": Kind("ours-ce-layers with the optimizer's step in a graph too",
+                                ZERO_3, ZERO_3),
+    "ours-ce-step-graph": Kind("ours-ce-graph with the optimizer's step in a graph too",
+                               ZERO_3, ZERO_3),
     "ours-stream": Kind("this package, main weights and moments in host memory, streamed through "
                         "the GPU", STRATEGIES, ZERO_3),
     "ours-hybrid": Kind("this package, core's optimizer offload of everything", STRATEGIES, ZERO_3),
@@ -126,6 +131,11 @@ class Subject:
         return self.kind.endswith("-layers")
 
     @property
+    def captures_step(self) -> bool:
+        """Whether core captures the optimizer's step."""
+        return "step" in self.kind.split("-")
+
+    @property
     def is_floor(self) -> bool:
         """Whether it trains nothing."""
         return self.kind.split("-")[0] == "floor"
@@ -179,7 +189,11 @@ MUON_ROWS = ("ours:optim_grads_params", "ours-muon", "fsdp2-muon", "ddp-muon", "
 LATE_ROWS = ("ours:optim_grads_params", "ours-late", "ours-ce-rs", "ours-ce-late",
              "ours-ce-layers", "ours-ce-late-layers", "ours:optim", "ours-late:optim")  # fmt: skip
 """The optimizer's step between backward and forward, and under the forward."""
+STEP_ROWS = ("ours:optim_grads_params", "ours-step", "ours-ce-layers", "ours-ce-step-layers",
+             "ours-ce-graph", "ours-ce-step-graph")  # fmt: skip
+"""The optimizer's step launched kernel by kernel, and in a CUDA graph."""
 SETS = {
+    "step": ",".join(STEP_ROWS),
     "late": ",".join(LATE_ROWS),
     "muon": ",".join(MUON_ROWS),
     "fp8": ",".join(FP8_ROWS), "offload": ",".join(OFFLOAD_ROWS),

@@ -36,6 +36,11 @@ class FusedAdam(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         assert adam_w_mode
+        assert not (capturable and master_weights and store_param_remainders), "as TE does"
+        self.capturable = capturable
+        if capturable:
+            for group in self.param_groups:
+                group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
         self.master_weights, self.master_weight_dtype = master_weights, master_weight_dtype
         self.use_decoupled_grad = use_decoupled_grad
@@ -58,15 +63,24 @@ class FusedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
+            self._count(group)
             for param in group["params"]:
                 assert type(param) in (torch.Tensor, torch.nn.Parameter), type(param)
                 assert param.numel() > 0, "an empty tensor ends the list for the kernel"
                 grad = param.decoupled_grad if self.use_decoupled_grad else param.grad
                 assert grad is not None, "nothing would be trained, in silence"
+                assert not self.capturable or grad.dtype == param.dtype, "one type for both there"
                 if not self.state[param]:
                     self.initialize_state(param, self.store_param_remainders)
                 self._update(group, param, grad.float())
+
+    def _count(self, group: dict[str, Any]) -> None:
+        if not self.capturable:
+            group["step"] = group.get("step", 0) + 1
+        elif "step" in group:
+            group["step"] += torch.ones(1, dtype=torch.int32)
+        else:
+            group["step"] = torch.ones(1, dtype=torch.int32)
 
     def _update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
         (beta1, beta2), step, state = group["betas"], group["step"], self.state[param]

@@ -250,7 +250,10 @@ def make_trainer(
         config = optimizer_config(case, **optimizer_options)
     optimizer = get_megatron_optimizer(config, [wrapper], use_gloo_process_groups=False)
     for group in optimizer.param_groups:  # what OptimizerParamScheduler does at every step
-        group["lr"] = case.lr * group["lr_mult"]
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(case.lr * group["lr_mult"])
+        else:
+            group["lr"] = case.lr * group["lr_mult"]
         group["weight_decay"] = case.weight_decay * group["wd_mult"]
     overlaps = wrapper.ddp_config.overlap_grad_reduce
     wrapper.config.no_sync_func = wrapper.no_sync if overlaps else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -56,6 +57,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "profiler":  # a name for what is launched
+            return func(*args, **kwargs)
         if types:  # a wrapper has no memory: what it does with that of its fields is noted
             with self:
                 return types[0].__torch_dispatch__(func, types, args, kwargs)
@@ -169,3 +172,32 @@ def to_be_graphed() -> Iterator[None]:
     """Inside, a wrapper is built for graphs of its layers: those keep buckets, on one rank too."""
     with mock.patch.object(domains, "captures_layers", lambda config: True):
         yield
+
+
+class HostTorch:
+    """Stands for `torch` in core's modules that capture: its graphs are noted on the host.
+
+    capturing: whether something is being captured.
+    """
+
+    def __init__(self) -> None:
+        self.capturing, self.fakes = False, FakeGraphs()
+        self.cuda = SimpleNamespace(
+            CUDAGraph=lambda: SimpleNamespace(),
+            synchronize=lambda: None,
+            Stream=lambda: None,
+            graph_pool_handle=lambda: 1,
+            graph=self._graph,
+        )
+        self.distributed = torch.distributed
+
+    @contextmanager
+    def _graph(self, graph: Any, **unused: Any) -> Iterator[None]:
+        """As `torch.cuda.graph`."""
+        with Recorder() as recorder:
+            self.capturing = True
+            yield
+            self.capturing = False
+        with torch.no_grad():
+            recorder.end()
+        graph.replay = FakeGraph(self.fakes, recorder, 1, 1).replay

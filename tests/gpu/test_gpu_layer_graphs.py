@@ -118,7 +118,8 @@ def _config(cell: Cell, captured: bool) -> Any:
     return config
 
 
-def _trainer(cell: Cell, device: torch.device, captured: bool) -> Trainer:
+def _trainer(cell: Cell, device: torch.device, captured: bool, **optimizer: Any) -> Trainer:
+    """optimizer: fields of its config."""
     case = CASE.but(**cell.case)
     torch.manual_seed(case.seed)
     fused_wgrad.install()
@@ -133,7 +134,7 @@ def _trainer(cell: Cell, device: torch.device, captured: bool) -> Trainer:
     torch.cuda.manual_seed(4321)  # dropout draws from here on
     quantised = {"fp8_param_gather": True} if cell.options.get("fp8_param") else {}
     ddp = {"check_for_nan_in_grad": True, **quantised, **cell.ddp}
-    return make_trainer(Float16Module(config, model), case, cell.strategy, ddp)
+    return make_trainer(Float16Module(config, model), case, cell.strategy, ddp, optimizer)
 
 
 def _train(trainer: Trainer, lengths: tuple[int, ...], rank: int) -> Iterator[Any]:

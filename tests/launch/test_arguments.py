@@ -105,6 +105,8 @@ BREAKING: dict[str, dict[str, Any]] = {
     "moe_use_upcycling": {"moe_use_upcycling": True},
     "non_persistent_ckpt_type": {"non_persistent_ckpt_type": "local"},
     "perform_rl_step": {"perform_rl_step": True},
+    "timing_log_level": {"timing_log_level": 1, "optimizer_cuda_graph": True},
+    "end_weight_decay": {"end_weight_decay": 0.2, "optimizer_cuda_graph": True},
 }  # fmt: skip
 
 

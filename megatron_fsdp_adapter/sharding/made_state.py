@@ -1,0 +1,85 @@
+"""State of inner optimizers before their first step: what each kind keeps of a parameter, and how
+that is made without a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .group_options import first_count
+
+
+def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
+    """torch's own initialisation of a group's state, which it runs at the start of a step. It
+    skips parameters without a gradient, so each one stands in as its own for the moment."""
+    before = [local.grad for local in group["params"]]
+    for local in group["params"]:
+        local.grad = local.detach()
+    try:
+        optimizer._init_group(group, [], [], [], [], [], [])
+    finally:
+        for local, grad in zip(group["params"], before, strict=True):
+            local.grad = grad
+
+
+def _init_fused_state(optimizer: Any, group: dict[str, Any]) -> None:
+    """TE's and apex's FusedAdam keep two moments a parameter and the step in the group, which has
+    no such entry before the first step: a load asks for what is there, and would leave it out."""
+    group.setdefault("step", first_count(group))
+    for local in group["params"]:
+        if optimizer.state[local]:
+            continue
+        if hasattr(optimizer, "initialize_state"):
+            optimizer.initialize_state(local, getattr(optimizer, "store_param_remainders", False))
+        else:
+            for name in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[local][name] = torch.zeros_like(local, dtype=torch.float32)
+
+
+def _has_momentum_alone(optimizer: Any) -> bool:
+    """Whether it is SGD, torch's or the fused one of Transformer Engine or apex."""
+    return "momentum" in optimizer.defaults and (
+        isinstance(optimizer, torch.optim.SGD) or not is_torch_optimizer(optimizer)
+    )
+
+
+def moments_of(optimizer: Any) -> tuple[str, ...]:
+    """What an optimizer that `initialize_state` knows keeps of a parameter's shape."""
+    return ("momentum_buffer",) if _has_momentum_alone(optimizer) else ("exp_avg", "exp_avg_sq")
+
+
+def _init_momentum(optimizer: Any, group: dict[str, Any]) -> None:
+    """Zeros. torch's begins with the first gradient, which is what a step makes of zeros. Without
+    a momentum torch's keeps nothing, the fused one a buffer all the same."""
+    if group["momentum"] == 0 and is_torch_optimizer(optimizer):
+        return
+    for local in group["params"]:
+        if "momentum_buffer" not in optimizer.state[local]:
+            optimizer.state[local]["momentum_buffer"] = torch.zeros_like(local)
+
+
+def is_torch_optimizer(optimizer: Any) -> bool:
+    """Whether it is one of torch's own, or derived from one."""
+    return is_torch_class(type(optimizer))
+
+
+def is_torch_class(kind: type) -> bool:
+    """Whether a class of optimizers is one of torch's own, or derived from one."""
+    bases = (base for base in kind.__mro__ if base is not torch.optim.Optimizer)
+    return any(base.__module__.startswith("torch.optim.") for base in bases)
+
+
+@torch.no_grad()
+def make_state(
+    optimizer: Any, leaves_out: Callable[[dict[str, Any]], bool] = lambda group: False
+) -> None:
+    """State for the parameters that `optimizer` has now, without taking a step; not for those of
+    groups that it `leaves_out`."""
+    init = _init_torch_state if is_torch_optimizer(optimizer) else _init_fused_state
+    if _has_momentum_alone(optimizer):
+        init = _init_momentum
+    for group in optimizer.param_groups:
+        if not leaves_out(group):
+            init(optimizer, group)
