@@ -81,7 +81,7 @@ def test_slots_and_received_pieces_are_those_of_the_formula(name):
     setup = EXCHANGE.but(**VARIANTS[name])
     with pretended_world(setup.world, setup.rank):
         engine = build(setup, HostRuntime(), PretendCommunicator).engine
-    rows = [unit.strategy for unit in engine.units]
+    rows = [unit.groups[0].config.strategy for unit in engine.units]
     held = with_slots(
         {REDUCE_BUCKET: 0}, [unit.name.split(".")[0] for unit in engine.units],
         [[group.layout for group in unit.groups] for unit in engine.units],
