@@ -121,6 +121,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             megatron_saves.install()  # what was imported after install()
         self.disable_bucketing = disable_bucketing
         self.optimizer_groups: Mapping[str, Any] | None = None  # core's, when it makes an optimizer
+        self.muon_groups: Mapping[tuple[int, ...], Any] | None = None
         self.bucket_size = None
         # Not `pg_collection`: Megatron takes an attribute of that name for the model's.
         self.process_groups = pg_collection

@@ -15,10 +15,11 @@ from ..core.runtime.comm import Communicator
 from ..core.runtime.registered import zero_cta_options
 from ..core.topology import DENSE, EXPERT, FSDPDistributedIndex, ShardDomain
 from ..quantised import stored_in
+from ..sharding.made_groups import mirror_group
 from ..sharding.placement import LEAVE, REPLICATE, Placements, replicated_domain, replicated_name
 from .options import ddp_options, staging_options
 from .options.cuda_graphs import captures_layers
-from .process_groups import GATHER_SOURCES, build_index, mirror_group, read_groups
+from .process_groups import GATHER_SOURCES, build_index, read_groups
 
 SHARED_EMBEDDING = "dense, shared across stages"
 """The dense domain under a second name, and so a flat buffer of its own. Embedding weights that

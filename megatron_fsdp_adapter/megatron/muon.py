@@ -23,6 +23,7 @@ from torch import nn
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.identity import ParamPair
 from ..sharding.local_optimizer import LocalShards
+from ..sharding.muon.exchange import exchange_groups
 from ..sharding.muon.matrices import row_blocks
 from ..sharding.muon.newton_schulz import COEFFICIENTS, EPS, coefficients_of
 from ..sharding.muon.shards import (
@@ -209,7 +210,17 @@ def shards_of(
         options=lambda group: options,
         heights=lambda pair: heights(around[id(pair.optimizer)], split_qkv, pair),
     )
-    return functools.partial(MuonShards, [chunk.engine for chunk in chunks], rule)
+    made = {ranks: group for c in chunks for ranks, group in c.muon_groups.items()}
+    return functools.partial(MuonShards, [chunk.engine for chunk in chunks], rule, made)
+
+
+def make_groups(chunks: Sequence[Any]) -> None:
+    """The process groups of exchanges, once for these chunks; collective over the default group, as
+    core asks for parameter groups, also those of experts, on every rank."""
+    if any(chunk.muon_groups is None for chunk in chunks):
+        made = exchange_groups([chunk.engine for chunk in chunks])
+        for chunk in chunks:
+            chunk.muon_groups = made
 
 
 def _options(config: Any) -> MuonOptions:

@@ -74,6 +74,7 @@ def _param_groups(
     groups = original(model_chunks, *args, **kwargs)
     if with_muon is None:
         return groups
+    muon.make_groups(ours)
     if dist.get_rank() == 0:
         print(muon.table(ours, with_muon), flush=True)
     return muon.split_groups(groups, ours)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ..core.topology import FSDPDistributedIndex
+from ..sharding.made_groups import mirror_group
 from .seams import core_api
 
 GROUP_SOURCES: Mapping[str, tuple[str, ...]] = {
@@ -184,62 +184,3 @@ def create_all_gather_groups(pg_collection: Any, timeout: timedelta | None = Non
         if created is not None:
             setattr(pg_collection, attribute, created)
     return pg_collection
-
-
-def mirror_group(
-    group: dist.ProcessGroup | None,
-    name: str,
-    timeout: timedelta | None = None,
-    options: Any = None,
-) -> dist.ProcessGroup | None:
-    """A new group with the ranks of `group`, or None for None; collective over the default group.
-    `options` are those of the backend. ValueError as for `create_all_gather_groups`."""
-    mine = () if group is None else tuple(dist.get_process_group_ranks(group))
-    made = {
-        ranks: dist.new_group(
-            list(ranks), timeout=timeout, pg_options=options, group_desc=name.upper()
-        )
-        for ranks in _everyones_groups(name, mine)
-    }
-    return made.get(tuple(sorted(mine)))
-
-
-def _everyones_groups(attribute: str, mine: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The groups of which each rank has told its own, `mine`, () without one; collective.
-
-    A digest a rank is told: who tells the same is in the same group. Lists of ranks would be as
-    many numbers as the square of the world, on every rank; they are told only if digests do not
-    fit, to say why.
-    """
-    world, digest = dist.get_world_size(), _digest(mine)
-    digests: list[str] = [""] * world
-    dist.all_gather_object(digests, digest)
-    found: dict[str, list[int]] = {}
-    for rank, told in enumerate(digests):
-        if told:
-            found.setdefault(told, []).append(rank)
-    fits: list[bool] = [True] * world
-    dist.all_gather_object(fits, not mine or found[digest] == sorted(mine))
-    if not all(fits):
-        everyone: list[tuple[int, ...]] = [()] * world
-        dist.all_gather_object(everyone, mine)
-        _check_members(attribute, everyone)
-    return sorted(map(tuple, found.values()))
-
-
-def _digest(ranks: tuple[int, ...]) -> str:
-    return hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest() if ranks else ""
-
-
-def _check_members(attribute: str, everyone: Sequence[tuple[int, ...]]) -> None:
-    """`everyone[r]` are the ranks of rank r's group, () without one."""
-    for rank, ranks in enumerate(everyone):
-        if ranks and rank not in ranks:
-            raise ValueError(f"{attribute}: rank {rank} says its group has ranks {list(ranks)}")
-        for member in ranks:
-            if everyone[member] != ranks:
-                raise ValueError(
-                    f"{attribute}: rank {rank} says its group has ranks {list(ranks)}, but rank "
-                    f"{member} says {list(everyone[member])}: groups must not overlap, and all of "
-                    "their members must pass them"
-                )

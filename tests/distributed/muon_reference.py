@@ -15,22 +15,26 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-QUINTIC = (
+Coefficients = tuple[tuple[float, float, float], ...]
+QUINTIC: Coefficients = (
     (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
     (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012),
 )  # fmt: skip
 
 
-def orthogonal(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Five steps on one matrix, as K. Jordan wrote them."""
-    x = matrix.to(dtype)
+def orthogonal(
+    matrix: torch.Tensor, dtype: torch.dtype, coefficients: Coefficients = QUINTIC
+) -> torch.Tensor:
+    """Steps on one matrix, as K. Jordan wrote them, by default five, in float32. `dtype`: what the
+    matrix is rounded to before."""
+    x = matrix.to(dtype).float()
     x = x / x.norm().clamp(min=1e-7)
     tall = x.size(0) > x.size(1)
     x = x.T if tall else x
-    for a, b, c in QUINTIC:
+    for a, b, c in coefficients:
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.T if tall else x).float()
+    return x.T if tall else x
 
 
 def tensor_group(name: str) -> Any:
@@ -68,18 +72,23 @@ def is_muons(name: str, param: torch.Tensor) -> bool:
 
 
 class Reference:
-    """State by name. config: fields of the model's config; dtype: of the products; scale: of rows
-    and columns."""
+    """State by name. config: fields of the model's config; dtype: matrices are rounded to it;
+    scale: of rows and columns; coefficients: of each step.
+
+    gains: by name, the steepest slope of the steps' polynomials over the norm of what they made of
+    a matrix whose norm was 1: how many times an error of the gradient, relative to it, may be in
+    the update, relative to that."""
 
     def __init__(
         self, config: Any, lr: float, decay: float, eps: float, clip: float,
         dtype: torch.dtype = torch.float32, momentum: float = 0.95, nesterov: bool = False,
         scale: Callable[[int, int], float] = lambda rows, columns: math.sqrt(max(rows, columns)),
-        second: tuple[float, float] | None = None,
+        second: tuple[float, float] | None = None, coefficients: Coefficients = QUINTIC,
     ) -> None:  # fmt: skip
         self.config, self.lr, self.decay, self.eps, self.clip = config, lr, decay, eps, clip
         self.dtype, self.momentum, self.nesterov, self.scale = dtype, momentum, nesterov, scale
-        self.second = second
+        self.second, self.coefficients = second, coefficients
+        self.gains: dict[str, float] = {}
         self.state: dict[str, Any] = {}
 
     def step(
@@ -96,10 +105,15 @@ class Reference:
     def _one(
         self, name: str, param: Any, weight: torch.Tensor, grad: torch.Tensor
     ) -> torch.Tensor:
-        decay = self.decay if weight.dim() > 1 else 0.0
-        if not is_muons(name, weight):
-            return self._adam(name, weight, grad, decay)
-        weight.mul_(1 - self.lr * decay)
+        if is_muons(name, weight):
+            return self.muon(name, param, weight, grad)
+        return self._adam(name, weight, grad, self.decay if weight.dim() > 1 else 0.0)
+
+    def muon(
+        self, name: str, param: Any, weight: torch.Tensor, grad: torch.Tensor
+    ) -> torch.Tensor:
+        """The weight, which is written, after a step; collective over tensor-parallel ranks."""
+        weight.mul_(1 - self.lr * self.decay)
         buffer = self.state.setdefault(name, torch.zeros_like(grad))
         buffer.mul_(self.momentum).add_(grad, alpha=1 - self.momentum)
         update = buffer
@@ -110,30 +124,46 @@ class Reference:
 
     def update_of(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
         """Of a whole parameter, each of its matrices by itself."""
-        columns = matrix.shape[1]
         self.pieces = 0
-        if "linear_qkv" in name:
-            groups, size = self.config.num_query_groups, self.config.kv_channels
-            queries = self.config.num_attention_heads // groups * size
-            fused = matrix.view(groups, -1, columns)
-            parts = fused.split([queries, size, size], dim=1)
+        heights = self._fused_parts(name)
+        if heights:
+            columns = matrix.shape[1]
+            fused = matrix.view(-1, sum(heights), columns)
             found = [
-                self._scaled(name, part.reshape(-1, columns)).view(groups, -1, columns)
-                for part in parts
+                self._scaled(name, part.reshape(-1, columns)).view(part.shape)
+                for part in fused.split(heights, dim=1)
             ]
             return torch.cat(found, 1).reshape(matrix.shape)
         if "linear_fc1" in name and self.config.gated_linear_unit:
             return torch.cat([self._scaled(name, half) for half in matrix.chunk(2)])
         return self._scaled(name, matrix)
 
+    def _fused_parts(self, name: str) -> list[int]:
+        """Of rows that repeat: queries, keys and values of a group; of latent attention keys and
+        values of a head, latents and positions. None of what is not fused."""
+        config = self.config
+        if "linear_qkv" in name:
+            size = config.kv_channels
+            return [config.num_attention_heads // config.num_query_groups * size, size, size]
+        if "linear_kv_up_proj" in name:
+            return [config.qk_head_dim, config.v_head_dim]
+        if "linear_kv_down_proj" in name:
+            return [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+        return []
+
     def _scaled(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
         """second: beta and eps of adaptive Muon, whose v each matrix of a weight has."""
-        found = orthogonal(matrix, self.dtype)
+        found = orthogonal(matrix, self.dtype, self.coefficients)
+        slope, norm = math.prod(a for a, _, _ in self.coefficients), float(found.norm())
+        gain = slope / norm if norm else 0.0  # without a gradient there is no update
         if self.second is not None:
             self.pieces += 1
             v = self.state.setdefault(f"{name} v {self.pieces}", torch.zeros_like(found))
             v.mul_(self.second[0]).add_(found**2, alpha=1 - self.second[0])
             found = found / (v**0.5 + self.second[1])
+            # v follows the update as well.
+            gain *= 2 * (1 + float(v.max()) ** 0.5 / self.second[1])
+        self.gains[name] = max(gain, self.gains.get(name, 0.0))
         return found * self.scale(*matrix.shape)
 
     def _adam(

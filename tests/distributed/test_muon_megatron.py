@@ -39,9 +39,9 @@ SECOND = {"adaptive_muon_beta2": 0.9, "adaptive_muon_eps": 0.05}
 """With an eps of the size of an entry, so that the sign of one near zero is not all that counts."""
 ADAPTIVE = {"optimizer": "adaptive_muon", "muon_fp32_matmul_prec": "highest", **SECOND}
 HAS_ADAPTIVE = hasattr(OptimizerConfig, "adaptive_muon_beta2")
-BOUNDS = {torch.float32: 2e-3, torch.bfloat16: 0.15}
-"""Of the largest that an entry of an update can be. In bf16 a direction that a gradient hardly has
-is off by more than rounding: it is divided by how little the gradient has of it."""
+BOUNDS = {torch.float32: 2e-3, torch.bfloat16: 0.05}
+"""Of the largest that an entry of an update can be. With products of 16 bits a direction that a
+gradient hardly has is off by more than rounding: it is divided by how little the gradient has."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,11 @@ later steps, and the movement of the weights
 FP8 weights
     As FP8 with bf16 weights, but that the first step may be off by nothing where sums have one
     order (`is_exact`): both begin with the same bytes, and quantise them once a step.
+movement of Muon's weights
+    One Newton-Schulz step is a polynomial of the singular values, whose slope is largest at zero:
+    an error of a gradient is at most so many times as large in the update, relative to the update
+    that there is (`muon.py`). Beside that, products and rows on the wire are of 16 bits in cells
+    of 16 bits.
 movement with FP8 and bf16 on the wire
     The first rounding differs in every element, and FP8's thresholds amplify that from step to
     step, by as much as the model makes them: gradients that are sums over many tokens cancel. So it
@@ -51,7 +56,8 @@ FP8_NORM = 1e-2
 PEAK = 4
 """Largest error of an element, relative to the largest element, in units of the tensor's bound."""
 REROUTED = 4
-"""A token that one flipped rounding sends to another expert: in units of the later bounds."""
+"""A token that one flipped rounding sends to another expert: in units of the later bounds. Twice
+as much with Muon, whose updates differ by roundings of 16 bits themselves."""
 
 SENSITIVITY = 4
 """Of the movement of an FP8 cell with bf16 on the wire: units of what one rounding does to DDP."""
@@ -101,7 +107,7 @@ def bounds_of(cell: Cell) -> Bounds:
     casts = gamma(KERNEL, compute) if compute != U_FLOAT32 else 0.0
     later = GROWTH * (gradient + casts)
     if cell["layers"] in WITH_EXPERTS and compute != U_FLOAT32:
-        later *= REROUTED
+        later *= REROUTED * (1 if cell["optimizer"] == "adam" else 2)
     if fp8:
         gradient += gamma(1, U_E5M2)
         later = 2 * FP8_NORM + wire
@@ -109,3 +115,11 @@ def bounds_of(cell: Cell) -> Bounds:
             return Bounds(0.0, CANCELLATION * U_FLOAT32, 0.0, later, 2 * gradient)
         return Bounds(gradient, FP8_NORM + wire, FP8_NORM, later, 2 * gradient)
     return Bounds(gradient, gradient, loss, later, later)
+
+
+def movement_of(cell: Cell, bounds: Bounds, gain: float | None) -> float:
+    """Of one weight; `gain`: of a gradient's relative error in the update, None but for Muon's."""
+    if gain is None:
+        return bounds.movement
+    half = 0.0 if cell["precision"] == "fp32" else gamma(KERNEL, U_BFLOAT16)
+    return gain * (bounds.movement + half)

@@ -51,6 +51,7 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
     "units": ("layers", "parts"),
     "ep_overlap": ("off", "on"),
     "offload": ("none", "activations", "streamed", "core"),
+    "optimizer": ("adam", "muon", "adaptive_muon"),
 }
 
 MEANING: Mapping[str, str] = {
@@ -87,6 +88,7 @@ MEANING: Mapping[str, str] = {
     "ep_overlap": "`overlap_moe_expert_parallel_comm`: core's schedule of parts of layers",
     "offload": "nothing; what autograd saves, by a user's hooks; main weights and moments, by "
     "`chunked_optimizer_state_offload`, or by core's `optimizer_cpu_offload`",
+    "optimizer": "`optimizer`; before 0.19, which has no `adaptive_muon`, that is `muon` too",
 }
 
 _UNSPLIT: Cell = {
@@ -105,6 +107,7 @@ chosen; `gpu`, which begins with its cells, has the model-parallel axes too, whi
 shard over."""
 
 WITH_EXPERTS = ("moe", "te_grouped")
+MUONS = ("muon", "adaptive_muon")
 
 
 def uses_te(target: Value, layers: Value) -> bool:
@@ -253,6 +256,14 @@ RULES: tuple[Rule, ...] = (
             ep_overlap == "on" and buffers in ("slots", "nccl_ub")
             and STRATEGIES[str(strategy)].shard_weights
         ),
+    ),
+    Rule(
+        "refused: Muon in fp16", "megatron-core has none either",
+        lambda optimizer, precision: optimizer in MUONS and precision == "fp16",
+    ),
+    Rule(
+        "refused: offload of Muon", "only Adam's state is streamed",
+        lambda optimizer, offload: optimizer in MUONS and offload in ("streamed", "core"),
     ),
     # What has no meaning.
     Rule(

@@ -46,8 +46,10 @@ from tests.distributed.topologies import (
 from tests.engine.fake_graphs import FakeGraphs, put_graphs_into, to_be_graphed
 from tests.gpu.captured import forget_graphs
 
-from .bounds import PEAK, SENSITIVITY, Bounds, bounds_of, is_sensitive
+from .bounds import PEAK, SENSITIVITY, Bounds, bounds_of, is_sensitive, movement_of
 from .model import case_of, chunk_of, config_of, topology_of
+from .muon import muon_options, steps_by_hand
+from .split import Tensors, ddp_params, main_piece, put_together
 from .surroundings import activations_kept, check_export, memories
 from .table import REFERENCE, Cell, has_fp8_weights
 
@@ -57,8 +59,6 @@ WARMUP = 1
 
 UPDATES = gamma(STEPS * 2, U_FLOAT32)
 """Of a weight: each update rounds it, in the reference and in ours."""
-
-Tensors = dict[str, torch.Tensor]
 
 BUFFERS: Mapping[str, Mapping[str, bool]] = {
     "plain": {},
@@ -134,6 +134,7 @@ def build(
             case, use_distributed_optimizer=ours or quantised,
             overlap_param_gather=ours and case.overlap,
             **(offload() if cell["offload"] == "core" else {}),
+            **(muon_options(cell) if ours else {}),
         ),
         chunks,
         use_gloo_process_groups=False,
@@ -175,31 +176,29 @@ class Groups:
 @dataclass(frozen=True)
 class Record:
     """Losses and norms of all steps; the reference's whole tensors: gradients of the first step
-    and main weights before and after all."""
+    and main weights before and after all. gains: of Muon's matrices, by what the relative error of
+    a gradient may be multiplied in the update."""
 
     losses: list[float]
     norms: list[float]
     gradients: Tensors
     before: Tensors
     after: Tensors
-
-
-def _ddp_params(trainer: TopologyTrainer) -> Iterator[tuple[str, Any]]:
-    yield from trainer._named(lambda chunk: chunk)
+    gains: Mapping[str, float]
 
 
 def _main_weights(trainer: TopologyTrainer, whole: Tensors) -> Tensors:
     """`whole`: of FP8 weights the values that they were made from, which nobody keeps of frozen
     ones."""
     if whole:
-        mains = put_together(trainer, _main_piece)
+        mains = put_together(trainer, main_piece)
         return {
             name: mains[name] if param.requires_grad else whole.get(name, param.detach()).float()
-            for name, param in _ddp_params(trainer)
+            for name, param in ddp_params(trainer)
         }
     return {
         name: getattr(param, "main_param", param).detach().float().clone()
-        for name, param in _ddp_params(trainer)
+        for name, param in ddp_params(trainer)
     }
 
 
@@ -208,44 +207,9 @@ def _gradients(trainer: TopologyTrainer, is_split: bool) -> Tensors:
         return put_together(trainer, lambda param, rows: param.main_grad.view(-1)[rows])
     return {
         name: param.main_grad.detach().float().clone()
-        for name, param in _ddp_params(trainer)
+        for name, param in ddp_params(trainer)
         if param.requires_grad
     }
-
-
-def _main_piece(param: Any, rows: slice) -> torch.Tensor:
-    """A float32 parameter is its own main weight."""
-    main = getattr(param, "main_param", None)
-    return param.detach().view(-1)[rows] if main is None else main
-
-
-def put_together(
-    trainer: TopologyTrainer, piece_of: Callable[[Any, slice], torch.Tensor]
-) -> Tensors:
-    """What the distributed optimizer splits over data-parallel ranks, whole and float32, of every
-    trained parameter: `piece_of` gives this rank's piece, a range of the flat parameter;
-    collective."""
-    pieces = {}
-    for optimizer in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
-        for param in getattr(optimizer, "model_param_gbuf_map", ()):
-            held = optimizer._get_model_param_range_map(param)["param"]
-            pieces[id(param)] = slice(held.start, held.end)
-    found = {}
-    for name, param in _ddp_params(trainer):
-        if not param.requires_grad:
-            continue
-        whole = torch.zeros(param.numel(), device=param.device)
-        rows = pieces.get(id(param))
-        if rows is not None:
-            whole[rows] = piece_of(param, rows).detach().view(-1).float()
-        group = (
-            parallel_state.get_data_parallel_group(with_context_parallel=True)
-            if getattr(param, "allreduce", True)
-            else parallel_state.get_expert_data_parallel_group()
-        )
-        dist.all_reduce(whole, group=group)
-        found[name] = whole.view(param.shape)
-    return found
 
 
 def _updated(trainer: TopologyTrainer) -> float:
@@ -272,17 +236,18 @@ def _recorded(cell: Cell, width: str, groups: Groups, rounded: bool) -> Record:
     if cell["fusion"] == "on" or cell["strategy"] == "optim_grads_params":
         for chunk in trainer.chunks:
             switch_off_weight_cache(chunk)
+    gains = steps_by_hand(trainer, cell, bool(whole))
     before, gradients = _main_weights(trainer, whole), {}
     losses, norms = [], []
     for step in range(STEPS):
         losses.append(run_schedule(trainer, step))
         if step == 0:
             gradients = _gradients(trainer, bool(whole))
-        for _, param in _ddp_params(trainer) if rounded else ():
+        for _, param in ddp_params(trainer) if rounded else ():
             if param.requires_grad:
                 param.main_grad.copy_(param.main_grad.bfloat16())
         norms.append(_updated(trainer))
-    record = Record(losses, norms, gradients, before, _main_weights(trainer, whole))
+    record = Record(losses, norms, gradients, before, _main_weights(trainer, whole), gains)
     for chunk in trainer.chunks:
         give_up(chunk)
     return record
@@ -448,8 +413,11 @@ def _measured(
         assert all(one.replayed and not one.ran_eagerly for one in graphs), graphs
     check_shards(
         findings, "movement",
-        lambda name: max(bounds.movement, SENSITIVITY * movement.get(name, 0.0)), trainer,
-        lambda pair: pair.optimizer._local_tensor, reference.after, reference.before,
+        lambda name: max(
+            movement_of(cell, bounds, reference.gains.get(name)),
+            SENSITIVITY * movement.get(name, 0.0),
+        ),
+        trainer, lambda pair: pair.optimizer._local_tensor, reference.after, reference.before,
     )  # fmt: skip
     return findings
 

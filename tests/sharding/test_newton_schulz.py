@@ -72,6 +72,18 @@ def test_half_precision_is_as_near_to_float64_as_plain_steps_in_bf16(
         assert error <= max(1.1 * theirs, 3e-3 * exact.norm()), (kind, error, theirs)
 
 
+@pytest.mark.parametrize("ratio", [1, 3])
+def test_a_tall_matrix_is_as_exact_as_its_transpose(ratio: int) -> None:
+    """Polynomials are applied to either in the order of the steps: in another, what a step made
+    small meets errors that the next ones multiply."""
+    coefficients = coefficients_of("quintic", 5)
+    x = inputs(128, 128 * ratio)["one direction"].bfloat16()
+    wide = orthogonalised(x[None], coefficients)[0]
+    tall = orthogonalised(x.T.contiguous()[None], coefficients)[0].T
+    exact = plain(x.double(), coefficients)
+    assert (tall - exact).norm() <= 1.02 * (wide - exact).norm()
+
+
 @pytest.mark.parametrize("shape", [(3, 40, 40), (2, 17, 61), (1, 61, 17), (2, 1, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_singular_values_become_about_one(
@@ -142,8 +154,12 @@ def test_unknown_coefficients_are_refused() -> None:
 
 
 def test_costs_are_those_of_the_products_that_are_computed() -> None:
-    assert restarts_of(3) == () and restarts_of(5) == (3,) and restarts_of(8) == (2, 4, 6)
     n = 64
+    found = [restarts_of(steps, n, 7 * n) for steps in (3, 5, 8)]
+    assert found == [(), (3,), (2, 4, 6)]
+    # Nearly square, step by step: of each half a Gram matrix and a polynomial, and X.
+    assert restarts_of(5, n, n) == (1, 2, 3, 4)
+    assert cost(n, n) == 5 * (1 + 1 + 2) * n**3
     # Half of two Gram matrices and of 11 products of their size, all of three; X twice.
     assert cost(n, 7 * n) == cost(7 * n, n) == (2 * 7 + 11 + 3 * 2 + 2 * 2 * 7) * n**3
 

@@ -10,7 +10,7 @@ one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,14 @@ import torch
 import torch.distributed as dist
 
 from ...core.engine.buffer import copy_each
+from ...core.engine.engine import FsdpEngine
+from ...core.engine.group import ParamGroup
 from ...core.layout.ranges import nested_shard_rank
 from ...core.runtime.comm import Communicator
 from ...core.runtime.device import COMPUTE, GATHER, Runtime
-from ...core.topology import OUTER_DIM, TP_DIM, ShardDomain
+from ...core.topology import DENSE, EXPERT, OUTER_DIM, TP_DIM, ShardDomain
+from ..made_groups import mirror_ranks
+from ..placement import replicated_name
 from .matrices import Member, Piece
 from .plan import Run, Runs, StagePlan
 
@@ -60,19 +64,54 @@ def parties_of(domain: ShardDomain, shards_main: bool, splits_outer: bool) -> Pa
         if splits_outer:
             shard = nested_shard_rank(shard, outer, domain.outer_size)
         found.append((int(mesh[tuple(place.tolist())]), Member(shard, at.get(TP_DIM, 0))))
+    found.sort(key=lambda one: one[0])  # as torch sorts the ranks of a group
     ranks = tuple(rank for rank, _ in found)
     return Parties(ranks, tuple(member for _, member in found), ranks.index(dist.get_rank()))
 
 
+def parties_in(group: ParamGroup) -> Parties:
+    """Of the parameters of `group`."""
+    return parties_of(group.domain, group.config.strategy.shard_main, group.splits_outer)
+
+
+Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
+"""By ranks."""
+
+
+DOMAINS = tuple(name for kind in (DENSE, EXPERT) for name in (kind, replicated_name(kind)))
+"""In which matrices are. Domains of other names have the ranks of these."""
+
+
+def wanted_groups(engines: Sequence[FsdpEngine]) -> dict[str, tuple[int, ...]]:
+    """By domain, the parties that are not all ranks of the shards and no others."""
+    wanted = {}
+    for engine in engines:
+        for group in engine.groups:
+            parties = parties_in(group)
+            if parties.ranks != group.domain.axis.ranks and group.domain.name in DOMAINS:
+                wanted[group.domain.name] = parties.ranks
+    return wanted
+
+
+def exchange_groups(engines: Sequence[FsdpEngine]) -> Groups:
+    """Those that parties need beside the groups of their shards; collective over the default group,
+    also for ranks whose engines have no parameters of some domain."""
+    wanted, made = wanted_groups(engines), {}
+    for name in DOMAINS:
+        ranks = wanted.get(name, ())
+        group = mirror_ranks(ranks, f"muon_{name}")
+        if group is not None:
+            made[ranks] = group
+    return made
+
+
 def communicator_of(
-    parties: Parties, domain: ShardDomain, device: torch.device
+    parties: Parties, domain: ShardDomain, groups: Groups, device: torch.device
 ) -> Communicator:
-    """Over the group of the shards, if those are all; else over a new one of these ranks, which
-    alone take part in making it."""
+    """Over the group of the shards, if those are all; else over one of `groups`."""
     if parties.ranks == domain.axis.ranks:
         return Communicator(domain.reduce_group, device)
-    group = dist.new_group(list(parties.ranks), use_local_synchronization=True)
-    return Communicator(group, device)
+    return Communicator(groups[parties.ranks], device)
 
 
 class StageExchange:

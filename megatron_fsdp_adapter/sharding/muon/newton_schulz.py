@@ -11,20 +11,24 @@ matrix R, which is the smaller one, and with the product Q of their polynomials,
     R <- P R P,    Q <- P Q
 
 and X is multiplied by Q after the third step and after the last one: all else is small products,
-most of them symmetric. After the third step R is computed anew from X. Between, R has errors of a
-rounding of its largest eigenvalue, which can make small eigenvalues negative and which every step
-multiplies by a^2. Without the restart some matrices come out infinite, with one after the second or
-the fourth of five steps errors are larger; after the third they are smaller than those of plain
-steps in bf16, for matrices with singular values over four decades as well, and for one direction
-and noise (`tests/sharding/test_newton_schulz.py`). Q is not symmetric but for rounding, and is not
-mirrored: the errors of P then meet what the steps before have made small, as they do step by step;
-mirrored, one direction and noise came out with ten times its norm. The way and the need to restart
-are those of Gram Newton-Schulz (J. Zhang, N. Amsel, B. Chen, T. Dao,
+most of them symmetric. A matrix that is nearly square has no small products: X is multiplied in
+every step, which is less then.
+
+After the third step R is computed anew from X. Between, R has errors of a rounding of its largest
+eigenvalue, which can make small eigenvalues negative and which every step multiplies by a^2.
+Without the restart some matrices come out infinite, with one after the second or the fourth of five
+steps errors are larger; after the third they are smaller than those of plain steps in bf16, for
+matrices with singular values over four decades as well, and for one direction and noise
+(`tests/sharding/test_newton_schulz.py`). Q is not symmetric but for rounding, and is not mirrored:
+the errors of P then meet what the steps before have made small, as they do step by step; mirrored,
+one direction and noise came out with ten times its norm. A tall X is multiplied by its transpose
+for the same reason: by Q itself, 14336 x 4096 of one direction came out as not-a-number. The way
+and the need to restart are those of Gram Newton-Schulz (J. Zhang, N. Amsel, B. Chen, T. Dao,
 dao-lab.ai/blog/2026/gram-newton-schulz), which restarts after the second step, with other
 coefficients.
 
 Half precision is float16, of which all values here are in range: X is scaled to a root mean square
-of 1 and R to a mean eigenvalue of 1 until the restart, by factors that the products take back. Its
+of 1 and R to a mean eigenvalue of 1 at first, by factors that the last product takes back. Its
 roundings are an eighth of bf16's.
 """
 
@@ -56,7 +60,10 @@ https://leloykun.github.io/ponder/muon-opt-coeffs/ (megatron-core's default)."""
 
 EPS = 1e-7
 LARGEST_SCALE = 1 << 13
-"""Of the Gram matrix: eigenvalues are at most this until the restart; float16 ends at 65,504."""
+"""Of the Gram matrix, whose eigenvalues are at most 1.5 times this; float16 ends at 65,504."""
+SQUARE = 1.5
+"""Up to this ratio of its sides a matrix is multiplied in every step. The products of five steps
+take as long one way as the other at a ratio of 1.5, by their times on an H200."""
 
 
 def coefficients_of(name: str, steps: int) -> tuple[Coefficients, ...]:
@@ -69,9 +76,12 @@ def coefficients_of(name: str, steps: int) -> tuple[Coefficients, ...]:
     return tuple(islice(cycle(COEFFICIENTS[name]), steps))
 
 
-def restarts_of(steps: int) -> tuple[int, ...]:
-    """The steps, from 0, in front of which X and R are computed anew. Five steps need one restart.
-    More steps than that are there for accuracy: every second one."""
+def restarts_of(steps: int, rows: int, columns: int) -> tuple[int, ...]:
+    """The steps, from 0, in front of which X and R are computed anew: all, if the matrix is nearly
+    square. Five steps need one restart. More steps than that are there for accuracy: every second
+    one."""
+    if max(rows, columns) <= SQUARE * min(rows, columns):
+        return tuple(range(1, steps))
     return tuple(step for step in (3,) if step < steps) if steps <= 5 else tuple(range(2, steps, 2))
 
 
@@ -118,32 +128,31 @@ def _by_gram_matrix(x: torch.Tensor, coefficients: Sequence[Coefficients]) -> to
     """x: float16, with elements of a root mean square of 1, in memory that is written."""
     memory = [x, torch.empty_like(x)]  # to read from, and to write
     _, rows, columns = x.shape
-    tall, restarts = rows > columns, restarts_of(len(coefficients))
-    x_scale = (rows * columns) ** 0.5
+    tall, restarts = rows > columns, restarts_of(len(coefficients), rows, columns)
     r_scale = float(min(rows, columns, LARGEST_SCALE))
-    gram, product = symmetric_product(x, alpha=r_scale / x_scale**2, tall=tall), None
+    to_gram = r_scale / (rows * columns)
+    gram, product = symmetric_product(x, alpha=to_gram, tall=tall), None
     for number, (a, b, c) in enumerate(coefficients):
         if number in restarts:
-            x = _times(memory, product, 1 / x_scale, tall)
-            gram, product = symmetric_product(x, tall=tall), None
-            x_scale = r_scale = 1.0
+            x = _times(memory, product, 1.0, tall)
+            gram, product = symmetric_product(x, alpha=to_gram, tall=tall), None
         step = symmetric_product(
             gram, gram, gram, beta=b / r_scale, alpha=c / r_scale**2, diagonal=a
         )
         product = step if product is None else product_into(torch.empty_like(step), step, product)
         if number + 1 < len(coefficients) and number + 1 not in restarts:
             gram = symmetric_product(step, symmetric_product(step, gram))
-    return _times(memory, product, 1 / x_scale, tall)
+    return _times(memory, product, (rows * columns) ** -0.5, tall)
 
 
 def _times(
     memory: list[torch.Tensor], product: torch.Tensor | None, factor: float, tall: bool
 ) -> torch.Tensor:
-    """factor times `product` times the first of `memory`, in the second one; then they change
-    places."""
+    """factor times `product` times the first of `memory`, which has been transposed if it is tall,
+    in the second one; then they change places."""
     assert product is not None
     x, out = memory
-    product_into(out, *((x, product) if tall else (product, x)), alpha=factor)
+    product_into(out, *((x, product.mT) if tall else (product, x)), alpha=factor)
     memory.reverse()
     return out
 
@@ -151,7 +160,7 @@ def _times(
 def cost(rows: int, columns: int, steps: int = 5) -> int:
     """Floating-point operations of `steps` steps in half precision, of symmetric products half."""
     small, large = sorted((rows, columns))
-    passes = len(restarts_of(steps)) + 1
-    # Of each pass with s steps: s polynomials, s - 1 whole products Q, 2 (s - 1) for the next R.
+    passes = len(restarts_of(steps, rows, columns)) + 1
+    # Of each pass of s steps: s polynomials, s - 1 whole products Q, 2 (s - 1) for the next R.
     inner = steps + 4 * (steps - passes)
     return passes * 3 * small * small * large + inner * small**3

@@ -26,7 +26,7 @@ from ...core.runtime.comm import Communicator
 from ...core.topology import TP_DIM
 from ..local_optimizer import LocalShards
 from . import newton_schulz, owners
-from .exchange import Parties, StageExchange, communicator_of, parties_of
+from .exchange import Groups, Parties, StageExchange, communicator_of, parties_in
 from .matrices import MuonParam
 from .plan import plan_stage, sent_before, stages_of
 
@@ -113,14 +113,16 @@ class MuonShards(LocalShards):
     """Local shards of an optimizer of which Muon updates some groups.
 
     Args:
-        engines: those of the parameters. rule: which groups, and how.
+        engines: those of the parameters. rule: which groups, and how. exchange: the process groups
+        that `exchange_groups` has made for the engines.
     """
 
     def __init__(
-        self, engines: Sequence[FsdpEngine], rule: MuonRule, optimizer: Any, skip_empty: bool,
-        decoupled: bool,
+        self, engines: Sequence[FsdpEngine], rule: MuonRule, exchange: Groups, optimizer: Any,
+        skip_empty: bool, decoupled: bool,
     ) -> None:  # fmt: skip
         self._engines, self._rule, self._runtime = engines, rule, engines[0].runtime
+        self._groups = exchange
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._planned_groups, self._stages = 0, list[Stage]()
         self._sent_before: tuple[int, ...] = ()
@@ -186,10 +188,11 @@ class MuonShards(LocalShards):
                 ]
                 if not pairs:
                     continue
-                shards_main = engine.config.strategy.shard_main
-                parties = parties_of(group.domain, shards_main, group.splits_outer)
+                parties = parties_in(group)
                 if parties.ranks not in self._communicators:
-                    made = communicator_of(parties, group.domain, self._runtime.device)
+                    made = communicator_of(
+                        parties, group.domain, self._groups, self._runtime.device
+                    )
                     self._communicators[parties.ranks] = made
                 entries = [
                     Entry(*where[id(pair.optimizer)], self._muon_param(pair)) for pair in pairs

@@ -13,6 +13,7 @@ import torch
 from ...core.engine.engine import FsdpEngine
 from ...core.engine.identity import ParamPair
 from ..local_optimizer import LocalShards
+from .exchange import exchange_groups, wanted_groups
 from .shards import MuonOptions, MuonRule, MuonShards, Options
 
 
@@ -25,8 +26,11 @@ def is_torch_muon(kind: type) -> bool:
 
 def muon_shards(engines: Sequence[FsdpEngine]) -> Callable[[Any, bool, bool], LocalShards]:
     """What makes the shards of a `torch.optim.Muon` over the parameters of `engines`. Every
-    parameter is one matrix, as it is to torch's own."""
-    return functools.partial(MuonShards, engines, MuonRule(lambda _: True, _options, _whole))
+    parameter is one matrix, as it is to torch's own. Collective over the default process group
+    where an outer axis splits shards: all ranks have the same engines."""
+    rule = MuonRule(lambda _: True, _options, _whole)
+    made = exchange_groups(engines) if wanted_groups(engines) else {}
+    return functools.partial(MuonShards, engines, rule, made)
 
 
 def _whole(pair: ParamPair) -> tuple[int, ...]:

@@ -1,0 +1,82 @@
+"""Process groups that are made beside those that there are.
+
+Every making of a group is collective over the default group. torch can make one among its members
+alone, but names it after a number that each of them counts for itself (of the groups that it is in,
+or from 2.15 on of those that it took part in making): members that have counted differently wait
+for each other for good.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+
+def mirror_group(
+    group: dist.ProcessGroup | None,
+    name: str,
+    timeout: timedelta | None = None,
+    options: Any = None,
+) -> dist.ProcessGroup | None:
+    """A new group with the ranks of `group`, or None for None; collective over the default group.
+    `options` are those of the backend. ValueError as for `create_all_gather_groups`."""
+    mine = () if group is None else tuple(dist.get_process_group_ranks(group))
+    return mirror_ranks(mine, name, timeout, options)
+
+
+def mirror_ranks(
+    mine: tuple[int, ...], name: str, timeout: timedelta | None = None, options: Any = None
+) -> dist.ProcessGroup | None:
+    """A new group of the ranks `mine`, or None for no ranks; collective over the default group."""
+    made = {
+        ranks: dist.new_group(
+            list(ranks), timeout=timeout, pg_options=options, group_desc=name.upper()
+        )
+        for ranks in everyones_groups(name, mine)
+    }
+    return made.get(tuple(sorted(mine)))
+
+
+def everyones_groups(attribute: str, mine: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The groups of which each rank has told its own, `mine`, () without one; collective.
+
+    A digest a rank is told: who tells the same is in the same group. Lists of ranks would be as
+    many numbers as the square of the world, on every rank; they are told only if digests do not
+    fit, to say why.
+    """
+    world, digest = dist.get_world_size(), digest_of(mine)
+    digests: list[str] = [""] * world
+    dist.all_gather_object(digests, digest)
+    found: dict[str, list[int]] = {}
+    for rank, told in enumerate(digests):
+        if told:
+            found.setdefault(told, []).append(rank)
+    fits: list[bool] = [True] * world
+    dist.all_gather_object(fits, not mine or found[digest] == sorted(mine))
+    if not all(fits):
+        everyone: list[tuple[int, ...]] = [()] * world
+        dist.all_gather_object(everyone, mine)
+        _check_members(attribute, everyone)
+    return sorted(map(tuple, found.values()))
+
+
+def digest_of(ranks: tuple[int, ...]) -> str:
+    return hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest() if ranks else ""
+
+
+def _check_members(attribute: str, everyone: Sequence[tuple[int, ...]]) -> None:
+    """`everyone[r]` are the ranks of rank r's group, () without one."""
+    for rank, ranks in enumerate(everyone):
+        if ranks and rank not in ranks:
+            raise ValueError(f"{attribute}: rank {rank} says its group has ranks {list(ranks)}")
+        for member in ranks:
+            if everyone[member] != ranks:
+                raise ValueError(
+                    f"{attribute}: rank {rank} says its group has ranks {list(ranks)}, but rank "
+                    f"{member} says {list(everyone[member])}: groups must not overlap, and all of "
+                    "their members must pass them"
+                )

@@ -1,0 +1,107 @@
+"""Muon in cells and in their references.
+
+Stock DDP's optimizer is Adam. In the reference its step finds no gradients of Muon's matrices: they
+have been updated by `muon_reference.py`, which has whole matrices, with the gradients that Adam
+would have been given, clipped. One Newton-Schulz step is made: more would multiply the errors of
+gradients, which cells have more of than Muon's own tests, by hundreds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig
+
+from tests.distributed.muon_reference import QUINTIC, Reference, is_muons
+from tests.distributed.topologies import TopologyTrainer
+
+from .split import ddp_params, main_piece, optimizers_of, pieces_of, put_together
+from .table import MUONS, Cell
+
+FACTOR = 0.2
+"""On updates, which then have the size of Adam's."""
+SECOND = (0.9, 0.05)
+"""Beta and eps of adaptive Muon; an eps of the size of an entry, by which the factor is less."""
+
+
+def _is_adaptive(cell: Cell) -> bool:
+    return cell["optimizer"] == "adaptive_muon" and hasattr(
+        OptimizerConfig, "adaptive_muon_beta2"
+    )
+
+
+def _factor(cell: Cell) -> float:
+    return FACTOR * SECOND[1] if _is_adaptive(cell) else FACTOR
+
+
+def muon_options(cell: Cell) -> dict[str, Any]:
+    """Of the optimizer config; none for Adam."""
+    if cell["optimizer"] not in MUONS:
+        return {}
+    options = {
+        "optimizer": "muon", "muon_num_ns_steps": 1, "muon_extra_scale_factor": _factor(cell),
+        "muon_fp32_matmul_prec": "highest" if cell["precision"] == "fp32" else "medium",
+    }  # fmt: skip
+    if _is_adaptive(cell):
+        beta, eps = SECOND
+        options |= {
+            "optimizer": "adaptive_muon", "adaptive_muon_beta2": beta, "adaptive_muon_eps": eps,
+        }  # fmt: skip
+    return options
+
+
+def steps_by_hand(trainer: TopologyTrainer, cell: Cell, is_split: bool) -> Mapping[str, float]:
+    """Makes Muon's steps in the reference, if the cell has any; `is_split`: main weights are the
+    distributed optimizer's. What is returned is filled in by the steps: by name, how many times an
+    error of the gradient, relative to it, may be in the update."""
+    if cell["optimizer"] not in MUONS:
+        return {}
+    case, factor = trainer.case, _factor(cell)
+    reference = Reference(
+        trainer.chunks[0].config, case.lr, case.weight_decay, case.adam_eps, case.clip,
+        scale=lambda rows, columns: factor * max(rows, columns) ** 0.5,
+        second=SECOND if _is_adaptive(cell) else None, coefficients=QUINTIC[:1],
+    )  # fmt: skip
+    first = next(o.optimizer for o in optimizers_of(trainer) if o.optimizer is not None)
+    # By then core has clipped the gradients of all chained optimizers.
+    first.register_step_pre_hook(
+        lambda *unused: _step_split(trainer, reference) if is_split else _step(trainer, reference)
+    )
+    return reference.gains
+
+
+def _matrices(trainer: TopologyTrainer) -> list[tuple[str, Any]]:
+    return [
+        (name, param) for name, param in ddp_params(trainer)
+        if param.requires_grad and is_muons(name, param)
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def _step(trainer: TopologyTrainer, reference: Reference) -> None:
+    for name, param in _matrices(trainer):
+        main = getattr(param, "main_param", param)
+        main.copy_(reference.muon(name, param, main.clone(), main.grad))
+        main.grad = None
+
+
+@torch.no_grad()
+def _step_split(trainer: TopologyTrainer, reference: Reference) -> None:
+    """The distributed optimizer has pieces of main weights; collective."""
+    weights = put_together(trainer, main_piece)
+    gradients = put_together(trainer, _gradient_piece)
+    pieces = pieces_of(trainer)
+    for name, param in _matrices(trainer):
+        updated = reference.muon(name, param, weights[name], gradients[name])
+        rows = pieces.get(id(param))
+        if rows is not None:
+            main = main_piece(param, rows)
+            main.copy_(updated.view(-1)[rows].view_as(main))
+            param.main_param.grad = None
+
+
+def _gradient_piece(param: Any, rows: slice) -> torch.Tensor:
+    grad: torch.Tensor = param.main_param.grad
+    return grad
