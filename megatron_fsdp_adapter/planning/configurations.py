@@ -386,7 +386,7 @@ def _stage(
 ) -> tuple[float, dict[str, float], Timeline]:
     """Seconds of a step on a stage, where they go, and a timeline."""
     layers = len(layers_of(shape, chosen.parallel, stage))
-    run = min(count, 3)
+    run = min(count, 3 + warmup_of(chosen, stage, count))
     if layers <= MORE or chosen.features.every_layer_counts:
         ran = _ran(shape, chosen, machine, run, stage, layers)
     else:
@@ -440,7 +440,7 @@ def program_of(
     mine = [unit for unit in mine if unit.name not in left_out]
     used = {domain for unit in mine for _, _, domain in unit.params}
     shards = {name: sizes for name, sizes in chosen.shards.items() if name in used}
-    warmup = min(chosen.parallel.pipeline - 1 - stage, microbatches - 1, 2)
+    warmup = warmup_of(chosen, stage, microbatches)
     setup = StepSetup(
         chosen.engine, shards, microbatches, warmup, separate_gathers=chosen.separate_gathers,
         copy_gathers=chosen.copies, copy_reduces=chosen.copies, fused=chosen.fused,
@@ -452,6 +452,12 @@ def program_of(
         expert_overlap=features.expert_overlap,
     )  # fmt: skip
     return record_step(mine, setup)
+
+
+def warmup_of(chosen: Configuration, stage: int, microbatches: int) -> int:
+    """Forwards in front of the first backward, but one at the most: a backward and the forward of
+    another microbatch take turns from then on, however many were in front."""
+    return min(chosen.parallel.pipeline - 1 - stage, microbatches - 1, 1)
 
 
 def kept_rows(shape: Shape, chosen: Configuration, stage: int) -> dict[str, Strategy]:

@@ -4,15 +4,26 @@ candidates and leaves out hopeless ones; nobody is told."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 
 from .configurations import Configuration, groups
 from .features import MUON, Features
-from .machine import Machine, collective_seconds
-from .program import Kind
-from .shapes import DENSE, EXPERT, Parallel, Shape, activation_bytes, layer_bytes
+from .machine import Gpu, Machine, collective_seconds, operation_seconds
+from .program import COLLECTIVES, Kind
+from .shapes import (
+    DENSE,
+    EXPERT,
+    Parallel,
+    Shape,
+    activation_bytes,
+    head_work,
+    layer_bytes,
+    layer_work,
+)
+from .timed_modules import Work
 
 
 class Split:
@@ -36,16 +47,16 @@ class Split:
         self.microbatches = global_batch // (ranks * microbatch)
         self.bubble = (parallel.pipeline - 1) / parallel.virtual / self.microbatches
         self.numel = _numel(shape, parallel)
-        self.compute = self._compute(gpus, global_batch)
+        self.compute = self.microbatches * self._stage_seconds() * machine.gpu.sustained
 
-    def _compute(self, gpus: int, global_batch: int) -> float:
+    def _stage_seconds(self) -> float:
+        """Of a microbatch on the slowest stage: layers cannot be cut, and the last has the loss."""
         shape, parallel, gpu = self.shape, self.parallel, self.machine.gpu
-        work = shape.step_flops(global_batch * shape.seq_length) / gpus
-        work *= (4 / 3 if parallel.recompute else 1) * _slowest_stage(shape, parallel)
-        fp8 = bool(self._features.quantised.name)
-        rate = 0.8 * gpu.fp8_product_tflops if fp8 else 0.85 * gpu.product_tflops
-        small = 1.0 if self.microbatch * shape.seq_length >= 4096 else 1.2
-        return work / (rate * 1e12) * small
+        layers, stages = shape.gpt.num_layers, parallel.pipeline
+        tokens = self.microbatch * shape.seq_length / parallel.context
+        *layer, _ = layer_work(shape, parallel, tokens, layers - 1, self._features.quantised)
+        own, head = _seconds(layer, gpu), _seconds(head_work(shape, parallel, tokens), gpu)
+        return max(math.ceil(layers / stages) * own, layers // stages * own + head)
 
     @cached_property
     def activations(self) -> float:
@@ -135,12 +146,12 @@ class Split:
         return total
 
 
-def _slowest_stage(shape: Shape, parallel: Parallel) -> float:
-    """Its work, in parts of the mean: layers cannot be cut, and the last one has the loss."""
-    layers, stages = shape.gpt.num_layers, parallel.pipeline
-    head = shape.vocabulary * shape.gpt.hidden_size / shape.active_numel(layers - 1)
-    most = max(math.ceil(layers / stages), layers // stages + head)
-    return most * stages / (layers + head)
+def _seconds(passes: Iterable[Sequence[Work]], gpu: Gpu) -> float:
+    """Of what computes in them, alone."""
+    return sum(
+        operation_seconds(work.kind, work.amount, gpu, work.kernels)
+        for works in passes for work in works if work.kind not in COLLECTIVES
+    )
 
 
 def _numel(shape: Shape, parallel: Parallel) -> dict[str, float]:

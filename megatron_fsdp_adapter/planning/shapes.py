@@ -244,11 +244,11 @@ def units(
         head = ROOT
     for name, mine in params.items():
         if name.startswith("decoder.layers."):
-            forward, backward, host = _layer_work(
+            forward, backward, host = layer_work(
                 shape, parallel, tokens, int(name.split(".")[2]), quantised
             )
         elif name == head:
-            forward, backward = _head_work(shape, parallel, tokens)
+            forward, backward = head_work(shape, parallel, tokens)
             host = LAYER_HOST / 2
         else:
             moved = tokens * shape.gpt.hidden_size * BF16 * 2
@@ -269,9 +269,10 @@ def _joined(rows: Sequence[Row]) -> Iterator[Row]:
         yield unit, fqn, (len(members) * first, *others), domain
 
 
-def _layer_work(
+def layer_work(
     shape: Shape, parallel: Parallel, tokens: float, number: int, quantised: Quantisation
 ) -> tuple[tuple[Work, ...], tuple[Work, ...], float]:
+    """Of a rank: forward and backward of a layer for so many tokens, and what the host takes."""
     gpt, tensor = shape.gpt, parallel.tensor
     moe = shape.is_moe(number)
     dense, grouped = _numel_of(shape, number)
@@ -370,7 +371,7 @@ HEAD_PASSES = 62.0
 """Bytes that loss and softmax move a token and row of the vocabulary, forward and backward."""
 
 
-def _head_work(
+def head_work(
     shape: Shape, parallel: Parallel, tokens: float
 ) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
     """The output layer and the loss, in float32."""

@@ -14,7 +14,7 @@ from megatron_fsdp_adapter.cli.estimate import plan_model
 from megatron_fsdp_adapter.cli.gpt import PRESETS, config_from
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.diagnostics.memory import LIFE, PERSISTENT, Precision
-from megatron_fsdp_adapter.planning import command
+from megatron_fsdp_adapter.planning import command, configurations
 from megatron_fsdp_adapter.planning.configurations import (
     ACTIVATIONS,
     Configuration,
@@ -314,3 +314,12 @@ def test_flags_of_megatron_make_the_same_model():
     assert from_options(options, "x").gpt == config_from(options)
     mixture = from_options({**options, "num_experts": 8}, "x")
     assert mixture.experts is not None and mixture.experts.topk == 2
+
+
+def test_stages_of_as_many_layers_take_as_long_wherever_they_are():
+    # The first one runs a backward and the forward of another microbatch in turn.
+    whole = shape_named("llama3-8b")
+    shape = replace(whole, gpt=replace(whole.gpt, vocab_size=1024))
+    chosen = Configuration(8, Parallel(pipeline=8), "optim")
+    first, last = (configurations._stage(shape, chosen, H200, 32, stage)[0] for stage in (0, 7))
+    assert first == pytest.approx(last, rel=0.02)
