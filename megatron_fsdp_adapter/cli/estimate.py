@@ -153,7 +153,7 @@ class Model:
         """Bytes by kind on `rank`; with `num_layers` transformer layers in place of its own."""
         every = self.units(num_layers)
         rows = self.kept(strategy, precision, num_layers).rows
-        again, whole = self.quantised.recomputes, self._is_whole(strategy)
+        again, whole = self.quantised.recomputes, self.is_whole(strategy)
         held = {
             (id(kind), row): unit_bytes(kind.layouts, row, precision, rank, again, whole)
             for kind, row in {(id(k), r): (k, r) for k, r in zip(every, rows, strict=True)}.values()
@@ -176,11 +176,11 @@ class Model:
         """What of which units the budget keeps whole over a step."""
         every = self.units(num_layers)
         forward_only = [at for at, kind in enumerate(every) if EMBEDDING in kind.names]
-        whole = self._is_whole(strategy)
+        whole = self.is_whole(strategy)
         layouts = [[one for one in kind.layouts if not whole(one)] for kind in every]
         return kept_units(layouts, strategy, precision, self.budget, forward_only)
 
-    def _is_whole(self, strategy: Strategy) -> Callable[[GroupLayout], bool]:
+    def is_whole(self, strategy: Strategy) -> Callable[[GroupLayout], bool]:
         """Whether a group's domain has one rank; of layers in graphs those of experts alone may."""
         may = strategy.shard_grads and not (self.graphs and self.num_shards == 1)
         return lambda layout: may and layout.num_shards == 1
@@ -224,7 +224,7 @@ class Model:
             return 0
         first_and_root = 0, len(self.order) - 1
         units, rows = self.units(), self.kept(strategy, precision).rows
-        whole = self._is_whole(strategy)
+        whole = self.is_whole(strategy)
         held = (unit_bytes(units[at].layouts, rows[at], precision, 0, False, whole)
                 for at in first_and_root)  # fmt: skip
         return sum(one.get(GATHERED_WEIGHTS, 0) for one in held)

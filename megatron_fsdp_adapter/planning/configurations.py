@@ -270,14 +270,24 @@ def memory(
     )
 
 
+def kept_shards(model: Model, strategy: Strategy) -> int:
+    """Bytes of the shards of weights that stay between gathers where an outer axis is split."""
+    is_whole = model.is_whole(strategy)
+    return sum(
+        BF16 * layout.shard_numel * len(kind.names)
+        for kind in model.kinds for layout in kind.layouts if not is_whole(layout)
+    )
+
+
 def _stage_memory(
     shape: Shape, chosen: Configuration, machine: Machine, microbatches: int, stage: int
 ) -> dict[str, int]:
     model = planned(shape, chosen, stage)
-    held = model.bytes_held(STRATEGIES[chosen.strategy], chosen.features.precision, 0)
+    strategy = STRATEGIES[chosen.strategy]
+    held = model.bytes_held(strategy, chosen.features.precision, 0)
     if chosen.engine.shard_outer:
-        if chosen.strategy == "optim_grads_params":
-            held[KEPT_SHARD] = held.get(MAIN_WEIGHTS, 0) // 2
+        if strategy.shard_weights:
+            held[KEPT_SHARD] = kept_shards(model, strategy)
         for kind in (MAIN_WEIGHTS, OPTIMIZER_STATE):
             held[kind] = -(-held.get(kind, 0) // chosen.instances)
     in_flight = passes_in_flight(chosen, stage, microbatches)

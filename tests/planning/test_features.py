@@ -321,3 +321,30 @@ def test_what_is_not_modelled_is_refused_by_name(options, named):
     with pytest.raises(ValueError, match=f"{named}.* is not modelled.*leave it out"):
         features_of(options)
     assert features_of(dict.fromkeys(options) | {"cuda_graph_scope": "full"}) == Features()
+
+
+def test_experts_of_one_rank_are_planned_whole():
+    """They are neither gathered nor put in buckets; split instances keep shards of the rest."""
+    zero_3, zero_1 = EXPERTS, replace(EXPERTS, strategy="optim")
+    assert zero_3.engine.whole == ("expert",) and zero_1.engine.whole == ()
+    numel = sum(
+        math.prod(shape)
+        for unit in units(MIXTRAL, EXPERTS.parallel, 1, 0) for _, shape, domain in unit.params
+        if domain == "expert"
+    )  # fmt: skip
+    passes = [
+        sum(one.amount for one in program_of(MIXTRAL, chosen, 4, 0, 4).operations
+            if one.kind is Kind.MEMORY)
+        for chosen in (zero_3, zero_1)
+    ]  # fmt: skip
+    # Of two steps of four microbatches; casts and buckets of experts would be some 190 bytes each.
+    assert abs(passes[0] - passes[1]) < 20 * numel
+    held, kept = (
+        planned(MIXTRAL, one, 0).bytes_held(STRATEGIES[one.strategy], one.features.precision, 0)
+        for one in (zero_3, zero_1)
+    )
+    assert 2 * numel <= held["compute weights"] < 1.01 * 2 * numel < kept["compute weights"]
+    assert held["gradient shard"] > 4 * numel and held["reduce bucket"] < numel
+    split = replace(EXPERTS, gpus=4, instances=2, outer_optim=True)
+    dense = memory(MIXTRAL, split, H200, 4)["shard of weights"]
+    assert 0 < dense < numel
