@@ -189,11 +189,25 @@ def inversions(found: Sequence[Compared]) -> list[str]:
     return lines
 
 
+def with_field_of(machine: Machine, tables: Machine, name: str) -> Machine:
+    """`machine` with a part, or a field of the GPU, of `tables`; AttributeError for other names."""
+    if name in ("contention", "network"):
+        return replace(machine, **{name: getattr(tables, name)})
+    return replace(machine, gpu=replace(machine.gpu, **{name: getattr(tables.gpu, name)}))
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machine", help="what `plan --measure` has written; default: the tables")
+    parser.add_argument("--of-tables", metavar="NAMES", default="", help="with --machine: what is "
+                        "the tables' all the same: contention, network, fields of the GPU; these "
+                        "were fitted to the rows that are not kept aside")  # fmt: skip
     given = parser.parse_args(arguments)
-    found = compare(ROWS, from_json(given.machine) if given.machine else machine_named("h200"))
+    tables = machine_named("h200")
+    machine = from_json(given.machine) if given.machine else tables
+    for name in filter(None, given.of_tables.split(",")):
+        machine = with_field_of(machine, tables, name)
+    found = compare(ROWS, machine)
     print("| table | wrapper | microbatches | measured ms | predicted ms | off | |")
     print("|" + "---|" * 7)
     for one in found:
