@@ -32,6 +32,9 @@ SWITCHES = {
     "optimizer_cpu_offload": "a part of the optimizer on the host",
 }
 
+STATE_BYTES = {"adam": 8, "lion": 4}
+"""Of an element, in float32: moments that the optimizer keeps."""
+
 MATRICES_OF_ADAM = ("embedding", "output_layer", "router")
 
 
@@ -49,6 +52,7 @@ def precision(given: Mapping[str, Any]) -> Precision:
     on_host = given.get("optimizer_offload_fraction", 0.0)
     return Precision(
         policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype,
+        state_bytes=STATE_BYTES.get(given.get("optimizer", "adam"), 8),
         offload=given.get("chunked_optimizer_state_offload", False),
         host_fraction=on_host if given.get("optimizer_cpu_offload", False) else 0.0,
         is_muons=is_muons if given.get("optimizer") == "muon" else None,

@@ -41,6 +41,8 @@ from .seams.core_api import MORE, Replacement
 MUON, ADAPTIVE = "muon", "adaptive_muon"
 KINDS = (MUON, ADAPTIVE)
 """Of `optimizer`."""
+LION = "lion"
+"""No Muon, but core makes it by the same function of its own, where Adam's does."""
 METHOD = "adamuon"
 """Of `adaptive_muon_moment2_method`: the one whose second moment is entry by entry. The others have
 means over rows, columns or all of a matrix, which ranks have parts of."""
@@ -65,7 +67,13 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
 
 def asked_for(config: Any) -> Any | None:
     """The optimizer config that asks for Muon, if this is one or stands in for one; else None."""
-    return config if config.optimizer in KINDS else getattr(config, _ASKED, None)
+    asked = given(config)
+    return asked if asked.optimizer in KINDS else None
+
+
+def given(config: Any) -> Any:
+    """The optimizer config that this one stands in for, or itself."""
+    return getattr(config, _ASKED, config)
 
 
 def as_adam(config: Any) -> Any:
@@ -282,8 +290,11 @@ def _make_with_muon(
     original: Callable[..., Any], config: Any, model_chunks: Sequence[Any], *args: Any,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Core makes the inner optimizer of the groups, and wraps it: Adam."""
-    if ours_among(model_chunks) and config.optimizer in KINDS:
+    """Core makes the inner optimizer of the groups, and wraps it: Adam, or Lion."""
+    if ours_among(model_chunks) and given(config).optimizer == LION:
+        config = copy.copy(config)
+        config.optimizer = LION
+    elif ours_among(model_chunks) and config.optimizer in KINDS:
         config = as_adam(config)
     return original(config, model_chunks, *args, **kwargs)
 
@@ -292,9 +303,10 @@ def _make_emerging(
     original: Callable[..., Any], config: Any, model_chunks: Sequence[Any],
     config_overrides: Any = None, pg_collection: Any = None,
 ) -> Any:  # fmt: skip
-    """From 0.18 on core turns off here for all but Adam and SGD; with sharded weights it does not.
-    Its groups on the host are for checkpoints of another format."""
-    if not ours_among(model_chunks) or config.optimizer not in KINDS:
+    """From 0.18 on core turns off here for all but Adam and SGD; with sharded weights it does not,
+    but goes on as for Adam until it makes the inner optimizer. Its groups on the host are for
+    checkpoints of another format."""
+    if not ours_among(model_chunks) or config.optimizer not in (*KINDS, LION):
         return original(config, model_chunks, config_overrides, pg_collection)
     return core_optimizer.get_megatron_optimizer(
         as_adam(config), model_chunks, config_overrides, use_gloo_process_groups=False,

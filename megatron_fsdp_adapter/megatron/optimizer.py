@@ -58,14 +58,15 @@ def _param_groups(
         return original(model_chunks, *args, **kwargs)
     config = kwargs["config"] if "config" in kwargs else args[0]
     engines = [chunk.engine for chunk in ours]
-    with_muon = muon.asked_for(config)
+    with_muon, given = muon.asked_for(config), muon.given(config)
+    checked = given if with_muon is None else config
     raise_problems(
         "Megatron's optimizer with FullyShardedDataParallel",
         [
-            *support.problems(config, support.OPTIMIZER_CONFIG_RULES),
+            *support.problems(given, support.OPTIMIZER_CONFIG_RULES),
             *(muon.problems(with_muon, engines) if with_muon else ()),
-            *_precision_problems(config, ours),
-            *hybrid_optimizer.problems(config, engines),
+            *_precision_problems(checked, ours),
+            *hybrid_optimizer.problems(checked, engines),
             *late_step.problems(config, ours),
             *step_graphs.problems(config, ours),
         ],

@@ -98,7 +98,7 @@ def test_core_makes_no_muon_on_shards(
     assert not made
 
 
-@pytest.mark.parametrize("name", ["dist_muon", "soap", "lion"])
+@pytest.mark.parametrize("name", ["dist_muon", "soap"])
 def test_core_asks_for_parameter_groups_of_every_optimizer_where_others_are_refused(
     one_rank: torch.device, name: str
 ) -> None:

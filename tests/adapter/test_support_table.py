@@ -72,7 +72,7 @@ TRIGGERS: dict[str, Values] = {
     "exp_avg_sq_dtype": (torch.float16, torch.bfloat16),
     "optimizer_offload_fraction": (1.5,),
     "decoupled_weight_decay": (False,),
-    "optimizer": ("soap", "sgd"),
+    "optimizer": ("soap", "lion", "sgd"),
     "loss_scale": (128.0,),
     "grad_norm_skip_threshold": (3.0,),
 }
@@ -100,10 +100,11 @@ BESIDE: dict[str, dict[str, Any]] = {
     **{
         option: {STEP_GRAPH: True}
         for option in (
-            "optimizer", "fp16", "loss_scale", "grad_norm_skip_threshold", "log_num_zeros_in_grad",
+            "fp16", "loss_scale", "grad_norm_skip_threshold", "log_num_zeros_in_grad",
             "optimizer_cpu_offload",
         )
     },
+    "optimizer": {STEP_GRAPH: True, "optimizer_cpu_offload": True},
     "store_param_remainders": {STEP_GRAPH: True, "use_precision_aware_optimizer": True},
     "flextron": {"pipeline_model_parallel_size": 2},
     "fsdp_overlap_param_gather_with_optimizer_step": {"overlap_param_gather": False},

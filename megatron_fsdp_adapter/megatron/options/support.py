@@ -279,7 +279,7 @@ _STEP_GRAPH_RULES: tuple[Rule, ...] = (
 )
 
 
-OPTIMIZERS = ("adam", "sgd", "muon", "adaptive_muon")
+OPTIMIZERS = ("adam", "sgd", "lion", "muon", "adaptive_muon")
 """SOAP needs whole matrices too, with state of another shape than theirs."""
 
 OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
@@ -288,6 +288,12 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
         lambda config: config.optimizer not in OPTIMIZERS,
         f"with sharded weights megatron-core's optimizer is one of {list(OPTIMIZERS)}; use one of "
         "them",
+    ),
+    _offloaded(
+        "optimizer",
+        lambda name: name == "lion",
+        "megatron-core would update by SGD, without a word, where it offloads the optimizer; use "
+        "'adam', or set optimizer_cpu_offload to False",
     ),
     _moment_dtype("exp_avg_dtype"),
     _moment_dtype("exp_avg_sq_dtype"),
