@@ -133,8 +133,9 @@ def _interleaves_split_halves(option: str) -> Rule:
 _SHARDS = "more ranks hold parts of a weight, and data-parallel groups contain them"
 _REMAT = "its ranks hold parts of a weight, and data-parallel groups contain them; set it to 1"
 _OWN_RECIPE = (
-    "it computes in MXFP8 or NVFP4 by a recipe of its own, and was never run with this wrapper for "
-    "want of a GPU that does; set it to False"
+    "it is a kernel for MXFP8 and NVFP4 alone, which Blackwell GPUs compute, and was never run "
+    "with this wrapper for want of one; set it to False, and the layers compute the same by "
+    "fp8_recipe"
 )
 _ONE_TENSOR = (
     "all experts of a rank are one tensor, which a checkpoint cannot tell from another rank's, and "
@@ -156,8 +157,10 @@ def _above_tensor_parallel(option: str, size: str) -> Rule:
 LATER_MODEL_RULES: tuple[Rule, ...] = (
     off(
         "overlap_dispatch_backward_with_experts_wgrad",
-        "weight gradients arrive after the layer's backward, when its bucket is on its way; set it "
-        "to False",
+        "weight gradients of experts come after the experts' own backward, on a stream of core's, "
+        "and that was never run with this wrapper; set it to False, and "
+        "overlap_moe_expert_parallel_comm=True with delay_wgrad_compute=True, which hides the same "
+        "exchange behind the same products, is supported",
     ),
     _above_one("gtp_weight_remat_size", _REMAT),
     _above_one("expert_gtp_weight_remat_size", _REMAT),
