@@ -22,6 +22,7 @@ from megatron_fsdp_adapter.core.config import (
 from megatron_fsdp_adapter.diagnostics.memory import (
     BACKWARD_TO_STEP,
     FORWARD_TO_BACKWARD,
+    GATHERED_WEIGHTS,
     IN_STEP,
     KEPT_SHARD,
     LIFE,
@@ -290,6 +291,8 @@ def _stage_memory(
             held[KEPT_SHARD] = kept_shards(model, strategy)
         for kind in (MAIN_WEIGHTS, OPTIMIZER_STATE):
             held[kind] = -(-held.get(kind, 0) // chosen.instances)
+    if chosen.features.expert_overlap and microbatches > 1 and GATHERED_WEIGHTS in held:
+        held[GATHERED_WEIGHTS] *= 2  # two passes, each with a layer and the next one
     in_flight = passes_in_flight(chosen, stage, microbatches)
     fp8 = bool(chosen.features.quantised.name)
     activations = activation_bytes(shape, chosen.parallel, chosen.microbatch, in_flight, fp8)

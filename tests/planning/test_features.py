@@ -255,6 +255,10 @@ def test_overlapped_experts_have_activations_of_two_microbatches():
     logits = 6 * 4096 * MIXTRAL.vocabulary
     assert two - logits == 2 * (alone - logits)
     assert "--overlap-moe-expert-parallel-comm" in megatron_flags(OVERLAPPED)
+    alone, two = (
+        memory(MIXTRAL, one, H200, 4)["gathered weights"] for one in (EXPERTS, OVERLAPPED)
+    )
+    assert two == 2 * alone
     for given in ({"copies": True}, {"graph": True}):
         with pytest.raises(ValueError, match="experts overlap without"):
             replace(OVERLAPPED, **given)
