@@ -54,6 +54,15 @@ FORMS = {"tensorwise": PER_TENSOR, "blockwise": BLOCK128}
 
 
 @dataclass(frozen=True)
+class WideBuckets(EngineConfig):
+    """The engine until copy engines carried gradients as autograd gives them."""
+
+    @property
+    def narrows_buckets(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
 class Compared:
     row: Measured
     use: str
@@ -75,7 +84,7 @@ def setup_of(row: Measured) -> StepSetup:
     reduces = copies and (graph or layers or "rs" in words)
     slots = graph or layers or reduces or "ub" in words
     wire = torch.bfloat16 if row.wire == "bf16" else None
-    engine = EngineConfig(
+    engine = (EngineConfig if table.today else WideBuckets)(
         STRATEGIES[row.strategy], MixedPrecisionPolicy(grad_comm_dtype=wire), poison_buffers=False,
         weight_slots=slots or copies, bucket_slots=slots, exchange_gradients=reduces,
         fp32_accumulation=wire is not None, wire_in_blocks="rs8" in words,

@@ -17,7 +17,8 @@ class Table:
     "ours" or "optim" (ours, of that strategy), launched in that time, "step": the table's row of
     `optim` says, or "": nobody does, where all rows are graphs of an iteration. fused: weight
     gradients written into buckets; clips: the norm is above the limit, as its trace shows. use: of
-    its rows; of the first ones every second was fitted to. experts_tflops: what their products
+    its rows; of the first ones every second was fitted to. today: whether it was measured since
+    copy engines carry gradients as autograd gives them. experts_tflops: what their products
     reach with that release of Transformer Engine, 0 for what the tables say."""
 
     name: str
@@ -33,6 +34,7 @@ class Table:
     microbatch: int = 1
     use: str = "half"
     experts_tflops: float = 0.0
+    today: bool = False
 
 
 @dataclass(frozen=True)
