@@ -88,7 +88,7 @@ def setup_of(row: Measured) -> StepSetup:
         STRATEGIES[row.strategy], MixedPrecisionPolicy(grad_comm_dtype=wire), poison_buffers=False,
         weight_slots=slots or copies, bucket_slots=slots, exchange_gradients=reduces,
         fp32_accumulation=wire is not None, wire_in_blocks="rs8" in words,
-        offload="stream" in words,
+        offload="stream" in words, whole=("expert",) if row.whole else (),
     )  # fmt: skip
     shards = {"dense": (table.gpus, 1)}
     shape = shape_of(table)

@@ -44,7 +44,7 @@ class Measured:
     fused: where it differs from the table's other rows; budget: GiB of what stays whole; floor: ms
     of forward and backward alone in the same rounds, which say how fast the host was then, where it
     limits and its speed changed from row to row; expert_overlap: core's schedule with exchanges
-    beside another microbatch."""
+    beside another microbatch; whole: experts of one rank had no buckets any more."""
 
     table: Table
     wrapper: str
@@ -60,6 +60,7 @@ class Measured:
     budget: float = 0.0
     floor: float = 0.0
     expert_overlap: bool = False
+    whole: bool = False
 
     @property
     def name(self) -> str:
@@ -69,6 +70,7 @@ class Measured:
         words += [f"activations of {self.host_layers} layers away"] if self.host_layers else []
         words += [f"budget {self.budget:g} GiB"] if self.budget else []
         words += ["experts overlapped"] if self.expert_overlap else []
+        words += ["experts whole"] if self.whole else []
         words += ["fused"] if self.fused and not self.table.fused else []
         return ", ".join(words)
 
