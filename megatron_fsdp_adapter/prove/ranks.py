@@ -5,10 +5,12 @@ A run that takes too long, or in which one rank fails, ends with every rank's st
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import multiprocessing as mp
 import os
+import random
 import signal
 import socket
 import tempfile
@@ -38,14 +40,24 @@ PRELOADED = (
 
 GRACE_S = 5.0
 """How long the other ranks may go on after one has failed, so that their errors are seen too."""
+PORTS = range(20000, 32000)
+"""Below those that Linux gives to outgoing connections."""
 STACKS_S = 20.0
 """How long ranks that gave no answer may take to write their stacks."""
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """A TCP port that nobody listens on. Not one that the system hands out: that would soon be
+    given to somebody's outgoing connection, long before slow processes have come to listen.
+
+    Raises:
+        OSError: no such port was found.
+    """
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"of 100 ports of {PORTS} none is free")
 
 
 def _context(backend: str) -> Any:
@@ -132,7 +144,7 @@ def settle_ranks(
         RanksError: the time (seconds) ran out (all stacks).
     """
     context = _context(backend)
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"rank{rank}" for rank in range(world_size)]
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]

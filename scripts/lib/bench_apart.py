@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 from lib.bench_measure import Memory, Result, reason
 from lib.bench_subjects import Subject, parse_subjects
 from lib.bench_trace import Budget, Overlap, Trace, Work
+from megatron_fsdp_adapter.prove.ranks import free_port
 
 SCRIPT = Path(__file__).parents[1] / "benchmark.py"
 GRACE_S = 10.0
@@ -152,13 +152,6 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> str | N
             return failure
         time.sleep(0.05)
     return failure or f"not done after {limit:.0f} s"
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def last_line(log: Path) -> str:

@@ -20,8 +20,9 @@ from pathlib import Path
 import pytest
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
+from megatron_fsdp_adapter.prove.ranks import free_port
 from tests.integration import lm_log
-from tests.integration.lm_runs import ROOT, free_port
+from tests.integration.lm_runs import ROOT
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
 STEPS = 10

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import shlex
-import socket
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_fsdp_adapter.prove.ranks import free_port
 from tests.integration import lm_log
 from tests.integration.warm_start import SERVE, Rank, Server
 
@@ -59,12 +59,6 @@ class Run:
         """The last lines, without the list of modules that Python adds when it is aborted."""
         lines = [line for line in self.log.splitlines() if not line.startswith("Extension modules")]
         return "\n".join(lines)[-4000:]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _environment() -> dict[str, str]:

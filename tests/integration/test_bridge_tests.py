@@ -14,7 +14,8 @@ import sys
 
 import pytest
 
-from tests.integration.lm_runs import HARNESSES, ROOT, free_port
+from megatron_fsdp_adapter.prove.ranks import free_port
+from tests.integration.lm_runs import HARNESSES, ROOT
 from tests.integration.test_bridge import missing_bridge
 
 pytestmark = pytest.mark.full

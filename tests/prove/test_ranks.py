@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 
@@ -27,3 +28,11 @@ def test_ranks_that_do_not_answer_in_time_print_their_stacks() -> None:
     _, first, second = str(raised.value).split("--- rank")
     assert "_wait_for_ever" in first and "_wait_for_ever" not in second
     assert "in _stuck" in second
+
+
+def test_ports_for_ranks_are_free_and_below_those_of_outgoing_connections() -> None:
+    ports = [ranks.free_port() for _ in range(20)]
+    assert all(1024 < port < 32768 for port in ports), "Linux gives out the others by itself"
+    assert len(set(ports)) > 1, "two that ask at once would often collide"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", ports[0]))
