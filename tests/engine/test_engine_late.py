@@ -10,7 +10,7 @@ import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.updates import LateUpdates
-from megatron_fsdp_adapter.core.runtime.device import BESIDE, COMPUTE, GATHER
+from megatron_fsdp_adapter.core.runtime.device import BESIDE, COMPUTE, GATHER, UPDATE
 from megatron_fsdp_adapter.sharding.late_optimizer import LateShards
 from tests.engine.engine_cases import Rig, Setup
 from tests.engine.engine_scenarios import SCENARIOS
@@ -38,6 +38,11 @@ def read_in_the_midst(rig: Rig) -> None:
 
 
 pytestmark = pytest.mark.once
+
+KINDS: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "resident": ({}, True, BESIDE), "in host memory": ({"offload": True}, False, UPDATE)
+}  # fmt: skip
+"""Optimizers whose updates go on behind a step: setup, `late`, the stream of updates."""
 
 OWN = (evaluation_raises_before_the_step, layers_left_out, read_in_the_midst)
 
@@ -82,17 +87,20 @@ def test_variants(strategy: str, variant: dict[str, Any]) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_step_returns_before_its_updates_and_a_unit_waits_for_its_own_alone() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_returns_before_its_updates_and_a_unit_waits_for_its_own_alone(kind: str) -> None:
+    """They are in the order of the forward, which is behind as many of them as it needs."""
+    setup, late, role = KINDS[kind]
     with pretended_world(2, 0):
-        rig = with_adam(Setup(ZERO_3), late=True)
+        rig = with_adam(Setup(ZERO_3, **setup), late=late)
         clocks = rig.runtime._clocks
         behind: list[int] = []
         with rig.watch():
             rig.step()
             rig.zero()
-            queued = clocks[BESIDE][BESIDE]
+            queued = clocks[role][role]
             for layer in rig.model.layers:
-                layer.mark = lambda text: behind.append(queued - clocks[COMPUTE][BESIDE])
+                layer.mark = lambda text: behind.append(queued - clocks[COMPUTE][role])
             rig.last(True)
             rig.loss(1).backward()
             rig.finish()
@@ -101,8 +109,10 @@ def test_a_step_returns_before_its_updates_and_a_unit_waits_for_its_own_alone() 
     assert behind[4:] == [1] * 4, "all before a backward"
 
 
-def test_gradients_are_forgotten_unit_by_unit_once_their_update_has_read_them() -> None:
-    rig = run(Setup(ZERO_3), "steps", late=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_forgotten_unit_by_unit_once_their_update_has_read_them(kind: str) -> None:
+    setup, late, _ = KINDS[kind]
+    rig = run(Setup(ZERO_3, **setup), "steps", late=late)
     lines = [
         entry.what if entry.action == RELEASE else entry.what.split()[-1]
         for entry in rig.runtime.log
@@ -113,6 +123,7 @@ def test_gradients_are_forgotten_unit_by_unit_once_their_update_has_read_them() 
     first, last = second.index("layers.0"), second.index("layers.3")
     released = [line for line in second[first:last] if line.endswith(".grad")]
     assert released == [f"layers.{number}.grad" for number in (1, 2, 3)]
+    assert set(second[:first]) == {"root.grad", "embedding.grad", "layers.0.grad"}
 
 
 WAITS = {

@@ -140,41 +140,6 @@ def test_twins_of_two_units_exist_at_once_and_none_between_steps() -> None:
     assert most == 2 and ahead > 0
 
 
-def test_a_step_returns_before_its_updates_and_a_unit_waits_for_its_own_alone() -> None:
-    """They are in the order of the forward, which is behind as many of them as it needs."""
-    with pretended_world(2, 0):
-        rig = with_adam(Setup(ZERO_3, offload=True))
-        clocks = rig.runtime._clocks
-        behind: list[int] = []
-        with rig.watch():
-            rig.step()
-            rig.zero()
-            queued = clocks[UPDATE][UPDATE]
-            for layer in rig.model.layers:
-                layer.mark = lambda text: behind.append(queued - clocks[COMPUTE][UPDATE])
-            rig.last(True)
-            rig.loss(1).backward()
-            rig.finish()
-    units = len(rig.optimizer._fsdp_shards._stages)  # type: ignore[attr-defined]
-    assert behind[:4] == [units - 2, units - 3, units - 4, units - 5], "root and embedding first"
-    assert behind[4:] == [1] * 4, "all before a backward"
-
-
-def test_gradients_are_forgotten_unit_by_unit_once_their_update_has_read_them() -> None:
-    rig = run(Setup(ZERO_3, offload=True), "steps")
-    lines = [
-        entry.what if entry.action == RELEASE else entry.what.split()[-1]
-        for entry in rig.runtime.log
-        if (entry.action == RELEASE and entry.what.endswith(".grad"))
-        or entry.what.startswith("forward layers")
-    ]
-    second = lines[lines.index("layers.3") + 1 :]
-    first, last = second.index("layers.0"), second.index("layers.3")
-    released = [line for line in second[first:last] if line.endswith(".grad")]
-    assert released == [f"layers.{number}.grad" for number in (1, 2, 3)]
-    assert set(second[:first]) == {"root.grad", "embedding.grad", "layers.0.grad"}
-
-
 def test_the_first_units_are_loaded_when_the_backwards_are_over() -> None:
     """Behind nothing that the backward does; they go when no step follows, or somebody writes."""
     with pretended_world(2, 0):
