@@ -151,6 +151,18 @@ I15 = Table("2 x H200, 1.5B, in turns", 2, "llama-1.5b", 16, 2048, 0, False, kno
             use=AFTER)  # fmt: skip
 J15 = Table("2 x H200, 1.5B, in turns, without flight recorder", 2, "llama-1.5b", 16, 2048, 0,
             False, known="step", use=AFTER)  # fmt: skip
+WHOLE2 = Table(
+    "2 x H200, Mixtral 4 layers, EP 2, experts whole", 2, "mixtral-8x7b", 4, 4096, 339.3, True, 2,
+    True, use=AFTER, today=True,
+)  # fmt: skip
+KEPT3 = Table("2 x H200, 24 layers, budgets, third", 2, "llama3-8b", 24, 4096, 928.7, False,
+              clips=True, use=AFTER, today=True)  # fmt: skip
+MUON8B = Table("2 x H200, 8 layers, Muon, later", 2, "llama3-8b", 8, 4096, 787.1, True, clips=True,
+               known="ours", use=AFTER, today=True)  # fmt: skip
+NARROW15 = Table("2 x H200, 1.5B, graphs, bf16 pieces", 2, "llama-1.5b", 16, 2048, 0, False,
+                 known="", use=AFTER, today=True)  # fmt: skip
+NARROW24 = Table("2 x H200, 24 layers, bf16 pieces", 2, "llama3-8b", 24, 4096, 0, False, clips=True,
+                 known="", use=AFTER, today=True)  # fmt: skip
 V4 = Table("2 x H200, 4 layers, core 0.19.2", 2, "llama3-8b", 4, 4096, 29.6, False, clips=True,
            known="ours", use=AFTER)  # fmt: skip
 
@@ -283,6 +295,14 @@ ROWS: list[Measured] = [
         I15, ("ours", 91.3, 81.8, 113.5, 1, "optim"), ("ours", 107.2, 83.2, 134.6),
         ("ours-ce-rs", 102.3, 81.9, 119.3),
     ),
+    Measured(WHOLE2, "ours", 418.6, 417.3, 449.3, 4, whole=True),
+    *_rows(KEPT3, ("ours", 1211.6, 1211.1, 1212.1, 4, ZERO3, "fp32", "", 0, None, 20.0)),
+    *_rows(
+        MUON8B, ("ours", 1052.4, 1051.1, 1053.6, 8), ("ours-muon", 1148.1, 1147.9, 1148.3, 8),
+        ("ours-muon", 1006.0, 1004.4, 1007.7, 8, "optim"),
+    ),
+    *_rows(NARROW15, ("ours-ce-graph", 49.5, 49.4, 49.5)),
+    *_rows(NARROW24, ("ours-ce-graph", 326.6, 326.4, 326.8)),
     *_rows(J15, ("ours", 96.4, 80.1, 134.9, 1, "optim"), ("ours", 122.4, 89.3, 147.8)),
 ]
 
