@@ -98,11 +98,11 @@ def _overwrites(original: Callable[..., None]) -> Callable[..., None]:
 def _every_microbatch(original: Callable[..., None]) -> Callable[..., None]:
     """G5: kept gradients are reduced after each microbatch, the sum so far again each time."""
 
-    def backward_done(self: Any, unit: Any, is_last: bool, is_known_last: bool) -> None:
+    def backward_done(self: Any, unit: Any, is_last: bool, *more: Any) -> None:
         reduced = [g for g in unit.trainable_groups if g.grad_state is GradState.REDUCED]
         for group in reduced:
             group.grad_state = GradState.ACCUMULATED
-        original(self, unit, True, is_known_last)
+        original(self, unit, True, *more)
         self.finish()
 
     return backward_done
