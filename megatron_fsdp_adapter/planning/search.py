@@ -23,6 +23,8 @@ HOPELESS = 1.6
 
 FEW_TRIES = 6
 """Below it one configuration is run of each way to split and to shard."""
+ASKED = 12
+"""Configurations whose memory is planned, at most, to say what is needed where none fits."""
 
 
 @dataclass(frozen=True)
@@ -169,13 +171,12 @@ def plan(wanted: Wanted) -> Plan:
             f"no configuration of {wanted.gpus} GPUs and a global batch of {wanted.global_batch} "
             f"has {dict(wanted.fixed)}: change the batch, or leave an option out"
         )
-    needs: list[tuple[float, str]] = []
-    found, refused = _run_best(wanted, known, limit, needs)
+    found, refused = _run_best(wanted, known, limit)
     for strategy, (needed, large) in too_large.items():
         if large and not any(one.configuration.strategy == strategy for one in found):
             refused.append((large.name, f"states and activations need {needed / GIB:.0f} GiB"))
     if not found:
-        least, name = min(needs) if needs else _least(wanted)
+        least, name = _least(wanted)
         raise ValueError(
             f"no configuration fits in {wanted.memory_gib:g} GiB: the least that one needs is "
             f"{least / GIB:,.0f} GiB ({name}); use more GPUs"
@@ -184,13 +185,25 @@ def plan(wanted: Wanted) -> Plan:
 
 
 def _least(wanted: Wanted) -> tuple[float, str]:
-    """Bytes of the configuration that needs fewest, without planning, and its name."""
-    reserved = wanted.machine.gpu.reserved_gib * GIB
-    found = (
-        (split.at_least_bytes(chosen) + reserved, chosen.name)
-        for split in splits(wanted) for chosen in candidates(wanted, split)
-    )
-    return min(found, key=lambda entry: (entry[0], len(entry[1])))
+    """Bytes of the configuration that needs fewest, and its name. Those that might are asked in the
+    order of what they need at least, until one needs less than any other can."""
+    bounds = sorted(
+        ((split.at_least_bytes(chosen), chosen) for split in splits(wanted)
+         for chosen in candidates(wanted, split)),
+        key=lambda entry: (entry[0], len(entry[1].name)),
+    )  # fmt: skip
+    best = (math.inf, "")
+    for bound, chosen in bounds[:ASKED]:
+        if bound + wanted.machine.gpu.reserved_gib * GIB >= best[0]:
+            break
+        best = min(best, (_held(wanted, chosen), chosen.name))
+    return best
+
+
+def _held(wanted: Wanted, chosen: Configuration) -> float:
+    """Bytes of a step at its most."""
+    microbatches = chosen.microbatches(wanted.global_batch)
+    return sum(memory(wanted.shape, chosen, wanted.machine, microbatches).values())
 
 
 def _no_use(chosen: Configuration, found: Sequence[Prediction]) -> str:
@@ -202,11 +215,10 @@ def _no_use(chosen: Configuration, found: Sequence[Prediction]) -> str:
 
 
 def _run_best(
-    wanted: Wanted, known: Sequence[tuple[float, Configuration]], limit: float,
-    needs: list[tuple[float, str]],
+    wanted: Wanted, known: Sequence[tuple[float, Configuration]], limit: float
 ) -> tuple[list[Prediction], list[tuple[str, str]]]:
     """Runs the most promising that fit: the best of each way to split and to shard first, so that
-    a wrong guess costs no kind of them. Adds the bytes of those that do not fit to `needs`."""
+    a wrong guess costs no kind of them."""
     found: list[Prediction] = []
     refused: list[tuple[str, str]] = []
     ordered = sorted(known, key=lambda entry: entry[0])  # equal ones: what has less comes first
@@ -224,11 +236,8 @@ def _run_best(
             refused.append((chosen.name, why))
             times[kind] -= 1
             continue
-        held = sum(memory(
-            wanted.shape, chosen, wanted.machine, chosen.microbatches(wanted.global_batch)
-        ).values())  # fmt: skip
+        held = _held(wanted, chosen)
         if held > limit:
-            needs.append((held, chosen.name))
             refused.append((chosen.name, f"{held / GIB:.0f} GiB at its most"))
             times[kind] -= 1
             continue

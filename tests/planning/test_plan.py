@@ -240,7 +240,8 @@ def test_what_does_not_fit_is_told_with_what_needs_least(capsys):
     status, text = run(capsys, *words, "--memory-gib", "30")
     least = int(re.search(r"the least that one needs is ([\d,]+) GiB \(.*recompute\)", text)[1])
     assert status == 2 and 30 < least < 80
-    assert run(capsys, *words, "--memory-gib", str(least + 10))[0] == 0
+    assert run(capsys, *words, "--memory-gib", str(least + 1))[0] == 0
+    assert run(capsys, *words, "--memory-gib", str(least - 1))[0] == 2
 
 
 def test_configurations_that_one_reason_refuses_are_one_line(capsys):
