@@ -52,6 +52,7 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
     "ep_overlap": ("off", "on"),
     "offload": ("none", "activations", "streamed", "core"),
     "optimizer": ("adam", "muon", "adaptive_muon"),
+    "step": ("plain", "late", "graph"),
 }
 
 MEANING: Mapping[str, str] = {
@@ -89,6 +90,9 @@ MEANING: Mapping[str, str] = {
     "offload": "nothing; what autograd saves, by a user's hooks; main weights and moments, by "
     "`chunked_optimizer_state_offload`, or by core's `optimizer_cpu_offload`",
     "optimizer": "`optimizer`; before 0.19, which has no `adaptive_muon`, that is `muon` too",
+    "step": "of the optimizer: all at once; under the next forward "
+    "(`fsdp_overlap_param_gather_with_optimizer_step`); in a CUDA graph (`optimizer_cuda_graph`; "
+    "before 0.17, which has none, all at once)",
 }
 
 _UNSPLIT: Cell = {
@@ -157,6 +161,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "needs a GPU: graph", "there are no CUDA graphs on a CPU",
         lambda target, graph: target == "cpu" and graph == "on",
+    ),
+    Rule(
+        "needs a GPU: graph of a step", "there are no CUDA graphs on a CPU",
+        lambda target, step: target == "cpu" and step == "graph",
     ),
     Rule(
         "needs Transformer Engine: layers", "its layers need a GPU",
@@ -265,10 +273,45 @@ RULES: tuple[Rule, ...] = (
         "refused: offload of Muon", "only Adam's state is streamed",
         lambda optimizer, offload: optimizer in MUONS and offload in ("streamed", "core"),
     ),
+    Rule(
+        "refused: updates under the next forward without overlap", "they run in front of gathers "
+        "that are launched ahead",
+        lambda step, overlap: step == "late" and overlap == "off",
+    ),
+    Rule(
+        "refused: updates under a forward in a graph", "that waits for no unit",
+        lambda step, graph: step == "late" and graph == "on",
+    ),
+    Rule(
+        "refused: updates of FP8 weights under the next forward", "they are made of all main "
+        "weights at once",
+        lambda step, precision: step == "late" and has_fp8_weights(precision),
+    ),
+    Rule(
+        "refused: updates of Muon that a step does not wait for", "matrices are exchanged in it",
+        lambda step, optimizer: step != "plain" and optimizer in MUONS,
+    ),
+    Rule(
+        "refused: a step that the host waits for", "core's offload updates on the host",
+        lambda step, offload: step == "late" and offload == "core",
+    ),
+    Rule(
+        "refused: offload of a captured step", "what goes on behind a step is not over when a "
+        "replay is",
+        lambda step, offload: step == "graph" and offload in ("streamed", "core"),
+    ),
+    Rule(
+        "refused: a captured step in fp16", "a replay cannot be left out",
+        lambda step, precision: step == "graph" and precision == "fp16",
+    ),
     # What has no meaning.
     Rule(
         "no hooks in a graph", "hooks on saved tensors are of Python",
         lambda offload, graph: offload == "activations" and graph != "off",
+    ),
+    Rule(
+        "no updates elsewhere", "those of a streamed optimizer run under the next forward anyway",
+        lambda step, offload: step == "late" and offload == "streamed",
     ),
     Rule(
         "no hooks around parts", "core's schedule does not call the model, and recompute in a "
@@ -372,6 +415,7 @@ REFERENCE: Mapping[str, Value | None] = {
     "units": "layers",
     "offload": "none",
     "kept": "nothing",
+    "step": "plain",
 }
 """How a cell becomes its reference, stock DDP: these dimensions are set, the others stay. Strategy
 None is DDP; it has no such buffers, outer axis, meta start, dtype on the wire or budget, and

@@ -50,6 +50,13 @@ from .bounds import PEAK, SENSITIVITY, Bounds, bounds_of, is_sensitive, movement
 from .model import case_of, chunk_of, config_of, topology_of
 from .muon import muon_options, steps_by_hand
 from .split import Tensors, ddp_params, main_piece, put_together
+from .steps import (
+    ddp_step_options,
+    is_captured,
+    optimizer_step_options,
+    set_learning_rate,
+    stepped_as_asked,
+)
 from .surroundings import activations_kept, check_export, memories
 from .table import REFERENCE, Cell, has_fp8_weights
 
@@ -79,7 +86,7 @@ def _budget_gib(cell: Cell, models: Sequence[Any]) -> float:
 
 
 def _ddp_options(cell: Cell) -> dict[str, Any]:
-    options: dict[str, Any] = dict(BUFFERS[str(cell["buffers"])])
+    options: dict[str, Any] = {**BUFFERS[str(cell["buffers"])], **ddp_step_options(cell)}
     if cell["outer"] != "plain":
         outer = "optim" if cell["outer"] == "hybrid" else "no_shard"
         options |= {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": outer}
@@ -135,12 +142,13 @@ def build(
             overlap_param_gather=ours and case.overlap,
             **(offload() if cell["offload"] == "core" else {}),
             **(muon_options(cell) if ours else {}),
+            **optimizer_step_options(cell),
         ),
         chunks,
         use_gloo_process_groups=False,
     )
     for group in optimizer.param_groups:  # what OptimizerParamScheduler does at every step
-        group["lr"] = case.lr * group["lr_mult"]
+        set_learning_rate(group, case.lr * group["lr_mult"])
         group["weight_decay"] = case.weight_decay * group["wd_mult"]
     wire_schedule(config, chunks, optimizer, topology.aligned)
     return TopologyTrainer(topology, case, chunks, optimizer, strategy)  # type: ignore[arg-type]
@@ -363,15 +371,17 @@ def _check_number(
 
 @contextlib.contextmanager
 def _schedule(cell: Cell) -> Iterator[Any]:
-    """Core's schedule, or the one that captures it."""
-    if cell["graph"] != "on":
-        yield None
-        return
+    """Core's schedule, or the one that captures it. Behind it all graphs are forgotten, that of the
+    optimizer's step too."""
     try:
-        yield FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=WARMUP)
-        assert FullCudaGraphWrapper.cuda_graph["training"] is not None, "no graph was captured"
+        if cell["graph"] != "on":
+            yield None
+        else:
+            yield FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=WARMUP)
+            assert FullCudaGraphWrapper.cuda_graph["training"] is not None, "no graph was captured"
     finally:
-        forget_graphs()
+        if cell["graph"] == "on" or is_captured(cell):
+            forget_graphs()
 
 
 def check_cell(cell: Cell, width: str, groups: Groups) -> Findings:
@@ -406,7 +416,11 @@ def _measured(
         findings, "weights at the start", lambda name: 0.0, trainer,
         lambda pair: pair.optimizer._local_tensor, reference.before,
     )  # fmt: skip
-    with _schedule(cell) as schedule, activations_kept(cell, trainer):
+    with (
+        _schedule(cell) as schedule,
+        activations_kept(cell, trainer),
+        stepped_as_asked(cell, trainer, WARMUP),
+    ):
         _train(findings, bounds, trainer, reference, schedule)
     if cell["graph"] == "layers":
         graphs = [chunk._layers.graphs for chunk in trainer.chunks]
