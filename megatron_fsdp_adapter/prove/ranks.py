@@ -25,6 +25,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from . import gloo_device
+
 
 class RanksError(RuntimeError):
     """A rank raised (its traceback), or there was no answer in time (every rank's stack)."""
@@ -88,6 +90,7 @@ def _child(
         )  # fmt: skip
         try:
             torch.set_num_threads(1)
+            gloo_device.share()
             if backend == "nccl":
                 torch.cuda.set_device(rank)
             dist.init_process_group(backend, timeout=timedelta(seconds=120))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_fsdp_adapter.prove import ranks
 
@@ -28,6 +31,20 @@ def test_ranks_that_do_not_answer_in_time_print_their_stacks() -> None:
     _, first, second = str(raised.value).split("--- rank")
     assert "_wait_for_ever" in first and "_wait_for_ever" not in second
     assert "in _stuck" in second
+
+
+def _loops_of_groups(rank: int, world: int) -> tuple[float, int]:
+    total = 0.0
+    for _ in range(20):
+        value = torch.ones(3)
+        dist.all_reduce(value, group=dist.new_group())
+        total += value.sum().item()
+    names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    return total, names.count("gloo_tcp_loop")
+
+
+def test_groups_of_gloo_share_the_thread_that_wakes_up_for_them() -> None:
+    assert ranks.run_ranks(_loops_of_groups, 2) == [(120.0, 1)] * 2
 
 
 def test_ports_for_ranks_are_free_and_below_those_of_outgoing_connections() -> None:
