@@ -8,7 +8,7 @@ read them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def is_muons(name: str, param: torch.Tensor) -> bool:
 
 class Reference:
     """State by name. config: fields of the model's config; dtype: matrices are rounded to it;
-    scale: of rows and columns; coefficients: of each step.
+    scale: of rows and columns; coefficients: of each step; splits_qkv: into three matrices.
 
     gains: by name, the steepest slope of the steps' polynomials over the norm of what they made of
     a matrix whose norm was 1: how many times an error of the gradient, relative to it, may be in
@@ -84,10 +84,11 @@ class Reference:
         dtype: torch.dtype = torch.float32, momentum: float = 0.95, nesterov: bool = False,
         scale: Callable[[int, int], float] = lambda rows, columns: math.sqrt(max(rows, columns)),
         second: tuple[float, float] | None = None, coefficients: Coefficients = QUINTIC,
+        splits_qkv: bool = True,
     ) -> None:  # fmt: skip
         self.config, self.lr, self.decay, self.eps, self.clip = config, lr, decay, eps, clip
         self.dtype, self.momentum, self.nesterov, self.scale = dtype, momentum, nesterov, scale
-        self.second, self.coefficients = second, coefficients
+        self.second, self.coefficients, self.splits_qkv = second, coefficients, splits_qkv
         self.gains: dict[str, float] = {}
         self.state: dict[str, Any] = {}
 
@@ -125,31 +126,33 @@ class Reference:
     def update_of(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
         """Of a whole parameter, each of its matrices by itself."""
         self.pieces = 0
-        heights = self._fused_parts(name)
-        if heights:
-            columns = matrix.shape[1]
-            fused = matrix.view(-1, sum(heights), columns)
-            found = [
-                self._scaled(name, part.reshape(-1, columns)).view(part.shape)
-                for part in fused.split(heights, dim=1)
-            ]
-            return torch.cat(found, 1).reshape(matrix.shape)
-        if "linear_fc1" in name and self.config.gated_linear_unit:
-            return torch.cat([self._scaled(name, half) for half in matrix.chunk(2)])
-        return self._scaled(name, matrix)
+        found = torch.empty_like(matrix)
+        for target, part in zip(
+            self.parts_of(name, found), self.parts_of(name, matrix), strict=True
+        ):
+            update = self._scaled(name, part.reshape(-1, matrix.shape[1]))
+            target.copy_(update.view(part.shape))
+        return found
 
-    def _fused_parts(self, name: str) -> list[int]:
+    def parts_of(self, name: str, value: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The matrices of a whole parameter, as views of it: (repeats, rows, columns)."""
+        heights = self._heights(name, value.shape[0])
+        return value.view(-1, sum(heights), value.shape[1]).split(heights, dim=1)
+
+    def _heights(self, name: str, rows: int) -> list[int]:
         """Of rows that repeat: queries, keys and values of a group; of latent attention keys and
-        values of a head, latents and positions. None of what is not fused."""
+        values of a head, latents and positions; gate and up. All rows of what is not fused."""
         config = self.config
-        if "linear_qkv" in name:
+        if "linear_qkv" in name and self.splits_qkv:
             size = config.kv_channels
             return [config.num_attention_heads // config.num_query_groups * size, size, size]
         if "linear_kv_up_proj" in name:
             return [config.qk_head_dim, config.v_head_dim]
         if "linear_kv_down_proj" in name:
             return [config.kv_lora_rank, config.qk_pos_emb_head_dim]
-        return []
+        if "linear_fc1" in name and config.gated_linear_unit:
+            return [rows // 2] * 2
+        return [rows]
 
     def _scaled(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
         """second: beta and eps of adaptive Muon, whose v each matrix of a weight has."""

@@ -133,12 +133,12 @@ def test_two_ranks_step_as_one_does_on_whole_matrices() -> None:
 
 
 FULL = {
-    "tp2": Cell(TOPOLOGIES["tp2-sp"], ("no_shard", "optim_grads_params")),
+    "tp2": Cell(TOPOLOGIES["tp2-sp"], STRATEGIES),
     "tp2 in bf16": Cell(TOPOLOGIES["tp2"], ("optim", "optim_grads_params"), options=BF16),
-    "ep2": Cell(TOPOLOGIES["ep2"], ("no_shard", "optim_grads_params")),
+    "ep2": Cell(TOPOLOGIES["ep2"], STRATEGIES),
     "ep4, a domain of one rank": Cell(TOPOLOGIES["ep4"], ("optim", "optim_grads_params")),
     "ep2-etp2": Cell(TOPOLOGIES["ep2-etp2"], ("optim_grads", "optim_grads_params")),
-    "pp2": Cell(TOPOLOGIES["pp2"], ("optim", "optim_grads_params")),
+    "pp2": Cell(TOPOLOGIES["pp2"], STRATEGIES),
     "pp2-vpp2": Cell(TOPOLOGIES["pp2-vpp2"], ("optim_grads_params",)),
     "cp2": Cell(TOPOLOGIES["cp2"], ("optim_grads_params",)),
     "hybrid": Cell(Topology("hybrid"), STRATEGIES, {
@@ -171,6 +171,6 @@ def test_four_ranks_step_as_one_does_on_whole_matrices(name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_all_strategies_step_as_one_rank_does_on_whole_matrices(world: int) -> None:
     run_ranks(check, world, (Cell(Topology("dp"), STRATEGIES),), timeout=240.0)
