@@ -43,7 +43,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--ranks", type=int, default=2, help="processes of a run; one a GPU")
     add("--runs", default=DEFAULT_RUNS, help="WRAPPER@PRECISION#SEED, ... (default %(default)s)")
     add("--out", type=Path, required=True, help="folder for logs, picture and table")
-    add("--run-limit", type=float, default=60.0, help="seconds of one run, start included")
+    add("--data", type=Path, help="folder of the text, made if it is not there; default OUT/data")
+    add("--start-limit", type=float, default=300.0, help="seconds to load libraries")
+    add("--run-limit", type=float, default=60.0, help="seconds of one run")
     add("--time-limit", type=float, default=3600.0, help="seconds of all runs")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -70,13 +72,13 @@ class Call:
 def parse(arguments: Sequence[str]) -> Call:
     """Raises ValueError or FileNotFoundError before anything is started."""
     given, rest = make_parser().parse_known_args(list(arguments))
-    if given.ranks < 1 or min(given.run_limit, given.time_limit) <= 0:
+    if given.ranks < 1 or min(given.start_limit, given.run_limit, given.time_limit) <= 0:
         raise ValueError(
-            f"--ranks {given.ranks}, --run-limit {given.run_limit}, --time-limit "
-            f"{given.time_limit}: each must be above 0"
+            f"--ranks {given.ranks}, --start-limit {given.start_limit}, --run-limit "
+            f"{given.run_limit}, --time-limit {given.time_limit}: each must be above 0"
         )
     runs = parse_runs(given.runs)
-    data = given.out / "data"
+    given.data = data = given.data or given.out / "data"
     options = parse_options(
         [
             f"--config={PRESET}",
@@ -96,35 +98,47 @@ def prepare_text(call: Call) -> None:
     """Once."""
     from prepare_data import main as prepare
 
-    prefix = call.given.out / "data" / "text"
+    call.given.out.mkdir(parents=True, exist_ok=True)
+    prefix = call.given.data / "text"
     if Path(f"{prefix}_valid.idx").is_file():
         return
     if prepare(["--output-prefix", str(prefix), "--max-bytes", "20000000"]):
-        raise ValueError(f"--out {call.given.out}: no text could be made there")
+        raise ValueError(f"--data {call.given.data}: no text could be made there")
 
 
 def train_all(call: Call) -> dict[Run, str]:
     """Starts processes until every run has ended or has failed: the reasons of those that did."""
-    started, failed = time.monotonic(), refused(call)
-    script = [sys.executable, str(Path(__file__)), "--worker", "--ranks", str(call.given.ranks)]
+    started, failed, given = time.monotonic(), refused(call), call.given
+    script = [sys.executable, str(Path(__file__)), "--worker", "--ranks", str(given.ranks)]
     while todo := [run for run in call.todo() if run not in failed]:
-        left = call.given.time_limit - (time.monotonic() - started)
+        left = given.time_limit - (time.monotonic() - started)
         if left <= 0:
             break
         names = ",".join(run.name for run in todo)
-        log = call.given.out / "processes.log"
-        limit = min(left, call.given.run_limit * len(todo))
+        log = given.out / "processes.log"
+        limit = min(left, given.start_limit + given.run_limit * len(todo))
         reason = run_ranks(
-            [*script, "--runs", names, "--out", str(call.given.out), *call.rest,
-             "--run-limit", str(call.given.run_limit)],
-            call.given.ranks, limit, log,
+            [*script, "--runs", names, "--out", str(given.out), "--data", str(given.data),
+             *call.rest, "--run-limit", str(given.run_limit)],
+            given.ranks, limit, log,
         )  # fmt: skip
         after = [run for run in todo if not call.log(run).is_file()]
         if after and (reason is not None or after == todo):
-            failed[after[0]] = f"{reason or 'it did not end'}; {last_line(log)}"
+            failed[after[0]] = _told(reason, left == limit, given, log)
             log.replace(call.given.out / f"{after[0].file_name}.log")
             print(f"{after[0].name}: {failed[after[0]]}", file=sys.stderr, flush=True)
     return failed
+
+
+def _told(reason: str | None, is_last: bool, given: argparse.Namespace, log: Path) -> str:
+    """Why a run has not ended, and which limit to raise if it was one. is_last: the processes were
+    given all that was left of --time-limit."""
+    if GAVE_UP in log.read_text(errors="replace"):
+        return f"not done after --run-limit {given.run_limit:g} s: raise it, or train less"
+    if (reason or "").startswith("not done"):
+        raised = "--time-limit" if is_last else "--start-limit or --run-limit"
+        return f"{reason}: raise {raised}; {last_line(log)}"
+    return f"{reason or 'it did not end'}; {last_line(log)}"
 
 
 def refused(call: Call) -> dict[Run, str]:
@@ -167,6 +181,10 @@ def worker(call: Call) -> int:
         gc.collect()
     distributed.stop()
     return 0
+
+
+GAVE_UP = "Timeout ("
+"""How faulthandler begins what it writes when the time of a run is over."""
 
 
 def _give_up_after(seconds: float, run: Run) -> None:

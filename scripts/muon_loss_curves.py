@@ -1,17 +1,21 @@
 """Train a small GPT on real text with Muon and with AdamW, and compare the loss curves.
 
-    python scripts/muon_loss_curves.py --ranks 2 --out runs/muon-curves --time-limit 170
+    python scripts/muon_loss_curves.py --ranks 2 --out runs/muon-curves --time-limit 590
+    python scripts/muon_loss_curves.py --ranks 2 --out runs/muon-curves \\
+        --config configs/muon-cpu.yaml --run-limit 3000                  # without GPUs
 
 500 steps of the same model from the same weights on the same text, the source of Python's standard
 library, for each learning rate of ``--rates``. Updates of Muon's are scaled to the size of Adam's.
 Each rate has a folder in ``--out``, and what is there already is not trained again; one picture
-shows all of them. Other options are those of fp8_loss_curves.py, which trains.
+shows all of them. Other options are those of fp8_loss_curves.py, which trains, and of
+pretrain_gpt.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,14 +68,28 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for logs and picture")
     parser.add_argument("--rates", default=RATES, help="learning rates (default %(default)s)")
     parser.add_argument("--runs", default=RUNS, help="WRAPPER@PRECISION#SEED, ...")
+    parser.add_argument("--train-iters", default="500", help="steps (default %(default)s)")
+    parser.add_argument("--run-limit", default="150", help="seconds of a run (default %(default)s)")
+    parser.add_argument(
+        "--time-limit", type=float, default=3600.0, help="seconds of all runs at all rates"
+    )
     given, rest = parser.parse_known_args(list(arguments))
-    rates = given.rates.split(",")
+    rates, began = given.rates.split(","), time.monotonic()
+    shared = [
+        "--runs", given.runs, "--train-iters", given.train_iters, "--run-limit", given.run_limit,
+        "--data", str(given.out / "data"), *rest,
+    ]  # fmt: skip
     status = 0
     for rate in rates:
+        left = given.time_limit - (time.monotonic() - began)
+        if left <= 0:
+            print(f"learning rate {rate}: not trained: --time-limit is over", file=sys.stderr)
+            status = max(status, 1)
+            continue
         print(f"learning rate {rate}", flush=True)
-        options = ["--out", str(given.out / rate), "--runs", given.runs, "--train-iters", "500"]
+        options = ["--out", str(given.out / rate), "--time-limit", str(left)]
         end = ["--lr", rate, "--min-lr", str(float(rate) / 10)]
-        status = max(status, fp8_loss_curves.main([*options, *end, *rest]))
+        status = max(status, fp8_loss_curves.main([*options, *end, *shared]))
     logs = found_logs(given.out, rates, given.runs)
     if logs and find_spec("matplotlib") is not None:
         draw(logs, given.out / "curves.png")

@@ -167,6 +167,53 @@ def test_a_run_that_fails_is_given_up_and_the_next_ones_are_trained(
     assert call.todo() == [one, two]
 
 
+@pytest.mark.parametrize(
+    ("limits", "written", "reason", "told"),
+    (
+        ((), "Timeout (0:00:09)!\n", "rank 0 ended with status 1", "--run-limit 9 s: raise it"),
+        ((), "a line\n", "not done after 14 s", "raise --start-limit or --run-limit; a line"),
+        (("--time-limit=8",), "a line\n", "not done after 8 s", "raise --time-limit; a line"),
+    ),
+)  # fmt: skip
+def test_a_limit_that_was_too_short_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: tuple[str, ...], written: str,
+    reason: str, told: str,
+) -> None:  # fmt: skip
+    """Processes have --start-limit to load libraries, and then --run-limit for each run."""
+    name = f"{OURS}@bf16#1"
+    call = script.parse([f"--out={tmp_path}", f"--runs={name}", "--start-limit=5", "--run-limit=9",
+                         *limits, *TINY])  # fmt: skip
+    (tmp_path / "data").mkdir()
+    for file in ("train.bin", "train.idx", "valid.bin", "valid.idx"):
+        (tmp_path / "data" / f"text_{file}").touch()
+    given = []
+
+    def fake(command: list[str], ranks: int, limit: float, log: Path) -> str | None:
+        given.append(limit)
+        log.write_text(written)
+        return reason
+
+    monkeypatch.setattr(script, "run_ranks", fake)
+    [found] = script.train_all(call).values()
+    assert told in found and given == [pytest.approx(8 if limits else 14, abs=1)]
+
+
+def test_rates_share_the_text_and_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock, calls = iter([100.0, 101.0, 107.0, 111.0]), []
+    monkeypatch.setattr(muon_script.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(script, "main", lambda arguments: calls.append(arguments) or 0)
+    arguments = [f"--out={tmp_path}", "--rates=1e-3,2e-3,3e-3", "--time-limit=10", "--ranks=2"]
+    assert muon_script.main(arguments) == 1
+    parser = script.make_parser()
+    given = [parser.parse_known_args(call)[0] for call in calls]
+    assert [one.time_limit for one in given] == [9.0, 3.0]
+    assert {one.data for one in given} == {tmp_path / "data"} and given[0].out != given[1].out
+    assert {one.ranks for one in given} == {2}
+    assert "3e-3: not trained: --time-limit is over" in capsys.readouterr().err
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_two_ranks_train_and_are_compared(tmp_path: Path) -> None:
