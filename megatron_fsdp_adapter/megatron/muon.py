@@ -46,6 +46,8 @@ LION = "lion"
 METHOD = "adamuon"
 """Of `adaptive_muon_moment2_method`: the one whose second moment is entry by entry. The others have
 means over rows, columns or all of a matrix, which ranks have parts of."""
+HALF = "medium"
+"""Of `muon_fp32_matmul_prec`: products of 16 bits."""
 KIND = "optimizer"
 """Of a parameter group: whose it is, as core marks groups of its own."""
 _ASKED = "muon_config"
@@ -97,6 +99,7 @@ def problems(config: Any, engines: Sequence[FsdpEngine]) -> list[str]:
         *([(method, METHOD, (METHOD,))] if config.optimizer == ADAPTIVE else []),
         ("muon_coefficient_type", "quintic", tuple(COEFFICIENTS)),
         ("muon_scale_mode", "spectral", tuple(SCALES)),
+        ("muon_fp32_matmul_prec", HALF, (HALF, "high", "highest")),
         ("muon_scalar_optimizer", "adam", ("adam",)),
     )
     for name, default, known in choices:
@@ -107,6 +110,8 @@ def problems(config: Any, engines: Sequence[FsdpEngine]) -> list[str]:
             )
     if config.muon_num_ns_steps < 1:
         found.append(f"muon_num_ns_steps={config.muon_num_ns_steps}: there is at least one")
+    if not 0 <= config.muon_momentum < 1:
+        found.append(f"muon_momentum={config.muon_momentum}: use 0 or more, and less than 1")
     if config.fp16:
         found.append("fp16=True: megatron-core has no Muon with it either; use bf16")
     for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
@@ -242,7 +247,7 @@ def _options(config: Any) -> MuonOptions:
         coefficients=coefficients_of(coefficients, config.muon_num_ns_steps),
         eps=EPS,
         scale=lambda rows, columns: factor * scale(rows, columns),
-        dtype=torch.bfloat16 if config.muon_fp32_matmul_prec == "medium" else torch.float32,
+        dtype=torch.bfloat16 if config.muon_fp32_matmul_prec == HALF else torch.float32,
         second=(
             SecondMoment(config.adaptive_muon_beta2, config.adaptive_muon_eps)
             if config.optimizer == ADAPTIVE else None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig
 
 from megatron_fsdp_adapter.cli import precision_options
 from megatron_fsdp_adapter.diagnostics.memory import OPTIMIZER_STATE, Precision, group_bytes
@@ -22,8 +23,12 @@ from tests.distributed.gpt import (
     optimizer_config,
     train_step,
 )
+from tests.distributed.muon_reference import Reference
 
 MUON = {"optimizer": "muon"}
+NESTEROV = next(
+    name for name in ("muon_nesterov", "muon_use_nesterov") if hasattr(OptimizerConfig, name)
+)
 CASE = Case(swiglu=True)
 
 
@@ -96,6 +101,55 @@ def test_marks_and_classes_decide(one_rank: torch.device) -> None:
     assert trainer.optimizer.step()[0]
 
 
+HONOURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "momentum": ({"muon_momentum": 0.5}, {"momentum": 0.5}),
+    "nesterov": ({NESTEROV: True}, {"nesterov": True}),
+    "fewer steps": ({"muon_num_ns_steps": 2}, {"coefficients": coefficients_of("quintic", 2)}),
+    "coefficients": (
+        {"muon_coefficient_type": "simple"}, {"coefficients": coefficients_of("simple", 5)}),
+    "unit_rms_norm": (
+        {"muon_scale_mode": "unit_rms_norm"},
+        {"scale": lambda rows, columns: (rows / columns) ** 0.5}),
+    "shape_scaling": (
+        {"muon_scale_mode": "shape_scaling"},
+        {"scale": lambda rows, columns: max(1, rows / columns) ** 0.5}),
+    "factor": (
+        {"muon_extra_scale_factor": 0.2},
+        {"scale": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5}),
+    "QKV as one matrix": ({"muon_split_qkv": False}, {"splits_qkv": False}),
+    "how the parts of tensor parallelism would be taken": ({"muon_tp_mode": "duplicated"}, {}),
+}  # fmt: skip
+"""Options of the config, and what they are to `Reference`."""
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_each_option_of_muon_is_honoured(one_rank: torch.device, name: str) -> None:
+    """Two steps, of which the second tells of momentum. What the option changes is far more than
+    the bound; the last one changes nothing."""
+    options, changed = HONOURED[name]
+    if not all(hasattr(OptimizerConfig, option) for option in options):
+        pytest.skip(f"this core has no {list(options)}")
+    case = CASE.but(clip=0.0, bias=False)
+    exact = {**MUON, "muon_fp32_matmul_prec": "highest"}
+    trainer = build_trainer(case, "optim", one_rank, optimizer={**exact, **options})
+    numbers = case.lr, case.weight_decay, case.adam_eps, float("inf")
+    references = [Reference(trainer.wrapper.config, *numbers, **kind) for kind in (changed, {})]
+    params = {name: pair.raw for name, pair in pairs_of(trainer).items()}
+    for step in range(2):
+        before = trainer.params()
+        forward_backward(trainer, batches(case, step, 0, one_rank))
+        gradients = trainer.gradients()
+        assert trainer.optimizer.step()[0]
+        found = trainer.params()
+        wanted, plain = (r.step(params, before, gradients, 0.0) for r in references)
+    apart = {
+        weight: [float((found[weight] - other[weight]).abs().max()) for other in (wanted, plain)]
+        for weight, pair in pairs_of(trainer).items() if is_muons(pair)
+    }  # fmt: skip
+    assert max(error for error, _ in apart.values()) <= 2e-3 * case.lr, apart
+    assert not changed or max(other for _, other in apart.values()) > 0.1 * case.lr, apart
+
+
 ATTENTION = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 3}
 
 
@@ -143,8 +197,11 @@ def test_latent_attention_is_split_as_core_reads_it() -> None:
         ({"muon_coefficient_type": "cubic"}, "muon_coefficient_type='cubic'"),
         ({"muon_scale_mode": "none"}, "muon_scale_mode='none'"),
         ({"muon_num_ns_steps": 0}, "muon_num_ns_steps=0"),
+        ({"muon_momentum": 1.0}, "muon_momentum=1.0"),
+        ({"muon_fp32_matmul_prec": "low"}, "muon_fp32_matmul_prec='low'"),
         ({"fp16": True}, "fp16=True"),
         ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload=True"),
+        ({"use_precision_aware_optimizer": True}, "use_precision_aware_optimizer=True"),
     ],
 )
 def test_what_muon_does_not_go_with_is_named(
