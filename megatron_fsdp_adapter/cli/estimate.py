@@ -24,7 +24,6 @@ from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group
 from megatron_fsdp_adapter.core.layout.format import WeightFormat
 from megatron_fsdp_adapter.diagnostics.memory import (
     GATHERED_WEIGHTS,
-    MUONS_MATRICES,
     QUANTISED_COPIES,
     Precision,
     bytes_between_steps,
@@ -40,7 +39,6 @@ from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 from megatron_fsdp_adapter.megatron.options.support import is_on
 from megatron_fsdp_adapter.sharding.budget import GIB, KeptUnits, kept_units
 from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
-from megatron_fsdp_adapter.sharding.muon.plan import step_bytes
 
 from . import graph_pools, joined_units, quantised_options
 from .estimate_text import render, unit_row
@@ -57,7 +55,14 @@ from .gpt import (
     read_options,
 )
 from .joined_units import Params, is_layer, layers_of
-from .precision_options import POLICY_DTYPES, POLICY_OPTIONS, SWITCHES, UNFUSED, precision
+from .precision_options import (
+    POLICY_DTYPES,
+    POLICY_OPTIONS,
+    SWITCHES,
+    UNFUSED,
+    matrices_of_muon,
+    precision,
+)
 from .quantised_options import PLAIN, Quantisation, quantisation
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -113,7 +118,8 @@ class Model:
     they compute, the root unit last. `slots`: what `slots_wanted` says. `quantised`: what becomes
     of linear weights. `budget`: bytes for units that stay whole over a step. `pool`: bytes of a
     layer in pools of CUDA graphs; `graphs`: whether layers are in any. `unit_numel`: elements up to
-    which layers were joined to units, and may be gathered ahead."""
+    which layers were joined to units, and may be gathered ahead. `tensor`: ranks over which dense
+    matrices are split."""
 
     kinds: tuple[UnitKind, ...]
     num_shards: int
@@ -124,6 +130,7 @@ class Model:
     pool: int = 0
     unit_numel: int = 0
     graphs: bool = False
+    tensor: int = 1
 
     @property
     def first_unit(self) -> str:
@@ -158,10 +165,11 @@ class Model:
             (id(kind), row): unit_bytes(kind.layouts, row, precision, rank, again, whole)
             for kind, row in {(id(k), r): (k, r) for k, r in zip(every, rows, strict=True)}.values()
         }
+        layouts = [layout for kind in every for layout in kind.layouts]
         *units, root = [held[id(kind), row] for kind, row in zip(every, rows, strict=True)]
         totals = model_bytes(root, units) | joined_units.gathered(root, units, self.unit_numel)
         return with_slots(
-            totals | self._copies(every) | self._matrices(every, precision),
+            totals | self._copies(every) | matrices_of_muon(layouts, precision, self.tensor),
             [_class_of(kind) for kind in every],
             [[one for one in kind.layouts if not whole(one)] for kind in every],
             strategy,
@@ -193,17 +201,6 @@ class Model:
             return {}
         copies = [quantised_both_ways(form, kind.linear_numel) for kind in units]
         return {QUANTISED_COPIES: max(copies) if self.quantised.recomputes else sum(copies)}
-
-    def _matrices(self, units: Sequence[UnitKind], precision: Precision) -> dict[str, int]:
-        """What Muon holds of whole matrices in a step, each parameter taken for one."""
-        muons = precision.is_muons
-        if muons is None:
-            return {}
-        shapes = [
-            [(s.shape[0], s.shape[1]) for layout in kind.layouts for s in layout.specs if muons(s)]
-            for kind in units
-        ]
-        return {MUONS_MATRICES: step_bytes(shapes, self.num_shards)}
 
     def units(self, num_layers: int | None = None) -> list[UnitKind]:
         """The kind of each unit in order, the root unit last."""

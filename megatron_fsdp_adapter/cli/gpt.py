@@ -209,6 +209,24 @@ def is_linear_weight(name: str) -> bool:
     return ".linear_" in name and name.rstrip("0123456789").endswith(".weight")
 
 
+ENDS_A_BLOCK = ("linear_proj.weight", "linear_fc2.weight")
+"""How the names of matrices end of which tensor parallelism splits the columns; of others the rows;
+experts' are whole."""
+
+
+def is_experts(name: str) -> bool:
+    """Whether a parameter is one of an expert's, by its name."""
+    return ".experts." in name
+
+
+def whole_shape(name: str, shape: tuple[int, ...], tensor: int) -> tuple[int, int]:
+    """Rows and columns of a matrix of which a rank of `tensor` tensor-parallel ones has `shape`."""
+    rows, columns = shape
+    if is_experts(name):
+        return rows, columns
+    return (rows, columns * tensor) if name.endswith(ENDS_A_BLOCK) else (rows * tensor, columns)
+
+
 def gpt_parameter_listing(config: GptConfig) -> Listing:
     """Every parameter of the model with the unit that it belongs to.
 

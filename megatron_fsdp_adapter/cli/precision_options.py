@@ -3,15 +3,19 @@ where weights and gradients are while they are communicated."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatron_fsdp_adapter.core.config import MixedPrecisionPolicy
+from megatron_fsdp_adapter.core.layout import GroupLayout
 from megatron_fsdp_adapter.core.layout.spec import ParamSpec
-from megatron_fsdp_adapter.diagnostics.memory import Precision
+from megatron_fsdp_adapter.diagnostics.memory import MUONS_MATRICES, Precision
 from megatron_fsdp_adapter.megatron.options.ddp_options import BLOCKS
+from megatron_fsdp_adapter.sharding.muon.plan import step_bytes
+
+from .gpt import is_experts, whole_shape
 
 POLICY_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "none": None}
 POLICY_OPTIONS = {
@@ -40,8 +44,30 @@ MATRICES_OF_ADAM = ("embedding", "output_layer", "router")
 
 def is_muons(spec: ParamSpec) -> bool:
     """Of the weights that `estimate` lists, as `megatron/muon.py` decides it of a model's."""
-    is_matrix = len(spec.shape) == 2 and min(spec.shape) > 1
-    return is_matrix and not {*MATRICES_OF_ADAM} & {*spec.fqns[0].split(".")}
+    return is_matrix_of_muon(spec.fqns[0], spec.shape)
+
+
+def is_matrix_of_muon(name: str, shape: tuple[int, ...]) -> bool:
+    is_matrix = len(shape) == 2 and min(shape) > 1
+    return is_matrix and not {*MATRICES_OF_ADAM} & {*name.split(".")}
+
+
+def matrices_of_muon(
+    layouts: Sequence[GroupLayout], precision: Precision, tensor: int
+) -> dict[str, int]:
+    """Bytes of whole matrices that Muon holds in a step, each parameter taken for one, of the
+    layouts of all units. tensor: ranks over which those that are no expert's are split."""
+    muons = precision.is_muons
+    if muons is None:
+        return {}
+    groups = [
+        (layout.num_shards * parts, [
+            whole_shape(spec.fqns[0], spec.shape, parts) for spec in layout.specs
+            if muons(spec) and is_experts(spec.fqns[0]) == of_experts
+        ])
+        for layout in layouts for of_experts, parts in ((False, tensor), (True, 1))
+    ]  # fmt: skip
+    return {MUONS_MATRICES: step_bytes(groups)}
 
 
 def precision(given: Mapping[str, Any]) -> Precision:

@@ -23,6 +23,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     BACKWARD_TO_STEP,
     FORWARD_TO_BACKWARD,
     GATHERED_WEIGHTS,
+    IN_OPTIMIZER,
     IN_STEP,
     KEPT_SHARD,
     LIFE,
@@ -36,6 +37,7 @@ from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 
 from .features import MUON, NO_FEATURES, Features, problem
 from .machine import Group, Machine
+from .muon import muon_work
 from .program import Program
 from .shapes import (
     BF16,
@@ -242,7 +244,7 @@ def planned(shape: Shape, chosen: Configuration, stage: int = 0) -> Model:
     slots = {**chosen.slots, "wire_in_blocks": features.block_wire}
     return replace(
         model, slots=slots, quantised=quantised, budget=features.budget,
-        graphs=features.layer_graphs,
+        graphs=features.layer_graphs, tensor=split.tensor,
     )
 
 
@@ -314,21 +316,20 @@ def passes_in_flight(chosen: Configuration, stage: int, microbatches: int) -> in
 
 
 def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[str, int]:
-    """Of what a rank holds by kind, the kinds at the event of a step at which they are most: the
-    end of a forward, with all activations; the end of a backward, with gradients and buckets; where
-    the optimizer is streamed, the begin of the next forward. again: a microbatch before has left
-    gradients."""
-    kept = {kind: n for kind, n in held.items() if LIFE.get(kind, PERSISTENT) == PERSISTENT}
-    grads = {kind: n for kind, n in held.items() if LIFE.get(kind) == BACKWARD_TO_STEP}
-    passing = {kind: n for kind, n in held.items() if LIFE.get(kind) == UNIT_IN_USE}
-    saved = {kind: n for kind, n in held.items() if LIFE.get(kind) == FORWARD_TO_BACKWARD}
-    staged = {kind: n for kind, n in held.items() if LIFE.get(kind) == IN_STEP}
+    """Of what a rank holds by kind, the kinds at the event at which they are most: the end of a
+    forward, with all activations; the end of a backward, with gradients and buckets; the begin of a
+    forward, with a streamed optimizer; Muon's step. again: a microbatch before left gradients."""
+    kept, grads, passing, saved, staged, stepping = (
+        {kind: n for kind, n in held.items() if LIFE.get(kind, PERSISTENT) == life}
+        for life in (PERSISTENT, BACKWARD_TO_STEP, UNIT_IN_USE, FORWARD_TO_BACKWARD, IN_STEP,
+                     IN_OPTIMIZER)
+    )  # fmt: skip
     weights = {kind: n for kind, n in passing.items() if kind != REDUCE_BUCKET}
     events = (
         {**kept, **(grads if again else {}), **weights, **staged, **saved,
          ACTIVATIONS: activations},
         {**kept, **grads, **passing},
-        {**kept, **grads, **weights, **staged},
+        {**kept, **grads, **weights, **staged}, {**kept, **grads, **stepping},
     )
     most = max(events, key=lambda kinds: sum(kinds.values()))
     return {kind: count for kind, count in most.items() if count}
@@ -454,11 +455,14 @@ def program_of(
     used = {domain for unit in mine for _, _, domain in unit.params}
     shards = {name: sizes for name, sizes in chosen.shards.items() if name in used}
     warmup = warmup_of(chosen, stage, microbatches)
+    ranks = (chosen.shards[name][0] for name in (DENSE, EXPERT))
+    muon = None if features.optimizer != MUON else muon_work(
+        shape, chosen.parallel, stage, *ranks, chosen.engine.strategy.shard_main)  # fmt: skip
     setup = StepSetup(
         chosen.engine, shards, microbatches, warmup, separate_gathers=chosen.separate_gathers,
         copy_gathers=chosen.copies, copy_reduces=chosen.copies, fused=chosen.fused,
         graph=chosen.graph, layer_graphs=features.layer_graphs,
-        weight_format=features.quantised.weights, muon=features.optimizer == MUON,
+        weight_format=features.quantised.weights, muon=muon,
         streamed=features.streamed, host_layers=features.host_layers,
         host_bytes=layer_bytes(shape, chosen.parallel, chosen.microbatch),
         rows=kept_rows(shape, chosen, stage), unit_numel=features.unit_numel,

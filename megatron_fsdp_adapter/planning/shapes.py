@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_fsdp_adapter.cli.gpt import (
+    ENDS_A_BLOCK,
     PRESETS,
     ROOT,
     GptConfig,
@@ -199,7 +200,7 @@ def _split(fqn: str, full: tuple[int, ...], tensor: int) -> tuple[int, ...]:
     if tensor == 1 or len(full) == 1:
         return full
     rows, columns = full
-    if fqn.endswith(("linear_proj.weight", "linear_fc2.weight")):
+    if fqn.endswith(ENDS_A_BLOCK):
         return rows, -(-columns // tensor)
     return -(-rows // tensor), columns
 

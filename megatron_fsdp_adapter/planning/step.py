@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_adapter.cli.gpt import is_linear_weight
-from megatron_fsdp_adapter.cli.precision_options import is_muons
 from megatron_fsdp_adapter.core.config import EngineConfig, Strategy
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
@@ -21,9 +20,11 @@ from megatron_fsdp_adapter.core.engine.unit import Unit
 from megatron_fsdp_adapter.core.layout.format import WeightFormat
 from megatron_fsdp_adapter.core.topology import OUTER_DIM, SHARD_DIM, Axis, ShardDomain, mesh_over
 
+from .muon import MuonWork
 from .program import Program
 from .timed_modules import ActivationsOnHost, LayerModule, UnitModel, UnitWork, flat_name, full_name
 from .timed_optimizer import (
+    GroupMatrices,
     TimedStream,
     UnitHeld,
     Widths,
@@ -50,7 +51,7 @@ class StepSetup:
         layer_graphs: those of each layer are; gathers and reductions are launched.
         weight_format: that linear weights are kept and gathered in, None for `dtype`.
         rows: strategies of units, by name, that keep more than the engine's.
-        muon, streamed: how the optimizer updates.
+        muon: what Muon has to do, None for Adam. streamed: Adam's state is in host memory.
         host_layers: of the first layers activations are in host memory, host_bytes of each.
         unit_numel: elements up to which neighbouring layers are joined to a unit.
         expert_overlap: exchanges between experts run beside another microbatch's layers.
@@ -71,7 +72,7 @@ class StepSetup:
     state_bytes: int = 8
     weight_format: WeightFormat | None = None
     rows: Mapping[str, Strategy] = field(default_factory=dict)
-    muon: bool = False
+    muon: MuonWork | None = None
     streamed: bool = False
     host_layers: int = 0
     host_bytes: float = 0.0
@@ -182,10 +183,8 @@ class _Run:
         write_norm(runtime, numel, widths, setup.clips)
         if self.stream is not None:
             self.stream.walk()
-        elif setup.muon:
-            domain = max(setup.shards, key=lambda name: setup.shards[name][0])
-            ranks = setup.shards[domain][0] if setup.engine.strategy.shard_main else 1
-            write_muon(runtime, self.held, ranks, domain, widths)
+        elif setup.muon is not None:
+            write_muon(runtime, self.held, setup.muon, widths)
         else:
             write_adam(runtime, numel, widths)
 
@@ -261,26 +260,27 @@ def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
         make_communicator=_Maker(setup, runtime, domains),  # type: ignore[arg-type]
         quantised=TimedParams(runtime, form) if form is not None else None,
     )  # fmt: skip
-    held = [_held(unit, setup.widths) for unit in engine.units]
+    held = [_held(unit, setup) for unit in engine.units]
     stream = TimedStream(runtime, engine, held, setup.widths) if setup.streamed else None
     return _Run(setup, runtime, model, engine, held, stream)
 
 
-def _held(unit: Unit, widths: Widths) -> UnitHeld:
+def _held(unit: Unit, setup: StepSetup) -> UnitHeld:
     """What this rank updates of a unit."""
-    matrices, numel, moved = [], 0, 0
+    widths, muon = setup.widths, setup.muon
+    found, moved = list[GroupMatrices](), 0
     for group in unit.groups:
         each = widths.state + (widths.main if group.main_on_host else 0)
         moved += group.held.layout.shard_numel * each
-        for index, spec in enumerate(group.layout.specs):
-            name = full_name(spec.fqns[0])
-            if is_muons(replace(spec, fqns=(name,))):
-                rows, columns = spec.shape
-                parts = 2 if "linear_fc1" in name and rows % 2 == 0 else 1  # gate and up
-                matrices += [(rows // parts, columns)] * parts
-                numel += group.main_items[index].numel()
+        if muon is None:
+            continue
+        made = [muon.matrices(full_name(s.fqns[0]), s.shape) for s in group.layout.specs]
+        numel = sum(group.main_items[index].numel() for index, some in enumerate(made) if some)
+        if any(made):
+            matrices = tuple(one for some in made for one in some)
+            found.append(GroupMatrices(group.domain.name, matrices, numel))
     held = sum(group.held.layout.shard_numel for group in unit.groups)
-    return UnitHeld(unit.name, held, moved, tuple(matrices), numel)
+    return UnitHeld(unit.name, held, moved, tuple(found))
 
 
 @dataclass

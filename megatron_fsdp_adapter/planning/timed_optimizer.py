@@ -16,10 +16,10 @@ from megatron_fsdp_adapter.core.engine.unit import Unit
 from megatron_fsdp_adapter.core.engine.updates import LateUpdates
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, LOAD, STORE, UPDATE
 from megatron_fsdp_adapter.sharding.muon.newton_schulz import cost
-from megatron_fsdp_adapter.sharding.muon.owners import assign, loads
 from megatron_fsdp_adapter.sharding.muon.plan import sent_before
 from megatron_fsdp_adapter.sharding.streamed_optimizer import CHUNKS
 
+from .muon import MuonWork
 from .program import Kind
 from .timed_runtime import TimedRuntime
 
@@ -33,16 +33,24 @@ BF16 = 2
 
 
 @dataclass(frozen=True)
+class GroupMatrices:
+    """What Muon updates of a group: its domain, the shapes of the whole matrices, and the elements
+    of this rank's rows of them."""
+
+    domain: str
+    matrices: tuple[tuple[int, int], ...]
+    numel: int
+
+
+@dataclass(frozen=True)
 class UnitHeld:
     """What a rank updates of a unit. numel: elements; moved: bytes of it that are in host memory,
-    where the optimizer is; matrices: the shapes of whole matrices that Muon updates, and
-    matrix_numel: elements of this rank's rows of them."""
+    where the optimizer is; muons: what Muon updates of its groups."""
 
     name: str
     numel: int
     moved: int = 0
-    matrices: tuple[tuple[int, int], ...] = ()
-    matrix_numel: int = 0
+    muons: tuple[GroupMatrices, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,66 +156,49 @@ class TimedStream:
 
 
 def write_muon(
-    runtime: TimedRuntime, units: Sequence[UnitHeld], ranks: int, axis: str, widths: Widths
+    runtime: TimedRuntime, units: Sequence[UnitHeld], work: MuonWork, widths: Widths
 ) -> None:
     """Rows of each unit's matrices travel to their owners, some units ahead; what one of the ranks
     with most work computes; updates travel back."""
-    rest = sum(unit.numel - unit.matrix_numel for unit in units)
-    stages = [unit for unit in units if unit.matrices]
-    shares = _shares([unit.matrices for unit in stages], ranks)
+    stages = [(unit.name, group) for unit in units for group in unit.muons]
+    rest = sum(unit.numel for unit in units) - sum(group.numel for _, group in stages)
     part = "optimizer"
 
-    def exchange(unit: UnitHeld, what: str) -> tuple[int, ...]:
+    def exchange(name: str, group: GroupMatrices, what: str) -> tuple[int, ...]:
         runtime.wait(GATHER, runtime.record(COMPUTE))
-        if ranks > 1:
+        if work.ranks[group.domain] > 1:
             runtime.submit(GATHER, partial(
-                runtime.write, Kind.EXCHANGE, BF16 * unit.matrix_numel,
-                label=f"{what} of {unit.name}", part=part, group=axis, channel=axis,
+                runtime.write, Kind.EXCHANGE, BF16 * group.numel, label=f"{what} of {name}",
+                part=part, group=group.domain, channel=group.domain,
             ))  # fmt: skip
         return runtime.record(GATHER)
 
-    def send(unit: UnitHeld) -> tuple[int, ...]:
-        passes = unit.matrix_numel * (widths.grad + 2 * widths.main + BF16)
-        runtime.write(Kind.MEMORY, passes, label=f"momentum of {unit.name}", part=part)
-        return exchange(unit, "rows")
+    def send(name: str, group: GroupMatrices) -> tuple[int, ...]:
+        passes = group.numel * (widths.grad + 2 * widths.main + BF16)
+        runtime.write(Kind.MEMORY, passes, label=f"momentum of {name}", part=part)
+        return exchange(name, group, "rows") if work.sends_rows else runtime.record(GATHER)
 
-    ahead = sent_before([2 * BF16 * unit.matrix_numel for unit in stages])
+    ahead = sent_before([2 * BF16 * group.numel for _, group in stages])
     rows, updates = list[tuple[int, ...]](), list[tuple[int, ...]]()
-    for number, unit in enumerate(stages):
-        rows += [send(coming) for coming in stages[len(rows) : ahead[number]]]
+    for number, (name, group) in enumerate(stages):
+        rows += [send(*coming) for coming in stages[len(rows) : ahead[number]]]
         runtime.spend(UNIT_LAUNCHES)
         runtime.wait(COMPUTE, rows[number])
-        runtime.write(
-            Kind.ITERATION, shares[number], label=f"Newton-Schulz of {unit.name}", part=part
-        )
-        updates.append(exchange(unit, "updates"))
+        operations = work.most[group.domain] * sum(cost(*one) for one in group.matrices)
+        runtime.write(Kind.ITERATION, operations, label=f"Newton-Schulz of {name}", part=part)
+        updates.append(exchange(name, group, "updates"))
         if number:
-            _apply(runtime, stages[number - 1], updates[number - 1], widths)
+            _apply(runtime, *stages[number - 1], updates[number - 1], widths)
     if stages:
-        _apply(runtime, stages[-1], updates[-1], widths)
+        _apply(runtime, *stages[-1], updates[-1], widths)
     if rest:
         write_adam(runtime, rest, widths)
 
 
 def _apply(
-    runtime: TimedRuntime, unit: UnitHeld, arrived: tuple[int, ...], widths: Widths
-) -> None:
+    runtime: TimedRuntime, name: str, group: GroupMatrices, arrived: tuple[int, ...],
+    widths: Widths,
+) -> None:  # fmt: skip
     runtime.wait(COMPUTE, arrived)
-    passes = unit.matrix_numel * (BF16 + 2 * widths.main)
-    runtime.write(Kind.MEMORY, passes, label=f"update of {unit.name}", part="optimizer")
-
-
-def _shares(
-    of_units: Sequence[Sequence[tuple[int, int]]], ranks: int
-) -> list[float]:
-    """Operations of each unit on the rank that has most in all."""
-    costs = [cost(*shape) for shapes in of_units for shape in shapes]
-    owners = assign(costs, ranks)
-    each = loads(costs, owners, ranks)
-    most = each.index(max(each, default=0)) if costs else 0
-    found, at = [], 0
-    for shapes in of_units:
-        mine = [costs[i] for i in range(at, at + len(shapes)) if owners[i] == most]
-        found.append(float(sum(mine)))
-        at += len(shapes)
-    return found
+    passes = group.numel * (BF16 + 2 * widths.main)
+    runtime.write(Kind.MEMORY, passes, label=f"update of {name}", part="optimizer")

@@ -101,12 +101,20 @@ def test_rows_travel_ahead_within_the_limit(sizes: list[int], limit: int) -> Non
 
 
 def test_a_step_takes_what_is_in_flight_and_the_largest_matrix() -> None:
-    assert step_bytes([], 2) == step_bytes([[]], 2) == 0
+    assert step_bytes([]) == step_bytes([(2, [])]) == 0
     # One matrix: its rows twice, in float32, whole, twice more, and four Gram matrices.
-    assert step_bytes([[(10, 30)]], 2) == 2 * 300 + 2 * 300 + 2 * 300 + 4 * 300 + 8 * 100
-    layer = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
-    few, many = (step_bytes([layer] * layers, 2) for layers in (8, 80))
+    assert step_bytes([(2, [(10, 30)])]) == 2 * 300 + 2 * 300 + 2 * 300 + 4 * 300 + 8 * 100
+    layer = (2, [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
+    few, many = (step_bytes([layer] * layers) for layers in (8, 80))
     assert few == many <= IN_FLIGHT + 4 * 28672 * 4096 // 2 + 6 * 28672 * 4096 + 8 * 4096**2
+
+
+def test_what_few_ranks_exchange_takes_each_of_them_more() -> None:
+    """Experts on as many ranks as there are: each has the rows of whole matrices."""
+    experts = [(2048, 7168)] * 4
+    numel = 4 * 2048 * 7168
+    many, alone = (step_bytes([(64, [(64, 64)]), (ranks, experts)]) for ranks in (64, 1))
+    assert alone - many == pytest.approx((4 + 4) * numel * (1 - 1 / 64), rel=1e-3)
 
 
 # What travels, with tensors in the place of ranks.
