@@ -33,6 +33,7 @@ from megatron_fsdp_adapter.core.layout.format import BLOCK128, PER_TENSOR
 from megatron_fsdp_adapter.planning.configurations import Configuration, kept_rows
 from megatron_fsdp_adapter.planning.features import Features
 from megatron_fsdp_adapter.planning.machine import Group, Machine, from_json, machine_named
+from megatron_fsdp_adapter.planning.muon import muon_work
 from megatron_fsdp_adapter.planning.program import Program
 from megatron_fsdp_adapter.planning.shapes import (
     Parallel,
@@ -94,13 +95,18 @@ def setup_of(row: Measured) -> StepSetup:
     shape = shape_of(table)
     if shape.experts is not None:
         shards["expert"] = (table.gpus // table.expert, 1)
+    muon = muon_work(
+        shape, Parallel(expert=table.expert), 0, table.gpus, table.gpus // table.expert,
+        engine.strategy.shard_main,
+    )  # fmt: skip
     return StepSetup(
         engine, shards, row.microbatches, separate_gathers="ag" in words, copy_gathers=copies,
         copy_reduces=reduces, fused=table.fused if row.fused is None else row.fused, graph=graph,
         clips=table.clips or row.microbatches > 1, layer_graphs=layers,
         weight_format=quantised_of(row).weights, host_layers=row.host_layers,
-        host_bytes=layer_bytes(shape, Parallel(), table.microbatch), muon="muon" in words,
-        streamed="stream" in words, rows=kept_rows(shape, _with_budget(row), 0),
+        host_bytes=layer_bytes(shape, Parallel(), table.microbatch),
+        muon=muon if "muon" in words else None, streamed="stream" in words,
+        rows=kept_rows(shape, _with_budget(row), 0),
         expert_overlap=row.expert_overlap,
     )  # fmt: skip
 
