@@ -7,7 +7,9 @@ pair list the same runs in the same order, so that what is sent needs no labels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .matrices import Member, MuonParam, Piece
@@ -103,34 +105,33 @@ def plan_stage(
     me: int,
 ) -> StagePlan:  # fmt: skip
     """The part of rank number `me` of `members`. owners: of each parameter's matrices, by number
-    in `members`."""
+    in `members`. Takes as long as there are matrices, and ranks for those that `me` owns."""
     ranks = range(len(members))
-    sources = [_Sources(param, members) for param in params]
-
-    def runs(holder: int, owner: int, as_source: bool) -> Iterator[Run]:
-        for number, param in enumerate(params):
-            for matrix, of in enumerate(owners[number]):
-                if of != owner or (as_source and not sources[number].sends(holder, owner)):
-                    continue
-                for piece in param.pieces(matrix, members[holder]):
-                    yield Run(number, matrix, piece)
-
+    sources = {whole: _sources(whole, members) for whole in {p.split is None for p in params}}
+    # Most ranks have none of it.
+    found = tuple(defaultdict[int, list[Run]](list) for _ in range(4))
+    sent, received, returned, updates = found
+    for number, (param, of) in enumerate(zip(params, owners, strict=True)):
+        source = sources[param.split is None]
+        for matrix, owner in enumerate(of):
+            mine = [Run(number, matrix, piece) for piece in param.pieces(matrix, members[me])]
+            updates[owner] += mine
+            sent[owner] += mine if source.sends(me, owner) else []
+            for rank in ranks if owner == me else ():
+                theirs = [Run(number, matrix, at) for at in param.pieces(matrix, members[rank])]
+                returned[rank] += theirs
+                received[rank] += theirs if source.sends(rank, me) else []
     return StagePlan(
-        tuple(params),
-        tuple(tuple(of) for of in owners),
-        sent=tuple(tuple(runs(me, rank, True)) for rank in ranks),
-        received=tuple(tuple(runs(rank, me, True)) for rank in ranks),
-        returned=tuple(tuple(runs(rank, me, False)) for rank in ranks),
-        updates=tuple(tuple(runs(me, rank, False)) for rank in ranks),
-    )
+        tuple(params), tuple(tuple(of) for of in owners),
+        *(tuple(tuple(runs.get(rank, ())) for rank in ranks) for runs in found),
+    )  # fmt: skip
 
 
 class _Sources:
     """Who sends an owner what several ranks hold: the owner itself if it is one of them, else one
-    that the owner's number chooses."""
+    that the owner's number chooses. whole: tensor parallelism does not split it."""
 
-    def __init__(self, param: MuonParam, members: tuple[Member, ...]) -> None:
-        whole = param.split is None
+    def __init__(self, whole: bool, members: tuple[Member, ...]) -> None:
         self._keys = [(member.shard, 0 if whole else member.part) for member in members]
         self._holders: dict[tuple[int, int], list[int]] = {}
         for number, key in enumerate(self._keys):
@@ -142,3 +143,9 @@ class _Sources:
             return holder == owner
         alike = self._holders[self._keys[holder]]
         return alike[owner % len(alike)] == holder
+
+
+@functools.lru_cache(maxsize=2)
+def _sources(whole: bool, members: tuple[Member, ...]) -> _Sources:
+    """The same for all stages of the same ranks."""
+    return _Sources(whole, members)
