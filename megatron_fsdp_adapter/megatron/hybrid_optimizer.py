@@ -158,7 +158,10 @@ class Copies:
         self._engines, self._seen = engines, [engine.writes for engine in engines]
 
     def refresh(self, optimizer: Any) -> None:
-        """Makes them anew if something else than a step has written main weights since."""
+        """Before a step. Makes them anew if something else than a step has written main weights
+        since."""
+        for engine in self._engines:
+            engine.gather.begin_step()
         writes = [engine.writes for engine in self._engines]
         if writes != self._seen:
             for local, inner in optimizer.param_to_inner_param.items():

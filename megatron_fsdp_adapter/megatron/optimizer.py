@@ -26,6 +26,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import param_is_not_shared
 
+from ..core.engine.engine import FsdpEngine
 from ..core.topology import TP_DIM
 from ..sharding.local_optimizer import LocalPair, LocalShards, adopt, initialize_state
 from ..sharding.memory import local_shards, park_state, take_state, trim
@@ -189,7 +190,12 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
         asked = muon.asked_for(config)
         late = late_step.asked_for(ours)
         made = shards_over(engines, late) if asked is None else muon.shards_of(ours, asked)
-        adopt(optimizer, shards_class=made)
+        adopt(optimizer, functools.partial(_begin_step, engines), made)
+
+
+def _begin_step(engines: Sequence[FsdpEngine], optimizer: Any) -> None:
+    for engine in engines:
+        engine.gather.begin_step()
 
 
 def _remember_groups(

@@ -163,7 +163,8 @@ def _step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     known = captures[0].read
     for number, one in enumerate(inner):
         _check(one, None if known is None else known[number])
-    for capture in captures:
+    for chunk, capture in zip(chunks, captures, strict=True):
+        chunk.engine.gather.begin_step()
         capture.told = True
     try:
         result = original(self, *args, **kwargs)

@@ -97,7 +97,6 @@ class TimedStream:
         self._plan_order()
         for role in (LOAD, UPDATE):
             runtime.wait(role, runtime.record(COMPUTE))
-        runtime.wait(UPDATE, runtime.record(GATHER))
         for number, unit in enumerate(self._order):
             for coming in self._order[number : number + CHUNKS]:
                 self._load(coming)

@@ -35,7 +35,7 @@ from ..core.engine.identity import ParamPair
 from ..core.engine.offloaded import OffloadedBuffer
 from ..core.engine.unit import Unit
 from ..core.engine.updates import LateUpdates
-from ..core.runtime.device import BESIDE, COMPUTE, GATHER
+from ..core.runtime.device import BESIDE, COMPUTE
 from .local_optimizer import Clip, LocalPair, LocalShards, initialize_state
 
 OPTION = "fsdp_overlap_param_gather_with_optimizer_step"
@@ -175,8 +175,6 @@ class LateShards(LocalShards):
         self._plan_order()
         self._walk_begins()
         runtime.wait(self.role, runtime.record(COMPUTE))
-        for engine in self._engines:  # their gathers may still read the weights of before
-            runtime.wait(self.role, engine.runtime.record(GATHER))
         for number, stage in enumerate(self._order):
             self._make_ready(number)
             runtime.submit(self.role, functools.partial(self._update, optimizer, stage, at_start))

@@ -147,6 +147,30 @@ def test_nothing_is_launched_for_the_next_forward_while_a_step_is_captured_but_a
         assert all(unit.outdated or unit.gathered is not None for unit in pipeline.units)
 
 
+def test_a_replay_is_behind_gathers_of_an_evaluation_that_raised_before_it(
+    one_rank: torch.device, host: HostTorch
+) -> None:
+    """What orders them is no part of the graph."""
+    trainer = built("optim_grads_params", host)
+    waits: list[bool] = []
+    pipeline = trainer.wrapper.engine.gather
+    quiesce = pipeline.quiesce
+    for step in range(STEPS):
+        forward_backward(trainer, batches(CASE, step, 0, CPU))
+        if step % 2:
+            layer = trainer.wrapper.module.module.module.decoder.layers[0]
+            raises = layer.register_forward_pre_hook(lambda *unused: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                forward_backward(trainer, batches(CASE, 90, 0, CPU), forward_only=True)
+            raises.remove()
+        waits.clear()
+        pipeline.quiesce = lambda: (waits.append(host.capturing), quiesce())[1]
+        trainer.optimizer.step()
+        pipeline.quiesce = quiesce
+        assert waits == ([False] if step % 2 else [])
+    assert len(host.fakes.replays) == STEPS - WARMUP
+
+
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 def test_gradients_that_a_replay_reads_never_lose_their_storage(
     one_rank: torch.device, host: HostTorch, strategy: str

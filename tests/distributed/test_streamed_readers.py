@@ -49,6 +49,17 @@ def _released(trainer: Trainer) -> None:
     return_memory(trainer.wrapper, trainer.optimizer)
 
 
+def _evaluates_before_the_step(trainer: Trainer) -> None:
+    """Between a backward and its step; the evaluation raises, with gathers that nobody uses."""
+    forward_backward(trainer, batches(CASE, 8, 0, DEVICE))
+    layer = next(one for name, one in trainer.wrapper.named_modules() if name.endswith("layers.0"))
+    raises = layer.register_forward_pre_hook(lambda *unused: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        forward_backward(trainer, batches(CASE, 9, 0, DEVICE), True)
+    raises.remove()
+    trainer.optimizer.step()
+
+
 READERS: dict[str, tuple[Callable[[Trainer], Any], bool]] = {
     "state dict": (lambda t: _read(t.wrapper.state_dict_for_save_checkpoint().values()), True),
     "optimizer state": (lambda t: _read_state(t.optimizer.optimizer.state_dict()["state"]), True),
@@ -62,6 +73,7 @@ READERS: dict[str, tuple[Callable[[Trainer], Any], bool]] = {
     "release": (_released, False),
     "evaluation": (lambda t: forward_backward(t, batches(CASE, 9, 0, DEVICE), True), False),
     "another step": (lambda t: t.optimizer.step(), False),
+    "evaluation before a step": (_evaluates_before_the_step, False),
 }
 """What comes after a step, and whether it is a race where the host does not wait."""
 
@@ -69,22 +81,26 @@ DEVICE = torch.device("cpu")
 
 
 def _races(
-    rank: int, world: int, runtime: type[RecordingRuntime], ddp: dict[str, Any]
+    rank: int, world: int, runtime: type[RecordingRuntime], *options: dict[str, Any]
 ) -> dict[str, str]:
+    """Readers that race, with what; the last options are tried with all of them, others with what
+    comes before a step."""
     building.make_runtime = lambda device: runtime()  # type: ignore[assignment]
     init_megatron()
     found = {}
-    for name, (reader, _) in READERS.items():
+    cells = [(name, options[-1]) for name in READERS]
+    cells += [("evaluation before a step", ddp) for ddp in options[:-1]]
+    for name, ddp in cells:
         trainer = build_trainer(CASE, "optim_grads_params", DEVICE, ddp=ddp)
         trainer.wrapper.test_began = trainer.params()
         try:
             with trainer.wrapper.engine.runtime.watch():
                 for number in range(2):
                     train_step(trainer, batches(CASE, number, rank, DEVICE))
-                reader(trainer)
+                READERS[name][0](trainer)
                 train_step(trainer, batches(CASE, 2, rank, DEVICE))
         except RaceError as error:
-            found[name] = str(error)
+            found[name if ddp is options[-1] else f"{name} {ddp}"] = str(error)
     return found
 
 
@@ -100,6 +116,6 @@ def test_everybody_waits_for_updates_behind_a_step(runtime: type[RecordingRuntim
 @pytest.mark.once
 def test_everybody_is_behind_updates_of_an_optimizer_on_the_device() -> None:
     """Without a wait of the host. Gradients, too: the norm of the next step reads what updates have
-    clipped."""
-    (found,) = run_ranks(_races, 1, DoesNotBlock, LATE)
+    clipped. A step is behind gathers that nobody used, whether updates go on behind it or not."""
+    (found,) = run_ranks(_races, 1, DoesNotBlock, {}, LATE)
     assert not found, found

@@ -290,6 +290,7 @@ class Rig:
 
     @torch.no_grad()
     def optimizer_step(self) -> None:
+        self.engine.gather.begin_step()
         for pair in self.engine.pairs:
             if pair.grad is not None:
                 pair.optimizer._local_tensor.sub_(pair.grad._local_tensor, alpha=0.1)

@@ -7,6 +7,7 @@ with the same weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -153,6 +154,23 @@ def forward_raises(rig: Any) -> None:
     rig.step(microbatches=2)
 
 
+def evaluations_before_the_step(rig: Any) -> None:
+    """Between a backward and its step: one raises, and one leaves layers out. Gathers that nobody
+    used are still running when the step writes what they read."""
+    everything = rig.model.path
+    rig.step()
+    for explode, path in (("forward 1", everything), (None, [0, 1])):
+        rig.zero()
+        rig.forward_backward()
+        rig.finish()
+        rig.model.explode, rig.model.path = explode, path
+        with pytest.raises(Exploded) if explode else nullcontext():
+            rig.evaluate()
+        rig.model.explode, rig.model.path = None, everything
+        rig.optimizer_step()
+    rig.step()
+
+
 def backward_raises(rig: Any) -> None:
     """In the second microbatch, after some units of it have been reduced."""
     rig.step()
@@ -258,7 +276,8 @@ SCENARIOS: dict[str, Scenario] = {
     for scenario in (
         steps, steps_without_sync, steps_with_full_sync, microbatches, forwards_in_flight,
         evaluation_between, layer_twice, layer_again_later, layers_skipped, forward_raises,
-        backward_raises, zero_before_finish, forward_without_backward, inner_module_called,
+        evaluations_before_the_step, backward_raises, zero_before_finish,
+        forward_without_backward, inner_module_called,
         weights_read_between, weights_loaded, weights_written,
         gradients_late,
     )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.engine.gather import GatherPipeline
 from megatron_fsdp_adapter.core.engine.updates import LateUpdates
 from megatron_fsdp_adapter.core.runtime.device import BESIDE, COMPUTE, GATHER, UPDATE
 from megatron_fsdp_adapter.sharding.late_optimizer import LateShards
@@ -21,7 +22,6 @@ from tests.engine.test_engine_offload import (
     SAID,
     ZERO_3,
     DeafBetween,
-    evaluation_raises_before_the_step,
     layers_left_out,
     run,
     with_adam,
@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[dict[str, Any], bool, str]] = {
 }  # fmt: skip
 """Optimizers whose updates go on behind a step: setup, `late`, the stream of updates."""
 
-OWN = (evaluation_raises_before_the_step, layers_left_out, read_in_the_midst)
+OWN = (layers_left_out, read_in_the_midst)
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,6 @@ def test_gradients_are_forgotten_unit_by_unit_once_their_update_has_read_them(ki
 
 WAITS = {
     (BESIDE, COMPUTE, "late_optimizer"): "steps",
-    (BESIDE, GATHER, "late_optimizer"): "evaluation_raises_before_the_step",
     (GATHER, BESIDE, "gather"): "steps",
     (COMPUTE, BESIDE, "updates"): "layers_left_out",
     (GATHER, BESIDE, "updates"): "read_in_the_midst",
@@ -148,3 +147,13 @@ def test_who_reads_main_weights_is_behind_all_updates(monkeypatch: pytest.Monkey
     monkeypatch.setattr(LateUpdates, "settle", lambda self: None)
     with pytest.raises(RaceError, match="without waiting for beside"):
         run(Setup(ZERO_3), "weights_loaded", late=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_are_behind_gathers_that_nobody_used(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, late, role = KINDS[kind]
+    monkeypatch.setattr(GatherPipeline, "begin_step", lambda self: None)
+    with pytest.raises(RaceError, match=f"{role}: .* without waiting for gather"):
+        run(Setup(ZERO_3, **setup), "evaluations_before_the_step", late=late)

@@ -187,6 +187,8 @@ WAITS: dict[Site, tuple[str, str]] = {
     ("follow_compute", "invalidate"): (ZERO_3, "weights_written"),
     # the optimizer's writes behind gathers that nobody waited for
     ("quiesce",): (ZERO_3, "layers_skipped"),
+    # a step's writes behind gathers of an evaluation before it, which nobody used
+    ("quiesce", "begin_step"): (ZERO_3, "evaluations_before_the_step"),
     # a reduction behind the filling of its bucket
     ("_launch",): (ZERO_2, "steps"),
     # a reduction of gradients that came late behind their collection

@@ -79,6 +79,7 @@ class GatherPipeline:
         self._ahead: list[Unit] = []
         self._holders: dict[int, Unit] = {}
         self._kept: Counter[int] = Counter()
+        self._unordered = False  # gathers, before which the compute stream may write what they read
         self._planned: dict[tuple[int, Use], list[DomainGather]] = {}
 
     def need(self, unit: Unit, use: Use = Use.BOTH) -> None:
@@ -179,6 +180,7 @@ class GatherPipeline:
             tasks.append(lambda: self._all_gather(unit, use))
         self.runtime.submit(GATHER, *tasks)
         unit.outdated, unit.gathered = False, self.runtime.record(GATHER)
+        self._unordered = True
 
     def _add(self, unit: Unit, use: Use) -> None:
         """Starts gathering what only `use` reads, of a unit that has the planes of the other use.
@@ -300,6 +302,15 @@ class GatherPipeline:
     def quiesce(self) -> None:
         """Orders the compute stream behind all gathers: main weights may be written after this."""
         self.runtime.follow(COMPUTE, GATHER)
+        self._unordered = False
+
+    def begin_step(self) -> None:
+        """An optimizer writes main weights next. Nothing is in flight since gradients were
+        finished, unless somebody has run the model meanwhile: an evaluation leaves gathers that
+        nobody uses where it raises, or leaves units out. A step in a CUDA graph says so on the
+        host, before its capture and before each replay."""
+        if self._unordered:
+            self.quiesce()
 
     def gather_first(self) -> None:
         """Launches what the next forward pass asks for first, ahead of it."""
