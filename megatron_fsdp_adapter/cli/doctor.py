@@ -108,7 +108,8 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
     changes: list[Change]
     if given.script is None:
         chosen = dict(map(_assignment, given.set))
-        args, changes = SimpleNamespace(**{**validation.PLAIN_OPTIONS, **chosen}), []
+        plain = {**validation.PLAIN_OPTIONS, **_of_this_release()}
+        args, changes = SimpleNamespace(**{**plain, **chosen}), []
     else:
         args = runner.parse_arguments(Path(given.script), given.arguments)
         if not args.use_megatron_fsdp:
@@ -125,6 +126,15 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
             *graph_problems(options),
         ],
     }
+
+
+def _of_this_release() -> dict[str, Any]:
+    """Arguments by which a rule tells what Megatron-LM of megatron-core's release can do."""
+    try:
+        found = releases.parse(importlib.metadata.version(releases.CORE))
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    return {"muon_nesterov": False} if found is not None and found[0] >= (0, 18) else {}
 
 
 def graph_problems(options: Any) -> list[str]:

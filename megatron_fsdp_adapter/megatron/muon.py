@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ..core.engine.identity import ParamPair
 from ..sharding.local_optimizer import LocalShards
 from ..sharding.muon.exchange import exchange_groups
 from ..sharding.muon.matrices import row_blocks
-from ..sharding.muon.newton_schulz import COEFFICIENTS, EPS, coefficients_of
+from ..sharding.muon.newton_schulz import EPS, coefficients_of
 from ..sharding.muon.shards import (
     MuonOptions,
     MuonRule,
@@ -34,20 +34,13 @@ from ..sharding.muon.shards import (
     tensor_split,
 )
 from .inner import ours_among
+from .options import muon_options
 from .options.ddp_options import OFFLOAD
-from .options.support import is_on
+from .options.muon_options import ADAPTIVE, HALF, KINDS, MUON, SCALES
 from .seams.core_api import MORE, Replacement
 
-MUON, ADAPTIVE = "muon", "adaptive_muon"
-KINDS = (MUON, ADAPTIVE)
-"""Of `optimizer`."""
 LION = "lion"
 """No Muon, but core makes it by the same function of its own, where Adam's does."""
-METHOD = "adamuon"
-"""Of `adaptive_muon_moment2_method`: the one whose second moment is entry by entry. The others have
-means over rows, columns or all of a matrix, which ranks have parts of."""
-HALF = "medium"
-"""Of `muon_fp32_matmul_prec`: products of 16 bits."""
 KIND = "optimizer"
 """Of a parameter group: whose it is, as core marks groups of its own."""
 _ASKED = "muon_config"
@@ -58,13 +51,6 @@ ROUTERS = ("Router",)
 """Classes, by name, whose weights are Adam's."""
 ADAMS_MARKS = ("is_embedding_or_output_parameter", "is_embedding_parameter", "shared_embedding")
 """Core's marks of weights that are Adam's: embeddings, their copies on other stages, output."""
-
-SCALES: Mapping[str, Callable[[int, int], float]] = {
-    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
-    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
-    "shape_scaling": lambda rows, columns: math.sqrt(max(1, rows / columns)),
-}
-"""The factor on an update, by `muon_scale_mode`, as NVIDIA's emerging_optimizers have them."""
 
 
 def asked_for(config: Any) -> Any | None:
@@ -88,38 +74,13 @@ def as_adam(config: Any) -> Any:
 
 def problems(config: Any, engines: Sequence[FsdpEngine]) -> list[str]:
     """What Muon's options, and others with it, have against it."""
-    found = []
-    method = "adaptive_muon_moment2_method"  # from 0.19 on
-    if config.optimizer == ADAPTIVE and not hasattr(config, method):
+    if config.optimizer == ADAPTIVE and not hasattr(config, "adaptive_muon_moment2_method"):
         return [
             f"optimizer={ADAPTIVE!r}: this megatron-core does not have it; use {MUON!r}, or a "
             "release from 0.19 on"
         ]
-    choices = (
-        *([(method, METHOD, (METHOD,))] if config.optimizer == ADAPTIVE else []),
-        ("muon_coefficient_type", "quintic", tuple(COEFFICIENTS)),
-        ("muon_scale_mode", "spectral", tuple(SCALES)),
-        ("muon_fp32_matmul_prec", HALF, (HALF, "high", "highest")),
-        ("muon_scalar_optimizer", "adam", ("adam",)),
-    )
-    for name, default, known in choices:
-        if getattr(config, name, default) not in known:
-            found.append(
-                f"{name}={getattr(config, name)!r}: with sharded weights it is one of "
-                f"{list(known)}; use one of them"
-            )
-    if config.muon_num_ns_steps < 1:
-        found.append(f"muon_num_ns_steps={config.muon_num_ns_steps}: there is at least one")
-    if not 0 <= config.muon_momentum < 1:
-        found.append(f"muon_momentum={config.muon_momentum}: use 0 or more, and less than 1")
-    if config.fp16:
-        found.append("fp16=True: megatron-core has no Muon with it either; use bf16")
-    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
-        if is_on(config, name):
-            found.append(f"{name}=True: it is for optimizer='adam' alone; set it to False")
-    if any(engine.config.offload for engine in engines):
-        found.append(f"{OFFLOAD}=True of the DDP config: it is for 'adam' alone; set it to False")
-    return [f"optimizer={config.optimizer!r} with {line}" for line in found]
+    offloads = any(engine.config.offload for engine in engines)
+    return muon_options.problems(config, SimpleNamespace(**{OFFLOAD: offloads}))
 
 
 # Which weights, and of which matrices they are made.

@@ -67,8 +67,8 @@ def megatron_flags(chosen: Configuration) -> str:
 
 
 BRIDGE_FIELDS = {
-    "micro_batch_size": "train.micro_batch_size", "optimizer": "optimizer.optimizer",
-    "fp8_format": "mixed_precision.fp8", "fp8_recipe": "mixed_precision.fp8_recipe",
+    "micro_batch_size": "train.micro_batch_size", "fp8_format": "mixed_precision.fp8",
+    "fp8_recipe": "mixed_precision.fp8_recipe",
     "fp8_param_gather": "mixed_precision.fp8_param_gather",
     "num_virtual_stages_per_pipeline_rank": "model.virtual_pipeline_model_parallel_size",
 }  # fmt: skip
@@ -76,7 +76,9 @@ BRIDGE_FIELDS = {
 
 
 def bridge_overrides(chosen: Configuration) -> str:
-    """For a recipe of Megatron-Bridge."""
+    """For a recipe of Megatron-Bridge; of Muon, with which none is taken, that."""
+    if chosen.features.optimizer == MUON:
+        return "refused with optimizer='muon': recipes were not run with it"
     words = [f"ddp.{name}={value}" for name, value in ddp_options(chosen).items()]
     for name, value in model_options(chosen).items():
         words.append(f"{BRIDGE_FIELDS.get(name, f'model.{name}')}={value}")

@@ -45,6 +45,16 @@ def test_a_configuration_is_judged(capsys: Any) -> None:
     assert named == {"fp4"}
 
 
+def test_muon_is_judged_by_the_release_that_is_there(capsys: Any) -> None:
+    makes_it = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18)
+    found = report(capsys, "--set", "optimizer=muon", status=0 if makes_it else 1)
+    named = [line.split(":")[0] for line in found["configuration"]["refuses"]]
+    assert named == ([] if makes_it else ["optimizer='muon'"])
+    found = report(capsys, "--set", "optimizer=muon", "--set", "muon_scale_mode=none", status=1)
+    named = [line.split(":")[0] for line in found["configuration"]["refuses"]]
+    assert "optimizer='muon' with muon_scale_mode='none'" in named
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this GPU may compute it")
 def test_what_this_machine_cannot_compute_is_refused(capsys: Any) -> None:
     found = report(capsys, "--set", "fp8=hybrid", "--set", "fp8_recipe=mxfp8",

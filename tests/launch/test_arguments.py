@@ -234,6 +234,34 @@ def test_muon_is_asked_for_where_this_megatron_lm_makes_it() -> None:
     assert not validation.launch_problems(_complete(optimizer="muon", muon_nesterov=False), {})
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"muon_scale_mode": "none"}, {"muon_num_ns_steps": 0}, {"muon_momentum": 1.0},
+        {"fp16": True}, {"use_precision_aware_optimizer": True},
+        {"chunked_optimizer_state_offload": True},
+        {"fsdp_overlap_param_gather_with_optimizer_step": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_muon_does_not_go_with_is_told_before_anything_is_loaded(
+    changed: dict[str, Any],
+) -> None:
+    [(name, value)] = changed.items()
+    args = _complete(optimizer="muon", muon_nesterov=False, **changed)
+    found = validation.launch_problems(args, {})
+    assert [line for line in found if f"optimizer='muon' with {name}={value!r}: " in line], found
+    others = validation.launch_problems(_complete(**changed), {})
+    assert not [line for line in others if "muon" in line]
+
+
+def test_muons_step_is_in_no_graph() -> None:
+    args = _complete(optimizer="muon", muon_nesterov=False, optimizer_cuda_graph=True)
+    found = validation.launch_problems(args, {})
+    named = "optimizer='muon': with optimizer_cuda_graph=True"
+    assert any(line.startswith(named) for line in found)
+
+
 @pytest.mark.parametrize("use_megatron_fsdp", [True, False])
 def test_validation_is_shown_adam_in_the_place_of_muon(use_megatron_fsdp: bool) -> None:
     """Megatron-LM asserts that there is no Muon with sharded weights; what it then makes is."""

@@ -181,8 +181,10 @@ def test_options_of_megatron_are_features_and_come_back_as_flags():
     ):  # fmt: skip
         assert words in text
     muon = with_features(optimizer="muon", bf16_wire=True)
-    assert "optimizer.optimizer=muon" in bridge_overrides(muon)
-    assert "megatron_fsdp_grad_comm_dtype=bf16" in bridge_overrides(muon)
+    assert "--optimizer muon" in megatron_flags(muon)
+    assert bridge_overrides(muon).startswith("refused with optimizer='muon'")
+    wire = with_features(bf16_wire=True)
+    assert "megatron_fsdp_grad_comm_dtype=bf16" in bridge_overrides(wire)
 
 
 @pytest.mark.parametrize(

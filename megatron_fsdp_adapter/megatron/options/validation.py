@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...core.config import STRATEGIES
+from . import muon_options
 from .ddp_options import DDP_CONFIG_RULES
 from .support import (
     MODEL_CONFIG_RULES,
@@ -87,8 +88,8 @@ WEIGHT_HASH = "with 'optim_grads_params' no rank has whole weights to hash; leav
 LAUNCH_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer",
-        lambda args: args.optimizer == "adaptive_muon" or (
-            args.optimizer == "muon" and not hasattr(args, "muon_nesterov")
+        lambda args: args.optimizer == muon_options.ADAPTIVE or (
+            args.optimizer == muon_options.MUON and not hasattr(args, "muon_nesterov")
         ),
         "Megatron-LM makes adaptive Muon, and before 0.18 Muon, by a function of its own, which "
         "needs whole matrices; use 'adam', or 'muon' and a release from 0.18 on",
@@ -199,7 +200,7 @@ _NVRX = "nvidia_resiliency_ext"
 BRIDGE_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.optimizer",
-        lambda cfg: cfg.optimizer.optimizer in ("muon", "adaptive_muon"),
+        lambda cfg: cfg.optimizer.optimizer in muon_options.KINDS,
         "recipes of Megatron-Bridge were not run with it; use 'adam'",
     ),
     Rule(
@@ -343,6 +344,7 @@ def launch_problems(args: Any, environment: Mapping[str, str]) -> list[str]:
         problems(options, DDP_CONFIG_RULES),
         problems(options, MODEL_CONFIG_RULES),
         problems(options, OPTIMIZER_CONFIG_RULES),
+        muon_options.problems(options, options),
         folder_problems("load", getattr(args, "load", None)),
         folder_problems("pretrained_checkpoint", getattr(args, "pretrained_checkpoint", None)),
     )
