@@ -7,15 +7,12 @@ interleaved pipeline; ours is a field of the DDP config, and follows from Megatr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-from ..sharding.late_optimizer import OPTION, LateShards
+from ..sharding.late_optimizer import OPTION
 from . import muon
 from .options.support import is_on
-from .seams.core_api import Replacement
 
 CORES_OFFLOAD = "optimizer_cpu_offload"
 
@@ -39,34 +36,3 @@ def problems(config: Any, chunks: Sequence[Any]) -> list[str]:
     if any(chunk.engine.quantisation for chunk in chunks):
         found.append("quantised weights are made of all main weights at once, behind all updates")
     return [f"{OPTION}=True of the DDP config: {line}; set it to False" for line in found]
-
-
-def _shards(optimizer: Any) -> LateShards | None:
-    shards = getattr(getattr(optimizer, "optimizer", None), "_fsdp_shards", None)
-    return shards if isinstance(shards, LateShards) else None
-
-
-def clip_now(optimizer: Any) -> None:
-    """Gradients are read before the step clips them."""
-    shards = _shards(optimizer)
-    if shards is not None:
-        shards.clip_now()
-
-
-def _step(original: Callable[..., Any], self: Any) -> Any:
-    """Inside, nobody reads gradients between clipping and the inner optimizer's step, but who says
-    so. A step that is left out leaves clipped ones, as without the option."""
-    shards = _shards(self)
-    if shards is None:
-        return original(self)
-    shards.step_follows = True
-    try:
-        return original(self)
-    finally:
-        shards.step_follows = False
-        shards.clip_now()
-
-
-REPLACED: tuple[Replacement, ...] = (
-    Replacement(DistributedOptimizer, "step", _step, (("self",),)),
-)

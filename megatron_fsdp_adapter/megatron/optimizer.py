@@ -17,10 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer import muon as core_muon
-from megatron.core.optimizer.clip_grads import (
-    clip_grad_by_total_norm_fp32,
-    get_grad_norm_fp32,
-)
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -28,12 +24,12 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from ..core.engine.engine import FsdpEngine
 from ..core.topology import TP_DIM
-from ..sharding.local_optimizer import LocalPair, LocalShards, adopt, initialize_state
+from ..sharding.local_optimizer import adopt, initialize_state
 from ..sharding.memory import local_shards, park_state, take_state, trim
 from ..sharding.placement import replicated_name
 from ..sharding.problems import raise_problems
 from ..sharding.streamed_optimizer import shards_over
-from . import hybrid_optimizer, late_step, muon, optimizer_state, step_graphs
+from . import clipping, hybrid_optimizer, late_step, muon, optimizer_state, step_graphs
 from .inner import ours_among
 from .options import support
 from .options.ddp_options import MXFP8_BUFFER, OFFLOAD
@@ -321,54 +317,15 @@ def _count_zeros(original: Callable[..., Any], self: Any) -> Any:
     """Zeros among the elements that the norm counts; 0.16.1 counts replicas too."""
     if not _our_chunks(self):
         return original(self)
-    late_step.clip_now(self)
-    grads = [grad for group in (None, *core_api.SEPARATE_NORMS) for grad in _grads(self, group)]
+    clipping.clip_now(self)
+    norm_groups = (None, *core_api.SEPARATE_NORMS)
+    grads = [grad for group in norm_groups for grad in clipping.gradients(self, group)]
     device = _our_chunks(self)[0].engine.runtime.device
     zeros = torch.zeros(1, dtype=torch.float32, device=device)
     for grad in grads:
         zeros += grad.numel() - torch.count_nonzero(grad)
     dist.all_reduce(zeros, group=self.get_grad_stats_parallel_group())
     return zeros.item()
-
-
-def _grads(optimizer: Any, group: str | None) -> list[torch.Tensor]:
-    """The gradients that a norm counts on this rank: the model's, or that of a group."""
-    found = getattr(optimizer, core_api.NORM_GRADIENTS)
-    return found() if group is None else found(group)
-
-
-def _clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
-    """Core's own norm and clipping, given local tensors: none is empty (see `_norm_grads`), and
-    none pays DTensor dispatch. Parameters of a group with a norm of its own are clipped by it."""
-    if not _our_chunks(self) or self.is_stub_optimizer:
-        return original(self, clip_grad)
-    norms = {
-        group: get_grad_norm_fp32(
-            _grads(self, group), grad_stats_parallel_group=self.get_grad_stats_parallel_group()
-        )
-        for group in (None, *core_api.present_norm_groups(self))
-    }
-    shards: LocalShards = self.optimizer._fsdp_shards
-    clip = functools.partial(_clip_by, dict(norms), clip_grad, shards.decoupled)
-    if not shards.takes_clip(clip):
-        shards.clip_grads(clip)
-    total = self.clipped_norm = norms.pop(None)
-    self.grad_norms_by_group = norms  # where a training loop of 0.19 reads them
-    return total
-
-
-def _clip_by(
-    norms: Mapping[str | None, Any], clip_grad: float, decoupled: bool, pairs: list[LocalPair]
-) -> None:
-    """Clips the gradients of each group by its norm."""
-    for group, norm in norms.items():
-        held = [
-            local
-            for param, local in pairs
-            if local.numel() > 0 and core_api.norm_group(param) == group
-        ]
-        if held:
-            clip_grad_by_total_norm_fp32(held, clip_grad, norm, use_decoupled_grad=decoupled)
 
 
 def _step_unless_large(original: Callable[..., bool], self: Any) -> bool:
@@ -472,7 +429,8 @@ REPLACED: tuple[Replacement, ...] = (
         DistributedOptimizer, core_api.NORM_GRADIENTS, _norm_grads,
         (_OWN, (*_OWN, "grad_norm_group")),
     ),
-    Replacement(DistributedOptimizer, "clip_grad_norm", _clip, ((*_OWN, "clip_grad"),)),
+    Replacement(DistributedOptimizer, "clip_grad_norm", clipping.clip, ((*_OWN, "clip_grad"),)),
+    Replacement(DistributedOptimizer, "step", clipping.step, (_OWN,)),
     Replacement(DistributedOptimizer, "step_with_ready_grads", _step_unless_large, (_OWN,)),
     Replacement(DistributedOptimizer, "count_zeros", _count_zeros, (_OWN,)),
     Replacement(

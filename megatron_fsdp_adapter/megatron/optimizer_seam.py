@@ -14,7 +14,6 @@ from megatron.core import optimizer as core_optimizer
 from . import (
     activation_offload,
     hybrid_optimizer,
-    late_step,
     muon,
     optimizer,
     qk_clip,
@@ -24,7 +23,7 @@ from .seams.wrapped import is_wrapped, unwrap, wrap
 
 REPLACED = (
     *optimizer.REPLACED, *hybrid_optimizer.REPLACED, *qk_clip.REPLACED,
-    *activation_offload.REPLACED, *muon.REPLACED, *late_step.REPLACED,
+    *activation_offload.REPLACED, *muon.REPLACED,
     *step_graphs.REPLACED,
 )  # fmt: skip
 

@@ -66,7 +66,6 @@ class LateShards(LocalShards):
         engines: those of the parameters.
 
     role: what updates run as.
-    step_follows: whether gradients that are clipped are read by a step, and before by nobody.
     """
 
     option, role = OPTION, BESIDE
@@ -77,9 +76,8 @@ class LateShards(LocalShards):
         self._engines, self._runtime = engines, engines[0].runtime
         self._stages: list[Stage] = []
         self._order: list[Stage] = []
-        self._walking = self.step_follows = False
+        self._walking = False
         self._last: Any = None
-        self._clip: Clip | None = None
         self._results: dict[int, Options] = {}
         super().__init__(optimizer, skip_empty, decoupled)
 
@@ -134,13 +132,7 @@ class LateShards(LocalShards):
     def takes_clip(self, clip: Clip) -> bool:
         if self.step_follows and self._may_be_late():
             self._clip = clip
-        return self._clip is not None
-
-    def clip_now(self) -> None:
-        """Somebody reads gradients, or no step has come."""
-        clip, self._clip = self._clip, None
-        if clip is not None:
-            self.clip_grads(clip)
+        return super().takes_clip(clip)
 
     def begin(self, optimizer: Any) -> None:
         """Queues the steps of all units; `settle` waits for them. The step that was asked for

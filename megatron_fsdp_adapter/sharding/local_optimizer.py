@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,11 +24,25 @@ from ..core.runtime.parking import ParkingLot
 from .group_options import as_numbers, load_options
 from .made_state import is_torch_optimizer, make_state, moments_of
 from .model_state import Piece, Place, write_pieces
+from .one_pass_adam import OnePassAdam, install
 
 Prepare = Callable[[Any], None]
 """Called with an optimizer before its step reads gradients."""
 LocalPair = tuple[Any, torch.Tensor]  # a parameter, and what is in its place
-Clip = Callable[[list[LocalPair]], None]  # of the gradients of these
+
+
+class Clip(Protocol):
+    """Clips gradients."""
+
+    def __call__(self, pairs: list[LocalPair]) -> None:
+        """Those of `pairs`, in place."""
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it multiplies all of them by one factor."""
+
+    def factor(self, device: torch.device) -> torch.Tensor | None:
+        """That factor, one float32 on `device`; None for 1."""
 
 
 class LocalShards:
@@ -43,7 +57,12 @@ class LocalShards:
 
     copies_grads: whether it has been given copies of gradients, which end with the step.
     held_by: who knows addresses of the state, in words, so that it cannot go; "" if nobody.
+    step_follows: whether gradients that are clipped are read by a step, and before by nobody.
+    one_pass: the kernel in the inner optimizer, where it has one of ours.
     """
+
+    step_follows = False
+    one_pass: OnePassAdam | None = None
 
     def __init__(self, optimizer: Any, skip_empty: bool, decoupled: bool) -> None:
         self.skip_empty, self.decoupled, self.copies_grads = skip_empty, decoupled, False
@@ -53,6 +72,7 @@ class LocalShards:
         self._shown: tuple[Any, list[Any]] | None = None
         self.parked: ParkingLot | None = None
         self.held_by = ""
+        self._clip: Clip | None = None
         self._add_groups(optimizer)
 
     def _add_groups(self, optimizer: Any) -> None:
@@ -76,6 +96,16 @@ class LocalShards:
         """A step begins, whose gradients are there."""
         self.enter(optimizer)
         self.set_local_grads()
+        if self.one_pass is not None:
+            self.one_pass.clip = self._factor()
+
+    def _factor(self) -> torch.Tensor | None:
+        """What the kernel multiplies gradients by, where that clips them."""
+        clip = self._clip
+        if clip is None or not clip.is_one:
+            return None
+        self._clip = None
+        return clip.factor(next(local for pairs in self.pairs for _, local in pairs).device)
 
     def put(self, param: Any, name: str, value: torch.Tensor) -> None:
         """`value`, of the local shape, becomes state `name` of `param`."""
@@ -175,8 +205,16 @@ class LocalShards:
                 self._local_grads[local] = grad
 
     def takes_clip(self, clip: Clip) -> bool:
-        """Whether the next step clips what it updates by itself."""
-        return False
+        """Whether the next step clips what it updates by itself, in the kernel."""
+        if self.step_follows and self.one_pass is not None and clip.is_one and any(self.pairs):
+            self._clip = clip
+        return self._clip is not None
+
+    def clip_now(self) -> None:
+        """Somebody reads gradients, or no step has come."""
+        clip, self._clip = self._clip, None
+        if clip is not None:
+            self.clip_grads(clip)
 
     def clip_grads(self, clip: Clip) -> None:
         self.set_local_grads()
@@ -185,6 +223,8 @@ class LocalShards:
 
     def clear_local_grads(self) -> None:
         self._local_grads.clear()
+        if self.one_pass is not None:
+            self.one_pass.clip = None
         for pairs in self.pairs:
             for _, local in pairs:
                 local.grad = None
@@ -438,9 +478,11 @@ def adopt(
     ):  # fmt: skip
         if hasattr(optimizer, option):
             setattr(optimizer, option, value)
-    optimizer._fsdp_shards = shards_class(optimizer, skip_empty, decoupled)  # type: ignore[attr-defined]
+    shards = shards_class(optimizer, skip_empty, decoupled)
+    shards.one_pass = install(optimizer)
+    optimizer._fsdp_shards = shards  # type: ignore[attr-defined]
     optimizer.__class__ = _local_class(type(optimizer))  # type: ignore[arg-type]
     optimizer.register_step_pre_hook(functools.partial(_before_step, prepare=prepare))
     optimizer.register_step_post_hook(end_step)
     optimizer.register_state_dict_pre_hook(_before_state_dict)
-    optimizer._fsdp_shards.adopted(optimizer)  # type: ignore[attr-defined]
+    shards.adopted(optimizer)

@@ -45,6 +45,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.master_weights, self.master_weight_dtype = master_weights, master_weight_dtype
         self.use_decoupled_grad = use_decoupled_grad
         self.store_param_remainders = store_param_remainders
+        self.multi_tensor_adam = multi_tensor_adam
 
     def initialize_state(self, param: Any, store_param_remainders: bool) -> None:
         for name, dtype in self.dtypes.items():
@@ -72,7 +73,7 @@ class FusedAdam(torch.optim.Optimizer):
                 assert not self.capturable or grad.dtype == param.dtype, "one type for both there"
                 if not self.state[param]:
                     self.initialize_state(param, self.store_param_remainders)
-                self._update(group, param, grad.float())
+                self._update(group, param, grad)
 
     def _count(self, group: dict[str, Any]) -> None:
         if not self.capturable:
@@ -83,14 +84,27 @@ class FusedAdam(torch.optim.Optimizer):
             group["step"] = torch.ones(1, dtype=torch.int32)
 
     def _update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
-        (beta1, beta2), step, state = group["betas"], group["step"], self.state[param]
-        first = state["exp_avg"].float().mul(beta1).add(grad, alpha=1 - beta1)
-        second = state["exp_avg_sq"].float().mul(beta2).addcmul(grad, grad, value=1 - beta2)
-        state["exp_avg"].copy_(first)
-        state["exp_avg_sq"].copy_(second)
-        denominator = (second / (1 - beta2**step)).sqrt().add(group["eps"])
-        update = (first / (1 - beta1**step)) / denominator + group["weight_decay"] * param.float()
-        param.copy_(param.float() - group["lr"] * update)
+        (beta1, beta2), state = group["betas"], self.state[param]
+        lists = [[grad], [param], [state["exp_avg"]], [state["exp_avg_sq"]]]
+        step, decay = group["step"], group["weight_decay"]
+        run = multi_tensor_adam if self.capturable else self.multi_tensor_adam
+        run(65536, None, lists, group["lr"], beta1, beta2, group["eps"], step, 1, 1, decay)
+
+
+def multi_tensor_adam(
+    chunk_size: int, overflow: Any, lists: list[list[torch.Tensor]], lr: Any, beta1: float,
+    beta2: float, eps: float, step: Any, mode: int, bias_correction: int, weight_decay: float,
+) -> None:  # fmt: skip
+    """TE's function of that name, for AdamW."""
+    assert mode == 1 and bias_correction == 1
+    for grad, param, exp_avg, exp_avg_sq in zip(*lists, strict=True):
+        first = exp_avg.float().mul(beta1).add(grad.float(), alpha=1 - beta1)
+        second = exp_avg_sq.float().mul(beta2).addcmul(grad.float(), grad.float(), value=1 - beta2)
+        exp_avg.copy_(first)
+        exp_avg_sq.copy_(second)
+        denominator = (second / (1 - beta2**step)).sqrt().add(eps)
+        update = (first / (1 - beta1**step)) / denominator + weight_decay * param.float()
+        param.copy_(param.float() - lr * update)
 
 
 @contextmanager

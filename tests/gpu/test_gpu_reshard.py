@@ -34,7 +34,7 @@ def _trainer(name: str, expert_parallel: int, strategy: str) -> tuple[Trainer, t
         parallel_state.destroy_model_parallel()
     moe.EP = expert_parallel
     device = moe.init_experts()
-    return moe._trainer(moe.KINDS[name], "allgather", strategy, device), device
+    return moe._trainer(moe.KINDS[name], "allgather", strategy, device, {}), device
 
 
 def _tensors(root: str) -> dict[str, torch.Tensor]:

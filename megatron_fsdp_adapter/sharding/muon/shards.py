@@ -24,7 +24,7 @@ from ...core.engine.engine import FsdpEngine
 from ...core.engine.identity import ParamPair
 from ...core.runtime.comm import Communicator
 from ...core.topology import TP_DIM
-from ..local_optimizer import LocalShards
+from ..local_optimizer import Clip, LocalShards
 from . import newton_schulz, owners
 from .exchange import Groups, Parties, StageExchange, communicator_of, parties_in
 from .matrices import MuonParam
@@ -225,6 +225,10 @@ class MuonShards(LocalShards):
             )
 
     # A step.
+
+    def takes_clip(self, clip: Clip) -> bool:
+        """Muon reads gradients as they are."""
+        return False
 
     def begin(self, optimizer: Any) -> None:
         """Steps Muon's groups; the step that was asked for finds them without parameters."""

@@ -1,0 +1,177 @@
+"""Adam in one pass: what the kernel is told, and that gradients are clipped in it, on a stand-in
+for Transformer Engine's FusedAdam. The kernel itself: tests/gpu/test_gpu_one_pass.py."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fsdp_adapter.sharding import one_pass_adam
+from megatron_fsdp_adapter.sharding.adam_table import (
+    Lists,
+    Table,
+    Update,
+    chunks_of,
+    is_aligned,
+)
+from megatron_fsdp_adapter.sharding.one_pass_adam import OnePassAdam
+from tests.distributed.checks import check_run_bits, recorded_step
+from tests.distributed.fused_adam import multi_tensor_adam, transformer_engine_optimizer
+from tests.distributed.gpt import (
+    Case,
+    batches,
+    build_trainer,
+    distributed_optimizer,
+    forward_backward,
+    init_megatron,
+)
+from tests.distributed.launch import run_ranks
+
+CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, clip=0.05)
+LATE = {"fsdp_overlap_param_gather_with_optimizer_step": True}
+CPU = torch.device("cpu")
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 17))
+def test_chunks_cover_every_tensor_once(sizes: list[int], chunk: int) -> None:
+    tensor_of, first_of = chunks_of(sizes, chunk)
+    covered = [set[int]() for _ in sizes]
+    for place, number in enumerate(tensor_of):
+        start = (place - first_of[number]) * chunk
+        elements = set(range(start, min(sizes[number], start + chunk)))
+        assert elements and not elements & covered[number]
+        covered[number] |= elements
+    assert covered == [set(range(size)) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "sizes", "expected"),
+    [
+        ([[256, 512], [0, 64]], [8, 16], True),
+        ([[256, 516], [0, 64]], [8, 16], False),
+        ([[256, 512], [0, 64]], [8, 12], False),  # the next read of 8 numbers in bf16 is not
+    ],
+)
+def test_reads_of_16_bytes_need_addresses_and_sizes_that_allow_them(
+    addresses: list[list[int]], sizes: list[int], expected: bool
+) -> None:
+    assert is_aligned(addresses, sizes) is expected
+
+
+class Recorded:
+    """A kernel in torch, that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.tables: list[Table] = []
+        self.updates: list[Update] = []
+
+    def __call__(self, table: Table, lists: Lists, update: Update) -> None:
+        assert table.addresses[:4].tolist() == [[t.data_ptr() for t in row] for row in lists]
+        assert table.addresses[4].tolist() == [tensor.numel() for tensor in lists[0]]
+        self.tables.append(table)
+        self.updates.append(update)
+        grads = [g if update.clip is None else g * update.clip.to(g.dtype) for g in lists[0]]
+        count = _count(update)
+        multi_tensor_adam(
+            0, None, [grads, *map(list, lists[1:])], update.lr, update.beta1, update.beta2,
+            update.eps, count, int(update.decoupled), 1, update.weight_decay,
+        )  # fmt: skip
+
+
+def _count(update: Update) -> int:
+    """Of the step whose correction it has."""
+    return next(
+        n for n in itertools.count(1) if abs(1 - update.beta1**n - update.correction1) < 1e-6
+    )
+
+
+def _tensors(count: int, dtype: torch.dtype = torch.float32) -> list[list[torch.Tensor]]:
+    return [[torch.rand(5 + n).to(dtype) for n in range(count)] for _ in range(4)]
+
+
+def _call(adam: OnePassAdam, lists: Any, step: int = 1) -> None:
+    adam(65536, None, lists, 1e-2, 0.9, 0.95, 1e-8, step, 1, 1, 0.1)
+
+
+def test_a_table_is_made_again_where_an_address_has_changed_and_kept_where_none_has() -> None:
+    kernel = Recorded()
+    adam, lists = OnePassAdam(multi_tensor_adam, lambda _: kernel), _tensors(3)
+    for step in (1, 2):
+        _call(adam, lists, step)
+    lists[0][1] = torch.rand(6)
+    _call(adam, lists, 3)
+    first, second, third = kernel.tables
+    assert first is second and third is not first
+    assert third.tensor_of is first.tensor_of, "chunks depend on sizes alone"
+
+
+def test_what_the_kernel_does_not_take_is_clipped_and_goes_to_the_optimizers_own() -> None:
+    kernel = Recorded()
+    adam = OnePassAdam(multi_tensor_adam, lambda _: kernel)
+    half, wide = torch.float16, _tensors(2)
+    mixed = [[wide[0][0], wide[0][1].bfloat16()], *wide[1:]]
+    apart = [[torch.rand(10)[::2], wide[0][1]], *wide[1:]]
+    for lists in (_tensors(2, half), mixed, apart):
+        expected = [[tensor.clone() for tensor in row] for row in lists]
+        expected[0] = [grad * 0.25 for grad in expected[0]]
+        adam.clip = torch.tensor(0.25)
+        _call(adam, lists)
+        _call(OnePassAdam(multi_tensor_adam, lambda _: None), expected)
+        for row, other in zip(lists, expected, strict=True):
+            assert all(map(torch.equal, row, other))
+    assert not kernel.tables
+
+
+def _clipped_in_the_step(rank: int, world: int) -> None:
+    """In the bits of clipping first, also where updates go on behind the step."""
+    device = init_megatron()
+    for strategy, ddp in (("optim", {}), ("optim_grads_params", {}), ("optim_grads", LATE)):
+        runs, told = [], list[Update]()
+        for kernel in (None, Recorded()):
+            with (
+                transformer_engine_optimizer(),
+                mock.patch.object(one_pass_adam, "kernel_of", lambda _, found=kernel: found),
+            ):
+                trainer = build_trainer(CASE, strategy, device, ddp=ddp)
+                shards = distributed_optimizer(trainer).optimizer._fsdp_shards
+                if kernel is None:
+                    shards.one_pass = None  # clipped first, by core
+                data = [batches(CASE, number, rank, device) for number in range(3)]
+                runs.append([recorded_step(trainer, one) for one in data])
+            if kernel is not None:
+                told = kernel.updates
+                assert shards.one_pass.clip is None and shards._clip is None
+        check_run_bits(runs[1], runs[0], strategy)
+        assert told and all(update.clip is not None and update.clip < 0.9 for update in told)
+
+
+def _left_out_or_read(rank: int, world: int) -> None:
+    """A step that is left out leaves clipped gradients; who counts zeros reads them before."""
+    device = init_megatron()
+    for options, leaves_out in (({}, True), ({"log_num_zeros_in_grad": True}, False)):
+        with transformer_engine_optimizer():
+            trainer = build_trainer(CASE, "optim", device, optimizer=options)
+        inner = distributed_optimizer(trainer)
+        inner.config.grad_norm_skip_threshold = 0.0 if leaves_out else float("inf")
+        forward_backward(trainer, batches(CASE, 0, rank, device))
+        before = [param.grad._local_tensor.clone() for param in inner.get_parameters()]
+        stepped, norm, _ = inner.step()
+        assert stepped is not leaves_out or not hasattr(inner.config, "grad_norm_skip_threshold")
+        factor = CASE.clip / (float(norm) + 1e-6)
+        for param, old in zip(inner.get_parameters(), before, strict=True):
+            torch.testing.assert_close(param.grad._local_tensor, old * factor)
+
+
+def _in_turn(rank: int, world: int) -> None:
+    _clipped_in_the_step(rank, world)
+    _left_out_or_read(rank, world)
+
+
+def test_gradients_are_clipped_in_the_pass_that_updates() -> None:
+    run_ranks(_in_turn, 2)

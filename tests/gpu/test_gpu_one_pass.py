@@ -1,0 +1,122 @@
+"""Adam in one pass has the bits of Transformer Engine's Adam behind core's clipping: by itself, and
+in training at the real width.
+
+    python -m pytest -q -rA tests/gpu/test_gpu_one_pass.py
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter.sharding import local_optimizer, one_pass_adam
+from megatron_fsdp_adapter.sharding.adam_table import CHUNK
+from tests.distributed.checks import check_run_bits, recorded_step
+from tests.distributed.gpt import (
+    Case,
+    batches,
+    build_trainer,
+    distributed_optimizer,
+    init_megatron,
+)
+from tests.gpu.gpu_ranks import Check, Outcomes
+
+pytest.importorskip("transformer_engine.pytorch")
+
+SIZES = (1_000_003, 4096 * 33, 7, 65536 * 2 + 1, 1, CHUNK * 3)
+FLOAT32, BF16 = torch.float32, torch.bfloat16
+WIDE = Case(
+    num_layers=2, hidden=4096, heads=32, ffn=11008, vocab=8192, seq=4096, batch=1, microbatches=1,
+    bf16=True, swiglu=True, bias=False, recompute="full-1", clip=0.05,
+)  # fmt: skip
+LATE = {"fsdp_overlap_param_gather_with_optimizer_step": True}
+
+
+def _tensors(
+    grads: torch.dtype, weights: torch.dtype, moments: torch.dtype, sizes: tuple[int, ...],
+    scale: float, skip: int,
+) -> list[list[torch.Tensor]]:  # fmt: skip
+    made = []
+    for dtype, width in (
+        (grads, 1e-3 * scale), (weights, 1.0), (moments, 1e-3 * scale), (moments, 1e-6 * scale**2)
+    ):  # fmt: skip
+        found = [(torch.randn(n + skip, device="cuda") * width).to(dtype)[skip:] for n in sizes]
+        made.append(found)
+    made[3] = [tensor.abs() for tensor in made[3]]
+    return made
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("grads", "weights", "moments"),
+    [
+        (FLOAT32, FLOAT32, FLOAT32), (BF16, FLOAT32, FLOAT32), (BF16, FLOAT32, BF16),
+        (FLOAT32, BF16, FLOAT32), (BF16, BF16, BF16),
+    ],
+)  # fmt: skip
+def test_bits_of_transformer_engine(
+    grads: torch.dtype, weights: torch.dtype, moments: torch.dtype
+) -> None:
+    """Decoupled decay and the other, clipped and not, subnormal numbers, addresses that allow long
+    reads and that do not, several steps."""
+    import transformer_engine_torch as tex
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("the kernel did not take these")
+
+    adam = one_pass_adam.OnePassAdam(refuse, one_pass_adam.kernel_of)
+    overflow = torch.zeros(1, dtype=torch.int, device="cuda")
+    even = (8192, 4096 * 64, 24)
+    for mode, factor, scale, (sizes, skip) in itertools.product(
+        (1, 0), (None, 0.37), (1.0, 1e-18), ((SIZES, 0), (even, 0), (even, 1))
+    ):
+        ours = _tensors(grads, weights, moments, sizes, scale, skip)
+        theirs = [[tensor.clone() for tensor in row] for row in ours]
+        adam.clip = None if factor is None else torch.full((), factor, device="cuda")
+        if factor is not None:
+            for grad in theirs[0]:
+                grad.copy_((grad.float() * factor).to(grads))
+        for step in (1, 2, 7, 1000):
+            rest = (3e-2, 0.9, 0.95, 1e-8, step, mode, 1, 0.1)
+            adam(65536, overflow, ours, *rest)
+            tex.multi_tensor_adam(65536, overflow, theirs, *rest)
+            for mine, other in zip(ours[1:], theirs[1:], strict=True):
+                assert all(map(torch.equal, mine, other)), (mode, factor, scale, sizes, skip, step)
+
+
+def trains_alike(rank: int, world: int, strategy: str, ddp: dict[str, Any]) -> str:
+    """With the kernel, and with Transformer Engine's behind core's clipping."""
+    device, runs = init_megatron(), []
+    for install in (one_pass_adam.install, lambda optimizer: None):
+        with mock.patch.object(local_optimizer, "install", install):
+            trainer = build_trainer(WIDE, strategy, device, ddp=ddp)
+        shards = distributed_optimizer(trainer).optimizer._fsdp_shards
+        assert (shards.one_pass is None) == bool(runs)
+        steps = [recorded_step(trainer, batches(WIDE, n, rank, device)) for n in range(3)]
+        assert runs or shards.one_pass._tables, "nothing went through the kernel"
+        runs.append(steps)
+        del trainer, shards
+        gc.collect()
+    check_run_bits(*runs, strategy)
+    assert min(step.norm for step in runs[0]) > WIDE.clip
+    return f"norms {[round(step.norm, 3) for step in runs[0]]}"
+
+
+CHECKS = {
+    "ZeRO-3": Check(trains_alike, ("optim_grads_params", {})),
+    "optim, updates behind the step": Check(trains_alike, ("optim", LATE)),
+    "streamed": Check(
+        trains_alike, ("optim_grads_params", {"chunked_optimizer_state_offload": True})
+    ),
+}
+OUTCOMES = Outcomes(CHECKS, timeout_s=150.0)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_trains_alike_on_two_gpus(name: str) -> None:
+    OUTCOMES.expect(name)
