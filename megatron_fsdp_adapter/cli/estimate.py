@@ -36,7 +36,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
 )
 from megatron_fsdp_adapter.megatron.options.ddp_options import BLOCKS, UNIT_NUMEL
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
-from megatron_fsdp_adapter.megatron.options.support import is_on
+from megatron_fsdp_adapter.megatron.options.support import STEP_GRAPH, is_on
 from megatron_fsdp_adapter.sharding.budget import GIB, KeptUnits, kept_units
 from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
 
@@ -118,8 +118,9 @@ class Model:
     they compute, the root unit last. `slots`: what `slots_wanted` says. `quantised`: what becomes
     of linear weights. `budget`: bytes for units that stay whole over a step. `pool`: bytes of a
     layer in pools of CUDA graphs; `graphs`: whether layers are in any. `unit_numel`: elements up to
-    which layers were joined to units, and may be gathered ahead. `tensor`: ranks over which dense
-    matrices are split."""
+    which layers were joined to units, and may be gathered ahead. `keeps_grads`: whether a graph of
+    the optimizer's step has their addresses. `tensor`: ranks over which dense matrices are split.
+    """
 
     kinds: tuple[UnitKind, ...]
     num_shards: int
@@ -130,6 +131,7 @@ class Model:
     pool: int = 0
     unit_numel: int = 0
     graphs: bool = False
+    keeps_grads: bool = False
     tensor: int = 1
 
     @property
@@ -338,7 +340,7 @@ def estimate(
         held = model.bytes_held(strategy, precision, rank)
         found: dict[str, Any] = {
             "bytes": held,
-            "between_steps": bytes_between_steps(held),
+            "between_steps": bytes_between_steps(held, model.keeps_grads),
             "gathered_ahead": model.gathered_ahead(strategy, precision),
             "peak": most_bytes(held),
         }
@@ -394,6 +396,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument(flag(UNIT_NUMEL), type=int, help="elements up to which layers are one unit")
     run.add_argument("--cuda-graph-impl", choices=("none", "local"), help="local: of layers")
+    run.add_argument(flag(STEP_GRAPH), action="store_true", help="gradients stay between steps")
     run.add_argument("--micro-batch-size", type=int, help="of graphs; default 1")
     run.add_argument(flag(graph_pools.IN_FLIGHT), type=int, help="of graphs; default 1")
     run.add_argument("--optimizer", choices=("adam", "lion", "muon"),
@@ -468,7 +471,7 @@ def run(given: argparse.Namespace) -> str:
         max_segments=given.max_segments,
     )
     pool = graph_pools.layer_pool_bytes(config_from(options), options, DTYPES[dtype].itemsize)
-    model = replace(model, pool=pool, graphs=pool > 0)
+    model = replace(model, pool=pool, graphs=pool > 0, keeps_grads=is_on(given, STEP_GRAPH))
     chosen = vars(given).get("data_parallel_sharding_strategy")
     strategies = [STRATEGIES[chosen]] if chosen else list(STRATEGIES.values())
     strategies = graph_pools.captured(strategies, model.slots, options)

@@ -323,9 +323,11 @@ def _encoded_bytes(unit: Sequence[GroupLayout]) -> int:
     return max(segments, default=0)
 
 
-def bytes_between_steps(held: Mapping[str, int]) -> int:
-    """Bytes of the kinds that exist between two steps, gradients zeroed."""
-    return sum(count for kind, count in held.items() if LIFE[kind] == PERSISTENT)
+def bytes_between_steps(held: Mapping[str, int], keeps_grads: bool = False) -> int:
+    """Bytes of the kinds that exist between two steps, gradients zeroed. keeps_grads: but
+    their shards stay, as a CUDA graph has the addresses."""
+    lives = (PERSISTENT, BACKWARD_TO_STEP) if keeps_grads else (PERSISTENT,)
+    return sum(count for kind, count in held.items() if LIFE[kind] in lives)
 
 
 def most_bytes(held: Mapping[str, int]) -> int:

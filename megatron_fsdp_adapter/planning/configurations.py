@@ -307,7 +307,7 @@ def _stage_memory(
         held[POOLS] = captured_bytes(shape, chosen.parallel, chosen.microbatch, in_flight, fp8)
         activations -= held[POOLS]
     held[RESERVED] = int(machine.gpu.reserved_gib * GIB)
-    return at_its_most(held, activations, microbatches > 1)
+    return at_its_most(held, activations, microbatches > 1 or chosen.features.step_graph)
 
 
 def passes_in_flight(chosen: Configuration, stage: int, microbatches: int) -> int:
@@ -318,7 +318,7 @@ def passes_in_flight(chosen: Configuration, stage: int, microbatches: int) -> in
 def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[str, int]:
     """Of what a rank holds by kind, the kinds at the event at which they are most: the end of a
     forward, with all activations; the end of a backward, with gradients and buckets; the begin of a
-    forward, with a streamed optimizer; Muon's step. again: a microbatch before left gradients."""
+    forward, with a streamed optimizer; Muon's step. again: a forward finds gradients there."""
     kept, grads, passing, saved, staged, stepping = (
         {kind: n for kind, n in held.items() if LIFE.get(kind, PERSISTENT) == life}
         for life in (PERSISTENT, BACKWARD_TO_STEP, UNIT_IN_USE, FORWARD_TO_BACKWARD, IN_STEP,

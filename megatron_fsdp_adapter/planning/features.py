@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp_adapter.cli.gpt import flag
 from megatron_fsdp_adapter.cli.precision_options import is_muons
 from megatron_fsdp_adapter.cli.quantised_options import PLAIN, Quantisation, quantisation
 from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.diagnostics.memory import Precision
+from megatron_fsdp_adapter.megatron.options.support import STEP_GRAPH
 from megatron_fsdp_adapter.sharding.budget import GIB
+from megatron_fsdp_adapter.sharding.late_optimizer import OPTION as LATE_STEP
 
 ADAM, MUON = "adam", "muon"
 
@@ -27,7 +30,9 @@ class Features:
     there, the first ones of a stage. budget_gib: for units that stay whole over a step. block_wire:
     gradients travel in 8-bit blocks. bf16_wire: in bf16, summed in fp32. layer_graphs: each layer
     in CUDA graphs of its own. unit_numel: neighbouring layers are joined to units of so many
-    elements. expert_overlap: exchanges between experts run beside another microbatch's layers."""
+    elements. expert_overlap: exchanges between experts run beside another microbatch's layers.
+    late_step: updates under the next forward; step_graph: in a CUDA graph. Neither changes the time
+    that is planned."""
 
     quantised: Quantisation = PLAIN
     optimizer: str = ADAM
@@ -39,6 +44,8 @@ class Features:
     layer_graphs: bool = False
     unit_numel: int = 0
     expert_overlap: bool = False
+    late_step: bool = False
+    step_graph: bool = False
 
     def __post_init__(self) -> None:
         if self.optimizer not in (ADAM, MUON):
@@ -59,6 +66,17 @@ class Features:
             raise ValueError(
                 "--chunked-optimizer-state-offload with --optimizer muon: it is for adam; leave "
                 "one out"
+            )
+        at_once = self.optimizer == MUON or self.quantised.weights or self.step_graph
+        if self.late_step and at_once:
+            raise ValueError(
+                f"{flag(LATE_STEP)} with --optimizer muon, FP8 weights or {flag(STEP_GRAPH)}: "
+                "their step is over when it returns; leave one out"
+            )
+        if self.step_graph and (self.optimizer == MUON or self.streamed):
+            raise ValueError(
+                f"{flag(STEP_GRAPH)} with --optimizer muon or --chunked-optimizer-state-offload: "
+                "it is for adam on the device; leave one out"
             )
         if self.bf16_wire and self.block_wire:
             raise ValueError(
@@ -95,7 +113,8 @@ class Features:
             f"budget {self.budget_gib:g} GiB": self.budget_gib > 0,
             "bf16 wire": self.bf16_wire, "8-bit wire": self.block_wire,
             "layer graphs": self.layer_graphs, f"units of {self.unit_numel:,}": self.unit_numel > 0,
-            "experts overlapped": self.expert_overlap,
+            "experts overlapped": self.expert_overlap, "late updates": self.late_step,
+            "step graph": self.step_graph,
         }  # fmt: skip
         return tuple(name for name, on in found.items() if on)
 
@@ -117,7 +136,8 @@ def features_of(options: Mapping[str, Any]) -> Features:
         float(options.get("fsdp_unsharded_budget_gib") or 0.0), wire in ("bf16", "bfloat16"),
         bool(options.get("fsdp_grad_comm_fp8_blocks")), graphs,
         int(options.get("suggested_communication_unit_size") or 0),
-        bool(options.get("overlap_moe_expert_parallel_comm")),
+        bool(options.get("overlap_moe_expert_parallel_comm")), bool(options.get(LATE_STEP)),
+        bool(options.get(STEP_GRAPH)),
     )  # fmt: skip
 
 
@@ -163,6 +183,8 @@ def ddp_options(features: Features) -> dict[str, Any]:
         options["fsdp_unsharded_budget_gib"] = features.budget_gib
     if features.unit_numel:
         options["suggested_communication_unit_size"] = features.unit_numel
+    if features.late_step:
+        options[LATE_STEP] = True
     return options
 
 
@@ -180,6 +202,8 @@ def model_options(features: Features) -> dict[str, Any]:
         options["cuda_graph_impl"] = "local"
     if features.expert_overlap:
         options["overlap_moe_expert_parallel_comm"] = True
+    if features.step_graph:
+        options[STEP_GRAPH] = True
     if features.optimizer != ADAM:
         options["optimizer"] = features.optimizer
     return options
@@ -208,6 +232,7 @@ def problem(
         return "graphs of layers write fresh buckets"
     if features.host_layers and not plain:
         return "activations are offloaded without pipelines and recomputation"
-    if graph and (features.streamed or features.host_layers or features.layer_graphs):
+    behind = features.streamed or features.late_step
+    if graph and (behind or features.host_layers or features.layer_graphs):
         return "not in a graph of the iteration"
     return None
