@@ -31,6 +31,7 @@ MODEL = (
     "--normalization=RMSNorm", "--position-embedding-type=rope", "--disable-bias-linear",
     "--untie-embeddings-and-output-weights", "--vocab-size=256", "--tokenizer-type=NullTokenizer",
     "--make-vocab-size-divisible-by=8", "--transformer-impl=local",
+    "--suggested-communication-unit-size=0",  # what is told of a layer is of a unit
 )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def setup_of(row: Measured) -> StepSetup:
         weight_format=quantised_of(row).weights, host_layers=row.host_layers,
         host_bytes=layer_bytes(shape, Parallel(), table.microbatch),
         muon=muon if "muon" in words else None, streamed="stream" in words,
-        rows=kept_rows(shape, _with_budget(row), 0),
+        rows=kept_rows(shape, _with_budget(row), 0), unit_numel=row.unit_numel,
         expert_overlap=row.expert_overlap,
     )  # fmt: skip
 
@@ -115,7 +115,7 @@ def _with_budget(row: Measured) -> Configuration:
     table = row.table
     return Configuration(
         table.gpus, Parallel(expert=table.expert), row.strategy,
-        features=Features(budget_gib=row.budget),
+        features=Features(budget_gib=row.budget, unit_numel=row.unit_numel),
     )  # fmt: skip
 
 

@@ -8,12 +8,13 @@ tensors of kernels and the CUDA context are not counted.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -34,7 +35,8 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     unit_bytes,
     with_slots,
 )
-from megatron_fsdp_adapter.megatron.options.ddp_options import BLOCKS, UNIT_NUMEL
+from megatron_fsdp_adapter.megatron.options.ddp_options import BLOCKS
+from megatron_fsdp_adapter.megatron.options.joining import UNIT_NUMEL, joins_by_default
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 from megatron_fsdp_adapter.megatron.options.support import STEP_GRAPH, is_on
 from megatron_fsdp_adapter.sharding.budget import GIB, KeptUnits, kept_units
@@ -54,7 +56,7 @@ from .gpt import (
     is_linear_weight,
     read_options,
 )
-from .joined_units import Params, is_layer, layers_of
+from .joined_units import Params, Row, is_layer, layers_of
 from .precision_options import (
     POLICY_DTYPES,
     POLICY_OPTIONS,
@@ -70,18 +72,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NO_SLOTS = slots_wanted(argparse.Namespace())
 
 _INTEGERS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "vocab_size",
-    "padded_vocab_size",
-    "make_vocab_size_divisible_by",
-    "max_position_embeddings",
-    "seq_length",
-)
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by",
+    "max_position_embeddings", "seq_length",
+)  # fmt: skip
 _SWITCHES = (
     "group_query_attention",
     "swiglu",
@@ -117,9 +111,10 @@ class Model:
     """A planned model: its kinds of units, on `num_shards` shards; `order`: all units, by name, as
     they compute, the root unit last. `slots`: what `slots_wanted` says. `quantised`: what becomes
     of linear weights. `budget`: bytes for units that stay whole over a step. `pool`: bytes of a
-    layer in pools of CUDA graphs; `graphs`: whether layers are in any. `unit_numel`: elements up to
-    which layers were joined to units, and may be gathered ahead. `keeps_grads`: whether a graph of
-    the optimizer's step has their addresses. `tensor`: ranks over which dense matrices are split.
+    layer in pools of CUDA graphs; `graphs`: whether layers are in any. `ahead`: elements that may
+    be gathered ahead of the unit that computes, if that is more than the next unit. `keeps_grads`:
+    whether a graph of the optimizer's step has their addresses. `tensor`: ranks over which dense
+    matrices are split. `listing`: what it was planned of, and `with_listing`, how another one is.
     """
 
     kinds: tuple[UnitKind, ...]
@@ -129,10 +124,12 @@ class Model:
     quantised: Quantisation = PLAIN
     budget: int = 0
     pool: int = 0
-    unit_numel: int = 0
+    ahead: int = 0
     graphs: bool = False
     keeps_grads: bool = False
     tensor: int = 1
+    listing: Sequence[Row] = field(default=(), repr=False)
+    with_listing: Callable[[Sequence[Row]], Model] = field(kw_only=True, repr=False)
 
     @property
     def first_unit(self) -> str:
@@ -157,11 +154,11 @@ class Model:
         return held.index(max(held))
 
     def bytes_held(
-        self, strategy: Strategy, precision: Precision, rank: int, num_layers: int | None = None
+        self, strategy: Strategy, precision: Precision, rank: int
     ) -> dict[str, int]:
-        """Bytes by kind on `rank`; with `num_layers` transformer layers in place of its own."""
-        every = self.units(num_layers)
-        rows = self.kept(strategy, precision, num_layers).rows
+        """Bytes by kind on `rank`."""
+        every = self.units()
+        rows = self.kept(strategy, precision).rows
         again, whole = self.quantised.recomputes, self.is_whole(strategy)
         held = {
             (id(kind), row): unit_bytes(kind.layouts, row, precision, rank, again, whole)
@@ -169,7 +166,7 @@ class Model:
         }
         layouts = [layout for kind in every for layout in kind.layouts]
         *units, root = [held[id(kind), row] for kind, row in zip(every, rows, strict=True)]
-        totals = model_bytes(root, units) | joined_units.gathered(root, units, self.unit_numel)
+        totals = model_bytes(root, units) | joined_units.gathered(root, units, self.ahead)
         return with_slots(
             totals | self._copies(every) | matrices_of_muon(layouts, precision, self.tensor),
             [_class_of(kind) for kind in every],
@@ -180,11 +177,9 @@ class Model:
             **self.slots,
         )
 
-    def kept(
-        self, strategy: Strategy, precision: Precision, num_layers: int | None = None
-    ) -> KeptUnits:
+    def kept(self, strategy: Strategy, precision: Precision) -> KeptUnits:
         """What of which units the budget keeps whole over a step."""
-        every = self.units(num_layers)
+        every = self.units()
         forward_only = [at for at, kind in enumerate(every) if EMBEDDING in kind.names]
         whole = self.is_whole(strategy)
         layouts = [[one for one in kind.layouts if not whole(one)] for kind in every]
@@ -204,16 +199,15 @@ class Model:
         copies = [quantised_both_ways(form, kind.linear_numel) for kind in units]
         return {QUANTISED_COPIES: max(copies) if self.quantised.recomputes else sum(copies)}
 
-    def units(self, num_layers: int | None = None) -> list[UnitKind]:
+    def units(self) -> list[UnitKind]:
         """The kind of each unit in order, the root unit last."""
         kind_of = {name: kind for kind in self.kinds for name in kind.names}
-        layers = [name for name in self.order if is_layer(name)]
-        if num_layers is None or not layers:
-            return [kind_of[name] for name in self.order]
-        first = self.order.index(layers[0])
-        names = [name for name in self.order if not is_layer(name)]
-        names[first:first] = joined_units.with_layers(layers, num_layers)
-        return [kind_of[name] for name in names]
+        return [kind_of[name] for name in self.order]
+
+    def with_layers(self, count: int) -> Model:
+        """With so many transformer layers, like its first one, joined as those would be."""
+        other = self.with_listing(joined_units.with_layers(self.listing, count))
+        return replace(self, kinds=other.kinds, order=other.order, listing=other.listing)
 
     def gathered_ahead(self, strategy: Strategy, precision: Precision) -> int:
         """Bytes of gathered weights that the next forward needs first: the root unit's and the
@@ -241,24 +235,25 @@ def plan_model(
     slots: Mapping[str, bool] = NO_SLOTS,
     quantised: Quantisation = PLAIN,
     budget: int = 0,
-    unit_numel: int = 0,
+    unit_numel: int | None = None,
     **planner: Any,
 ) -> Model:
     """Plans every unit once per set of shapes. `slots`: what `slots_wanted` says; `quantised`: what
     becomes of linear weights; `budget`: bytes for units that stay whole over a step; `unit_numel`:
-    elements up to which layers are joined to units; `planner`: options of `plan_listing`.
-    ValueError for weights that cannot be represented in their format."""
+    elements up to which layers are joined to units, and may be gathered ahead, None for the
+    default; `planner`: options of `plan_listing`. ValueError for weights that cannot be represented
+    in their format."""
     rows = [(unit, fqn, shape, num_shards) for unit, fqn, shape in gpt_parameter_listing(config)]
     return plan_listing(rows, dtype, slots, quantised, budget, unit_numel, **planner)
 
 
 def plan_listing(
-    listing: Sequence[tuple[str, str, tuple[int, ...], int]],
+    listing: Sequence[Row],
     dtype: torch.dtype,
     slots: Mapping[str, bool] = NO_SLOTS,
     quantised: Quantisation = PLAIN,
     budget: int = 0,
-    unit_numel: int = 0,
+    unit_numel: int | None = None,
     fused: bool = True,
     **planner: Any,
 ) -> Model:
@@ -288,7 +283,14 @@ def plan_listing(
         kinds.append(UnitKind(tuple(names), layouts, linear))
     order = sorted(units, key=lambda unit: unit == ROOT)
     num_shards = max(shards for _, _, _, shards in listing)
-    return Model(tuple(kinds), num_shards, tuple(order), slots, quantised, budget, 0, unit_numel)
+    planned = functools.partial(
+        plan_listing, dtype=dtype, slots=slots, quantised=quantised, budget=budget,
+        unit_numel=unit_numel, fused=fused, **planner,
+    )  # fmt: skip
+    return Model(
+        tuple(kinds), num_shards, tuple(order), slots, quantised, budget, ahead=unit_numel or 0,
+        listing=listing, with_listing=planned,
+    )  # fmt: skip
 
 
 def _spec(
@@ -308,7 +310,7 @@ def most_layers(
     """The largest number of transformer layers whose states fit in `limit` bytes at any time."""
 
     def needed(num_layers: int) -> int:
-        held = most_bytes(model.bytes_held(strategy, precision, rank, num_layers))
+        held = most_bytes(model.with_layers(num_layers).bytes_held(strategy, precision, rank))
         return held + model.pool * num_layers
 
     # Every layer adds at least a shard of weights, gradients and state, so this is never too few.
@@ -394,7 +396,8 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(
         flag(BUDGET), type=float, help="GiB for weights and gradients that stay whole over a step"
     )
-    run.add_argument(flag(UNIT_NUMEL), type=int, help="elements up to which layers are one unit")
+    run.add_argument(flag(UNIT_NUMEL), type=int, help="elements up to which layers are one unit; "
+                     "0: each is one; default: as the wrapper joins them")
     run.add_argument("--cuda-graph-impl", choices=("none", "local"), help="local: of layers")
     run.add_argument(flag(STEP_GRAPH), action="store_true", help="gradients stay between steps")
     run.add_argument("--micro-batch-size", type=int, help="of graphs; default 1")
@@ -465,7 +468,7 @@ def run(given: argparse.Namespace) -> str:
         {**slots_wanted(given), "wire_in_blocks": is_on(given, BLOCKS)},
         quantised,
         int(vars(given).get(BUDGET, 0.0) * GIB),
-        vars(given).get(UNIT_NUMEL, 0),
+        vars(given).get(UNIT_NUMEL, None if joins_by_default(given, given) else 0),
         fused=not is_on(given, UNFUSED),
         padding_bound=given.padding_bound,
         max_segments=given.max_segments,

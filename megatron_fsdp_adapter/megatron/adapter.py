@@ -21,13 +21,13 @@ from torch import nn
 
 from ..core.config import MixedPrecisionPolicy
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.partition import join_units
 from ..core.topology import DENSE
 from ..diagnostics.description import describe
 from ..quantised import TransformerEngineParams
 from ..sharding.budget import GIB
 from ..sharding.building import build_engine, keeping_whole
 from ..sharding.export_source import Source
+from ..sharding.joining import join_units, layer_numels
 from ..sharding.materialize import target_device
 from ..sharding.memory import trim
 from ..sharding.placement import Placements
@@ -52,7 +52,7 @@ from .grad_checks import chosen_check
 from .inner import ParamAndGradBuffer, ShardedModule
 from .layer_graphs import LayerCaptures
 from .marks import mark
-from .options import capability, ddp_options, staging_options
+from .options import capability, ddp_options, joining, staging_options
 from .options.support import is_on
 from .seams.rebound import installed
 from .step_graphs import StepCapture
@@ -160,10 +160,11 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         units = chosen_units(module, unit_classes, parts)
         self.fsdp_unit_modules = sorted({type(unit).__name__ for unit in units.values()})
         domains = ModelDomains(self.megatron_fsdp_dist_index, self._placements, self.device)
-        plans = join_units(
-            plan_units(module, units, self.config, engine_config, domains),
-            ddp_options.unit_numel(self.ddp_config),
-        )
+        plans = plan_units(module, units, self.config, engine_config, domains)
+        # Whoever names classes has said what a unit is.
+        layers = layer_numels(plans) if unit_classes is None else []
+        plans = join_units(plans, joining.unit_numel(self.config, self.ddp_config, layers))
+        self._joined = joining.described(plans)
         by_name = domains.by_name(plans)
         engine_config = keeping_whole(engine_config, by_name, whole_domains_of(self.config))
         plans, self._kept = with_kept_units(
@@ -208,7 +209,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             "main weights "
             f"{_dtype_name(engine.config.policy.main_params_dtype)}"
             f"{' in host memory' if engine.config.offload else ''}, gradients reduced in "
-            f"{self._wire()}; {self._kept_whole()}set for you: "
+            f"{self._wire()}; {self._kept_whole()}{self._joined}set for you: "
             f"{', '.join(kept) or 'nothing'}",
             flush=True,
         )

@@ -26,12 +26,12 @@ from ..core.engine.parts import PartsOfPass
 from ..core.engine.unit import Unit
 from ..core.layout.format import Use
 from .options.cuda_graphs import captures_iteration
-from .options.ddp_options import UNIT_NUMEL, unit_numel
+from .options.joining import PARTS_OF_LAYERS, UNIT_NUMEL, asked_numel
 from .options.staging_options import slots_wanted
 from .options.support import is_on
 
 BUILD = "build_schedule_plan"
-OPTION, DELAY = "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"
+OPTION, DELAY = PARTS_OF_LAYERS, "delay_wgrad_compute"
 FIRST = ("pre_dispatch_computation", "attn")
 """The node that a layer's forward begins with, and its backward ends with; one of these names."""
 EXPERTS, COMBINE, PREDICTION = "mlp", "moe_combine", "mtp_post_process"
@@ -162,10 +162,10 @@ def problems(config: Any, ddp_config: Any) -> list[str]:
             "time, and each gathers one ahead, which two slots do not hold; set "
             "fsdp_double_buffer, nccl_ub and a zero-copy all-gather to False, or use 'optim_grads'"
         )
-    if unit_numel(ddp_config):
+    if asked_numel(ddp_config):
         found.append(
             f"{OPTION}=True with {UNIT_NUMEL}: a unit of several layers would stay gathered while "
-            f"any of them may run, through the whole pass; leave {UNIT_NUMEL} unset"
+            f"any of them may run, through the whole pass; leave {UNIT_NUMEL} unset, or set it to 0"
         )
     if captures_iteration(config):
         found.append(

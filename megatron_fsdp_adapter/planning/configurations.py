@@ -36,6 +36,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 
 from .features import MUON, NO_FEATURES, Features, problem
+from .joined_layers import layers_of_unit, unit_numel
 from .machine import Group, Machine
 from .muon import muon_work
 from .program import Program
@@ -59,7 +60,7 @@ from .timing import EXPOSED, HOST, STEP, Timeline, time_program, time_windows
 ACTIVATIONS, RESERVED = "activations", "contexts, NCCL, fragments"
 POOLS = "pools of graphs of layers"
 FEW, MORE = 4, 7
-"""Layers that are run to know what each further one takes: all are alike."""
+"""Units of layers that are run to know what each further one takes: all are alike."""
 
 AWAY_TOO_LATE = 2
 """Layers whose activations are on the way to host memory, or back, at the most."""
@@ -160,7 +161,7 @@ class Configuration:
             fp32_accumulation=features.bf16_wire and row.shard_main,
             wire_in_blocks=features.block_wire, offload=features.streamed,
             shard_outer=self.outer_optim and self.instances > 1,
-            prefetch_bytes=BF16 * features.unit_numel, whole=self._whole, **self.slots,
+            prefetch_bytes=BF16 * (features.unit_numel or 0), whole=self._whole, **self.slots,
         )  # fmt: skip
 
     @property
@@ -239,12 +240,13 @@ def planned(shape: Shape, chosen: Configuration, stage: int = 0) -> Model:
     split = replace(chosen.parallel, virtual=1, context=1, recompute=False)
     quantised = replace(features.quantised, recomputes=chosen.parallel.recompute)
     model = _planned(
-        shape, split, stage, dense, expert, features.quantised, features.unit_numel, chosen.fused
+        shape, split, stage, dense, expert, features.quantised,
+        unit_numel(shape, chosen.parallel, features, chosen.graph, stage), chosen.fused,
     )
     slots = {**chosen.slots, "wire_in_blocks": features.block_wire}
     return replace(
         model, slots=slots, quantised=quantised, budget=features.budget,
-        graphs=features.layer_graphs, tensor=split.tensor,
+        graphs=features.layer_graphs, tensor=split.tensor, ahead=features.unit_numel or 0,
     )
 
 
@@ -378,11 +380,10 @@ def predict(
     """
     count = chosen.microbatches(global_batch)
     stages = sorted({0, chosen.parallel.pipeline - 1})
-    slowest = max(
+    seconds, spent, timeline = max(
         (_stage(shape, chosen, machine, count, stage) for stage in stages),
         key=lambda found: found[0],
     )
-    seconds, spent, timeline = slowest
     spent = {name: 1e3 * part for name, part in spent.items()}
     hosts = max(1, chosen.gpus // machine.network.domain)
     late = seconds * machine.straggle * math.sqrt(2 * math.log(hosts)) if hosts > 1 else 0.0
@@ -399,15 +400,15 @@ def _stage(
     shape: Shape, chosen: Configuration, machine: Machine, count: int, stage: int
 ) -> tuple[float, dict[str, float], Timeline]:
     """Seconds of a step on a stage, where they go, and a timeline."""
-    layers = len(layers_of(shape, chosen.parallel, stage))
+    parallel, layers = chosen.parallel, len(layers_of(shape, chosen.parallel, stage))
     run = min(count, 3 + warmup_of(chosen, stage, count))
-    if layers <= MORE or chosen.features.every_layer_counts:
+    least, most = (n * layers_of_unit(planned(shape, chosen, stage).order) for n in (FEW, MORE))
+    if layers <= most or chosen.features.every_layer_counts:
         ran = _ran(shape, chosen, machine, run, stage, layers)
     else:
-        few, more = (_ran(shape, chosen, machine, run, stage, n) for n in (FEW, MORE))
-        ran = _further(few, more, (layers - MORE) / (MORE - FEW))
+        few, more = (_ran(shape, chosen, machine, run, stage, n) for n in (least, most))
+        ran = _further(few, more, (layers - most) / (most - least))
     middles = count - run
-    parallel = chosen.parallel
     bubble = (parallel.pipeline - 1) / parallel.virtual * ran.middle
     spent = {
         name: ran.spent.get(name, 0.0) + middles * ran.spent_middle.get(name, 0.0)
@@ -465,8 +466,8 @@ def program_of(
         weight_format=features.quantised.weights, muon=muon,
         streamed=features.streamed, host_layers=features.host_layers,
         host_bytes=layer_bytes(shape, chosen.parallel, chosen.microbatch),
-        rows=kept_rows(shape, chosen, stage), unit_numel=features.unit_numel,
-        expert_overlap=features.expert_overlap,
+        rows=kept_rows(shape, chosen, stage), expert_overlap=features.expert_overlap,
+        unit_numel=unit_numel(shape, chosen.parallel, features, chosen.graph, stage),
     )  # fmt: skip
     return record_step(mine, setup)
 
@@ -482,9 +483,8 @@ def kept_rows(shape: Shape, chosen: Configuration, stage: int) -> dict[str, Stra
     if not chosen.features.budget:
         return {}
     model, strategy = planned(shape, chosen, stage), STRATEGIES[chosen.strategy]
-    kept = model.kept(strategy, chosen.features.precision)
-    names = zip(model.order, kept.rows, strict=True)
-    return {name: row for name, row in names if row != strategy}
+    rows = model.kept(strategy, chosen.features.precision).rows
+    return {name: row for name, row in zip(model.order, rows, strict=True) if row != strategy}
 
 
 def _ran(

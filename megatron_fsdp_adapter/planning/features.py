@@ -16,6 +16,7 @@ from megatron_fsdp_adapter.cli.quantised_options import PLAIN, Quantisation, qua
 from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.diagnostics.memory import Precision
+from megatron_fsdp_adapter.megatron.options.joining import UNIT_NUMEL
 from megatron_fsdp_adapter.megatron.options.support import STEP_GRAPH
 from megatron_fsdp_adapter.sharding.budget import GIB
 from megatron_fsdp_adapter.sharding.late_optimizer import OPTION as LATE_STEP
@@ -30,9 +31,9 @@ class Features:
     there, the first ones of a stage. budget_gib: for units that stay whole over a step. block_wire:
     gradients travel in 8-bit blocks. bf16_wire: in bf16, summed in fp32. layer_graphs: each layer
     in CUDA graphs of its own. unit_numel: neighbouring layers are joined to units of so many
-    elements. expert_overlap: exchanges between experts run beside another microbatch's layers.
-    late_step: updates under the next forward; step_graph: in a CUDA graph. Neither changes the time
-    that is planned."""
+    elements, 0: each is one, None: as the wrapper joins them by default. expert_overlap: exchanges
+    between experts run beside another microbatch's layers. late_step: updates under the next
+    forward; step_graph: in a CUDA graph. Neither changes the time that is planned."""
 
     quantised: Quantisation = PLAIN
     optimizer: str = ADAM
@@ -42,7 +43,7 @@ class Features:
     bf16_wire: bool = False
     block_wire: bool = False
     layer_graphs: bool = False
-    unit_numel: int = 0
+    unit_numel: int | None = None
     expert_overlap: bool = False
     late_step: bool = False
     step_graph: bool = False
@@ -50,7 +51,7 @@ class Features:
     def __post_init__(self) -> None:
         if self.optimizer not in (ADAM, MUON):
             raise ValueError(f"--optimizer {self.optimizer!r}: use {ADAM!r} or {MUON!r}")
-        if self.unit_numel < 0:
+        if self.unit_numel is not None and self.unit_numel < 0:
             raise ValueError(f"--suggested-communication-unit-size {self.unit_numel}: 0 or more")
         if self.unit_numel and (self.layer_graphs or self.expert_overlap):
             raise ValueError(
@@ -112,7 +113,9 @@ class Features:
             f"activations of {self.host_layers} layers on the host": self.host_layers > 0,
             f"budget {self.budget_gib:g} GiB": self.budget_gib > 0,
             "bf16 wire": self.bf16_wire, "8-bit wire": self.block_wire,
-            "layer graphs": self.layer_graphs, f"units of {self.unit_numel:,}": self.unit_numel > 0,
+            "layer graphs": self.layer_graphs,
+            f"units of {self.unit_numel or 0:,}": bool(self.unit_numel),
+            "layers not joined": self.unit_numel == 0,
             "experts overlapped": self.expert_overlap, "late updates": self.late_step,
             "step graph": self.step_graph,
         }  # fmt: skip
@@ -135,7 +138,7 @@ def features_of(options: Mapping[str, Any]) -> Features:
         (options.get("cpu_offloading_num_layers") or 0) if offloads else 0,
         float(options.get("fsdp_unsharded_budget_gib") or 0.0), wire in ("bf16", "bfloat16"),
         bool(options.get("fsdp_grad_comm_fp8_blocks")), graphs,
-        int(options.get("suggested_communication_unit_size") or 0),
+        options.get(UNIT_NUMEL),
         bool(options.get("overlap_moe_expert_parallel_comm")), bool(options.get(LATE_STEP)),
         bool(options.get(STEP_GRAPH)),
     )  # fmt: skip
@@ -181,8 +184,8 @@ def ddp_options(features: Features) -> dict[str, Any]:
         options["chunked_optimizer_state_offload"] = True
     if features.budget_gib:
         options["fsdp_unsharded_budget_gib"] = features.budget_gib
-    if features.unit_numel:
-        options["suggested_communication_unit_size"] = features.unit_numel
+    if features.unit_numel is not None:
+        options[UNIT_NUMEL] = features.unit_numel
     if features.late_step:
         options[LATE_STEP] = True
     return options

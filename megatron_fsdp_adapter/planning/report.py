@@ -142,7 +142,7 @@ def benchmark_command(wanted: Wanted, chosen: Configuration) -> str | None:
     }  # fmt: skip
     if chosen.parallel.expert > 1:
         options["expert-model-parallel-size"] = chosen.parallel.expert
-    if chosen.features.unit_numel:
+    if chosen.features.unit_numel is not None:
         options["suggested-communication-unit-size"] = chosen.features.unit_numel
     words = [f"--{name} {value}" for name, value in options.items()]
     words += ["--gradient-accumulation-fusion"] if chosen.fused else []

@@ -15,10 +15,11 @@ from megatron_fsdp_adapter.cli.gpt import is_linear_weight
 from megatron_fsdp_adapter.core.config import EngineConfig, Strategy
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
-from megatron_fsdp_adapter.core.engine.partition import ROOT, TO, join_units, partition
+from megatron_fsdp_adapter.core.engine.partition import ROOT, TO, partition
 from megatron_fsdp_adapter.core.engine.unit import Unit
 from megatron_fsdp_adapter.core.layout.format import WeightFormat
 from megatron_fsdp_adapter.core.topology import OUTER_DIM, SHARD_DIM, Axis, ShardDomain, mesh_over
+from megatron_fsdp_adapter.sharding.joining import join_units
 
 from .muon import MuonWork
 from .program import Program

@@ -31,6 +31,9 @@ KINDS: dict[str, Kind] = {
     "ours-ce": Kind("this package, weights gathered by copy engines", ZERO_3, ZERO_3),
     "ours-ce-ub": Kind("this package, copy engines, and buckets registered", ZERO_3, ZERO_3),
     "ours-ce-rs": Kind("this package, copy engines for weights and gradients", ZERO_3, ZERO_3),
+    "ours-apart": Kind("this package, each layer a unit (suggested_communication_unit_size=0)",
+                       STRATEGIES, ZERO_3),
+    "ours-ce-apart": Kind("ours-ce-rs with each layer a unit", ZERO_3, ZERO_3),
     "ours-late": Kind("this package, updates of the optimizer under the next forward",
                       STRATEGIES, ZERO_3),
     "ours-ce-late": Kind("ours-ce-rs with updates under the next forward", ZERO_3, ZERO_3),
@@ -136,6 +139,11 @@ class Subject:
         return "step" in self.kind.split("-")
 
     @property
+    def is_apart(self) -> bool:
+        """Whether each layer is a unit, however small."""
+        return self.kind.endswith("-apart")
+
+    @property
     def is_floor(self) -> bool:
         """Whether it trains nothing."""
         return self.kind.split("-")[0] == "floor"
@@ -189,11 +197,14 @@ MUON_ROWS = ("ours:optim_grads_params", "ours-muon", "fsdp2-muon", "ddp-muon", "
 LATE_ROWS = ("ours:optim_grads_params", "ours-late", "ours-ce-rs", "ours-ce-late",
              "ours-ce-layers", "ours-ce-late-layers", "ours:optim", "ours-late:optim")  # fmt: skip
 """The optimizer's step between backward and forward, and under the forward."""
+JOINED_ROWS = ("ours:optim_grads_params", "ours-apart", "ours:optim", "ours-apart:optim",
+               "ours-ce-rs", "ours-ce-apart", "ddp")  # fmt: skip
+"""Layers joined to units as by default, and each a unit."""
 STEP_ROWS = ("ours:optim_grads_params", "ours-step", "ours-ce-layers", "ours-ce-step-layers",
              "ours-ce-graph", "ours-ce-step-graph")  # fmt: skip
 """The optimizer's step launched kernel by kernel, and in a CUDA graph."""
 SETS = {
-    "step": ",".join(STEP_ROWS),
+    "step": ",".join(STEP_ROWS), "joined": ",".join(JOINED_ROWS),
     "late": ",".join(LATE_ROWS),
     "muon": ",".join(MUON_ROWS),
     "fp8": ",".join(FP8_ROWS), "offload": ",".join(OFFLOAD_ROWS),

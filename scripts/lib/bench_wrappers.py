@@ -159,7 +159,7 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
         optimizer_cpu_offload=subject.kind == "ours-hybrid",
         optimizer_offload_fraction=1.0 if subject.kind == "ours-hybrid" else 0.0,
         fsdp_copy_engine_reduce_scatter=subject.kind
-        in ("ours-ce-rs", "ours-ce-graph", "ours-ce-rs8-graph", "ours-ce-layers")
+        in ("ours-ce-rs", "ours-ce-apart", "ours-ce-graph", "ours-ce-rs8-graph", "ours-ce-layers")
         or subject.kind.startswith(("ours-ce-late", "ours-ce-step")),
         fsdp_overlap_param_gather_with_optimizer_step="-late" in subject.kind,
         fsdp_grad_comm_fp8_blocks=subject.kind in ("ours-rs8", "ours-ce-rs8-graph"),
@@ -170,9 +170,9 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
         fsdp_unsharded_budget_gib=subject.budget,
         megatron_fsdp_enable_fine_grained_param_gather=subject.is_ours
         and options.megatron_fsdp_enable_fine_grained_param_gather,
-        suggested_communication_unit_size=options.suggested_communication_unit_size
-        if subject.is_ours
-        else None,
+        suggested_communication_unit_size=0
+        if subject.is_apart
+        else options.suggested_communication_unit_size if subject.is_ours else None,
         data_parallel_sharding_strategy=subject.strategy or "optim_grads_params",
         ckpt_format=None,
         **_precision(subject),

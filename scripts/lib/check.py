@@ -101,6 +101,7 @@ CHOICES = {
 
 AT_LEAST: dict[str, float] = {
     **moe_rules.AT_LEAST,
+    "suggested_communication_unit_size": 0,
     **dict.fromkeys(
         (
             "num_layers",

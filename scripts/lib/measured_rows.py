@@ -44,7 +44,8 @@ class Measured:
     fused: where it differs from the table's other rows; budget: GiB of what stays whole; floor: ms
     of forward and backward alone in the same rounds, which say how fast the host was then, where it
     limits and its speed changed from row to row; expert_overlap: core's schedule with exchanges
-    beside another microbatch; whole: experts of one rank had no buckets any more."""
+    beside another microbatch; whole: experts of one rank had no buckets any more; unit_numel:
+    elements up to which layers were joined, which all were measured without."""
 
     table: Table
     wrapper: str
@@ -61,6 +62,7 @@ class Measured:
     floor: float = 0.0
     expert_overlap: bool = False
     whole: bool = False
+    unit_numel: int = 0
 
     @property
     def name(self) -> str:

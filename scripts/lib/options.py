@@ -147,7 +147,8 @@ class Options:
         0.0, "GiB of each GPU for weights and gradients that stay whole over a step"
     )
     suggested_communication_unit_size: int | None = option(
-        None, "with --use-megatron-fsdp: elements up to which layers are joined to one unit"
+        None, "with --use-megatron-fsdp: elements up to which layers are joined to one unit; 0: "
+        "each is one; default: small ones are joined"
     )
     chunked_optimizer_state_offload: bool = option(
         False, "main weights and moments in host memory, updated on the GPU unit by unit"

@@ -25,8 +25,9 @@ from megatron_fsdp_adapter.cli.estimate import (
     UnitKind,
     estimate,
     main,
+    plan_listing,
     plan_model,
-)
+)  # fmt: skip
 from megatron_fsdp_adapter.cli.gpt import (
     PRESETS,
     GptConfig,
@@ -207,8 +208,9 @@ def test_the_fullest_rank_counts_every_unit() -> None:
         return UnitKind(names, (GroupLayout((spec,), (segment,), (placement,), 2, 16),))
 
     one, three = kind(("a",), 2, 32), kind(("b", "c", "d"), 1, 0)
-    assert Model((one,), 2, ("a",), NO_SLOTS).fullest_rank == 1
-    assert Model((one, three), 2, ("a", "b", "c", "d"), NO_SLOTS).fullest_rank == 0
+    for kinds, order, fullest in (((one,), "a", 1), ((one, three), "abcd", 0)):
+        model = Model(kinds, 2, tuple(order), NO_SLOTS, with_listing=plan_listing)
+        assert model.fullest_rank == fullest
 
 
 def test_slots_take_the_memory_that_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,18 +244,19 @@ def test_copy_engines_hold_half_without_fusion(capsys: pytest.CaptureFixture[str
         assert count == half * unfused[kind], kind
 
 
-@pytest.mark.parametrize("layers", (0, 1, 2, 3, 7))
+@pytest.mark.parametrize("layers", (0, 1, 2, 3, 7, 24))
 @pytest.mark.parametrize("slots", (NO_SLOTS, dict.fromkeys(NO_SLOTS, True)))
 def test_another_number_of_layers_is_another_model(layers: int, slots: dict[str, bool]) -> None:
     """What `most_layers` asks of a model is what a model with so many layers says."""
     row, given = STRATEGIES["optim_grads_params"], GptConfig(**{**LLAMA, "num_layers": 3})
     model = plan_model(given, 2, torch.bfloat16, slots)
-    held = model.bytes_held(row, Precision(), 0, layers)
+    held = model.with_layers(layers).bytes_held(row, Precision(), 0)
     if layers:
         other = plan_model(GptConfig(**{**LLAMA, "num_layers": layers}), 2, torch.bfloat16, slots)
         assert held == other.bytes_held(row, Precision(), 0)
     else:
-        assert sum(held.values()) < sum(model.bytes_held(row, Precision(), 0, 1).values())
+        one = model.with_layers(1).bytes_held(row, Precision(), 0)
+        assert sum(held.values()) < sum(one.values())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

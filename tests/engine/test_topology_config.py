@@ -226,6 +226,7 @@ REFUSED = {
     "param_name_patterns_for_fp32_local_accumulation": ("router",),
     "fsdp_grad_comm_fp8_blocks": True,
     "fsdp_unsharded_budget_gib": -1.0,
+    "suggested_communication_unit_size": -1,
     "fsdp_overlap_param_gather_with_optimizer_step": True,
 }
 BESIDE = {
@@ -440,7 +441,9 @@ def test_the_engine_config_is_read_from_megatron_s():
     )
     assert config.strategy.name == "optim_grads_params" and config.prefetch_bytes == 2000
     assert config.policy == MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
-    assert engine_config(good()).prefetch_bytes == 0
+    for unit_size in (None, 0):
+        config = engine_config(good(suggested_communication_unit_size=unit_size))
+        assert config.prefetch_bytes == 0
 
 
 def test_dtypes_default_to_float32():

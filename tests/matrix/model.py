@@ -101,8 +101,9 @@ def case_of(cell: Cell, width: str) -> Case:
     own, and a recomputed MLP returns its bias, whose backward then never ends."""
     on_gpu = cell["target"] == "gpu"
     bias = not on_gpu and cell["layers"] in ("local", "mtp") and cell["recompute"] != "mlp"
+    chunks: int = cell["pp"] * cell["vpp"]  # type: ignore[assignment, operator]
     return Case(
-        num_layers=max(2, cell["pp"] * cell["vpp"]),  # type: ignore[operator, type-var]
+        num_layers=max(2, chunks) if cell["joined"] == "default" else max(3, 2 * chunks),
         microbatches=cell["microbatches"], tied=cell["trained"] == "tied",
         swiglu=on_gpu, bias=bias,
         bf16=cell["precision"] == "bf16" or str(cell["precision"]).startswith("fp8"),

@@ -49,6 +49,7 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
     "kept": ("nothing", "some", "all"),
     "ranks": (2, 1, 3, 4),
     "units": ("layers", "parts"),
+    "joined": ("default", "pairs"),
     "ep_overlap": ("off", "on"),
     "offload": ("none", "activations", "streamed", "core"),
     "optimizer": ("adam", "muon", "adaptive_muon"),
@@ -86,6 +87,8 @@ MEANING: Mapping[str, str] = {
     "ranks": "processes",
     "units": "layers, or parts of their experts too "
     "(`megatron_fsdp_enable_fine_grained_param_gather`)",
+    "joined": "`suggested_communication_unit_size`: unset, which leaves models of so few layers as "
+    "they are; more than one layer has, with three layers, or two in a model chunk",
     "ep_overlap": "`overlap_moe_expert_parallel_comm`: core's schedule of parts of layers",
     "offload": "nothing; what autograd saves, by a user's hooks; main weights and moments, by "
     "`chunked_optimizer_state_offload`, or by core's `optimizer_cpu_offload`",
@@ -266,6 +269,14 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        "refused: joined layers in graphs of layers", "a graph is of one layer",
+        lambda joined, graph: joined == "pairs" and graph == "layers",
+    ),
+    Rule(
+        "refused: joined layers and parts of layers", "they would stay gathered through a pass",
+        lambda joined, ep_overlap: joined == "pairs" and ep_overlap == "on",
+    ),
+    Rule(
         "refused: Muon in fp16", "megatron-core has none either",
         lambda optimizer, precision: optimizer in MUONS and precision == "fp16",
     ),
@@ -323,6 +334,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "no parts", "the parts are those of experts",
         lambda units, layers: units == "parts" and layers not in WITH_EXPERTS,
+    ),
+    Rule(
+        "no layers to join", "those that have units inside are not",
+        lambda joined, units: joined == "pairs" and units == "parts",
     ),
     Rule(
         "no EP", "what is overlapped is the communication of expert-parallel ranks",

@@ -27,8 +27,10 @@ from megatron_fsdp_adapter import (
     release_memory,
     return_memory,
 )
+from megatron_fsdp_adapter.core.engine.partition import TO
 from megatron_fsdp_adapter.megatron import fused_wgrad
 from megatron_fsdp_adapter.megatron.fp8 import switch_off_weight_cache
+from megatron_fsdp_adapter.megatron.options.joining import UNIT_NUMEL
 from megatron_fsdp_adapter.prove.build import wire_schedule
 from megatron_fsdp_adapter.prove.whole import shard_groups
 from megatron_fsdp_adapter.sharding.budget import GIB
@@ -85,6 +87,26 @@ def _budget_gib(cell: Cell, models: Sequence[Any]) -> float:
     return {"nothing": 0.0, "some": 0.75 * nbytes / GIB, "all": 1000.0}[str(cell["kept"])]
 
 
+def _unit_numel(cell: Cell, models: Sequence[Any]) -> int | None:
+    """More elements than any layer has, so that at least two are joined."""
+    if cell["joined"] == "default":
+        return None
+    layers = [layer for model in models for layer in _decoder(model).layers]
+    return 1 + max(sum(param.numel() for param in layer.parameters()) for layer in layers)
+
+
+def _decoder(model: Any) -> Any:
+    """Of a GPTModel, or of one in 16 bits."""
+    return getattr(model, "module", model).decoder
+
+
+def _check_joined(cell: Cell, chunks: Sequence[Any]) -> None:
+    """Whether layers are in units as the cell says."""
+    for chunk in chunks:
+        count = sum(TO in unit.name for unit in chunk.engine.units)
+        assert count == (cell["joined"] == "pairs"), chunk.engine.units
+
+
 def _ddp_options(cell: Cell) -> dict[str, Any]:
     options: dict[str, Any] = {**BUFFERS[str(cell["buffers"])], **ddp_step_options(cell)}
     if cell["outer"] != "plain":
@@ -125,7 +147,9 @@ def build(
     quantised = has_fp8_weights(cell["precision"])
     ddp = (
         ddp_config(
-            case, str(strategy), {**_ddp_options(cell), BUDGET: _budget_gib(cell, models)}
+            case, str(strategy),
+            {**_ddp_options(cell), BUDGET: _budget_gib(cell, models),
+             UNIT_NUMEL: _unit_numel(cell, models)},
         )
         if ours
         else DistributedDataParallelConfig(
@@ -136,6 +160,8 @@ def build(
     chunks = [
         wrap(config, ddp, model, disable_bucketing=at > 0) for at, model in enumerate(models)
     ]
+    if ours:
+        _check_joined(cell, chunks)
     optimizer = get_megatron_optimizer(
         optimizer_config(
             case, use_distributed_optimizer=ours or quantised,

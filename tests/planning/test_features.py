@@ -13,6 +13,7 @@ from megatron_fsdp_adapter.cli.estimate import plan_model
 from megatron_fsdp_adapter.cli.quantised_options import Quantisation
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, NVFP4, PER_TENSOR
+from megatron_fsdp_adapter.planning import configurations
 from megatron_fsdp_adapter.planning.configurations import (
     Configuration,
     memory,
@@ -228,8 +229,6 @@ def test_a_plan_with_features_tries_only_what_goes_with_them():
 
 
 def test_experts_joined_in_one_parameter_take_as_long():
-    from megatron_fsdp_adapter.planning import configurations
-
     shape = replace(with_layers(shape_named("mixtral-8x7b"), 4), seq_length=4096)
     chosen = Configuration(8, Parallel(expert=2), separate_gathers=True)
     joined = predict(shape, chosen, H200, 8)
@@ -315,6 +314,35 @@ def test_joined_layers_are_gathered_together_and_counted_like_estimate_does():
     ]
     assert gathered[1] == pytest.approx(2 * gathered[0], rel=0.01)
     assert f"--suggested-communication-unit-size {TWO_LAYERS}" in megatron_flags(chosen)
+
+
+def test_small_layers_are_joined_by_default_as_the_wrapper_joins_them(monkeypatch):
+    """The engine, `estimate` and the memory of a plan have the same units. Few of them tell all."""
+    shape = with_layers(shape_named("llama-1.5b"), 20)
+    model = planned(shape, PLAIN)
+    assert model.order[1] == "decoder.layers.0 to decoder.layers.1"
+    row, precision = STRATEGIES["optim_grads_params"], PLAIN.features.precision
+    theirs = plan_model(shape.gpt, 2, torch.bfloat16)
+    assert model.bytes_held(row, precision, 0) == theirs.bytes_held(row, precision, 0)
+    assert "unit-size" not in megatron_flags(PLAIN)
+    apart = with_features(unit_numel=0)
+    assert "--suggested-communication-unit-size 0" in megatron_flags(apart)
+    for chosen in (
+        apart, replace(PLAIN, graph=True), with_features(streamed=True),
+        with_features(layer_graphs=True),
+        replace(PLAIN, parallel=Parallel(pipeline=2)),
+    ):  # fmt: skip
+        assert not any(" to " in name for name in planned(shape, chosen).order), chosen.name
+    longer = with_layers(shape, 40)
+    in_stages = [
+        planned(longer, replace(PLAIN, parallel=Parallel(pipeline=2, virtual=count))).order[1]
+        for count in (1, 2)
+    ]
+    assert in_stages == ["decoder.layers.0 to decoder.layers.1", "decoder.layers.0"]
+    few, unjoined = (predict(shape, one, H200, 2).ms for one in (PLAIN, apart))
+    monkeypatch.setattr(configurations, "MORE", 10)
+    assert few == pytest.approx(predict(shape, PLAIN, H200, 2).ms, rel=0.01)
+    assert few < unjoined
 
 
 def test_the_engine_holds_no_more_of_joined_layers_than_is_counted():

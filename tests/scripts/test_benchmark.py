@@ -409,6 +409,13 @@ def test_a_bucket_size_is_for_ddp_alone() -> None:
     assert sizes == [1000, None, None]
 
 
+def test_layers_are_apart_in_rows_that_say_so() -> None:
+    rows = (OURS, *parse_subjects("ours-apart,ours-ce-apart"), DDP)
+    given = dataclasses.replace(options(), suggested_communication_unit_size=7)
+    sizes = [row_options(row, given).suggested_communication_unit_size for row in rows]
+    assert sizes == [7, 0, 0, None]
+
+
 @pytest.mark.timeout(300)
 def test_two_ranks_interleaved(tmp_path: Path) -> None:
     """Every wrapper that runs on gloo, with its numbers; the others say why they did not."""

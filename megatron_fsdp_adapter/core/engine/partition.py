@@ -209,40 +209,6 @@ def partition(
     return [plan for plan in plans.values() if plan.groups or plan.name == ROOT]
 
 
-def join_units(plans: Sequence[UnitPlan], numel: int) -> list[UnitPlan]:
-    """`plans`, of which neighbours are joined until a unit has `numel` elements: small ones cost
-    the host as much as large ones. Joined are modules of one class that backward reads alike, of
-    which none is inside another unit or has one inside."""
-    found: list[UnitPlan] = []
-    for plan in plans:
-        if found and found[-1].numel < numel and _are_alike(found[-1], plan, plans):
-            plan = _joined(found.pop(), plan)
-        found.append(plan)
-    return found
-
-
-def _are_alike(one: UnitPlan, other: UnitPlan, plans: Sequence[UnitPlan]) -> bool:
-    def alone(plan: UnitPlan) -> bool:
-        names = [entry.name for entry in plans if entry.module is not None]
-        is_part = any(name.startswith(f"{plan.name}.") for name in names)
-        return plan.module is not None and not plan.inside and not is_part
-
-    return (
-        alone(one) and alone(other) and type(one.module) is type(other.module)
-        and one.backward_reads_weights == other.backward_reads_weights
-        and one.backward_use == other.backward_use
-    )  # fmt: skip
-
-
-def _joined(one: UnitPlan, other: UnitPlan) -> UnitPlan:
-    groups = {key: list(managed) for key, managed in one.groups.items()}
-    for key, managed in other.groups.items():
-        groups.setdefault(key, []).extend(managed)
-    first = one.name.split(TO)[0]
-    name, more = f"{first}{TO}{other.name}", (*one.more, *other.modules)
-    return replace(one, name=name, groups=groups, more=more)
-
-
 def _checked(format: WeightFormat | None, managed: ManagedParam) -> WeightFormat | None:
     """`format`, unless the parameter cannot be represented in it. Says so where it cannot be cut.
     """

@@ -25,6 +25,7 @@ from ...core.config import (
 from ...sharding.budget import GIB, can_keep
 from ...sharding.budget import OPTION as BUDGET
 from ...sharding.late_optimizer import OPTION as LATE_STEP
+from . import joining
 from .staging_options import slots_wanted
 from .support import Rule, is_on
 
@@ -108,6 +109,7 @@ def _gathers_ahead(config: Any) -> bool:
 
 
 DDP_CONFIG_RULES: tuple[Rule, ...] = (
+    *joining.RULES,
     Rule(
         "use_megatron_fsdp",
         lambda config: not config.use_megatron_fsdp,
@@ -206,7 +208,7 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
 )
 
 
-OFFLOAD = "chunked_optimizer_state_offload"
+OFFLOAD = joining.STREAMED
 """The name of ours in the DDP config. The wrapper has to know it: it makes main weights."""
 
 
@@ -272,15 +274,6 @@ def main_params_dtype(ddp_config: Any) -> torch.dtype | None:
     return None if own and chosen == torch.float32 else chosen
 
 
-UNIT_NUMEL = "suggested_communication_unit_size"
-
-
-def unit_numel(ddp_config: Any) -> int:
-    """Elements up to which neighbouring layers are joined to one unit, and may be gathered ahead;
-    0 for neither."""
-    return int(getattr(ddp_config, UNIT_NUMEL, None) or 0)
-
-
 def unsharded_budget(ddp_config: Any) -> int:
     """Bytes that units may take more than their strategy does, to stay whole over a step."""
     return int((getattr(ddp_config, BUDGET, None) or 0.0) * GIB)
@@ -317,7 +310,7 @@ def engine_config(ddp_config: Any) -> EngineConfig:
         policy=precision_policy(ddp_config),
         overlap_grad_reduce=forced.get("overlap_grad_reduce", ddp_config.overlap_grad_reduce),
         overlap_param_gather=forced.get("overlap_param_gather", ddp_config.overlap_param_gather),
-        prefetch_bytes=torch.bfloat16.itemsize * unit_numel(ddp_config),
+        prefetch_bytes=joining.prefetch_bytes(ddp_config),
         shard_outer=shards_outer(ddp_config),
         **slots_wanted(ddp_config),
         fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,

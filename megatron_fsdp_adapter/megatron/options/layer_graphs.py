@@ -9,7 +9,7 @@ import torch
 from ...core.config import STRATEGIES
 from ...sharding.budget import OPTION as BUDGET
 from .cuda_graphs import captures_layers, modules_asked_for
-from .ddp_options import UNIT_NUMEL
+from .joining import UNIT_NUMEL
 from .staging_options import slots_wanted
 
 CAPTURED_PARTS = frozenset({"attn", "mlp", "mamba"})

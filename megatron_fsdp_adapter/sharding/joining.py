@@ -1,0 +1,80 @@
+"""Neighbouring layers as one unit: which are joined, and how many where nobody says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_fsdp_adapter.core.engine.partition import TO, UnitPlan
+
+JOINED_NUMEL, JOINED_PART = 100_000_000, 16
+"""Of what layers are joined to by default: most elements; its part of all layers, the reciprocal.
+Measured (docs/performance.md) with layers of 61M elements, joined by two to units of 122M."""
+
+
+def join_units(plans: Sequence[UnitPlan], numel: int) -> list[UnitPlan]:
+    """`plans`, of which neighbours are joined until a unit has `numel` elements: small ones cost
+    the host as much as large ones. Joined are modules of one list, of one class, that backward
+    reads alike, of which none is inside another unit or has one inside."""
+    found: list[UnitPlan] = []
+    alone = _alone(plans)
+    for plan in plans:
+        if found and found[-1].numel < numel and _are_alike(found[-1], plan, alone):
+            plan = _joined(found.pop(), plan)
+        found.append(plan)
+    return found
+
+
+def default_unit_numel(layer_numels: Sequence[int]) -> int:
+    """Elements up to which neighbouring layers are joined where nobody says; 0 for not at all.
+
+    At most `JOINED_NUMEL`, and a sixteenth of all layers, beyond which a layer is joined to no
+    further one: so at least eight units remain, none with more than an eighth of the elements.
+    Models with fewer than 16 layers, or with a layer that is as large already, stay as they are.
+
+    Args:
+        layer_numels: elements of each layer, of those that a rank has in one model chunk.
+    """
+    numel = min(JOINED_NUMEL, sum(layer_numels) // JOINED_PART + 1)
+    return numel if max(layer_numels, default=numel) < numel else 0
+
+
+def layer_numels(plans: Sequence[UnitPlan]) -> list[int]:
+    """Elements of each unit that is one of several of its class in a list."""
+    alone = _alone(plans)
+    kinds = Counter((_list_of(plan), type(plan.module)) for plan in plans if plan.name in alone)
+    return [
+        plan.numel for plan in plans
+        if plan.name in alone and kinds[_list_of(plan), type(plan.module)] > 1
+    ]  # fmt: skip
+
+
+def _alone(plans: Sequence[UnitPlan]) -> set[str]:
+    """Names of units that are modules, in no other unit and without one inside."""
+    names = [plan.name for plan in plans if plan.module is not None]
+    around = {name[:at] for name in names for at, sign in enumerate(name) if sign == "."}
+    return {plan.name for plan in plans if plan.module is not None and not plan.inside} - around
+
+
+def _list_of(plan: UnitPlan) -> str:
+    """The module that has the unit's last one."""
+    return plan.name.split(TO)[-1].rpartition(".")[0]
+
+
+def _are_alike(one: UnitPlan, other: UnitPlan, alone: set[str]) -> bool:
+    return (
+        {*one.name.split(TO), other.name} <= alone
+        and type(one.module) is type(other.module) and _list_of(one) == _list_of(other)
+        and one.backward_reads_weights == other.backward_reads_weights
+        and one.backward_use == other.backward_use
+    )  # fmt: skip
+
+
+def _joined(one: UnitPlan, other: UnitPlan) -> UnitPlan:
+    groups = {key: list(managed) for key, managed in one.groups.items()}
+    for key, managed in other.groups.items():
+        groups.setdefault(key, []).extend(managed)
+    first = one.name.split(TO)[0]
+    name, more = f"{first}{TO}{other.name}", (*one.more, *other.modules)
+    return replace(one, name=name, groups=groups, more=more)
