@@ -29,12 +29,8 @@ from megatron_fsdp_adapter.cli.estimate import (
     plan_model,
 )  # fmt: skip
 from megatron_fsdp_adapter.cli.gpt import (
-    PRESETS,
-    GptConfig,
-    config_from,
-    gpt_parameter_listing,
-    read_options,
-)
+    PRESETS, GptConfig, config_from, gpt_parameter_listing, read_options,
+)  # fmt: skip
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.layout import (
     GroupLayout,
