@@ -92,8 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
     told.add_argument("--fsdp-grad-comm-fp8-blocks", action="store_true",
                       help="gradients travel in 8-bit blocks")  # fmt: skip
     told.add_argument("--suggested-communication-unit-size", type=int, metavar="N",
-                      help="elements up to which neighbouring layers are one unit; 0: each is one; "
-                      "default: as the wrapper joins them")  # fmt: skip
+                      help="elements up to which layers are one unit; 0: each")  # fmt: skip
     told.add_argument("--overlap-moe-expert-parallel-comm", action="store_true",
                       help="exchanges between experts beside another microbatch")  # fmt: skip
     told.add_argument(flag(LATE_STEP), action="store_true",
