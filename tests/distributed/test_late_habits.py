@@ -12,6 +12,7 @@ import torch
 from megatron_fsdp_adapter import export_weights, release_memory, return_memory
 from megatron_fsdp_adapter.sharding import building
 from tests.distributed.gpt import (
+    STRATEGIES,
     Case,
     Trainer,
     batches,
@@ -186,4 +187,4 @@ def test_whatever_a_loop_does_around_steps_has_the_bits_of_steps_that_wait() -> 
 
 @pytest.mark.full
 def test_on_two_ranks_under_every_strategy() -> None:
-    run_ranks(_compare, 2, ("optim_grads_params", "optim_grads", "optim", "no_shard"))
+    run_ranks(_compare, 2, tuple(STRATEGIES), timeout=400.0)

@@ -189,7 +189,7 @@ class GatherPipeline:
         self.runtime.submit(
             GATHER, lambda: self._allocate_more(unit, use), lambda: self._gather_more(unit, use)
         )
-        unit.gathered = self.runtime.record(GATHER)
+        unit.gathered, self._unordered = self.runtime.record(GATHER), True
 
     def _allocate_more(self, unit: Unit, use: Use) -> None:
         for group in unit.groups:
