@@ -76,6 +76,19 @@ def make_parser() -> argparse.ArgumentParser:
     for name, (field, kind) in FIXED.items():
         choices = list(STRATEGIES) if field == "strategy" else None
         run.add_argument(flag(name), type=kind, choices=choices, help="fixed; default: planned")
+    _add_features(parser)
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true")
+    out.add_argument("--explain", action="store_true", help="the step as the engine runs it")
+    out.add_argument("--plot", metavar="FILE", help="a picture of a step, or of the curve")
+    out.add_argument("--curve", metavar="N,N,...", help="the best for each number of GPUs")
+    out.add_argument("--scale", metavar="N,N,...", help="what grows with the number of ranks")
+    out.add_argument("--measure", metavar="FILE", help="measures this machine, and writes FILE")
+    out.add_argument("--measure-small", action="store_true", help="tiny shapes, to try --measure")
+    return parser
+
+
+def _add_features(parser: argparse.ArgumentParser) -> None:
     told = parser.add_argument_group("features (as told, never searched for)")
     for name, text in quantised_options.STRINGS.items():
         if name.startswith("fp8"):
@@ -92,7 +105,8 @@ def make_parser() -> argparse.ArgumentParser:
     told.add_argument("--fsdp-grad-comm-fp8-blocks", action="store_true",
                       help="gradients travel in 8-bit blocks")  # fmt: skip
     told.add_argument("--suggested-communication-unit-size", type=int, metavar="N",
-                      help="elements up to which layers are one unit; 0: each")  # fmt: skip
+                      help="elements up to which neighbouring layers are one unit; 0: each is one; "
+                      "default: as the wrapper joins them")  # fmt: skip
     told.add_argument("--overlap-moe-expert-parallel-comm", action="store_true",
                       help="exchanges between experts beside another microbatch")  # fmt: skip
     told.add_argument(flag(LATE_STEP), action="store_true",
@@ -106,15 +120,6 @@ def make_parser() -> argparse.ArgumentParser:
     told.add_argument("--cuda-graph-impl", choices=["local"],
                       help="each layer in CUDA graphs of its own; graphs of an iteration are "
                       "planned")  # fmt: skip
-    out = parser.add_argument_group("output")
-    out.add_argument("--json", action="store_true")
-    out.add_argument("--explain", action="store_true", help="the step as the engine runs it")
-    out.add_argument("--plot", metavar="FILE", help="a picture of a step, or of the curve")
-    out.add_argument("--curve", metavar="N,N,...", help="the best for each number of GPUs")
-    out.add_argument("--scale", metavar="N,N,...", help="what grows with the number of ranks")
-    out.add_argument("--measure", metavar="FILE", help="measures this machine, and writes FILE")
-    out.add_argument("--measure-small", action="store_true", help="tiny shapes, to try --measure")
-    return parser
 
 
 def shape_of(given: argparse.Namespace) -> Shape:
