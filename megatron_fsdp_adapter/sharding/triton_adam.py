@@ -62,7 +62,7 @@ def _fused(one, other, added):
 
 
 @triton.jit
-def _update(
+def _one_pass_adam(
     addresses, tensor_of, first_of, count, clip,
     lr, beta1, beta2, correction1, correction2, eps, decay,
     GRAD: tl.constexpr, WEIGHT: tl.constexpr, MOMENT: tl.constexpr,
@@ -113,7 +113,7 @@ def _update(
 def update(table: Table, lists: Lists, step: Update) -> None:
     """See `adam_table.Kernel`."""
     grads, weights, firsts, _ = (TYPES[tensors[0].dtype] for tensors in lists)
-    _update[(table.chunks,)](
+    _one_pass_adam[(table.chunks,)](
         table.addresses, table.tensor_of, table.first_of, table.addresses.shape[1],
         table.addresses if step.clip is None else step.clip,
         step.lr, step.beta1, step.beta2, step.correction1, step.correction2, step.eps,

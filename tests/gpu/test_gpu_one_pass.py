@@ -16,15 +16,10 @@ import torch
 
 from megatron_fsdp_adapter.sharding import local_optimizer, one_pass_adam
 from megatron_fsdp_adapter.sharding.adam_table import CHUNK
-from tests.distributed.checks import check_run_bits, recorded_step
-from tests.distributed.gpt import (
-    Case,
-    batches,
-    build_trainer,
-    distributed_optimizer,
-    init_megatron,
-)
+from tests.distributed.checks import check_run_bits
+from tests.distributed.gpt import Case, build_trainer, distributed_optimizer, init_megatron
 from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.test_gpu_optimizer_offload import _local_run
 
 pytest.importorskip("transformer_engine.pytorch")
 
@@ -97,7 +92,7 @@ def trains_alike(rank: int, world: int, strategy: str, ddp: dict[str, Any]) -> s
             trainer = build_trainer(WIDE, strategy, device, ddp=ddp)
         shards = distributed_optimizer(trainer).optimizer._fsdp_shards
         assert (shards.one_pass is None) == bool(runs)
-        steps = [recorded_step(trainer, batches(WIDE, n, rank, device)) for n in range(3)]
+        steps = _local_run(trainer, rank, 3, device)
         assert runs or shards.one_pass._tables, "nothing went through the kernel"
         runs.append(steps)
         del trainer, shards
