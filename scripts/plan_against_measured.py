@@ -102,7 +102,7 @@ def setup_of(row: Measured) -> StepSetup:
     return StepSetup(
         engine, shards, row.microbatches, separate_gathers="ag" in words, copy_gathers=copies,
         copy_reduces=reduces, fused=table.fused if row.fused is None else row.fused, graph=graph,
-        clips=table.clips or row.microbatches > 1, layer_graphs=layers,
+        clips=table.clips or row.microbatches > 1, one_pass=table.one_pass, layer_graphs=layers,
         weight_format=quantised_of(row).weights, host_layers=row.host_layers,
         host_bytes=layer_bytes(shape, Parallel(), table.microbatch),
         muon=muon if "muon" in words else None, streamed="stream" in words,

@@ -25,6 +25,7 @@ from .muon import MuonWork
 from .program import Program
 from .timed_modules import ActivationsOnHost, LayerModule, UnitModel, UnitWork, flat_name, full_name
 from .timed_optimizer import (
+    ONE_PASS,
     GroupMatrices,
     TimedStream,
     UnitHeld,
@@ -47,7 +48,7 @@ class StepSetup:
         copy_gathers, copy_reduces: carried by copy engines.
         fused: modules write weight gradients into the bucket.
         warmup: forwards in front of the first backward, as in a pipeline's stage.
-        clips: the optimizer scales gradients by the norm.
+        clips: the optimizer scales gradients by the norm. one_pass: while Adam reads them.
         graph: forward and backward are replayed: the host launches nothing.
         layer_graphs: those of each layer are; gathers and reductions are launched.
         weight_format: that linear weights are kept and gathered in, None for `dtype`.
@@ -68,6 +69,7 @@ class StepSetup:
     copy_reduces: bool = False
     fused: bool = False
     clips: bool = True
+    one_pass: bool = True
     graph: bool = False
     layer_graphs: bool = False
     state_bytes: int = 8
@@ -85,7 +87,8 @@ class StepSetup:
         """Of what the optimizer reads and writes."""
         policy = self.engine.policy
         main = (policy.main_params_dtype or self.dtype).itemsize
-        return Widths(policy.grads_dtype.itemsize, main, self.state_bytes)
+        adam = ONE_PASS if self.one_pass else 1.0
+        return Widths(policy.grads_dtype.itemsize, main, self.state_bytes, adam)
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -181,7 +184,8 @@ class _Run:
         """What this rank's optimizer updates."""
         runtime, setup, widths = self.runtime, self.setup, self.setup.widths
         numel = sum(unit.numel for unit in self.held)
-        write_norm(runtime, numel, widths, setup.clips)
+        in_adam = setup.one_pass and setup.muon is None
+        write_norm(runtime, numel, widths, setup.clips and not in_adam)
         if self.stream is not None:
             self.stream.walk()
         elif setup.muon is not None:

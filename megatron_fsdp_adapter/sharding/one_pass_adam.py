@@ -74,12 +74,12 @@ class OnePassAdam:
         """That of `lists`, made again when an address has changed."""
         device = lists[1][0].device
         addresses = tuple(tuple(tensor.data_ptr() for tensor in tensors) for tensors in lists)
+        sizes = tuple(tensor.numel() for tensor in lists[1])
         stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
-        place = (stream, addresses[1])
+        place = (stream, addresses[1], sizes)  # other tensors have the same memory in turn
         known = self._tables.get(place)
         if known is not None and known[0] == addresses:
             return known[1]
-        sizes = tuple(tensor.numel() for tensor in lists[1])
         if (stream, sizes) not in self._chunks:
             made = (_to_device(row, torch.int32, device) for row in chunks_of(sizes))
             self._chunks[stream, sizes] = tuple(made)  # type: ignore[assignment]

@@ -109,6 +109,8 @@ def test_a_table_is_made_again_where_an_address_has_changed_and_kept_where_none_
     first, second, third = kernel.tables
     assert first is second and third is not first
     assert third.tensor_of is first.tensor_of, "chunks depend on sizes alone"
+    _call(adam, [[tensor[:4] for tensor in row] for row in lists], 4)
+    assert kernel.tables[-1] is not third, "another unit's tensors, in the same memory"
 
 
 def test_what_the_kernel_does_not_take_is_clipped_and_goes_to_the_optimizers_own() -> None:

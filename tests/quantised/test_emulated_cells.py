@@ -14,10 +14,10 @@ RECIPES = ("current", "block128")
 
 
 def quantised_cells(ranks: int) -> list[str]:
-    """The cells of the CPU array, in bf16, and with weights that are there when they are wrapped:
-    the emulated library knows no meta device."""
+    """The cells of the CPU array, in bf16, with weights that are there when they are wrapped, as
+    the emulated library knows no meta device, and steps behind which no update goes on."""
     found = [
-        name_of({**cell, "precision": "bf16", "start": "usual"})
+        name_of({**cell, "precision": "bf16", "start": "usual", "step": "plain"})
         for cell in cells.cached("cpu")
         if cell["ranks"] == ranks
     ]
