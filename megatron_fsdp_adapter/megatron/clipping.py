@@ -14,7 +14,7 @@ from megatron.core.optimizer.clip_grads import (
 )
 
 from ..sharding.local_optimizer import LocalPair, LocalShards
-from .inner import ours_among
+from .inner import our_chunks
 from .seams import core_api
 
 EPS = 1e-6
@@ -69,7 +69,7 @@ def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
     """Core's own norm and clipping, given local tensors: none is empty (`optimizer._norm_grads`),
     and none pays DTensor dispatch. Parameters of a group with a norm of its own are clipped by it.
     """
-    if not ours_among(getattr(self, "model_chunks", None) or []) or self.is_stub_optimizer:
+    if not our_chunks(self) or self.is_stub_optimizer:
         return original(self, clip_grad)
     norms = {
         group: get_grad_norm_fp32(

@@ -109,3 +109,8 @@ class ShardedModule(ShardedStateDict, MegatronModule):
 def ours_among(chunks: Sequence[Any]) -> list[Any]:
     """The model chunks that our wrapper holds."""
     return [chunk for chunk in chunks if isinstance(getattr(chunk, "module", None), ShardedModule)]
+
+
+def our_chunks(optimizer: Any) -> list[Any]:
+    """The model chunks of one of core's optimizers that are ours."""
+    return ours_among(getattr(optimizer, "model_chunks", None) or [])

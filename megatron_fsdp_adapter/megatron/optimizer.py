@@ -30,7 +30,7 @@ from ..sharding.placement import replicated_name
 from ..sharding.problems import raise_problems
 from ..sharding.streamed_optimizer import shards_over
 from . import clipping, hybrid_optimizer, late_step, muon, optimizer_state, step_graphs
-from .inner import ours_among
+from .inner import our_chunks, ours_among
 from .options import support
 from .options.ddp_options import MXFP8_BUFFER, OFFLOAD
 from .options.support import is_on
@@ -38,10 +38,6 @@ from .seams import core_api
 from .seams.core_api import MORE, Replacement
 
 # The methods of DistributedOptimizer.
-
-
-def _our_chunks(optimizer: Any) -> list[Any]:
-    return ours_among(getattr(optimizer, "model_chunks", None) or [])
 
 
 def _param_groups(
@@ -147,7 +143,7 @@ def _refuse_whole_matrices(
 
 def _offload_state(original: Callable[..., None], self: Any) -> None:
     """Main weights, which core moves as well, stay: gathers read them, also for generation."""
-    ours = _our_chunks(self)
+    ours = our_chunks(self)
     if not ours:
         original(self)
         return
@@ -157,7 +153,7 @@ def _offload_state(original: Callable[..., None], self: Any) -> None:
 
 
 def _restore_state(original: Callable[..., None], self: Any) -> None:
-    if not _our_chunks(self):
+    if not our_chunks(self):
         original(self)
         return
     for shards in local_shards(self):
@@ -167,7 +163,7 @@ def _restore_state(original: Callable[..., None], self: Any) -> None:
 def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any, *args: Any,
           **kwargs: Any) -> None:
     self.model_chunks = kwargs.get("model_chunks", [])
-    ours = _our_chunks(self)
+    ours = our_chunks(self)
     if not ours or optimizer is None or config.optimizer == "adam":
         original(self, optimizer, config, *args, **kwargs)
     else:
@@ -217,7 +213,7 @@ def _instance_group(original: Callable[..., Any], self: Any, chunk: Any) -> Any:
 def _grad_stats_group(original: Callable[..., Any], self: Any) -> Any:
     """The ranks over which each gradient element is counted once: an optimizer instance, or all of
     them where they split the shards again, which core does not know."""
-    ours = _our_chunks(self)
+    ours = our_chunks(self)
     if not ours:
         return original(self)
     instance = _instance_group(original, self, ours[0])
@@ -236,7 +232,7 @@ def _grad_stats_group(original: Callable[..., Any], self: Any) -> Any:
 
 def _init_states(original: Callable[..., None], self: Any) -> None:
     """0.16.1 takes a step with zero gradients, which decays weights and advances Adam's count."""
-    if not _our_chunks(self):
+    if not our_chunks(self):
         original(self)
         return
     initialize_state(self.optimizer)
@@ -244,7 +240,7 @@ def _init_states(original: Callable[..., None], self: Any) -> None:
 
 def _unscaling_data(original: Callable[..., Any], self: Any) -> Any:
     """Local tensors: the inf check is one fused kernel over plain tensors. It writes them."""
-    ours = _our_chunks(self)
+    ours = our_chunks(self)
     if not ours:
         return original(self)
     for chunk in ours:
@@ -296,7 +292,7 @@ def _norm_grads(
 
     Without empty shards: TE's multi-tensor kernels drop a whole list that ends in an empty
     tensor, so the norm came out too small and nothing was clipped."""
-    ours = _our_chunks(self)
+    ours = our_chunks(self)
     if not ours:
         return original(self, *(() if grad_norm_group is None else (grad_norm_group,)))
     for chunk in ours:
@@ -315,12 +311,12 @@ def _norm_grads(
 
 def _count_zeros(original: Callable[..., Any], self: Any) -> Any:
     """Zeros among the elements that the norm counts; 0.16.1 counts replicas too."""
-    if not _our_chunks(self):
+    if not our_chunks(self):
         return original(self)
     clipping.clip_now(self)
     norm_groups = (None, *core_api.SEPARATE_NORMS)
     grads = [grad for group in norm_groups for grad in clipping.gradients(self, group)]
-    device = _our_chunks(self)[0].engine.runtime.device
+    device = our_chunks(self)[0].engine.runtime.device
     zeros = torch.zeros(1, dtype=torch.float32, device=device)
     for grad in grads:
         zeros += grad.numel() - torch.count_nonzero(grad)
@@ -332,7 +328,7 @@ def _step_unless_large(original: Callable[..., bool], self: Any) -> bool:
     """Leaves the step out, on all ranks, where the norm is above `grad_norm_skip_threshold`. Core
     asks that only of a chain of optimizers, which ours is not in."""
     threshold = core_api.norm_threshold(self.config)
-    if not _our_chunks(self) or self.is_stub_optimizer or math.isinf(threshold):
+    if not our_chunks(self) or self.is_stub_optimizer or math.isinf(threshold):
         return original(self)
     norm = self.clipped_norm if self.config.clip_grad > 0.0 else self.get_grad_norm()
     return False if norm > threshold else original(self)
@@ -341,7 +337,7 @@ def _step_unless_large(original: Callable[..., bool], self: Any) -> bool:
 def _param_name(original: Callable[..., str], self: Any, param: Any) -> str:
     """Names of the whole model; 0.16.1 numbers layers from the stage's first, and fails where two
     model chunks of a rank have the same names."""
-    ours = _our_chunks(self)
+    ours = our_chunks(self)
     if not ours:
         return original(self, param)
     if not hasattr(self, "param_to_name"):
@@ -360,7 +356,7 @@ def _sharded_state(
 ) -> Any:
     """In the one form that there is for sharded weights. Megatron-LM names it only if its argument
     `use_distributed_optimizer` is set, which a script that wraps the model itself may leave out."""
-    if _our_chunks(self):
+    if our_chunks(self):
         metadata = {"distrib_optim_sharding_type": "fsdp_dtensor", **(metadata or {})}
     return original(self, *args, metadata=metadata, **kwargs)
 
@@ -368,7 +364,7 @@ def _sharded_state(
 def _save_state(original: Callable[..., Any], self: Any, is_loading: bool = False) -> Any:
     """Every rank emits the same keys for the same parameters: state exists for each of them, steps
     or no steps."""
-    if not _our_chunks(self):
+    if not our_chunks(self):
         return original(self, is_loading)
     initialize_state(self.optimizer)
     for chunk in self.model_chunks:
@@ -383,7 +379,7 @@ def _save_state(original: Callable[..., Any], self: Any, is_loading: bool = Fals
 
 def _load_state(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
     """What `_save_state` gave, or a load of it, with values sharded as they are here."""
-    if not _our_chunks(self) or optimizer_state.META not in state_dict:
+    if not our_chunks(self) or optimizer_state.META not in state_dict:
         original(self, state_dict)
         return
     initialize_state(self.optimizer)
@@ -401,7 +397,7 @@ def _load_state(original: Callable[..., None], self: Any, state_dict: dict[str, 
 def _reload(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Main weights should follow the model's, which were loaded without the optimizer. Here a load
     writes the main weights themselves; 0.18 refuses to reload under FSDP."""
-    if not _our_chunks(self):
+    if not our_chunks(self):
         original(self, *args, **kwargs)
 
 

@@ -28,7 +28,7 @@ from ..core.engine.engine import FsdpEngine
 from ..sharding.group_options import as_numbers
 from . import late_step
 from .hybrid_optimizer import COMPUTED
-from .inner import ours_among
+from .inner import our_chunks
 from .options.ddp_options import OFFLOAD
 from .options.support import STEP_GRAPH as OPTION
 from .options.support import is_on
@@ -155,7 +155,7 @@ def _check(inner: Any, captured: list[dict[str, Any]] | None) -> None:
 def _step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     optimizer = getattr(self.optimizer_step_func, "__self__", None)
     several = getattr(optimizer, "chained_optimizers", [optimizer])
-    chunks = ours_among([c for one in several for c in getattr(one, "model_chunks", None) or []])
+    chunks = [chunk for one in several for chunk in our_chunks(one)]
     if not chunks:
         return original(self, *args, **kwargs)
     inner = [one.optimizer for one in several if not one.is_stub_optimizer]

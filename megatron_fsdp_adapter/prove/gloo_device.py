@@ -7,32 +7,30 @@ processes left nothing of two cores.
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""torch's, of a group of gloo."""
-
 
 def share() -> None:
     """Lets the gloo groups that this process makes from now on use one device. For processes that
     are ours from start to end."""
     base: Any = dist.ProcessGroupGloo
-    device = base.create_default_device()
+    device = functools.cache(base.create_default_device)  # none where no group is of gloo
 
     class OnSharedDevice(base):  # type: ignore[misc]
         def __init__(
-            self, store: Any, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT,
-            **more: Any,
+            self, store: Any, rank: int, size: int,
+            timeout: timedelta = distributed_c10d.default_pg_timeout, **more: Any,
         ) -> None:  # fmt: skip
             if any(more.values()):
                 super().__init__(store, rank, size, timeout=timeout, **more)
                 return
             options = base._Options()
-            options._devices, options._timeout = [device], timeout
+            options._devices, options._timeout = [device()], timeout
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = OnSharedDevice  # type: ignore[misc]

@@ -15,7 +15,7 @@ kernel does not take goes to the function that was there, so that results are th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,10 @@ DECOUPLED = 1
 """The mode of AdamW; 0 adds weight decay to gradients."""
 FUNCTION = "multi_tensor_adam"
 """The attribute of FusedAdam."""
+
+Chunks = tuple[torch.Tensor, torch.Tensor]
+"""`Table.tensor_of` and `Table.first_of`, which follow from sizes."""
+
 
 class OnePassAdam:
     """Stands in the place of FusedAdam's multi-tensor function.
@@ -46,7 +50,7 @@ class OnePassAdam:
     ) -> None:
         self._original, self._kernel = original, kernel
         self._tables: dict[Any, tuple[Any, Table]] = {}
-        self._chunks: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._chunks: dict[Any, Chunks] = {}
         self.clip: torch.Tensor | None = None
 
     def __call__(
@@ -73,20 +77,15 @@ class OnePassAdam:
     def _table(self, lists: Lists) -> Table:
         """That of `lists`, made again when an address has changed."""
         device = lists[1][0].device
-        addresses = tuple(tuple(tensor.data_ptr() for tensor in tensors) for tensors in lists)
-        sizes = tuple(tensor.numel() for tensor in lists[1])
+        addresses, sizes = _places_of(lists)
         stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
         place = (stream, addresses[1], sizes)  # other tensors have the same memory in turn
         known = self._tables.get(place)
         if known is not None and known[0] == addresses:
             return known[1]
         if (stream, sizes) not in self._chunks:
-            made = (_to_device(row, torch.int32, device) for row in chunks_of(sizes))
-            self._chunks[stream, sizes] = tuple(made)  # type: ignore[assignment]
-        table = Table(
-            _to_device([*addresses, sizes], torch.int64, device), *self._chunks[stream, sizes],
-            is_aligned(addresses, sizes),
-        )  # fmt: skip
+            self._chunks[stream, sizes] = _chunks_on(device, sizes)
+        table = _table_on(device, addresses, sizes, self._chunks[stream, sizes])
         if len(self._tables) >= MOST_TABLES:
             self._tables.clear()
         self._tables[place] = (addresses, table)
@@ -115,13 +114,32 @@ def _kernel(device: torch.device) -> Kernel | None:
         from .triton_adam import update as kernel
 
         one = [[torch.zeros(1, device=device)] for _ in range(4)]
-        table = OnePassAdam(kernel, lambda _: kernel)._table(one)
+        addresses, sizes = _places_of(one)
+        table = _table_on(device, addresses, sizes, _chunks_on(device, sizes))
         kernel(table, one, Update(0.0, 0.9, 0.9, 1.0, 1.0, 1.0, True, 0.0))
         return kernel
 
     return kernel_or_warning(
         tried, "Adam is left to the optimizer's own kernels, which take a quarter longer"
     )
+
+
+def _places_of(lists: Lists) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Addresses by list, and elements."""
+    addresses = tuple(tuple(tensor.data_ptr() for tensor in tensors) for tensors in lists)
+    return addresses, tuple(tensor.numel() for tensor in lists[1])
+
+
+def _chunks_on(device: torch.device, sizes: Sequence[int]) -> Chunks:
+    tensor_of, first_of = (_to_device(row, torch.int32, device) for row in chunks_of(sizes))
+    return tensor_of, first_of
+
+
+def _table_on(
+    device: torch.device, addresses: Sequence[Sequence[int]], sizes: Sequence[int], chunks: Chunks
+) -> Table:
+    places = _to_device([*addresses, sizes], torch.int64, device)
+    return Table(places, *chunks, is_aligned(addresses, sizes))
 
 
 def _to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -4,6 +4,8 @@ for Transformer Engine's FusedAdam. The kernel itself: tests/gpu/test_gpu_one_pa
 from __future__ import annotations
 
 import itertools
+import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -128,6 +130,20 @@ def test_what_the_kernel_does_not_take_is_clipped_and_goes_to_the_optimizers_own
         for row, other in zip(lists, expected, strict=True):
             assert all(map(torch.equal, row, other))
     assert not kernel.tables
+
+
+def test_the_kernel_is_tried_before_it_is_used_and_without_it_a_warning_says_what_is_done() -> None:
+    """Triton is not where the tests run: a module stands for the kernel's."""
+    name, kernel = "megatron_fsdp_adapter.sharding.triton_adam", Recorded()
+    tried = one_pass_adam._kernel.__wrapped__
+    with mock.patch.dict(sys.modules, {name: SimpleNamespace(update=kernel)}):  # type: ignore[dict-item]
+        assert tried(CPU) is kernel
+    assert len(kernel.tables) == 1
+    with (
+        mock.patch.dict(sys.modules, {name: None}),  # type: ignore[dict-item]
+        pytest.warns(UserWarning, match="Adam is left to the optimizer's own kernels"),
+    ):
+        assert tried(CPU) is None
 
 
 def _clipped_in_the_step(rank: int, world: int) -> None:
