@@ -10,11 +10,12 @@ import torch
 
 from ...core.engine.partition import UnitPlan
 from ...sharding.joining import default_unit_numel
+from ...sharding.streamed_optimizer import OPTION as STREAMED
 from .cuda_graphs import captures_iteration, captures_layers
 from .support import Rule, is_on
 
 UNIT_NUMEL = "suggested_communication_unit_size"
-PARTS_OF_LAYERS, STREAMED = "overlap_moe_expert_parallel_comm", "chunked_optimizer_state_offload"
+PARTS_OF_LAYERS = "overlap_moe_expert_parallel_comm"
 
 RULES: tuple[Rule, ...] = (
     Rule(

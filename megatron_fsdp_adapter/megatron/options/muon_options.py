@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...sharding.late_optimizer import OPTION as LATE
 from ...sharding.muon.newton_schulz import COEFFICIENTS
 from .ddp_options import OFFLOAD
 from .support import is_on
@@ -19,7 +20,6 @@ METHOD = "adamuon"
 means over rows, columns or all of a matrix, which ranks have parts of."""
 HALF = "medium"
 """Of `muon_fp32_matmul_prec`: products of 16 bits."""
-LATE = "fsdp_overlap_param_gather_with_optimizer_step"
 
 SCALES: Mapping[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
