@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -30,6 +31,7 @@ from megatron_fsdp_adapter.megatron.options import (
     capability,
     cuda_graphs,
     layer_graphs,
+    muon_options,
     validation,
 )
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
@@ -108,7 +110,7 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
     changes: list[Change]
     if given.script is None:
         chosen = dict(map(_assignment, given.set))
-        plain = {**validation.PLAIN_OPTIONS, **_of_this_release()}
+        plain = {**validation.PLAIN_OPTIONS, **_of_this_core()}
         args, changes = SimpleNamespace(**{**plain, **chosen}), []
     else:
         args = runner.parse_arguments(Path(given.script), given.arguments)
@@ -128,13 +130,18 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
     }
 
 
-def _of_this_release() -> dict[str, Any]:
-    """Arguments by which a rule tells what Megatron-LM of megatron-core's release can do."""
+def _of_this_core() -> dict[str, Any]:
+    """Options by which a rule tells what Megatron-LM can do, if the optimizer config of the
+    megatron-core that is here has them: Megatron-LM's parser gives its fields as arguments."""
     try:
-        found = releases.parse(importlib.metadata.version(releases.CORE))
-    except importlib.metadata.PackageNotFoundError:
+        from megatron.core.optimizer import OptimizerConfig
+    except ModuleNotFoundError:
         return {}
-    return {"muon_nesterov": False} if found is not None and found[0] >= (0, 18) else {}
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(OptimizerConfig)
+        if field.name == muon_options.SAYS_THAT_CORE_MAKES_IT
+    }
 
 
 def graph_problems(options: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from importlib.metadata import version
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import optimizer as core_optimizer
 
 from megatron_fsdp_adapter.cli import doctor, machine
 from megatron_fsdp_adapter.megatron.seams.rebound import installed
@@ -45,8 +47,24 @@ def test_a_configuration_is_judged(capsys: Any) -> None:
     assert named == {"fp4"}
 
 
-def test_muon_is_judged_by_the_release_that_is_there(capsys: Any) -> None:
-    makes_it = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18)
+@dataclasses.dataclass
+class _WithOlderName:
+    muon_use_nesterov: bool = False
+
+
+@dataclasses.dataclass
+class _WithItsName:
+    muon_nesterov: bool = False
+
+
+@pytest.mark.parametrize("fields", [None, _WithOlderName, _WithItsName])
+def test_muon_is_judged_by_what_the_optimizer_config_has(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, fields: Any
+) -> None:
+    """Of the core that is here, and of others, whatever their versions say."""
+    if fields is not None:
+        monkeypatch.setattr(core_optimizer, "OptimizerConfig", fields)
+    makes_it = hasattr(core_optimizer.OptimizerConfig, "muon_nesterov")
     found = report(capsys, "--set", "optimizer=muon", status=0 if makes_it else 1)
     named = [line.split(":")[0] for line in found["configuration"]["refuses"]]
     assert named == ([] if makes_it else ["optimizer='muon'"])

@@ -15,6 +15,9 @@ from .support import is_on
 MUON, ADAPTIVE = "muon", "adaptive_muon"
 KINDS = (MUON, ADAPTIVE)
 """Of `optimizer`."""
+SAYS_THAT_CORE_MAKES_IT = "muon_nesterov"
+"""An argument of Megatron-LM, and field of the optimizer config. Where it has this name, core makes
+Muon by the function that makes Adam; where it has an older one, Megatron-LM calls another."""
 METHOD = "adamuon"
 """Of `adaptive_muon_moment2_method`: the one whose second moment is entry by entry. The others have
 means over rows, columns or all of a matrix, which ranks have parts of."""

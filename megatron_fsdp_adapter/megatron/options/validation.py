@@ -89,7 +89,8 @@ LAUNCH_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer",
         lambda args: args.optimizer == muon_options.ADAPTIVE or (
-            args.optimizer == muon_options.MUON and not hasattr(args, "muon_nesterov")
+            args.optimizer == muon_options.MUON
+            and not hasattr(args, muon_options.SAYS_THAT_CORE_MAKES_IT)
         ),
         "Megatron-LM makes adaptive Muon, and before 0.18 Muon, by a function of its own, which "
         "needs whole matrices; use 'adam', or 'muon' and a release from 0.18 on",
