@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -134,14 +133,11 @@ def _of_this_core() -> dict[str, Any]:
     """Options by which a rule tells what Megatron-LM can do, if the optimizer config of the
     megatron-core that is here has them: Megatron-LM's parser gives its fields as arguments."""
     try:
-        from megatron.core.optimizer import OptimizerConfig
-    except ModuleNotFoundError:
+        from megatron_fsdp_adapter.megatron.seams import core_api
+    except ModuleNotFoundError:  # no megatron-core, which `bindings` reports
         return {}
-    return {
-        field.name: field.default
-        for field in dataclasses.fields(OptimizerConfig)
-        if field.name == muon_options.SAYS_THAT_CORE_MAKES_IT
-    }
+    name = muon_options.SAYS_THAT_CORE_MAKES_IT
+    return {name: False} if name in core_api.optimizer_fields() else {}
 
 
 def graph_problems(options: Any) -> list[str]:

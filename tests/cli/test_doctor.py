@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import optimizer as core_optimizer
+from megatron.core.optimizer import optimizer_config
 
 from megatron_fsdp_adapter.cli import doctor, machine
 from megatron_fsdp_adapter.megatron.seams.rebound import installed
@@ -63,8 +63,8 @@ def test_muon_is_judged_by_what_the_optimizer_config_has(
 ) -> None:
     """Of the core that is here, and of others, whatever their versions say."""
     if fields is not None:
-        monkeypatch.setattr(core_optimizer, "OptimizerConfig", fields)
-    makes_it = hasattr(core_optimizer.OptimizerConfig, "muon_nesterov")
+        monkeypatch.setattr(optimizer_config, "OptimizerConfig", fields)
+    makes_it = hasattr(optimizer_config.OptimizerConfig, "muon_nesterov")
     found = report(capsys, "--set", "optimizer=muon", status=0 if makes_it else 1)
     named = [line.split(":")[0] for line in found["configuration"]["refuses"]]
     assert named == ([] if makes_it else ["optimizer='muon'"])

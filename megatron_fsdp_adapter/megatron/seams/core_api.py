@@ -8,6 +8,7 @@ package puts in the place of core's own functions is checked where it does so (`
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
 import math
@@ -19,6 +20,7 @@ from megatron.core import parallel_state
 from megatron.core import utils as core_utils
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import optimizer as core_optimizer
+from megatron.core.optimizer import optimizer_config
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 MORE = "..."
@@ -169,3 +171,9 @@ def marks_whole_weights(linear: type) -> bool:
     has whole that it is not split (0.19). Before, the mark of Transformer Engine stayed, which
     calls each weight split, and the norm counted such a weight once on each rank."""
     return "tensor_model_parallel" in linear.__init__.__code__.co_consts  # type: ignore[misc]
+
+
+def optimizer_fields() -> frozenset[str]:
+    """Names of the fields that core's optimizer config has. Megatron-LM fills them with its
+    arguments of the same names."""
+    return frozenset(field.name for field in dataclasses.fields(optimizer_config.OptimizerConfig))
