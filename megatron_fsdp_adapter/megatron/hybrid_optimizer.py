@@ -26,11 +26,10 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from ..core.engine.engine import FsdpEngine
 from ..sharding.local_optimizer import LocalShards, adopt
 from ..sharding.made_state import is_torch_class
-from .options.ddp_options import OFFLOAD
+from .options.optimizer_pairs import CORES_OFFLOAD as OPTION
 from .options.support import is_on
 from .seams.core_api import MORE, Replacement
 
-OPTION = "optimizer_cpu_offload"
 COPY = "master_param"
 """An entry of the state that core adds: the copy that is updated."""
 COMPUTED = frozenset(("lr", "weight_decay", "betas", "eps", "bias_correction", "momentum"))
@@ -38,21 +37,11 @@ COMPUTED = frozenset(("lr", "weight_decay", "betas", "eps", "bias_correction", "
 
 
 def problems(config: Any, engines: Sequence[FsdpEngine]) -> list[str]:
-    """What the optimizer's options and offload of either kind have against each other."""
-    streamed = any(engine.config.offload for engine in engines)
-    if streamed and config.optimizer != "adam":
-        return [
-            f"optimizer={config.optimizer!r}: with {OFFLOAD}=True of the DDP config it is 'adam'; "
-            "use that, or set the other to False"
-        ]
+    """What the sharded weights have against core's offload, if the optimizer's config asks for
+    it."""
     if not is_on(config, OPTION):
         return []
     found = []
-    if streamed:
-        found.append(
-            f"{OPTION}=True: {OFFLOAD}=True of the DDP config has main weights and moments in host "
-            "memory already; set one of them to False"
-        )
     if is_on_host(engines):
         found.append(
             f"{OPTION}=True: the parameters are on the CPU already; set it to False, or wrap a "

@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..sharding.late_optimizer import OPTION
-from . import muon
 from .options.support import is_on
-
-CORES_OFFLOAD = "optimizer_cpu_offload"
 
 
 def asked_for(chunks: Sequence[Any]) -> bool:
@@ -22,17 +19,13 @@ def asked_for(chunks: Sequence[Any]) -> bool:
     return any(is_on(chunk.ddp_config, OPTION) for chunk in chunks)
 
 
-def problems(config: Any, chunks: Sequence[Any]) -> list[str]:
-    """What an optimizer's config and weights have against it."""
+def problems(chunks: Sequence[Any]) -> list[str]:
+    """What an optimizer's model chunks have against it."""
     if not asked_for(chunks):
         return []
     found = []
     if not all(is_on(chunk.ddp_config, OPTION) for chunk in chunks):
         found.append("it is True for some of the model chunks; set it for all or none")
-    if muon.asked_for(config) is not None:
-        found.append(f"optimizer={config.optimizer!r} exchanges matrices between ranks in its step")
-    if is_on(config, CORES_OFFLOAD):
-        found.append(f"{CORES_OFFLOAD}=True updates weights on the host, and waits for it")
     if any(chunk.engine.quantisation for chunk in chunks):
         found.append("quantised weights are made of all main weights at once, behind all updates")
     return [f"{OPTION}=True of the DDP config: {line}; set it to False" for line in found]

@@ -13,14 +13,12 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core import optimizer as core_optimizer
 from torch import nn
 
-from ..core.engine.engine import FsdpEngine
 from ..core.engine.identity import ParamPair
 from ..sharding.local_optimizer import LocalShards
 from ..sharding.muon.exchange import exchange_groups
@@ -35,7 +33,6 @@ from ..sharding.muon.shards import (
 )
 from .inner import ours_among
 from .options import muon_options
-from .options.ddp_options import OFFLOAD
 from .options.muon_options import ADAPTIVE, HALF, KINDS, MUON, SCALES
 from .seams.core_api import MORE, Replacement
 
@@ -72,15 +69,14 @@ def as_adam(config: Any) -> Any:
     return changed
 
 
-def problems(config: Any, engines: Sequence[FsdpEngine]) -> list[str]:
-    """What Muon's options, and others with it, have against it."""
+def problems(config: Any) -> list[str]:
+    """What an optimizer's config, and the core that is here, have against Muon."""
     if config.optimizer == ADAPTIVE and not hasattr(config, "adaptive_muon_moment2_method"):
         return [
             f"optimizer={ADAPTIVE!r}: this megatron-core does not have it; use {MUON!r}, or a "
             "release from 0.19 on"
         ]
-    offloads = any(engine.config.offload for engine in engines)
-    return muon_options.problems(config, SimpleNamespace(**{OFFLOAD: offloads}))
+    return muon_options.problems(config)
 
 
 # Which weights, and of which matrices they are made.

@@ -8,6 +8,7 @@ AdamW, TE or apex FusedAdam) is made to step on local tensors (`local_optimizer.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ from ..sharding.problems import raise_problems
 from ..sharding.streamed_optimizer import shards_over
 from . import clipping, hybrid_optimizer, late_step, muon, optimizer_state, step_graphs
 from .inner import our_chunks, ours_among
-from .options import support
+from .options import optimizer_pairs, support
 from .options.ddp_options import MXFP8_BUFFER, OFFLOAD
 from .options.support import is_on
 from .seams import core_api
@@ -52,15 +53,16 @@ def _param_groups(
     config = kwargs["config"] if "config" in kwargs else args[0]
     engines = [chunk.engine for chunk in ours]
     with_muon, given = muon.asked_for(config), muon.given(config)
-    checked = given if with_muon is None else config
+    pairs = [optimizer_pairs.problems(given, chunk.ddp_config) for chunk in ours]
     raise_problems(
         "Megatron's optimizer with FullyShardedDataParallel",
         [
             *support.problems(given, support.OPTIMIZER_CONFIG_RULES),
-            *(muon.problems(with_muon, engines) if with_muon else ()),
-            *_precision_problems(checked, ours),
-            *hybrid_optimizer.problems(checked, engines),
-            *late_step.problems(config, ours),
+            *(muon.problems(with_muon) if with_muon else ()),
+            *dict.fromkeys(itertools.chain(*pairs)),
+            *_precision_problems(given, ours),
+            *hybrid_optimizer.problems(given, engines),
+            *late_step.problems(ours),
             *step_graphs.problems(config, ours),
         ],
     )
@@ -98,17 +100,17 @@ def _precision_problems(config: Any, chunks: Sequence[Any]) -> list[str]:
     policy = chunks[0].engine.config.policy
     trained = [g for chunk in chunks for g in chunk.engine.groups if g.key.requires_grad]
     dtypes = {policy.grads_dtype, *(group.main_dtype for group in trained)}
-    if config.use_precision_aware_optimizer and config.optimizer != "adam":
-        return [
-            f"use_precision_aware_optimizer=True: optimizer={config.optimizer!r} takes float32 "
-            "weights and gradients alone; set it to False, or use 'adam'"
+    unset = "leave megatron_fsdp_main_params_dtype and megatron_fsdp_main_grads_dtype unset"
+    if config.optimizer != "adam":
+        return [] if dtypes == {torch.float32} else [
+            f"optimizer={config.optimizer!r}: main weights and gradients are in "
+            f"{sorted(map(str, dtypes))}, and it takes float32 alone; {unset}"
         ]
     if not config.use_precision_aware_optimizer:
         return [] if dtypes == {torch.float32} else [
             f"use_precision_aware_optimizer=False: main weights and gradients are in "
             f"{sorted(map(str, dtypes))}, and Adam without it takes float32 alone; set it to True "
-            "(needs Transformer Engine), or leave megatron_fsdp_main_params_dtype and "
-            "megatron_fsdp_main_grads_dtype unset"
+            f"(needs Transformer Engine), or {unset}"
         ]
     found = [
         f"{option}={chosen}: {other} of the DDP config says {said}; set them alike, or leave "

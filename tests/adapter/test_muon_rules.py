@@ -193,15 +193,15 @@ def test_latent_attention_is_split_as_core_reads_it() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"muon_scalar_optimizer": "lion"}, "muon_scalar_optimizer='lion'"),
-        ({"muon_coefficient_type": "cubic"}, "muon_coefficient_type='cubic'"),
-        ({"muon_scale_mode": "none"}, "muon_scale_mode='none'"),
-        ({"muon_num_ns_steps": 0}, "muon_num_ns_steps=0"),
-        ({"muon_momentum": 1.0}, "muon_momentum=1.0"),
-        ({"muon_fp32_matmul_prec": "low"}, "muon_fp32_matmul_prec='low'"),
-        ({"fp16": True}, "fp16=True"),
-        ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload=True"),
-        ({"use_precision_aware_optimizer": True}, "use_precision_aware_optimizer=True"),
+        ({"muon_scalar_optimizer": "lion"}, " with muon_scalar_optimizer='lion'"),
+        ({"muon_coefficient_type": "cubic"}, " with muon_coefficient_type='cubic'"),
+        ({"muon_scale_mode": "none"}, " with muon_scale_mode='none'"),
+        ({"muon_num_ns_steps": 0}, " with muon_num_ns_steps=0"),
+        ({"muon_momentum": 1.0}, " with muon_momentum=1.0"),
+        ({"muon_fp32_matmul_prec": "low"}, " with muon_fp32_matmul_prec='low'"),
+        ({"fp16": True}, " with fp16=True"),
+        ({"optimizer_cpu_offload": True}, " with optimizer_cpu_offload=True"),
+        ({"use_precision_aware_optimizer": True}, ": with use_precision_aware_optimizer=True"),
     ],
 )
 def test_what_muon_does_not_go_with_is_named(
@@ -213,7 +213,7 @@ def test_what_muon_does_not_go_with_is_named(
             setattr(config, name, value)
         return config
 
-    with pytest.raises(ValueError, match=f"optimizer='muon' with {named}"):
+    with pytest.raises(ValueError, match=f"optimizer='muon'{named}"):
         build_trainer(CASE, "optim", one_rank, optimizer=change)
 
 
@@ -234,14 +234,7 @@ def test_of_adaptive_muon_the_method_entry_by_entry_alone_is_taken(
         build_trainer(CASE, "optim", one_rank, optimizer=change)
 
 
-def test_streamed_state_and_a_fused_weight_that_is_none_are_refused(
-    one_rank: torch.device,
-) -> None:
-    with pytest.raises(ValueError, match="chunked_optimizer_state_offload=True"):
-        build_trainer(
-            CASE, "optim", one_rank, optimizer=MUON, ddp={"chunked_optimizer_state_offload": True}
-        )
-
+def test_a_fused_weight_that_is_none_is_refused(one_rank: torch.device) -> None:
     def change(model: torch.nn.Module) -> None:
         for layer in model.decoder.layers:  # type: ignore[union-attr]
             layer.self_attention.config.kv_channels = 5

@@ -260,7 +260,7 @@ def _refused(rank: int, world: int) -> None:
     device = init_megatron()
     with two_memories(), pytest.raises(ValueError, match="in host memory already"):
         build_trainer(CASE, "optim", device, ddp=OFFLOAD, optimizer=offload())
-    with pytest.raises(ValueError, match="optimizer='sgd': with chunked_optimizer_state_offload"):
+    with pytest.raises(ValueError, match="optimizer='sgd' with chunked_optimizer_state_offload"):
         build_trainer(CASE, "optim", device, ddp=OFFLOAD, optimizer={"optimizer": "sgd"})
     config = optimizer_config(CASE)
     config.chunked_optimizer_state_offload = True  # a field of releases to come

@@ -238,9 +238,7 @@ def test_muon_is_asked_for_where_this_megatron_lm_makes_it() -> None:
     "changed",
     [
         {"muon_scale_mode": "none"}, {"muon_num_ns_steps": 0}, {"muon_momentum": 1.0},
-        {"fp16": True}, {"use_precision_aware_optimizer": True},
-        {"chunked_optimizer_state_offload": True},
-        {"fsdp_overlap_param_gather_with_optimizer_step": True},
+        {"fp16": True}, {"optimizer_cpu_offload": True},
     ],
     ids=str,
 )  # fmt: skip

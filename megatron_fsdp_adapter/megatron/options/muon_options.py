@@ -7,9 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...sharding.late_optimizer import OPTION as LATE
 from ...sharding.muon.newton_schulz import COEFFICIENTS
-from .ddp_options import OFFLOAD
 from .support import is_on
 
 MUON, ADAPTIVE = "muon", "adaptive_muon"
@@ -42,16 +40,10 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 REFUSED: Mapping[str, str] = {
     "fp16": "megatron-core has no Muon with it either; use bf16",
     "optimizer_cpu_offload": "it is for optimizer='adam' alone; set it to False",
-    "use_precision_aware_optimizer": "it is for optimizer='adam' alone; set it to False",
 }
-DDP_REFUSED: Mapping[str, str] = {
-    OFFLOAD: "it is for optimizer='adam' alone; set it to False",
-    LATE: "Muon exchanges matrices between ranks in its step; set it to False",
-}
-"""Of the DDP config."""
 
 
-def problems(config: Any, ddp_config: Any = None) -> list[str]:
+def problems(config: Any) -> list[str]:
     """What the options have against Muon; none if the config asks for another optimizer. What it
     lacks has its default."""
     if config.optimizer not in KINDS:
@@ -70,6 +62,5 @@ def problems(config: Any, ddp_config: Any = None) -> list[str]:
         found.append(f"muon_num_ns_steps={steps}: there is at least one")
     if not 0 <= momentum < 1:
         found.append(f"muon_momentum={momentum}: use 0 or more, and less than 1")
-    for where, refused in ((config, REFUSED), (ddp_config, DDP_REFUSED)):
-        found += [f"{name}=True: {why}" for name, why in refused.items() if is_on(where, name)]
+    found += [f"{name}=True: {why}" for name, why in REFUSED.items() if is_on(config, name)]
     return [f"optimizer={config.optimizer!r} with {line}" for line in found]

@@ -298,6 +298,14 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
         "megatron-core would update by SGD, without a word, where it offloads the optimizer; use "
         "'adam', or set optimizer_cpu_offload to False",
     ),
+    Rule(
+        "optimizer",
+        lambda config: (
+            config.optimizer != "adam" and is_on(config, "use_precision_aware_optimizer")
+        ),
+        "with use_precision_aware_optimizer=True it is 'adam', as others take float32 weights and "
+        "gradients alone; use that, or set it to False",
+    ),
     _moment_dtype("exp_avg_dtype"),
     _moment_dtype("exp_avg_sq_dtype"),
     _offloaded(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...core.config import STRATEGIES
-from . import muon_options
+from . import muon_options, optimizer_pairs
 from .ddp_options import DDP_CONFIG_RULES
 from .support import (
     MODEL_CONFIG_RULES,
@@ -345,7 +345,8 @@ def launch_problems(args: Any, environment: Mapping[str, str]) -> list[str]:
         problems(options, DDP_CONFIG_RULES),
         problems(options, MODEL_CONFIG_RULES),
         problems(options, OPTIMIZER_CONFIG_RULES),
-        muon_options.problems(options, options),
+        muon_options.problems(options),
+        optimizer_pairs.problems(options, options),
         folder_problems("load", getattr(args, "load", None)),
         folder_problems("pretrained_checkpoint", getattr(args, "pretrained_checkpoint", None)),
     )
@@ -361,6 +362,7 @@ def bridge_problems(cfg: Any, environment: Mapping[str, str]) -> list[str]:
         _below("ddp", cfg.ddp, DDP_CONFIG_RULES),
         _below("model", cfg.model, MODEL_CONFIG_RULES),
         _below("optimizer", cfg.optimizer, OPTIMIZER_CONFIG_RULES),
+        [f"optimizer.{line}" for line in optimizer_pairs.problems(cfg.optimizer, cfg.ddp)],
         _below("comm_overlap", overlap, OVERLAP_RULES) if overlap is not None else [],
         folder_problems("checkpoint.load", cfg.checkpoint.load),
         # What adapters are put on may be of either format (`base_weights.py`).
