@@ -13,6 +13,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 class HostCopies:
     """`with copies.hooks():` around a forward; its backward may run in or outside.
 
@@ -40,7 +43,9 @@ class HostCopies:
         if any(part.untyped_storage()._cdata in self.forbidden for part in _parts(tensor)):
             self.found.append(tuple(tensor.shape))
             return tensor
-        if tensor.requires_grad:  # not a table that is used again and again
+        # Not a table that is used again and again, nor the quantised weight that Transformer
+        # Engine keeps for the next microbatch.
+        if tensor.requires_grad and type(tensor) in PLAIN:
             self._originals.append(tensor.detach())
         return tensor.detach().clone()
 
@@ -56,4 +61,4 @@ class HostCopies:
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensor, or those that it is made of, for example a quantised one's."""
     parts = [one for one in vars(tensor).values() if type(one) is torch.Tensor]
-    return parts if type(tensor) not in (torch.Tensor, torch.nn.Parameter) else [tensor]
+    return parts if type(tensor) not in PLAIN else [tensor]

@@ -16,7 +16,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -62,6 +62,22 @@ def free_port() -> int:
     raise OSError(f"of 100 ports of {PORTS} none is free")
 
 
+@contextlib.contextmanager
+def rendezvous(world_size: int) -> Iterator[dict[str, str]]:
+    """The environment in which the ranks of a group find each other (`init_method="env://"`), at a
+    store that this process serves. A free port that is handed to rank 0 to listen on may be taken
+    before it does; this one is never free."""
+    store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+    yield {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(world_size),
+        # What torchrun tells its workers: the store is there already.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
 def _context(backend: str) -> Any:
     """Ranks that may use a GPU start afresh: a CUDA context does not survive a fork, and importing
     Transformer Engine makes one. The others are forked from a server that never runs anything, so
@@ -74,7 +90,7 @@ def _context(backend: str) -> Any:
 
 
 def _child(
-    fn: Callable[..., Any], rank: int, world: int, port: int, stacks: str, backend: str, args: Any,
+    fn: Callable[..., Any], rank: int, world: int, stacks: str, backend: str, args: Any,
     environment: dict[str, str], connection: Any,
 ) -> None:
     # What was imported beforehand need not be looked through at every collection: tests that count
@@ -84,10 +100,7 @@ def _child(
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         os.environ.clear()
         os.environ.update(environment)
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        )  # fmt: skip
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         try:
             torch.set_num_threads(1)
             gloo_device.share()
@@ -147,15 +160,14 @@ def settle_ranks(
         RanksError: the time (seconds) ran out (all stacks).
     """
     context = _context(backend)
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, rendezvous(world_size) as where:
         files = [Path(folder) / f"rank{rank}" for rank in range(world_size)]
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             context.Process(
                 target=_child,
                 args=(
-                    fn, r, world_size, port, str(files[r]), backend, args, dict(os.environ),
+                    fn, r, world_size, str(files[r]), backend, args, {**os.environ, **where},
                     pipes[r][1],
                 ),
             )

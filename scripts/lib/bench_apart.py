@@ -21,7 +21,7 @@ from typing import Any
 from lib.bench_measure import Memory, Result, reason
 from lib.bench_subjects import Subject, parse_subjects
 from lib.bench_trace import Budget, Overlap, Trace, Work
-from megatron_fsdp_adapter.prove.ranks import free_port
+from megatron_fsdp_adapter.prove.ranks import rendezvous
 
 SCRIPT = Path(__file__).parents[1] / "benchmark.py"
 GRACE_S = 10.0
@@ -102,15 +102,9 @@ def run_ranks(command: Sequence[str], ranks: int, limit: float, log: Path) -> st
     """None, or what went wrong, when all processes have ended: by themselves, `GRACE_S` after one
     of them ended badly, or after `limit` seconds. Nothing of them is left, also when this process
     is killed. They are not torchrun's, whose workers outlive a killed launcher."""
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(ranks),
-        "PYTHONUNBUFFERED": "1",
-    }
     processes: list[subprocess.Popen[bytes]] = []
-    with log.open("wb") as output:
+    with log.open("wb") as output, rendezvous(ranks) as where:
+        environment = {**os.environ, **where, "PYTHONUNBUFFERED": "1"}
         try:
             for rank in range(ranks):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}

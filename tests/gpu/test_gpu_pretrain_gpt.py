@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
-from megatron_fsdp_adapter.prove.ranks import free_port
 from tests.integration import lm_log
 from tests.integration.lm_runs import ROOT
 
@@ -59,7 +58,7 @@ def log_of(graphs: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-            "--master-port", str(free_port()), "-m", "megatron_fsdp_adapter",
+            "--standalone", "-m", "megatron_fsdp_adapter",
             f"{CHECKOUT}/pretrain_gpt.py", *MODEL, "--data-cache-path", f"{folder}/cache",
             "--cuda-graph-impl", GRAPHS[graphs], "--cuda-graph-warmup-steps", "2",
         ]  # fmt: skip

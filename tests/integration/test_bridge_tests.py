@@ -14,7 +14,6 @@ import sys
 
 import pytest
 
-from megatron_fsdp_adapter.prove.ranks import free_port
 from tests.integration.lm_runs import HARNESSES, ROOT
 from tests.integration.test_bridge import missing_bridge
 
@@ -32,7 +31,7 @@ def test_of_megatron_bridge_passes(name: str) -> None:
         pytest.skip(reason)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node", "2",
-         "--master-port", str(free_port()), "-m", "pytest", "-p", "bridge_tests_on_cpu",
+         "--standalone", "-m", "pytest", "-p", "bridge_tests_on_cpu",
          "-p", "megatron_fsdp_adapter.launch.pytest_plugin", "-p", "no:cacheprovider", "-s",
          f"{FILE}::TestMegatronFSDP::{name}"],
         cwd=checkout, env={**os.environ, "PYTHONPATH": f"{HARNESSES}:{ROOT}"},

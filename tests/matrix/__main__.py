@@ -52,6 +52,8 @@ def _run(options: argparse.Namespace) -> int:
     # A kernel that is loaded when it is first used waits for the device, and so for a receive that
     # another stream has begun: interleaved pipelines hang, stock DDP's too.
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    # Products in TF32 round what they read: a weight's last bit becomes 1e-4 of a gradient.
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     width = options.width or ("small" if cuda else "tiny")
     setting = results.Setting(width, "cuda" if cuda else "cpu", poison_asked())
     wanted = _chosen(options)

@@ -47,6 +47,13 @@ def test_groups_of_gloo_share_the_thread_that_wakes_up_for_them() -> None:
     assert ranks.run_ranks(_loops_of_groups, 2) == [(120.0, 1)] * 2
 
 
+def test_ranks_meet_at_a_port_that_nobody_can_take_before_they_come() -> None:
+    with ranks.rendezvous(2) as where, ranks.rendezvous(2) as other, socket.socket() as probe:
+        assert where["MASTER_PORT"] != other["MASTER_PORT"]
+        with pytest.raises(OSError, match="in use"):
+            probe.bind(("127.0.0.1", int(where["MASTER_PORT"])))
+
+
 def test_ports_for_ranks_are_free_and_below_those_of_outgoing_connections() -> None:
     ports = [ranks.free_port() for _ in range(20)]
     assert all(1024 < port < 32768 for port in ports), "Linux gives out the others by itself"
