@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
