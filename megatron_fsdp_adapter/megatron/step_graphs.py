@@ -8,7 +8,9 @@ a place that does: the call of core's wrapper.
                       outdated, and none are gathered: that is of each step, not of the graph
     after a replay    gathered weights are outdated, the first gather is launched
     for good          gradients keep their storage, and main weights, state and the learning rate
-                      theirs: the graph has the addresses
+                      theirs: the graph has the addresses. From the first step on that core's
+                      wrapper runs: what one before the capture makes for its addresses (tables of
+                      `sharding/one_pass_adam.py`) is what the graph reads
 
 A gather inside of the graph was turned down: the host would not know what is gathered, and its
 buffers would have to stay for good. So was to look for a step when a forward begins: weights are
@@ -62,6 +64,8 @@ class StepCapture:
         Raises:
             RuntimeError: somebody captures the step who does not tell of replays.
         """
+        if self.told:
+            self._keep_memory()
         if not self._engine.runtime.is_capturing():
             self._engine.main_weights_changed(stepped=True)
             return
@@ -71,9 +75,12 @@ class StepCapture:
                 f"they are; set {OPTION}=True in the optimizer's config, and let "
                 "megatron-core's OptimizerCudaGraphWrapper capture it"
             )
+
+    def _keep_memory(self) -> None:
+        """Of weights, and of the gradients that this step has read."""
         self._engine.memory.held_by = GRAPH
         for group in self._engine.groups:
-            if group.key.requires_grad:
+            if group.key.requires_grad and group.grad.allocated:
                 group.grad.keep()
 
 
@@ -171,13 +178,13 @@ def _step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     finally:
         for capture in captures:
             capture.told = False
+    for one in inner:
+        one._fsdp_shards.held_by = GRAPH
     if self.cuda_graph is None:
         return result
     # Core replays what it has just captured, too.
     if captures[0].read is None:
         captures[0].read = [_read_by(one) for one in inner]
-        for one in inner:
-            one._fsdp_shards.held_by = GRAPH
     for capture in captures:
         capture.stepped()
     for chunk in chunks:

@@ -10,28 +10,48 @@ not taken.
 Everything else, state and its dtypes, the count of steps, what is scaled, stays the optimizer's. An
 own optimizer was rejected for that: checkpoints, schedulers and Megatron know FusedAdam. What the
 kernel does not take goes to the function that was there, so that results are the same.
+
+Where a CUDA graph has the step, FusedAdam is `capturable` and tells the learning rate and the count
+of steps as tensors. The kernel reads them, and bias corrections that are computed on the device in
+float64: the bits of a step that is not captured, which Transformer Engine's own capturable function
+does not have. A graph goes on reading the table that it was captured with. None is made in a
+capture: the copy to the device would belong to the graph, and be repeated from memory of the host
+that is long gone. So a step before has made it, for the same addresses, and it stays.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..core.runtime.kernels import kernel_or_warning
-from .adam_table import DTYPES, Kernel, Lists, Table, Update, chunks_of, is_aligned
+from .adam_table import (
+    DTYPES,
+    Kernel,
+    Lists,
+    Number,
+    Table,
+    Update,
+    chunks_of,
+    is_aligned,
+)
 
 MOST_TABLES = 4096
 """That are kept: of more calls than a step has, for memory that moves again and again."""
 DECOUPLED = 1
 """The mode of AdamW; 0 adds weight decay to gradients."""
-FUNCTION = "multi_tensor_adam"
-"""The attribute of FusedAdam."""
+FUNCTIONS = {False: "multi_tensor_adam", True: "multi_tensor_adam_capturable"}
+"""The attribute of FusedAdam that updates weights without a copy in its state, by whether it is
+capturable."""
 
 Chunks = tuple[torch.Tensor, torch.Tensor]
 """`Table.tensor_of` and `Table.first_of`, which follow from sizes."""
+Addresses = tuple[tuple[int, ...], ...]
+"""Of tensors, by list."""
 
 
 class OnePassAdam:
@@ -49,30 +69,47 @@ class OnePassAdam:
         self, original: Callable[..., Any], kernel: Callable[[torch.device], Kernel | None]
     ) -> None:
         self._original, self._kernel = original, kernel
-        self._tables: dict[Any, tuple[Any, Table]] = {}
+        self._tables: dict[Any, tuple[Addresses, Table]] = {}
         self._chunks: dict[Any, Chunks] = {}
+        self._in_graphs: list[Table] = []
         self.clip: torch.Tensor | None = None
 
     def __call__(
-        self, chunk_size: int, overflow: torch.Tensor, lists: Lists, lr: float, beta1: float,
-        beta2: float, eps: float, step: int, mode: int, bias_correction: int, weight_decay: float,
+        self, chunk_size: int, overflow: torch.Tensor, lists: Lists, lr: Number, beta1: float,
+        beta2: float, eps: float, step: int | torch.Tensor, mode: int, bias_correction: int,
+        weight_decay: float, *scale: torch.Tensor,
     ) -> None:  # fmt: skip
-        kernel = self._kernel(lists[1][0].device)
-        if kernel is None or not takes(lists):
+        """scale: what gradients are multiplied by, of a capturable FusedAdam, whose `lr` and `step`
+        are on the device; nothing of another."""
+        on_device = (overflow, lr, step, *scale) if scale else ()
+        kernel, table = self._prepared(lists) if takes(lists, on_device) else (None, None)
+        if kernel is None or table is None:
             if self.clip is not None:
-                torch._foreach_mul_(list(lists[0]), self.clip)
+                torch._foreach_mul_(list(lists[0]), self.clip.view(()))
             self._original(
                 chunk_size, overflow, lists, lr, beta1, beta2, eps, step, mode, bias_correction,
-                weight_decay,
+                weight_decay, *scale,
             )  # fmt: skip
             return
-        first, second = (_correction(b, step) if bias_correction else 1.0 for b in (beta1, beta2))
-        update = Update(
-            lr, beta1, beta2, eps, first, second, mode == DECOUPLED, weight_decay, self.clip
+        first, second = (
+            _correction(beta if bias_correction else 0.0, step) for beta in (beta1, beta2)
         )
-        kernel(self._table(lists), lists, update)
+        update = Update(
+            lr, beta1, beta2, eps, first, second, mode == DECOUPLED, weight_decay, self.clip,
+            *((*scale, overflow) if scale else ()),
+        )  # fmt: skip
+        kernel(table, lists, update)
         if self.clip is not None and self.clip.is_cuda:
             self.clip.record_stream(torch.cuda.current_stream())  # it ends with the step
+
+    def _prepared(self, lists: Lists) -> tuple[Kernel | None, Table | None]:
+        """The kernel, and where `lists` are; None for what cannot be had."""
+        device = lists[1][0].device
+        if is_capturing(device):  # tried and compiled before, if there is a table
+            table = self._table_in_graph(lists)
+            return (None if table is None else self._kernel(device)), table
+        kernel = self._kernel(device)
+        return kernel, None if kernel is None else self._table(lists)
 
     def _table(self, lists: Lists) -> Table:
         """That of `lists`, made again when an address has changed."""
@@ -91,16 +128,41 @@ class OnePassAdam:
         self._tables[place] = (addresses, table)
         return table
 
+    def _table_in_graph(self, lists: Lists) -> Table | None:
+        """That of `lists`, which stays from now on; None, with a warning, if there is none.
+
+        It was made on another stream, that of the steps before the capture. Whoever replays the
+        graph has ordered it behind these steps, which update the same weights and read the table
+        before they do."""
+        addresses, sizes = _places_of(lists)
+        for (_, _, known_sizes), (known, table) in self._tables.items():
+            if (known, known_sizes) == (addresses, sizes):
+                self._in_graphs.append(table)
+                return table
+        warnings.warn(
+            "Adam in this CUDA graph is left to the optimizer's own kernel, which is slower and "
+            "rounds otherwise: no step before the capture was taken by ours, or gradients, weights "
+            "or state have moved since",
+            stacklevel=2,
+        )
+        return None
+
 
 def install(optimizer: Any) -> OnePassAdam | None:
-    """Puts the kernel into a FusedAdam that steps by itself, not in a CUDA graph; None for any
-    other optimizer. It is tried when the first step is taken."""
-    original = getattr(optimizer, FUNCTION, None)
-    if original is None or getattr(optimizer, "capturable", False):
+    """Puts the kernel into a FusedAdam; None for any other optimizer. It is tried when the first
+    step is taken."""
+    name = FUNCTIONS[bool(getattr(optimizer, "capturable", False))]
+    original = getattr(optimizer, name, None)
+    if original is None:
         return None
     made = OnePassAdam(original, kernel_of)
-    setattr(optimizer, FUNCTION, made)
+    setattr(optimizer, name, made)
     return made
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on the current stream goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def kernel_of(device: torch.device) -> Kernel | None:
@@ -124,7 +186,7 @@ def _kernel(device: torch.device) -> Kernel | None:
     )
 
 
-def _places_of(lists: Lists) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+def _places_of(lists: Lists) -> tuple[Addresses, tuple[int, ...]]:
     """Addresses by list, and elements."""
     addresses = tuple(tuple(tensor.data_ptr() for tensor in tensors) for tensors in lists)
     return addresses, tuple(tensor.numel() for tensor in lists[1])
@@ -148,22 +210,33 @@ def _to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.T
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
-def _correction(beta: float, step: int) -> float:
-    """1 - beta**step, of float32 `beta`, as Transformer Engine computes it."""
+def _correction(beta: float, step: int | torch.Tensor) -> Number:
+    """1 - beta**step, of float32 `beta`, as Transformer Engine computes it for steps that are not
+    captured: in float64, rounded once. On the device for a step that is there."""
     narrow = torch.tensor(beta, dtype=torch.float32).item()
+    if isinstance(step, torch.Tensor):
+        return (1 - torch.pow(narrow, step.double())).float()
     return 1 - narrow**step
 
 
-def takes(lists: Lists) -> bool:
+ON_DEVICE = (torch.int32, torch.float32, torch.int32, torch.float32)
+"""Dtypes of what a capturable FusedAdam has there: overflow, learning rate, step and scale."""
+
+
+def takes(lists: Lists, on_device: Sequence[Any] = ()) -> bool:
     """Whether the kernel knows how to update these: main weights without a copy in another dtype,
-    every tensor one stretch of memory, dtypes alike within a list. Not while a CUDA graph is
-    captured, which would keep the addresses."""
-    on_gpu = lists[1][0].is_cuda
-    if len(lists) != 4 or (on_gpu and torch.cuda.is_current_stream_capturing()):
+    every tensor one stretch of memory, dtypes alike within a list; and to read `on_device`, which
+    goes by `ON_DEVICE`, where FusedAdam is capturable."""
+    if len(lists) != 4:
         return False
     dtypes = [{tensor.dtype for tensor in tensors} for tensors in lists]
+    device = lists[1][0].device
     return (
         all(len(found) == 1 and found <= set(DTYPES) for found in dtypes)
         and dtypes[2] == dtypes[3]
         and all(tensor.is_contiguous() for tensors in lists for tensor in tensors)
+        and all(
+            isinstance(value, torch.Tensor) and (value.device, value.dtype) == (device, dtype)
+            for value, dtype in zip(on_device, ON_DEVICE, strict=bool(on_device))
+        )
     )

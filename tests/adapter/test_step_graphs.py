@@ -17,8 +17,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_fsdp_adapter import release_memory
 from megatron_fsdp_adapter.megatron import step_graphs
 from megatron_fsdp_adapter.megatron.seams import core_api
+from megatron_fsdp_adapter.sharding import one_pass_adam
 from tests.distributed.checks import check_same_bits
-from tests.distributed.fused_adam import precision_aware, transformer_engine_optimizer
+from tests.distributed.fused_adam import (
+    HostKernel,
+    precision_aware,
+    transformer_engine_optimizer,
+)
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -129,6 +134,28 @@ def test_a_replayed_step_trains_to_the_bits_of_one_that_runs(
     check_same_bits(mine, weights, strategy)
     assert told.call_args_list == [mock.call(stepped=True)] * STEPS
     assert {int(group["step"]) for group in inner.param_groups} == {STEPS}
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_with_adam_in_one_pass_a_captured_step_has_the_bits_of_one_that_no_graph_may_have(
+    one_rank: torch.device, host: HostTorch, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """The table that the graph reads is of the step before: gradients have stayed where they were.
+    """
+    kernel = HostKernel()
+    monkeypatch.setattr(one_pass_adam, "kernel_of", lambda device: kernel)
+    monkeypatch.setattr(one_pass_adam, "is_capturing", lambda device: host.capturing)
+    expected, weights = numbers(built(strategy, None, optimizer_cuda_graph=False))
+    assert kernel.updates and not any(update.on_device for update in kernel.updates)
+    trainer, before = built(strategy, host), len(kernel.updates)
+    adam = trainer.optimizer.optimizer._fsdp_shards.one_pass
+    adam._original = mock.Mock(side_effect=AssertionError("the optimizer's own function was run"))
+    found, mine = numbers(trainer)
+    told = kernel.updates[before:]
+    assert told and all(update.on_device and update.clip is not None for update in told)
+    assert adam._in_graphs
+    assert found == expected
+    check_same_bits(mine, weights, strategy)
 
 
 def test_nothing_is_launched_for_the_next_forward_while_a_step_is_captured_but_after_each_replay(

@@ -15,6 +15,8 @@ import torch
 from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 
+from megatron_fsdp_adapter.sharding.adam_table import Lists, Table, Update
+
 
 class FusedAdam(torch.optim.Optimizer):
     def __init__(
@@ -46,6 +48,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.use_decoupled_grad = use_decoupled_grad
         self.store_param_remainders = store_param_remainders
         self.multi_tensor_adam = multi_tensor_adam
+        self.multi_tensor_adam_capturable = multi_tensor_adam_capturable
 
     def initialize_state(self, param: Any, store_param_remainders: bool) -> None:
         for name, dtype in self.dtypes.items():
@@ -87,24 +90,70 @@ class FusedAdam(torch.optim.Optimizer):
         (beta1, beta2), state = group["betas"], self.state[param]
         lists = [[grad], [param], [state["exp_avg"]], [state["exp_avg_sq"]]]
         step, decay = group["step"], group["weight_decay"]
-        run = multi_tensor_adam if self.capturable else self.multi_tensor_adam
-        run(65536, None, lists, group["lr"], beta1, beta2, group["eps"], step, 1, 1, decay)
+        told = (lists, group["lr"], beta1, beta2, group["eps"], step, 1, 1, decay)
+        if self.capturable:
+            overflow, scale = torch.zeros(1, dtype=torch.int32), torch.ones(1)
+            self.multi_tensor_adam_capturable(65536, overflow, *told, scale)
+        else:
+            self.multi_tensor_adam(65536, None, *told)
 
 
 def multi_tensor_adam(
     chunk_size: int, overflow: Any, lists: list[list[torch.Tensor]], lr: Any, beta1: float,
     beta2: float, eps: float, step: Any, mode: int, bias_correction: int, weight_decay: float,
 ) -> None:  # fmt: skip
-    """TE's function of that name, for AdamW."""
+    """TE's function of that name, for AdamW. Betas are float32. Their powers are float64 where
+    `step` is a number, and of float32 where it is a tensor."""
     assert mode == 1 and bias_correction == 1
+    first, second = (1 - torch.tensor(beta).item() ** step for beta in (beta1, beta2))
+    _adam(lists, lr, (beta1, beta2), eps, (first, second), weight_decay)
+
+
+def _adam(
+    lists: Lists, lr: Any, betas: tuple[float, float], eps: float, corrections: tuple[Any, Any],
+    weight_decay: float,
+) -> None:  # fmt: skip
+    beta1, beta2 = betas
     for grad, param, exp_avg, exp_avg_sq in zip(*lists, strict=True):
         first = exp_avg.float().mul(beta1).add(grad.float(), alpha=1 - beta1)
         second = exp_avg_sq.float().mul(beta2).addcmul(grad.float(), grad.float(), value=1 - beta2)
         exp_avg.copy_(first)
         exp_avg_sq.copy_(second)
-        denominator = (second / (1 - beta2**step)).sqrt().add(eps)
-        update = (first / (1 - beta1**step)) / denominator + weight_decay * param.float()
+        denominator = (second / corrections[1]).sqrt().add(eps)
+        update = (first / corrections[0]) / denominator + weight_decay * param.float()
         param.copy_(param.float() - lr * update)
+
+
+class HostKernel:
+    """Stands for the kernel of `one_pass_adam`: in torch, keeping what it was told."""
+
+    def __init__(self) -> None:
+        self.tables: list[Table] = []
+        self.updates: list[Update] = []
+
+    def __call__(self, table: Table, lists: Lists, update: Update) -> None:
+        assert table.addresses[:4].tolist() == [[t.data_ptr() for t in row] for row in lists]
+        assert table.addresses[4].tolist() == [tensor.numel() for tensor in lists[0]]
+        assert update.decoupled
+        self.tables.append(table)
+        self.updates.append(update)
+        grads = [g if update.clip is None else g * update.clip.to(g.dtype) for g in lists[0]]
+        if update.scale is not None:
+            grads = [grad * update.scale for grad in grads]
+        _adam(
+            [grads, *lists[1:]], update.lr, (update.beta1, update.beta2), update.eps,
+            (update.correction1, update.correction2), update.weight_decay,
+        )  # fmt: skip
+
+
+def multi_tensor_adam_capturable(
+    chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], *told: Any
+) -> None:
+    """TE's function of that name, where nothing has overflown."""
+    *rest, scale = told
+    for grad in lists[0]:
+        grad.mul_(scale)
+    multi_tensor_adam(chunk_size, overflow, lists, *rest)
 
 
 @contextmanager

@@ -3,8 +3,9 @@ for Transformer Engine's FusedAdam. The kernel itself: tests/gpu/test_gpu_one_pa
 
 from __future__ import annotations
 
-import itertools
+import gc
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,16 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.sharding import one_pass_adam
-from megatron_fsdp_adapter.sharding.adam_table import (
-    Lists,
-    Table,
-    Update,
-    chunks_of,
-    is_aligned,
-)
+from megatron_fsdp_adapter.sharding.adam_table import Update, chunks_of, is_aligned
 from megatron_fsdp_adapter.sharding.one_pass_adam import OnePassAdam
 from tests.distributed.checks import check_run_bits, recorded_step
-from tests.distributed.fused_adam import multi_tensor_adam, transformer_engine_optimizer
+from tests.distributed.fused_adam import (
+    FusedAdam,
+    HostKernel,
+    multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    transformer_engine_optimizer,
+)
 from tests.distributed.gpt import (
     Case,
     batches,
@@ -66,33 +67,6 @@ def test_reads_of_16_bytes_need_addresses_and_sizes_that_allow_them(
     assert is_aligned(addresses, sizes) is expected
 
 
-class Recorded:
-    """A kernel in torch, that keeps what it was told."""
-
-    def __init__(self) -> None:
-        self.tables: list[Table] = []
-        self.updates: list[Update] = []
-
-    def __call__(self, table: Table, lists: Lists, update: Update) -> None:
-        assert table.addresses[:4].tolist() == [[t.data_ptr() for t in row] for row in lists]
-        assert table.addresses[4].tolist() == [tensor.numel() for tensor in lists[0]]
-        self.tables.append(table)
-        self.updates.append(update)
-        grads = [g if update.clip is None else g * update.clip.to(g.dtype) for g in lists[0]]
-        count = _count(update)
-        multi_tensor_adam(
-            0, None, [grads, *map(list, lists[1:])], update.lr, update.beta1, update.beta2,
-            update.eps, count, int(update.decoupled), 1, update.weight_decay,
-        )  # fmt: skip
-
-
-def _count(update: Update) -> int:
-    """Of the step whose correction it has."""
-    return next(
-        n for n in itertools.count(1) if abs(1 - update.beta1**n - update.correction1) < 1e-6
-    )
-
-
 def _tensors(count: int, dtype: torch.dtype = torch.float32) -> list[list[torch.Tensor]]:
     return [[torch.rand(5 + n).to(dtype) for n in range(count)] for _ in range(4)]
 
@@ -101,8 +75,15 @@ def _call(adam: OnePassAdam, lists: Any, step: int = 1) -> None:
     adam(65536, None, lists, 1e-2, 0.9, 0.95, 1e-8, step, 1, 1, 0.1)
 
 
+def _call_capturable(adam: OnePassAdam, lists: Any, lr: Any, step: int = 1) -> None:
+    adam(
+        65536, torch.zeros(1, dtype=torch.int32), lists, lr, 0.9, 0.95, 1e-8,
+        torch.full((1,), step, dtype=torch.int32), 1, 1, 0.1, torch.ones(1),
+    )  # fmt: skip
+
+
 def test_a_table_is_made_again_where_an_address_has_changed_and_kept_where_none_has() -> None:
-    kernel = Recorded()
+    kernel = HostKernel()
     adam, lists = OnePassAdam(multi_tensor_adam, lambda _: kernel), _tensors(3)
     for step in (1, 2):
         _call(adam, lists, step)
@@ -116,7 +97,7 @@ def test_a_table_is_made_again_where_an_address_has_changed_and_kept_where_none_
 
 
 def test_what_the_kernel_does_not_take_is_clipped_and_goes_to_the_optimizers_own() -> None:
-    kernel = Recorded()
+    kernel = HostKernel()
     adam = OnePassAdam(multi_tensor_adam, lambda _: kernel)
     half, wide = torch.float16, _tensors(2)
     mixed = [[wide[0][0], wide[0][1].bfloat16()], *wide[1:]]
@@ -124,7 +105,7 @@ def test_what_the_kernel_does_not_take_is_clipped_and_goes_to_the_optimizers_own
     for lists in (_tensors(2, half), mixed, apart):
         expected = [[tensor.clone() for tensor in row] for row in lists]
         expected[0] = [grad * 0.25 for grad in expected[0]]
-        adam.clip = torch.tensor(0.25)
+        adam.clip = torch.tensor([0.25])  # core's norm has a dimension from 0.17 on
         _call(adam, lists)
         _call(OnePassAdam(multi_tensor_adam, lambda _: None), expected)
         for row, other in zip(lists, expected, strict=True):
@@ -132,9 +113,85 @@ def test_what_the_kernel_does_not_take_is_clipped_and_goes_to_the_optimizers_own
     assert not kernel.tables
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+def test_the_function_that_a_fused_adam_calls_is_replaced_and_no_other(capturable: bool) -> None:
+    made = FusedAdam([torch.nn.Parameter(torch.ones(3))], capturable=capturable)
+    adam = one_pass_adam.install(made)
+    assert adam is not None
+    assert (made.multi_tensor_adam is adam) is not capturable
+    assert (made.multi_tensor_adam_capturable is adam) is capturable
+    assert one_pass_adam.install(torch.optim.AdamW([torch.ones(3)], capturable=capturable)) is None
+
+
+def test_corrections_of_a_step_on_the_device_are_those_of_a_number() -> None:
+    steps = torch.tensor([*range(1, 3000), 10**5, 10**6, 2**31 - 1], dtype=torch.int32)
+    for beta in (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999, 0.9999, 0.99999):
+        found = one_pass_adam._correction(beta, steps)
+        numbers = [one_pass_adam._correction(beta, step) for step in steps.tolist()]
+        assert torch.equal(found, torch.tensor(numbers, dtype=torch.float32)), beta
+
+
+def test_a_capturable_step_has_the_bits_of_one_that_is_not() -> None:
+    """Transformer Engine's own has not: what it does with the betas is in the stand-in."""
+    runs = []
+    for capturable, kernel in ((False, None), (True, HostKernel()), (True, None)):
+        torch.manual_seed(0)
+        original = multi_tensor_adam_capturable if capturable else multi_tensor_adam
+        adam, lists = OnePassAdam(original, lambda _, found=kernel: found), _tensors(3)
+        for step in (1, 2, 7, 1000):
+            adam.clip = torch.tensor([0.3])
+            given = [[grad.clone() for grad in lists[0]], *lists[1:]]  # theirs are clipped
+            if capturable:
+                _call_capturable(adam, given, torch.tensor(1e-2), step)
+            else:
+                _call(adam, given, step)
+        if kernel is not None:
+            assert len(kernel.updates) == 4 and all(update.on_device for update in kernel.updates)
+        runs.append(lists[1:])
+    plain, ours, theirs = (torch.cat([t for row in lists for t in row]) for lists in runs)
+    assert torch.equal(ours, plain) and not torch.equal(theirs, plain)
+
+
+def test_what_is_not_on_the_device_goes_to_the_optimizers_own() -> None:
+    kernel, original = HostKernel(), mock.Mock()
+    adam, lists = OnePassAdam(original, lambda _: kernel), _tensors(2)
+    for lr in (1e-2, torch.tensor(1e-2, dtype=torch.float64), torch.empty((), device="meta")):
+        _call_capturable(adam, lists, lr)
+        assert original.call_args.args[3] is lr and len(original.call_args.args) == 12
+    assert original.call_count == 3 and not kernel.updates
+    with pytest.raises(ValueError, match="give tensors for all of them"):
+        Update(1e-2, 0.9, 0.9, 1e-8, 1.0, 1.0, True, 0.0, scale=torch.ones(1))
+
+
+def test_a_graph_reads_a_table_that_was_there_before_it_and_that_stays() -> None:
+    kernel, original = HostKernel(), mock.Mock()
+    adam, lists, lr = OnePassAdam(original, lambda _: kernel), _tensors(2), torch.tensor(1e-2)
+    captured = mock.patch.object(one_pass_adam, "is_capturing", lambda device: True)
+    none_made = mock.patch.object(
+        one_pass_adam, "_to_device", mock.Mock(side_effect=AssertionError("made in a capture"))
+    )
+    _call_capturable(adam, lists, lr)
+    with captured, none_made:
+        _call_capturable(adam, lists, lr, 2)
+    first, second = kernel.tables
+    assert first is second
+    table = weakref.ref(first)
+    del first, second
+    kernel.tables.clear()
+    moved = [[tensor.clone() for tensor in lists[0]], *lists[1:]]
+    with captured, none_made, pytest.warns(UserWarning, match="left to the optimizer's own kernel"):
+        _call_capturable(adam, moved, lr, 3)
+    assert original.call_args.args[2] is moved and not kernel.tables
+    with mock.patch.object(one_pass_adam, "MOST_TABLES", 1):
+        for other in (moved, _tensors(3), _tensors(4)):
+            _call_capturable(adam, other, lr, 4)
+    gc.collect()
+    assert table() is not None, "a graph has its address"
+
+
 def test_the_kernel_is_tried_before_it_is_used_and_without_it_a_warning_says_what_is_done() -> None:
     """Triton is not where the tests run: a module stands for the kernel's."""
-    name, kernel = "megatron_fsdp_adapter.sharding.triton_adam", Recorded()
+    name, kernel = "megatron_fsdp_adapter.sharding.triton_adam", HostKernel()
     tried = one_pass_adam._kernel.__wrapped__
     with mock.patch.dict(sys.modules, {name: SimpleNamespace(update=kernel)}):  # type: ignore[dict-item]
         assert tried(CPU) is kernel
@@ -151,7 +208,7 @@ def _clipped_in_the_step(rank: int, world: int) -> None:
     device = init_megatron()
     for strategy, ddp in (("optim", {}), ("optim_grads_params", {}), ("optim_grads", LATE)):
         runs, told = [], list[Update]()
-        for kernel in (None, Recorded()):
+        for kernel in (None, HostKernel()):
             with (
                 transformer_engine_optimizer(),
                 mock.patch.object(one_pass_adam, "kernel_of", lambda _, found=kernel: found),
