@@ -85,7 +85,7 @@ def advice(options: Mapping[str, Any], world_size: int, gpu: str) -> list[str]:
     if chosen.features.step_graph:
         lines.append(
             f"{STEP_GRAPH}: gradients keep their memory between steps, which is counted; its time "
-            "is planned as without: the host launches less, and the fused Adam for graphs is slower"
+            "is planned as without: the host launches less, and Adam is the same kernel"
         )
     if now.peak_bytes > machine.gpu.memory_gib * GIB:
         lines.append(

@@ -1,6 +1,6 @@
-"""The optimizer's step in a CUDA graph, captured by megatron-core: the bits of steps that run, with
-a learning rate that changes and clipping, beside an eager forward, graphs of layers and a graph of
-the whole iteration.
+"""The optimizer's step in a CUDA graph, captured by megatron-core: the bits of steps that no graph
+may have (`optimizer_cuda_graph` off), both with Adam in one pass, with a learning rate that changes
+and clipping, beside an eager forward, graphs of layers and a graph of the whole iteration.
 
     python -m pytest -q -rA tests/gpu/test_gpu_optimizer_graph.py
 """
@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_fsdp_adapter.megatron.seams import core_api
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
+    Case,
     Trainer,
     batches,
     build_trainer,
@@ -46,9 +47,13 @@ Run = Callable[[Trainer], Any]
 
 
 def _follow_schedule(trainer: Trainer, step: int) -> None:
-    """As core's scheduler: the tensor that the optimizer has is filled."""
+    """As core's scheduler: the tensor that a capturable optimizer has is filled."""
+    rate = trainer.case.lr * (1 + step % 5) / 5
     for group in trainer.optimizer.param_groups:
-        group["lr"].fill_(trainer.case.lr * (1 + step % 5) / 5)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def _counted(trainer: Trainer) -> list[int]:
@@ -60,12 +65,14 @@ def _counted(trainer: Trainer) -> list[int]:
 
 
 def _compare(build: Callable[[bool], Trainer], run: Run, name: str) -> str:
-    """`build(False)` steps; `build(True)` has its step captured, and may have more so. `run` gives
-    numbers and weights."""
+    """`build(False)` steps, with an optimizer for that; `build(True)` has its step captured, and
+    may have more so. `run` gives numbers and weights."""
     forget_graphs()
     eager = build(False)
     expected, weights = run(eager)
-    del eager
+    adam = distributed_optimizer(eager).optimizer
+    assert not adam.capturable and adam._fsdp_shards.one_pass._tables, "not Adam in one pass"
+    del eager, adam
     gc.collect()
     trainer = build(True)
     ran = _counted(trainer)
@@ -76,6 +83,8 @@ def _compare(build: Callable[[bool], Trainer], run: Run, name: str) -> str:
         found, mine = run(trainer)
         assert core_api.STEP_GRAPHS.cuda_graph is not None, "not captured"
         assert len(ran) == WARMUP + 1, f"{len(ran)} steps ran"
+        adam = distributed_optimizer(trainer).optimizer
+        assert adam.capturable and adam._fsdp_shards.one_pass._in_graphs, "not Adam in one pass"
         steps = {int(g["step"]) for g in trainer.optimizer.param_groups if g["params"]}
         assert len(steps) == 1, steps
     finally:
@@ -95,7 +104,9 @@ def _seed() -> torch.device:
     return device
 
 
-def same_bits(rank: int, world: int, strategy: str, whole: bool, options: dict[str, Any]) -> str:
+def same_bits(
+    rank: int, world: int, strategy: str, whole: bool, case: Case, options: dict[str, Any]
+) -> str:
     """whole: forward and backward are a graph too, in the run whose step is one."""
     device = _seed()
     captured: list[bool] = []
@@ -103,8 +114,8 @@ def same_bits(rank: int, world: int, strategy: str, whole: bool, options: dict[s
     def build(graphed: bool) -> Trainer:
         captured.append(graphed and whole)
         return build_trainer(
-            CLIPPED, strategy, device, ddp={"check_for_nan_in_grad": False, **options},
-            optimizer=ON,
+            case, strategy, device, ddp={"check_for_nan_in_grad": False, **options},
+            optimizer=ON if graphed else {},
         )
 
     def run(trainer: Trainer) -> Any:
@@ -131,7 +142,8 @@ def wide(rank: int, world: int, strategy: str) -> str:
         return found, trainer.params()
 
     return _compare(
-        lambda graphed: build_trainer(WIDE, strategy, device, optimizer=ON), run, strategy
+        lambda graphed: build_trainer(WIDE, strategy, device, optimizer=ON if graphed else {}),
+        run, strategy,
     )
 
 
@@ -144,12 +156,13 @@ def with_layers(rank: int, world: int, name: str) -> str:
         return found, weights
 
     return _compare(
-        lambda graphed: layer_trainer(cell, device, captured=graphed, **ON), run, name
+        lambda graphed: layer_trainer(cell, device, captured=graphed, **(ON if graphed else {})),
+        run, name,
     )
 
 
-def _cell(strategy: str, whole: bool = False, **options: Any) -> Check:
-    return Check(same_bits, (strategy, whole, options))
+def _cell(strategy: str, whole: bool = False, case: Case = CLIPPED, **options: Any) -> Check:
+    return Check(same_bits, (strategy, whole, case, options))
 
 
 CHECKS = {
@@ -157,6 +170,7 @@ CHECKS = {
     "layers": Check(with_layers, ("whole layers",)),
     "one graph": _cell(ZERO_3, whole=True, **SLOTS),
     "optim_grads_params": _cell(ZERO_3),
+    "float32": _cell(ZERO_3, case=CLIPPED.but(bf16=False)),
     "optim": _cell("optim"),
     "copy engines, one graph": _cell(ZERO_3, whole=True, **COPY_ENGINES),
     "layers, FP8 weights": Check(with_layers, ("FP8 weights",)),
