@@ -30,7 +30,7 @@ from megatron_fsdp_adapter.megatron.options import (
     capability,
     cuda_graphs,
     layer_graphs,
-    muon_options,
+    support,
     validation,
 )
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
@@ -130,14 +130,15 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _of_this_core() -> dict[str, Any]:
-    """Options by which a rule tells what Megatron-LM can do, if the optimizer config of the
-    megatron-core that is here has them: Megatron-LM's parser gives its fields as arguments."""
+    """Options of optimizers that not every release has, as the optimizer config of the
+    megatron-core that is here has them: by these rules tell what Megatron-LM can do, whose
+    arguments have the same names."""
     try:
         from megatron_fsdp_adapter.megatron.seams import core_api
     except ModuleNotFoundError:  # no megatron-core, which `bindings` reports
         return {}
-    name = muon_options.SAYS_THAT_CORE_MAKES_IT
-    return {name: False} if name in core_api.optimizer_fields() else {}
+    fields = core_api.optimizer_defaults()
+    return {name: value for name, value in fields.items() if name.startswith(support.EMERGING)}
 
 
 def graph_problems(options: Any) -> list[str]:

@@ -403,7 +403,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--micro-batch-size", type=int, help="of graphs; default 1")
     run.add_argument(flag(graph_pools.IN_FLIGHT), type=int, help="of graphs; default 1")
     run.add_argument("--optimizer", choices=("adam", "lion", "muon"),
-                     help="muon: of matrices alone")
+                     help="lion, muon: of matrices alone")
     run.add_argument("--optimizer-offload-fraction", type=float, help="of optimizer-cpu-offload")
     run.add_argument("--rank", type=int, default=None, help="default: the rank that holds most")
     run.add_argument("--memory-gib", type=float, default=None, help="say what fits in it")

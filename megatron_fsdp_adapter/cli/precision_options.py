@@ -36,10 +36,9 @@ SWITCHES = {
     "optimizer_cpu_offload": "a part of the optimizer on the host",
 }
 
-STATE_BYTES = {"adam": 8, "lion": 4}
-"""Of an element, in float32: moments that the optimizer keeps."""
-
-MATRICES_OF_ADAM = ("embedding", "output_layer", "router")
+EMBEDDINGS = ("embedding", "output_layer")
+MATRICES_OF_ADAM = (*EMBEDDINGS, "router")
+"""Beside Muon."""
 
 
 def is_muons(spec: ParamSpec) -> bool:
@@ -52,18 +51,26 @@ def is_matrix_of_muon(name: str, shape: tuple[int, ...]) -> bool:
     return is_matrix and not {*MATRICES_OF_ADAM} & {*name.split(".")}
 
 
+def is_lions(spec: ParamSpec) -> bool:
+    """The same of Lion, as `megatron/lion.py` decides it with megatron-core from 0.18 on."""
+    return len(spec.shape) == 2 and not {*EMBEDDINGS} & {*spec.fqns[0].split(".")}
+
+
+HAS_ONE = {"muon": is_muons, "lion": is_lions}
+"""By `optimizer`: weights of which one moment is kept, where Adam keeps two."""
+
+
 def matrices_of_muon(
     layouts: Sequence[GroupLayout], precision: Precision, tensor: int
 ) -> dict[str, int]:
     """Bytes of whole matrices that Muon holds in a step, each parameter taken for one, of the
     layouts of all units. tensor: ranks over which those that are no expert's are split."""
-    muons = precision.is_muons
-    if muons is None:
+    if precision.has_one is not is_muons:
         return {}
     groups = [
         (layout.num_shards * parts, [
             whole_shape(spec.fqns[0], spec.shape, parts) for spec in layout.specs
-            if muons(spec) and is_experts(spec.fqns[0]) == of_experts
+            if is_muons(spec) and is_experts(spec.fqns[0]) == of_experts
         ])
         for layout in layouts for of_experts, parts in ((False, tensor), (True, 1))
     ]  # fmt: skip
@@ -78,8 +85,7 @@ def precision(given: Mapping[str, Any]) -> Precision:
     on_host = given.get("optimizer_offload_fraction", 0.0)
     return Precision(
         policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype,
-        state_bytes=STATE_BYTES.get(given.get("optimizer", "adam"), 8),
         offload=given.get("chunked_optimizer_state_offload", False),
         host_fraction=on_host if given.get("optimizer_cpu_offload", False) else 0.0,
-        is_muons=is_muons if given.get("optimizer") == "muon" else None,
+        has_one=HAS_ONE.get(given.get("optimizer", "adam")),
     )

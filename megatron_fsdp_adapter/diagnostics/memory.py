@@ -95,7 +95,8 @@ class Precision:
     offload: main weights and state are in host memory, and brought to the device unit by unit.
     host_fraction: the part of the elements that megatron-core's optimizer updates on the host, of
     copies: state is there, and a copy of main weights and of gradients in their dtype.
-    is_muons: which parameters have Muon's state, one moment of the main weights' dtype; None: none.
+    has_one: which parameters have one moment, of the main weights' dtype, as with Muon and Lion;
+    None: none.
     """
 
     main: torch.dtype | None = torch.float32
@@ -104,7 +105,7 @@ class Precision:
     state_bytes: int = 8
     offload: bool = False
     host_fraction: float = 0.0
-    is_muons: Callable[[ParamSpec], bool] | None = None
+    has_one: Callable[[ParamSpec], bool] | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.host_fraction <= 1.0:
@@ -117,9 +118,10 @@ class Precision:
                 "chunked_optimizer_state_offload=True and optimizer_cpu_offload=True exclude each "
                 "other; set one of them to False"
             )
-        if self.is_muons is not None and (self.offload or self.host_fraction > 0):
+        if self.has_one is not None and (self.offload or self.host_fraction > 0):
             raise ValueError(
-                "optimizer='muon' with its state in host memory: that is for 'adam'; leave one out"
+                "optimizer='muon' or 'lion' with its state in host memory: that is for 'adam'; "
+                "leave one out"
             )
         if self.state_bytes < 0:
             raise ValueError(f"state_bytes={self.state_bytes} must not be negative")
@@ -184,7 +186,7 @@ def group_bytes(
     if row.shard_grads or precision.comm != precision.grad:
         held[REDUCE_BUCKET] = total * precision.comm.itemsize
     elements = held_numel(layout, rank) if row.shard_main else layout.item_numel
-    moments = _muons_numel(layout, row, precision, rank)
+    moments = _numel_of_one(layout, row, precision, rank)
     held[OPTIMIZER_STATE] = (elements - moments) * precision.state_bytes + moments * main.itemsize
     if precision.offload:
         numel = shard if row.shard_main else total
@@ -196,16 +198,16 @@ def group_bytes(
     return held
 
 
-def _muons_numel(
+def _numel_of_one(
     layout: GroupLayout, row: StrategyRow, precision: Precision, rank: int
 ) -> int:
-    """Elements on `rank` of what Muon updates."""
-    if precision.is_muons is None:
+    """Elements on `rank` of parameters with one moment."""
+    if precision.has_one is None:
         return 0
     return sum(
         layout.shard_range(index, rank).numel if row.shard_main else spec.numel
         for index, spec in enumerate(layout.specs)
-        if precision.is_muons(spec)
+        if precision.has_one(spec)
     )
 
 

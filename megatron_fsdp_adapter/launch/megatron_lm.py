@@ -23,7 +23,7 @@ import torch
 from ..core.config import STRATEGIES
 from ..megatron.options.ddp_options import MXFP8_BUFFER
 from ..megatron.options.settings import Change, format_changes
-from ..megatron.options.support import MODEL_CONFIG_RULES
+from ..megatron.options.support import EMERGING, MODEL_CONFIG_RULES
 from ..megatron.options.validation import (
     CKPT_FORMAT,
     CONNECTIONS,
@@ -34,7 +34,6 @@ from ..megatron.options.validation import (
 from ..megatron.seams import releases
 from ..sharding.late_optimizer import OPTION as LATE_STEP
 
-MUON = "muon"
 CORES_LATE_STEP = "overlap_param_gather_with_optimizer_step"
 FSDP_FLAG = "--use-megatron-fsdp"
 
@@ -336,23 +335,24 @@ def hook_arguments(
 
     rebind(add_original, add_megatron_arguments)
     rebind(parse_original, parse_args)
-    rebind(arguments.validate_args, validating_muon(arguments.validate_args))
+    rebind(arguments.validate_args, validating_emerging(arguments.validate_args))
 
 
-def validating_muon(validate: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron-LM's validation of arguments, which asserts that optimizers of whole matrices have
-    no sharded weights, and another format of checkpoints: it is shown what it would be with
-    Adam."""
+def validating_emerging(validate: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron-LM's validation of arguments, which asserts that optimizers other than Adam and SGD
+    have no sharded weights, and another format of checkpoints: it is shown Adam in the place of
+    those that are supported here."""
 
     @functools.wraps(validate)
     def validate_args(args: Any, *positional: Any, **named: Any) -> Any:
-        if not (getattr(args, "use_megatron_fsdp", False) and args.optimizer == MUON):
+        asked = args.optimizer
+        if not (getattr(args, "use_megatron_fsdp", False) and asked in EMERGING):
             return validate(args, *positional, **named)
         args.optimizer = "adam"
         try:
             return validate(args, *positional, **named)
         finally:
-            args.optimizer = MUON
+            args.optimizer = asked
 
     return validate_args
 

@@ -1,14 +1,10 @@
-"""`optimizer` `muon` and `adaptive_muon`: which weights are Muon's, of which matrices they are
-made, and how core is led to one optimizer for all of them.
-
-Core makes two optimizers of its own for that, on whole matrices, and refuses sharded weights. Here
-it makes what it makes for Adam, with parameter groups split in two by `is_muons`; the shards of
-that optimizer step the groups that are marked (`sharding/muon/shards.py`).
+"""`optimizer` `muon` and `adaptive_muon`: which weights are Muon's, and of which matrices they are
+made. How core is led to one optimizer for all of them is in `emerging.py`; its shards step the
+groups that are marked (`sharding/muon/shards.py`).
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 from collections import Counter
@@ -16,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core import optimizer as core_optimizer
 from torch import nn
 
 from ..core.engine.identity import ParamPair
@@ -31,17 +26,9 @@ from ..sharding.muon.shards import (
     SecondMoment,
     tensor_split,
 )
-from .inner import ours_among
 from .options import muon_options
-from .options.muon_options import ADAPTIVE, HALF, KINDS, MUON, SCALES
-from .seams.core_api import MORE, Replacement
-
-LION = "lion"
-"""No Muon, but core makes it by the same function of its own, where Adam's does."""
-KIND = "optimizer"
-"""Of a parameter group: whose it is, as core marks groups of its own."""
-_ASKED = "muon_config"
-"""Of a config that core is given in the place of one with Muon: that one."""
+from .options.muon_options import HALF, SCALES
+from .options.support import ADAPTIVE, MUON
 
 EMBEDDINGS = ("Embedding", "VocabParallelEmbedding")
 ROUTERS = ("Router",)
@@ -50,31 +37,12 @@ ADAMS_MARKS = ("is_embedding_or_output_parameter", "is_embedding_parameter", "sh
 """Core's marks of weights that are Adam's: embeddings, their copies on other stages, output."""
 
 
-def asked_for(config: Any) -> Any | None:
-    """The optimizer config that asks for Muon, if this is one or stands in for one; else None."""
-    asked = given(config)
-    return asked if asked.optimizer in KINDS else None
-
-
-def given(config: Any) -> Any:
-    """The optimizer config that this one stands in for, or itself."""
-    return getattr(config, _ASKED, config)
-
-
-def as_adam(config: Any) -> Any:
-    """A config of which core makes Adam, and that says for which it stands in."""
-    changed = copy.copy(config)
-    changed.optimizer = "adam"
-    setattr(changed, _ASKED, config)
-    return changed
-
-
 def problems(config: Any) -> list[str]:
     """What an optimizer's config, and the core that is here, have against Muon."""
     if config.optimizer == ADAPTIVE and not hasattr(config, "adaptive_muon_moment2_method"):
         return [
             f"optimizer={ADAPTIVE!r}: this megatron-core does not have it; use {MUON!r}, or a "
-            "release from 0.19 on"
+            "release from 0.18 on"
         ]
     return muon_options.problems(config)
 
@@ -155,28 +123,14 @@ attention, and latent attention, whose keys have a part of their own for positio
 # Core's optimizer.
 
 
-def split_groups(
-    groups: Sequence[dict[str, Any]], chunks: Sequence[Any]
-) -> list[dict[str, Any]]:
-    """Every group in two, of Muon's parameters and of the others, on every rank alike: also where
-    one of them is empty here, as it need not be on another pipeline stage."""
-    ours = {id(p.optimizer) for chunk in chunks for p in chunk.engine.pairs if is_muons(p)}
-    split = []
-    for group in groups:
-        matrices = [param for param in group["params"] if id(param) in ours]
-        others = [param for param in group["params"] if id(param) not in ours]
-        split += [{**group, "params": others}, {**group, "params": matrices, KIND: MUON}]
-    return split
-
-
 def shards_of(
-    chunks: Sequence[Any], config: Any
+    chunks: Sequence[Any], config: Any, has_mark: Callable[[dict[str, Any]], bool]
 ) -> Callable[[Any, bool, bool], LocalShards]:
-    """What makes the shards of an optimizer whose groups are those of `split_groups`."""
+    """What makes the shards of an optimizer of which Muon has the groups that are marked."""
     around = {id(p.optimizer): chunk.module.module for chunk in chunks for p in chunk.engine.pairs}
     options, split_qkv = _options(config), config.muon_split_qkv
     rule = MuonRule(
-        is_muon=lambda group: group.get(KIND) == MUON,
+        is_muon=has_mark,
         options=lambda group: options,
         heights=lambda pair: heights(around[id(pair.optimizer)], split_qkv, pair),
     )
@@ -243,49 +197,3 @@ def _whole_shape(pair: ParamPair) -> tuple[int, int]:
     if split is not None:
         shape[split] *= parts
     return shape[0], shape[1]
-
-
-# In the place of core's functions.
-
-
-def _make_with_muon(
-    original: Callable[..., Any], config: Any, model_chunks: Sequence[Any], *args: Any,
-    **kwargs: Any,
-) -> Any:  # fmt: skip
-    """Core makes the inner optimizer of the groups, and wraps it: Adam, or Lion."""
-    if ours_among(model_chunks) and given(config).optimizer == LION:
-        config = copy.copy(config)
-        config.optimizer = LION
-    elif ours_among(model_chunks) and config.optimizer in KINDS:
-        config = as_adam(config)
-    return original(config, model_chunks, *args, **kwargs)
-
-
-def _make_emerging(
-    original: Callable[..., Any], config: Any, model_chunks: Sequence[Any],
-    config_overrides: Any = None, pg_collection: Any = None,
-) -> Any:  # fmt: skip
-    """From 0.18 on core turns off here for all but Adam and SGD; with sharded weights it does not,
-    but goes on as for Adam until it makes the inner optimizer. Its groups on the host are for
-    checkpoints of another format."""
-    if not ours_among(model_chunks) or config.optimizer not in (*KINDS, LION):
-        return original(config, model_chunks, config_overrides, pg_collection)
-    return core_optimizer.get_megatron_optimizer(
-        as_adam(config), model_chunks, config_overrides, use_gloo_process_groups=False,
-        pg_collection=pg_collection,
-    )
-
-
-EMERGING = "_get_megatron_emerging_optimizer"
-
-REPLACED: tuple[Replacement, ...] = (
-    Replacement(
-        core_optimizer, "_get_megatron_optimizer_based_on_param_groups", _make_with_muon,
-        (("config", "model_chunks", MORE),),
-    ),
-    *(
-        [Replacement(core_optimizer, EMERGING, _make_emerging,
-                     (("config", "model_chunks", "config_overrides", "pg_collection"),))]
-        if hasattr(core_optimizer, EMERGING) else []  # before 0.18 none takes another way
-    ),
-)  # fmt: skip

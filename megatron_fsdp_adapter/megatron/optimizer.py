@@ -30,7 +30,7 @@ from ..sharding.memory import local_shards, park_state, take_state, trim
 from ..sharding.placement import replicated_name
 from ..sharding.problems import raise_problems
 from ..sharding.streamed_optimizer import shards_over
-from . import clipping, hybrid_optimizer, late_step, muon, optimizer_state, step_graphs
+from . import clipping, emerging, hybrid_optimizer, late_step, optimizer_state, step_graphs
 from .inner import our_chunks, ours_among
 from .options import optimizer_pairs, support
 from .options.ddp_options import MXFP8_BUFFER, OFFLOAD
@@ -52,13 +52,13 @@ def _param_groups(
         return original(model_chunks, *args, **kwargs)
     config = kwargs["config"] if "config" in kwargs else args[0]
     engines = [chunk.engine for chunk in ours]
-    with_muon, given = muon.asked_for(config), muon.given(config)
+    asked, given = emerging.asked_for(config), emerging.given(config)
     pairs = [optimizer_pairs.problems(given, chunk.ddp_config) for chunk in ours]
     raise_problems(
         "Megatron's optimizer with FullyShardedDataParallel",
         [
             *support.problems(given, support.OPTIMIZER_CONFIG_RULES),
-            *(muon.problems(with_muon) if with_muon else ()),
+            *(emerging.problems(asked) if asked else ()),
             *dict.fromkeys(itertools.chain(*pairs)),
             *_precision_problems(given, ours),
             *hybrid_optimizer.problems(given, engines),
@@ -68,12 +68,7 @@ def _param_groups(
     )
     _complete(config)
     groups = original(model_chunks, *args, **kwargs)
-    if with_muon is None:
-        return groups
-    muon.make_groups(ours)
-    if dist.get_rank() == 0:
-        print(muon.table(ours, with_muon), flush=True)
-    return muon.split_groups(groups, ours)
+    return groups if asked is None else emerging.prepared(groups, ours, asked)
 
 
 _NEEDED: Mapping[str, bool] = {
@@ -181,9 +176,8 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
     if isinstance(optimizer, HybridDeviceOptimizer):
         hybrid_optimizer.adopt_hybrid(optimizer, engines)
     else:
-        asked = muon.asked_for(config)
-        late = late_step.asked_for(ours)
-        made = shards_over(engines, late) if asked is None else muon.shards_of(ours, asked)
+        asked, late = emerging.asked_for(config), late_step.asked_for(ours)
+        made = shards_over(engines, late) if asked is None else emerging.shards_of(ours, asked)
         adopt(optimizer, functools.partial(_begin_step, engines), made)
 
 

@@ -13,8 +13,8 @@ from megatron.core import optimizer as core_optimizer
 
 from . import (
     activation_offload,
+    emerging,
     hybrid_optimizer,
-    muon,
     optimizer,
     qk_clip,
     step_graphs,
@@ -23,7 +23,7 @@ from .seams.wrapped import is_wrapped, unwrap, wrap
 
 REPLACED = (
     *optimizer.REPLACED, *hybrid_optimizer.REPLACED, *qk_clip.REPLACED,
-    *activation_offload.REPLACED, *muon.REPLACED,
+    *activation_offload.REPLACED, *emerging.REPLACED,
     *step_graphs.REPLACED,
 )  # fmt: skip
 

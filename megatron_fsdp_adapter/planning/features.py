@@ -90,7 +90,7 @@ class Features:
         """For the formula of memory."""
         return Precision(
             comm=torch.bfloat16 if self.bf16_wire else torch.float32, offload=self.streamed,
-            is_muons=is_muons if self.optimizer == MUON else None,
+            has_one=is_muons if self.optimizer == MUON else None,
         )  # fmt: skip
 
     @property

@@ -45,25 +45,9 @@ def _has_momentum_alone(optimizer: Any) -> bool:
     )
 
 
-def _has_average_alone(optimizer: Any) -> bool:
-    """Whether it is Lion, which divides by nothing: no second moment, and no eps."""
-    return not is_torch_optimizer(optimizer) and (
-        "betas" in optimizer.defaults and "eps" not in optimizer.defaults
-    )
-
-
 def moments_of(optimizer: Any) -> tuple[str, ...]:
     """What an optimizer that `initialize_state` knows keeps of a parameter's shape."""
-    if _has_momentum_alone(optimizer):
-        return ("momentum_buffer",)
-    return ("exp_avg",) if _has_average_alone(optimizer) else ("exp_avg", "exp_avg_sq")
-
-
-def _init_average(optimizer: Any, group: dict[str, Any]) -> None:
-    """What Lion's first step makes, of each parameter that has nothing."""
-    for local in group["params"]:
-        if not optimizer.state[local]:
-            optimizer.state[local]["exp_avg"] = torch.zeros_like(local)
+    return ("momentum_buffer",) if _has_momentum_alone(optimizer) else ("exp_avg", "exp_avg_sq")
 
 
 def _init_momentum(optimizer: Any, group: dict[str, Any]) -> None:
@@ -96,8 +80,6 @@ def make_state(
     init = _init_torch_state if is_torch_optimizer(optimizer) else _init_fused_state
     if _has_momentum_alone(optimizer):
         init = _init_momentum
-    elif _has_average_alone(optimizer):
-        init = _init_average
     for group in optimizer.param_groups:
         if not leaves_out(group):
             init(optimizer, group)

@@ -11,7 +11,9 @@ from megatron.core.optimizer import OptimizerConfig
 
 from megatron_fsdp_adapter.cli import precision_options
 from megatron_fsdp_adapter.diagnostics.memory import OPTIMIZER_STATE, Precision, group_bytes
+from megatron_fsdp_adapter.megatron.emerging import KINDS
 from megatron_fsdp_adapter.megatron.muon import FUSED, is_muons, table
+from megatron_fsdp_adapter.megatron.seams import core_api
 from megatron_fsdp_adapter.sharding.muon.matrices import row_blocks
 from megatron_fsdp_adapter.sharding.muon.newton_schulz import coefficients_of, orthogonalised
 from tests.distributed.gpt import (
@@ -58,26 +60,32 @@ def test_the_first_update_is_orthogonal_and_adam_has_the_rest(one_rank: torch.de
     assert "decoder.layers.*.mlp.linear_fc1.weight 2 Muon: 40 x 24, 40 x 24" in rows
 
 
+@pytest.mark.parametrize("kind", ["muon", "lion"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_state_is_as_large_as_the_formula_says(one_rank: torch.device, strategy: str) -> None:
+def test_state_is_as_large_as_the_formula_says(
+    one_rank: torch.device, strategy: str, kind: str
+) -> None:
     """`estimate` goes by names, and comes to the same weights."""
-    trainer = build_trainer(CASE, strategy, one_rank, optimizer=MUON)
+    if kind == "lion" and not core_api.MAKES_EMERGING:
+        pytest.skip("this core has no Lion, or makes it of all weights")
+    trainer = build_trainer(CASE, strategy, one_rank, optimizer={"optimizer": kind})
     train_step(trainer, batches(CASE, 0, 0, one_rank))
     kept = trainer.optimizer.optimizer.state.values()
     values = [value for state in kept for name, value in state.items() if name != "step"]
     found = sum(value._local_tensor.nbytes for value in values)
     groups, row = trainer.wrapper.engine.groups, trainer.wrapper.engine.config.strategy
-    precision = Precision(is_muons=precision_options.is_muons)
+    said, decides = precision_options.HAS_ONE[kind], KINDS[kind].has
+    precision = Precision(has_one=said)
     expected = [group_bytes(g.layout, row, precision, 0)[OPTIMIZER_STATE] for g in groups]
     assert found == sum(expected)
     for pair in trainer.wrapper.engine.pairs:
         spec = pair.group.layout.specs[pair.index]
-        assert precision_options.is_muons(spec) == is_muons(pair), spec.fqns
+        assert said(spec) == decides(pair), spec.fqns
 
 
 def test_muon_and_state_in_host_memory_are_refused_by_the_formula() -> None:
-    with pytest.raises(ValueError, match="optimizer='muon' with its state in host memory"):
-        Precision(is_muons=precision_options.is_muons, offload=True)
+    with pytest.raises(ValueError, match="'muon' or 'lion' with its state in host memory"):
+        Precision(has_one=precision_options.is_muons, offload=True)
 
 
 def test_marks_and_classes_decide(one_rank: torch.device) -> None:
@@ -199,8 +207,8 @@ def test_latent_attention_is_split_as_core_reads_it() -> None:
         ({"muon_num_ns_steps": 0}, " with muon_num_ns_steps=0"),
         ({"muon_momentum": 1.0}, " with muon_momentum=1.0"),
         ({"muon_fp32_matmul_prec": "low"}, " with muon_fp32_matmul_prec='low'"),
-        ({"fp16": True}, " with fp16=True"),
-        ({"optimizer_cpu_offload": True}, " with optimizer_cpu_offload=True"),
+        ({"fp16": True}, ": with fp16=True"),
+        ({"optimizer_cpu_offload": True}, ": with optimizer_cpu_offload=True"),
         ({"use_precision_aware_optimizer": True}, ": with use_precision_aware_optimizer=True"),
     ],
 )
@@ -232,6 +240,12 @@ def test_of_adaptive_muon_the_method_entry_by_entry_alone_is_taken(
         named = "this megatron-core does not have it; use 'muon'"
     with pytest.raises(ValueError, match=f"optimizer='adaptive_muon'.*{named}"):
         build_trainer(CASE, "optim", one_rank, optimizer=change)
+
+
+@pytest.mark.skipif(hasattr(OptimizerConfig, "lion_beta1"), reason="this core has Lion")
+def test_lion_is_refused_where_core_has_none(one_rank: torch.device) -> None:
+    with pytest.raises(ValueError, match="optimizer='lion': this megatron-core does not have it"):
+        build_trainer(CASE, "optim", one_rank, optimizer={"optimizer": "lion"})
 
 
 def test_a_fused_weight_that_is_none_is_refused(one_rank: torch.device) -> None:

@@ -22,7 +22,7 @@ ON_HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 BREAKING: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"optimizer": "sgd"}, STREAMED, "optimizer='sgd'"),
     (ON_HOST, STREAMED, "optimizer_cpu_offload=True"),
-    ({"optimizer": "muon"}, LATE, "optimizer='muon'"),
+    ({"optimizer": "adaptive_muon"}, LATE, "optimizer='adaptive_muon'"),
     (ON_HOST, LATE, "optimizer_cpu_offload=True"),
 )
 """Of each pair: fields of the optimizer's config, the switch of the DDP config, what is named."""

@@ -73,7 +73,7 @@ TRIGGERS: dict[str, Values] = {
     "exp_avg_sq_dtype": (torch.float16, torch.bfloat16),
     "optimizer_offload_fraction": (1.5,),
     "decoupled_weight_decay": (False,),
-    "optimizer": ("soap", "lion", "sgd", "sgd"),
+    "optimizer": ("soap", "lion", "muon", "sgd", "sgd"),
     "loss_scale": (128.0,),
     "grad_norm_skip_threshold": (3.0,),
 }
@@ -106,7 +106,8 @@ BESIDE: dict[str, dict[str, Any]] = {
         )
     },
     "optimizer": {
-        STEP_GRAPH: True, "optimizer_cpu_offload": True, "use_precision_aware_optimizer": True
+        STEP_GRAPH: True, "optimizer_cpu_offload": True, "use_precision_aware_optimizer": True,
+        "fp16": True,
     },
     "store_param_remainders": {STEP_GRAPH: True, "use_precision_aware_optimizer": True},
     "flextron": {"pipeline_model_parallel_size": 2},

@@ -1,5 +1,5 @@
-"""A run with Muon goes on as if never stopped, its momentum is read on another number of ranks and
-under another strategy, and it goes through the other format and back."""
+"""A run with Muon, or with Lion, goes on as if never stopped, what they keep is read on another
+number of ranks and under another strategy, and it goes through the other format and back."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def _whole(trainer: Any) -> dict[str, torch.Tensor]:
         for field, value in entry.items()
         if field != "step"
     }
-    assert sum(name.endswith("momentum_buffer") for name in kept) == 8
+    alone = [name for name in state if "exp_avg_sq" not in state[name]]
+    assert len(alone) == 8, alone
     return {**trainer.params(), **full_all(kept)}
 
 
@@ -124,14 +125,13 @@ def test_momentum_is_resumed_and_read_by_another_number_of_ranks(tmp_path: Path)
 
 
 @pytest.mark.full
-@pytest.mark.skipif(
-    not hasattr(OptimizerConfig, "adaptive_muon_beta2"),
-    reason="this core has no adaptive_muon_beta2",
-)
-def test_the_second_moment_of_adaptive_muon_is_resumed_and_read_by_another_number_of_ranks(
-    tmp_path: Path,
+@pytest.mark.parametrize("kind", ["adaptive_muon", "lion"])
+def test_what_others_keep_is_resumed_and_read_by_another_number_of_ranks(
+    tmp_path: Path, kind: str
 ) -> None:
-    _resumed_and_converted(tmp_path, "adaptive_muon")
+    if not hasattr(OptimizerConfig, "adaptive_muon_beta2"):
+        pytest.skip("this core has no adaptive_muon_beta2, and makes Lion of all weights")
+    _resumed_and_converted(tmp_path, kind)
 
 
 # Under another tensor-parallel split.

@@ -10,6 +10,7 @@ modules import.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import random
 import shlex
 import subprocess
@@ -23,6 +24,7 @@ import pytest
 from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.record import read_record
 from megatron_fsdp_adapter.cli import verify
+from megatron_fsdp_adapter.megatron.options.support import EMERGING
 from tests.integration import lm_log
 from tests.integration.lm_runs import ACCUMULATED, ROOT, STEPS, Run, launch, train
 
@@ -233,17 +235,66 @@ def test_contradictions_are_one_error(megatron_lm: Path) -> None:
     assert "Traceback" not in run.log
 
 
-def test_muon_trains_where_megatron_lm_makes_it(megatron_lm: Path) -> None:
-    """From 0.18 on; the table says which weights are its."""
-    if "muon-nesterov" not in (megatron_lm / "megatron/training/arguments.py").read_text():
-        pytest.skip("this Megatron-LM has no --muon-nesterov: it makes Muon by another function")
-    run = train(
-        megatron_lm,
-        [*MOCK, "--use-megatron-fsdp", "--optimizer", "muon", "--train-iters", "3", "--swiglu"],
-    )
-    assert run.status == 0, run.end
-    assert "mlp.linear_fc1.weight" in run.log and "Muon: " in run.log
-    assert f"iteration {3:8d}/" in run.log
+@pytest.fixture(scope="module")
+def makes_every_optimizer(megatron_lm: Path) -> bool:
+    """Whether this Megatron-LM makes every optimizer as it makes Adam: from 0.18 on."""
+    return "muon-nesterov" in (megatron_lm / "megatron/training/arguments.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("muon", "mlp.linear_fc1.weight"), ("adaptive_muon", "mlp.linear_fc1.weight"),
+     ("lion", "Lion, as in megatron-core with adam_beta1 0.9")],
+)  # fmt: skip
+def test_other_optimizers_train_and_resume(
+    megatron_lm: Path, makes_every_optimizer: bool, tmp_path: Path, kind: str, said: str
+) -> None:
+    """The table says which weights are theirs. Of a resumed run as in `test_saves_and_resumes`."""
+    if not makes_every_optimizer:
+        pytest.skip("this Megatron-LM makes Muon by another function, and Lion not at all")
+    common = [*MOCK, "--use-megatron-fsdp", "--optimizer", kind, "--swiglu"]
+    whole = train(megatron_lm, common)
+    assert whole.status == 0, whole.end
+    assert said in whole.log and (STEPS, "grad norm") in whole.values
+    save = ["--save", str(tmp_path), "--save-interval", "2"]
+    first = train(megatron_lm, [*common, *save, "--exit-interval", "2"])
+    assert first.status == 0, first.end
+    resumed = train(megatron_lm, [*common, *save, "--load", str(tmp_path)])
+    assert resumed.status == 0, resumed.end
+    assert (2, "lm loss") not in resumed.values, "it started again from the beginning"
+    assert resumed.values[3, "grad norm"] == whole.values[3, "grad norm"]
+    assert lm_log.differences(whole.values, resumed.values, start=5) == []
+
+
+@pytest.mark.parametrize(
+    ("setup", "flags"), [(SWIGLU, ZERO3), (SWIGLU, ZERO1), (EXPERTS_EP2, ZERO3), (PP2, ZERO2)],
+    ids=["zero-3", "zero-1", "experts-ep2", "pp2-dp2"],
+)  # fmt: skip
+def test_lion_has_the_losses_of_core(
+    megatron_lm: Path, makes_every_optimizer: bool, setup: Setup, flags: tuple[str, ...]
+) -> None:
+    """Core's own needs NVIDIA's package (`pip install emerging-optimizers absl-py`)."""
+    if not makes_every_optimizer or importlib.util.find_spec("emerging_optimizers") is None:
+        pytest.skip("core has no Lion here: an older release, or emerging_optimizers is missing")
+    common = [*setup.arguments, "--optimizer", "lion", "--adam-beta2", "0.95"]
+    stock = train(megatron_lm, [*common, "--no-gradient-accumulation-fusion"], setup.world)
+    assert stock.status == 0, stock.end
+    run = train(megatron_lm, [*common, "--use-megatron-fsdp", *flags], setup.world)
+    _check(run, setup)
+    assert lm_log.differences(stock.values, run.values) == []
+
+
+@pytest.mark.parametrize("kind", ["soap", "dist_muon", "lion", "adaptive_muon"])
+def test_an_optimizer_that_is_not_supported_is_one_error(
+    megatron_lm: Path, makes_every_optimizer: bool, kind: str
+) -> None:
+    """With value and remedy, before a process group exists; or the parser does not know it."""
+    if makes_every_optimizer and kind in EMERGING:
+        pytest.skip("this one is supported")
+    run = train(megatron_lm, [*MOCK, "--use-megatron-fsdp", "--optimizer", kind])
+    assert run.status == 2 and "Traceback" not in run.log
+    parsed = f"invalid choice: '{kind}'" not in run.log
+    assert not parsed or (f"  - optimizer='{kind}': " in run.log and "; use " in run.log)
 
 
 def test_without_the_flag_the_script_is_its_own(megatron_lm: Path, stock) -> None:

@@ -14,7 +14,7 @@ from launch_cases import parsed_arguments
 from megatron_fsdp_adapter.launch import megatron_lm
 from megatron_fsdp_adapter.megatron.options import validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
-from megatron_fsdp_adapter.megatron.options.support import Rule
+from megatron_fsdp_adapter.megatron.options.support import EMERGING, Rule
 
 FSDP = ["--use-megatron-fsdp"]
 
@@ -230,15 +230,17 @@ def test_a_megatron_lm_that_cannot_be_hooked_is_told_what_it_lacks() -> None:
         megatron_lm.hook_arguments(module, [], [], *nothing)
 
 
-def test_muon_is_asked_for_where_this_megatron_lm_makes_it() -> None:
-    assert not validation.launch_problems(_complete(optimizer="muon", muon_nesterov=False), {})
+@pytest.mark.parametrize("name", EMERGING)
+def test_muon_and_lion_are_asked_for_where_this_megatron_lm_makes_them(name: str) -> None:
+    assert not validation.launch_problems(_complete(optimizer=name, muon_nesterov=False), {})
+    [problem] = validation.launch_problems(_complete(optimizer=name), {})
+    assert problem.startswith(f"optimizer={name!r}: this Megatron-LM makes Muon by a function of")
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         {"muon_scale_mode": "none"}, {"muon_num_ns_steps": 0}, {"muon_momentum": 1.0},
-        {"fp16": True}, {"optimizer_cpu_offload": True},
     ],
     ids=str,
 )  # fmt: skip
@@ -253,16 +255,23 @@ def test_what_muon_does_not_go_with_is_told_before_anything_is_loaded(
     assert not [line for line in others if "muon" in line]
 
 
-def test_muons_step_is_in_no_graph() -> None:
-    args = _complete(optimizer="muon", muon_nesterov=False, optimizer_cuda_graph=True)
+@pytest.mark.parametrize("name", EMERGING)
+@pytest.mark.parametrize("option", ["fp16", "optimizer_cpu_offload", "optimizer_cuda_graph"])
+def test_what_none_of_them_goes_with_is_told_before_anything_is_loaded(
+    name: str, option: str
+) -> None:
+    args = _complete(optimizer=name, muon_nesterov=False, **{option: True})
     found = validation.launch_problems(args, {})
-    named = "optimizer='muon': with optimizer_cuda_graph=True"
-    assert any(line.startswith(named) for line in found)
+    assert any(line.startswith(f"optimizer={name!r}: with {option}=True ") for line in found), found
 
 
+@pytest.mark.parametrize("optimizer", EMERGING)
 @pytest.mark.parametrize("use_megatron_fsdp", [True, False])
-def test_validation_is_shown_adam_in_the_place_of_muon(use_megatron_fsdp: bool) -> None:
-    """Megatron-LM asserts that there is no Muon with sharded weights; what it then makes is."""
+def test_validation_is_shown_adam_in_the_place_of_what_it_refuses(
+    use_megatron_fsdp: bool, optimizer: str
+) -> None:
+    """Megatron-LM asserts that there is no such optimizer with sharded weights; the one that is
+    made then has them."""
     seen: list[str] = []
 
     def validate_args(args: Any, defaults: Any) -> Any:
@@ -271,13 +280,13 @@ def test_validation_is_shown_adam_in_the_place_of_muon(use_megatron_fsdp: bool) 
             raise AssertionError
         return args
 
-    args = argparse.Namespace(optimizer="muon", use_megatron_fsdp=use_megatron_fsdp)
-    validate = megatron_lm.validating_muon(validate_args)
-    assert validate(args, {}) is args and args.optimizer == "muon"
+    args = argparse.Namespace(optimizer=optimizer, use_megatron_fsdp=use_megatron_fsdp)
+    validate = megatron_lm.validating_emerging(validate_args)
+    assert validate(args, {}) is args and args.optimizer == optimizer
     with pytest.raises(AssertionError):
         validate(args, defaults="wrong")
-    assert args.optimizer == "muon"
-    assert seen == ["adam" if use_megatron_fsdp else "muon"] * 2
+    assert args.optimizer == optimizer
+    assert seen == ["adam" if use_megatron_fsdp else optimizer] * 2
 
 
 def test_fields_of_main_are_those_of_the_flags() -> None:

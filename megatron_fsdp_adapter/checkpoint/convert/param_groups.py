@@ -18,9 +18,8 @@ from megatron_fsdp_adapter.checkpoint.convert.lazy import Shape
 from megatron_fsdp_adapter.checkpoint.convert.training_state import TrainingState, is_expert
 
 _STEP, _MEMBERS = "step", "params"
-_KIND, _MUON = "optimizer", "muon"
-MOMENTUM = "momentum_buffer"
-"""What Muon keeps of a weight, and nothing else."""
+_KIND, _BESIDE_ADAM = "optimizer", ("muon", "lion")
+"""The mark of a parameter group, and whose groups are marked."""
 
 Groups = dict[str, Mapping[str, Any]]
 Steps = dict[str, torch.Tensor]
@@ -57,10 +56,11 @@ def to_optimizer_state(state: TrainingState, sharding_type: str) -> dict[Any, An
 
 
 def from_optimizer_state(
-    stored: Any, shapes: Mapping[str, Shape], of_muon: Collection[str], where: Path
+    stored: Any, shapes: Mapping[str, Shape], not_adams: Collection[str], where: Path
 ) -> tuple[Groups, Steps]:
     """Name -> options of its group, and name -> step count where the optimizer is torch's Adam.
-    of_muon: names with a momentum alone, which are in groups marked for Muon where there are such.
+    not_adams: names without a second moment of Adam's, which are in the groups marked for Muon or
+    Lion where there are such.
 
     Raises ValueError if there are no groups, or if a parameter may belong to two that differ.
     """
@@ -70,8 +70,8 @@ def from_optimizer_state(
     groups: Groups = {}
     steps: Steps = {}
     for name, shape in shapes.items():
-        group = dict(_group_of(name, shape, name in of_muon, found, where))
-        if group.get(_KIND) == _MUON:
+        group = dict(_group_of(name, shape, name in not_adams, found, where))
+        if group.get(_KIND) in _BESIDE_ADAM:
             group.pop(_STEP, None)  # it counts none; in this format every group has Adam's
         # torch's Adam has a float, of a tensor per parameter; fused ones an int in the group.
         if isinstance(group.get(_STEP), float):
@@ -97,13 +97,13 @@ def _groups(stored: Any) -> Iterator[dict[str, Any]]:
 
 
 def _group_of(
-    name: str, shape: Shape, of_muon: bool, groups: list[dict[str, Any]], where: Path
+    name: str, shape: Shape, not_adams: bool, groups: list[dict[str, Any]], where: Path
 ) -> Mapping[str, Any]:
     undecayed = len(shape) == 1 or name.endswith(".bias")
     rules = (
         lambda group: bool(group.get("is_expert_parallel")) == is_expert(name),
         lambda group: (group.get("wd_mult", 1.0) == 0.0) == undecayed,
-        lambda group: (group.get(_KIND) == _MUON) == of_muon,
+        lambda group: (group.get(_KIND) in _BESIDE_ADAM) == not_adams,
     )
     candidates = groups
     for rule in rules:

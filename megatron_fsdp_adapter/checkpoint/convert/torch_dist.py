@@ -28,7 +28,6 @@ import torch
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import Contents, DcpFolder, KeyPath
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, cast, select, stack
 from megatron_fsdp_adapter.checkpoint.convert.param_groups import (
-    MOMENTUM,
     from_optimizer_state,
     to_optimizer_state,
 )
@@ -62,6 +61,8 @@ RECORD = "fsdp_dtensor_names"
 
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _MAIN_WEIGHTS = ("param", "fp32_param")
+_SECOND = "exp_avg_sq"
+"""What Adam alone keeps of a weight."""
 _BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _STACKED_LAYERS = re.compile(r"(decoder\.layers)\.(?!\d+\.)(.+)")
 _STACKED_EXPERTS = re.compile(r"(.+\.experts)\.experts\.(?!\d+\.)(.+)")
@@ -266,8 +267,8 @@ def _with_optimizer(
     if unknown:
         raise ValueError(f"{where}: optimizer state without a weight: {', '.join(unknown)}")
     shapes = {name: state.weights[name].shape for name in moments}
-    of_muon = {name for name, kept in moments.items() if MOMENTUM in kept}
-    groups, steps = from_optimizer_state(common.get("optimizer"), shapes, of_muon, where)
+    not_adams = {name for name, kept in moments.items() if _SECOND not in kept}
+    groups, steps = from_optimizer_state(common.get("optimizer"), shapes, not_adams, where)
     return replace(
         state, weights={**state.weights, **main}, moments=moments, groups=groups, steps=steps
     )

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...sharding.muon.newton_schulz import COEFFICIENTS
-from .support import is_on
+from .support import ADAPTIVE, MUON
 
-MUON, ADAPTIVE = "muon", "adaptive_muon"
 KINDS = (MUON, ADAPTIVE)
 """Of `optimizer`."""
 SAYS_THAT_CORE_MAKES_IT = "muon_nesterov"
-"""An argument of Megatron-LM, and field of the optimizer config. Where it has this name, core makes
-Muon by the function that makes Adam; where it has an older one, Megatron-LM calls another."""
+"""An argument of Megatron-LM, and field of the optimizer config. Where it has this name,
+Megatron-LM makes every optimizer as it makes Adam; where it has an older one, it calls another
+function for Muon, and has no config for Lion."""
 METHOD = "adamuon"
 """Of `adaptive_muon_moment2_method`: the one whose second moment is entry by entry. The others have
 means over rows, columns or all of a matrix, which ranks have parts of."""
@@ -35,11 +35,6 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "muon_scale_mode": tuple(SCALES),
     "muon_fp32_matmul_prec": (HALF, "high", "highest"),
     "muon_scalar_optimizer": ("adam",),
-}
-
-REFUSED: Mapping[str, str] = {
-    "fp16": "megatron-core has no Muon with it either; use bf16",
-    "optimizer_cpu_offload": "it is for optimizer='adam' alone; set it to False",
 }
 
 
@@ -62,5 +57,4 @@ def problems(config: Any) -> list[str]:
         found.append(f"muon_num_ns_steps={steps}: there is at least one")
     if not 0 <= momentum < 1:
         found.append(f"muon_momentum={momentum}: use 0 or more, and less than 1")
-    found += [f"{name}=True: {why}" for name, why in REFUSED.items() if is_on(config, name)]
     return [f"optimizer={config.optimizer!r} with {line}" for line in found]

@@ -9,8 +9,7 @@ from typing import Any
 
 from ...sharding.late_optimizer import OPTION as LATE
 from .ddp_options import OFFLOAD
-from .muon_options import KINDS
-from .support import is_on
+from .support import EMERGING, is_on
 
 CORES_OFFLOAD = "optimizer_cpu_offload"
 
@@ -51,10 +50,10 @@ PAIRS: tuple[Pair, ...] = (
     ),
     Pair(
         "optimizer",
-        lambda config: config.optimizer in KINDS,
+        lambda config: config.optimizer in EMERGING,
         LATE,
-        "Muon exchanges matrices between ranks in its step, which has to be over when it returns; "
-        "set the latter to False",
+        "all its weights are updated before a step returns, for which Muon exchanges matrices "
+        "between ranks; set the latter to False",
     ),
     Pair(
         CORES_OFFLOAD,

@@ -282,8 +282,11 @@ _STEP_GRAPH_RULES: tuple[Rule, ...] = (
 )
 
 
-OPTIMIZERS = ("adam", "sgd", "lion", "muon", "adaptive_muon")
-"""SOAP needs whole matrices too, with state of another shape than theirs."""
+LION, MUON, ADAPTIVE = "lion", "muon", "adaptive_muon"
+EMERGING = (LION, MUON, ADAPTIVE)
+"""Optimizers that core calls so, and that are supported: their updates are computed here. Others
+need whole matrices too, some with state of another shape than theirs (SOAP)."""
+OPTIMIZERS = ("adam", "sgd", *EMERGING)
 
 OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(
@@ -292,11 +295,16 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
         f"with sharded weights megatron-core's optimizer is one of {list(OPTIMIZERS)}; use one of "
         "them",
     ),
+    Rule(
+        "optimizer",
+        lambda config: config.optimizer in EMERGING and is_on(config, "fp16"),
+        "with fp16=True megatron-core does not have it either; use bf16, or 'adam'",
+    ),
     _offloaded(
         "optimizer",
-        lambda name: name == "lion",
-        "megatron-core would update by SGD, without a word, where it offloads the optimizer; use "
-        "'adam', or set optimizer_cpu_offload to False",
+        lambda name: name in EMERGING,
+        "with optimizer_cpu_offload=True it is 'adam', which is what would be updated there; use "
+        "that, or set the latter to False",
     ),
     Rule(
         "optimizer",

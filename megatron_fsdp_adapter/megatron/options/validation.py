@@ -20,6 +20,7 @@ from ...core.config import STRATEGIES
 from . import muon_options, optimizer_pairs
 from .ddp_options import DDP_CONFIG_RULES
 from .support import (
+    EMERGING,
     MODEL_CONFIG_RULES,
     OPTIMIZER_CONFIG_RULES,
     STEP_GRAPH,
@@ -88,12 +89,10 @@ WEIGHT_HASH = "with 'optim_grads_params' no rank has whole weights to hash; leav
 LAUNCH_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer",
-        lambda args: args.optimizer == muon_options.ADAPTIVE or (
-            args.optimizer == muon_options.MUON
-            and not hasattr(args, muon_options.SAYS_THAT_CORE_MAKES_IT)
-        ),
-        "Megatron-LM makes adaptive Muon, and before 0.18 Muon, by a function of its own, which "
-        "needs whole matrices; use 'adam', or 'muon' and a release from 0.18 on",
+        lambda args: args.optimizer in EMERGING
+        and not hasattr(args, muon_options.SAYS_THAT_CORE_MAKES_IT),
+        "this Megatron-LM makes Muon by a function of its own, which needs whole matrices, and "
+        "adaptive Muon and Lion not at all; use 'adam', or a release from 0.18 on",
     ),
     Rule(
         "use_torch_fsdp2",
@@ -201,7 +200,7 @@ _NVRX = "nvidia_resiliency_ext"
 BRIDGE_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.optimizer",
-        lambda cfg: cfg.optimizer.optimizer in muon_options.KINDS,
+        lambda cfg: cfg.optimizer.optimizer in EMERGING,
         "recipes of Megatron-Bridge were not run with it; use 'adam'",
     ),
     Rule(

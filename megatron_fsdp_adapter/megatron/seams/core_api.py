@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core import optimizer as optimizer_package
 from megatron.core import parallel_state
 from megatron.core import utils as core_utils
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -173,7 +174,13 @@ def marks_whole_weights(linear: type) -> bool:
     return "tensor_model_parallel" in linear.__init__.__code__.co_consts  # type: ignore[misc]
 
 
-def optimizer_fields() -> frozenset[str]:
-    """Names of the fields that core's optimizer config has. Megatron-LM fills them with its
-    arguments of the same names."""
-    return frozenset(field.name for field in dataclasses.fields(optimizer_config.OptimizerConfig))
+FACTORY = "_get_megatron_emerging_optimizer"
+MAKES_EMERGING = hasattr(optimizer_package, FACTORY)
+"""Whether core has one function for all optimizers but Adam and SGD (0.18)."""
+
+
+def optimizer_defaults() -> dict[str, Any]:
+    """Fields of core's optimizer config that have a default, and the default. Megatron-LM fills
+    them with its arguments of the same names."""
+    fields = dataclasses.fields(optimizer_config.OptimizerConfig)
+    return {one.name: one.default for one in fields if one.default is not dataclasses.MISSING}

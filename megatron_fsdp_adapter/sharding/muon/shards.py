@@ -1,9 +1,4 @@
-"""The step of Muon on shards.
-
-A parameter group is Muon's or the inner optimizer's: Adam's, in a run of Megatron, so that one
-optimizer holds all parameters, as core's own for sharded weights does; a gradient norm, clipping
-and a checkpoint then know nothing of Muon. The step of Muon's groups is made in the hook in front
-of the inner optimizer's, which finds these groups without parameters.
+"""The step of Muon on shards, in one optimizer with the inner one (`own_steps.py`).
 
 Two optimizers in core's chain were rejected: the norm, the count of zeros and the names in a
 checkpoint would each be put together from two. So was momentum on the owners, with gradients that
@@ -24,7 +19,7 @@ from ...core.engine.engine import FsdpEngine
 from ...core.engine.identity import ParamPair
 from ...core.runtime.comm import Communicator
 from ...core.topology import TP_DIM
-from ..local_optimizer import Clip, LocalShards
+from ..own_steps import Options, OwnSteps
 from . import newton_schulz, owners
 from .exchange import Groups, Parties, StageExchange, communicator_of, parties_in
 from .matrices import MuonParam
@@ -35,9 +30,6 @@ MOMENTUM = "momentum_buffer"
 
 MOMENT2 = "moment2_buffer"
 """That of adaptive Muon, as NVIDIA's emerging_optimizers have it."""
-
-Options = dict[str, Any]
-"""A parameter group."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,7 @@ def tensor_split(pair: ParamPair) -> tuple[int | None, int]:
     return (pair.managed.split if parts > 1 else None), parts
 
 
-class MuonShards(LocalShards):
+class MuonShards(OwnSteps):
     """Local shards of an optimizer of which Muon updates some groups.
 
     Args:
@@ -126,41 +118,21 @@ class MuonShards(LocalShards):
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._planned_groups, self._stages = 0, list[Stage]()
         self._sent_before: tuple[int, ...] = ()
-        self._stepped = False
         super().__init__(optimizer, skip_empty, decoupled)
 
-    def _muon_groups(self, optimizer: Any) -> dict[int, Options]:
-        groups = enumerate(optimizer.param_groups)
-        return {number: group for number, group in groups if self._rule.is_muon(group)}
-
-    # State.
-
-    def makes_own(self, group: Options) -> bool:
-        return self._rule.is_muon(group)
-
-    def made_state(self, optimizer: Any) -> None:
-        """Zeros, where a group of Muon's has no state yet."""
-        for number, group in self._muon_groups(optimizer).items():
-            for _, local in self.pairs[number]:
-                self._complete(local, self._rule.options(group))
-
-    def _complete(self, local: torch.Tensor, options: MuonOptions) -> dict[str, torch.Tensor]:
-        state = self.state[local]
-        for name in options.state:
-            if name not in state:
-                state[name] = torch.zeros_like(local)
-        return state
+    def state_names(self, group: Options) -> tuple[str, ...]:
+        return self._rule.options(group).state if self._rule.is_muon(group) else ()
 
     # Planning.
 
-    def _plan(self, optimizer: Any) -> None:
+    def _plan(self, groups: Sequence[Options]) -> None:
         """Once, and anew when groups were added: all ranks have the same ones."""
         if self._planned_groups == len(self.pairs):
             return
         self._planned_groups = len(self.pairs)
         where = {
             id(param): (number, local)
-            for number in self._muon_groups(optimizer)
+            for number, group in enumerate(groups) if self._rule.is_muon(group)
             for param, local in self.pairs[number]
         }
         stages = [
@@ -169,7 +141,7 @@ class MuonShards(LocalShards):
             for parties, communicator, entries in self._entries_of(engine, where)
         ]
         for ranks in dict.fromkeys(parties.ranks for parties, _, _ in stages):
-            self._assign([row for row in stages if row[0].ranks == ranks], optimizer)
+            self._assign([row for row in stages if row[0].ranks == ranks], groups)
         self._stages = [stage for _, _, stage in stages]
         self._sent_before = sent_before(
             [stage.exchange.mean_bytes for stage in self._stages]  # type: ignore[union-attr]
@@ -206,7 +178,9 @@ class MuonShards(LocalShards):
         layout = pair.group.held.layout
         return MuonParam(layout, pair.index, split, parts, self._rule.heights(pair))
 
-    def _assign(self, rows: list[tuple[Parties, Communicator, Stage]], optimizer: Any) -> None:
+    def _assign(
+        self, rows: list[tuple[Parties, Communicator, Stage]], groups: Sequence[Options]
+    ) -> None:
         """Owners for all matrices that the same ranks exchange."""
         parties, communicator, _ = rows[0]
         costs = [
@@ -218,37 +192,13 @@ class MuonShards(LocalShards):
             params = [entry.param for entry in stage.entries]
             of = [[next(found) for _ in param.shapes] for param in params]
             plan = plan_stage(params, of, parties.members, parties.me)
-            options = self._rule.options(optimizer.param_groups[stage.entries[0].group])
+            options = self._rule.options(groups[stage.entries[0].group])
             result = newton_schulz.result_dtype(options.dtype)
             stage.exchange = StageExchange(
                 plan, communicator, self._runtime, options.dtype, result
             )
 
     # A step.
-
-    def takes_clip(self, clip: Clip) -> bool:
-        """Muon reads gradients as they are."""
-        return False
-
-    def begin(self, optimizer: Any) -> None:
-        """Steps Muon's groups; the step that was asked for finds them without parameters."""
-        if self._stepped:
-            return  # a step of a subclass that calls its base's
-        super().begin(optimizer)
-        self._stepped = True
-        try:
-            with torch.no_grad():
-                self._plan(optimizer)
-                self._step(optimizer.param_groups)
-        except BaseException:
-            self.leave(optimizer)
-            raise
-        for group in self._muon_groups(optimizer).values():
-            group["params"] = []
-
-    def leave(self, optimizer: Any) -> None:
-        self._stepped = False
-        super().leave(optimizer)
 
     def _check(self, groups: Sequence[Options]) -> None:
         """ValueError if matrices that are computed together are not to be computed alike."""
@@ -264,7 +214,8 @@ class MuonShards(LocalShards):
                     "dtypes; give all parameter groups the same"
                 )
 
-    def _step(self, groups: Sequence[Options]) -> None:
+    def step_own(self, groups: Sequence[Options]) -> None:
+        self._plan(groups)
         self._check(groups)
         stages, options = self._stages, functools.cache(lambda n: self._rule.options(groups[n]))
         sent = 0
@@ -286,17 +237,16 @@ class MuonShards(LocalShards):
 
     def _send(self, stage: Stage, options: Callable[[int], MuonOptions]) -> None:
         """Adds the gradients to the momentum, and sends what is to be orthogonalised."""
-        name = "decoupled_grad" if self.decoupled else "grad"
-        grads = [getattr(entry.local, name, None) for entry in stage.entries]
-        stage.trained = [grad is not None for grad in grads]
+        stage.trained = []
         rows: list[torch.Tensor | None] = []
-        for entry, given in zip(stage.entries, grads, strict=True):
-            if given is None:
+        for entry in stage.entries:
+            grad = self.gradient(entry.local)
+            stage.trained.append(grad is not None)
+            if grad is None:
                 rows.append(None)
                 continue
             chosen = options(entry.group)
-            state = self._complete(entry.local, chosen)
-            grad = given.to(entry.local.dtype)
+            state = self.completed(entry.local, chosen.state)
             momentum = state[MOMENTUM].lerp_(grad, 1 - chosen.momentum)
             update = grad.lerp(momentum, chosen.momentum) if chosen.nesterov else momentum
             rows.append(update.reshape(-1))

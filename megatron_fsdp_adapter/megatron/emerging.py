@@ -1,0 +1,154 @@
+"""Optimizers that core calls emerging, Muon and Lion: how core is led to one optimizer that holds
+their weights and Adam's.
+
+Core makes two optimizers of its own for that, the first on whole weights, and refuses sharded ones.
+Here it makes what it makes for Adam, with parameter groups split in two; the shards of that
+optimizer step the groups that are marked (`sharding/own_steps.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import optimizer as core_optimizer
+
+from ..core.engine.identity import ParamPair
+from ..sharding.local_optimizer import LocalShards
+from . import lion, muon
+from .inner import ours_among
+from .options.support import ADAPTIVE, EMERGING, LION, MUON
+from .seams.core_api import FACTORY, MAKES_EMERGING, MORE, Replacement
+
+Groups = Sequence[dict[str, Any]]
+"""Parameter groups."""
+
+MARK = "optimizer"
+"""Of a parameter group: whose it is, as core marks groups of its own."""
+_ASKED = "emerging_config"
+"""Of a config that core is given in the place of one of these: that one."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one of them is made of sharded weights.
+
+    Attributes:
+        mark: of its parameter groups.
+        problems: what an optimizer's config has against it.
+        has: whether a weight is its, and not Adam's.
+        make_groups: process groups for model chunks; collective, called on all ranks.
+        shards_of: of model chunks, the config and what tells its groups: what makes the shards.
+        table: what rank 0 prints, of model chunks and the config.
+    """
+
+    mark: str
+    problems: Callable[[Any], list[str]]
+    has: Callable[[ParamPair], bool]
+    make_groups: Callable[[Sequence[Any]], None]
+    shards_of: Callable[..., Callable[[Any, bool, bool], LocalShards]]
+    table: Callable[[Sequence[Any], Any], str]
+
+
+_MUON = Kind(MUON, muon.problems, muon.is_muons, muon.make_groups, muon.shards_of, muon.table)
+_LION = Kind(LION, lion.problems, lion.is_lions, lion.make_groups, lion.shards_of, lion.table)
+KINDS: Mapping[str, Kind] = {MUON: _MUON, ADAPTIVE: _MUON, LION: _LION}
+"""By `optimizer`."""
+
+
+def asked_for(config: Any) -> Any | None:
+    """The optimizer config that asks for one of them, if this is one or stands in for one; else
+    None."""
+    asked = given(config)
+    return asked if asked.optimizer in KINDS else None
+
+
+def given(config: Any) -> Any:
+    """The optimizer config that this one stands in for, or itself."""
+    return getattr(config, _ASKED, config)
+
+
+def as_adam(config: Any) -> Any:
+    """A config of which core makes Adam, and that says for which it stands in."""
+    changed = copy.copy(config)
+    changed.optimizer = "adam"
+    setattr(changed, _ASKED, config)
+    return changed
+
+
+def problems(asked: Any) -> list[str]:
+    """What a config that asks for one of them has against it."""
+    return KINDS[asked.optimizer].problems(asked)
+
+
+def prepared(groups: Groups, chunks: Sequence[Any], asked: Any) -> list[dict[str, Any]]:
+    """Core's parameter groups split for one of them, with all that its step needs beside them.
+    Collective over the default group, as core asks for parameter groups, also those of experts, on
+    every rank."""
+    kind = KINDS[asked.optimizer]
+    kind.make_groups(chunks)
+    if dist.get_rank() == 0:
+        print(kind.table(chunks, asked), flush=True)
+    return split_groups(groups, chunks, kind)
+
+
+def split_groups(groups: Groups, chunks: Sequence[Any], kind: Kind) -> list[dict[str, Any]]:
+    """Every group in two, of Adam's parameters and of the others, on every rank alike: also where
+    one of them is empty here, as it need not be on another pipeline stage."""
+    own = {id(p.optimizer) for chunk in chunks for p in chunk.engine.pairs if kind.has(p)}
+    split = []
+    for group in groups:
+        others = [param for param in group["params"] if id(param) not in own]
+        marked = [param for param in group["params"] if id(param) in own]
+        split += [{**group, "params": others}, {**group, "params": marked, MARK: kind.mark}]
+    return split
+
+
+def shards_of(chunks: Sequence[Any], asked: Any) -> Callable[[Any, bool, bool], LocalShards]:
+    """What makes the shards of an optimizer whose groups are those of `split_groups`."""
+    kind = KINDS[asked.optimizer]
+    return kind.shards_of(chunks, asked, lambda group: group.get(MARK) == kind.mark)
+
+
+# In the place of core's functions.
+
+
+def _make_as_adam(
+    original: Callable[..., Any], config: Any, model_chunks: Sequence[Any], *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Core makes the inner optimizer of the groups, and wraps it."""
+    if ours_among(model_chunks) and config.optimizer in EMERGING:
+        config = as_adam(config)
+    return original(config, model_chunks, *args, **kwargs)
+
+
+def _make_emerging(
+    original: Callable[..., Any], config: Any, model_chunks: Sequence[Any],
+    config_overrides: Any = None, pg_collection: Any = None,
+) -> Any:  # fmt: skip
+    """From 0.18 on core turns off here for all but Adam and SGD; with sharded weights it does not,
+    but goes on as for Adam until it makes the inner optimizer. Its groups on the host are for
+    checkpoints of another format."""
+    if not ours_among(model_chunks) or config.optimizer not in EMERGING:
+        return original(config, model_chunks, config_overrides, pg_collection)
+    return core_optimizer.get_megatron_optimizer(
+        as_adam(config), model_chunks, config_overrides, use_gloo_process_groups=False,
+        pg_collection=pg_collection,
+    )
+
+
+REPLACED: tuple[Replacement, ...] = (
+    Replacement(
+        core_optimizer, "_get_megatron_optimizer_based_on_param_groups", _make_as_adam,
+        (("config", "model_chunks", MORE),),
+    ),
+    *(
+        [Replacement(core_optimizer, FACTORY, _make_emerging,
+                     (("config", "model_chunks", "config_overrides", "pg_collection"),))]
+        if MAKES_EMERGING else []  # before 0.18 none takes another way
+    ),
+)  # fmt: skip
