@@ -45,6 +45,9 @@ class LayerCaptures:
     ) -> None:
         self.graphs: LayerGraphs | None = None
         self._said = False
+        self._dispatchers = [
+            one.token_dispatcher for one in module.modules() if hasattr(one, "token_dispatcher")
+        ]
         if captures_layers(config):
             take_off_managers(module)
             asked = modules_asked_for(config)
@@ -58,7 +61,10 @@ class LayerCaptures:
 
     def forward_pass(self, training: bool) -> AbstractContextManager[None]:
         """Around a forward of the model, in training mode or not."""
-        return nullcontext() if self.graphs is None else self.graphs.forward_pass(training)
+        if self.graphs is None:
+            return nullcontext()
+        forget_last_call(self._dispatchers)
+        return self.graphs.forward_pass(training)
 
     def gradients_finished(self) -> None:
         """A step ends. In the first in which nothing more was captured, says on one rank what is
@@ -85,6 +91,18 @@ class LayerCaptures:
     def gradients_forgotten(self) -> None:
         if self.graphs is not None:
             self.graphs.reset()
+
+
+def forget_last_call(dispatchers: Iterable[Any]) -> None:
+    """Takes the autograd graph from what core's token dispatchers keep of their last call.
+
+    With it the nodes live on that add gradients to weights, of all layers below. Autograd would use
+    them again in a capture, and make that wait for the stream on which they were made, which CUDA
+    refuses."""
+    for dispatcher in dispatchers:
+        for name, value in vars(dispatcher).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                setattr(dispatcher, name, value.detach())
 
 
 def left_out(module: nn.Module, asked: Iterable[str]) -> list[str]:

@@ -3,9 +3,16 @@ are those of the same wrapper without them, bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from megatron_fsdp_adapter.core.engine.captured import CapturedCall
 from tests.distributed.checks import check_same_bits
 from tests.distributed.launch import run_ranks
 from tests.distributed.topologies import (
@@ -33,6 +40,29 @@ def _numbers(trainer: TopologyTrainer) -> tuple[list[float], Any]:
         for chunk in trainer.chunks:
             chunk.train()
     return found, trainer.weights()
+
+
+def _has_accumulator(param: torch.nn.Parameter) -> bool:
+    """Whether some graph keeps the node that adds gradients to a weight: what is written to it is
+    still there when it is asked for again."""
+    get_gradient_edge(param).node.metadata["looked at"] = True
+    return "looked at" in get_gradient_edge(param).node.metadata
+
+
+@contextmanager
+def _weights_are_fresh() -> Iterator[list[str]]:
+    """Inside, no graph of an earlier step knows a weight that a capture begins to use."""
+    captured: list[str] = []
+
+    def record(self: CapturedCall, *args: Any) -> Any:
+        params = [one.group.params[index] for one in self.site.grads for index in one.indices]
+        assert not any(map(_has_accumulator, params)), self.site.name
+        captured.append(self.site.name)
+        return original(self, *args)
+
+    original = CapturedCall.record
+    with mock.patch.object(CapturedCall, "record", record):
+        yield captured
 
 
 def _trains_alike(name: str, layers: int, in_flight: int, **changes: str) -> None:
@@ -69,7 +99,9 @@ def _check(rank: int, world: int) -> None:
     _trains_alike("pp2", layers=2, in_flight=2 - rank)
     _trains_alike("pp2-vpp2", layers=1, in_flight=4)
     for dispatcher in ("alltoall", "allgather"):  # both read numbers of tokens on the host
-        _trains_alike("ep2", layers=4, in_flight=1, dispatcher=dispatcher)
+        with _weights_are_fresh() as captured:
+            _trains_alike("ep2", layers=4, in_flight=1, dispatcher=dispatcher)
+        assert len(captured) == 4
 
 
 def test_pipelines_and_experts_replay_to_the_bits_of_eager_steps() -> None:
