@@ -92,7 +92,7 @@ MEANING: Mapping[str, str] = {
     "ep_overlap": "`overlap_moe_expert_parallel_comm`: core's schedule of parts of layers",
     "offload": "nothing; what autograd saves, by a user's hooks; main weights and moments, by "
     "`chunked_optimizer_state_offload`, or by core's `optimizer_cpu_offload`",
-    "optimizer": "`optimizer`; before 0.19, which has no `adaptive_muon`, that is `muon` too",
+    "optimizer": "`optimizer`; before 0.18, which has no `adaptive_muon`, that is `muon` too",
     "step": "of the optimizer: all at once; under the next forward "
     "(`fsdp_overlap_param_gather_with_optimizer_step`); in a CUDA graph (`optimizer_cuda_graph`; "
     "before 0.17, which has none, all at once)",
