@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import (
     clip_grad_by_total_norm_fp32,
     get_grad_norm_fp32,
@@ -65,6 +66,20 @@ def gradients(optimizer: Any, group: str | None) -> list[torch.Tensor]:
     return found() if group is None else found(group)
 
 
+def norm_of(optimizer: Any, group: str | None) -> Any:
+    """The norm of the model's gradients (None), or of those of a group: a number, or float32 (1,)
+    on the device, as core's is. Collective over the optimizer's ranks.
+
+    From our kernel where it takes this rank's gradients, else from core's function. Both add up
+    ranks' sums of squares in one all-reduce of one float32, so ranks may differ in that."""
+    held, ranks = gradients(optimizer, group), optimizer.get_grad_stats_parallel_group()
+    squares = optimizer.optimizer._fsdp_shards.squares(held)
+    if squares is None:
+        return get_grad_norm_fp32(held, grad_stats_parallel_group=ranks)
+    dist.all_reduce(squares, group=ranks)
+    return squares.sqrt() if core_api.norms_stay_on_device() else squares.item() ** 0.5
+
+
 def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
     """Core's own norm and clipping, given local tensors: none is empty (`optimizer._norm_grads`),
     and none pays DTensor dispatch. Parameters of a group with a norm of its own are clipped by it.
@@ -72,11 +87,7 @@ def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
     if not our_chunks(self) or self.is_stub_optimizer:
         return original(self, clip_grad)
     norms = {
-        group: get_grad_norm_fp32(
-            gradients(self, group),
-            grad_stats_parallel_group=self.get_grad_stats_parallel_group(),
-        )
-        for group in (None, *core_api.present_norm_groups(self))
+        group: norm_of(self, group) for group in (None, *core_api.present_norm_groups(self))
     }
     shards: LocalShards = self.optimizer._fsdp_shards
     asked = ClipByNorms(dict(norms), clip_grad, shards.decoupled)

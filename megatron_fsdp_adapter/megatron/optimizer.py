@@ -326,7 +326,7 @@ def _step_unless_large(original: Callable[..., bool], self: Any) -> bool:
     threshold = core_api.norm_threshold(self.config)
     if not our_chunks(self) or self.is_stub_optimizer or math.isinf(threshold):
         return original(self)
-    norm = self.clipped_norm if self.config.clip_grad > 0.0 else self.get_grad_norm()
+    norm = self.clipped_norm if self.config.clip_grad > 0.0 else clipping.norm_of(self, None)
     return False if norm > threshold else original(self)
 
 

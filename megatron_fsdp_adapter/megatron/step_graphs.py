@@ -10,7 +10,7 @@ a place that does: the call of core's wrapper.
     for good          gradients keep their storage, and main weights, state and the learning rate
                       theirs: the graph has the addresses. From the first step on that core's
                       wrapper runs: what one before the capture makes for its addresses (tables of
-                      `sharding/one_pass_adam.py`) is what the graph reads
+                      `sharding/tensor_table.py`) is what the graph reads
 
 A gather inside of the graph was turned down: the host would not know what is gathered, and its
 buffers would have to stay for good. So was to look for a step when a forward begins: weights are
@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from megatron.core import optimizer as core_optimizer
-from megatron.core.optimizer import clip_grads
 
 from ..core.engine.engine import FsdpEngine
 from ..sharding.group_options import as_numbers
@@ -93,7 +92,7 @@ def problems(config: Any, chunks: Sequence[Any]) -> list[str]:
         found.append("this megatron-core captures no optimizer's step; use 0.17 or later")
     if any(chunk.device.type != "cuda" for chunk in chunks):
         found.append("the model is on the CPU, where there are no CUDA graphs")
-    if core_optimizer.USING_PYTORCH_OPTIMIZER or clip_grads.multi_tensor_scale_tensor_impl is None:
+    if core_optimizer.USING_PYTORCH_OPTIMIZER or not core_api.norms_stay_on_device():
         found.append(
             "without Transformer Engine the gradient norm is asked on the host, and the learning "
             "rate is a number, which a replay would keep; install it"

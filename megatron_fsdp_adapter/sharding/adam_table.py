@@ -1,21 +1,16 @@
-"""What a kernel of Adam for many tensors is told: numbers, and where the tensors are."""
+"""What a kernel of Adam for many tensors is told, beside where they are."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from .tensor_table import Lists, Table
+
 CHUNK = 8192
 """Elements of a tensor that one program of the kernel updates."""
-ALIGNED_BYTES = 16
-"""Of an address from which a thread can read 4 numbers at once."""
-DTYPES = (torch.float32, torch.bfloat16)
-
-Lists = Sequence[Sequence[torch.Tensor]]
-"""Gradients, weights, first and second moments, of the same tensors in turn."""
 Number = float | torch.Tensor
 """As it is, or as one float32 on the device."""
 
@@ -60,35 +55,5 @@ class Update:
         return self.scale is not None
 
 
-@dataclass(frozen=True)
-class Table:
-    """Where tensors are, on their device. addresses: int64 (5, n): of gradients, weights, first and
-    second moments, and the numbers of elements; tensor_of: int32 (chunks): the tensor of each
-    chunk; first_of: int32 (n): the first chunk of each tensor. aligned: whether all addresses and
-    numbers of elements are multiples of what a thread reads at once."""
-
-    addresses: torch.Tensor
-    tensor_of: torch.Tensor
-    first_of: torch.Tensor
-    aligned: bool
-
-    @property
-    def chunks(self) -> int:
-        return self.tensor_of.numel()
-
-
 Kernel = Callable[[Table, Lists, Update], None]
-"""Updates weights and moments in place."""
-
-
-def chunks_of(sizes: Sequence[int], chunk: int = CHUNK) -> tuple[list[int], list[int]]:
-    """The tensor of each chunk, and the first chunk of each tensor."""
-    counts = [-(-size // chunk) for size in sizes]
-    tensor_of = [number for number, count in enumerate(counts) for _ in range(count)]
-    return tensor_of, list(itertools.accumulate(counts, initial=0))[:-1]
-
-
-def is_aligned(addresses: Sequence[Sequence[int]], sizes: Sequence[int]) -> bool:
-    """Whether threads can read 16 bytes at a time, of numbers of 4 bytes or 2."""
-    whole = all(size % (ALIGNED_BYTES // DTYPES[1].itemsize) == 0 for size in sizes)
-    return whole and not any(a % ALIGNED_BYTES for some in addresses for a in some)
+"""Updates weights and moments in place. Lists: gradients, weights, first and second moments."""

@@ -25,6 +25,7 @@ from .group_options import as_numbers, load_options
 from .made_state import is_torch_optimizer, make_state, moments_of
 from .model_state import Piece, Place, write_pieces
 from .one_pass_adam import OnePassAdam, install
+from .one_pass_norm import OnePassSquares, kernel_of
 
 Prepare = Callable[[Any], None]
 """Called with an optimizer before its step reads gradients."""
@@ -59,6 +60,7 @@ class LocalShards:
     held_by: who knows addresses of the state, in words, so that it cannot go; "" if nobody.
     step_follows: whether gradients that are clipped are read by a step, and before by nobody.
     one_pass: the kernel in the inner optimizer, where it has one of ours.
+    squares: adds up the squares of gradients, for their norm.
     """
 
     step_follows = False
@@ -73,6 +75,7 @@ class LocalShards:
         self.parked: ParkingLot | None = None
         self.held_by = ""
         self._clip: Clip | None = None
+        self.squares = OnePassSquares(kernel_of)
         self._add_groups(optimizer)
 
     def _add_groups(self, optimizer: Any) -> None:

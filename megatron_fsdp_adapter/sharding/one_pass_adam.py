@@ -14,44 +14,32 @@ kernel does not take goes to the function that was there, so that results are th
 Where a CUDA graph has the step, FusedAdam is `capturable` and tells the learning rate and the count
 of steps as tensors. The kernel reads them, and bias corrections that are computed on the device in
 float64: the bits of a step that is not captured, which Transformer Engine's own capturable function
-does not have. A graph goes on reading the table that it was captured with. None is made in a
-capture: the copy to the device would belong to the graph, and be repeated from memory of the host
-that is long gone. So a step before has made it, for the same addresses, and it stays.
+does not have.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..core.runtime.kernels import kernel_or_warning
-from .adam_table import (
-    DTYPES,
-    Kernel,
-    Lists,
-    Number,
-    Table,
-    Update,
-    chunks_of,
-    is_aligned,
-)
+from .adam_table import CHUNK, Kernel, Number, Update
+from .tensor_table import DTYPES, Lists, Tables
 
-MOST_TABLES = 4096
-"""That are kept: of more calls than a step has, for memory that moves again and again."""
+WEIGHTS = 1
+"""Their place among the lists."""
 DECOUPLED = 1
 """The mode of AdamW; 0 adds weight decay to gradients."""
 FUNCTIONS = {False: "multi_tensor_adam", True: "multi_tensor_adam_capturable"}
 """The attribute of FusedAdam that updates weights without a copy in its state, by whether it is
 capturable."""
-
-Chunks = tuple[torch.Tensor, torch.Tensor]
-"""`Table.tensor_of` and `Table.first_of`, which follow from sizes."""
-Addresses = tuple[tuple[int, ...], ...]
-"""Of tensors, by list."""
+IN_GRAPH = (
+    "Adam in this CUDA graph is left to the optimizer's own kernel, which is slower and rounds "
+    "otherwise"
+)
 
 
 class OnePassAdam:
@@ -61,17 +49,15 @@ class OnePassAdam:
         original: that function.
         kernel: what updates on a device; None where nothing can.
 
-    clip: one float32 on the device that gradients are multiplied by in the calls that follow; None
-    for nothing.
+    tables: where the tensors of its calls are. clip: one float32 on the device that gradients are
+    multiplied by in the calls that follow; None for nothing.
     """
 
     def __init__(
         self, original: Callable[..., Any], kernel: Callable[[torch.device], Kernel | None]
     ) -> None:
         self._original, self._kernel = original, kernel
-        self._tables: dict[Any, tuple[Addresses, Table]] = {}
-        self._chunks: dict[Any, Chunks] = {}
-        self._in_graphs: list[Table] = []
+        self.tables = Tables(CHUNK, WEIGHTS)
         self.clip: torch.Tensor | None = None
 
     def __call__(
@@ -82,8 +68,10 @@ class OnePassAdam:
         """scale: what gradients are multiplied by, of a capturable FusedAdam, whose `lr` and `step`
         are on the device; nothing of another."""
         on_device = (overflow, lr, step, *scale) if scale else ()
-        kernel, table = self._prepared(lists) if takes(lists, on_device) else (None, None)
-        if kernel is None or table is None:
+        prepared = None
+        if takes(lists, on_device):
+            prepared = self.tables.prepared(lists, self._kernel, IN_GRAPH)
+        if prepared is None:
             if self.clip is not None:
                 torch._foreach_mul_(list(lists[0]), self.clip.view(()))
             self._original(
@@ -98,54 +86,10 @@ class OnePassAdam:
             lr, beta1, beta2, eps, first, second, mode == DECOUPLED, weight_decay, self.clip,
             *((*scale, overflow) if scale else ()),
         )  # fmt: skip
+        kernel, table = prepared
         kernel(table, lists, update)
         if self.clip is not None and self.clip.is_cuda:
             self.clip.record_stream(torch.cuda.current_stream())  # it ends with the step
-
-    def _prepared(self, lists: Lists) -> tuple[Kernel | None, Table | None]:
-        """The kernel, and where `lists` are; None for what cannot be had."""
-        device = lists[1][0].device
-        if is_capturing(device):  # tried and compiled before, if there is a table
-            table = self._table_in_graph(lists)
-            return (None if table is None else self._kernel(device)), table
-        kernel = self._kernel(device)
-        return kernel, None if kernel is None else self._table(lists)
-
-    def _table(self, lists: Lists) -> Table:
-        """That of `lists`, made again when an address has changed."""
-        device = lists[1][0].device
-        addresses, sizes = _places_of(lists)
-        stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
-        place = (stream, addresses[1], sizes)  # other tensors have the same memory in turn
-        known = self._tables.get(place)
-        if known is not None and known[0] == addresses:
-            return known[1]
-        if (stream, sizes) not in self._chunks:
-            self._chunks[stream, sizes] = _chunks_on(device, sizes)
-        table = _table_on(device, addresses, sizes, self._chunks[stream, sizes])
-        if len(self._tables) >= MOST_TABLES:
-            self._tables.clear()
-        self._tables[place] = (addresses, table)
-        return table
-
-    def _table_in_graph(self, lists: Lists) -> Table | None:
-        """That of `lists`, which stays from now on; None, with a warning, if there is none.
-
-        It was made on another stream, that of the steps before the capture. Whoever replays the
-        graph has ordered it behind these steps, which update the same weights and read the table
-        before they do."""
-        addresses, sizes = _places_of(lists)
-        for (_, _, known_sizes), (known, table) in self._tables.items():
-            if (known, known_sizes) == (addresses, sizes):
-                self._in_graphs.append(table)
-                return table
-        warnings.warn(
-            "Adam in this CUDA graph is left to the optimizer's own kernel, which is slower and "
-            "rounds otherwise: no step before the capture was taken by ours, or gradients, weights "
-            "or state have moved since",
-            stacklevel=2,
-        )
-        return None
 
 
 def install(optimizer: Any) -> OnePassAdam | None:
@@ -160,11 +104,6 @@ def install(optimizer: Any) -> OnePassAdam | None:
     return made
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on the current stream goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def kernel_of(device: torch.device) -> Kernel | None:
     """None where there is none, which is said once."""
     return _kernel(device) if device.type == "cuda" else None
@@ -176,38 +115,12 @@ def _kernel(device: torch.device) -> Kernel | None:
         from .triton_adam import update as kernel
 
         one = [[torch.zeros(1, device=device)] for _ in range(4)]
-        addresses, sizes = _places_of(one)
-        table = _table_on(device, addresses, sizes, _chunks_on(device, sizes))
-        kernel(table, one, Update(0.0, 0.9, 0.9, 1.0, 1.0, 1.0, True, 0.0))
+        kernel(Tables(CHUNK).of(one), one, Update(0.0, 0.9, 0.9, 1.0, 1.0, 1.0, True, 0.0))
         return kernel
 
     return kernel_or_warning(
         tried, "Adam is left to the optimizer's own kernels, which take a quarter longer"
     )
-
-
-def _places_of(lists: Lists) -> tuple[Addresses, tuple[int, ...]]:
-    """Addresses by list, and elements."""
-    addresses = tuple(tuple(tensor.data_ptr() for tensor in tensors) for tensors in lists)
-    return addresses, tuple(tensor.numel() for tensor in lists[1])
-
-
-def _chunks_on(device: torch.device, sizes: Sequence[int]) -> Chunks:
-    tensor_of, first_of = (_to_device(row, torch.int32, device) for row in chunks_of(sizes))
-    return tensor_of, first_of
-
-
-def _table_on(
-    device: torch.device, addresses: Sequence[Sequence[int]], sizes: Sequence[int], chunks: Chunks
-) -> Table:
-    places = _to_device([*addresses, sizes], torch.int64, device)
-    return Table(places, *chunks, is_aligned(addresses, sizes))
-
-
-def _to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Without waiting for the device."""
-    made = torch.tensor(values, dtype=dtype)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
 def _correction(beta: float, step: int | torch.Tensor) -> Number:

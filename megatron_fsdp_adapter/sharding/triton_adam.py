@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .adam_table import CHUNK, Lists, Table, Update
+from .adam_table import Update
+from .tensor_table import Lists, Table
 
 BLOCK, WARPS, STAGES = 1024, 8, 3
 """Elements that a program has in registers at a time, its warps, and loads under way. Chunks of
@@ -128,6 +129,6 @@ def update(table: Table, lists: Lists, step: Update) -> None:
         table.addresses, table.tensor_of, table.first_of, table.addresses.shape[1],
         clip, scale, overflow, step.lr, step.beta1, step.beta2, step.correction1,
         step.correction2, step.eps, step.weight_decay, grads, weights, firsts, step.decoupled,
-        step.clip is not None, step.on_device, table.aligned, CHUNK, BLOCK, STAGES,
+        step.clip is not None, step.on_device, table.aligned, table.chunk, BLOCK, STAGES,
         num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_fsdp_adapter import release_memory
 from megatron_fsdp_adapter.megatron import step_graphs
 from megatron_fsdp_adapter.megatron.seams import core_api
-from megatron_fsdp_adapter.sharding import one_pass_adam
+from megatron_fsdp_adapter.sharding import local_optimizer, one_pass_adam, tensor_table
 from tests.distributed.checks import check_same_bits
 from tests.distributed.fused_adam import (
     HostKernel,
@@ -35,6 +35,7 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.engine.fake_graphs import HostTorch
+from tests.sharding.host_squares import HostSquares
 
 CASE = Case(
     num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, seq=5, microbatches=2, bf16=True, clip=0.1
@@ -137,23 +138,26 @@ def test_a_replayed_step_trains_to_the_bits_of_one_that_runs(
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_with_adam_in_one_pass_a_captured_step_has_the_bits_of_one_that_no_graph_may_have(
+def test_with_adam_and_norm_in_one_pass_a_captured_step_has_the_bits_of_one_that_no_graph_may_have(
     one_rank: torch.device, host: HostTorch, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
     """The table that the graph reads is of the step before: gradients have stayed where they were.
     """
-    kernel = HostKernel()
+    kernel, squares = HostKernel(), HostSquares()
     monkeypatch.setattr(one_pass_adam, "kernel_of", lambda device: kernel)
-    monkeypatch.setattr(one_pass_adam, "is_capturing", lambda device: host.capturing)
+    monkeypatch.setattr(local_optimizer, "kernel_of", lambda device: squares)
+    monkeypatch.setattr(tensor_table, "is_capturing", lambda device: host.capturing)
     expected, weights = numbers(built(strategy, None, optimizer_cuda_graph=False))
     assert kernel.updates and not any(update.on_device for update in kernel.updates)
     trainer, before = built(strategy, host), len(kernel.updates)
-    adam = trainer.optimizer.optimizer._fsdp_shards.one_pass
+    shards = trainer.optimizer.optimizer._fsdp_shards
+    adam = shards.one_pass
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", None)  # core's norm is not asked
     adam._original = mock.Mock(side_effect=AssertionError("the optimizer's own function was run"))
     found, mine = numbers(trainer)
     told = kernel.updates[before:]
     assert told and all(update.on_device and update.clip is not None for update in told)
-    assert adam._in_graphs
+    assert adam.tables.in_graphs and shards.squares.tables.in_graphs
     assert found == expected
     check_same_bits(mine, weights, strategy)
 

@@ -15,7 +15,8 @@ import torch
 from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 
-from megatron_fsdp_adapter.sharding.adam_table import Lists, Table, Update
+from megatron_fsdp_adapter.sharding.adam_table import Update
+from megatron_fsdp_adapter.sharding.tensor_table import Lists, Table
 
 
 class FusedAdam(torch.optim.Optimizer):

@@ -15,9 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.sharding import one_pass_adam
-from megatron_fsdp_adapter.sharding.adam_table import Update, chunks_of, is_aligned
+from megatron_fsdp_adapter.sharding import one_pass_adam, tensor_table
+from megatron_fsdp_adapter.sharding.adam_table import Update
 from megatron_fsdp_adapter.sharding.one_pass_adam import OnePassAdam
+from megatron_fsdp_adapter.sharding.tensor_table import chunks_of, is_aligned
 from tests.distributed.checks import check_run_bits, recorded_step
 from tests.distributed.fused_adam import (
     FusedAdam,
@@ -166,9 +167,9 @@ def test_what_is_not_on_the_device_goes_to_the_optimizers_own() -> None:
 def test_a_graph_reads_a_table_that_was_there_before_it_and_that_stays() -> None:
     kernel, original = HostKernel(), mock.Mock()
     adam, lists, lr = OnePassAdam(original, lambda _: kernel), _tensors(2), torch.tensor(1e-2)
-    captured = mock.patch.object(one_pass_adam, "is_capturing", lambda device: True)
+    captured = mock.patch.object(tensor_table, "is_capturing", lambda device: True)
     none_made = mock.patch.object(
-        one_pass_adam, "_to_device", mock.Mock(side_effect=AssertionError("made in a capture"))
+        tensor_table, "_to_device", mock.Mock(side_effect=AssertionError("made in a capture"))
     )
     _call_capturable(adam, lists, lr)
     with captured, none_made:
@@ -182,7 +183,7 @@ def test_a_graph_reads_a_table_that_was_there_before_it_and_that_stays() -> None
     with captured, none_made, pytest.warns(UserWarning, match="left to the optimizer's own kernel"):
         _call_capturable(adam, moved, lr, 3)
     assert original.call_args.args[2] is moved and not kernel.tables
-    with mock.patch.object(one_pass_adam, "MOST_TABLES", 1):
+    with mock.patch.object(tensor_table, "MOST_TABLES", 1):
         for other in (moved, _tensors(3), _tensors(4)):
             _call_capturable(adam, other, lr, 4)
     gc.collect()

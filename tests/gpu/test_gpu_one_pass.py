@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fsdp_adapter.sharding import local_optimizer, one_pass_adam
+from megatron_fsdp_adapter.sharding import local_optimizer, one_pass_adam, tensor_table
 from megatron_fsdp_adapter.sharding.adam_table import CHUNK
 from tests.distributed.checks import check_run_bits
 from tests.distributed.gpt import Case, build_trainer, distributed_optimizer, init_megatron
@@ -193,13 +193,13 @@ def test_a_graph_replays_with_what_is_on_the_device_then() -> None:
     norm.fill_(1.7)
     update(ours)
     expect(1, 1e-2, 1.7)
-    tables = list(adam._tables.values())
+    tables = list(adam.tables.known.values())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         update(ours)
     (known,) = tables
-    assert adam._in_graphs == [known[1]] and not own
-    with mock.patch.object(one_pass_adam, "MOST_TABLES", 1):  # others come and go
+    assert adam.tables.in_graphs == [known[1]] and not own
+    with mock.patch.object(tensor_table, "MOST_TABLES", 1):  # others come and go
         for count in (1, 2):
             rows = _tensors(BF16, FLOAT32, FLOAT32, SIZES[:count], 1.0, 0)
             adam(65536, overflow, rows, lr, 0.9, 0.95, 1e-8, step, 1, 1, 0.1, scale)
@@ -226,7 +226,7 @@ def trains_alike(rank: int, world: int, strategy: str, ddp: dict[str, Any]) -> s
         shards = distributed_optimizer(trainer).optimizer._fsdp_shards
         assert (shards.one_pass is None) == bool(runs)
         steps = _local_run(trainer, rank, 3, device)
-        assert runs or shards.one_pass._tables, "nothing went through the kernel"
+        assert runs or shards.one_pass.tables.known, "nothing went through the kernel"
         runs.append(steps)
         del trainer, shards
         gc.collect()

@@ -71,8 +71,10 @@ def _compare(build: Callable[[bool], Trainer], run: Run, name: str) -> str:
     eager = build(False)
     expected, weights = run(eager)
     adam = distributed_optimizer(eager).optimizer
-    assert not adam.capturable and adam._fsdp_shards.one_pass._tables, "not Adam in one pass"
-    del eager, adam
+    shards = adam._fsdp_shards
+    assert not adam.capturable and shards.one_pass.tables.known, "not Adam in one pass"
+    assert shards.squares.tables.known, "not the norm in one pass"
+    del eager, adam, shards
     gc.collect()
     trainer = build(True)
     ran = _counted(trainer)
@@ -84,7 +86,9 @@ def _compare(build: Callable[[bool], Trainer], run: Run, name: str) -> str:
         assert core_api.STEP_GRAPHS.cuda_graph is not None, "not captured"
         assert len(ran) == WARMUP + 1, f"{len(ran)} steps ran"
         adam = distributed_optimizer(trainer).optimizer
-        assert adam.capturable and adam._fsdp_shards.one_pass._in_graphs, "not Adam in one pass"
+        shards = adam._fsdp_shards
+        assert adam.capturable and shards.one_pass.tables.in_graphs, "not Adam in one pass"
+        assert shards.squares.tables.in_graphs, "not the norm in one pass"
         steps = {int(g["step"]) for g in trainer.optimizer.param_groups if g["params"]}
         assert len(steps) == 1, steps
     finally:

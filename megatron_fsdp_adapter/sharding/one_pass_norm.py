@@ -1,0 +1,88 @@
+"""The sum of squares of many tensors in one launch, for the norm of gradients.
+
+Transformer Engine's multi-tensor function takes a launch for each 320 chunks of 64k elements; here
+one kernel reads all tensors, by addresses that lie in device memory. Each program writes the sum of
+its chunk, and these are added up afterwards, in an order that does not change: no atomic additions,
+so that the same gradients have the same norm.
+
+Squares are added in float32, in as many lanes as a program has (`triton_norm.BLOCK`), chunks in
+float64. All addends are positive: the sum of a chunk is within some 30 roundings of float32
+(`CHUNK / BLOCK` in a lane, then those of the lanes), 2e-6 of it at worst and some 1e-8 in a sum of
+many chunks. What is infinite or not a number stays so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..core.runtime.kernels import kernel_or_warning
+from .tensor_table import DTYPES, Table, Tables
+
+CHUNK = 32768
+"""Elements of a tensor whose squares one program of the kernel adds up."""
+IN_GRAPH = (
+    "the gradient norm in this CUDA graph is left to megatron-core, whose kernels are slower and "
+    "round otherwise"
+)
+
+Tensors = Sequence[torch.Tensor]
+Kernel = Callable[[Table, Tensors], torch.Tensor]
+"""Sums of squares, float32 (chunks)."""
+
+
+class OnePassSquares:
+    """Adds up squares.
+
+    Args:
+        kernel: what does so on a device; None where nothing can.
+
+    tables: where the tensors of its calls are.
+    """
+
+    def __init__(self, kernel: Callable[[torch.device], Kernel | None]) -> None:
+        self._kernel, self.tables = kernel, Tables(CHUNK)
+
+    def __call__(self, tensors: Tensors) -> torch.Tensor | None:
+        """The sum over `tensors`, float32 (1,) on their device. None where that is left to others:
+        see `takes`; without a kernel; in a CUDA graph that no call for the same tensors was before,
+        with a warning."""
+        if not takes(tensors):
+            return None
+        prepared = self.tables.prepared([tensors], self._kernel, IN_GRAPH)
+        if prepared is None:
+            return None
+        kernel, table = prepared
+        return kernel(table, tensors).sum(dim=0, keepdim=True, dtype=torch.float64).float()
+
+
+def takes(tensors: Tensors) -> bool:
+    """Whether the kernel knows how to read these: some, all on one device and of one of `DTYPES`,
+    each one stretch of memory."""
+    kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
+    return (
+        len(kinds) == 1
+        and tensors[0].dtype in DTYPES
+        and all(tensor.is_contiguous() for tensor in tensors)
+    )
+
+
+def kernel_of(device: torch.device) -> Kernel | None:
+    """None where there is none, which is said once."""
+    return _kernel(device) if device.type == "cuda" else None
+
+
+@functools.cache
+def _kernel(device: torch.device) -> Kernel | None:
+    def tried() -> Kernel:
+        from .triton_norm import sums_of_squares as kernel
+
+        one = [torch.zeros(1, device=device)]
+        kernel(Tables(CHUNK).of([one]), one)
+        return kernel
+
+    return kernel_or_warning(
+        tried, "the gradient norm is left to megatron-core, whose kernels take a third longer"
+    )
