@@ -79,10 +79,23 @@ def _kernel(device: torch.device) -> Kernel | None:
     def tried() -> Kernel:
         from .triton_norm import sums_of_squares as kernel
 
-        one = [torch.zeros(1, device=device)]
-        kernel(Tables(CHUNK).of([one]), one)
+        _check(kernel, device)
         return kernel
 
     return kernel_or_warning(
         tried, "the gradient norm is left to megatron-core, whose kernels take a third longer"
     )
+
+
+def _check(kernel: Kernel, device: torch.device) -> None:
+    """Against torch: a compiler that breaks the kernel would change all steps and say nothing.
+
+    Raises:
+        ArithmeticError: the sums differ by more than roundings.
+    """
+    made = torch.linspace(-1, 1, 2 * CHUNK + 5, device=device)
+    for tensors in ([made[1:], made[:1], made[: CHUNK + 3]], [made[:CHUNK], made[: CHUNK // 2]]):
+        found = kernel(Tables(CHUNK).of([tensors]), tensors).double().sum()
+        expected = sum(tensor.double().square().sum() for tensor in tensors)
+        if not torch.allclose(found, torch.as_tensor(expected), rtol=1e-5):
+            raise ArithmeticError(f"a sum of squares is {found.item()} for {expected}")

@@ -86,7 +86,13 @@ def test_the_kernel_is_tried_before_it_is_used_and_without_it_a_warning_says_wha
     tried = one_pass_norm._kernel.__wrapped__
     with mock.patch.dict(sys.modules, {name: stand_in}):  # type: ignore[dict-item]
         assert tried(CPU) is kernel
-    assert len(kernel.tables) == 1
+    assert [table.aligned for table in kernel.tables] == [False, True]
+    broken = SimpleNamespace(sums_of_squares=lambda table, tensors: 1.01 * kernel(table, tensors))
+    with (
+        mock.patch.dict(sys.modules, {name: broken}),  # type: ignore[dict-item]
+        pytest.warns(UserWarning, match="a sum of squares is"),
+    ):
+        assert tried(CPU) is None
     with (
         mock.patch.dict(sys.modules, {name: None}),  # type: ignore[dict-item]
         pytest.warns(UserWarning, match="the gradient norm is left to megatron-core"),
