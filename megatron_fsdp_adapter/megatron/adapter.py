@@ -127,7 +127,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.process_groups = pg_collection
         self.tp_group, self.force_all_reduce = index.tp_group, False
         self.engine = self._build_engine(module, fsdp_unit_modules)
-        self._captures, self.step_capture = Captures(self.engine), StepCapture(self.engine)
+        self.captures, self.step_capture = Captures(self.engine), StepCapture(self.engine)
         self._layers = LayerCaptures(self.engine, module, config)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed())
@@ -266,13 +266,13 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self._before_pass()
         with self._layers.forward_pass(self.training):
             output = self.module(*inputs, **kwargs)
-        self._captures.after_forward()
+        self.captures.after_forward()
         return output
 
     def _before_pass(self) -> None:
         """A forward begins, by a call of this module or of parts of it."""
         self._wiring.on_forward(self.config, self.training and not self.engine.auto_sync)
-        self._captures.before_forward()
+        self.captures.before_forward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -288,7 +288,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         is launched; `force_sync` gathers all and orders the current stream behind it. Once there
         is a graph of a training step nothing is: a graph gathers by itself. Nor while the step of
         the optimizer is captured: it is of each step, not of the graph."""
-        if (self._captures.captured and not force_sync) or self.step_capture.running:
+        if (self.captures.captured and not force_sync) or self.step_capture.running:
             return
         self.engine.sync_weights(wait=force_sync)
 
@@ -315,7 +315,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             )
         check_trained(self.engine)
         self.engine.finish_grads()
-        self._captures.gradients_finished()
+        self.captures.gradients_finished()
         self._layers.gradients_finished()
         for param in self._shared_embeddings():
             param.main_grad = param.grad  # type: ignore[attr-defined]
@@ -341,7 +341,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         graph of a training step they stay, for a replay to overwrite."""
         self._wiring.on_zero_grads()
         self._layers.gradients_forgotten()
-        if self._captures.keeps_gradients():
+        if self.captures.keeps_gradients():
             return
         self.engine.zero_grads()
         for param in self._shared_embeddings():

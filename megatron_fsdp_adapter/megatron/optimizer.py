@@ -25,7 +25,8 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from ..core.engine.engine import FsdpEngine
 from ..core.topology import TP_DIM
-from ..sharding.local_optimizer import adopt, initialize_state
+from ..sharding.first_unit import FirstUnitShards
+from ..sharding.local_optimizer import LocalShards, adopt, initialize_state
 from ..sharding.memory import local_shards, park_state, take_state, trim
 from ..sharding.placement import replicated_name
 from ..sharding.problems import raise_problems
@@ -178,6 +179,10 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
     else:
         asked, late = emerging.asked_for(config), late_step.asked_for(ours)
         made = shards_over(engines, late) if asked is None else emerging.shards_of(ours, asked)
+        if made is LocalShards:
+            made = functools.partial(
+                FirstUnitShards, engines[0], lambda: ours[0].captures.gathers_early
+            )
         adopt(optimizer, functools.partial(_begin_step, engines), made)
 
 

@@ -13,6 +13,7 @@ from megatron.core import optimizer as core_optimizer
 
 from . import (
     activation_offload,
+    captures,
     emerging,
     hybrid_optimizer,
     optimizer,
@@ -24,7 +25,7 @@ from .seams.wrapped import is_wrapped, unwrap, wrap
 REPLACED = (
     *optimizer.REPLACED, *hybrid_optimizer.REPLACED, *qk_clip.REPLACED,
     *activation_offload.REPLACED, *emerging.REPLACED,
-    *step_graphs.REPLACED,
+    *step_graphs.REPLACED, *captures.REPLACED,
 )  # fmt: skip
 
 _USERS = "__megatron_fsdp_adapter_users__"

@@ -37,12 +37,9 @@ from ..core.engine.unit import Unit
 from ..core.engine.updates import LateUpdates
 from ..core.runtime.device import BESIDE, COMPUTE
 from .local_optimizer import Clip, LocalPair, LocalShards, initialize_state
+from .partial_steps import Options, options_of, plain_step, set_options, steps_in_steps
 
 OPTION = "fsdp_overlap_param_gather_with_optimizer_step"
-
-Options = dict[str, Any]
-"""Of a parameter group, all but its parameters."""
-
 
 @dataclass
 class Stage:
@@ -137,7 +134,7 @@ class LateShards(LocalShards):
     def begin(self, optimizer: Any) -> None:
         """Queues the steps of all units; `settle` waits for them. The step that was asked for
         finds nothing left to do."""
-        if self._walking or (self._results and _steps_in_steps(type(optimizer))):
+        if self._walking or (self._results and steps_in_steps(type(optimizer))):
             return  # a step of a subclass that calls its base's
         self._walking, self._results = True, {}
         try:
@@ -162,7 +159,7 @@ class LateShards(LocalShards):
         return asks and not self.copies_grads
 
     def _walk(self, optimizer: Any) -> None:
-        at_start = [_options(group) for group in optimizer.param_groups]
+        at_start = [options_of(group) for group in optimizer.param_groups]
         runtime = self._runtime
         self._plan_order()
         self._walk_begins()
@@ -197,18 +194,16 @@ class LateShards(LocalShards):
 
     def _update(self, optimizer: Any, stage: Stage, at_start: Sequence[Options]) -> None:
         for group, options in zip(optimizer.param_groups, at_start, strict=True):
-            for added in _options(group).keys() - options.keys():
-                del group[added]
-            group.update(_copied(options))  # fused optimizers count a step in each call
+            set_options(group, options)  # fused optimizers count a step in each call
         if self._clip is not None:
             self._clip([pair for pairs in stage.pairs for pair in pairs])
         self._show(optimizer, stage)
-        _plain_step(optimizer)
+        plain_step(optimizer)
         for own in stage.groups:
             own.write_own_from_twin()
         for index, group in enumerate(optimizer.param_groups):
             if stage.pairs[index] or index not in self._results:
-                self._results[index] = _options(group)
+                self._results[index] = options_of(group)
 
     def load_ahead(self, of: LateUpdates, after: Any) -> None:
         """Nothing has to be loaded."""
@@ -252,27 +247,3 @@ class LateShards(LocalShards):
         """Gives the inner optimizer one unit's parameters."""
         for group, pairs in zip(optimizer.param_groups, stage.pairs, strict=True):
             group["params"] = [local for _, local in pairs]
-
-
-def _options(group: dict[str, Any]) -> Options:
-    return _copied({name: value for name, value in group.items() if name != "params"})
-
-
-def _copied(options: Options) -> Options:
-    """A step that is counted in a tensor is counted in place."""
-    return {n: v.clone() if isinstance(v, torch.Tensor) and n == "step" else v
-            for n, v in options.items()}
-
-
-def _steps_in_steps(kind: type) -> bool:
-    """Whether a step may run the hooks of a step more than once: a subclass's calls its base's."""
-    own = (vars(base).get("step") for base in kind.__mro__)
-    return sum(bool(getattr(step, "hooked", False)) for step in own) > 1
-
-
-def _plain_step(optimizer: Any) -> None:
-    """The class's own step, without the hooks of a step: those run once, around all units."""
-    step = type(optimizer).step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    step(optimizer)

@@ -46,7 +46,7 @@ class Capturing:
 
 def capturing_trainer(strategy: str) -> tuple[Trainer, Capturing]:
     trainer, flag = build_trainer(CASE, strategy, CPU), Capturing()
-    trainer.wrapper._captures = Captures(trainer.wrapper.engine, flag)
+    trainer.wrapper.captures = Captures(trainer.wrapper.engine, flag)
     return trainer, flag
 
 

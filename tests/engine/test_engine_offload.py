@@ -3,6 +3,7 @@ device at once, and what is read of it. The host stands for both memories."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_fsdp_adapter.core.runtime.device import (
     UPDATE,
     HostRuntime,
 )
+from megatron_fsdp_adapter.sharding.first_unit import FirstUnitShards
 from megatron_fsdp_adapter.sharding.local_optimizer import adopt
 from megatron_fsdp_adapter.sharding.sharded_module import mark_shard
 from megatron_fsdp_adapter.sharding.streamed_optimizer import StreamedShards, shards_over
@@ -34,9 +36,11 @@ SAID = ("steps", "microbatches", "evaluation_between", "weights_loaded")
 """Scenarios in which whoever writes main weights says so, as Megatron's loop does."""
 
 
-def with_adam(setup: Setup, runtime: Any = None, late: bool = False) -> Rig:
+def with_adam(
+    setup: Setup, runtime: Any = None, late: bool = False, first: bool = False
+) -> Rig:
     """A rig whose steps are torch's AdamW on local shards; inside a pretended world. late: they may
-    return before their updates are over."""
+    return before their updates are over. first: they update first what is gathered first."""
     rig = build(setup, runtime)
     pairs = [pair for pair in rig.engine.pairs if pair.grad is not None]
     for pair in rig.engine.pairs:
@@ -44,7 +48,10 @@ def with_adam(setup: Setup, runtime: Any = None, late: bool = False) -> Rig:
     optimizer = torch.optim.AdamW([pair.optimizer for pair in pairs], lr=0.1)
     with rig.watch():
         begin = rig.engine.gather.begin_step
-        adopt(optimizer, lambda unused: begin(), shards_over([rig.engine], late))
+        made = shards_over([rig.engine], late)
+        if first:
+            made = functools.partial(FirstUnitShards, rig.engine, lambda: True)
+        adopt(optimizer, lambda unused: begin(), made)
 
     @torch.no_grad()
     def step() -> None:
@@ -66,9 +73,11 @@ def _label(rig: Rig) -> None:
             rig.runtime.label(buffer.twin.tensor, f"{unit}.twin{number}")
 
 
-def run(setup: Setup, scenario: str, runtime: Any = None, late: bool = False) -> Rig:
+def run(
+    setup: Setup, scenario: str, runtime: Any = None, late: bool = False, first: bool = False
+) -> Rig:
     with pretended_world(setup.world, setup.rank):
-        rig = with_adam(setup, runtime, late)
+        rig = with_adam(setup, runtime, late, first)
         with rig.watch():
             SCENARIOS[scenario](rig)
             rig.engine.show_optimizer_params()

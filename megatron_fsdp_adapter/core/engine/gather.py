@@ -77,6 +77,7 @@ class GatherPipeline:
         self.order, self.launches = order, launches
         self.forward_follows, self.updates = False, LateUpdates(units, runtime)
         self._ahead: list[Unit] = []
+        self._early: list[Unit] = []
         self._holders: dict[int, Unit] = {}
         self._kept: Counter[int] = Counter()
         self._unordered = False  # gathers, before which the compute stream may write what they read
@@ -286,9 +287,11 @@ class GatherPipeline:
             self.release(unit)
 
     def invalidate(self) -> None:
-        """The main weights have changed: whatever is gathered is outdated, and later gathers read
-        the new ones."""
+        """The main weights have changed: whatever is gathered is outdated but for `early` units,
+        and later gathers read the new ones."""
         for unit in self.units:
+            if unit in self._early:
+                continue
             unit.outdated = True
             if unit.phase is not Phase.SHARDED:
                 self._drop(unit)
@@ -309,16 +312,61 @@ class GatherPipeline:
         finished, unless somebody has run the model meanwhile: an evaluation leaves gathers that
         nobody uses where it raises, or leaves units out. A step in a CUDA graph says so on the
         host, before its capture and before each replay."""
+        self.drop_early()
         if self._unordered:
             self.quiesce()
 
+    def first_units(self) -> list[Unit]:
+        """Those that the next forward asks for first and whose weights come and go. Frozen ones
+        are not among them: nothing of them is updated, and no bucket of theirs in backward takes
+        what they would while a step runs."""
+        first = [self.units[ordinal] for ordinal in self.order.first()]
+        return [unit for unit in first if unit.trainable_groups and not unit.keeps_weights]
+
+    def gather_early(self, units: Sequence[Unit]) -> None:
+        """Launches the gathers of `units`, whose main weights a step has updated, ahead of the rest
+        of that step. They are `early`: current, though optimizer parameters are shown, until
+        somebody else may have written main weights or a forward takes them over."""
+        self.follow_compute()
+        for unit in units:
+            unit.outdated = True
+            if unit.phase is not Phase.SHARDED:
+                self._drop(unit)
+            self._make_way(unit)
+            self.launch(unit, Use.FORWARD)
+        self._early = list(units)
+
+    def finish_early(self, units: Sequence[Unit]) -> None:
+        """Orders the compute stream behind the weights of `units`, which are gathered now unless
+        they are there or on their way, and makes them `early`."""
+        for unit in units:
+            self.require(unit, Use.FORWARD)
+        self._early = list(units)
+
+    def take_early(self) -> None:
+        """A forward takes over what was early: from here on it is like any other gather."""
+        self._early = []
+
+    def drop_early(self) -> None:
+        """Main weights may be written by others than a step: early gathers count no more, and the
+        compute stream is behind what they read."""
+        early, self._early = self._early, []
+        if early:
+            self.quiesce()
+        for unit in early:
+            unit.outdated = True
+            if unit.phase is not Phase.SHARDED:
+                self._drop(unit)
+
     def gather_first(self) -> None:
         """Launches what the next forward pass asks for first, ahead of it."""
+        self.take_early()
         self._prefetch([self.units[ordinal] for ordinal in self.order.first()], forward=True)
 
     def gather_all(self, as_forward: bool = False) -> None:
         """Gathers every unit and orders the compute stream behind it; with slots, which do not
         hold them all, what the next forward pass asks for first."""
+        self.take_early()
         if any(unit.weight_slot is not None for unit in self.units):
             self.gather_first()
             return
