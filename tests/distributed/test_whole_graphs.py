@@ -1,0 +1,259 @@
+"""Whole iterations in graphs, which core's own wrapper captures and replays on the host, where what
+is captured is noted operator by operator: the first units' gathers are outside, and every replay
+finds their weights."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core import full_cuda_graph
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_fsdp_adapter import release_memory, return_memory
+from megatron_fsdp_adapter.core.engine.guard import unchecked
+from megatron_fsdp_adapter.core.engine.memory import KINDS
+from megatron_fsdp_adapter.megatron.captures import Captures
+from tests.distributed.checks import check_same_bits
+from tests.distributed.gpt import (
+    Case,
+    Trainer,
+    batches,
+    build_trainer,
+    distributed_optimizer,
+    forward_step,
+    full_weights,
+    init_megatron,
+)
+from tests.distributed.launch import run_ranks
+from tests.engine.fake_graphs import HostTorch
+
+CASE = Case(
+    num_layers=3, hidden=12, heads=2, ffn=20, vocab=23, seq=5, microbatches=2, bf16=True, clip=0.1
+)
+SLOTS = {"fsdp_double_buffer": True, "check_for_nan_in_grad": False}
+WARMUP, STEPS = 2, 6
+ZERO_3 = "optim_grads_params"
+
+
+class HostIterations(FullCudaGraphWrapper):
+    """Core's wrapper with graphs on the host, which none of its class's other users see."""
+
+    def __init__(self, host: HostTorch) -> None:
+        self.forward_backward_func = get_forward_backward_func()
+        self.cuda_graph_warmup_steps, self.use_single_mempool = WARMUP, False
+        self.kept: dict[tuple[str, int], torch.Tensor] = {}
+        self.static_loader = self._load
+        host.autograd = torch.autograd
+        host.cuda.CUDAGraph = lambda: SimpleNamespace(register_generator_state=lambda state: None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with unchecked():  # a replay looks at no parameter, only at memory
+            return super().__call__(*args, **kwargs)
+
+    def _load(self, inputs: Any, stage: str, microbatch: int) -> torch.Tensor:
+        if (stage, microbatch) in self.kept:
+            return self.kept[stage, microbatch].copy_(inputs)
+        return self.kept.setdefault((stage, microbatch), inputs.clone())
+
+
+def host_torch() -> Any:
+    """Inside, core's module captures on the host, and no graph is left behind."""
+    host = HostTorch()
+    nothing = {"training": None, "validation": None}
+    more = {
+        name: lambda *unused: None
+        for name in ("get_graph_pool", "get_shared_capture_stream")
+        if hasattr(full_cuda_graph, name)
+    }
+    return host, mock.patch.multiple(
+        full_cuda_graph, torch=host, get_all_rng_states=dict, **more
+    ), mock.patch.multiple(
+        FullCudaGraphWrapper, cuda_graph=dict(nothing), result=dict(nothing),
+        curr_iteration={"training": 0, "validation": 0},
+    )  # fmt: skip
+
+
+def run(trainer: Trainer, schedule: Any, number: int, rank: int, training: bool) -> float:
+    """The mean loss of this rank's microbatches, of a step's passes or of an evaluation."""
+    case, wrapper = trainer.case, trainer.wrapper
+    if training:
+        wrapper.zero_grad_buffer()
+        trainer.optimizer.zero_grad()
+    else:
+        wrapper.eval()
+
+    def step(iterator: Iterator[Any], model: Any) -> Any:
+        return forward_step(case, iterator, model)
+
+    with torch.set_grad_enabled(training):
+        reports = schedule(
+            forward_step_func=step,
+            data_iterator=iter(batches(case, number, rank, torch.device("cpu"))),
+            model=[wrapper],
+            num_microbatches=case.microbatches,
+            seq_length=case.seq,
+            micro_batch_size=case.batch,
+            forward_only=not training,
+        )
+    wrapper.train()
+    return torch.stack([report["loss"] for report in reports]).mean().item()
+
+
+def between(trainer: Trainer, schedule: Any, number: int, rank: int) -> list[float]:
+    """What may come between two steps; by number, so that each comes between replays too."""
+    evaluate = functools.partial(run, trainer, schedule, 90, rank, training=False)
+    engine = trainer.wrapper.engine
+    if number == 1:
+        return [evaluate()]
+    if number == 2:  # of which the second is captured
+        return [evaluate() for _ in range(4)]
+    if number == 3:  # a step that is left out, then a load
+        found = [run(trainer, schedule, 70, rank, training=True), evaluate()]
+        state = trainer.wrapper.state_dict()
+        with torch.no_grad():
+            trainer.wrapper.load_state_dict({
+                name: value * 0.75 if isinstance(value, torch.Tensor) else value
+                for name, value in state.items()
+            })
+        return found
+    if number == 4:  # somebody writes what is shown, and frees the optimizer's state for a while
+        trainer.wrapper.synchronize_param_gather()
+        with torch.no_grad():
+            for pair in engine.pairs:
+                pair.optimizer._local_tensor.mul_(1.25)
+        inner = distributed_optimizer(trainer).optimizer
+        release_memory(trainer.wrapper, inner, keep=list(KINDS))
+        return_memory(trainer.wrapper, inner)
+        return [evaluate()]
+    return []
+
+
+def train(trainer: Trainer, schedule: Any, rank: int) -> tuple[list[float], dict[str, Any]]:
+    numbers: list[float] = []
+    for number in range(STEPS):
+        numbers.append(run(trainer, schedule, number, rank, training=True))
+        success, norm, _ = trainer.optimizer.step()
+        assert success
+        numbers.append(float(norm))
+        numbers += between(trainer, schedule, number, rank)
+    return numbers, full_weights(trainer)
+
+
+class Launches:
+    """Gathers that one trainer launches, by where: in a step of the optimizer, in a call of core's
+    wrapper before the schedule, in a capture, elsewhere."""
+
+    def __init__(self, trainer: Trainer, host: HostTorch) -> None:
+        self.found: list[tuple[str, str]] = []
+        self.where, self.host = "eager", host
+        pipeline = trainer.wrapper.engine.gather
+        self._inside(pipeline, "gather_early", "step")
+        self._inside(pipeline, "finish_early", "call")
+        launch = pipeline.launch
+
+        def noted(unit: Any, *use: Any) -> None:
+            self.found.append(("graph" if host.capturing else self.where, unit.name))
+            launch(unit, *use)
+
+        pipeline.launch = noted
+
+    def _inside(self, pipeline: Any, name: str, where: str) -> None:
+        inner = getattr(pipeline, name)
+
+        def function(units: Any) -> None:
+            outer, self.where = self.where, where
+            inner(units)
+            self.where = outer
+
+        setattr(pipeline, name, function)
+
+    def take(self, where: str) -> list[str]:
+        return [unit.rpartition(".")[2] for place, unit in self.found if place == where]
+
+    def captured(self) -> list[list[str]]:
+        """Of each capture."""
+        return [
+            [unit.rpartition(".")[2] for _, unit in group]
+            for is_graph, group in itertools.groupby(self.found, lambda one: one[0] == "graph")
+            if is_graph
+        ]
+
+
+def graphed(case: Case, ddp: dict[str, Any], host: HostTorch) -> tuple[Trainer, Any, Launches]:
+    trainer = build_trainer(case, ZERO_3, torch.device("cpu"), ddp=ddp)
+    engine = trainer.wrapper.engine
+    trainer.wrapper.captures = Captures(engine, lambda: host.capturing)
+    engine.runtime.is_capturing = lambda: host.capturing
+    return trainer, HostIterations(host), Launches(trainer, host)
+
+
+def _trains_alike(rank: int, changes: dict[str, Any], ddp: dict[str, Any]) -> Launches:
+    case = CASE.but(**changes)
+    eager = build_trainer(case, ZERO_3, torch.device("cpu"), ddp=ddp)
+    expected = train(eager, get_forward_backward_func(), rank)
+    host, *patches = host_torch()
+    trainer, schedule, launches = graphed(case, ddp, host)
+    with patches[0], patches[1]:
+        found = train(trainer, schedule, rank)
+        assert all(FullCudaGraphWrapper.cuda_graph.values())
+    assert found[0] == expected[0], (changes, found[0], expected[0])
+    check_same_bits(found[1], expected[1], str(changes))
+    return launches
+
+
+FIRST = ["root", "embedding"]
+
+
+def _check(rank: int, world: int) -> None:
+    init_megatron()
+    launches = _trains_alike(rank, {}, SLOTS)
+    assert launches.take("step") == FIRST * STEPS
+    # Of 14 calls all but the four that come first behind a step.
+    assert launches.take("call") == FIRST * 10
+    training, evaluation = launches.captured()
+    layers, head = ["0", "1", "2"], ["output_layer"]
+    backward = [*head, *layers[::-1]]
+    assert training == [
+        *layers, *backward, "embedding", *layers, *backward
+    ], training
+    assert evaluation == [*layers, *head, *FIRST, *layers, *head], evaluation
+
+
+def _check_others(rank: int, world: int) -> None:
+    init_megatron()
+    tied = _trains_alike(rank, {"tied": True, "microbatches": 1}, SLOTS)
+    assert tied.take("step")[:2] == ["root", "0"]
+    _without_slots(rank)
+
+
+def _without_slots(rank: int) -> None:
+    """Buffers of the first units are the graph's, as all are. What is captured runs, once."""
+    host, *_ = host_torch()
+    ddp = {**SLOTS, "fsdp_double_buffer": False}
+    trainer, _, launches = graphed(CASE, ddp, host)
+    schedule = get_forward_backward_func()
+    for number in range(WARMUP + 1):
+        with trainer.wrapper.captures.iteration():
+            host.capturing = number == WARMUP
+            run(trainer, schedule, number, rank, training=True)
+            host.capturing = False
+        trainer.optimizer.step()
+    assert launches.take("graph")[:2] == FIRST
+    assert launches.take("step") == FIRST * WARMUP and not launches.take("call")
+
+
+def test_replays_train_like_eager_steps_and_first_units_are_gathered_outside() -> None:
+    run_ranks(_check, 2)
+
+
+@pytest.mark.full
+def test_tied_embeddings_and_buffers_that_come_and_go() -> None:
+    run_ranks(_check_others, 2)
