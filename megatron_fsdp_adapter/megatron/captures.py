@@ -36,7 +36,9 @@ from ..core.engine.engine import FsdpEngine
 from ..core.engine.identity import Identity
 from ..core.engine.memory import READ
 from ..core.engine.unit import Phase, Unit
+from ..core.layout.format import Use
 from ..core.runtime.device import COMPUTE, GATHER, REDUCE
+from ..sharding import first_unit
 from .inner import ours_among
 from .seams.core_api import Replacement
 
@@ -79,22 +81,29 @@ class Captures:
         if self._engine.switch.shown is Identity.OPTIMIZER:
             gather.invalidate()
         gather.follow_compute()
-        gather.finish_early(units)
+        self._require(units)
         self._in_call, self._outside = True, units
         try:
             yield
         finally:
             self._in_call = False
-            gather.take_early()
+            gather.early = []
             if not self._has_graphs:
                 self._outside = []
             for unit in self._outside:
                 if unit.phase is Phase.READY:
                     gather.release(unit)
 
+    def _require(self, units: list[Unit]) -> None:
+        """Orders the compute stream behind the weights of `units`, which are gathered now unless
+        they are there or on their way; the forward takes them for current."""
+        for unit in units:
+            self._engine.gather.require(unit, Use.FORWARD)
+        self._engine.gather.early = units
+
     def _first_units(self) -> list[Unit]:
         """What stays outside of graphs: nothing if anything of it has no address for good."""
-        units = self._engine.gather.first_units()
+        units = first_unit.first_units(self._engine)
         fixed = all(unit.weight_slot is not None for unit in units)
         return units if fixed and self._engine.quantisation is None else []
 

@@ -46,6 +46,14 @@ LEFT_OFF: Mapping[str, Callable[[FsdpEngine, Any], bool]] = {
 which another optimizer has a part."""
 
 
+def first_units(engine: FsdpEngine) -> list[Unit]:
+    """Those that the next forward asks for first and whose weights come and go. Frozen ones are not
+    among them: nothing of them is updated, and no bucket of theirs in backward takes what they
+    would while a step runs."""
+    first = [engine.units[ordinal] for ordinal in engine.order.first()]
+    return [unit for unit in first if unit.trainable_groups and not unit.keeps_weights]
+
+
 class FirstUnitShards(LocalShards):
     """Shards of which those that the next forward gathers first are updated first.
 
@@ -76,7 +84,7 @@ class FirstUnitShards(LocalShards):
     def _parts(self) -> tuple[list[Unit], Split]:
         """Those of the engine's first units of which this optimizer has all that is trained, the
         same on all ranks, and which tensors are theirs."""
-        first = self._engine.gather.first_units()
+        first = first_units(self._engine)
         key = (*(unit.ordinal for unit in first), -1, *(len(pairs) for pairs in self.pairs))
         if key not in self._splits:
             own = {id(param) for pairs in self.pairs for param, _ in pairs}

@@ -156,7 +156,7 @@ class Launches:
         self.where, self.host = "eager", host
         pipeline = trainer.wrapper.engine.gather
         self._inside(pipeline, "gather_early", "step")
-        self._inside(pipeline, "finish_early", "call")
+        self._inside(trainer.wrapper.captures, "_require", "call")
         launch = pipeline.launch
 
         def noted(unit: Any, *use: Any) -> None:
@@ -165,15 +165,15 @@ class Launches:
 
         pipeline.launch = noted
 
-    def _inside(self, pipeline: Any, name: str, where: str) -> None:
-        inner = getattr(pipeline, name)
+    def _inside(self, owner: Any, name: str, where: str) -> None:
+        inner = getattr(owner, name)
 
         def function(units: Any) -> None:
             outer, self.where = self.where, where
             inner(units)
             self.where = outer
 
-        setattr(pipeline, name, function)
+        setattr(owner, name, function)
 
     def take(self, where: str) -> list[str]:
         return [unit.rpartition(".")[2] for place, unit in self.found if place == where]

@@ -181,7 +181,7 @@ class FsdpEngine:
         if self.switch.shown is not Identity.RAW or self.memory.away:
             self.memory.check("using the model", READ)
             self.switch.show(Identity.RAW, before=self._take_over)
-            self.gather.take_early()
+            self.gather.early = []
 
     def show_optimizer_params(self) -> None:
         self.memory.check("reading or writing main weights", [MAIN])

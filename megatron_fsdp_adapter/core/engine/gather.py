@@ -60,6 +60,8 @@ class GatherPipeline:
     forward_follows: whether a forward pass comes right after the backward pass that is running.
     If so, the end of that backward launches the gathers that the forward asks for first.
     updates: those that gathers wait for.
+    early: units whose weights are current though optimizer parameters are shown: until a forward
+    takes them over, or somebody else than a step may have written main weights.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class GatherPipeline:
         self.order, self.launches = order, launches
         self.forward_follows, self.updates = False, LateUpdates(units, runtime)
         self._ahead: list[Unit] = []
-        self._early: list[Unit] = []
+        self.early: list[Unit] = []
         self._holders: dict[int, Unit] = {}
         self._kept: Counter[int] = Counter()
         self._unordered = False  # gathers, before which the compute stream may write what they read
@@ -290,7 +292,7 @@ class GatherPipeline:
         """The main weights have changed: whatever is gathered is outdated but for `early` units,
         and later gathers read the new ones."""
         for unit in self.units:
-            if unit in self._early:
+            if unit in self.early:
                 continue
             unit.outdated = True
             if unit.phase is not Phase.SHARDED:
@@ -316,17 +318,9 @@ class GatherPipeline:
         if self._unordered:
             self.quiesce()
 
-    def first_units(self) -> list[Unit]:
-        """Those that the next forward asks for first and whose weights come and go. Frozen ones
-        are not among them: nothing of them is updated, and no bucket of theirs in backward takes
-        what they would while a step runs."""
-        first = [self.units[ordinal] for ordinal in self.order.first()]
-        return [unit for unit in first if unit.trainable_groups and not unit.keeps_weights]
-
     def gather_early(self, units: Sequence[Unit]) -> None:
         """Launches the gathers of `units`, whose main weights a step has updated, ahead of the rest
-        of that step. They are `early`: current, though optimizer parameters are shown, until
-        somebody else may have written main weights or a forward takes them over."""
+        of that step."""
         self.follow_compute()
         for unit in units:
             unit.outdated = True
@@ -334,23 +328,12 @@ class GatherPipeline:
                 self._drop(unit)
             self._make_way(unit)
             self.launch(unit, Use.FORWARD)
-        self._early = list(units)
-
-    def finish_early(self, units: Sequence[Unit]) -> None:
-        """Orders the compute stream behind the weights of `units`, which are gathered now unless
-        they are there or on their way, and makes them `early`."""
-        for unit in units:
-            self.require(unit, Use.FORWARD)
-        self._early = list(units)
-
-    def take_early(self) -> None:
-        """A forward takes over what was early: from here on it is like any other gather."""
-        self._early = []
+        self.early = list(units)
 
     def drop_early(self) -> None:
         """Main weights may be written by others than a step: early gathers count no more, and the
         compute stream is behind what they read."""
-        early, self._early = self._early, []
+        early, self.early = self.early, []
         if early:
             self.quiesce()
         for unit in early:
@@ -360,13 +343,13 @@ class GatherPipeline:
 
     def gather_first(self) -> None:
         """Launches what the next forward pass asks for first, ahead of it."""
-        self.take_early()
+        self.early = []
         self._prefetch([self.units[ordinal] for ordinal in self.order.first()], forward=True)
 
     def gather_all(self, as_forward: bool = False) -> None:
         """Gathers every unit and orders the compute stream behind it; with slots, which do not
         hold them all, what the next forward pass asks for first."""
-        self.take_early()
+        self.early = []
         if any(unit.weight_slot is not None for unit in self.units):
             self.gather_first()
             return
