@@ -39,7 +39,7 @@ from ..sharding.sharded_module import (
     refuse_conversions,
     register_state_dict_hooks,
 )
-from . import optimizer_seam, schedule_plans
+from . import late_step, optimizer_seam, schedule_plans
 from .captures import Captures
 from .checkpoint import bridge_weights, checkpoint_drivers, megatron_saves
 from .construction_problems import construction_problems
@@ -119,15 +119,15 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             bridge_weights.install()
             checkpoint_drivers.install()
             megatron_saves.install()  # what was imported after install()
-        self.disable_bucketing = disable_bucketing
+        self.disable_bucketing, self.bucket_size = disable_bucketing, None
         self.optimizer_groups: Mapping[str, Any] | None = None  # core's, when it makes an optimizer
         self.muon_groups: Mapping[tuple[int, ...], Any] | None = None
-        self.bucket_size = None
         # Not `pg_collection`: Megatron takes an attribute of that name for the model's.
         self.process_groups = pg_collection
         self.tp_group, self.force_all_reduce = index.tp_group, False
         self.engine = self._build_engine(module, fsdp_unit_modules)
-        self.captures, self.step_capture = Captures(self.engine), StepCapture(self.engine)
+        self.captures = Captures(self.engine, late_step.asked_for([self]))
+        self.step_capture = StepCapture(self.engine)
         self._layers = LayerCaptures(self.engine, module, config)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed())

@@ -46,14 +46,15 @@ from .seams.core_api import Replacement
 class Captures:
     """Watches one wrapper's calls for captures, and keeps the engine's state fit for replays.
 
+    early: whether the first units' gathers stay outside of graphs.
     is_capturing: whether what is called now goes into a graph; by default the engine's runtime is
     asked.
     """
 
     def __init__(
-        self, engine: FsdpEngine, is_capturing: Callable[[], bool] | None = None
+        self, engine: FsdpEngine, early: bool, is_capturing: Callable[[], bool] | None = None
     ) -> None:
-        self._engine = engine
+        self._engine, self._early = engine, early
         self._is_capturing = is_capturing or engine.runtime.is_capturing
         self._open = False
         self._stale = False
@@ -103,6 +104,8 @@ class Captures:
 
     def _first_units(self) -> list[Unit]:
         """What stays outside of graphs: nothing if anything of it has no address for good."""
+        if not self._early:
+            return []
         units = first_unit.first_units(self._engine)
         fixed = all(unit.weight_slot is not None for unit in units)
         return units if fixed and self._engine.quantisation is None else []

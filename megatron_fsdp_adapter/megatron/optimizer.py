@@ -178,8 +178,12 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
         hybrid_optimizer.adopt_hybrid(optimizer, engines)
     else:
         asked, late = emerging.asked_for(config), late_step.asked_for(ours)
-        made = shards_over(engines, late) if asked is None else emerging.shards_of(ours, asked)
-        if made is LocalShards:
+        whole = late_step.in_whole_graphs(ours)
+        made = (
+            emerging.shards_of(ours, asked) if asked is not None
+            else shards_over(engines, late and not whole)
+        )  # fmt: skip
+        if late and whole and made is LocalShards:
             made = functools.partial(
                 FirstUnitShards, engines[0], lambda: ours[0].captures.gathers_early
             )

@@ -22,6 +22,7 @@ from megatron_fsdp_adapter.core.engine.guard import unchecked
 from megatron_fsdp_adapter.core.engine.memory import KINDS
 from megatron_fsdp_adapter.megatron.captures import Captures
 from tests.distributed.checks import check_same_bits
+from tests.distributed.early_gathers import EARLY, of_whole_iterations
 from tests.distributed.gpt import (
     Case,
     Trainer,
@@ -188,9 +189,10 @@ class Launches:
 
 
 def graphed(case: Case, ddp: dict[str, Any], host: HostTorch) -> tuple[Trainer, Any, Launches]:
-    trainer = build_trainer(case, ZERO_3, torch.device("cpu"), ddp=ddp)
+    with of_whole_iterations():
+        trainer = build_trainer(case, ZERO_3, torch.device("cpu"), ddp={**ddp, **EARLY})
     engine = trainer.wrapper.engine
-    trainer.wrapper.captures = Captures(engine, lambda: host.capturing)
+    trainer.wrapper.captures = Captures(engine, True, lambda: host.capturing)
     engine.runtime.is_capturing = lambda: host.capturing
     return trainer, HostIterations(host), Launches(trainer, host)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_fsdp_adapter.core.config import POISON_VARIABLE
 from megatron_fsdp_adapter.sharding import first_unit
 from tests.distributed.checks import Step, check_run_bits
+from tests.distributed.early_gathers import EARLY, of_whole_iterations
 from tests.distributed.gpt import Trainer, build_trainer, init_megatron
 from tests.gpu.captured import forget_graphs
 from tests.gpu.gpu_ranks import Check, Outcomes
@@ -51,11 +53,12 @@ def _poisoned() -> Iterator[None]:
 
 @contextmanager
 def _in_one(plain: bool) -> Iterator[None]:
-    """Inside, steps are as ever, if they are to be."""
-    if not plain:
-        yield
-        return
-    with mock.patch.object(first_unit, "first_units", lambda engine: []):
+    """Inside, new optimizers take steps as ever, if they are to; else they begin with the first
+    units."""
+    with ExitStack() as stack:
+        stack.enter_context(of_whole_iterations())
+        if plain:
+            stack.enter_context(mock.patch.object(first_unit, "first_units", lambda engine: []))
         yield
 
 
@@ -77,7 +80,7 @@ def eager(rank: int, world: int, options: dict[str, Any]) -> str:
     device, runs = init_megatron(), []
     for plain in (True, False):
         with _in_one(plain), _poisoned():
-            trainer = build_trainer(WIDE, ZERO_3, device, ddp=options)
+            trainer = build_trainer(WIDE, ZERO_3, device, ddp={**options, **EARLY})
             early = _count(trainer, "gather_early")
             runs.append(_local_run(trainer, rank, 2, device))
             runs[-1] += [_unread(trainer, 2 + number, rank, device) for number in range(3)]
@@ -96,9 +99,10 @@ def eager(rank: int, world: int, options: dict[str, Any]) -> str:
 
 def in_layer_graphs(rank: int, world: int, name: str) -> str:
     device, runs = init_megatron(), []
+    cell = replace(CELLS[name], ddp={**CELLS[name].ddp, **EARLY})
     for plain in (True, False):
         with _in_one(plain), _poisoned():
-            trainer = _trainer(CELLS[name], device, captured=True)
+            trainer = _trainer(cell, device, captured=True)
             graphs = trainer.wrapper._layers.graphs
             unread = [_step(trainer, number, rank, device) for number in range(6)]
             runs.append(unread + _local_run(trainer, rank, 1, device))
@@ -116,7 +120,7 @@ def in_captured_iterations(rank: int, world: int, name: str) -> str:
         tensor_parallel.model_parallel_cuda_manual_seed(
             7, use_cudagraphable_rng=True, force_reset_rng=True
         )
-        ddp = {"check_for_nan_in_grad": False, **CELLS_OF_ITERATIONS[name]}
+        ddp = {"check_for_nan_in_grad": False, **CELLS_OF_ITERATIONS[name], **EARLY}
         with _in_one(plain), _poisoned():
             trainer = build_trainer(CAPTURED, ZERO_3, device, ddp=ddp)
             early = _count(trainer, "gather_early")
@@ -170,7 +174,7 @@ def beside_adam(rank: int, world: int) -> str:
     device, shares = init_megatron(), []
     for plain in (True, False):
         with _in_one(plain):
-            trainer = build_trainer(WIDE, ZERO_3, device)
+            trainer = build_trainer(WIDE, ZERO_3, device, ddp=EARLY)
             _steps(trainer, rank, 2, device)
             torch.cuda.synchronize()
             with torch.profiler.profile(

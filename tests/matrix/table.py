@@ -93,9 +93,9 @@ MEANING: Mapping[str, str] = {
     "offload": "nothing; what autograd saves, by a user's hooks; main weights and moments, by "
     "`chunked_optimizer_state_offload`, or by core's `optimizer_cpu_offload`",
     "optimizer": "`optimizer`; before 0.18, which has no `adaptive_muon`, that is `muon` too",
-    "step": "of the optimizer: all at once; under the next forward "
-    "(`fsdp_overlap_param_gather_with_optimizer_step`); in a CUDA graph (`optimizer_cuda_graph`; "
-    "before 0.17, which has none, all at once)",
+    "step": "of the optimizer: all at once; under the next forward, or beside the first gather in "
+    "a graph (`fsdp_overlap_param_gather_with_optimizer_step`); in a CUDA graph "
+    "(`optimizer_cuda_graph`; before 0.17, which has none, all at once)",
 }
 
 _UNSPLIT: Cell = {
@@ -288,10 +288,6 @@ RULES: tuple[Rule, ...] = (
         "refused: updates under the next forward without overlap", "they run in front of gathers "
         "that are launched ahead",
         lambda step, overlap: step == "late" and overlap == "off",
-    ),
-    Rule(
-        "refused: updates under a forward in a graph", "that waits for no unit",
-        lambda step, graph: step == "late" and graph == "on",
     ),
     Rule(
         "refused: updates of FP8 weights under the next forward", "they are made of all main "

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from ...sharding.late_optimizer import OPTION as LATE_STEP
-
 LOCAL, FULL_ITERATION = "local", "full_iteration"
 
 
@@ -71,10 +69,5 @@ def problems(
         found.append(
             "chunked_optimizer_state_offload=True with full-iteration CUDA graphs: a replay does "
             "not see that weights in host memory were loaded; set it to False"
-        )
-    if getattr(ddp_config, LATE_STEP, False):
-        found.append(
-            f"{LATE_STEP}=True with full-iteration CUDA graphs: the forward of a replay does not "
-            "wait for its units one by one; set it to False, or capture layers"
         )
     return found
