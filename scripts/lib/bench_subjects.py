@@ -39,6 +39,8 @@ KINDS: dict[str, Kind] = {
     "ours-ce-late": Kind("ours-ce-rs with updates under the next forward", ZERO_3, ZERO_3),
     "ours-ce-late-layers": Kind("ours-ce-layers with updates under the next forward",
                                 ZERO_3, ZERO_3),
+    "ours-ce-late-graph": Kind("ours-ce-graph with the first gather beside the optimizer's step",
+                               ZERO_3, ZERO_3),
     "ours-step": Kind("this package, the optimizer's step in a CUDA graph", STRATEGIES, ZERO_3),
     "ours-ce-step-layers": Kind("ours-ce-layers with the optimizer's step in a graph too",
                                 ZERO_3, ZERO_3),
@@ -195,7 +197,8 @@ MUON_ROWS = ("ours:optim_grads_params", "ours-muon", "fsdp2-muon", "ddp-muon", "
              "ours-muon:optim")  # fmt: skip
 """Muon beside Adam."""
 LATE_ROWS = ("ours:optim_grads_params", "ours-late", "ours-ce-rs", "ours-ce-late",
-             "ours-ce-layers", "ours-ce-late-layers", "ours:optim", "ours-late:optim")  # fmt: skip
+             "ours-ce-layers", "ours-ce-late-layers", "ours-ce-graph", "ours-ce-late-graph",
+             "ours:optim", "ours-late:optim")  # fmt: skip
 """The optimizer's step between backward and forward, and under the forward."""
 JOINED_ROWS = ("ours:optim_grads_params", "ours-apart", "ours:optim", "ours-apart:optim",
                "ours-ce-rs", "ours-ce-apart", "ddp")  # fmt: skip
