@@ -3,6 +3,7 @@ for Transformer Engine's FusedAdam. The kernel itself: tests/gpu/test_gpu_one_pa
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import weakref
@@ -190,13 +191,25 @@ def test_a_graph_reads_a_table_that_was_there_before_it_and_that_stays() -> None
     assert table() is not None, "a graph has its address"
 
 
+def _off_by_a_hundredth(kernel: Any, at: int, table: Any, lists: Any, update: Update) -> None:
+    kernel(table, lists, update)
+    lists[at][0][-1] += 0.01
+
+
 def test_the_kernel_is_tried_before_it_is_used_and_without_it_a_warning_says_what_is_done() -> None:
     """Triton is not where the tests run: a module stands for the kernel's."""
     name, kernel = "megatron_fsdp_adapter.sharding.triton_adam", HostKernel()
     tried = one_pass_adam._kernel.__wrapped__
     with mock.patch.dict(sys.modules, {name: SimpleNamespace(update=kernel)}):  # type: ignore[dict-item]
         assert tried(CPU) is kernel
-    assert len(kernel.tables) == 1
+    assert [table.aligned for table in kernel.tables] == [True, False]
+    for at, what in ((1, "weights"), (2, "moments"), (3, "second moments")):
+        broken = SimpleNamespace(update=functools.partial(_off_by_a_hundredth, kernel, at))
+        with (
+            mock.patch.dict(sys.modules, {name: broken}),  # type: ignore[dict-item]
+            pytest.warns(UserWarning, match=f"updated {what} are off by"),
+        ):
+            assert tried(CPU) is None
     with (
         mock.patch.dict(sys.modules, {name: None}),  # type: ignore[dict-item]
         pytest.warns(UserWarning, match="Adam is left to the optimizer's own kernels"),
