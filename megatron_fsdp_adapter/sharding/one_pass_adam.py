@@ -19,14 +19,13 @@ does not have.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ..core.runtime.kernels import kernel_or_warning
 from .adam_table import CHUNK, Kernel, Number, Update
+from .checked_kernels import CheckedKernels
 from .tensor_table import DTYPES, Lists, Tables
 
 WEIGHTS = 1
@@ -104,24 +103,6 @@ def install(optimizer: Any) -> OnePassAdam | None:
     return made
 
 
-def kernel_of(device: torch.device) -> Kernel | None:
-    """None where there is none, which is said once."""
-    return _kernel(device) if device.type == "cuda" else None
-
-
-@functools.cache
-def _kernel(device: torch.device) -> Kernel | None:
-    def tried() -> Kernel:
-        from .triton_adam import update as kernel
-
-        _check(kernel, device)
-        return kernel
-
-    return kernel_or_warning(
-        tried, "Adam is left to the optimizer's own kernels, which take a quarter longer"
-    )
-
-
 def _check(kernel: Kernel, device: torch.device) -> None:
     """Against torch in float64: a compiler that breaks the kernel would break training and say
     nothing.
@@ -143,6 +124,17 @@ def _check(kernel: Kernel, device: torch.device) -> None:
             if not torch.allclose(found.double(), value, rtol=1e-4, atol=1e-5):
                 error = (found - value).abs().max().item()
                 raise ArithmeticError(f"updated {name} are off by {error}")
+
+
+def _load() -> Kernel:
+    from .triton_adam import update as kernel
+
+    return kernel
+
+
+kernel_of = CheckedKernels(
+    _load, _check, "Adam is left to the optimizer's own kernels, which take a quarter longer"
+)
 
 
 def _correction(beta: float, step: int | torch.Tensor) -> Number:

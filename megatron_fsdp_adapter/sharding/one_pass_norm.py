@@ -13,12 +13,11 @@ many chunks. What is infinite or not a number stays so.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
-from ..core.runtime.kernels import kernel_or_warning
+from .checked_kernels import CheckedKernels
 from .tensor_table import DTYPES, Table, Tables
 
 CHUNK = 32768
@@ -69,24 +68,6 @@ def takes(tensors: Tensors) -> bool:
     )
 
 
-def kernel_of(device: torch.device) -> Kernel | None:
-    """None where there is none, which is said once."""
-    return _kernel(device) if device.type == "cuda" else None
-
-
-@functools.cache
-def _kernel(device: torch.device) -> Kernel | None:
-    def tried() -> Kernel:
-        from .triton_norm import sums_of_squares as kernel
-
-        _check(kernel, device)
-        return kernel
-
-    return kernel_or_warning(
-        tried, "the gradient norm is left to megatron-core, whose kernels take a third longer"
-    )
-
-
 def _check(kernel: Kernel, device: torch.device) -> None:
     """Against torch: a compiler that breaks the kernel would change all steps and say nothing.
 
@@ -99,3 +80,14 @@ def _check(kernel: Kernel, device: torch.device) -> None:
         expected = sum(tensor.double().square().sum() for tensor in tensors)
         if not torch.allclose(found, torch.as_tensor(expected), rtol=1e-5):
             raise ArithmeticError(f"a sum of squares is {found.item()} for {expected}")
+
+
+def _load() -> Kernel:
+    from .triton_norm import sums_of_squares as kernel
+
+    return kernel
+
+
+kernel_of = CheckedKernels(
+    _load, _check, "the gradient norm is left to megatron-core, whose kernels take a third longer"
+)

@@ -83,7 +83,7 @@ def test_the_kernel_is_tried_before_it_is_used_and_without_it_a_warning_says_wha
     """Triton is not where the tests run: a module stands for the kernel's."""
     name, kernel = "megatron_fsdp_adapter.sharding.triton_norm", HostSquares()
     stand_in = SimpleNamespace(sums_of_squares=kernel)
-    tried = one_pass_norm._kernel.__wrapped__
+    tried = one_pass_norm.kernel_of.tried
     with mock.patch.dict(sys.modules, {name: stand_in}):  # type: ignore[dict-item]
         assert tried(CPU) is kernel
     assert [table.aligned for table in kernel.tables] == [False, True]
