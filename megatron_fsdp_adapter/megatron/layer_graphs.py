@@ -10,6 +10,7 @@ layer follows a capture that no hook surrounds, and it has three ways to call a 
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -44,7 +45,7 @@ class LayerCaptures:
         self, engine: FsdpEngine, module: nn.Module, config: Any, graphs: Graphs | None = None
     ) -> None:
         self.graphs: LayerGraphs | None = None
-        self._said = False
+        self._said, self._steps_before_captures = False, -1
         self._dispatchers = [
             one.token_dispatcher for one in module.modules() if hasattr(one, "token_dispatcher")
         ]
@@ -56,6 +57,7 @@ class LayerCaptures:
             self._left_out = left_out(module, asked)
             capturing = graphs or CudaGraphs(engine.runtime.device, _generators)
             warmup = int(getattr(config, "cuda_graph_warmup_steps", 3))
+            self._steps_before_captures = warmup
             self.graphs = LayerGraphs(engine, capturing, warmup, _buffers_of_core)
             self.graphs.install(chosen)
 
@@ -64,6 +66,9 @@ class LayerCaptures:
         if self.graphs is None:
             return nullcontext()
         forget_last_call(self._dispatchers)
+        if training and self._steps_before_captures == 0:
+            self._steps_before_captures = -1
+            forget_graphs_in_cycles(sum(self._modules.values()))
         return self.graphs.forward_pass(training)
 
     def gradients_finished(self) -> None:
@@ -71,6 +76,7 @@ class LayerCaptures:
         captured and what it takes."""
         if self.graphs is not None:
             self.graphs.step_done()
+            self._steps_before_captures -= 1
             if self.graphs.is_settled and not self._said:
                 self._said = True
                 if dist.get_rank() == 0:
@@ -103,6 +109,16 @@ def forget_last_call(dispatchers: Iterable[Any]) -> None:
         for name, value in vars(dispatcher).items():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 setattr(dispatcher, name, value.detach())
+
+
+def forget_graphs_in_cycles(layers: int) -> None:
+    """The same for graphs of which torch's hooks on several tensors at a time keep nodes, as those
+    on the inputs of experts do, in a cycle with them. Python's collector frees them, but of nodes
+    that others point to it sees no more: a round for each of the `layers`. Once, in front of the
+    first captures, which find nothing of the steps before then."""
+    for _ in range(1 + layers):
+        if not gc.collect():
+            return
 
 
 def left_out(module: nn.Module, asked: Iterable[str]) -> list[str]:

@@ -27,6 +27,7 @@ from tests.distributed.topologies import (
 from tests.engine.fake_graphs import FakeGraphs, put_graphs_into, to_be_graphed
 
 SLOTS = {"fsdp_double_buffer": True}
+PARTS = "megatron_fsdp_enable_fine_grained_param_gather"
 STEPS = 3
 
 
@@ -65,14 +66,18 @@ def _weights_are_fresh() -> Iterator[list[str]]:
         yield captured
 
 
-def _trains_alike(name: str, layers: int, in_flight: int, **changes: str) -> None:
-    """`layers` of each chunk have graphs; `in_flight`: pools, of the chunk that has most."""
+def _trains_alike(
+    name: str, layers: int, in_flight: int, parts: bool = False, **changes: str
+) -> None:
+    """`layers` of each chunk have graphs; `in_flight`: pools, of the chunk that has most. parts:
+    experts are units of their own."""
+    options = {**SLOTS, PARTS: parts}
     topology = replace(TOPOLOGIES[name], **changes)  # type: ignore[arg-type]
     init_topology(topology)
     case = case_for(topology, microbatches=4, num_layers=4)
-    plain = build_topology_trainer(topology, case, "optim_grads_params", ddp=SLOTS)
+    plain = build_topology_trainer(topology, case, "optim_grads_params", ddp=options)
     with to_be_graphed():
-        trainer = build_topology_trainer(topology, case, "optim_grads_params", ddp=SLOTS)
+        trainer = build_topology_trainer(topology, case, "optim_grads_params", ddp=options)
     fakes = [FakeGraphs() for _ in trainer.chunks]
     for chunk, fake in zip(trainer.chunks, fakes, strict=True):
         put_graphs_into(chunk, fake)
@@ -102,6 +107,9 @@ def _check(rank: int, world: int) -> None:
         with _weights_are_fresh() as captured:
             _trains_alike("ep2", layers=4, in_flight=1, dispatcher=dispatcher)
         assert len(captured) == 4
+    with _weights_are_fresh() as captured:
+        _trains_alike("ep2", layers=4, in_flight=1, parts=True)
+    assert len(captured) == 4
 
 
 def test_pipelines_and_experts_replay_to_the_bits_of_eager_steps() -> None:

@@ -447,7 +447,7 @@ def _measured(
         activations_kept(cell, trainer),
         stepped_as_asked(cell, trainer, WARMUP),
     ):
-        _train(findings, bounds, trainer, reference, schedule)
+        _train(findings, bounds, trainer, reference, schedule, is_captured(cell))
     if cell["graph"] == "layers":
         graphs = [chunk._layers.graphs for chunk in trainer.chunks]
         assert all(one.replayed and not one.ran_eagerly for one in graphs), graphs
@@ -463,10 +463,11 @@ def _measured(
 
 
 def _train(
-    findings: Findings, bounds: Bounds, trainer: TopologyTrainer, reference: Record, schedule: Any
+    findings: Findings, bounds: Bounds, trainer: TopologyTrainer, reference: Record, schedule: Any,
+    captured: bool,
 ) -> None:
     """All steps; afterwards the optimizer's weights can be read. Memory goes away once between two,
-    and comes back."""
+    and comes back, unless the optimizer's step is `captured`."""
     for step in range(STEPS):
         loss = run_schedule(trainer, step, schedule=schedule)
         if step == 0:
@@ -482,7 +483,7 @@ def _train(
         ):
             bound = bounds.later if step else bound
             _check_number(findings, measure + later, bound, mine, theirs, step)
-        if step == 0 and schedule is None:  # a graph has addresses
+        if step == 0 and schedule is None and not captured:  # a graph has addresses
             release_memory(trainer.chunks, trainer.optimizer)
             return_memory(trainer.chunks, trainer.optimizer)
     for chunk in trainer.chunks:
