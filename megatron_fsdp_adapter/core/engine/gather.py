@@ -260,6 +260,11 @@ class GatherPipeline:
         elif unit.quantised and not self.config.keep_derived:
             unit.drop_derived()
 
+    def _outdate(self, unit: Unit) -> None:
+        unit.outdated = True
+        if unit.phase is not Phase.SHARDED:
+            self._drop(unit)
+
     def _drop(self, unit: Unit) -> None:
         unit.gathered = None
         unit.advance(Phase.SHARDED)
@@ -292,11 +297,8 @@ class GatherPipeline:
         """The main weights have changed: whatever is gathered is outdated but for `early` units,
         and later gathers read the new ones."""
         for unit in self.units:
-            if unit in self.early:
-                continue
-            unit.outdated = True
-            if unit.phase is not Phase.SHARDED:
-                self._drop(unit)
+            if unit not in self.early:
+                self._outdate(unit)
         self.follow_compute()
 
     def follow_compute(self) -> None:
@@ -323,9 +325,7 @@ class GatherPipeline:
         of that step."""
         self.follow_compute()
         for unit in units:
-            unit.outdated = True
-            if unit.phase is not Phase.SHARDED:
-                self._drop(unit)
+            self._outdate(unit)
             self._make_way(unit)
             self.launch(unit, Use.FORWARD)
         self.early = list(units)
@@ -337,9 +337,7 @@ class GatherPipeline:
         if early:
             self.quiesce()
         for unit in early:
-            unit.outdated = True
-            if unit.phase is not Phase.SHARDED:
-                self._drop(unit)
+            self._outdate(unit)
 
     def gather_first(self) -> None:
         """Launches what the next forward pass asks for first, ahead of it."""
