@@ -46,19 +46,23 @@ def build_engine(
     initialiser_of: InitialiserOf,
     **options: Any,
 ) -> FsdpEngine:
-    """The engine over `plans`, on `device`, once all ranks are found to have the same model.
-    Collective. `subject` names the wrapper in errors; `initialiser_of` gives values to what is on
-    the meta device; `options` are further ones of the engine.
+    """The engine over `plans`, on `device`, once all ranks are found to have the same model and the
+    device has made it. Collective. `subject` names the wrapper in errors; `initialiser_of` gives
+    values to what is on the meta device; `options` are further ones of the engine.
 
     Raises:
         ValueError: the ranks' models differ.
         CommunicationError, RuntimeError: another rank has failed or is late.
     """
+    runtime = make_runtime(device)
+    # On whatever stream: core makes another one the current one while it builds the first model
+    # whose layers are to be captured, and what it has initialised before may still be queued.
+    runtime.synchronize()
     check_same_model(subject, plans, config, domains)
     report = FaultReport(plans, domains, config)
     with report.building():
         engine = FsdpEngine(
-            module, list(plans), domains, config, make_runtime(device), report.communicator,
+            module, list(plans), domains, config, runtime, report.communicator,
             prepare=Materializer(module, plans, device, initialiser_of), **options,
         )
     report.engine_made(engine)

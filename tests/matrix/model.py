@@ -328,5 +328,7 @@ def chunk_of(
         CHANGES[str(cell["trained"])](model)
     if cell["start"] != "meta":
         model = model.to(device)
+        if device.type == "cuda":  # core has changed the current stream in the middle of a model
+            torch.cuda.synchronize()
         vary(model, case.seed, chunk)
     return Float16Module(config, model) if case.bf16 or case.fp16 else model
