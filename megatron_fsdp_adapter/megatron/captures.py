@@ -13,14 +13,16 @@ the capture, and after one what it was after it:
     before each call            the first units' weights are in their slots: gathered by the step of
                                 the optimizer (`sharding/first_unit.py`), or now; the compute stream
                                 is behind them
-    after each call             they are gone: the graph may have put others into the same slots
+    after each call             they are gone, unless they are kept: the graph may have put others
+                                into the same slots
     outside                     gradients are forgotten only by an eager training step; other
                                 weights are not gathered ahead; quantised ones are made anew as soon
                                 as their main weights have changed
 
-The first units are gathered outside where they have fixed slots, whose addresses a graph may
-keep, and where core's wrapper is called, so that we run before each replay. Elsewhere (no slots,
-quantised weights, a graph that somebody captures by himself) a graph gathers them too.
+The first units are gathered outside where they have fixed slots or are kept, so that a graph may
+know their addresses, and where core's wrapper is called, so that we run before each replay.
+Elsewhere (no slots, quantised weights, a graph that somebody captures by himself) a graph gathers
+them too.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ class Captures:
         if not self._early:
             return []
         units = first_unit.first_units(self._engine)
-        fixed = all(unit.weight_slot is not None for unit in units)
+        fixed = all(unit.weight_slot is not None or unit.keeps_weights for unit in units)
         return units if fixed and self._engine.quantisation is None else []
 
     def before_forward(self) -> None:

@@ -30,7 +30,7 @@ Split = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 """By parameter group: local tensors of the first units, and the others."""
 
 LEFT_OFF: Mapping[str, Callable[[FsdpEngine, Any], bool]] = {
-    "weights stay where they are": lambda engine, _: not engine.config.strategy.shard_weights,
+    "every rank has all main weights": lambda engine, _: not engine.config.strategy.shard_main,
     "nothing is gathered ahead": lambda engine, _: not engine.config.overlap_param_gather,
     "quantised weights are made of all main weights at once, behind a step":
         lambda engine, _: engine.quantisation is not None,
@@ -42,16 +42,16 @@ LEFT_OFF: Mapping[str, Callable[[FsdpEngine, Any], bool]] = {
     "a step of a subclass that calls its base's is not two":
         lambda _, optimizer: steps_in_steps(type(optimizer)),
 }  # fmt: skip
-"""Where a step is one as ever, and why. Beside these: units that stay whole, that are frozen, or of
-which another optimizer has a part."""
+"""Where a step is one as ever, and why. Beside these: units that are frozen, or of which another
+optimizer has a part."""
 
 
 def first_units(engine: FsdpEngine) -> list[Unit]:
-    """Those that the next forward asks for first and whose weights come and go. Frozen ones are not
-    among them: nothing of them is updated, and no bucket of theirs in backward takes what they
-    would while a step runs."""
+    """Those that the next forward asks for first, kept weights too, which it asks for once a step.
+    Frozen ones are not among them: nothing of them is updated, and no bucket of theirs in backward
+    takes what they would while a step runs."""
     first = [engine.units[ordinal] for ordinal in engine.order.first()]
-    return [unit for unit in first if unit.trainable_groups and not unit.keeps_weights]
+    return [unit for unit in first if unit.trainable_groups]
 
 
 class FirstUnitShards(LocalShards):

@@ -21,6 +21,7 @@ from megatron_fsdp_adapter import release_memory, return_memory
 from megatron_fsdp_adapter.core.engine.guard import unchecked
 from megatron_fsdp_adapter.core.engine.memory import KINDS
 from megatron_fsdp_adapter.megatron.captures import Captures
+from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
 from tests.distributed.checks import check_same_bits
 from tests.distributed.early_gathers import EARLY, of_whole_iterations
 from tests.distributed.gpt import (
@@ -188,21 +189,25 @@ class Launches:
         ]
 
 
-def graphed(case: Case, ddp: dict[str, Any], host: HostTorch) -> tuple[Trainer, Any, Launches]:
+def graphed(
+    case: Case, ddp: dict[str, Any], host: HostTorch, strategy: str = ZERO_3
+) -> tuple[Trainer, Any, Launches]:
     with of_whole_iterations():
-        trainer = build_trainer(case, ZERO_3, torch.device("cpu"), ddp={**ddp, **EARLY})
+        trainer = build_trainer(case, strategy, torch.device("cpu"), ddp={**ddp, **EARLY})
     engine = trainer.wrapper.engine
     trainer.wrapper.captures = Captures(engine, True, lambda: host.capturing)
     engine.runtime.is_capturing = lambda: host.capturing
     return trainer, HostIterations(host), Launches(trainer, host)
 
 
-def _trains_alike(rank: int, changes: dict[str, Any], ddp: dict[str, Any]) -> Launches:
+def _trains_alike(
+    rank: int, changes: dict[str, Any], ddp: dict[str, Any], strategy: str = ZERO_3
+) -> Launches:
     case = CASE.but(**changes)
-    eager = build_trainer(case, ZERO_3, torch.device("cpu"), ddp=ddp)
+    eager = build_trainer(case, strategy, torch.device("cpu"), ddp=ddp)
     expected = train(eager, get_forward_backward_func(), rank)
     host, *patches = host_torch()
-    trainer, schedule, launches = graphed(case, ddp, host)
+    trainer, schedule, launches = graphed(case, ddp, host, strategy)
     with patches[0], patches[1]:
         found = train(trainer, schedule, rank)
         assert all(FullCudaGraphWrapper.cuda_graph.values())
@@ -227,6 +232,26 @@ def _check(rank: int, world: int) -> None:
         *layers, *backward, "embedding", *layers, *backward
     ], training
     assert evaluation == [*layers, *head, *FIRST, *layers, *head], evaluation
+
+
+KEPT = (
+    ("optim", {}),
+    ("optim_grads", {}),
+    (ZERO_3, {BUDGET: 1000.0}),
+)
+"""Strategies and options under which all weights are."""
+
+
+def _check_kept(rank: int, world: int) -> None:
+    """A graph gathers what is kept once, and the first units never."""
+    init_megatron()
+    for strategy, more in KEPT:
+        launches = _trains_alike(rank, {}, {**SLOTS, **more}, strategy)
+        assert launches.take("step") == FIRST * STEPS, strategy
+        # Of 0.16's evaluations some find what the one before has left.
+        assert launches.take("call") in (FIRST * 6, FIRST * 10), strategy
+        training, _ = launches.captured()
+        assert training == ["0", "1", "2", "output_layer"], (strategy, training)
 
 
 def _check_others(rank: int, world: int) -> None:
@@ -254,6 +279,10 @@ def _without_slots(rank: int) -> None:
 
 def test_replays_train_like_eager_steps_and_first_units_are_gathered_outside() -> None:
     run_ranks(_check, 2)
+
+
+def test_weights_that_are_kept_are_gathered_once_and_those_of_the_first_units_outside() -> None:
+    run_ranks(_check_kept, 2)
 
 
 @pytest.mark.full

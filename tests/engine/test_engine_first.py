@@ -36,6 +36,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "replicas": {"world": 4, "rank": 1, "outer": 2},
     "joined": {"joined": 1000},
     "the first units whole": {"own": ("optim", ZERO_3)},
+    "weights kept": {"strategy": "optim_grads"},
+    "weights and gradients kept": {"strategy": "optim"},
+    "main weights among the kept": {"strategy": "optim", "dtype": torch.float32},
+    "kept, instances": {
+        "strategy": "optim_grads", "world": 4, "rank": 1, "outer": 2, "shard_outer": True,
+    },
+    "every weight on each rank": {"strategy": "no_shard"},
     "no root": {"root_norm": False},
     "one rank": {"world": 1, "whole": True},
 }
@@ -79,7 +86,7 @@ def test_every_access_is_ordered_and_bits_are_those_of_a_step_in_one(
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(name: str) -> None:
     for scenario in ("microbatches", "evaluation_between"):
-        check_same(Setup(ZERO_3, **VARIANTS[name]), scenario)
+        check_same(Setup(**{"strategy": ZERO_3, **VARIANTS[name]}), scenario)
 
 
 def lines_of_second_step(setup: Setup, first: bool, microbatches: int = 1) -> list[str]:
@@ -111,8 +118,11 @@ def gathers(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("all_gather")]
 
 
-def test_the_first_units_are_updated_and_gathered_before_the_rest_is_updated() -> None:
-    lines = lines_of_second_step(Setup(ZERO_3), first=True)
+@pytest.mark.parametrize("strategy", [ZERO_3, "optim_grads", "optim"])
+def test_the_first_units_are_updated_and_gathered_before_the_rest_is_updated(
+    strategy: str,
+) -> None:
+    lines = lines_of_second_step(Setup(strategy), first=True)
     root, embedding = lines.index("all_gather root"), lines.index("all_gather embedding")
     updates = [i for i, line in enumerate(lines) if line.startswith("update ")]
     before = {lines[i] for i in updates if i < root}
@@ -120,7 +130,7 @@ def test_the_first_units_are_updated_and_gathered_before_the_rest_is_updated() -
     assert {lines[i] for i in updates if i > embedding} == {
         "update head", *(f"update layers.{number}" for number in range(4))
     }
-    plain = lines_of_second_step(Setup(ZERO_3), first=False)
+    plain = lines_of_second_step(Setup(strategy), first=False)
     assert max(i for i, line in enumerate(plain) if "update" in line) < plain.index(
         "all_gather root"
     )
