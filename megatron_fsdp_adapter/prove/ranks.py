@@ -105,7 +105,8 @@ def _child(
             torch.set_num_threads(1)
             gloo_device.share()
             if backend == "nccl":
-                torch.cuda.set_device(rank)
+                # NCCL itself refuses ranks that share a device, unless it is told not to.
+                torch.cuda.set_device(rank % torch.cuda.device_count())
             dist.init_process_group(backend, timeout=timedelta(seconds=120))
             try:
                 result = fn(rank, world, *args)

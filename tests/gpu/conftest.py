@@ -1,17 +1,18 @@
-"""These tests need two GPUs, or as many as their file says (`GPUS`); elsewhere they are skipped."""
+"""These tests need two GPUs, or as many as their file says (`GPUS`), or one that ranks may share
+(`shared_device.py`); elsewhere they are skipped."""
 
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.gpu import shared_device
 from tests.gpu.gpu_ranks import Outcomes
 
 HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    found = torch.cuda.device_count()
+    found = shared_device.devices()
     for item in items:
         needed = getattr(getattr(item, "module", None), "GPUS", 2)
         if HERE in item.path.parents and found < needed:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.launch import run_ranks
+from tests.gpu.shared_device import PATIENCE
 
 WORLD = 2
 SLOWEST_S = 60
@@ -39,7 +40,7 @@ class Check:
 
 def _run_all(rank: int, world: int, checks: Mapping[str, Check], path: str) -> None:
     """Every check on this rank; the first rank writes a line for each one that all have left."""
-    side = dist.new_group(backend="gloo", timeout=timedelta(seconds=SLOWEST_S))
+    side = dist.new_group(backend="gloo", timeout=timedelta(seconds=SLOWEST_S * PATIENCE))
     for name, check in checks.items():
         started = time.monotonic()
         error, value = None, None
@@ -74,7 +75,7 @@ class Outcomes:
         world: int = WORLD,
         backend: str = "nccl",
     ) -> None:
-        self.checks, self.timeout_s = checks, timeout_s
+        self.checks, self.timeout_s = checks, timeout_s * PATIENCE
         self.world, self.backend = world, backend
         self._lines: dict[str, Any] | None = None
         self._fault: str | None = None

@@ -99,7 +99,6 @@ def convert(rank: int, world: int, folder: str, strategy: str | None) -> dict[st
 
     if strategy is not None:
         megatron_fsdp_adapter.install()  # what has been imported since
-    torch.cuda.set_device(rank)
     bridge = AutoBridge.from_hf_pretrained(folder)
     models = provided(bridge, strategy)
     loaded = measured(lambda: bridge.load_hf_weights(models))

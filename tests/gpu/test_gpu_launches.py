@@ -44,7 +44,6 @@ def test_ranks_that_use_the_same_units_are_not_disturbed(name: str) -> None:
 
 def _unlike(rank: int, world: int, strategy: str, name: str) -> int:
     """The step in which the error comes."""
-    torch.cuda.set_device(rank)
     model, optimizer = sharded(strategy, device="cuda")
     for step in range(STEPS):
         try:
