@@ -10,9 +10,7 @@ import faulthandler
 import gc
 import multiprocessing as mp
 import os
-import random
 import signal
-import socket
 import tempfile
 import time
 import traceback
@@ -42,24 +40,8 @@ PRELOADED = (
 
 GRACE_S = 5.0
 """How long the other ranks may go on after one has failed, so that their errors are seen too."""
-PORTS = range(20000, 32000)
-"""Below those that Linux gives to outgoing connections."""
 STACKS_S = 20.0
 """How long ranks that gave no answer may take to write their stacks."""
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on. Not one that the system hands out: that would soon be
-    given to somebody's outgoing connection, long before slow processes have come to listen.
-
-    Raises:
-        OSError: no such port was found.
-    """
-    for port in random.SystemRandom().sample(PORTS, 100):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError(f"of 100 ports of {PORTS} none is free")
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_fsdp_adapter.core.config import POISON_VARIABLE
 from megatron_fsdp_adapter.sharding import first_unit
+from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
 from tests.distributed.checks import Step, check_run_bits
 from tests.distributed.early_gathers import EARLY, of_whole_iterations
 from tests.distributed.gpt import Trainer, build_trainer, init_megatron
@@ -40,6 +41,7 @@ CELLS_OF_ITERATIONS: dict[str, dict[str, Any]] = {
         "fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True
     },
     "no slots": {},
+    "kept": {"fsdp_double_buffer": True, BUDGET: 1000.0},
 }
 STEPS = 7
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shlex
@@ -11,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_fsdp_adapter.prove.ranks import free_port
+from megatron_fsdp_adapter.prove.ranks import rendezvous
 from tests.integration import lm_log
 from tests.integration.warm_start import SERVE, Rank, Server
 
@@ -82,17 +83,16 @@ def start(
 ) -> list[Rank]:
     """One process a rank, all writing to `log`. harness: the file that makes it run on a CPU."""
     server = _server(harness, script.parent)
-    environment = {
-        **_environment(),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(world),
-    }
+    meeting = contextlib.ExitStack()
+    environment = {**_environment(), **meeting.enter_context(rendezvous(world))}
     if "--use-megatron-fsdp" not in arguments and "--tensor-model-parallel-size" in arguments:
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks stock runs for it
     log.touch()
     ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world))
-    return [Rank(server, [str(script), *arguments], {**environment, **rank}, log) for rank in ranks]
+    return [
+        Rank(server, [str(script), *arguments], {**environment, **rank}, log, meeting)
+        for rank in ranks
+    ]
 
 
 def finish(processes: list[Rank], log: Path, timeout: float) -> Run:

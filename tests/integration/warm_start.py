@@ -47,12 +47,13 @@ class Server:
 
 
 class Rank:
-    """A forked process, as `subprocess.Popen` has it."""
+    """A forked process, as `subprocess.Popen` has it. meeting: what has to live as long as it."""
 
     def __init__(
-        self, server: Server, argv: list[str], environment: dict[str, str], log: Path
+        self, server: Server, argv: list[str], environment: dict[str, str], log: Path,
+        meeting: object,
     ) -> None:
-        self._server, self._status = server, None
+        self._server, self._status, self._meeting = server, None, meeting
         self.pid = server.ask(start=argv, environment=environment, log=str(log))
 
     def poll(self) -> int | None:
