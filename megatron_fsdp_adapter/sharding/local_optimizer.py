@@ -60,11 +60,13 @@ class LocalShards:
     held_by: who knows addresses of the state, in words, so that it cannot go; "" if nobody.
     step_follows: whether gradients that are clipped are read by a step, and before by nobody.
     one_pass: the kernel in the inner optimizer, where it has one of ours.
-    squares: adds up the squares of gradients, for their norm.
+    squares: adds up the squares of gradients, for their norm; of_sums: those that reductions have
+    left (`SquaresOfSums`), where they do.
     """
 
     step_follows = False
     one_pass: OnePassAdam | None = None
+    of_sums: Any = None
 
     def __init__(self, optimizer: Any, skip_empty: bool, decoupled: bool) -> None:
         self.skip_empty, self.decoupled, self.copies_grads = skip_empty, decoupled, False

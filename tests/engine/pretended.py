@@ -56,7 +56,8 @@ class PretendCommunicator:
         return []
 
     def reduce_scatter_by_exchange(
-        self, pairs: Any, memory: Any = None, scale: float = 1.0, accumulate: bool = False
+        self, pairs: Any, memory: Any = None, scale: float = 1.0, accumulate: bool = False,
+        squared: Any = (),
     ) -> list[Any]:
         self.report("reduce_scatter_by_exchange", [pair[1] for pair in pairs])
         for output, full in pairs:

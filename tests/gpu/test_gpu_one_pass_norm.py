@@ -14,13 +14,19 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_fsdp_adapter.megatron import clipping
 from megatron_fsdp_adapter.sharding import one_pass_norm, tensor_table
 from megatron_fsdp_adapter.sharding.one_pass_norm import CHUNK, OnePassSquares
 from tests.distributed.gpt import batches, build_trainer, distributed_optimizer, init_megatron
 from tests.distributed.gpt import train_step as take_step
+from tests.gpu.captured import forget_graphs
 from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.test_gpu_first import CAPTURED
+from tests.gpu.test_gpu_graphs import WARMUP, _run
 from tests.gpu.test_gpu_one_pass import LATE, WIDE
 
 pytest.importorskip("transformer_engine.pytorch")
@@ -147,7 +153,7 @@ def norms_alike(rank: int, world: int, strategy: str, ddp: dict[str, bool]) -> s
 
     def both(*asked: object) -> object:
         found = original(*asked)
-        with mock.patch.object(shards, "squares", lambda tensors: None):
+        with mock.patch.multiple(shards, squares=lambda tensors: None, of_sums=None):
             core_s = original(*asked)
         assert type(found) is type(core_s)
         assert not isinstance(found, torch.Tensor) or found.shape == core_s.shape
@@ -158,14 +164,46 @@ def norms_alike(rank: int, world: int, strategy: str, ddp: dict[str, bool]) -> s
         for number in range(STEPS):
             _, norm = take_step(trainer, batches(WIDE, number, rank, device))
             assert float(norm) == pairs[-1][0] > WIDE.clip
-    counts = strategy != "no_shard" or rank == 0
-    assert bool(shards.squares.tables.known) is counts, "not what goes through the kernel"
+    left = bool(ddp.get("fsdp_copy_engine_reduce_scatter"))
+    reads = not left and (strategy != "no_shard" or rank == 0)
+    assert (shards.of_sums is not None) is left
+    assert bool(shards.squares.tables.known) is reads, "not what goes through the kernel"
     apart = [abs(ours / core_s - 1) for ours, core_s in pairs]
     assert len(pairs) == STEPS and max(apart) <= 1e-6, pairs
     return f"norms {[round(ours, 4) for ours, _ in pairs]}, apart by {max(apart):.1e} at most"
 
 
+def captured_norms_alike(rank: int, world: int) -> str:
+    """Of squares that replays leave, and of gradients that are read."""
+    device = init_megatron()
+    model_parallel_cuda_manual_seed(7, use_cudagraphable_rng=True, force_reset_rng=True)
+    trainer = build_trainer(
+        CAPTURED, "optim_grads_params", device, ddp={"check_for_nan_in_grad": False, **CARRIED}
+    )
+    optimizer = distributed_optimizer(trainer)
+    shards, pairs = optimizer.optimizer._fsdp_shards, []
+    schedule = FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=WARMUP)
+    try:
+        for number in range(STEPS + WARMUP):
+            _run(trainer, schedule, number, rank, training=True)
+            with mock.patch.object(shards, "of_sums", None):
+                read = float(clipping.norm_of(optimizer, None))
+            shards.squares.tables.known.clear()
+            success, norm, _ = trainer.optimizer.step()
+            assert success and not shards.squares.tables.known, "gradients were read"
+            pairs.append((float(norm), read))
+        assert FullCudaGraphWrapper.cuda_graph["training"] is not None
+    finally:
+        forget_graphs()
+    apart = [abs(left / read - 1) for left, read in pairs]
+    assert max(apart) <= 1e-6 and len({read for _, read in pairs}) == len(pairs), pairs
+    return f"norms {[round(left, 4) for left, _ in pairs]}, apart by {max(apart):.1e} at most"
+
+
+CARRIED = {"fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True}
 CHECKS = {
+    "left by sums": Check(norms_alike, ("optim_grads_params", CARRIED)),
+    "left by sums in a graph": Check(captured_norms_alike),
     "ZeRO-3": Check(norms_alike, ("optim_grads_params", {})),
     "optim, updates behind the step": Check(norms_alike, ("optim", LATE)),
     "streamed": Check(

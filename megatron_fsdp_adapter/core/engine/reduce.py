@@ -368,14 +368,12 @@ class ReducePipeline:
         if self.runtime.poison and self._received is not None:
             fill_with_nan(self._received)
         shards, plan = reduction.group.grad_segments, reduction.plan
-        exchange = (
-            communicator.reduce_scatter_in_blocks if plan.in_blocks
-            else communicator.reduce_scatter_by_exchange
-        )
-        return exchange(
-            list(zip(shards, reduction.segments, strict=True)),
-            self._received if reduction.in_slot else None, plan.scale_after, reduction.adds,
-        )  # fmt: skip
+        pairs = list(zip(shards, reduction.segments, strict=True))
+        memory = self._received if reduction.in_slot else None
+        how = (memory, plan.scale_after, reduction.adds)
+        if plan.in_blocks:
+            return communicator.reduce_scatter_in_blocks(pairs, *how)
+        return communicator.reduce_scatter_by_exchange(pairs, *how, reduction.group.squared)
 
     def _make_room_for_fresh(self, groups: Sequence[ParamGroup]) -> None:
         fresh = [group for group in groups if not group.keeps_grads]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from .blocks import SumsOfEncoded, encode, send_and_receive_rows
-from .sums import SumsOfReceived
+from .sums import SquaredOutput, SumsOfReceived
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -91,7 +91,7 @@ class Communicator:
 
     def reduce_scatter_by_exchange(
         self, pairs: Sequence[Pair], memory: torch.Tensor | None = None, scale: float = 1.0,
-        accumulate: bool = False,
+        accumulate: bool = False, squared: Sequence[SquaredOutput | None] = (),
     ) -> list[Any]:
         """Sums in float32 of what travels in the inputs' dtype, times `scale`. Each pair is
         (output of n elements, input of n * size elements) that do not overlap. accumulate: the
@@ -100,11 +100,12 @@ class Communicator:
         Every rank gets its slice of all inputs by an all-to-all, which puts as many bytes on the
         wire as a ring reduce-scatter of the inputs, and adds them up itself, in the order of the
         ranks. One launch each: all-to-alls do not coalesce. memory: uint8, for what is received, of
-        each pair in turn; used where the current stream orders the exchanges.
+        each pair in turn; used where the current stream orders the exchanges. squared: of each
+        output, or of none.
         """
         works = []
         ordered = self.capabilities.stream_ordered or self.size == 1
-        for output, source in pairs:
+        for (output, source), one in zip(pairs, squared or [None] * len(pairs), strict=True):
             received, work = source, None
             if self.size > 1:
                 if ordered and memory is not None:
@@ -114,7 +115,8 @@ class Communicator:
                 work = dist.all_to_all_single(
                     received, source, group=self.group, async_op=not ordered
                 )
-            sums = SumsOfReceived(work, received.view(self.size, -1), output, scale, accumulate)
+            rows = received.view(self.size, -1)
+            sums = SumsOfReceived(work, rows, output, scale, accumulate, one)
             if ordered:
                 sums.wait()
             else:

@@ -8,6 +8,9 @@ from typing import TypeVar
 
 Kernel = TypeVar("Kernel")
 
+SQUARED = 2048
+"""Elements of a sum over ranks whose squares are added up to one number."""
+
 
 def kernel_or_warning(tried: Callable[[], Kernel], otherwise: str) -> Kernel | None:
     """What `tried` returns, which runs it once: Triton needs a C compiler where it runs first. None
