@@ -192,8 +192,11 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
         adopt(optimizer, functools.partial(_begin_step, engines), made)
         # Without kernels core adds up squares in a pass of its own, and torch would in one more.
         has_kernels = one_pass_norm.kernel_of(engines[0].runtime.device) is not None
-        if has_kernels and clipping.writes_gradients_in_sight(ours, config):
-            optimizer._fsdp_shards.of_sums = SquaresOfSums.where_left(engines)
+        in_graph = getattr(optimizer, "capturable", False)  # which asks nobody whether they count
+        if has_kernels and not in_graph and clipping.writes_gradients_in_sight(ours, config):
+            shards = optimizer._fsdp_shards
+            own = [param for pairs in shards.pairs for param, _ in pairs]
+            shards.of_sums = SquaresOfSums.where_left(engines, own)
 
 
 def _begin_step(engines: Sequence[FsdpEngine], optimizer: Any) -> None:

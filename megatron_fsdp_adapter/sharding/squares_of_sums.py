@@ -19,7 +19,8 @@ beside products that wait for memory, and costs the host a launch for each unit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -33,70 +34,85 @@ Tensors = Sequence[torch.Tensor]
 
 
 class SquaresOfSums:
-    """Asks the reductions of `engines` for squares of what they sum, and adds those up."""
+    """Asks reductions for squares of what they sum, and adds those up.
 
-    def __init__(self, engines: Sequence[FsdpEngine]) -> None:
-        self._groups = [
-            group for engine in engines for group in engine.groups if _leaves_squares(engine, group)
+    Args:
+        engines: whose reductions.
+        params: an optimizer's parameters: groups of which it has all are asked for, so that two
+            optimizers of one model ask for others.
+    """
+
+    def __init__(self, engines: Sequence[FsdpEngine], params: Iterable[Any]) -> None:
+        own = {id(param) for param in params}
+        shared = {
+            id(pair.group) for engine in engines for pair in engine.pairs
+            if pair.grad is not None and id(pair.optimizer) not in own
+        }
+        groups = [
+            group for engine in engines for group in engine.groups
+            if _leaves_squares(engine, group) and id(group) not in shared
         ]
-        counts = [
-            -(-segment.numel() // SQUARED)
-            for group in self._groups for segment in group.grad_segments
-        ]
-        self._sums = torch.zeros(sum(counts), device=engines[0].runtime.device)
-        parts = iter(self._sums.split(counts))
-        for group in self._groups:
+        counts = [[-(-part.numel() // SQUARED) for part in one.grad_segments] for one in groups]
+        self._sums = torch.zeros(sum(map(sum, counts)), device=engines[0].runtime.device)
+        parts = iter(self._sums.split([count for some in counts for count in some]))
+        self._asked: list[tuple[ParamGroup, list[SquaredOutput]]] = []
+        for group in groups:
             write = LastWrite(group.grad.tensor)
             group.squared = [SquaredOutput(next(parts), write) for _ in group.grad_segments]
-        self._whole: dict[tuple[int, ...], tuple[list[ParamGroup], list[int]]] = {}
+            self._asked.append((group, group.squared))
+        self._whole: dict[tuple[int, ...], tuple[set[int], list[int]]] = {}
 
     @classmethod
-    def where_left(cls, engines: Sequence[FsdpEngine]) -> SquaresOfSums | None:
+    def where_left(
+        cls, engines: Sequence[FsdpEngine], params: Iterable[Any]
+    ) -> SquaresOfSums | None:
         """None where no reduction leaves any."""
-        made = cls(engines)
-        return made if made._groups else None
+        made = cls(engines, params)
+        return made if made._asked else None
 
     def forget(self) -> None:
         """Gradients are written by something that torch does not see."""
-        for group in self._groups:
-            group.squared[0].write.forget()
+        for _, squared in self._asked:
+            squared[0].write.forget()
 
     def __call__(self, held: Tensors) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """Of gradients: the sum of squares of some, float32 (1,), or None; and the others."""
-        groups, others = self._groups_of(tuple(tensor.data_ptr() for tensor in held))
-        known = [group for group in groups if group.squared[0].write.is_last]
+        whole, others = self._whole_groups(tuple(tensor.data_ptr() for tensor in held))
+        known: list[SquaredOutput] = []
+        rest = [held[index] for index in others]
+        for group, squared in self._asked:
+            if id(group) not in whole:
+                continue
+            if group.squared is squared and squared[0].write.is_last:
+                known += squared
+            else:
+                rest += [grad for grad in group.grad_items if grad.numel()]
         if not known:
             return None, list(held)
-        rest = [held[index] for index in others]
-        for group in groups:
-            if group not in known:
-                rest += [grad for grad in group.grad_items if grad.numel()]
-        sums = self._sums
-        if len(known) < len(self._groups):
-            sums = torch.cat([one.sums for group in known for one in group.squared])
+        every = sum(one.sums.numel() for one in known) == self._sums.numel()
+        sums = self._sums if every else torch.cat([one.sums for one in known])
         return sums.sum(dim=0, keepdim=True, dtype=torch.float64).float(), rest
 
-    def _groups_of(self, places: tuple[int, ...]) -> tuple[list[ParamGroup], list[int]]:
+    def _whole_groups(self, places: tuple[int, ...]) -> tuple[set[int], list[int]]:
         """Those of which all gradients are among these, by address, and where the others are."""
         if places not in self._whole:
-            found, groups, theirs = set(places), [], set[int]()
-            for group in self._groups:
+            found, whole, theirs = set(places), set[int](), set[int]()
+            for group, _ in self._asked:
                 own = {grad.data_ptr() for grad in group.grad_items if grad.numel()}
                 if own and own <= found:
-                    groups.append(group)
+                    whole.add(id(group))
                     theirs |= own
             others = [index for index, place in enumerate(places) if place not in theirs]
             self._whole.clear()  # addresses of before
-            self._whole[places] = groups, others
+            self._whole[places] = whole, others
         return self._whole[places]
 
 
 def _leaves_squares(engine: FsdpEngine, group: ParamGroup) -> bool:
     """Whether its gradients are what an exchange has summed: not 8-bit blocks, which another kernel
     sums, nor what is reduced over an outer axis afterwards."""
-    if not group.key.requires_grad:
+    if not group.key.requires_grad or not group.grad_segments:
         return False
     plan = engine.reduce.plans[group.key.domain]
     summed = plan.collective is Collective.EXCHANGE and not plan.in_blocks
-    alone = group.key.domain not in engine.reduce.outer
-    return summed and alone and bool(group.grad_segments)
+    return summed and group.key.domain not in engine.reduce.outer

@@ -43,7 +43,8 @@ class Known:
         self.shards = distributed_optimizer(trainer).optimizer._fsdp_shards
         self.kernel = HostSquares()
         self.shards.squares = OnePassSquares(lambda device: self.kernel)
-        self.sums = self.shards.of_sums = SquaresOfSums([trainer.wrapper.engine])
+        params = [param for pairs in self.shards.pairs for param, _ in pairs]
+        self.sums = self.shards.of_sums = SquaresOfSums([trainer.wrapper.engine], params)
 
     def take(self) -> int:
         """Of tensors that the norms since the last call have read."""
@@ -145,9 +146,32 @@ def _part_of_a_group(rank: int, device: torch.device) -> None:
         assert math.isclose(total, expected, rel_tol=1e-6)
 
 
+def _several_optimizers(rank: int, device: torch.device) -> None:
+    """Groups of which each has a part are no one's; who asks last gets the squares."""
+    trainer = build_trainer(CASE, ZERO_3, device, ddp=EXCHANGE)
+    engine, optimizer = trainer.wrapper.engine, distributed_optimizer(trainer)
+    params = [param for pairs in optimizer.optimizer._fsdp_shards.pairs for param, _ in pairs]
+    before = Known(trainer).sums
+    some, others = (SquaresOfSums([engine], half) for half in (params[::2], params[1::2]))
+    forward_backward(trainer, batches(CASE, 0, rank, device))
+    held = clipping.gradients(optimizer, None)
+    expected = sum(float(one.double().square().sum()) for one in held)
+    of_two = [sums(held) for sums in (some, others)]
+    assert all(len(rest) < len(held) for _, rest in of_two) or rank
+    first, rest = before(held)
+    read = sum(float(one.double().square().sum()) for one in rest)
+    assert math.isclose(read + float(first or 0.0), expected, rel_tol=1e-6)
+    for squares, rest in of_two:
+        read = sum(float(one.double().square().sum()) for one in rest)
+        assert math.isclose(read + float(squares or 0.0), expected, rel_tol=1e-6)
+
+
 def _in_turn(rank: int, world: int) -> None:
     device = init_megatron()
-    for check in (_trains_alike, _what_is_written_is_read, _others_finalise, _part_of_a_group):
+    for check in (
+        _trains_alike, _what_is_written_is_read, _others_finalise, _part_of_a_group,
+        _several_optimizers,
+    ):  # fmt: skip
         check(rank, device)
 
 
