@@ -69,11 +69,14 @@ def _compare(build: Callable[[bool], Trainer], run: Run, name: str) -> str:
     may have more so. `run` gives numbers and weights."""
     forget_graphs()
     eager = build(False)
-    expected, weights = run(eager)
     adam = distributed_optimizer(eager).optimizer
     shards = adam._fsdp_shards
+    shards.of_sums = None  # squares that sums leave add up in another order than those of a graph
+    expected, weights = run(eager)
     assert not adam.capturable and shards.one_pass.tables.known, "not Adam in one pass"
-    assert shards.of_sums is not None or shards.squares.tables.known, "not the norm in one pass"
+    # Without sharding the norm counts the first rank's gradients.
+    reads = eager.wrapper.engine.config.strategy.shard_main or dist.get_rank() == 0
+    assert shards.squares.tables.known or not reads, "not the norm in one pass"
     del eager, adam, shards
     gc.collect()
     trainer = build(True)
@@ -88,7 +91,7 @@ def _compare(build: Callable[[bool], Trainer], run: Run, name: str) -> str:
         adam = distributed_optimizer(trainer).optimizer
         shards = adam._fsdp_shards
         assert adam.capturable and shards.one_pass.tables.in_graphs, "not Adam in one pass"
-        assert shards.squares.tables.in_graphs, "not the norm in one pass"
+        assert shards.squares.tables.in_graphs or not reads, "not the norm in one pass"
         steps = {int(g["step"]) for g in trainer.optimizer.param_groups if g["params"]}
         assert len(steps) == 1, steps
     finally:
