@@ -58,6 +58,7 @@ from .gpt import (
 )
 from .joined_units import Params, Row, is_layer, layers_of
 from .precision_options import (
+    MOMENTS,
     POLICY_DTYPES,
     POLICY_OPTIONS,
     SWITCHES,
@@ -402,8 +403,8 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(flag(STEP_GRAPH), action="store_true", help="gradients stay between steps")
     run.add_argument("--micro-batch-size", type=int, help="of graphs; default 1")
     run.add_argument(flag(graph_pools.IN_FLIGHT), type=int, help="of graphs; default 1")
-    run.add_argument("--optimizer", choices=("adam", "lion", "muon"),
-                     help="lion, muon: of matrices alone")
+    run.add_argument("--optimizer", choices=("adam", *sorted(MOMENTS)),
+                     help="others than adam: of matrices alone")
     run.add_argument("--optimizer-offload-fraction", type=float, help="of optimizer-cpu-offload")
     run.add_argument("--rank", type=int, default=None, help="default: the rank that holds most")
     run.add_argument("--memory-gib", type=float, default=None, help="say what fits in it")

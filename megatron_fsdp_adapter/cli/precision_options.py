@@ -11,7 +11,7 @@ import torch
 from megatron_fsdp_adapter.core.config import MixedPrecisionPolicy
 from megatron_fsdp_adapter.core.layout import GroupLayout
 from megatron_fsdp_adapter.core.layout.spec import ParamSpec
-from megatron_fsdp_adapter.diagnostics.memory import MUONS_MATRICES, Precision
+from megatron_fsdp_adapter.diagnostics.memory import MUONS_MATRICES, Moments, Precision
 from megatron_fsdp_adapter.megatron.options.ddp_options import BLOCKS
 from megatron_fsdp_adapter.sharding.muon.plan import step_bytes
 
@@ -56,8 +56,10 @@ def is_lions(spec: ParamSpec) -> bool:
     return len(spec.shape) == 2 and not {*EMBEDDINGS} & {*spec.fqns[0].split(".")}
 
 
-HAS_ONE = {"muon": is_muons, "lion": is_lions}
-"""By `optimizer`: weights of which one moment is kept, where Adam keeps two."""
+MOMENTS = {
+    "muon": Moments(is_muons), "adaptive_muon": Moments(is_muons, 2), "lion": Moments(is_lions)
+}  # fmt: skip
+"""By `optimizer`: of weights that are not Adam's."""
 
 
 def matrices_of_muon(
@@ -65,7 +67,7 @@ def matrices_of_muon(
 ) -> dict[str, int]:
     """Bytes of whole matrices that Muon holds in a step, each parameter taken for one, of the
     layouts of all units. tensor: ranks over which those that are no expert's are split."""
-    if precision.has_one is not is_muons:
+    if precision.moments is None or precision.moments.of is not is_muons:
         return {}
     groups = [
         (layout.num_shards * parts, [
@@ -87,5 +89,5 @@ def precision(given: Mapping[str, Any]) -> Precision:
         policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype,
         offload=given.get("chunked_optimizer_state_offload", False),
         host_fraction=on_host if given.get("optimizer_cpu_offload", False) else 0.0,
-        has_one=HAS_ONE.get(given.get("optimizer", "adam")),
+        moments=MOMENTS.get(given.get("optimizer", "adam")),
     )

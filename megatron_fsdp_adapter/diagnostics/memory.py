@@ -85,6 +85,14 @@ class StrategyRow(Protocol):
 
 
 @dataclass(frozen=True)
+class Moments:
+    """Which parameters the optimizer keeps `count` moments of, in the main weights' dtype."""
+
+    of: Callable[[ParamSpec], bool]
+    count: int = 1
+
+
+@dataclass(frozen=True)
 class Precision:
     """What is kept beside the compute weights, whose dtype is the group's.
 
@@ -95,8 +103,7 @@ class Precision:
     offload: main weights and state are in host memory, and brought to the device unit by unit.
     host_fraction: the part of the elements that megatron-core's optimizer updates on the host, of
     copies: state is there, and a copy of main weights and of gradients in their dtype.
-    has_one: which parameters have one moment, of the main weights' dtype, as with Muon and Lion;
-    None: none.
+    moments: of parameters that have others, as with Muon and Lion.
     """
 
     main: torch.dtype | None = torch.float32
@@ -105,7 +112,7 @@ class Precision:
     state_bytes: int = 8
     offload: bool = False
     host_fraction: float = 0.0
-    has_one: Callable[[ParamSpec], bool] | None = None
+    moments: Moments | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.host_fraction <= 1.0:
@@ -118,10 +125,10 @@ class Precision:
                 "chunked_optimizer_state_offload=True and optimizer_cpu_offload=True exclude each "
                 "other; set one of them to False"
             )
-        if self.has_one is not None and (self.offload or self.host_fraction > 0):
+        if self.moments is not None and (self.offload or self.host_fraction > 0):
             raise ValueError(
-                "optimizer='muon' or 'lion' with its state in host memory: that is for 'adam'; "
-                "leave one out"
+                "optimizer='muon', 'adaptive_muon' or 'lion' with its state in host memory: that "
+                "is for 'adam'; leave one out"
             )
         if self.state_bytes < 0:
             raise ValueError(f"state_bytes={self.state_bytes} must not be negative")
@@ -186,8 +193,9 @@ def group_bytes(
     if row.shard_grads or precision.comm != precision.grad:
         held[REDUCE_BUCKET] = total * precision.comm.itemsize
     elements = held_numel(layout, rank) if row.shard_main else layout.item_numel
-    moments = _numel_of_one(layout, row, precision, rank)
-    held[OPTIMIZER_STATE] = (elements - moments) * precision.state_bytes + moments * main.itemsize
+    others, each = _with_own_moments(layout, row, precision.moments, rank)
+    state = (elements - others) * precision.state_bytes + others * each * main.itemsize
+    held[OPTIMIZER_STATE] = state
     if precision.offload:
         numel = shard if row.shard_main else total
         return _streamed(held, layout, row, numel, main, precision.state_bytes)
@@ -198,17 +206,17 @@ def group_bytes(
     return held
 
 
-def _numel_of_one(
-    layout: GroupLayout, row: StrategyRow, precision: Precision, rank: int
-) -> int:
-    """Elements on `rank` of parameters with one moment."""
-    if precision.has_one is None:
-        return 0
+def _with_own_moments(
+    layout: GroupLayout, row: StrategyRow, moments: Moments | None, rank: int
+) -> tuple[int, int]:
+    """Elements on `rank` of parameters that have `moments`, and how many each has."""
+    if moments is None:
+        return 0, 0
     return sum(
         layout.shard_range(index, rank).numel if row.shard_main else spec.numel
         for index, spec in enumerate(layout.specs)
-        if precision.has_one(spec)
-    )
+        if moments.of(spec)
+    ), moments.count
 
 
 def _streamed(

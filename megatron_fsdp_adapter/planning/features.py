@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.cli.gpt import flag
-from megatron_fsdp_adapter.cli.precision_options import is_muons
+from megatron_fsdp_adapter.cli.precision_options import MOMENTS
 from megatron_fsdp_adapter.cli.quantised_options import PLAIN, Quantisation, quantisation
 from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
@@ -90,7 +90,7 @@ class Features:
         """For the formula of memory."""
         return Precision(
             comm=torch.bfloat16 if self.bf16_wire else torch.float32, offload=self.streamed,
-            has_one=is_muons if self.optimizer == MUON else None,
+            moments=MOMENTS.get(self.optimizer),
         )  # fmt: skip
 
     @property

@@ -60,32 +60,32 @@ def test_the_first_update_is_orthogonal_and_adam_has_the_rest(one_rank: torch.de
     assert "decoder.layers.*.mlp.linear_fc1.weight 2 Muon: 40 x 24, 40 x 24" in rows
 
 
-@pytest.mark.parametrize("kind", ["muon", "lion"])
+@pytest.mark.parametrize("kind", ["muon", "adaptive_muon", "lion"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 def test_state_is_as_large_as_the_formula_says(
     one_rank: torch.device, strategy: str, kind: str
 ) -> None:
     """`estimate` goes by names, and comes to the same weights."""
-    if kind == "lion" and not core_api.MAKES_EMERGING:
-        pytest.skip("this core has no Lion, or makes it of all weights")
+    if kind != "muon" and not core_api.MAKES_EMERGING:
+        pytest.skip("this core has no such optimizer, or makes it of all weights")
     trainer = build_trainer(CASE, strategy, one_rank, optimizer={"optimizer": kind})
     train_step(trainer, batches(CASE, 0, 0, one_rank))
     kept = trainer.optimizer.optimizer.state.values()
     values = [value for state in kept for name, value in state.items() if name != "step"]
     found = sum(value._local_tensor.nbytes for value in values)
     groups, row = trainer.wrapper.engine.groups, trainer.wrapper.engine.config.strategy
-    said, decides = precision_options.HAS_ONE[kind], KINDS[kind].has
-    precision = Precision(has_one=said)
+    moments, decides = precision_options.MOMENTS[kind], KINDS[kind].has
+    precision = Precision(moments=moments)
     expected = [group_bytes(g.layout, row, precision, 0)[OPTIMIZER_STATE] for g in groups]
     assert found == sum(expected)
     for pair in trainer.wrapper.engine.pairs:
         spec = pair.group.layout.specs[pair.index]
-        assert said(spec) == decides(pair), spec.fqns
+        assert moments.of(spec) == decides(pair), spec.fqns
 
 
 def test_muon_and_state_in_host_memory_are_refused_by_the_formula() -> None:
-    with pytest.raises(ValueError, match="'muon' or 'lion' with its state in host memory"):
-        Precision(has_one=precision_options.is_muons, offload=True)
+    with pytest.raises(ValueError, match="'muon', .* with its state in host memory"):
+        Precision(moments=precision_options.MOMENTS["muon"], offload=True)
 
 
 def test_marks_and_classes_decide(one_rank: torch.device) -> None:
