@@ -15,6 +15,7 @@ from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.unit import Unit
 from megatron_fsdp_adapter.core.engine.updates import LateUpdates
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, LOAD, STORE, UPDATE
+from megatron_fsdp_adapter.core.runtime.kernels import SQUARED
 from megatron_fsdp_adapter.sharding.muon.newton_schulz import cost
 from megatron_fsdp_adapter.sharding.muon.plan import sent_before
 from megatron_fsdp_adapter.sharding.streamed_optimizer import CHUNKS
@@ -29,7 +30,7 @@ LAUNCHES = 2000.0
 UNIT_LAUNCHES = 300.0
 """The same of one unit of a step that goes unit by unit."""
 
-BF16 = 2
+BF16, FLOAT32 = 2, 4
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,14 @@ class Widths:
     adam: float = ONE_PASS
 
 
-def write_norm(runtime: TimedRuntime, numel: int, widths: Widths, clips: bool) -> None:
-    """The norm, which the host reads, and the clip."""
+def write_norm(
+    runtime: TimedRuntime, numel: int, widths: Widths, clips: bool, reads: bool
+) -> None:
+    """The norm, which the host reads, of gradients or of the squares that sums have left; and the
+    clip."""
     runtime.spend(LAUNCHES)
-    runtime.write(
-        Kind.MEMORY, numel * widths.grad, label="gradient norm", part="norm", read=True
-    )
+    nbytes = numel * widths.grad if reads else max(1, numel // SQUARED) * FLOAT32
+    runtime.write(Kind.MEMORY, nbytes, label="gradient norm", part="norm", read=True)
     if clips:
         runtime.write(Kind.MEMORY, 2 * numel * widths.grad, label="clip", part="norm")
 
