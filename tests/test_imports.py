@@ -65,7 +65,8 @@ squares that are left where gradients are summed 10."""
 CORE = tuple(part for part in PARTS if part.startswith("core.") and part != "core.uneven_dtensor")
 """What takes part in a step. The DTensors are what a step leaves behind."""
 OPTIONAL = (
-    "runtime/registered.py", "runtime/sums.py", "runtime/triton_sums.py", "runtime/blocks.py",
+    "runtime/registered.py", "runtime/nccl_allocator.py", "runtime/sums.py",
+    "runtime/triton_sums.py", "runtime/blocks.py",
     "runtime/block_format.py", "runtime/triton_blocks.py", "runtime/graphs.py",
     "engine/captured.py", "engine/layer_graphs.py",
 )  # fmt: skip

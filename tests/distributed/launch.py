@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_fsdp_adapter.prove import ranks
-from tests.gpu import shared_device
 from tests.one_rank import as_one_of_many_in
 
 PRELOADED = ranks.PRELOADED
@@ -24,10 +23,7 @@ def run_ranks(
     if world_size == 1 and not whole:
         fn = functools.partial(as_one_of_many_in, fn)
     try:
-        return ranks.run_ranks(
-            shared_device.prepared(fn, backend), world_size, *args, timeout=timeout,
-            backend=backend,
-        )  # fmt: skip
+        return ranks.run_ranks(fn, world_size, *args, timeout=timeout, backend=backend)
     except ranks.RanksError as error:
         raise AssertionError(str(error)) from None
 
@@ -39,8 +35,7 @@ def settle_ranks(
     """As `ranks.settle_ranks`; an AssertionError if the time (seconds) ran out."""
     try:
         return ranks.settle_ranks(
-            shared_device.prepared(fn, backend), world_size, *args, timeout=timeout,
-            backend=backend, grace=grace,
-        )  # fmt: skip
+            fn, world_size, *args, timeout=timeout, backend=backend, grace=grace
+        )
     except ranks.RanksError as error:
         raise AssertionError(str(error)) from None

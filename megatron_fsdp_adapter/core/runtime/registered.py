@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .nccl_allocator import allocator_of
+
 
 def zero_cta_options(timeout: Any = None) -> Any:
     """Options of an NCCL group whose collectives take no compute units where NCCL can do without:
@@ -64,7 +66,7 @@ class RegisteredMemory:
         for group in self._groups:  # a communicator exists from its first collective on
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         backend: Any = self._groups[0]._get_backend(self.device)
-        pool = torch.cuda.MemPool(backend.mem_allocator)
+        pool = torch.cuda.MemPool(allocator_of(backend))
         with torch.cuda.use_mem_pool(pool, device=self.device):
             memory = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
         self._pools.append(pool)
