@@ -98,11 +98,11 @@ def writes_gradients_in_sight(chunks: Sequence[Any], config: Any) -> bool:
 
 
 def _finalises_as_core(chunk: Any) -> bool:
-    """Not by a function of the user's, who may do the like."""
+    """Not by a function, or a loop, of the user's, who may do the like."""
     function = chunk.config.finalize_model_grads_func
     while isinstance(function, functools.partial):
         function = function.func
-    return function is None or function is finalize_model_grads
+    return function is finalize_model_grads
 
 
 def squares_of(held: list[torch.Tensor], optimizer: Any) -> torch.Tensor | None:
