@@ -351,8 +351,9 @@ RULES: tuple[Rule, ...] = (
         lambda ep_overlap, precision: ep_overlap == "on" and precision == "fp32",
     ),
     Rule(
-        "core: parts of layers and full recompute", "its configuration excludes it",
-        lambda ep_overlap, recompute: ep_overlap == "on" and recompute == "full",
+        "core: parts of layers and recompute", "its configuration excludes a full one, and, in "
+        "0.19, that of experts",
+        lambda ep_overlap, recompute: ep_overlap == "on" and recompute in ("full", "mlp"),
     ),
     Rule(
         "core: parts of layers in a pipeline without chunks", "its schedule is the interleaved one",
