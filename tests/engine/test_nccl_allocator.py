@@ -38,13 +38,13 @@ class Refusing:
 
 @NEEDS_COMPILER
 def test_memory_is_the_library_s_and_null_where_that_has_none(tmp_path: Path) -> None:
-    library = tmp_path / "libstandin.so.2"  # torch may have loaded the real one
+    library = tmp_path / "libmade.so.2"  # torch may have loaded the real one
     subprocess.run(
-        ["cc", "-shared", "-fPIC", "-Wl,-soname,libstandin.so.2", "-x", "c", "-", "-o", str(library)],
+        ["cc", "-shared", "-fPIC", "-Wl,-soname,libmade.so.2", "-x", "c", "-", "-o", str(library)],
         input=LIBRARY, text=True, check=True,
     )  # fmt: skip
     kept = ctypes.CDLL(str(library))  # as torch has loaded it: it is on no search path
-    assert loaded_library("libstandin.so") == library
+    assert loaded_library("libmade.so") == library
     made = ctypes.CDLL(str(compiled(library, tmp_path)))
     made.take.restype = ctypes.c_void_p
     made.take.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
