@@ -111,8 +111,10 @@ def squares_of(held: list[torch.Tensor], optimizer: Any) -> torch.Tensor | None:
     known, rest = None, held
     if shards.of_sums is not None and all(map(_finalises_as_core, our_chunks(optimizer))):
         known, rest = shards.of_sums(held)
-    if known is None or not rest:
-        return known if known is not None else shards.squares(held)
+    if known is None:
+        return shards.squares(held)
+    if not rest:
+        return known
     more = shards.squares(rest)
     return None if more is None else known + more
 
