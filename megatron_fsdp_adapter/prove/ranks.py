@@ -72,14 +72,16 @@ def _context(backend: str) -> Any:
 
 
 def _child(
-    fn: Callable[..., Any], rank: int, world: int, stacks: str, backend: str, args: Any,
-    environment: dict[str, str], connection: Any,
+    fn: Callable[..., Any], rank: int, world: int, stacks: str, timeout: float, backend: str,
+    args: Any, environment: dict[str, str], connection: Any,
 ) -> None:
     # What was imported beforehand need not be looked through at every collection: tests that count
     # live tensors take a tenth of the time.
     gc.freeze()
     with open(stacks, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+        # A thread of its own: a rank inside of a driver's call may take no signal.
+        faulthandler.dump_traceback_later(timeout, file=stack_file)
         os.environ.clear()
         os.environ.update(environment)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
@@ -104,7 +106,8 @@ def _text(file: Path) -> str:
 
 
 def _stacks_of(processes: list[Any], files: list[Path]) -> str:
-    """A rank inside of a system call (pinning or copying gigabytes) takes the signal at its end."""
+    """A rank inside of a system call (pinning or copying gigabytes) takes the signal at its end, and
+    writes them without one soon after the time that it was given."""
     alive = [(p, file) for p, file in zip(processes, files, strict=True) if p.is_alive()]
     for process, _ in alive:
         os.kill(process.pid, signal.SIGUSR1)
@@ -150,8 +153,8 @@ def settle_ranks(
             context.Process(
                 target=_child,
                 args=(
-                    fn, r, world_size, str(files[r]), backend, args, {**os.environ, **where},
-                    pipes[r][1],
+                    fn, r, world_size, str(files[r]), timeout, backend, args,
+                    {**os.environ, **where}, pipes[r][1],
                 ),
             )
             for r in range(world_size)
