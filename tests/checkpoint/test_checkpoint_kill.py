@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import types
@@ -30,6 +29,7 @@ from torch.distributed import checkpoint as torch_dcp
 from megatron_fsdp_adapter.checkpoint import AsyncSaver, folders, load_checkpoint, save_checkpoint
 from megatron_fsdp_adapter.cli import verify
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_saves
+from megatron_fsdp_adapter.prove.ranks import rendezvous
 
 RANKS = 2
 SHAPES = {"embedding": (601, 512), "fc": (1024, 600), "norm": (3,)}
@@ -99,13 +99,14 @@ MODES: dict[str, Callable[[str], Callable[[int, dict[str, Any]], int]]] = {
 }
 
 
-def _saves_until_killed(mode: str, rank: int, port: int, root: str, done: Any) -> None:
+def _saves_until_killed(
+    mode: str, rank: int, where: dict[str, str], root: str, done: Any
+) -> None:
     """Saves and saves; `done` gets the iteration that is certain to be there. Exit status 3: a
     save failed."""
     torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    timeout = timedelta(seconds=120)
-    dist.init_process_group("gloo", address, timeout, RANKS, rank)
+    os.environ.update(where, RANK=str(rank))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     save = MODES[mode](root)
     try:
         for iteration in range(10, 10_000, 10):
@@ -116,16 +117,19 @@ def _saves_until_killed(mode: str, rank: int, port: int, root: str, done: Any) -
 
 def _kill(mode: str, number: int, root: Path) -> str:
     """One trial; what the kill left: "during" a save or "between" two."""
+    with rendezvous(RANKS) as where:
+        return _kill_at(where, mode, number, root)
+
+
+def _kill_at(where: dict[str, str], mode: str, number: int, root: Path) -> str:
     chance = random.Random(f"{mode}{number}")
     victims = VICTIMS[number % len(VICTIMS)]
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    done = [context.Value("i", 0) for _ in range(RANKS)]
+    # Without a lock, which whoever is killed might hold for ever.
+    done = [context.Value("i", 0, lock=False) for _ in range(RANKS)]
     ranks = [
-        context.Process(target=_saves_until_killed, args=(mode, r, port, str(root), done[r]))
+        context.Process(target=_saves_until_killed, args=(mode, r, where, str(root), done[r]))
         for r in range(RANKS)
     ]
     for process in ranks:

@@ -4,7 +4,6 @@ name, and a test may only import from one that is unique."""
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,11 +48,7 @@ def run_script(
     """Runs scripts/NAME as a person does; with several processes under torchrun."""
     command = [sys.executable]
     if processes > 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        command += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-        command += [f"--master-port={port}"]
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
