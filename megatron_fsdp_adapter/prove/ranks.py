@@ -106,8 +106,8 @@ def _text(file: Path) -> str:
 
 
 def _stacks_of(processes: list[Any], files: list[Path]) -> str:
-    """A rank inside of a system call (pinning or copying gigabytes) takes the signal at its end, and
-    writes them without one soon after the time that it was given."""
+    """A rank inside of a system call (pinning or copying gigabytes) takes the signal at its end,
+    and writes them without one soon after the time that it was given."""
     alive = [(p, file) for p, file in zip(processes, files, strict=True) if p.is_alive()]
     for process, _ in alive:
         os.kill(process.pid, signal.SIGUSR1)
