@@ -10,7 +10,8 @@ folder, which no other job has, travels with the plan that DCP gives each rank.
 The files are what torch's writer makes, for torch's reader. What is written otherwise: one tensor
 at a time, where torch's writer keeps a copy of every tensor that is a view (ours all are) until the
 file is closed; no checksums inside of torch.save's archives, which torch.load does not look at, but
-a digest of each item, computed as it is written (`digests.py`).
+a digest of each item, computed as it is written (`digests.py`); and of metadata, what each release
+of torch reads (`tensor_properties.py`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -42,6 +44,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron_fsdp_adapter.checkpoint import digests, folders, record
+from megatron_fsdp_adapter.checkpoint.tensor_properties import PortableProperties, portable
 
 Publish = Callable[[Path, Path], None]
 """What gives a finished temporary folder, its first argument, its name, the second."""
@@ -206,13 +209,14 @@ def _no_checksums() -> Iterator[None]:
 
 
 class Once:
-    """Gives of equal sizes one object. Pickle writes an object once, and equal ones each time:
+    """Gives of equal parts one object. Pickle writes an object once, and equal ones each time:
     where many ranks have blocks of many tensors, the metadata is a quarter smaller, and is written
     in half of the time."""
 
     def __init__(self) -> None:
         self._sizes: dict[torch.Size, torch.Size] = {}
         self._chunks: dict[tuple[tuple[torch.Size, torch.Size], ...], Any] = {}
+        self._properties: dict[tuple[Any, ...], PortableProperties] = {}
 
     def size(self, value: torch.Size) -> torch.Size:
         return self._sizes.setdefault(value, value)
@@ -226,12 +230,17 @@ class Once:
             ]
         return self._chunks[key]  # type: ignore[no-any-return]
 
+    def properties(self, given: TensorProperties) -> PortableProperties:
+        made = portable(given)
+        return self._properties.setdefault(made.state(), made)
+
 
 def share_equal_parts(metadata: Metadata, once: Once) -> None:
-    """Changes no value."""
+    """Changes no value, and leaves out those that only a newer torch reads."""
     metadata.state_dict_metadata = {
-        key: dataclasses.replace(entry, chunks=once.chunks(entry.chunks))
-        if isinstance(entry, TensorStorageMetadata) else entry
+        key: TensorStorageMetadata(
+            once.properties(entry.properties), entry.size, once.chunks(entry.chunks)
+        ) if isinstance(entry, TensorStorageMetadata) else entry
         for key, entry in metadata.state_dict_metadata.items()
     }  # fmt: skip
 

@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from .tensor_properties import PortableProperties
 
 
 class RefusedName(pickle.UnpicklingError):
@@ -36,10 +38,11 @@ class _CoreMetadata(Metadata):
 
 _DCP = (
     "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
-    "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+    "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
 )  # fmt: skip
 _METADATA: dict[tuple[str, str], Any] = {
     **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in _DCP},
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"): PortableProperties,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): _CoreMetadata,
     ("torch", "Size"): torch.Size,
@@ -70,6 +73,19 @@ def read_metadata(path: Path) -> Any:
     """
     with path.open("rb") as file:
         return _MetadataUnpickler(file).load()
+
+
+class Reader(FileSystemReader):
+    """Torch's, but for metadata, which it reads as every reader of ours does."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Raises as the function does. Metadata of one rank, which we never write, torch reads."""
+        if kwargs.get("rank") is not None:
+            return super().read_metadata(*args, **kwargs)
+        found: Metadata = read_metadata(Path(self.path) / ".metadata")
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
 
 
 class Inert:

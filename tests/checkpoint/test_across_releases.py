@@ -1,5 +1,5 @@
-"""Checkpoints go from one release of megatron-core to another and back, ours and the bundled
-engine's: weights and moments bit for bit, and training goes on with the same losses.
+"""Checkpoints go from one release of megatron-core, and of torch, to another and back, ours and
+the bundled engine's: weights and moments bit for bit, and training goes on with the same losses.
 
 Needs a second interpreter: MEGATRON_FSDP_ADAPTER_OTHER_PYTHON is its path,
 MEGATRON_FSDP_ADAPTER_OTHER_PATH what is put in front of its module path, if anything.

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
@@ -42,6 +41,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_fsdp_adapter.checkpoint import folders
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Shape, _slices, blocks
+from megatron_fsdp_adapter.checkpoint.tensor_properties import PortableProperties
 from megatron_fsdp_adapter.checkpoint.unpickling import load_inert
 from megatron_fsdp_adapter.core.layout.ranges import Box
 
@@ -296,7 +296,7 @@ class _StreamingPlanner(SavePlanner):
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(
                 chunk=ChunkStorageMetadata(offsets, sizes),
-                properties=TensorProperties(dtype=tensor.dtype),
+                properties=PortableProperties(dtype=tensor.dtype),
                 size=torch.Size(tensor.shape),
             ),
         )

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from megatron_fsdp_adapter.checkpoint import folders, record
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
+from megatron_fsdp_adapter.checkpoint.unpickling import Reader
 from megatron_fsdp_adapter.megatron.checkpoint.background_saves import (
     AsyncStrategy,
     Save,
@@ -105,6 +106,7 @@ def _torch_view(module: ModuleType, torch: Any) -> ModuleView:
     def reader(path: Any, *args: Any, **kwargs: Any) -> FileSystemReader:
         if _is_local(path):
             folders.require_ours(Path(path).parent, Path(path))
+            return Reader(path, *args, **kwargs)
         return FileSystemReader(path, *args, **kwargs)
 
     def save(*args: Any, **kwargs: Any) -> Any:
