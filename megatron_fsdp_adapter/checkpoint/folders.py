@@ -245,6 +245,13 @@ def half_written(root: Path) -> tuple[str, ...]:
     return tuple(sorted(path.name for path in root.iterdir() if _is_half(path)))
 
 
+def leftovers(root: Path) -> tuple[str, ...]:
+    """Names of all that killed processes left: those folders, and trackers that were being written
+    by a process that is gone."""
+    trackers = (path.name for path in _temporaries(root / TRACKER) if _is_ownerless(path))
+    return tuple(sorted((*half_written(root), *trackers)))
+
+
 def _is_half(path: Path) -> bool:
     prefix, number = _parsed(path)
     if number is None or prefix == REPLACED:

@@ -3,7 +3,8 @@
 A pickle calls whatever functions it names. Two kinds of it are in a checkpoint:
 
 - `.metadata`, which torch DCP reads with plain pickle. It needs the classes of `_METADATA` and
-  dtypes; any other name is an error (`read_metadata`, for every reader of ours, loads too).
+  dtypes, and plans beside it are inert; any other name is an error (`read_metadata`, for every
+  reader of ours, loads too).
 - objects (arguments, generators), which torch.save wrote. A load needs the real ones; who only
   looks at them takes `load_inert`: torch's own `weights_only` reader, to which every class and
   function that it does not know is given as an inert stand-in.
@@ -55,10 +56,20 @@ _METADATA: dict[tuple[str, str], Any] = {
 }
 
 
+_PLANS = {
+    "torch.distributed.checkpoint.planner",
+    "megatron.core.dist_checkpointing.strategies.torch",
+}
+"""Whose objects core keeps in its metadata: the plans of all ranks, for its next save. Nobody reads
+them here, so they become inert."""
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _METADATA:
             return _METADATA[module, name]
+        if module in _PLANS:
+            return _stand_in(name)
         found = vars(torch).get(name) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found

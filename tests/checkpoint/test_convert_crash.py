@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,25 @@ def test_killed_anywhere_nothing_unfinished_has_a_final_name(tmp_path: Path, to:
             continue
         convert(source, target, to, options=Options(block_bytes=2000))
         assert is_finished(target, to)
+
+
+@pytest.mark.parametrize("writer", ["gone", "alive"])
+def test_what_a_killed_conversion_left_is_no_result_of_another(tmp_path: Path, writer: str) -> None:
+    """Between the tracker's text and the name of its folder, as a kill at any later point."""
+    source, target = save_fsdp(tmp_path / "a", fsdp_state(Model())), tmp_path / "b"
+    (target / "tmp.iter_0000003.8917dcc5").mkdir(parents=True)
+    process = subprocess.Popen(["true"])
+    process.wait()
+    owner = {"gone": process.pid, "alive": os.getpid()}[writer]
+    tracker = target / f"tmp.{folders.TRACKER}.{folders._place()}-{owner}.7e61d24f"
+    tracker.write_text("3")
+    if writer == "alive":
+        with pytest.raises(ValueError, match="is not empty") as raised:
+            convert(source, target, "torch_dist")
+        assert tracker.name in str(raised.value)
+        return
+    convert(source, target, "torch_dist")
+    assert sorted(path.name for path in target.iterdir()) == ["iter_0000003", folders.TRACKER]
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "huggingface"])

@@ -277,7 +277,7 @@ def _check_target(target: Path) -> None:
         raise ValueError(f"{target} is a file; name a new folder for the result")
     names = {path.name for path in target.iterdir()} if target.is_dir() else set()
     # What an interrupted conversion left does not count; it is deleted before the next one.
-    taken = sorted(names - set(folders.half_written(target))) if names else []
+    taken = sorted(names - set(folders.leftovers(target))) if names else []
     if taken:
         raise ValueError(f"{target} is not empty (it has {taken[0]}); name a new folder")
 
