@@ -13,6 +13,12 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp_adapter.checkpoint.convert.common_state import (
+    COMMON,
+    OBJECT,
+    has_common,
+    load_common,
+)
 from megatron_fsdp_adapter.checkpoint.convert.conversion import (
     HUGGING_FACE,
     MIB,
@@ -26,7 +32,6 @@ from megatron_fsdp_adapter.checkpoint.convert.hugging_face import CONFIG
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, blocks
 from megatron_fsdp_adapter.checkpoint.convert.run_config import with_arguments
 from megatron_fsdp_adapter.checkpoint.convert.safetensors_files import read_json, read_tensors
-from megatron_fsdp_adapter.checkpoint.convert.torch_dist import COMMON, load_common
 from megatron_fsdp_adapter.checkpoint.convert.training_state import argument_of
 from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
 from megatron_fsdp_adapter.checkpoint.record import RECORD
@@ -196,8 +201,8 @@ def diff(
 def _arguments(folder: DcpFolder) -> dict[str, Any]:
     if "args" in folder.object_keys:
         return {"args": folder.object("args")}
-    if (folder.folder / COMMON).is_file():
-        return with_arguments(load_common(folder.folder, trusted=False), folder.folder)
+    if has_common(folder):
+        return with_arguments(load_common(folder), folder.folder)
     prefix = "args."
     keys = [key for key in folder.object_keys if key.startswith(prefix)]
     found = {key.removeprefix(prefix): folder.object(key) for key in keys}
@@ -248,11 +253,11 @@ def _by_key(path: Path, iteration: int | None, found: str, weights_only: bool) -
     objects: dict[str, Callable[[], Any]] = {
         key: (lambda key=key: folder.object(key))  # type: ignore[misc]
         for key in folder.object_keys
-        if not weights_only
+        if not weights_only and key != OBJECT
     }
-    if not weights_only and (folder.folder / COMMON).is_file():
-        for name, value in load_common(folder.folder, trusted=False).items():
-            objects[f"{COMMON}: {name}"] = lambda value=value: value  # type: ignore[misc]
+    if not weights_only and has_common(folder):
+        for name, value in load_common(folder).items():
+            objects[f"common state: {name}"] = lambda value=value: value  # type: ignore[misc]
     return {key: folder.tensor(key) for key in folder.tensor_keys if wanted(key)}, objects
 
 

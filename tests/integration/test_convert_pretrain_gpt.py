@@ -1,4 +1,5 @@
-"""Megatron-LM's own pretrain_gpt.py with stock DDP goes on from a converted checkpoint of ours.
+"""Megatron-LM's own pretrain_gpt.py with stock DDP goes on from a converted checkpoint of ours, and
+with ours from one of its own.
 
 Opt-in, as `test_pretrain_gpt.py`:
 
@@ -12,6 +13,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,9 +64,31 @@ def test_stock_ddp_goes_on_with_the_same_losses(
     (ours / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
     expected = train(megatron_lm, [*common, *OURS, "--load", str(ours)], world=2)
     resumed = train(megatron_lm, [*common, *STOCK, "--load", str(tmp_path / "td")], world=2)
-    for run in (expected, resumed):
+    _assert_resumed_alike(expected, resumed)
+
+
+@pytest.mark.parametrize("model", [[], MOE], ids=["dense", "experts"])
+def test_ours_goes_on_from_what_a_run_with_stock_ddp_saved(
+    megatron_lm: Path, tmp_path: Path, model: list[str]
+) -> None:
+    """The move of somebody who has checkpoints already: what stock's own resume prints. (An
+    uninterrupted run of stock prints other losses where its optimizer does not keep its steps.)"""
+    common, stock = [*COMMON, *model], tmp_path / "stock"
+    saving = ["--save", str(stock), "--save-interval", str(SAVED)]
+    first = train(megatron_lm, [*common, *STOCK, *saving], world=2)
+    assert first.status == 0, first.end
+    convert(stock, tmp_path / "ours", "fsdp_dtensor", iteration=SAVED)
+    (stock / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    expected = train(megatron_lm, [*common, *STOCK, "--load", str(stock)], world=2)
+    resumed = train(megatron_lm, [*common, *OURS, "--load", str(tmp_path / "ours")], world=2)
+    _assert_resumed_alike(expected, resumed)
+
+
+def _assert_resumed_alike(*runs: Any) -> None:
+    expected = runs[0]
+    for run in runs:
         assert run.status == 0, run.end
         assert (SAVED, "lm loss") not in run.values, "it started again from the beginning"
-    for step in range(SAVED + 1, 5):
-        for what in ("lm loss", "grad norm"):
-            assert resumed.values[step, what] == expected.values[step, what], (step, what)
+        for step in range(SAVED + 1, 5):
+            for what in ("lm loss", "grad norm"):
+                assert run.values[step, what] == expected.values[step, what], (step, what)

@@ -21,6 +21,7 @@ import torch
 from megatron_fsdp_adapter.checkpoint import folders, record, storage
 from megatron_fsdp_adapter.checkpoint.convert import (
     architecture,
+    common_state,
     fsdp_dtensor,
     hugging_face,
     torch_dist,
@@ -135,7 +136,7 @@ def detect_format(path: Path, iteration: int | None = None) -> str:
         return HUGGING_FACE
     root, number = locate(path, iteration)
     folder = folders.final_folder(root, number)
-    if (folder / torch_dist.CONFIG).is_file() or (folder / torch_dist.COMMON).is_file():
+    if any((folder / name).is_file() for name in (common_state.CONFIG, common_state.COMMON)):
         return TORCH_DIST
     if folder.is_dir() and not (folder / ".metadata").is_file() and any(folder.glob("mp_rank_*")):
         raise ValueError(

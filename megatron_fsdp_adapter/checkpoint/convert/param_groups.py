@@ -26,8 +26,8 @@ Steps = dict[str, torch.Tensor]
 
 
 def to_optimizer_state(state: TrainingState, sharding_type: str) -> dict[Any, Any]:
-    """What common.pt holds of the optimizer: one distributed optimizer's groups, or those of two
-    (dense, experts) under 0 and 1 where experts have groups of their own.
+    """What the common state holds of the optimizer: one distributed optimizer's groups, or those of
+    two (dense, experts) under 0 and 1 where experts have groups of their own.
 
     torch's Adam counts steps per parameter; core stores one number in each group. Raises
     ValueError if parameters have counted differently.
@@ -66,7 +66,9 @@ def from_optimizer_state(
     """
     found = list(_groups(stored))
     if not found:
-        raise ValueError(f"{where}: common.pt has no parameter groups for the optimizer's state")
+        raise ValueError(
+            f"{where}: the common state has no parameter groups for the optimizer's state"
+        )
     groups: Groups = {}
     steps: Steps = {}
     for name, shape in shapes.items():

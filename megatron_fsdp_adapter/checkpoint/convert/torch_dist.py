@@ -1,11 +1,11 @@
-"""`torch_dist` folders of megatron-core 0.16.1: stacked layers and experts, optimizer alike.
+"""`torch_dist` folders of megatron-core: stacked layers and experts, optimizer alike.
 
     decoder.layers.NAME                    all layers in one tensor, (layers, ...)
     decoder.layers.mlp.experts.experts.NAME             and experts, (layers, experts, ...)
     optimizer.state.param|exp_avg|exp_avg_sq.KEY        shaped like the model's KEY
     KEY._extra_state/shard_...             objects that belong to a place in the stack
-    common.pt                              args, iteration, scheduler, optimizer's parameter groups
-    metadata.json                          names and versions of the formats of the two
+    common.pt, or an object                args, iteration, scheduler, optimizer's parameter groups
+                                           (`common_state.py`)
 
 Layers have keys of their own (`decoder.layers.3.NAME`) in models whose layers differ. Of the
 distributed optimizer's ways to save, `fully_reshardable` is the one in model space that core still
@@ -25,6 +25,14 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp_adapter.checkpoint.convert.common_state import (
+    BACKENDS,
+    COMMON,
+    CONFIG,
+    OBJECT,
+    check_config,
+    load_common,
+)
 from megatron_fsdp_adapter.checkpoint.convert.dcp_files import Contents, DcpFolder, KeyPath
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, cast, select, stack
 from megatron_fsdp_adapter.checkpoint.convert.param_groups import (
@@ -45,19 +53,11 @@ from megatron_fsdp_adapter.checkpoint.convert.training_state import (
     moe_layers,
     style_record,
 )
-from megatron_fsdp_adapter.checkpoint.unpickling import load_inert
 
-COMMON, CONFIG = "common.pt", "metadata.json"
-BACKENDS = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
 SHARDING_TYPE = "fully_reshardable"
 
 RECORD = "fsdp_dtensor_names"
-"""Entry of common.pt in which a conversion notes what the other format's names were."""
+"""Entry of the common state in which a conversion notes what the other format's names were."""
 
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _MAIN_WEIGHTS = ("param", "fp32_param")
@@ -81,8 +81,8 @@ def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> Train
     weights_only: leave out optimizer, scheduler and RNG. Raises ValueError if it is of another
     format or a newer version, if its optimizer is not in model space, or if files are damaged.
     """
-    _check_config(folder.folder)
-    common = with_arguments(load_common(folder.folder, folder.trusted), folder.folder)
+    check_config(folder)
+    common = with_arguments(load_common(folder), folder.folder)
     if not weights_only:
         _check_optimizer(folder)
     model: dict[str, LazyTensor] = {}
@@ -335,56 +335,12 @@ def _style(common: Mapping[str, Any]) -> NameStyle | None:
 
 def _dropped(folder: DcpFolder) -> tuple[str, ...]:
     kept = (key for key in folder.object_keys if not _RNG_OBJECT.fullmatch(key))
-    return tuple(key for key in kept if "_extra_state" not in key)
+    return tuple(key for key in kept if key != OBJECT and "_extra_state" not in key)
 
 
 def _majority(weights: Mapping[str, LazyTensor]) -> torch.dtype | None:
     dtypes = [tensor.dtype for name, tensor in weights.items() if is_parameter(name)]
     return max(set(dtypes), key=dtypes.count) if dtypes else None
-
-
-def _check_config(folder: Path) -> None:
-    try:
-        found = json.loads((folder / CONFIG).read_text())
-    except FileNotFoundError:
-        raise ValueError(
-            f"{folder} is no torch_dist checkpoint: it has no {CONFIG}; name another format"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG} is damaged: {error}") from error
-    for name, known in BACKENDS.items():
-        value = found.get(name) if isinstance(found, dict) else None
-        if name.endswith("_version") and isinstance(value, int) and value > int(str(known)):
-            raise ValueError(
-                f"{folder / CONFIG}: {name}={value} is newer than this converter knows ({known}); "
-                "update megatron_fsdp_adapter"
-            )
-        if value != known:
-            raise ValueError(f"{folder / CONFIG}: {name}={value!r}, only {known!r} can be read")
-
-
-def load_common(folder: Path, trusted: bool = True) -> dict[str, Any]:
-    """What common.pt of a folder holds; read by `load_inert` if it is not trusted. ValueError if it
-    is missing or damaged."""
-    path = folder / COMMON
-    if not path.is_file():
-        raise ValueError(f"{folder} is half-written: it has no {COMMON}")
-    try:
-        if trusted:
-            common = torch.load(path, map_location="cpu", weights_only=False)
-        else:
-            with path.open("rb") as file:
-                common = load_inert(file)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{path} holds an object of {error.name}: install that") from error
-    except Exception as error:
-        # pickle raises whatever the damaged bytes happen to spell
-        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
-    if isinstance(common, bytes):
-        raise ValueError(f"{path} cannot be read without running what it names; nothing was run")
-    if not isinstance(common, dict):
-        raise ValueError(f"{path} holds a {type(common).__name__}, not a dict")
-    return common
 
 
 def _check_optimizer(folder: DcpFolder) -> None:

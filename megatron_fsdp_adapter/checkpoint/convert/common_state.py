@@ -1,0 +1,93 @@
+"""What a `torch_dist` folder has beside tensors and the objects of modules: arguments, iteration,
+scheduler, the optimizer's parameter groups.
+
+    common.pt                  a file of its own (core 0.16.1)
+    common_state/shard_0_1     an object among the others (core 0.19)
+    metadata.json              names and versions of the formats: of both parts, or of the tensors'
+
+Each core reads the file, which is what a conversion writes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fsdp_adapter.checkpoint.convert.dcp_files import DcpFolder
+from megatron_fsdp_adapter.checkpoint.unpickling import load_inert
+
+COMMON, CONFIG = "common.pt", "metadata.json"
+OBJECT = "common_state/shard_0_1"
+BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def check_config(folder: DcpFolder) -> None:
+    """ValueError if the folder is of another format or a newer version."""
+    path = folder.folder / CONFIG
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(
+            f"{folder.folder} is no torch_dist checkpoint: it has no {CONFIG}; name another format"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    for name, known in BACKENDS.items():
+        value = found.get(name) if isinstance(found, dict) else None
+        if value is None and name.startswith("common_") and _is_object(folder):
+            continue
+        if name.endswith("_version") and isinstance(value, int) and value > int(str(known)):
+            raise ValueError(
+                f"{path}: {name}={value} is newer than this converter knows ({known}); "
+                "update megatron_fsdp_adapter"
+            )
+        if value != known:
+            raise ValueError(f"{path}: {name}={value!r}, only {known!r} can be read")
+
+
+def has_common(folder: DcpFolder) -> bool:
+    """Whether the folder has it in either form."""
+    return (folder.folder / COMMON).is_file() or _is_object(folder)
+
+
+def load_common(folder: DcpFolder) -> dict[str, Any]:
+    """What is common to all ranks; read by `load_inert` if the folder is not trusted. ValueError if
+    it is missing or damaged."""
+    if not has_common(folder):
+        raise ValueError(f"{folder.folder} is half-written: it has no {COMMON}")
+    file = folder.folder / COMMON
+    if file.is_file():
+        where, common = str(file), _of_file(file, folder.trusted)
+    else:
+        where, common = f"{folder.folder}: {OBJECT}", folder.object(OBJECT)
+        common = common[0] if isinstance(common, list) and len(common) == 1 else common
+    if isinstance(common, bytes):
+        raise ValueError(f"{where} cannot be read without running what it names; nothing was run")
+    if not isinstance(common, dict):
+        raise ValueError(f"{where} holds a {type(common).__name__}, not a dict")
+    return common
+
+
+def _is_object(folder: DcpFolder) -> bool:
+    return OBJECT in folder.metadata.state_dict_metadata
+
+
+def _of_file(path: Path, trusted: bool) -> Any:
+    try:
+        if trusted:
+            return torch.load(path, map_location="cpu", weights_only=False)
+        with path.open("rb") as file:
+            return load_inert(file)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{path} holds an object of {error.name}: install that") from error
+    except Exception as error:
+        # pickle raises whatever the damaged bytes happen to spell
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
