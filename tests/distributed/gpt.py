@@ -329,15 +329,17 @@ def full(value: Any) -> torch.Tensor:
 
 def full_all(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The same for several, in one collective: every rank's rows along dim 0, in order of the
-    shard axis, and of the outer axis where that splits shards again."""
+    shard axis, and of the outer axis where that splits shards again. What is no DTensor (a module
+    that is left alone) is whole."""
     pieces: list[Any] = [None] * dist.get_world_size()
+    split = {name: value for name, value in values.items() if hasattr(value, "_local_tensor")}
     mine = {
         name: (value.device_mesh.get_coordinate(), value._local_tensor.detach().cpu())
-        for name, value in values.items()
+        for name, value in split.items()
     }
     dist.all_gather_object(pieces, mine)
-    out = {}
-    for name, value in values.items():
+    out = {name: values[name].detach().cpu().clone() for name in values.keys() - split.keys()}
+    for name, value in split.items():
         whole = [placement.is_replicate() for placement in value.placements]
         held = {
             tuple(reversed(place)): rows
