@@ -50,6 +50,7 @@ class Engine(Protocol):
     calls_parts: bool
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any: ...
+    def pre_backward(self, unit: Unit) -> None: ...
     def post_forward(self, unit: Unit, output: Any, given: Any, ends: bool) -> None: ...
     def root_pre_forward(self, name: str) -> None: ...
     def root_post_forward(self, name: str, output: Any) -> None: ...
@@ -231,12 +232,20 @@ def _unit_post_forward(
         alive.post_forward(alive.units[ordinal], out, (args, kwargs), ends)
 
 
-def _root_pre_forward(engine: EngineRef, name: str, module: nn.Module, args: Any) -> None:
+def _root_pre_forward(
+    engine: EngineRef, name: str, module: nn.Module, args: Any, kwargs: Any
+) -> Any:
     alive = engine()
-    if alive is not None and not alive.calls_parts:
-        alive.root_pre_forward(name)
-        if alive.saved.enter(name):
-            alive.units[-1].saves_through_hooks()
+    if alive is None or alive.calls_parts:
+        return None
+    alive.root_pre_forward(name)
+    if alive.saved.enter(name):
+        alive.units[-1].saves_through_hooks()
+    if in_backward() or not torch.is_grad_enabled():
+        return None
+    # A backward through gradients of the model's inputs may begin with weights of the root's.
+    again = grad_callback(alive.pre_backward, alive.units[-1])
+    return on_inputs_done(args, kwargs, lambda: None, again)
 
 
 def _root_post_forward(
@@ -305,7 +314,8 @@ def register_unit(engine: Engine, unit: Unit, module: nn.Module, ends: bool) -> 
 def register_root(engine: Engine, name: str, module: nn.Module) -> None:
     """Hooks the calls of a module that holds all parameters: a forward pass starts there."""
     ref = weakref.ref(engine)
-    module.register_forward_pre_hook(functools.partial(_root_pre_forward, ref, name), prepend=True)
+    before = functools.partial(_root_pre_forward, ref, name)
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(functools.partial(_root_post_forward, ref, name))
     _register_leave(module, ref, name)
 
