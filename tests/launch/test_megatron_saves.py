@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 
 from megatron_fsdp_adapter.checkpoint import digests, folders, load_checkpoint, record
+from megatron_fsdp_adapter.checkpoint.unpickling import Reader
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_saves
 
 LM, BRIDGE = "megatron.training.checkpointing", megatron_saves.BRIDGE
@@ -111,9 +112,9 @@ def test_a_save_as_megatron_does_it(
     found = record.read_record(folders.final_folder(root, 2))
     assert found is not None and found.iteration == 2
     assert found.topology == ({"tensor_model_parallel_size": 2} if name == LM else {})
-    # Megatron reads them with torch's own reader; a newer format is told there too.
+    # A newer format is told there too.
     reader = module.torch.distributed.checkpoint.FileSystemReader(str(folder))
-    assert type(reader) is FileSystemReader
+    assert type(reader) is Reader
     path = folder / record.RECORD
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 9}))
     with pytest.raises(ValueError, match="format version 9"):
