@@ -61,14 +61,14 @@ def has_common(folder: DcpFolder) -> bool:
 def load_common(folder: DcpFolder) -> dict[str, Any]:
     """What is common to all ranks; read by `load_inert` if the folder is not trusted. ValueError if
     it is missing or damaged."""
-    if not has_common(folder):
-        raise ValueError(f"{folder.folder} is half-written: it has no {COMMON}")
     file = folder.folder / COMMON
     if file.is_file():
         where, common = str(file), _of_file(file, folder.trusted)
-    else:
+    elif _is_object(folder):
         where, common = f"{folder.folder}: {OBJECT}", folder.object(OBJECT)
         common = common[0] if isinstance(common, list) and len(common) == 1 else common
+    else:
+        raise ValueError(f"{folder.folder} is half-written: it has no {COMMON}")
     if isinstance(common, bytes):
         raise ValueError(f"{where} cannot be read without running what it names; nothing was run")
     if not isinstance(common, dict):
