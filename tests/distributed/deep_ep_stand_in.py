@@ -1,6 +1,10 @@
 """A stand-in for the package `deep_ep`, on gloo: what its two buffers return, and none of its
 kernels, streams or memory. With it core's flex dispatcher runs without a GPU.
 
+`Buffer` is checked against DeepEP's `deep_ep/buffers/legacy.py` and the assertions of
+`csrc/legacy/buffer.hpp` (main of 2026-08). Kinder than the real one: activations of any floating
+type (DeepEP: bf16), of any width (a multiple of 16 bytes), and no buffer that is too small.
+
 Everything that the buffers are given is noted, so that a test can tell whose memory it was.
 """
 
@@ -17,6 +21,15 @@ import torch.distributed as dist
 
 GIVEN: list[torch.Tensor] = []
 """Tensors that the dispatcher handed over, in order."""
+
+
+def matrices(x: torch.Tensor, *weights: torch.Tensor | None) -> None:
+    """What DeepEP demands of activations (tokens, hidden) and of float32 weights (tokens, k)."""
+    assert x.dim() == 2 and x.is_contiguous(), x.shape
+    for one in weights:
+        if one is not None:
+            assert one.dim() == 2 and one.is_contiguous() and len(one) == len(x), one.shape
+            assert one.dtype == torch.float32, one.dtype
 
 
 def noted(*tensors: torch.Tensor | None) -> None:
@@ -96,6 +109,7 @@ class Buffer:
 
     def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int, **how: Any) -> Any:
         noted(topk_idx)
+        assert topk_idx.dim() == 2 and topk_idx.is_contiguous() and topk_idx.dtype == torch.int64
         size = self.group.size()
         experts = (topk_idx[..., None] == torch.arange(num_experts)).any(1)
         by_rank = experts.view(len(topk_idx), size, -1).any(-1)
@@ -104,8 +118,11 @@ class Buffer:
     def dispatch(self, x: torch.Tensor, handle: Any = None, topk_idx: Any = None,
                  topk_weights: Any = None, is_token_in_rank: Any = None,
                  num_tokens_per_expert: Any = None, **how: Any) -> Any:  # fmt: skip
+        matrices(x, topk_weights)
         noted(x, topk_idx, topk_weights)
+        assert (topk_idx is None) == (topk_weights is None)
         if handle is not None:
+            assert topk_idx is None  # a route is used again without them
             return handle.there(x), None, None, None, None, EventOverlap()
         route = route_of(is_token_in_rank, self.group)
         here = num_tokens_per_expert.numel() // self.group.size()
@@ -117,6 +134,7 @@ class Buffer:
         return route.there(x), local, weights, counts, route, EventOverlap()
 
     def combine(self, x: torch.Tensor, handle: Any, topk_weights: Any = None, **how: Any) -> Any:
+        matrices(x, topk_weights)
         noted(x, topk_weights)
         weights = None if topk_weights is None else handle.back(topk_weights)
         return handle.back(x), weights, EventOverlap()

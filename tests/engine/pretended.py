@@ -39,9 +39,16 @@ class PretendCommunicator:
         self.ranks = dist.get_process_group_ranks(group)
         self.initial, self.report = initial, report
 
+    def _check(self, whole: torch.Tensor, part: torch.Tensor, casts: bool = False) -> None:
+        """What c10d of torch 2.13 demands of the flat collectives, and NCCL of its memory."""
+        assert whole.numel() == part.numel() * self.size, (whole.shape, part.shape, self.size)
+        assert whole.is_contiguous() and part.is_contiguous()
+        assert casts or whole.dtype == part.dtype, (whole.dtype, part.dtype)
+
     def all_gather(self, pairs: Any) -> list[Any]:
         self.report("all_gather", [pair[0] for pair in pairs])
         for output, own in pairs:
+            self._check(output, own)
             pieces = list(self.initial(output).chunk(self.size))
             pieces[self.rank] = own.clone()  # a real one reads it, in place or not
             for shard, piece in zip(output.chunk(self.size), pieces, strict=True):
@@ -52,6 +59,7 @@ class PretendCommunicator:
     def reduce_scatter(self, pairs: Any) -> list[Any]:
         self.report("reduce_scatter", [pair[1] for pair in pairs])
         for output, full in pairs:
+            self._check(full, output)
             output.copy_(full.chunk(self.size)[self.rank] * self.size)
         return []
 
@@ -61,6 +69,7 @@ class PretendCommunicator:
     ) -> list[Any]:
         self.report("reduce_scatter_by_exchange", [pair[1] for pair in pairs])
         for output, full in pairs:
+            self._check(full, output, casts=True)
             total = full.chunk(self.size)[self.rank].float() * (self.size * scale)
             output.copy_(output.float() + total if accumulate else total)
         return []

@@ -74,20 +74,31 @@ def _note_gradient(module: Any, args: Any, output: Any) -> None:
         output[0].register_hook(lambda grad: _note(history, grad))
 
 
+LARGEST = {"forward": 448.0, "backward": 57344.0}
+"""Of E4M3 and E5M2: the recipe's format is hybrid."""
+
+
 def roll(model: nn.Module) -> None:
-    """TE's update after a step's forward and backward, amaxes reduced over all ranks: a new scale
-    from the largest of the history, whose slot 0 is for the next step."""
+    """TE's update after a forward and backward, amaxes reduced over all ranks.
+
+    Checked against `kernel_bulk` of common/recipe/delayed_scaling.cu (2.11 and main of 2026-08):
+    a tensor whose newest amax is 0 keeps history and scale, and one whose largest amax is not
+    finite keeps its scale. TE does this at the end of each forward and of each backward, and for
+    quantized weights after the optimizer's step; here it is once a step.
+    """
     states = [
-        state for module in scaled_linears(model)
-        for state in (module.fp8_meta["scaling_fwd"], module.fp8_meta["scaling_bwd"])  # type: ignore
-    ]  # fmt: skip
-    slots = torch.cat([state.amax_history[0] for state in states])
+        (module.fp8_meta[f"scaling_{mode}"], LARGEST[direction])  # type: ignore[index]
+        for module in scaled_linears(model)
+        for mode, direction in (("fwd", "forward"), ("bwd", "backward"))
+    ]
+    slots = torch.cat([state.amax_history[0] for state, _ in states])
     dist.all_reduce(slots, dist.ReduceOp.MAX)
-    for state, own in zip(states, slots.split([s.scale.numel() for s in states]), strict=True):
-        history = state.amax_history
-        history[0] = own
-        amax = history.amax(0)
-        found = torch.full_like(amax, 448.0).div_(amax)
-        state.scale.copy_(torch.where(amax > 0, found, state.scale))
-        history.copy_(history.roll(-1, 0))
-        history[0] = 0
+    sizes = [state.scale.numel() for state, _ in states]
+    for (state, largest), newest in zip(states, slots.split(sizes), strict=True):
+        history, moved = state.amax_history, newest != 0
+        rolled = torch.cat((history[1:], newest[None]))
+        amax = torch.where(moved, rolled.amax(0), 0.0)
+        scale = (largest / amax).clamp(max=torch.finfo(torch.float32).max)
+        state.scale.copy_(torch.where(amax.isfinite() & (amax > 0), scale, state.scale))
+        rolled[0] = 0
+        history.copy_(torch.where(moved, rolled, history))
