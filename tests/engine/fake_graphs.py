@@ -1,12 +1,17 @@
 """CUDA graphs for the host: a capture notes every operator, a replay runs them on the same memory.
 
 As with CUDA's, what is captured has not run: memory of others that the operators wrote is put back,
-and what they made is NaN until a replay. No Python of the captured function runs in a replay.
+and what they made is NaN until a replay. No Python of the captured function runs in a replay, and a
+capture that reads a value on the host raises, as with CUDA.
+
+Checked against `torch.cuda.graph` of torch 2.11 and 2.13. Not modeled: streams that join a capture
+or are left out of it, pools that reuse memory between graphs, and host memory that is pinned.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -46,6 +51,25 @@ def _over(args: Any) -> Any:
     return work
 
 
+READS_BY_THE_HOST = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.unique_consecutive.default,
+)
+"""Operators that wait for the device: cudaErrorStreamCaptureUnsupported in a capture."""
+
+
+def _compares_generators() -> bool:
+    """Whether core is comparing states of the host's generator, which no GPU holds."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "megatron.core.tensor_parallel.random":
+            return frame.f_code.co_name == "fork"
+    return False
+
+
 class Recorder(TorchDispatchMode):
     """Notes what runs: (operator, arguments, keywords, what it returned)."""
 
@@ -57,6 +81,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in READS_BY_THE_HOST and not _compares_generators():
+            raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
         if func.namespace == "profiler":  # a name for what is launched
             return func(*args, **kwargs)
         if types:  # a wrapper has no memory: what it does with that of its fields is noted
