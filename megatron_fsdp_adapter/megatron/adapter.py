@@ -75,8 +75,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             `use_distributed_optimizer`, are switched on in it: Megatron reads them there.
         module: the model, on its device; usually `Float16Module(GPTModel)`. With the config's
             `init_model_with_meta_device` any part of it may be on the meta device.
-        fsdp_unit_modules: module classes to gather and reduce as units; by default the
-            transformer layers, and embedding and output layer unless they are tied.
+        fsdp_unit_modules: module classes, their names or import paths, to gather and reduce as
+            units; by default the transformer layers, and embedding and output layer unless tied.
         disable_bucketing: accepted for Megatron; units take the place of buckets.
         device: the device of the flat buffers; by default the parameters', or this process's GPU
             if all of them are on the meta device.
@@ -96,7 +96,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         config: Any,
         ddp_config: Any,
         module: nn.Module,
-        fsdp_unit_modules: list[type[nn.Module]] | None = None,
+        fsdp_unit_modules: list[type[nn.Module] | str] | None = None,
         disable_bucketing: bool = False,
         device: torch.device | None = None,
         pg_collection: Any | None = None,
@@ -153,7 +153,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self._announce(forced)
 
     def _build_engine(
-        self, module: nn.Module, unit_classes: list[type[nn.Module]] | None
+        self, module: nn.Module, unit_classes: list[type[nn.Module] | str] | None
     ) -> FsdpEngine:
         engine_config = ddp_options.engine_config(self.ddp_config)
         parts = ddp_options.gathers_parts(self.ddp_config)

@@ -30,7 +30,7 @@ def construction_problems(
     config: Any,
     ddp_config: Any,
     module: nn.Module,
-    unit_classes: list[type[nn.Module]] | None,
+    unit_classes: list[type[nn.Module] | str] | None,
     device: torch.device | None,
     pg_collection: Any | None,
     *,

@@ -22,6 +22,7 @@ from ..core.layout.format import Use, plain
 from ..core.topology import ShardDomain
 from ..quantised import format_of
 from ..sharding.budget import KeptUnits, kept_units, policy_precision
+from ..sharding.unit_classes import classes_of
 from .activation_offload import sets_hooks_inside_units
 from .domains import ModelDomains
 from .fused_wgrad import asks_fusion, grad_writer
@@ -95,14 +96,15 @@ def _with_parts_of_layers(
 
 
 def chosen_units(
-    module: nn.Module, unit_classes: list[type[nn.Module]] | None, parts: bool = False
+    module: nn.Module, unit_classes: Sequence[type[nn.Module] | str] | None, parts: bool = False
 ) -> dict[str, nn.Module]:
     """The units, by default or of the classes the user names. parts: by default parts of experts
     too, inside their layers."""
     if unit_classes is None:
         units = _default_units(module)
         return _with_parts_of_layers(module, units) if parts else units
-    return unit_modules(module, lambda child: isinstance(child, tuple(unit_classes)))
+    named = classes_of(module, unit_classes)
+    return unit_modules(module, lambda child: isinstance(child, named))
 
 
 def backward_use(config: Any, unit: nn.Module) -> Use:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from ..core.topology import DENSE, FSDPDistributedIndex
 from ..diagnostics.description import describe
 from ..diagnostics.grad_check import GradCheck
 from ..quantised import TransformerEngineParams, format_of
+from ..sharding.budget import GIB
 from ..sharding.building import build_engine, keeping_whole
 from ..sharding.export_source import Described, Source, beside_engine
 from ..sharding.local_optimizer import LocalShards, adopt, end_step
@@ -45,6 +47,8 @@ from ..sharding.sharded_module import (
     register_state_dict_hooks,
 )
 from ..sharding.streamed_optimizer import OPTION, shards_over
+from ..sharding.unit_classes import OPTION as UNITS
+from ..sharding.unit_classes import classes_of, repeated_layers
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "SparseAdam")
 """Optimizers of torch whose step on rows is not the rows of their step on the whole tensor."""
@@ -182,24 +186,59 @@ def _index_over(
 
 def _engine(
     module: nn.Module,
-    classes: Sequence[type[nn.Module]],
+    named: Sequence[type[nn.Module] | str] | None,
     index: FSDPDistributedIndex,
     config: EngineConfig,
     check: GradCheck | None,
 ) -> FsdpEngine:
+    units = _chosen_units(module, named)
     plans = partition(
         module,
-        unit_modules(module, lambda child: isinstance(child, tuple(classes))),
+        units,
         domain_of=lambda param, fqn: DENSE,
         backward_reads_weights=lambda unit: not isinstance(unit, nn.Embedding),
         format_of=format_of,
     )
-    return build_engine(
+    engine = build_engine(
         "fully_shard_model", module, plans, dict(index.domains),
         keeping_whole(config, index.domains),
         target_device(module, None), own_initialiser, grad_check=check,
         quantised=TransformerEngineParams(),
     )
+    if named is None:
+        _announce(module, list(units.values()), engine)
+    return engine
+
+
+def _chosen_units(
+    module: nn.Module, named: Sequence[type[nn.Module] | str] | None
+) -> dict[str, nn.Module]:
+    if named is None:
+        layers = {id(layer) for layer in repeated_layers(module)}
+        return unit_modules(module, lambda child: id(child) in layers)
+    classes = classes_of(module, named)
+    return unit_modules(module, lambda child: isinstance(child, classes))
+
+
+def _announce(module: nn.Module, units: Sequence[nn.Module], engine: FsdpEngine) -> None:
+    """Prints, on one rank, what was taken for units where no class was named."""
+    if dist.get_rank() != 0:
+        return
+    sizes = [unit.weight_bytes / GIB for unit in engine.units]
+    if len(sizes) == 1:
+        said = (
+            f"1 unit, whose weights, {sizes[0]:.3f} GiB, are gathered at once: "
+            f"{type(module).__name__} has no layers that repeat (_no_split_modules, a ModuleList, "
+            f"ModuleDict or Sequential); name their class in {UNITS}"
+        )
+    else:
+        kinds = Counter(type(unit).__name__ for unit in units)
+        counted = ", ".join(f"{count} {name}" for name, count in kinds.items())
+        said = (
+            f"{len(sizes)} units ({counted}, root) of at most {max(sizes):.3f} GiB of weights; "
+            f"{UNITS} names others"
+        )
+    print(f"fully_shard_model: {said}", flush=True)
 
 
 def _grad_check(by_unit: bool, by_param: bool) -> GradCheck | None:
@@ -207,7 +246,7 @@ def _grad_check(by_unit: bool, by_param: bool) -> GradCheck | None:
 
 
 def _raise_problems(
-    module: nn.Module, classes: Sequence[type[nn.Module]] | None, main: torch.dtype | None,
+    module: nn.Module, classes: Sequence[type[nn.Module] | str] | None, main: torch.dtype | None,
     on_meta: bool,
 ) -> None:
     found = module_problems(module, classes, None, main)
@@ -218,7 +257,7 @@ def _raise_problems(
 def fully_shard_model(
     module: nn.Module,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
-    fsdp_unit_modules: Sequence[type[nn.Module]] | None = None,
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
     *,
     data_parallel_sharding_strategy: str = "optim_grads_params",
     outer_dp_sharding_strategy: str = "no_shard",
@@ -243,8 +282,9 @@ def fully_shard_model(
         mesh: the ranks to shard over: a 1-D device mesh or a process group (default: the world);
             or a 2-D mesh (outer axis, shard axis), in which shards are replicated along the first
             or, with `outer_dp_sharding_strategy="optim"`, split again.
-        fsdp_unit_modules: classes whose instances are gathered and reduced one by one; without
-            any the whole module is gathered at once.
+        fsdp_unit_modules: classes, their names or import paths, whose instances are gathered and
+            reduced one by one, and which all ranks call alike; [] for the whole module at once. By
+            default those in `_no_split_modules`, else the entries of the largest lists of layers.
         data_parallel_sharding_strategy: a row of the strategy table, as in Megatron.
         mixed_precision_policy: dtypes of main weights, main gradients and communication.
         average_gradients: whether gradients are the mean over ranks, or the sum.
@@ -271,7 +311,7 @@ def fully_shard_model(
     )
     index = _index_over(mesh, module, average_gradients, outer_dp_sharding_strategy)
     check = _grad_check(check_for_nan_in_grad, report_nan_in_param_grad)
-    engine = _engine(module, fsdp_unit_modules or (), index, config, check)
+    engine = _engine(module, fsdp_unit_modules, index, config, check)
     engine.auto_sync, engine.own_loop = sync_model_each_microbatch, True
     return FullyShardedModel(module, engine)
 

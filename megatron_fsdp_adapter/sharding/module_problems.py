@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..quantised.start import outdated_values
+from .unit_classes import unit_problems
 
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What main gradients, of float32 at most, can be summed for."""
@@ -19,7 +20,7 @@ TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def module_problems(
     module: nn.Module,
-    unit_classes: Sequence[type[nn.Module]] | None,
+    unit_classes: Sequence[type[nn.Module] | str] | None,
     device: torch.device | str | None,
     main_params_dtype: torch.dtype | None,
     is_managed: Callable[[str], bool] = lambda fqn: True,
@@ -35,7 +36,7 @@ def module_problems(
         *_sparse_gradients(module),
         *_main_weights_that_lose_bits(module, main_params_dtype),
         *outdated_values(module, is_managed),
-        *_units_that_match_nothing(module, unit_classes or ()),
+        *unit_problems(module, unit_classes or ()),
         *_devices(module, device),
     ]
 
@@ -133,18 +134,6 @@ def _untrainable(module: nn.Module) -> list[str]:
     return [
         f"module={type(module).__name__} has no trainable parameter: nothing can be sharded or "
         "trained; set requires_grad on at least one parameter, or do not wrap the module"
-    ]
-
-
-def _units_that_match_nothing(
-    module: nn.Module, unit_classes: Sequence[type[nn.Module]]
-) -> list[str]:
-    return [
-        f"fsdp_unit_modules={[named.__name__ for named in unit_classes]}: no module of "
-        f"{type(module).__name__} is a {unit_class.__name__}; name a class that the model "
-        "contains, or leave the argument out for the transformer layers"
-        for unit_class in unit_classes
-        if not any(isinstance(child, unit_class) for child in module.modules())
     ]
 
 

@@ -4,6 +4,7 @@ No process group is there."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard_model
 from megatron_fsdp_adapter.sharding.module_problems import module_problems
+from megatron_fsdp_adapter.sharding.unit_classes import classes_of, repeated_layers
 
 
 class Odd(nn.Module):
@@ -105,3 +107,105 @@ def test_others_are_no_problem(name: str) -> None:
 def test_what_is_not_sharded_may_be_anything() -> None:
     odd = Odd(torch.ones(4).to(torch.float8_e4m3fn), trained=False)
     assert module_problems(odd, None, None, torch.float32, lambda fqn: fqn != "odd") == []
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+
+class LateDecoderLayer(DecoderLayer):
+    """Of a subclass, as models with other attention have."""
+
+
+def _model(**modules: nn.Module) -> nn.Module:
+    model = nn.Module()
+    for name, child in modules.items():
+        model.add_module(name, child)
+    return model
+
+
+def _named_layers() -> nn.Module:
+    inner = _model(layers=nn.ModuleList([DecoderLayer(), LateDecoderLayer()]), head=nn.Linear(4, 4))
+    inner._no_split_modules = ["DecoderLayer"]  # type: ignore[assignment]
+    return _model(base=inner, heads=nn.ModuleList(nn.Linear(90, 90) for _ in range(2)))
+
+
+def _layers(count: int, width: int = 4) -> list[nn.Module]:
+    return [DecoderLayer(width) for _ in range(count)]
+
+
+REPEATED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "classes that the model names, also inside of another": (
+        _named_layers, ["base.layers.0", "base.layers.1"]
+    ),
+    "a list, and not the experts in it, nor a few small heads": (
+        lambda: _model(
+            layers=nn.ModuleList(_layers(2, 30)), head=nn.Linear(4, 4),
+            heads=nn.ModuleList(nn.Linear(4, 4) for _ in range(2)),
+        ),
+        ["layers.0", "layers.1"],
+    ),
+    "two towers": (
+        lambda: _model(
+            encoder=nn.ModuleList(_layers(2)),
+            decoder=nn.ModuleDict({"a": DecoderLayer(), "b": DecoderLayer()}),
+        ),
+        ["encoder.0", "encoder.1", "decoder.a", "decoder.b"],
+    ),
+    "a Sequential of layers": (
+        lambda: _model(layers=nn.Sequential(*_layers(2), nn.ReLU())), ["layers.0", "layers.1"]
+    ),
+    "no layer: a Sequential of operations": (
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), []
+    ),
+    "no layer: one of each class": (
+        lambda: _model(parts=nn.ModuleList([nn.Linear(3, 3), nn.LayerNorm(3)])), []
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_repeated_layers_are_found(name: str) -> None:
+    make, expected = REPEATED[name]
+    module = make()
+    names = {id(child): name for name, child in module.named_modules()}
+    assert [names[id(child)] for child in repeated_layers(module)] == expected
+
+
+CLASSES: dict[str, tuple[Any, tuple[type, ...]]] = {
+    "a class": (DecoderLayer, (DecoderLayer,)),
+    "a name": ("DecoderLayer", (DecoderLayer,)),
+    "a name of a base class": ("LateDecoderLayer", (LateDecoderLayer,)),
+    "a path": (f"{__name__}.DecoderLayer", (DecoderLayer,)),
+    "a path where the class is not defined": ("torch.nn.Linear", (nn.Linear,)),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_unit_classes_may_be_named(name: str) -> None:
+    named, expected = CLASSES[name]
+    module = _named_layers()
+    assert classes_of(module, [named]) == expected
+    assert module_problems(module, [named], None, torch.float32) == []
+
+
+NO_CLASS: dict[str, tuple[Any, str]] = {
+    "misspelt": (["DecoderLayr"], "no module of Module is a DecoderLayr (near it: DecoderLayer, "),
+    "a misspelt path": (["torch.nn.Liner"], "is a torch.nn.Liner (near it: Linear"),
+    "of no module": ([nn.Conv2d], "fsdp_unit_modules=['Conv2d']: no module of Module is a Conv2d;"),
+    "a path of no module": (["torch.nn.Conv2d"], "no module of Module is a torch.nn.Conv2d;"),
+    "no class": ([3], "fsdp_unit_modules=['3']: 3 is neither a class nor the name of one"),
+    "a string and no list": ("DecoderLayer", "it is one class; put it into a list"),
+    "a class and no list": (nn.Linear, "it is one class; put it into a list"),
+}
+
+
+@pytest.mark.parametrize("name", NO_CLASS)
+def test_a_unit_class_that_matches_nothing_is_one_error(name: str) -> None:
+    named, says = NO_CLASS[name]
+    with pytest.raises(ValueError) as caught:
+        fully_shard_model(_named_layers(), None, named)
+    assert says in str(caught.value) and str(caught.value).count("\n  - ") == 1

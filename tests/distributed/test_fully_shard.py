@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -66,7 +68,8 @@ def single_process(
 
 def sharded(rank: int, make: Any, microbatches: int, clip: float | None, **options: Any) -> Any:
     """The same by a sharded model: losses, full weights, model and optimizer; collective."""
-    model = fully_shard_model(net(), fsdp_unit_modules=[Block, nn.Embedding], **options)
+    options = {"fsdp_unit_modules": [Block, nn.Embedding], **options}
+    model = fully_shard_model(net(), **options)
     optimizer = fully_shard_optimizer(make(model.parameters()))
     losses = []
     for step in range(STEPS):
@@ -237,14 +240,32 @@ def _exclusive(rank: int, world: int) -> None:
         )
 
 
+def _unnamed_units(rank: int, world: int) -> None:
+    expected = single_process(OPTIMIZERS["AdamW"], world, 1, None)
+    for classes, said in ((None, "4 units (3 Block, root) of at most "), (["Block"], ""), ([], "")):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            found = sharded(rank, OPTIMIZERS["AdamW"], 1, None, fsdp_unit_modules=classes)
+        _same(found, expected, classes)
+        units = [unit.name for unit in found[2].engine.units]
+        assert units == [*(f"blocks.{i}" for i in range(3)), "root"][3 * (classes == []) :]
+        lines = printed.getvalue().splitlines()
+        assert [said in line for line in lines] == [True] * (rank == 0 and bool(said)), lines
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        fully_shard_model(Block())
+    assert ("1 unit, whose weights, 0.000 GiB, are gathered" in printed.getvalue()) == (rank == 0)
+
+
 def _all(rank: int, world: int) -> None:
     _every_optimizer(rank, world)
     _habits(rank, world)
+    _unnamed_units(rank, world)
 
 
 def test_optimizers_and_habits_of_plain_training_loops() -> None:
-    """Elementwise optimizers of torch; accumulation, explicit synchronisation, state dicts, and
-    errors."""
+    """Elementwise optimizers of torch; accumulation, explicit synchronisation, state dicts, errors,
+    and units of classes that are not given or given as strings."""
     run_ranks(_all, 2)
 
 
