@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Megatron-LM's own pretrain_gpt.py, unmodified, with Transformer Engine on GPUs: stock DDP against
-# the runner of this package, losses and gradient norms compared. Part `dropin` of gpu_check.sh,
+# the runner of this package, losses and gradient norms compared. Part `dropin` of gpu_bench.sh,
 # whose environment (OUT, PYTHON, RANKS) it uses.
 #
 #   MEGATRON_LM_PATH=checkout OUT=folder bash scripts/gpu_dropin.sh

@@ -19,14 +19,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices"))
 
 
+def outcomes_of(module: object) -> list[Outcomes]:
+    """What a module of tests runs its checks with."""
+    found: list[Outcomes] = []
+    for value in vars(module).values():
+        values = value.values() if isinstance(value, dict) else [value]
+        found += [one for one in values if isinstance(one, Outcomes)]
+    return found
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was not chosen is not run: the checks of a file share one pair of processes."""
-    chosen: dict[Outcomes, set[str]] = {}
+    """What was not chosen is not run, and the rest in the order of the tests: the checks of a file
+    share one pair of processes."""
+    chosen: dict[Outcomes, list[str]] = {}
     for item in session.items:
         name = getattr(item, "callspec", None) and item.callspec.params.get("name")
-        for outcomes in vars(getattr(item, "module", None) or object).values():
-            if isinstance(outcomes, Outcomes):
-                chosen.setdefault(outcomes, set()).update({name} & set(outcomes.checks))
+        for outcomes in outcomes_of(getattr(item, "module", None) or object):
+            if name in outcomes.checks:
+                chosen.setdefault(outcomes, []).append(str(name))
     for outcomes, names in chosen.items():
-        if names:
-            outcomes.checks = {n: check for n, check in outcomes.checks.items() if n in names}
+        outcomes.checks = {name: outcomes.checks[name] for name in names}
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    for module in {getattr(item, "module", None) for item in session.items}:
+        for outcomes in outcomes_of(module or object):
+            outcomes.close()

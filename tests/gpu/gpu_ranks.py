@@ -1,7 +1,8 @@
 """Many checks in one pair of processes: importing Megatron and Transformer Engine and setting up
 NCCL takes far longer than most checks.
 
-Outcomes are written to a file as they come, so that a check that hangs loses only those after it.
+Outcomes are written to a file as they come, and a test ends when its check has. Checks behind one
+that hangs, or ends its processes, go on in new ones.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import ast
 import gc
 import json
+import multiprocessing
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -38,12 +41,20 @@ class Check:
     arguments: tuple[Any, ...] = ()
 
 
+def _write(path: str, **line: Any) -> None:
+    with Path(path).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
 def _run_all(rank: int, world: int, checks: Mapping[str, Check], path: str) -> None:
-    """Every check on this rank; the first rank writes a line for each one that all have left."""
+    """Every check on this rank; the first rank writes a line for each one that it begins, and for
+    each one that all have left."""
     side = dist.new_group(backend="gloo", timeout=timedelta(seconds=SLOWEST_S * PATIENCE))
     for name, check in checks.items():
         started = time.monotonic()
         error, value = None, None
+        if rank == 0:
+            _write(path, begun=name)
         try:
             value = check.function(rank, world, *check.arguments)
             if torch.cuda.is_available():
@@ -53,20 +64,16 @@ def _run_all(rank: int, world: int, checks: Mapping[str, Check], path: str) -> N
         errors: list[Any] = [None] * world
         dist.all_gather_object(errors, error, group=side)
         if rank == 0:
-            line = {
-                "name": name,
-                "errors": [one for one in errors if one is not None],
-                "value": repr(value),
-                "seconds": round(time.monotonic() - started, 1),
-            }
-            with Path(path).open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            raised = [one for one in errors if one is not None]
+            seconds = round(time.monotonic() - started, 1)
+            _write(path, name=name, errors=raised, value=repr(value), seconds=seconds)
         gc.collect()
         torch.cuda.empty_cache()
 
 
 class Outcomes:
-    """Runs the checks once, on `world` ranks, when the first outcome is asked for."""
+    """Runs the checks on `world` ranks, from when the first outcome is asked for, beside the tests
+    that ask. `timeout_s`: of all of them."""
 
     def __init__(
         self,
@@ -77,40 +84,98 @@ class Outcomes:
     ) -> None:
         self.checks, self.timeout_s = checks, timeout_s * PATIENCE
         self.world, self.backend = world, backend
-        self._lines: dict[str, Any] | None = None
-        self._fault: str | None = None
+        self._lines: dict[str, Any] = {}
+        self._changed = threading.Condition()
+        self._runner: threading.Thread | None = None
+        self._closed = False
 
-    def _run(self) -> dict[str, Any]:
+    def _run(self) -> None:
+        """Each set of processes leaves at least one check less."""
+        until = time.monotonic() + self.timeout_s
+        try:
+            while left := {n: c for n, c in self.checks.items() if n not in self._lines}:
+                fault, begun = self._attempt(left, max(1.0, until - time.monotonic()))
+                lost = [name for name in left if name not in self._lines]
+                over = self._closed or time.monotonic() >= until
+                if begun is not None and not over:
+                    lost = [name for name in lost if name == begun]
+                for name in lost:
+                    self._note(name, errors=[f"{name} was not finished:\n{fault}"])
+        except BaseException:
+            for name in self.checks.keys() - self._lines.keys():
+                self._note(name, errors=[traceback.format_exc()])
+            raise
+
+    def _attempt(self, checks: Mapping[str, Check], limit_s: float) -> tuple[str, str | None]:
+        """(what ended the processes, the check that was begun and not finished)."""
+        begun: list[str] = []
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "outcomes.jsonl"
             path.touch()
+            over = threading.Event()
+            follower = threading.Thread(target=self._follow, args=(path, over, begun), daemon=True)
+            follower.start()
             try:
                 run_ranks(
-                    _run_all, self.world, self.checks, str(path),
-                    timeout=self.timeout_s, backend=self.backend,
+                    _run_all, self.world, checks, str(path),
+                    timeout=limit_s, backend=self.backend,
                 )  # fmt: skip
+                fault = "its processes ended"
             except AssertionError as error:
-                self._fault = str(error)
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
-        return {line["name"]: line for line in lines}
+                fault = str(error)
+            finally:
+                over.set()
+                follower.join()
+        return fault, next((name for name in begun if name not in self._lines), None)
 
-    def _found(self) -> dict[str, Any]:
-        if self._lines is None:
-            self._lines = self._run()
-        return self._lines
+    def _follow(self, path: Path, over: threading.Event, begun: list[str]) -> None:
+        """Notes every line as it comes, until `over`, and what is there then."""
+        with path.open() as file:
+            rest, last = "", False
+            while not last:
+                last = over.wait(0.1)
+                *lines, rest = (rest + file.read()).split("\n")
+                for line in map(json.loads, lines):
+                    if "begun" in line:
+                        begun.append(line["begun"])
+                    else:
+                        self._note(line.pop("name"), **line)
+
+    def _note(
+        self, name: str, errors: list[str], value: str = "None", seconds: float = 0.0
+    ) -> None:
+        with self._changed:
+            self._lines[name] = {"errors": errors, "value": value, "seconds": seconds}
+            self._changed.notify_all()
+
+    def _found(self, name: str) -> dict[str, Any]:
+        """Waits for the outcome of a check."""
+        with self._changed:
+            if self._runner is None:
+                self._runner = threading.Thread(target=self._run, daemon=True)
+                self._runner.start()
+            self._changed.wait_for(lambda: name in self._lines)
+            return dict(self._lines[name])
+
+    def close(self) -> None:
+        """Ends the processes if they still run, as where a run of tests stops early."""
+        self._closed = True
+        if self._runner is not None and self._runner.is_alive():
+            for process in multiprocessing.active_children():
+                process.kill()
+            self._runner.join()
 
     def values(self) -> dict[str, str]:
         """What each check said, or that it failed, for a table."""
-        found = {name: self._found().get(name) for name in self.checks}
+        found = {name: self._found(name) for name in self.checks}
         return {
-            name: "not reached" if line is None else "FAILED" if line["errors"]
+            name: "FAILED" if line["errors"]
             else f"{ast.literal_eval(line['value'])} ({line['seconds']} s)"
             for name, line in found.items()
         }
 
     def expect(self, name: str) -> None:
         """Fails if the check `name` did, or was not reached."""
-        line = self._found().get(name)
-        assert line is not None, f"{name} was not finished:\n{self._fault}"
+        line = self._found(name)
         assert not line["errors"], "\n".join(line["errors"])
         print(f"{name}: {line['value']} ({line['seconds']} s)", file=sys.stderr)

@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 
+from tests.distributed.gpt import STRATEGIES
 from tests.distributed.habits import HABITS, check_habit
 from tests.distributed.random_cases import fresh_seed, random_case
 from tests.gpu.gpu_ranks import Check, Outcomes
@@ -13,8 +14,8 @@ from tests.gpu.gpu_ranks import Check, Outcomes
 CASE = random_case(fresh_seed()).but(num_layers=2, tied=False, positions="rope", batch=1)
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 CHECKS = {
-    name: Check(check_habit, (CASE, [name]))
-    for name, habit in HABITS.items()
+    name: Check(check_habit, (CASE, [name], (STRATEGIES[number % 3], STRATEGIES[3])))
+    for number, (name, habit) in enumerate(HABITS.items())
     if HAS_TE or not habit.needs_te
 }
 OUTCOMES = Outcomes(CHECKS, timeout_s=170.0)

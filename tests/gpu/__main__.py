@@ -1,0 +1,229 @@
+"""Runs all tests for GPUs, several files at once, and goes on where an earlier call ended.
+
+    python -m tests.gpu --results runs/gpu.jsonl --log runs/gpu [--time-limit 570] [--only fp8]
+    python -m tests.gpu --results runs/gpu.jsonl --list
+
+A test that was running when the time ended counts as not reached, after two attempts as hung. The
+status is 0 if nothing failed, hung, or was not reached. `bash scripts/gpu_check.sh` sets what ranks
+need that share one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests import strays
+from tests.gpu import journal, shards
+from tests.gpu.shards import MATRIX, Shard
+
+ENDING_S = 12.0
+"""Before the time is up, all that runs is ended, and the table is written."""
+LEAST_S = 60.0
+"""With less time left no file is begun: its processes would not get as far as a test."""
+MATRIX_CELLS = ("--array", "gpu_dp", "--match", "step=graph")
+
+
+@dataclass
+class Running:
+    """A shard in a process of its own; how many lines the journal had of it at the start, and has,
+    and when the last of them came."""
+
+    shard: Shard
+    process: subprocess.Popen[bytes]
+    mark: str
+    started: float
+    at: float
+    lines_before: int
+    lines: int
+
+
+def command_of(shard: Shard, options: argparse.Namespace, left_s: float) -> list[str]:
+    if shard.name == MATRIX:
+        return [
+            sys.executable, "-m", "tests.matrix", "run", *MATRIX_CELLS,
+            "--results", str(options.matrix), "--seconds", f"{max(1.0, left_s - LEAST_S):.0f}",
+            "--slowest", f"{options.test_limit:.0f}",
+        ]  # fmt: skip
+    return [
+        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.gpu.journal",
+        "--journal", str(options.results), "--failures", str(options.log / "failures.txt"),
+        "-rA", "--tb=short", "--full", *(shard.unreached or [shard.path]),
+    ]  # fmt: skip
+
+
+def start(shard: Shard, options: argparse.Namespace, left_s: float) -> Running:
+    mark, value = strays.new_mark()
+    log = options.log / f"{shard.name}.log"
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command_of(shard, options, left_s), cwd=shards.ROOT,
+            env={**os.environ, strays.VARIABLE: value},
+            stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+    now, lines = time.monotonic(), lines_of(shard, options)
+    return Running(shard, process, mark, now, now, lines, lines)
+
+
+def stop(one: Running) -> None:
+    """Ends a shard's processes, also those in sessions of their own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(one.process.pid, signal.SIGKILL)
+    strays.end(one.mark)
+    one.process.wait()
+
+
+def lines_of(shard: Shard, options: argparse.Namespace) -> int:
+    """How many lines of tests the journal has."""
+    path = options.matrix if shard.name == MATRIX else options.results
+    names = [line.get("test", line.get("cell", "")) for line in journal.read(path)]
+    return sum(shard.name in (MATRIX, shards.shard_of(name)) for name in names)
+
+
+def state(options: argparse.Namespace) -> dict[str, Shard]:
+    """What is known of all shards that were asked for."""
+    found = shards.all_shards()
+    shards.learn(found, [*journal.read(options.results), *matrix_lines(options)])
+    return {n: s for n, s in found.items() if not options.only or options.only in n}
+
+
+def matrix_lines(options: argparse.Namespace) -> list[dict[str, object]]:
+    """The file of results of the matrix, as lines of a journal."""
+    from tests.matrix import cells, results, table
+
+    wanted = [c for c in cells.cached("gpu_dp") if "step=graph" in table.name_of(c)]
+    lines: list[dict[str, object]] = [{"test": f"{MATRIX}::{table.name_of(c)}"} for c in wanted]
+    for one in results.read(options.matrix):
+        outcome = journal.PASSED if one.status == results.PASSED else journal.FAILED
+        lines.append({
+            "test": f"{MATRIX}::{one.cell}", "outcome": outcome, "seconds": one.seconds,
+            "why": " ".join(one.problems)[: journal.LONGEST],
+        })  # fmt: skip
+    return lines
+
+
+def is_stuck(one: Running, options: argparse.Namespace) -> bool:
+    """Whether a test takes longer than one may. The matrix ends its cells itself."""
+    if (lines := lines_of(one.shard, options)) != one.lines:
+        one.lines, one.at = lines, time.monotonic()
+    limit = shards.LIMITS.get(one.shard.name, options.test_limit)
+    return one.shard.name != MATRIX and time.monotonic() - one.at > limit
+
+
+def ended(one: Running, options: argparse.Namespace, why: str) -> None:
+    seconds = round(time.monotonic() - one.started, 1)
+    idle = not why and lines_of(one.shard, options) == one.lines_before
+    status = one.process.returncode
+    journal.note(
+        options.results, shard=one.shard.name, ended=status, seconds=seconds, idle=idle
+    )
+    counts = state(options)[one.shard.name].counts()
+    said = ", ".join(f"{count} {name}" for name, count in counts.items())
+    print(f"{seconds:6.0f} s  {one.shard.name}: {said}{why and f' ({why})'}", flush=True)
+
+
+def forget(options: argparse.Namespace) -> None:
+    """What failed or hung is to run once more."""
+    for shard in state(options).values():
+        journal.note(options.results, shard=shard.name, again=True)
+    cells = [one for one in journal.read(options.matrix) if one["status"] == journal.PASSED]
+    options.matrix.unlink(missing_ok=True)
+    for one in cells:
+        journal.note(options.matrix, **one)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Runs what is left until it is over, or the time is."""
+    deadline = time.monotonic() + options.time_limit - ENDING_S
+    running: list[Running] = []
+    try:
+        while True:
+            left_s = deadline - time.monotonic()
+            busy = [one.shard for one in running]
+            names = {shard.name for shard in busy}
+            left = shards.in_order(s for s in state(options).values() if s.name not in names)
+            chosen = shards.next_of(left, busy, options.jobs, options.memory_gib)
+            if chosen is not None and left_s > LEAST_S:
+                running.append(start(chosen, options, left_s))
+                continue
+            if left_s <= 0 or not running:
+                return
+            time.sleep(0.5)
+            for one in list(running):
+                stuck = is_stuck(one, options)
+                if stuck or one.process.poll() is not None:
+                    stop(one)
+                    running.remove(one)
+                    ended(one, options, "a test took too long" if stuck else "")
+    finally:
+        for one in running:
+            stop(one)
+            ended(one, options, "the time is up")
+
+
+def memory_of_the_device() -> float:
+    """GiB of the first GPU, less what contexts may take; without one, those of a large one."""
+    try:
+        said = subprocess.run(
+            ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        return int(said.split()[0]) / 1024 - 8
+    except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
+        return 130.0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--results", type=Path, default=Path("runs/gpu/results.jsonl"))
+    parser.add_argument("--log", type=Path, help="folder; beside the results if not given")
+    parser.add_argument("--time-limit", type=float, default=1e9, help="seconds of this call")
+    parser.add_argument("--test-limit", type=float, default=180.0, help="seconds of one test")
+    parser.add_argument("--only", default="", help="files whose names have this in them")
+    parser.add_argument("--jobs", type=int, default=6, help="files at once")
+    parser.add_argument("--memory-gib", type=float, help="of the device; asked of nvidia-smi")
+    parser.add_argument("--again", action="store_true", help="also what failed or hung before")
+    parser.add_argument("--list", action="store_true", help="what is left, in its order")
+    options = parser.parse_args(arguments)
+    options.results = options.results.resolve()
+    options.log = (options.log or options.results.parent).resolve()
+    options.matrix = options.results.with_suffix(".matrix.jsonl")
+    options.memory_gib = options.memory_gib or memory_of_the_device()
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    found = state(options)
+    if options.list:
+        for shard in shards.in_order(found.values()):
+            alone = "alone" if shard.gib >= shards.ALONE else f"{shard.gib} GiB"
+            left = f"{len(shard.unreached)} tests" if shard.listed else "all its tests"
+            print(f"{shard.name:32} {left:14} {alone:>8}, some {shard.expected_s:.0f} s")
+        return 0
+    for folder in (options.log, options.results.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    if options.again:
+        forget(options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    run(options)
+    found = state(options)
+    told = shards.table(found.values())
+    (options.log / "table.txt").write_text(told + "\n")
+    print(told)
+    return int(not shards.is_clean(found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Of what all tests for GPUs consist, how much memory and time each part takes, and what a journal
+says of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.journal import FAILED, PASSED, SKIPPED
+
+ROOT = Path(__file__).resolve().parents[2]
+MATRIX = "matrix"
+"""The part that trains cells of the matrix with a captured step of the optimizer."""
+GIB = 12
+"""Of device memory, for all ranks of a file and their contexts, where no more is said."""
+ALONE = 1000
+"""For files that read the device's memory, look at when kernels run, or fill the device."""
+MEMORY: Mapping[str, int] = {
+    "test_gpu_activation_offload": 60, "test_gpu_estimate": ALONE, "test_gpu_export": 50,
+    "test_gpu_first": 30, "test_gpu_memory": ALONE, "test_gpu_meta": ALONE, "test_gpu_muon": 50,
+    "test_gpu_narrow": 30, "test_gpu_newton_schulz": 20, "test_gpu_one_pass": 25,
+    "test_gpu_one_pass_norm": 25, "test_gpu_optimizer_offload": 40, "test_gpu_updates": 30,
+    "test_gpu_whole": 40, MATRIX: 20,
+}  # fmt: skip
+SECONDS: Mapping[str, float] = {
+    "test_gpu_streams": 20, "test_gpu_reshard": 25, "test_gpu_launches": 60, MATRIX: 250,
+    "test_gpu_activation_offload": 200, "test_gpu_estimate": 240, "test_gpu_meta": 150,
+    "test_gpu_fp8_models": 150, "test_gpu_fp8_params": 180, "test_gpu_fp8_resume": 100,
+    "test_gpu_layer_graphs": 180, "test_gpu_muon": 150, "test_gpu_optimizer_offload": 150,
+    "test_gpu_memory": 120, "test_gpu_export": 120,
+}  # fmt: skip
+"""Guesses, for files of which no journal knows better. Only the order follows from them."""
+USUAL_S = 75.0
+LIMITS: Mapping[str, float] = {"test_gpu_meta": 400, "test_gpu_estimate": 400}
+"""Seconds that one test may take, where it is more than usual."""
+ATTEMPTS = 2
+"""How often a test is begun that does not end."""
+
+HUNG, UNREACHED = "hung", "not reached"
+
+
+@dataclass
+class Known:
+    """Of one test: its outcome, and how often it was begun since without one."""
+
+    outcome: str | None = None
+    attempts: int = 0
+    seconds: float = 0.0
+    why: str = ""
+
+    @property
+    def state(self) -> str:
+        if self.outcome is not None:
+            return self.outcome
+        return HUNG if self.attempts >= ATTEMPTS else UNREACHED
+
+
+@dataclass
+class Shard:
+    """A file of tests, or the cells of the matrix; what is known of its tests, by name, and
+    `listed`: whether these are all of it. `broken`: how often its process ended before."""
+
+    name: str
+    tests: dict[str, Known] = field(default_factory=dict)
+    listed: bool = False
+    broken: int = 0
+
+    @property
+    def path(self) -> str:
+        return f"tests/gpu/{self.name}.py"
+
+    @property
+    def gib(self) -> int:
+        return MEMORY.get(self.name, GIB)
+
+    @property
+    def seconds(self) -> float:
+        return sum(known.seconds for known in self.tests.values())
+
+    @property
+    def expected_s(self) -> float:
+        return self.seconds if self.is_over else SECONDS.get(self.name, USUAL_S)
+
+    @property
+    def unreached(self) -> list[str]:
+        """Tests that have no outcome; those that were begun already are last."""
+        left = [name for name, known in self.tests.items() if known.state == UNREACHED]
+        return sorted(left, key=lambda name: self.tests[name].attempts)
+
+    @property
+    def is_over(self) -> bool:
+        return (self.listed and not self.unreached) or self.broken >= ATTEMPTS
+
+    def counts(self) -> Counter[str]:
+        found = Counter(known.state for known in self.tests.values())
+        if not self.listed:
+            found[HUNG if self.broken >= ATTEMPTS else UNREACHED] += 1
+        return found
+
+
+def all_shards() -> dict[str, Shard]:
+    names = [path.stem for path in sorted((ROOT / "tests/gpu").glob("test_*.py"))]
+    return {name: Shard(name) for name in (*names, MATRIX)}
+
+
+def shard_of(test: str) -> str:
+    path = test.partition("::")[0]
+    return path if path == MATRIX else Path(path).stem
+
+
+def learn(shards: Mapping[str, Shard], lines: Iterable[Mapping[str, Any]]) -> None:
+    """Fills in what a journal says, line by line."""
+    for line in lines:
+        shard = shards.get(line.get("shard", shard_of(line.get("test", ""))))
+        if shard is None:
+            continue
+        if "ended" in line:
+            shard.broken += int(line["idle"])
+        elif "again" in line:
+            _forget(shard)
+        else:
+            _learn(shard.tests.setdefault(line["test"], Known()), line)
+            shard.listed = True
+
+
+def _learn(known: Known, line: Mapping[str, Any]) -> None:
+    if "begun" in line:
+        known.outcome, known.attempts = None, known.attempts + 1
+    elif "outcome" in line:
+        known.outcome, known.attempts = line["outcome"], 0
+        known.seconds, known.why = line["seconds"], line["why"]
+
+
+def _forget(shard: Shard) -> None:
+    """What failed or hung is as if it had never run."""
+    shard.broken = 0
+    for name, known in list(shard.tests.items()):
+        if known.state in (FAILED, HUNG):
+            shard.tests[name] = Known()
+            if name.endswith("::collection"):
+                del shard.tests[name]
+    shard.listed = bool(shard.tests)
+
+
+def in_order(shards: Iterable[Shard]) -> list[Shard]:
+    """What is left to run: what is quick first, and what must be alone last."""
+    left = [shard for shard in shards if not shard.is_over]
+    return sorted(left, key=lambda shard: (shard.gib >= ALONE, shard.expected_s, shard.name))
+
+
+def next_of(left: list[Shard], running: list[Shard], jobs: int, memory_gib: float) -> Shard | None:
+    """The first for which there is room beside those that run; one that nothing is beside may be
+    larger than the device."""
+    if len(running) >= jobs or any(shard.gib >= ALONE for shard in running):
+        return None
+    used = sum(shard.gib for shard in running)
+    return next((s for s in left if not running or used + s.gib <= memory_gib), None)
+
+
+def table(shards: Iterable[Shard]) -> str:
+    """What became of everything: a row for each file, then what did not pass, and reasons."""
+    chosen, columns = list(shards), (PASSED, FAILED, HUNG, SKIPPED, UNREACHED)
+    width = max(len(shard.name) for shard in chosen)
+    lines = ["  ".join([" " * width, *(f"{name:>11}" for name in columns), "    seconds"])]
+    total: Counter[str] = Counter()
+    for shard in chosen:
+        counts = shard.counts()
+        total += counts
+        numbers = [f"{counts[name] or '':>11}" for name in columns]
+        more = "  (its tests are not known)" if not shard.listed else ""
+        lines.append("  ".join([f"{shard.name:{width}}", *numbers, f"{shard.seconds:11.0f}{more}"]))
+    seconds = sum(shard.seconds for shard in chosen)
+    numbers = [f"{total[name]:>11}" for name in columns]
+    lines.append("  ".join([f"{'all':{width}}", *numbers, f"{seconds:11.0f}"]))
+    reasons: Counter[str] = Counter()
+    for shard in chosen:
+        for name, known in shard.tests.items():
+            if known.state in (FAILED, HUNG):
+                lines.append(f"{known.state.upper()} {name}: {known.why}")
+            if known.state == SKIPPED:
+                reasons[f"{shard.name}: {known.why}"] += 1
+    lines += [f"skipped {count:3}  {why}" for why, count in sorted(reasons.items())]
+    return "\n".join(lines)
+
+
+def is_clean(shards: Iterable[Shard]) -> bool:
+    """Whether nothing failed, hung, or was left out."""
+    return not any(
+        shard.counts()[state] for shard in shards for state in (FAILED, HUNG, UNREACHED)
+    )
