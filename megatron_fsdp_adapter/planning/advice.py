@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_fsdp_adapter.cli.estimate import GIB
+from megatron_fsdp_adapter.megatron.options.sizes import stage_layers
 
-from .configurations import POOLS, Configuration, predict
+from .configurations import POOLS, Configuration
 from .features import LATE_STEP, STEP_GRAPH, features_of
 from .machine import GPUS, machine_named
 from .models import from_options
+from .prediction import predict
 from .report import ddp_options, model_options
 from .search import Wanted, plan
 from .shapes import Parallel
@@ -35,9 +37,10 @@ def configuration_of(options: Mapping[str, Any], world_size: int) -> Configurati
     def size(name: str) -> int:
         return options.get(name) or 1
 
+    virtual = len(stage_layers(options)[0]) if options.get("num_layers") else 1
     parallel = Parallel(
         size("tensor_model_parallel_size"), size("pipeline_model_parallel_size"),
-        size("virtual_pipeline_model_parallel_size"), size("context_parallel_size"),
+        virtual, size("context_parallel_size"),
         size("expert_model_parallel_size"), options.get("recompute_granularity") == "full",
     )  # fmt: skip
     return Configuration(
@@ -94,7 +97,7 @@ def advice(options: Mapping[str, Any], world_size: int, gpu: str) -> list[str]:
         )
     if now.ms > WORTH * best.ms:
         other = replace(best.configuration, fused=chosen.fused)
-        named = {**model_options(other), **ddp_options(other)}
+        named = {**model_options(shape, other), **ddp_options(other)}
         chosen_words = ", ".join(f"{name}={value}" for name, value in named.items())
         lines.append(
             f"{now.ms:,.0f} ms a step are expected, {now.ms / best.ms - 1:.0%} more than the "

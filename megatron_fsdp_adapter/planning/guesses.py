@@ -3,7 +3,6 @@ candidates and leaves out hopeless ones; nobody is told."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -22,6 +21,8 @@ from .shapes import (
     head_work,
     layer_bytes,
     layer_work,
+    layers_of,
+    waits_for_longer,
 )
 from .timed_modules import Work
 
@@ -52,15 +53,17 @@ class Split:
     def _stage_seconds(self) -> float:
         """Of a microbatch on the slowest stage: layers cannot be cut, and the last has the loss."""
         shape, parallel, gpu = self.shape, self.parallel, self.machine.gpu
-        layers, stages = shape.gpt.num_layers, parallel.pipeline
+        first, last = (len(layers_of(shape, parallel, at)) * (
+            1 + waits_for_longer(shape, parallel, at)) for at in (0, parallel.pipeline - 1))
         tokens = self.microbatch * shape.seq_length / parallel.context
-        *layer, _ = layer_work(shape, parallel, tokens, layers - 1, self._features.quantised)
+        number = shape.gpt.num_layers - 1
+        *layer, _ = layer_work(shape, parallel, tokens, number, self._features.quantised)
         own, head = _seconds(layer, gpu), _seconds(head_work(shape, parallel, tokens), gpu)
-        return max(math.ceil(layers / stages) * own, layers // stages * own + head)
+        return max(first * own, last * own + head)
 
     @cached_property
     def activations(self) -> float:
-        in_flight = min(self.parallel.pipeline, self.microbatches)
+        in_flight = self.parallel.in_flight(0, self.microbatches)
         total = activation_bytes(self.shape, self.parallel, self.microbatch, in_flight)
         away = self._features.host_layers
         return total - away * layer_bytes(self.shape, self.parallel, self.microbatch)

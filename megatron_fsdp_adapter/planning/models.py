@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fsdp_adapter.cli.gpt import GptConfig, config_from
+from megatron_fsdp_adapter.megatron.options import sizes
 
-from .shapes import Experts, Shape
+from .shapes import Experts, Parallel, Shape
 
 _KNOWN = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_experts")
 """What `estimate` refuses, and a plan knows or chooses itself."""
@@ -37,6 +38,47 @@ def from_options(options: Mapping[str, Any], name: str) -> Shape:
             options.get("moe_shared_expert_intermediate_size") or 0,
         )  # fmt: skip
     return Shape(name, gpt, options.get("seq_length") or 4096, experts)
+
+
+def parallel_options(shape: Shape, parallel: Parallel) -> dict[str, Any]:
+    """Megatron's options that split a model so. Stages of different numbers of layers have a
+    layout."""
+    parts = parallel.pipeline * parallel.virtual
+    named = {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "num_virtual_stages_per_pipeline_rank": parallel.virtual,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+    }
+    options: dict[str, Any] = {name: size for name, size in named.items() if size > 1}
+    if shape.gpt.num_layers % parts:
+        options.pop("num_virtual_stages_per_pipeline_rank", None)
+        options[sizes.LAYOUT] = sizes.layout_of(
+            shape.gpt.num_layers, parallel.pipeline, parallel.virtual
+        )
+    if parallel.tensor > 1:
+        options["sequence_parallel"] = True
+        if shape.experts is not None:  # Megatron splits experts like the rest unless told
+            options["expert_tensor_parallel_size"] = 1
+    return options
+
+
+def split_problems(
+    shape: Shape, parallel: Parallel, gpus: int, microbatch: int, global_batch: int
+) -> list[str]:
+    """Why Megatron would not run the model split so, one line each."""
+    gpt, experts = shape.gpt, shape.experts
+    options = {
+        "num_layers": gpt.num_layers, "hidden_size": gpt.hidden_size,
+        "num_attention_heads": gpt.num_attention_heads, "num_query_groups": gpt.query_groups,
+        "kv_channels": gpt.kv_channels, "ffn_hidden_size": gpt.ffn,
+        "seq_length": shape.seq_length, "micro_batch_size": microbatch,
+        "global_batch_size": global_batch, **parallel_options(shape, parallel),
+    }  # fmt: skip
+    if experts is not None:
+        options |= {"num_experts": experts.number, "moe_ffn_hidden_size": experts.ffn}
+    return sizes.size_problems(options, gpus)
 
 
 def from_hugging_face(path: str) -> Shape:

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-from .configurations import Prediction
+from .prediction import Prediction
 
 COLOURS = {"compute": "tab:blue", "gather": "tab:green", "reduce": "tab:red"}
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_fsdp_adapter.cli.estimate import GIB
 
 from . import features
-from .configurations import Configuration, Prediction
+from .configurations import Configuration
 from .features import MUON, RECIPE_OF
+from .models import parallel_options
+from .prediction import Prediction
 from .search import Plan, Wanted
+from .shapes import Shape
 from .timing import Timeline
 
 SHOWN, REASONS = 5, 12
@@ -34,21 +38,11 @@ def ddp_options(chosen: Configuration) -> dict[str, Any]:
     return options
 
 
-def model_options(chosen: Configuration) -> dict[str, Any]:
+def model_options(shape: Shape, chosen: Configuration) -> dict[str, Any]:
     """Of the model's config and the run."""
-    parallel = chosen.parallel
     options: dict[str, Any] = {"micro_batch_size": chosen.microbatch}
-    sizes = {
-        "tensor_model_parallel_size": parallel.tensor,
-        "pipeline_model_parallel_size": parallel.pipeline,
-        "num_virtual_stages_per_pipeline_rank": parallel.virtual,
-        "context_parallel_size": parallel.context,
-        "expert_model_parallel_size": parallel.expert,
-    }
-    options |= {name: size for name, size in sizes.items() if size > 1}
-    if parallel.tensor > 1:
-        options["sequence_parallel"] = True
-    if parallel.recompute:
+    options |= parallel_options(shape, chosen.parallel)
+    if chosen.parallel.recompute:
         options |= {"recompute_granularity": "full", "recompute_method": "uniform",
                     "recompute_num_layers": 1}  # fmt: skip
     if chosen.graph:
@@ -56,13 +50,13 @@ def model_options(chosen: Configuration) -> dict[str, Any]:
     return options | features.model_options(chosen.features)
 
 
-def megatron_flags(chosen: Configuration) -> str:
-    """For the runner of Megatron-LM's scripts."""
+def megatron_flags(shape: Shape, chosen: Configuration) -> str:
+    """For the runner of Megatron-LM's scripts, in a shell."""
     words = ["--use-megatron-fsdp"]
-    for name, value in {**model_options(chosen), **ddp_options(chosen)}.items():
+    for name, value in {**model_options(shape, chosen), **ddp_options(chosen)}.items():
         words.append("--" + name.replace("_", "-"))
         if value is not True:
-            words.append(str(value))
+            words.append(shlex.quote(str(value)))
     return " ".join(words)
 
 
@@ -75,14 +69,14 @@ BRIDGE_FIELDS = {
 """Of a recipe's config, where that is not the model's field of the same name."""
 
 
-def bridge_overrides(chosen: Configuration) -> str:
-    """For a recipe of Megatron-Bridge; of Muon, with which none is taken, that."""
+def bridge_overrides(shape: Shape, chosen: Configuration) -> str:
+    """For a recipe of Megatron-Bridge, in a shell; of Muon, with which none is taken, that."""
     if chosen.features.optimizer == MUON:
         return "refused with optimizer='muon': recipes were not run with it"
     words = [f"ddp.{name}={value}" for name, value in ddp_options(chosen).items()]
-    for name, value in model_options(chosen).items():
+    for name, value in model_options(shape, chosen).items():
         words.append(f"{BRIDGE_FIELDS.get(name, f'model.{name}')}={value}")
-    return " ".join(words)
+    return " ".join(map(shlex.quote, words))
 
 
 PLAIN_ARGUMENTS = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy")
@@ -161,7 +155,7 @@ def plain(plan: Plan, top: int) -> dict[str, Any]:
         "gpu": wanted.machine.gpu.name,
         "network": wanted.machine.network.name,
         "memory_gib": wanted.memory_gib,
-        "configurations": [_plain_row(one) for one in plan.predictions[:top]],
+        "configurations": [_plain_row(wanted.shape, one) for one in plan.predictions[:top]],
         "why_not": [
             *({"configuration": one.configuration.name, "reason": _slower(one, plan)}
               for one in plan.predictions[top:]),
@@ -170,7 +164,7 @@ def plain(plan: Plan, top: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _plain_row(one: Prediction) -> dict[str, Any]:
+def _plain_row(shape: Shape, one: Prediction) -> dict[str, Any]:
     chosen = one.configuration
     return {
         "name": chosen.name,
@@ -183,8 +177,8 @@ def _plain_row(one: Prediction) -> dict[str, Any]:
         "exposed_ms": one.exposed_ms,
         "spent_ms": dict(one.spent),
         "limit": one.limit,
-        "megatron_lm": megatron_flags(chosen),
-        "megatron_bridge": bridge_overrides(chosen),
+        "megatron_lm": megatron_flags(shape, chosen),
+        "megatron_bridge": bridge_overrides(shape, chosen),
         "fully_shard_model": plain_arguments(chosen),
         "benchmark_row": benchmark_row(chosen),
     }
@@ -215,8 +209,8 @@ def render(plan: Plan, top: int) -> str:
         "", *aligned(rows), "",
         "the first one: memory at its most: " + _largest(best.memory, 1 / GIB, "GiB"),
         "               time: " + _largest(_times(best.spent), 1.0, "ms"),
-        f"  Megatron-LM        {megatron_flags(best.configuration)}",
-        f"  Megatron-Bridge    {bridge_overrides(best.configuration)}",
+        f"  Megatron-LM        {megatron_flags(wanted.shape, best.configuration)}",
+        f"  Megatron-Bridge    {bridge_overrides(wanted.shape, best.configuration)}",
         f"  plain PyTorch      {plain_arguments(best.configuration)}",
     ]  # fmt: skip
     command = benchmark_command(wanted, best.configuration)

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_fsdp_adapter.checkpoint.storage import Once, share_equal_parts
 from megatron_fsdp_adapter.cli.estimate import Model
 
-from .configurations import Configuration, planned, program_of
+from .configurations import Configuration, planned
+from .prediction import program_of
 from .program import COLLECTIVES
 from .shapes import Parallel, Shape
 

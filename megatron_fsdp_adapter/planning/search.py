@@ -11,10 +11,12 @@ from itertools import product
 from megatron_fsdp_adapter.cli.estimate import GIB
 from megatron_fsdp_adapter.core.config import STRATEGIES
 
-from .configurations import Configuration, Prediction, memory, predict
+from .configurations import Configuration, memory
 from .features import NO_FEATURES, Features, problem
 from .guesses import Split
 from .machine import Machine
+from .models import split_problems
+from .prediction import Prediction, predict
 from .shapes import Parallel, Shape
 from .timing import HOST
 
@@ -81,15 +83,14 @@ def splits(wanted: Wanted) -> Iterator[Split]:
         experts = [n for n in experts if n > 1]
     choices = product(tensors, pipelines, experts, (False, True), (1, 2, 4))
     for tensor, pipeline, expert, recompute, micro in choices:
-        ranks = wanted.gpus // (tensor * pipeline)
-        if wanted.gpus % (tensor * pipeline) or wanted.gpus % (pipeline * expert):
-            continue
-        if wanted.global_batch % (ranks * micro) or not _is(wanted, "microbatch", micro):
+        if wanted.gpus % (tensor * pipeline) or not _is(wanted, "microbatch", micro):
             continue
         for virtual in (1, 2, 4, 8) if pipeline > 1 else (1,):
             parallel = Parallel(tensor, pipeline, virtual, 1, expert, recompute)
             told = all(_is(wanted, name, value) for name, value in vars(parallel).items())
-            if told and shape.gpt.num_layers >= pipeline * virtual:
+            if not told or shape.gpt.num_layers < pipeline * virtual:
+                continue
+            if not split_problems(shape, parallel, wanted.gpus, micro, wanted.global_batch):
                 yield Split(
                     shape, wanted.machine, wanted.gpus, wanted.global_batch, parallel, micro,
                     wanted.features,

@@ -157,6 +157,15 @@ class Parallel:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} parallel size {getattr(self, name)}: must be at least 1")
 
+    def in_flight(self, stage: int, microbatches: int) -> float:
+        """Microbatches whose activations a rank of a stage has at once. Of virtual stages it runs
+        more forwards first, each of a part of its layers."""
+        behind = self.pipeline - 1 - stage
+        if self.virtual == 1:
+            return min(behind + 1, microbatches)
+        chunks = 2 * behind + (self.virtual - 1) * self.pipeline + 1
+        return min(chunks / self.virtual, microbatches)
+
 
 Row = tuple[str, str, tuple[int, ...], str]
 """Unit, name, shape and domain of a parameter."""
@@ -187,6 +196,13 @@ def layers_of(shape: Shape, parallel: Parallel, stage: int) -> list[int]:
     each, more = divmod(count, parallel.pipeline)
     begin = stage * each + min(stage, more)
     return list(range(begin, begin + each + (stage < more)))
+
+
+def waits_for_longer(shape: Shape, parallel: Parallel, stage: int) -> float:
+    """By how much longer a stage takes than its layers do, in parts of that: stages take turns, so
+    each of its virtual stages takes as long as the longest of them."""
+    longest = -(-(shape.gpt.num_layers - stage) // (parallel.pipeline * parallel.virtual))
+    return parallel.virtual * longest / len(layers_of(shape, parallel, stage)) - 1
 
 
 def _order(unit: str) -> tuple[int, int]:
@@ -401,7 +417,7 @@ def layer_bytes(
 
 
 def captured_bytes(
-    shape: Shape, parallel: Parallel, microbatch: int, in_flight: int = 1, fp8: bool = False
+    shape: Shape, parallel: Parallel, microbatch: int, in_flight: float = 1, fp8: bool = False
 ) -> int:
     """Of one rank: what graphs of layers reserve; of layers with experts for their attention, whose
     inputs come from elsewhere and are copied."""
@@ -417,7 +433,7 @@ def captured_bytes(
 
 @lru_cache(maxsize=4096)
 def activation_bytes(
-    shape: Shape, parallel: Parallel, microbatch: int, in_flight: int = 1, fp8: bool = False
+    shape: Shape, parallel: Parallel, microbatch: int, in_flight: float = 1, fp8: bool = False
 ) -> int:
     """Of one rank at the end of a forward: what autograd keeps of a stage's layers for `in_flight`
     microbatches, with flash attention, and the logits in bf16 and float32."""

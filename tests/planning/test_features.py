@@ -14,16 +14,15 @@ from megatron_fsdp_adapter.cli.estimate import plan_model
 from megatron_fsdp_adapter.cli.quantised_options import Quantisation
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, NVFP4, PER_TENSOR
-from megatron_fsdp_adapter.planning import configurations
+from megatron_fsdp_adapter.planning import prediction
 from megatron_fsdp_adapter.planning.configurations import (
     Configuration,
     memory,
     planned,
-    predict,
-    program_of,
 )
 from megatron_fsdp_adapter.planning.features import Features, features_of
 from megatron_fsdp_adapter.planning.machine import machine_named
+from megatron_fsdp_adapter.planning.prediction import predict, program_of
 from megatron_fsdp_adapter.planning.program import COLLECTIVES, PRODUCTS, Kind
 from megatron_fsdp_adapter.planning.report import bridge_overrides, megatron_flags
 from megatron_fsdp_adapter.planning.search import Wanted, plan
@@ -96,7 +95,7 @@ def test_a_format_without_numbers_is_an_error_that_lists_those_with():
 )  # fmt: skip
 def test_time_and_peak_are_what_was_measured(chosen, batch, ms, gib, monkeypatch):
     """Before Adam's kernel was one that clips."""
-    monkeypatch.setattr(configurations, "StepSetup", partial(StepSetup, one_pass=False))
+    monkeypatch.setattr(prediction, "StepSetup", partial(StepSetup, one_pass=False))
     chosen = replace(chosen, microbatch=2) if chosen.features.host_layers else chosen
     found = predict(LAYERS, chosen, replace(H200, host=1.35), batch)
     assert found.ms == pytest.approx(ms, rel=0.1)
@@ -195,17 +194,17 @@ def test_options_of_megatron_are_features_and_come_back_as_flags():
     }  # fmt: skip
     found = features_of(options)
     assert found.quantised.weights is BLOCK128 and found.host_layers == 3
-    text = megatron_flags(replace(PLAIN, features=found))
+    text = megatron_flags(SHAPE, replace(PLAIN, features=found))
     for words in (
         "--fp8-recipe blockwise", "--fp8-param-gather", "--fsdp-unsharded-budget-gib 4.0",
         "--cpu-offloading-num-layers 3",
     ):  # fmt: skip
         assert words in text
     muon = with_features(optimizer="muon", bf16_wire=True)
-    assert "--optimizer muon" in megatron_flags(muon)
-    assert bridge_overrides(muon).startswith("refused with optimizer='muon'")
+    assert "--optimizer muon" in megatron_flags(SHAPE, muon)
+    assert bridge_overrides(SHAPE, muon).startswith("refused with optimizer='muon'")
     wire = with_features(bf16_wire=True)
-    assert "megatron_fsdp_grad_comm_dtype=bf16" in bridge_overrides(wire)
+    assert "megatron_fsdp_grad_comm_dtype=bf16" in bridge_overrides(SHAPE, wire)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +228,8 @@ def test_a_step_in_a_graph_keeps_gradients_under_a_forward_and_late_updates_chan
     }  # fmt: skip
     graphed = replace(PLAIN, features=features_of(options))
     late = with_features(late_step=True)
-    assert "--optimizer-cuda-graph" in megatron_flags(graphed)
-    assert "--fsdp-overlap-param-gather-with-optimizer-step" in megatron_flags(late)
+    assert "--optimizer-cuda-graph" in megatron_flags(SHAPE, graphed)
+    assert "--fsdp-overlap-param-gather-with-optimizer-step" in megatron_flags(SHAPE, late)
     plain, more = (memory(SHAPE, chosen, H200, 1) for chosen in (PLAIN, graphed))
     twice = memory(SHAPE, PLAIN, H200, 2)
     assert sum(plain.values()) < sum(more.values()) and more == twice
@@ -258,7 +257,7 @@ def test_experts_joined_in_one_parameter_take_as_long():
         math.prod(full) for _, full, _ in units(shape, chosen.parallel, 1)[1].params
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(configurations, "units", lambda *args, joined: units(*args, joined=False))
+        patch.setattr(prediction, "units", lambda *args, joined: units(*args, joined=False))
         assert predict(shape, chosen, H200, 8).ms == pytest.approx(joined.ms, rel=0.02)
 
 
@@ -295,7 +294,7 @@ def test_overlapped_experts_have_activations_of_two_microbatches():
     )
     logits = 6 * 4096 * MIXTRAL.vocabulary
     assert two - logits == 2 * (alone - logits)
-    assert "--overlap-moe-expert-parallel-comm" in megatron_flags(OVERLAPPED)
+    assert "--overlap-moe-expert-parallel-comm" in megatron_flags(SHAPE, OVERLAPPED)
     alone, two = (
         memory(MIXTRAL, one, H200, 4)["gathered weights"] for one in (EXPERTS, OVERLAPPED)
     )
@@ -333,7 +332,7 @@ def test_joined_layers_are_gathered_together_and_counted_like_estimate_does():
         for one in (PLAIN, chosen)
     ]
     assert gathered[1] == pytest.approx(2 * gathered[0], rel=0.01)
-    assert f"--suggested-communication-unit-size {TWO_LAYERS}" in megatron_flags(chosen)
+    assert f"--suggested-communication-unit-size {TWO_LAYERS}" in megatron_flags(SHAPE, chosen)
 
 
 def test_small_layers_are_joined_by_default_as_the_wrapper_joins_them(monkeypatch):
@@ -344,9 +343,9 @@ def test_small_layers_are_joined_by_default_as_the_wrapper_joins_them(monkeypatc
     row, precision = STRATEGIES["optim_grads_params"], PLAIN.features.precision
     theirs = plan_model(shape.gpt, 2, torch.bfloat16)
     assert model.bytes_held(row, precision, 0) == theirs.bytes_held(row, precision, 0)
-    assert "unit-size" not in megatron_flags(PLAIN)
+    assert "unit-size" not in megatron_flags(SHAPE, PLAIN)
     apart = with_features(unit_numel=0)
-    assert "--suggested-communication-unit-size 0" in megatron_flags(apart)
+    assert "--suggested-communication-unit-size 0" in megatron_flags(SHAPE, apart)
     for chosen in (
         apart, replace(PLAIN, graph=True), with_features(streamed=True),
         with_features(layer_graphs=True),
@@ -360,7 +359,7 @@ def test_small_layers_are_joined_by_default_as_the_wrapper_joins_them(monkeypatc
     ]
     assert in_stages == ["decoder.layers.0 to decoder.layers.1", "decoder.layers.0"]
     few, unjoined = (predict(shape, one, H200, 2).ms for one in (PLAIN, apart))
-    monkeypatch.setattr(configurations, "MORE", 10)
+    monkeypatch.setattr(prediction, "MORE", 10)
     assert few == pytest.approx(predict(shape, PLAIN, H200, 2).ms, rel=0.01)
     assert few < unjoined
 

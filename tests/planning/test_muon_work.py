@@ -20,9 +20,9 @@ from megatron_fsdp_adapter.planning.configurations import (
     Configuration,
     at_its_most,
     planned,
-    program_of,
 )
 from megatron_fsdp_adapter.planning.features import Features
+from megatron_fsdp_adapter.planning.prediction import program_of
 from megatron_fsdp_adapter.planning.program import Kind
 from megatron_fsdp_adapter.planning.shapes import Parallel, shape_named, with_layers
 from megatron_fsdp_adapter.sharding.muon import owners

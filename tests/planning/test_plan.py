@@ -14,7 +14,7 @@ from megatron_fsdp_adapter.cli.estimate import plan_model
 from megatron_fsdp_adapter.cli.gpt import PRESETS, config_from
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.diagnostics.memory import LIFE, PERSISTENT, Precision
-from megatron_fsdp_adapter.planning import command, configurations
+from megatron_fsdp_adapter.planning import command, prediction
 from megatron_fsdp_adapter.planning.configurations import (
     ACTIVATIONS,
     Configuration,
@@ -22,10 +22,10 @@ from megatron_fsdp_adapter.planning.configurations import (
     groups,
     memory,
     planned,
-    predict,
 )
 from megatron_fsdp_adapter.planning.machine import Group, machine_named
 from megatron_fsdp_adapter.planning.models import from_hugging_face, from_options
+from megatron_fsdp_adapter.planning.prediction import predict
 from megatron_fsdp_adapter.planning.report import megatron_flags
 from megatron_fsdp_adapter.planning.search import Wanted, candidates, plan, splits
 from megatron_fsdp_adapter.planning.shapes import (
@@ -82,12 +82,12 @@ def test_what_does_not_exist_at_once_is_not_added_up():
 
 
 def test_a_prediction_of_few_layers_is_that_of_all_of_them(monkeypatch):
-    from megatron_fsdp_adapter.planning import configurations
+    from megatron_fsdp_adapter.planning import prediction
 
     shape = replace(with_layers(shape_named("llama3-8b"), 14), seq_length=4096)
     chosen = Configuration(4, copies=True)
     further = predict(shape, chosen, H200, 8)
-    monkeypatch.setattr(configurations, "MORE", 14)
+    monkeypatch.setattr(prediction, "MORE", 14)
     every = predict(shape, chosen, H200, 8)
     assert further.ms == pytest.approx(every.ms, rel=0.01)
     assert further.exposed_ms == pytest.approx(every.exposed_ms, rel=0.1, abs=0.5)
@@ -195,7 +195,7 @@ def test_flags_are_those_of_the_options():
     chosen = Configuration(
         64, Parallel(tensor=2, recompute=True), instances=4, outer_optim=True, copies=True
     )
-    text = megatron_flags(chosen)
+    text = megatron_flags(FEW, chosen)
     for words in (
         "--use-megatron-fsdp", "--tensor-model-parallel-size 2", "--sequence-parallel",
         "--data-parallel-sharding-strategy optim_grads_params",
@@ -322,5 +322,5 @@ def test_stages_of_as_many_layers_take_as_long_wherever_they_are():
     whole = shape_named("llama3-8b")
     shape = replace(whole, gpt=replace(whole.gpt, vocab_size=1024))
     chosen = Configuration(8, Parallel(pipeline=8), "optim")
-    first, last = (configurations._stage(shape, chosen, H200, 32, stage)[0] for stage in (0, 7))
+    first, last = (prediction._stage(shape, chosen, H200, 32, stage)[0] for stage in (0, 7))
     assert first == pytest.approx(last, rel=0.02)

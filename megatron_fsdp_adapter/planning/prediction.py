@@ -1,0 +1,205 @@
+"""What a step of a configuration is expected to take: the engine's own program of a few layers is
+timed, and gives the time of all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .configurations import Configuration, groups, kept_rows, memory, planned
+from .features import MUON
+from .joined_layers import layers_of_unit, unit_numel
+from .machine import Machine
+from .muon import muon_work
+from .program import Program
+from .shapes import BF16, DENSE, EXPERT, Shape, layer_bytes, layers_of, units, waits_for_longer
+from .step import StepSetup, record_step
+from .timing import EXPOSED, HOST, STEP, Timeline, time_program, time_windows
+
+FEW, MORE = 4, 7
+"""Units of layers that are run to know what each further one takes: all are alike."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """ms: of a step. spent: ms of it by purpose. memory: bytes by kind, at their most. program: the
+    timeline of the few layers that were run."""
+
+    configuration: Configuration
+    ms: float
+    tokens: float
+    flops: float
+    spent: Mapping[str, float]
+    memory: Mapping[str, int]
+    peak_tflops: float
+    timeline: Timeline | None = field(default=None, repr=False)
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """A second."""
+        return self.tokens / self.configuration.gpus / self.ms * 1e3
+
+    @property
+    def tflops(self) -> float:
+        """A GPU and second, as a benchmark counts them."""
+        return self.flops / self.configuration.gpus / self.ms * 1e3 / 1e12
+
+    @property
+    def mfu(self) -> float:
+        return self.tflops / self.peak_tflops
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def exposed_ms(self) -> float:
+        return sum(ms for name, ms in self.spent.items() if name.startswith(EXPOSED))
+
+    @property
+    def limit(self) -> str:
+        """The largest of what is no matrix product, or those where nothing else is 5%."""
+        others = {
+            name: ms for name, ms in self.spent.items()
+            if name.startswith((EXPOSED, HOST)) or name in ("optimizer", "pipeline bubble", "norm")
+        }  # fmt: skip
+        name, ms = max(others.items(), key=lambda entry: entry[1], default=("", 0.0))
+        return f"{name} {ms:.0f} ms" if ms > 0.05 * self.ms else "compute"
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Seconds of a stage by the number of its layers: of a step's begin and end, and of a
+    microbatch in the middle."""
+
+    around: float
+    middle: float
+    spent: Mapping[str, float]
+    spent_middle: Mapping[str, float]
+    timeline: Timeline
+
+
+def predict(
+    shape: Shape, chosen: Configuration, machine: Machine, global_batch: int
+) -> Prediction:
+    """What a step is expected to take.
+
+    Raises:
+        ValueError: the batch cannot be shared out, or the configuration not be used.
+    """
+    count = chosen.microbatches(global_batch)
+    stages = sorted({0, chosen.parallel.pipeline - 1})
+    seconds, spent, timeline = max(
+        (_stage(shape, chosen, machine, count, stage) for stage in stages),
+        key=lambda found: found[0],
+    )
+    spent = {name: 1e3 * part for name, part in spent.items()}
+    hosts = max(1, chosen.gpus // machine.network.domain)
+    late = seconds * machine.straggle * math.sqrt(2 * math.log(hosts)) if hosts > 1 else 0.0
+    if late:
+        spent["stragglers"] = 1e3 * late
+    tokens = global_batch * shape.seq_length
+    return Prediction(
+        chosen, 1e3 * (seconds + late), tokens, shape.step_flops(tokens), spent,
+        memory(shape, chosen, machine, count), machine.gpu.peak_tflops, timeline,
+    )  # fmt: skip
+
+
+def _stage(
+    shape: Shape, chosen: Configuration, machine: Machine, count: int, stage: int
+) -> tuple[float, dict[str, float], Timeline]:
+    """Seconds of a step on a stage, where they go, and a timeline."""
+    parallel, layers = chosen.parallel, len(layers_of(shape, chosen.parallel, stage))
+    run = min(count, 3 + warmup_of(chosen, stage, count))
+    least, most = (n * layers_of_unit(planned(shape, chosen, stage).order) for n in (FEW, MORE))
+    if layers <= most or chosen.features.every_layer_counts:
+        ran = _ran(shape, chosen, machine, run, stage, layers)
+    else:
+        few, more = (_ran(shape, chosen, machine, run, stage, n) for n in (least, most))
+        ran = _further(few, more, (layers - most) / (most - least))
+    middles = count - run
+    bubble = (parallel.pipeline - 1) / parallel.virtual * ran.middle
+    spent = {
+        name: ran.spent.get(name, 0.0) + middles * ran.spent_middle.get(name, 0.0)
+        for name in {*ran.spent, *ran.spent_middle}
+    }
+    seconds = ran.around + middles * ran.middle
+    waits = count * ran.middle * waits_for_longer(shape, parallel, stage)
+    if waits:
+        spent["uneven virtual stages"] = waits
+        seconds += waits
+    if parallel.pipeline > 1:
+        spent["pipeline bubble"] = bubble
+        tokens = chosen.microbatch * shape.seq_length / parallel.context / parallel.tensor
+        sent = 2 * tokens * shape.gpt.hidden_size * BF16 / (machine.network.rail_gbps * 1e9)
+        spent[f"{EXPOSED} pipeline sends"] = sent * parallel.pipeline
+        seconds += bubble + sent * parallel.pipeline
+    return seconds, spent, ran.timeline
+
+
+def _further(few: _Stage, more: _Stage, times: float) -> _Stage:
+    """As many times the layers by which the two differ, beyond the larger."""
+
+    def on(small: float, large: float) -> float:
+        return max(0.0, large + (large - small) * times)
+
+    def each(small: Mapping[str, float], large: Mapping[str, float]) -> dict[str, float]:
+        names = {*small, *large}
+        return {name: on(small.get(name, 0.0), large.get(name, 0.0)) for name in names}
+
+    return _Stage(
+        on(few.around, more.around), on(few.middle, more.middle), each(few.spent, more.spent),
+        each(few.spent_middle, more.spent_middle), more.timeline,
+    )
+
+
+def program_of(
+    shape: Shape, chosen: Configuration, microbatches: int, stage: int, layers: int
+) -> Program:
+    """Two steps of a rank of a stage, of which so many layers are run: the last ones, since of a
+    mixture the first may be dense."""
+    features = chosen.features
+    mine = units(
+        shape, chosen.parallel, chosen.microbatch, stage, features.quantised,
+        joined=features.optimizer != MUON,
+    )
+    numbers = [unit.name for unit in mine if unit.name.startswith("decoder.layers.")]
+    left_out = set(numbers[: len(numbers) - layers])
+    mine = [unit for unit in mine if unit.name not in left_out]
+    used = {domain for unit in mine for _, _, domain in unit.params}
+    shards = {name: sizes for name, sizes in chosen.shards.items() if name in used}
+    warmup = warmup_of(chosen, stage, microbatches)
+    ranks = (chosen.shards[name][0] for name in (DENSE, EXPERT))
+    muon = None if features.optimizer != MUON else muon_work(
+        shape, chosen.parallel, stage, *ranks, chosen.engine.strategy.shard_main)  # fmt: skip
+    setup = StepSetup(
+        chosen.engine, shards, microbatches, warmup, separate_gathers=chosen.separate_gathers,
+        copy_gathers=chosen.copies, copy_reduces=chosen.copies, fused=chosen.fused,
+        graph=chosen.graph, layer_graphs=features.layer_graphs,
+        weight_format=features.quantised.weights, muon=muon, streamed=features.streamed,
+        host_layers=features.host_layers, sees_writes=features.sees_writes(chosen.parallel),
+        host_bytes=layer_bytes(shape, chosen.parallel, chosen.microbatch),
+        rows=kept_rows(shape, chosen, stage), expert_overlap=features.expert_overlap,
+        unit_numel=unit_numel(shape, chosen.parallel, features, chosen.graph, stage),
+    )  # fmt: skip
+    return record_step(mine, setup)
+
+
+def warmup_of(chosen: Configuration, stage: int, microbatches: int) -> int:
+    """Forwards in front of the first backward, but one at the most: a backward and the forward of
+    another microbatch take turns from then on, however many were in front."""
+    return min(chosen.parallel.pipeline - 1 - stage, microbatches - 1, 1)
+
+
+def _ran(
+    shape: Shape, chosen: Configuration, machine: Machine, run: int, stage: int, layers: int
+) -> _Stage:
+    """The engine's program for so many of the stage's layers, timed."""
+    program = program_of(shape, chosen, run, stage, layers)
+    where = groups(chosen, machine)
+    if run < 3:
+        step = time_program(program, machine, where)
+        return _Stage(step.seconds, step.seconds, step.spent, step.spent, step)
+    step, middle = time_windows(program, machine, where, [STEP, ("microbatch", run + 1)])
+    return _Stage(step.seconds, middle.seconds, step.spent, middle.spent, step)

@@ -1,0 +1,160 @@
+"""Sizes that divide each other, as megatron-core finds them to."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_fsdp_adapter.megatron.options import sizes
+
+WIDTHS = {"hidden_size": 64, "num_attention_heads": 4}
+
+
+def layers_of_core(options: dict[str, Any]) -> list[list[int]] | None:
+    """`found[stage][chunk]`, by megatron-core; None where it refuses. Layers are numbered in the
+    order of the chunks."""
+    stages = options.get("pipeline_model_parallel_size", 1)
+    try:
+        config = TransformerConfig(**{**WIDTHS, **options}, pipeline_dtype=torch.float32)
+        chunks = config.virtual_pipeline_model_parallel_size
+        found = [[0] * (chunks or 1) for _ in range(stages)]
+        begin = 0
+        ps.set_virtual_pipeline_model_parallel_world_size(chunks)
+        for chunk, stage in product(range(chunks or 1), range(stages)):
+            ps.set_pipeline_model_parallel_rank(stage)
+            place = {"vp_stage": chunk if chunks else None, "pp_rank": stage}
+            found[stage][chunk] = get_num_layers_to_build(config, **place)
+            assert get_transformer_layer_offset(config, **place) == begin, place
+            begin += found[stage][chunk]
+    except (AssertionError, ValueError, ZeroDivisionError):
+        return None
+    finally:
+        ps.set_virtual_pipeline_model_parallel_world_size(None)
+        ps.set_pipeline_model_parallel_rank(None)
+    return None if min(map(min, found)) < 0 else found  # core does not look at that
+
+
+def ours(options: dict[str, Any]) -> list[list[int]] | None:
+    try:
+        return sizes.stage_layers(options)
+    except ValueError:
+        return None
+
+
+def _choices() -> list[dict[str, Any]]:
+    found = [
+        {"num_layers": layers, "pipeline_model_parallel_size": stages,
+         "virtual_pipeline_model_parallel_size": virtual,
+         "num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+        for layers, stages, virtual, first, last in product(
+            range(1, 13), (2, 3, 4), (None, 2, 3), (None, 1, 2, 4), (None, 1, 2, 4))
+    ]  # fmt: skip
+    found += [
+        {"num_layers": layers, "pipeline_model_parallel_size": stages,
+         "virtual_pipeline_model_parallel_size": virtual,
+         "account_for_embedding_in_pipeline_split": embedding,
+         "account_for_loss_in_pipeline_split": loss}
+        for layers, stages, virtual, embedding, loss in product(
+            range(1, 13), (2, 3, 4), (None, 2, 3), (False, True), (False, True))
+    ]  # fmt: skip
+    return found
+
+
+def test_layers_of_stages_are_those_that_core_builds_and_what_it_refuses_is_refused() -> None:
+    choices = _choices()
+    differ = [one for one in choices if ours(one) != layers_of_core(one)]
+    assert not differ
+    built = [one for one in choices if ours(one)]
+    assert len(choices) > len(built) > 100
+    assert all(sum(map(sum, sizes.stage_layers(one))) == one["num_layers"] for one in built)
+
+
+LAYOUTS = [
+    ("Et*2|t*2L", {}), ("Ettt|(tt|)*2L", {}), ("Et*3|(tt|)*5,tL", {}), ("E|t*4|t|L", {}),
+    ("Et|t|t|tL", {"virtual_pipeline_model_parallel_size": 2}),
+    ("Et|t|t|tL", {"virtual_pipeline_model_parallel_size": 4}),
+    ("Et|t|tL", {}), ("t|tL", {}), ("Et|t", {}), ("Etx|tL", {}), ("Et|tLt", {}), ("EEt|tL", {}),
+    ("Et|tmL", {}), ("Et|tmL", {"mtp_num_layers": 1}), ("Etm|tL", {"mtp_num_layers": 1}),
+    ("Et|tL", {"num_layers_in_first_pipeline_stage": 1}),
+    ("Et|tL", {"account_for_loss_in_pipeline_split": True}), ("Et|tL", {"num_layers": 3}),
+    ([["embedding", "decoder"], ["decoder", "loss"]], {}), ([["embedding", "gate"], ["loss"]], {}),
+    (sizes.layout_of(61, 2, 1), {}), (sizes.layout_of(61, 4, 2), {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "options"), LAYOUTS, ids=str)
+def test_layouts_are_read_as_core_reads_them(layout: Any, options: dict[str, Any]) -> None:
+    text = layout if isinstance(layout, str) else "".join(word[0] for row in layout for word in row)
+    layers = text.count("t") if "*" not in text else sum(map(len, sizes._expanded(text))) - 2
+    options = {"num_layers": max(1, layers), "pipeline_model_parallel_size": 2,
+               sizes.LAYOUT: layout, **options}  # fmt: skip
+    if isinstance(layout, list):
+        options["num_layers"] = sum(row.count("decoder") for row in layout) or 1
+    assert ours(options) == layers_of_core(options)
+
+
+def test_a_layout_is_as_even_as_can_be() -> None:
+    assert sizes.layout_of(61, 2, 1) == "Et*31|t*30L"
+    options = {"num_layers": 61, "pipeline_model_parallel_size": 4}
+    found = sizes.stage_layers({**options, sizes.LAYOUT: sizes.layout_of(61, 4, 2)})
+    assert found == [[8, 8], [8, 7], [8, 7], [8, 7]]
+
+
+MODEL = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 4096,
+         "micro_batch_size": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, None),
+        ({"num_attention_heads": 2, "tensor_model_parallel_size": 4},
+         "num_attention_heads=2: no multiple of"),
+        ({"num_attention_heads": 3}, "num_attention_heads=3: does not divide hidden_size=512"),
+        ({"num_attention_heads": 3, "kv_channels": 64}, None),
+        ({"num_query_groups": 3}, "num_query_groups=3: does not divide num_attention_heads=8"),
+        ({"num_query_groups": 3, "group_query_attention": False}, None),
+        ({"num_query_groups": 2, "tensor_model_parallel_size": 8}, None),
+        ({"ffn_hidden_size": 1002, "tensor_model_parallel_size": 4}, "ffn_hidden_size=1002: no"),
+        ({"context_parallel_size": 4, "seq_length": 4100}, "seq_length=4100: no multiple of 2 x"),
+        ({"tensor_model_parallel_size": 8, "sequence_parallel": True, "seq_length": 4},
+         "seq_length=4: no multiple of tensor"),
+        ({"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 8},
+         "tensor_model_parallel_size=4 x pipeline_model_parallel_size=8: 32 does not divide 16"),
+        ({"global_batch_size": 36}, "global_batch_size=36: no multiple of micro_batch_size=2 x 16"),
+        ({"global_batch_size": 64}, None),
+        ({"num_distributed_optimizer_instances": 3}, "num_distributed_optimizer_instances=3: does"),
+        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size=2: the model has no"),
+        ({"num_experts": 6, "expert_model_parallel_size": 4}, "expert_model_parallel_size=4: does"),
+        ({"num_moe_experts": 4, "moe_router_topk": 5}, "moe_router_topk=5: more than"),
+        ({"num_experts": 8, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 4},
+         "expert_model_parallel_size=8 x expert_tensor_parallel_size=4 x pipeline"),
+        ({"num_experts": 8, "expert_model_parallel_size": 8,
+          "num_distributed_optimizer_instances": 4}, "num_distributed_optimizer_instances=4: does"),
+        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 3},
+         "num_virtual_stages_per_pipeline_rank=3: 4 layers of a pipeline stage"),
+        ({"pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 2,
+          "global_batch_size": 8 * 6}, "global_batch_size=48: 6 microbatches are no multiple of"),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "there is one pipeline stage"),
+        ({"num_layers": 7, "pipeline_model_parallel_size": 2, "hybrid_layer_pattern": "M*"}, None),
+    ],
+)  # fmt: skip
+def test_what_does_not_divide_is_told_with_option_value_and_remedy(
+    options: dict[str, Any], named: str | None
+) -> None:
+    found = sizes.size_problems({**MODEL, **options}, 16)
+    assert [named in line for line in found] == [True] * (named is not None), found
+    assert all(line.endswith(".") and line.count(". ") >= 1 for line in found)
+
+
+def test_without_a_number_of_ranks_only_what_does_not_depend_on_it_is_told() -> None:
+    options = {**MODEL, "pipeline_model_parallel_size": 3, "global_batch_size": 5}
+    [line] = sizes.size_problems(options, None)
+    assert line.startswith("pipeline_model_parallel_size=3: its stages")
