@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
+import shlex
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state as ps
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fsdp_adapter.cli.estimate import plan_model
 from megatron_fsdp_adapter.cli.gpt import PRESETS, config_from
@@ -26,7 +32,7 @@ from megatron_fsdp_adapter.planning.configurations import (
 from megatron_fsdp_adapter.planning.machine import Group, machine_named
 from megatron_fsdp_adapter.planning.models import from_hugging_face, from_options
 from megatron_fsdp_adapter.planning.prediction import predict
-from megatron_fsdp_adapter.planning.report import megatron_flags
+from megatron_fsdp_adapter.planning.report import bridge_overrides, megatron_flags
 from megatron_fsdp_adapter.planning.search import Wanted, candidates, plan, splits
 from megatron_fsdp_adapter.planning.shapes import (
     SHAPES,
@@ -34,8 +40,10 @@ from megatron_fsdp_adapter.planning.shapes import (
     layers_of,
     listing,
     shape_named,
+    waits_for_longer,
     with_layers,
 )
+from tests.adapter.test_sizes import layers_of_core
 
 H200 = machine_named("h200")
 pytestmark = pytest.mark.once
@@ -204,6 +212,80 @@ def test_flags_are_those_of_the_options():
         "--recompute-granularity full",
     ):  # fmt: skip
         assert words in text
+
+
+def told_to_core(shape, text: str) -> dict[str, Any]:
+    """The model's config that Megatron-LM makes of printed flags."""
+    words = shlex.split(text)
+    named: dict[str, Any] = {}
+    for flag, value in zip(words, [*words[1:], "--"], strict=True):
+        if flag.startswith("--"):
+            told = True if value.startswith("--") else int(value) if value.isdigit() else value
+            named[flag[2:].replace("-", "_")] = told
+    virtual = named.pop("num_virtual_stages_per_pipeline_rank", None)
+    fields = {one.name for one in dataclasses.fields(TransformerConfig)}
+    gpt, experts = shape.gpt, shape.experts
+    return {
+        "num_layers": gpt.num_layers, "hidden_size": gpt.hidden_size,
+        "num_attention_heads": gpt.num_attention_heads, "num_query_groups": gpt.query_groups,
+        "num_moe_experts": experts and experts.number, "add_bias_linear": False,
+        "virtual_pipeline_model_parallel_size": virtual,
+        **{name: value for name, value in named.items() if name in fields},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("preset", "gpus", "batch"),
+    [(name, 64, 512) for name in SHAPES] + [("deepseek-v3", 1024, 8192), ("deepseek-v3", 256, 4096)]
+    + [("llama3-405b", 16384, 2048), ("llama3-70b", 96, 768)],
+)  # fmt: skip
+def test_megatron_core_builds_every_split_that_is_planned(preset, gpus, batch):
+    """Of each stage and virtual stage the layers are those that core builds, by the printed flags;
+    of the uneven ones too."""
+    shape = shape_named(preset)
+    given = wanted(shape=shape, gpus=gpus, global_batch=batch, fixed={"microbatch": 1})
+    every = {split.parallel for split in splits(given) if not split.parallel.recompute}
+    assert len(every) > 5
+    for parallel in every:
+        text = megatron_flags(shape, Configuration(gpus, parallel))
+        found = layers_of_core(told_to_core(shape, text))
+        assert found is not None, text
+        stages = [len(layers_of(shape, parallel, stage)) for stage in range(parallel.pipeline)]
+        assert [sum(chunks) for chunks in found] == stages and sum(stages) == shape.gpt.num_layers
+        assert {len(chunks) for chunks in found} == {parallel.virtual}
+        assert max(map(max, found)) - min(map(min, found)) <= 1
+
+
+def test_stages_of_different_numbers_of_layers_have_a_layout_and_experts_are_whole():
+    shape = shape_named("deepseek-v3")
+    chosen = Configuration(16, Parallel(tensor=2, pipeline=2, expert=4))
+    text = megatron_flags(shape, chosen)
+    assert "--pipeline-model-parallel-layout 'Et*31|t*30L'" in text
+    assert "--expert-tensor-parallel-size 1" in text, "Megatron splits experts like the rest"
+    assert "'model.pipeline_model_parallel_layout=Et*31|t*30L'" in bridge_overrides(shape, chosen)
+    even = megatron_flags(shape_named("llama3-70b"), Configuration(4, Parallel(1, 4, 2)))
+    assert "--num-virtual-stages-per-pipeline-rank 2" in even and "layout" not in even
+
+
+def test_virtual_stages_wait_for_the_longest():
+    shape = with_layers(shape_named("llama3-8b"), 10)
+    even, uneven = (Parallel(pipeline=2, virtual=n) for n in (5, 4))
+    assert waits_for_longer(shape, even, 0) == waits_for_longer(shape, Parallel(pipeline=4), 0) == 0
+    # Chunks of 2, 1, 1 and 1 layers take turns with another stage's.
+    assert waits_for_longer(shape, uneven, 0) == pytest.approx(4 * 2 / 5 - 1)
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [4, 16])
+def test_activations_in_flight_are_those_of_cores_schedule(monkeypatch, virtual, microbatches):
+    monkeypatch.setattr(ps, "get_pipeline_model_parallel_world_size", lambda: 4)
+    chunks = virtual if virtual > 1 else None
+    monkeypatch.setattr(ps, "get_virtual_pipeline_model_parallel_world_size", lambda: chunks)
+    for stage in range(4):
+        monkeypatch.setattr(ps, "get_pipeline_model_parallel_rank", lambda stage=stage: stage)
+        _, _, warmup, left = get_pp_rank_microbatches(microbatches, virtual, 4)
+        passes = warmup + (left > 0)
+        assert Parallel(1, 4, virtual).in_flight(stage, microbatches) == passes / virtual
 
 
 def run(capsys, *words: str) -> tuple[int, str]:
