@@ -46,7 +46,7 @@ def matrices_of(
         return ()
     rows, columns = whole_shape(name, part, tensor)
     if "linear_qkv" in name:
-        keys = shape.gpt.query_groups * shape.head_dim
+        keys = shape.gpt.query_groups * shape.gpt.head_dim
         return (rows - 2 * keys, columns), (keys, columns), (keys, columns)
     if "linear_fc1" in name and shape.gpt.swiglu:
         return ((rows // 2, columns),) * 2

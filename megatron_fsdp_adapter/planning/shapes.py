@@ -119,12 +119,9 @@ class Shape:
         layers = range(self.gpt.num_layers)
         weights = sum(self.active_numel(i) for i in layers)
         weights += self.vocabulary * self.gpt.hidden_size
-        attention = 6 * len(layers) * self.seq_length * self.gpt.num_attention_heads * self.head_dim
+        query = self.gpt.num_attention_heads * self.gpt.head_dim
+        attention = 6 * len(layers) * self.seq_length * query
         return float(tokens) * (6 * weights + attention)
-
-    @property
-    def head_dim(self) -> int:
-        return self.gpt.head_dim
 
     @property
     def num_parameters(self) -> int:
@@ -421,8 +418,8 @@ def captured_bytes(
 ) -> int:
     """Of one rank: what graphs of layers reserve; of layers with experts for their attention, whose
     inputs come from elsewhere and are copied."""
-    gpt, tensor = shape.gpt, parallel.tensor
-    tokens = microbatch * shape.seq_length / parallel.context / tensor
+    gpt = shape.gpt
+    tokens = microbatch * shape.seq_length / parallel.context / parallel.tensor
     attention = tokens * BF16 * (gpt.saved_numel(0) + gpt.hidden_size)
     each = [
         attention if shape.is_moe(number) else layer_bytes(shape, parallel, microbatch, number, fp8)
@@ -497,5 +494,5 @@ def shape_named(name: str) -> Shape:
 
 
 def with_layers(shape: Shape, count: int) -> Shape:
-    """The same with another number of layers, of them as many dense ones as before."""
+    """Another number of layers, of them as many dense ones as before."""
     return replace(shape, gpt=replace(shape.gpt, num_layers=count))
