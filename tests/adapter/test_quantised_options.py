@@ -55,16 +55,26 @@ def asks(recipe: str = "delayed") -> SimpleNamespace:
 
 def pretend_te(monkeypatch: pytest.MonkeyPatch, older: bool, able: bool = False) -> list[str]:
     """A Transformer Engine that is asked, under the names of its releases. Returns what it was
-    asked about."""
+    asked about.
+
+    Checked against pytorch/fp8.py of 2.3, whose functions take nothing, and
+    pytorch/quantization.py of 2.11, whose reason has to be asked for.
+    """
     asked: list[str] = []
     package, deprecated = ModuleType("transformer_engine.pytorch"), ModuleType("fp8")
     for question in set(NAMES.values()):
-        def answer(return_reason: bool = True, question: str = question) -> tuple[bool, str]:
+
+        def check(question: str = question) -> tuple[bool, str]:
             asked.append(question)
             return able, "" if able else f"no {question} before compute capability 10.0"
 
-        name = f"check_{question}_support" if older else f"is_{question}_available"
-        setattr(deprecated if older else package, name, answer)
+        def is_available(return_reason: bool = False, check: Any = check) -> Any:
+            return check() if return_reason else check()[0]
+
+        if older:
+            setattr(deprecated, f"check_{question}_support", check)
+        else:
+            setattr(package, f"is_{question}_available", is_available)
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", package)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", deprecated)

@@ -4,6 +4,8 @@ kernels, streams or memory. With it core's flex dispatcher runs without a GPU.
 `Buffer` is checked against DeepEP's `deep_ep/buffers/legacy.py` and the assertions of
 `csrc/legacy/buffer.hpp` (main of 2026-08). Kinder than the real one: activations of any floating
 type (DeepEP: bf16), of any width (a multiple of 16 bytes), and no buffer that is too small.
+`HybridEPBuffer` is checked against `deep_ep/hybrid_ep_buffer.py` of its branch hybrid-ep. Its handle
+has 11 members, of which core reads the last; experts' rows are not padded to `pad_multiple` here.
 
 Everything that the buffers are given is noted, so that a test can tell whose memory it was.
 """
@@ -146,11 +148,15 @@ class HybridEPBuffer:
     def __init__(self, group: Any, num_local_experts: int, **sizes: Any) -> None:
         self.group, self.num_local_experts = group, num_local_experts
 
-    def dispatch_with_permute(self, hidden: torch.Tensor, routing_map: Any = None,
+    def dispatch_with_permute(self, *, hidden: torch.Tensor, routing_map: Any = None,
                               probs: Any = None, handle: Any = None,
-                              num_permuted_tokens: Any = None, **how: Any) -> Any:  # fmt: skip
+                              num_permuted_tokens: Any = None, pad_multiple: Any = None,
+                              **how: Any) -> Any:  # fmt: skip
+        assert routing_map is None or routing_map.dtype == torch.bool
+        assert pad_multiple is None
         noted(hidden, routing_map, probs)
         if handle is None:
+            assert len(hidden) == len(routing_map)
             handle = self._handle(routing_map, num_permuted_tokens)
         (route, order, kept, counts, shape), _ = handle
         rows = hidden.repeat_interleave(shape[1], 0)
@@ -173,7 +179,7 @@ class HybridEPBuffer:
         overflow = torch.tensor([len(order) > len(order[kept])])
         return (route, order, kept, counts, (tokens, experts)), overflow
 
-    def combine_with_unpermute(self, hidden: torch.Tensor, handle: Any, probs: Any = None,
+    def combine_with_unpermute(self, *, hidden: torch.Tensor, handle: Any, probs: Any = None,
                                **how: Any) -> Any:  # fmt: skip
         noted(hidden, probs)
         (route, order, kept, _, (tokens, experts)), _ = handle
