@@ -4,8 +4,8 @@ kernels, streams or memory. With it core's flex dispatcher runs without a GPU.
 `Buffer` is checked against DeepEP's `deep_ep/buffers/legacy.py` and the assertions of
 `csrc/legacy/buffer.hpp` (main of 2026-08). Kinder than the real one: activations of any floating
 type (DeepEP: bf16), of any width (a multiple of 16 bytes), and no buffer that is too small.
-`HybridEPBuffer` is checked against `deep_ep/hybrid_ep_buffer.py` of its branch hybrid-ep. Its handle
-has 11 members, of which core reads the last; experts' rows are not padded to `pad_multiple` here.
+`HybridEPBuffer` is checked against `hybrid_ep_buffer.py` of the branch hybrid-ep, whose handle
+has 11 members, of which core reads the last. Experts' rows are not padded to `pad_multiple` here.
 
 Everything that the buffers are given is noted, so that a test can tell whose memory it was.
 """
