@@ -7,7 +7,7 @@ H7 (norm over the wrong group) and M8 (a step spent on making optimizer state).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -224,12 +224,14 @@ def _fault(name: str, case: Case) -> AbstractContextManager[None]:
     return faults[name]()
 
 
-def _checks_under_all(rank: int, world: int, case: Case) -> dict[str, Passed]:
+def checks_under_all(
+    rank: int, world: int, case: Case, faults: Iterable[str] = FAULTS
+) -> dict[str, Passed]:
     """By fault."""
     device = init_megatron()
     reference = free_run(build_trainer(case, None, device), rank, FAULTY_STEPS, device)
     bits = free_run(build_trainer(case.but(clip=0.0), None, device), rank, 2, device)
-    return {fault: _checks_under(rank, case, fault, reference, bits) for fault in FAULTS}
+    return {fault: _checks_under(rank, case, fault, reference, bits) for fault in faults}
 
 
 def _checks_under(
@@ -259,7 +261,7 @@ def test_every_check_sees_a_mistake() -> None:
     """Show 2 (e): with a mistake in the engine no check passes, for any strategy; without one all
     do, except that bits differ where the order of summation does."""
     case = random_case(fresh_seed()).but(num_layers=1, batch=1)
-    for fault, passed in run_ranks(_checks_under_all, 2, case)[0].items():
+    for fault, passed in run_ranks(checks_under_all, 2, case)[0].items():
         for strategy, checks in passed.items():
             if fault == "none":
                 checks["bits"] |= strategy in SHARDED_GRADS

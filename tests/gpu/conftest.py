@@ -33,7 +33,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     share one pair of processes."""
     chosen: dict[Outcomes, list[str]] = {}
     for item in session.items:
-        name = getattr(item, "callspec", None) and item.callspec.params.get("name")
+        called = getattr(item, "callspec", None)
+        name = called.params.get("name") if called is not None else None
         for outcomes in outcomes_of(getattr(item, "module", None) or object):
             if name in outcomes.checks:
                 chosen.setdefault(outcomes, []).append(str(name))

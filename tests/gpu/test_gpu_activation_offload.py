@@ -92,7 +92,7 @@ def run(
         found = stack.enter_context(no_buffer_is_copied(trainer))
         if on_cpu:
             stack.enter_context(save_on_cpu(pin_memory=True))
-        losses = []
+        losses: list[Any] = []
         for step in range(STEPS):
             losses += train_step(trainer, batches(case, step, rank, device))
     assert not found, found

@@ -133,10 +133,10 @@ def figures(rank: int, world: int) -> str:
         return_memory(model, optimizer)
         torch.cuda.synchronize()
         returning = time.perf_counter() - start
-        gone, free = sum(away.values()) / 2**30, free / 2**30
+        gone = sum(away.values()) / 2**30
         lines.append(
             f"export {nbytes / 2**30:.2f} GiB in {exporting:.3f} s; {gone:.2f} GiB away in "
-            f"{releasing:.3f} s ({free:.1f} GiB free), back in {returning:.3f} s"
+            f"{releasing:.3f} s ({free / 2**30:.1f} GiB free), back in {returning:.3f} s"
         )
     return " | ".join(lines)
 

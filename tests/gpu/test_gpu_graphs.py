@@ -35,7 +35,7 @@ CASE = Case(
     bf16=True, microbatches=2,
 )  # fmt: skip
 STEPS, WARMUP = 6, 2
-SLOTS = {"fsdp_double_buffer": True}
+SLOTS: dict[str, Any] = {"fsdp_double_buffer": True}
 CELLS: dict[str, tuple[str, Case, dict[str, Any]]] = {
     "no_shard": ("no_shard", CASE, {}),
     "optim": ("optim", CASE, {}),

@@ -48,7 +48,7 @@ def trains_alike(rank: int, world: int, name: str) -> str:
         del trainer
         gc.collect()
     assert counts[0] == counts[1] - fewer, counts
-    check_run_bits(*runs, name)
+    check_run_bits(runs[0], runs[1], name)
     return f"{counts} units, last loss {runs[0][-1].loss:.4f}"
 
 

@@ -56,10 +56,11 @@ def as_torch(rank: int, world: int, strategy: str) -> str:
     )
     reference = torch.optim.Muon(whole.parameters(), lr=LR)
     muon = fully_shard_optimizer(torch.optim.Muon(model.parameters(), lr=LR))
+    sharded: list[Any] = list(model.parameters())
     started = {name: param.detach().clone() for name, param in whole.named_parameters()}
     for _ in range(2):
         model(torch.ones(1, 4096, device="cuda")).sum().backward()
-        for (_, param), mine in zip(whole.named_parameters(), model.parameters(), strict=True):
+        for (_, param), mine in zip(whole.named_parameters(), sharded, strict=True):
             param.grad = torch.randn(param.shape, generator=generator, device="cuda")
             ref = mine.fsdp_layout_ref
             held = ref.layout.shard_range(ref.index, ref.rank)
@@ -69,7 +70,7 @@ def as_torch(rank: int, world: int, strategy: str) -> str:
         muon.step()
         muon.zero_grad()
     worst = 0.0
-    for (name, param), mine in zip(whole.named_parameters(), model.parameters(), strict=True):
+    for (name, param), mine in zip(whole.named_parameters(), sharded, strict=True):
         ref = mine.fsdp_layout_ref
         held = ref.layout.shard_range(ref.index, ref.rank)
         if held.empty:

@@ -17,7 +17,7 @@ import torch
 
 from megatron_fsdp_adapter.sharding import local_optimizer, one_pass_adam, tensor_table
 from megatron_fsdp_adapter.sharding.adam_table import CHUNK
-from tests.distributed.checks import check_run_bits
+from tests.distributed.checks import Step, check_run_bits
 from tests.distributed.gpt import Case, build_trainer, distributed_optimizer, init_megatron
 from tests.gpu.gpu_ranks import Check, Outcomes
 from tests.gpu.test_gpu_optimizer_offload import _local_run
@@ -52,8 +52,9 @@ def _on_device(value: float, dtype: torch.dtype = FLOAT32) -> torch.Tensor:
 
 def _scale(grads: list[torch.Tensor], factor: float | None) -> None:
     """In float32, as core's clipping."""
-    for grad in grads if factor is not None else ():
-        grad.copy_((grad.float() * factor).to(grad.dtype))
+    for grad in grads:
+        if factor is not None:
+            grad.copy_((grad.float() * factor).to(grad.dtype))
 
 
 def _copy(rows: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -219,7 +220,8 @@ def test_a_graph_replays_with_what_is_on_the_device_then() -> None:
 
 def trains_alike(rank: int, world: int, strategy: str, ddp: dict[str, Any]) -> str:
     """With the kernel, and with Transformer Engine's behind core's clipping."""
-    device, runs = init_megatron(), []
+    device = init_megatron()
+    runs: list[list[Step]] = []
     for install in (one_pass_adam.install, lambda optimizer: None):
         with mock.patch.object(local_optimizer, "install", install):
             trainer = build_trainer(WIDE, strategy, device, ddp=ddp)
@@ -230,7 +232,7 @@ def trains_alike(rank: int, world: int, strategy: str, ddp: dict[str, Any]) -> s
         runs.append(steps)
         del trainer, shards
         gc.collect()
-    check_run_bits(*runs, strategy)
+    check_run_bits(runs[0], runs[1], strategy)
     assert min(step.norm for step in runs[0]) > WIDE.clip
     return f"norms {[round(step.norm, 3) for step in runs[0]]}"
 

@@ -10,6 +10,7 @@ import gc
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -40,8 +41,16 @@ STEPS = 4
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def _squares() -> OnePassSquares:
-    return OnePassSquares(one_pass_norm.kernel_of)
+def _squares() -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """What the kernel gives, which has to take the tensors."""
+    squares = OnePassSquares(one_pass_norm.kernel_of)
+
+    def found(tensors: list[torch.Tensor]) -> torch.Tensor:
+        total = squares(tensors)
+        assert total is not None, "the kernel did not take these"
+        return total
+
+    return found
 
 
 def _core_s(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -65,7 +74,7 @@ def test_sums_are_those_in_float64(dtype: torch.dtype, sizes: tuple[int, ...], s
             (torch.randn(n + skip, device="cuda").exp() * scale).to(dtype)[skip:] for n in sizes
         ]
         found = squares(tensors)
-        assert found is not None and found.shape == (1,) and found.dtype == FLOAT32
+        assert found.shape == (1,) and found.dtype == FLOAT32
         expected = sum(float(tensor.double().square().sum()) for tensor in tensors)
         assert abs(found.item() - expected) <= 5e-7 * expected, (found, expected)
         assert all(torch.equal(squares(tensors), found) for _ in range(5)), "not the same bits"
@@ -87,7 +96,8 @@ def test_what_is_no_number_stays_so(wrong: float) -> None:
 
 @NEEDS_GPU
 def test_a_graph_replays_with_what_gradients_are_then() -> None:
-    squares, tensors = _squares(), [torch.randn(size, device="cuda") for size in UNEVEN]
+    squares = OnePassSquares(one_pass_norm.kernel_of)
+    tensors = [torch.randn(size, device="cuda") for size in UNEVEN]
     squares(tensors)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -102,7 +112,8 @@ def test_a_graph_replays_with_what_gradients_are_then() -> None:
         for tensor in tensors:
             tensor.mul_(factor)
         graph.replay()
-        assert torch.equal(found, squares(tensors)), factor
+        now = squares(tensors)
+        assert now is not None and torch.equal(found, now), factor
     del held
     moved = [tensor.clone() for tensor in tensors]
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.warns(UserWarning, match="have moved"):
@@ -151,7 +162,7 @@ def norms_alike(rank: int, world: int, strategy: str, ddp: dict[str, bool]) -> s
     optimizer = distributed_optimizer(trainer)
     shards, original, pairs = optimizer.optimizer._fsdp_shards, clipping.norm_of, []
 
-    def both(*asked: object) -> object:
+    def both(*asked: Any) -> Any:
         found = original(*asked)
         with mock.patch.multiple(shards, squares=lambda tensors: None, of_sums=None):
             core_s = original(*asked)

@@ -42,7 +42,9 @@ from tests.gpu.test_gpu_updates import WIDE
 ON = {"optimizer_cuda_graph": True}
 CLIPPED = CASE.but(clip=0.05)
 ZERO_3 = "optim_grads_params"
-COPY_ENGINES = {"fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True}
+COPY_ENGINES: dict[str, Any] = {
+    "fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True
+}  # fmt: skip
 Run = Callable[[Trainer], Any]
 
 
@@ -142,7 +144,7 @@ def wide(rank: int, world: int, strategy: str) -> str:
     device = init_megatron()
 
     def run(trainer: Trainer) -> Any:
-        found = []
+        found: list[Any] = []
         for step in range(WARMUP + 4):
             _follow_schedule(trainer, step)
             found += train_step(trainer, batches(trainer.case, step, rank, device))

@@ -126,7 +126,8 @@ def matrix(rank: int, world: int) -> str:
 def one_reduction(rank: int, world: int) -> str:
     """bf16 on the wire: sums in float32 are within float32's bound of the exact sum."""
     device = init_megatron()
-    communicator = Communicator(dist.group.WORLD, device)
+    group: Any = dist.group.WORLD
+    communicator = Communicator(group, device)
     torch.manual_seed(rank)
     grads = torch.randn(1 << 20, device=device).bfloat16()
     exact = grads.double()

@@ -142,7 +142,9 @@ def _reference(name: str, calls: int, context: Any, microbatches: int) -> dict[s
     _gradients(model, context, microbatches, run)
     found = {}
     for key, param in model.named_parameters():
-        total = getattr(param, "main_grad", param.grad).float()
+        total = getattr(param, "main_grad", param.grad)
+        assert total is not None, key
+        total = total.float()
         dist.all_reduce(total)
         found[key] = total / dist.get_world_size()
     return found
@@ -153,8 +155,9 @@ def _ours(
 ) -> tuple[dict[str, torch.Tensor], str]:
     model, context, row = _model(name, calls), context_of(recipe), STRATEGIES[strategy]
     device = torch.device("cuda", torch.cuda.current_device())
+    group: Any = dist.group.WORLD
     index = FSDPDistributedIndex(
-        dist.group.WORLD, device_type="cuda", grad_scale=1.0 / dist.get_world_size()
+        group, device_type="cuda", grad_scale=1.0 / dist.get_world_size()
     )
     precisions = [Precision("weights")]
     if recipe != "bf16":

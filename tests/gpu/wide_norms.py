@@ -74,12 +74,12 @@ def main() -> int:
                 num_layers=given.layers, microbatches=count, fused=given.fusion == "on"
             )
             reference: list[float] = []
-            runs = [("DDP", None, {})] + [
+            ours: list[tuple[str, str | None, dict[str, Any]]] = [
                 (f"{name}, {strategy}", strategy, VARIANTS[name])
                 for strategy in given.strategies.split(",")
                 for name in given.variants.split(";")
             ]
-            for label, strategy, ddp in runs:
+            for label, strategy, ddp in [("DDP", None, {}), *ours]:
                 late = torch.tensor(float(time.monotonic() - started > given.seconds)).cuda()
                 dist.all_reduce(late)
                 if late.item():

@@ -194,7 +194,7 @@ def modules_compute_from_buffers(rank: int, world: int, recipe: str, name: str) 
             if module is ours:
                 seen.append([_derived(param) is None for param in pointed.params])
             out.float().pow(2).sum().backward()
-            grads = [param.grad for param in module.parameters()]
+            grads: list[Any] = [param.grad for param in module.parameters()]
             results.append([out, given.grad, *grads])
             for param in module.parameters():
                 param.grad = None

@@ -1,0 +1,195 @@
+"""The tests for GPUs, without one: every module is imported, with and without Transformer Engine;
+every call that they would make fits what is called.
+
+Calls inside of checks are mypy's, whose configuration names tests/gpu.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import inspect
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from tests.gpu.conftest import outcomes_of
+from tests.gpu.gpu_ranks import Check
+
+pytestmark = pytest.mark.once
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = tuple(path.stem for path in sorted((ROOT / "tests/gpu").glob("test_*.py")))
+BUILTIN = {"tmp_path", "tmp_path_factory", "monkeypatch", "capsys", "capfd", "request", "caplog"}
+"""Fixtures that pytest brings."""
+TE = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine_torch")
+
+
+@pytest.fixture(params=(False, True), ids=("without Transformer Engine", "with its name"))
+def suite(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Every module of tests/gpu, imported anew; by name. Those that need Transformer Engine skip
+    themselves without. It is there by name alone: no module may use more of it when imported."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # modules set it for their ranks
+    for name in [name for name in sys.modules if name.split(".")[:2] == ["tests", "gpu"]]:
+        if name.rpartition(".")[2].startswith("test_"):
+            monkeypatch.delitem(sys.modules, name)
+    for name in TE if request.param else ():
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        monkeypatch.setitem(sys.modules, name, module)
+    found, before = {}, set(sys.modules)
+    for name in MODULES:
+        try:
+            found[name] = importlib.import_module(f"tests.gpu.{name}")
+        except pytest.skip.Exception:
+            assert not request.param, name
+    yield found
+    for name in set(sys.modules) - before:
+        if name.startswith("tests.gpu.test_"):
+            del sys.modules[name]
+
+
+def checks_of(module: types.ModuleType) -> dict[str, Check]:
+    """Of its outcomes, and of tables of its own."""
+    found = {name: c for one in outcomes_of(module) for name, c in one.checks.items()}
+    for value in vars(module).values():
+        for name, check in value.items() if isinstance(value, dict) else ():
+            if isinstance(check, Check):
+                found[str(name)] = check
+    return found
+
+
+def misfit(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str | None:
+    """Why a function cannot be called with these; None if it can. Of types only those are looked at
+    that are classes."""
+    try:
+        bound = inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        return str(error)
+    hints = get_type_hints(function) if isinstance(function, types.FunctionType) else {}
+    for name, value in bound.arguments.items():
+        expected = hints.get(name)
+        if expected is float:
+            expected = (float, int)
+        if isinstance(expected, (type, tuple)) and not isinstance(value, expected):
+            return f"{name} is {value!r}, wanted is {hints[name].__name__}"
+    return None
+
+
+def test_every_check_fits_what_it_calls(suite: Mapping[str, types.ModuleType]) -> None:
+    wrong, count = [], 0
+    for name, module in suite.items():
+        for label, check in checks_of(module).items():
+            count += 1
+            reason = misfit(check.function, (0, 2, *check.arguments))
+            if reason:
+                wrong.append(f"{name}, {label}: {reason}")
+    assert not wrong, "\n".join(wrong)
+    assert count > 400, count
+
+
+def test_every_outcome_is_asked_for_by_a_test(suite: Mapping[str, types.ModuleType]) -> None:
+    for name, module in suite.items():
+        asked = {
+            value
+            for test in own_tests(module).values()
+            for mark in parametrized(test) if "name" in names_of(mark)
+            for value in mark.args[1]
+        }  # fmt: skip
+        for test in own_tests(module).values():
+            asked |= set(test.__code__.co_consts)
+        lost = {n for one in outcomes_of(module) for n in one.checks} - asked
+        assert not lost, (name, lost)
+
+
+def own_tests(module: types.ModuleType) -> dict[str, Callable[..., Any]]:
+    return {n: v for n, v in vars(module).items() if n.startswith("test_") and callable(v)}
+
+
+def parametrized(test: Callable[..., Any]) -> list[Any]:
+    return [mark for mark in getattr(test, "pytestmark", ()) if mark.name == "parametrize"]
+
+
+def names_of(mark: Any) -> list[str]:
+    names = mark.args[0]
+    return [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
+
+
+def fixtures_of(module: types.ModuleType) -> set[str]:
+    return {n for n, v in vars(module).items() if type(v).__name__ == "FixtureFunctionDefinition"}
+
+
+def faults_of_call(module: types.ModuleType, name: str, test: Callable[..., Any]) -> Iterator[str]:
+    """What of a test's parameters nothing gives, or what is given that it does not take."""
+    given: set[str] = set()
+    for mark in parametrized(test):
+        names = names_of(mark)
+        given |= set(names)
+        for values in mark.args[1]:
+            values = getattr(values, "values", values) if hasattr(values, "marks") else values
+            if len(names) > 1 and len(values) != len(names):
+                yield f"{name}: {len(values)} values of {names}"
+    wanted = set(inspect.signature(test).parameters)
+    if unused := given - wanted:
+        yield f"{name} takes no {sorted(unused)}"
+    if missing := wanted - given - BUILTIN - fixtures_of(module):
+        yield f"{name}: nothing gives {sorted(missing)}"
+
+
+def test_every_test_is_given_what_it_takes(suite: Mapping[str, types.ModuleType]) -> None:
+    tests = [(module, *item) for module in suite.values() for item in own_tests(module).items()]
+    wrong = [fault for one in tests for fault in faults_of_call(*one)]
+    assert not wrong, "\n".join(wrong)
+    assert len(tests) > 40, len(tests)
+
+
+# Each of these sees a mistake.
+
+
+def takes(rank: int, world: int, name: str, strategies: tuple[str, ...] | None) -> None: ...
+
+
+def test_a_changed_signature_is_seen() -> None:
+    assert misfit(takes, (0, 2, "a", None)) is None
+    assert "missing a required argument: 'strategies'" in str(misfit(takes, (0, 2, "a")))
+    assert "too many positional" in str(misfit(takes, (0, 2, "a", None, 1)))
+    assert misfit(takes, (0, 2, ["a"], None)) == "name is ['a'], wanted is str"
+
+
+@pytest.mark.parametrize("name", ("a", "b"))
+@pytest.mark.parametrize(("left", "right"), [(1, 2), (1,)])
+def _odd(left: int, other: int) -> None: ...
+
+
+def test_a_test_that_is_given_too_little_is_seen() -> None:
+    module = types.ModuleType("odd")
+    assert sorted(faults_of_call(module, "odd", _odd)) == [
+        "odd takes no ['name', 'right']", "odd: 1 values of ['left', 'right']",
+        "odd: nothing gives ['other']",
+    ]  # fmt: skip
+
+
+WRONG = """
+from tests.distributed.habits import check_habit
+from tests.distributed.random_cases import random_case
+check_habit(0, 2, random_case(1), ["plain"])
+"""
+
+
+def test_calls_inside_of_checks_have_the_types_of_what_they_call(tmp_path: Path) -> None:
+    """And a call that has not is seen, in the same pass."""
+    pytest.importorskip("mypy", reason="it looks at the calls")
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(WRONG)
+    files = [str(path) for path in sorted((ROOT / "tests/gpu").glob("*.py"))]
+    ran = subprocess.run(
+        [sys.executable, "-m", "mypy", "--no-error-summary", *files, str(wrong)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    said = [line for line in ran.stdout.splitlines() if ": error:" in line]
+    assert len(said) == 1 and "wrong.py:4" in said[0] and "strategies" in said[0], ran.stdout
