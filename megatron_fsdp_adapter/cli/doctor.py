@@ -26,19 +26,11 @@ import torch
 
 from megatron_fsdp_adapter.cli import machine, prove, recipes
 from megatron_fsdp_adapter.launch import megatron_lm, runner
-from megatron_fsdp_adapter.megatron.options import (
-    capability,
-    cuda_graphs,
-    layer_graphs,
-    support,
-    validation,
-)
+from megatron_fsdp_adapter.megatron.options import support, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
 from megatron_fsdp_adapter.megatron.seams import releases
 from megatron_fsdp_adapter.planning import advice
 from megatron_fsdp_adapter.planning.machine import GPUS
-
-GPU = torch.device("cuda")
 
 PACKAGES = (
     "megatron-fsdp-adapter", "megatron-core", "megatron-bridge", "transformer-engine", "torch",
@@ -121,11 +113,7 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
         "advises": _advice({**vars(args), **vars(options)}, given),
         "sets": [vars(change) for change in changes],
         "groups": group_sizes(options, given.world_size),
-        "refuses": [
-            *validation.launch_problems(args, os.environ),
-            *capability.device_problems(options, machine.device()),
-            *graph_problems(options),
-        ],
+        "refuses": megatron_lm.problems_of_run(args, os.environ, machine.device()),
     }
 
 
@@ -139,15 +127,6 @@ def _of_this_core() -> dict[str, Any]:
         return {}
     fields = core_api.optimizer_defaults()
     return {name: value for name, value in fields.items() if name.startswith(support.EMERGING)}
-
-
-def graph_problems(options: Any) -> list[str]:
-    """What CUDA graphs exclude on the GPUs that the run will have, if it asks for any. What depends
-    on the release of megatron-core is told by the wrapper."""
-    return [
-        *cuda_graphs.problems(options, options, GPU, asks_tokens=False),
-        *layer_graphs.problems(options, options, GPU),
-    ]
 
 
 def _of_recipe(given: argparse.Namespace) -> dict[str, Any]:
@@ -217,7 +196,7 @@ def render(report: Mapping[str, Any]) -> str:
     lines.append("environment")
     lines += [f"  {row['variable']}={row['value']}: {row['effect']}"
               for row in report["environment"]] or ["  nothing that hurts"]
-    lines.append("bindings (with install(), of the modules that are imported here)")
+    lines.append("bindings")
     lines += _bindings_lines(report["bindings"])
     if "configuration" in report:
         lines += _configuration_lines(report["configuration"])
@@ -227,10 +206,11 @@ def render(report: Mapping[str, Any]) -> str:
 def _bindings_lines(found: Mapping[str, Any]) -> list[str]:
     if "error" in found:
         return [f"  {found['error']}"]
-    lines = []
-    for name, places in found["rebound"].items():
-        lines.append(f"  {name}")
-        lines += [f"    {place}" for place in places]
+    rebound = found["rebound"]
+    lines = [
+        f"  install() rebinds {len(rebound)} names in {sum(map(len, rebound.values()))} places of "
+        "the modules that are imported here (--json lists them)"
+    ]
     return lines + [f"  not in this Megatron: {name}" for name in found["absent"]]
 
 
@@ -240,11 +220,12 @@ def _configuration_lines(found: Mapping[str, Any]) -> list[str]:
     changes = [Change(**row) for row in found["sets"]]
     lines = [format_changes("configuration: sets", changes), "configuration: shards over"]
     lines += [f"  {name:<22} {value}" for name, value in found["groups"].items()]
-    lines.append("configuration: refuses")
-    lines += [f"  - {line}" for line in found["refuses"]] or ["  nothing"]
     if found["advises"]:
         lines += ["configuration: plan expects", *(f"  - {line}" for line in found["advises"])]
-    return lines
+    refuses = found["refuses"]
+    lines += ["configuration: refuses", *([f"  - {line}" for line in refuses] or ["  nothing"])]
+    verdict = f"refused, {len(refuses)} to change (above)" if refuses else "nothing is refused"
+    return [*lines, f"doctor: {verdict}"]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,14 +13,16 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ..core.config import STRATEGIES
+from ..megatron.options import capability, cuda_graphs, layer_graphs
 from ..megatron.options.ddp_options import MXFP8_BUFFER
 from ..megatron.options.settings import Change, format_changes
 from ..megatron.options.support import EMERGING, MODEL_CONFIG_RULES
@@ -36,6 +38,13 @@ from ..sharding.late_optimizer import OPTION as LATE_STEP
 
 CORES_LATE_STEP = "overlap_param_gather_with_optimizer_step"
 FSDP_FLAG = "--use-megatron-fsdp"
+GPU = torch.device("cuda")
+SECONDS_FOR_RANK_0 = 60.0
+NO_GPU = (
+    "there is no CUDA device, and Megatron-LM's own arguments ask one for its capability; without "
+    "a GPU, train with scripts/pretrain_gpt.py, or prove this command line with `python -m "
+    "megatron_fsdp_adapter doctor --prove`"
+)
 
 
 @dataclass(frozen=True)
@@ -316,9 +325,13 @@ def hook_arguments(
         )
     reported: list[bool] = []
     add_original, parse_original = arguments.add_megatron_arguments, arguments.parse_args
+    asks = was_given(FSDP_FLAG, argv)
 
     @functools.wraps(add_original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        if asks:
+            said_alone = functools.partial(_refuse_word, parser.prog)
+            parser.error = said_alone  # type: ignore[method-assign]
         return add_missing_flags(add_original(parser))
 
     @functools.wraps(parse_original)
@@ -326,7 +339,7 @@ def hook_arguments(
         args = parse_original(*positional, **named)
         if getattr(args, "use_megatron_fsdp", False):
             # Megatron-LM parses several times; the first time says it all.
-            finish(args, argv, environment_changes, silent=reported)
+            finish(args, argv, environment_changes, finds_gpu(arguments), silent=reported)
             reported.append(True)
             on_fsdp()
         else:
@@ -365,19 +378,62 @@ def add_missing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     return parser
 
 
+def finds_gpu(arguments: ModuleType) -> bool:
+    """Whether `megatron.training.arguments` finds the GPU whose capability it asks torch for, or
+    has no torch to ask."""
+    seen = getattr(arguments, "torch", None)
+    return seen is None or bool(seen.cuda.is_available())
+
+
+def problems_of_run(
+    args: Any, environment: Mapping[str, str], device: torch.device | None
+) -> list[str]:
+    """Everything wrong with parsed arguments and the environment, also what `device` cannot
+    compute, unless it is None, and what CUDA graphs exclude on the GPUs of the run, if it asks for
+    any. What depends on the release of megatron-core is told by the wrapper."""
+    options = launch_options(args)
+    return [
+        *launch_problems(args, environment),
+        *([] if device is None else capability.device_problems(options, device)),
+        *cuda_graphs.problems(options, options, GPU, asks_tokens=False),
+        *layer_graphs.problems(options, options, GPU),
+    ]
+
+
 def finish(
-    args: Any, argv: Sequence[str], environment_changes: Sequence[Change], silent: object = False
+    args: Any, argv: Sequence[str], environment_changes: Sequence[Change], has_gpu: bool = True,
+    silent: object = False,
 ) -> None:
     """Completes parsed arguments and prints, on rank 0, what was set. If they contradict each
-    other, ends the process with status 2 and one message: a traceback would say nothing more."""
+    other, or there is no GPU, ends the process with status 2 and one message: a traceback would say
+    nothing more."""
     changes = [*complete(args, argv), *environment_changes]
-    found = launch_problems(args, os.environ)
-    if int(os.environ.get("RANK", "0")) == 0 and not silent:
+    # What a GPU can compute is asked when the rank has chosen its own: to ask starts CUDA on it.
+    found = problems_of_run(args, os.environ, None if has_gpu else torch.device("cpu"))
+    found += [] if has_gpu else [NO_GPU]
+    if is_first_rank() and not silent:
         print(format_changes(f"{FSDP_FLAG} sets", changes), flush=True)
-        if found:
-            print(error_message(found), file=sys.stderr, flush=True)
     if found:
-        raise SystemExit(2)
+        refuse(error_message(found))
+
+
+def is_first_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def refuse(message: str) -> NoReturn:
+    """Ends the process with status 2, after rank 0 has printed `message`. Other ranks of torchrun,
+    which ends all when one has ended, leave it the time to do so."""
+    if is_first_rank():
+        print(message, file=sys.stderr, flush=True)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(SECONDS_FOR_RANK_0)
+    raise SystemExit(2)
+
+
+def _refuse_word(program: str, message: str) -> NoReturn:
+    """In the place of argparse's error, which prints the usage of hundreds of arguments first."""
+    refuse(f"{program}: {message}")
 
 
 def error_message(found: Sequence[str]) -> str:

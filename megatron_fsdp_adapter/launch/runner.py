@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from . import megatron_lm
 
@@ -62,7 +63,8 @@ def parse_arguments(script: Path, argv: Sequence[str]) -> argparse.Namespace:
     """What the Megatron-LM that `script` uses makes of a command line, with main's flags added and
     before anything is completed. Puts the script's folder on the path.
 
-    ValueError if there is no such script, or no Megatron-LM beside it or on the path.
+    ValueError if there is no such script, no Megatron-LM beside it or on the path, or an argument
+    that is none of Megatron-LM's.
     """
     if not script.is_file():
         raise ValueError(f"no such script: {script}")
@@ -71,8 +73,13 @@ def parse_arguments(script: Path, argv: Sequence[str]) -> argparse.Namespace:
     if module is None:
         raise ValueError(f"{script}: there is no megatron.training to read its arguments with")
     parser = argparse.ArgumentParser(prog=script.name, allow_abbrev=False)
+    parser.error = _raise  # type: ignore[method-assign]
     parser = megatron_lm.add_missing_flags(module.add_megatron_arguments(parser))
     return parser.parse_args(list(argv))
+
+
+def _raise(message: str) -> NoReturn:
+    raise ValueError(message)
 
 
 def _megatron_arguments() -> ModuleType | None:

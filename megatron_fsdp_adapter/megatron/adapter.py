@@ -201,18 +201,18 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         groups = engine.groups
         numel = sum(group.layout.item_numel for group in groups)
         padding = sum(group.layout.padding_numel for group in groups)
-        kept = [f"{name}={value}" for name, value in forced.items()]
-        print(
+        kept = ", ".join(f"{name}={value}" for name, value in forced.items())
+        said = (
             f"FullyShardedDataParallel: strategy {engine.config.strategy.name} over {axis.size} "
             f"ranks, {len(engine.units)} units ({', '.join(self.fsdp_unit_modules)}, root), "
             f"{numel} parameters{self._quantised()}, {100 * padding / numel:.2f}% padding; "
             "main weights "
             f"{_dtype_name(engine.config.policy.main_params_dtype)}"
             f"{' in host memory' if engine.config.offload else ''}, gradients reduced in "
-            f"{self._wire()}; {self._kept_whole()}{self._joined}set for you: "
-            f"{', '.join(kept) or 'nothing'}",
-            flush=True,
+            f"{self._wire()}; {self._kept_whole()}{self._joined}"
+            f"{'set by the wrapper: ' if kept else ''}{kept}"
         )
+        print(said.removesuffix("; "), flush=True)
 
     def _wire(self) -> str:
         config = self.engine.config

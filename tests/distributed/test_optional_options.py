@@ -83,7 +83,7 @@ def test_without_use_distributed_optimizer_training_is_the_same_bit_for_bit() ->
 
 
 def _announcements(rank: int, world: int) -> list[str]:
-    """What two trainers with one optimizer config print."""
+    """What two wrappers print, of which the second has nothing to set, and the optimizer."""
     import io
     from contextlib import redirect_stdout
 
@@ -91,11 +91,14 @@ def _announcements(rank: int, world: int) -> list[str]:
     case, spoken = Case(num_layers=1), io.StringIO()
     with redirect_stdout(spoken):
         _trainer(case, "optim", device, said=False)
-    return [line for line in spoken.getvalue().splitlines() if "use_distributed_optimizer" in line]
+        _trainer(case, "optim", device, said=True)
+    starts = ("FullyShardedDataParallel: strategy", "Megatron's optimizer with")
+    return [line for line in spoken.getvalue().splitlines() if line.startswith(starts)]
 
 
 def test_what_is_set_is_printed_once_by_one_rank() -> None:
     first, second = run_ranks(_announcements, 2)
-    assert len(first) == 2 and second == []
-    assert "FullyShardedDataParallel: strategy optim" in first[0]
+    assert len(first) == 3 and second == []
+    assert first[0].endswith("torch.float32; set by the wrapper: use_distributed_optimizer=True")
     assert first[1].startswith("Megatron's optimizer with FullyShardedDataParallel: set for you")
+    assert first[2].endswith("gradients reduced in torch.float32"), "what was set before is no news"

@@ -72,7 +72,7 @@ def _experts_of_two_ranks(rank: int, world: int) -> str:
 
 def test_experts_of_as_many_ranks_as_there_are_train_as_under_ddp():
     said = run_ranks(_experts_of_two_ranks, 2, timeout=300)[0]
-    assert said.count("whole, on one rank: expert parameters;") == 4, said
+    assert said.count("whole, on one rank: expert parameters") == 4, said
 
 
 def _alone(rank: int, world: int) -> str:
@@ -96,4 +96,4 @@ def _alone(rank: int, world: int) -> str:
 
 def test_a_world_of_one_trains_as_ddp():
     (said,) = run_ranks(_alone, 1, timeout=300, whole=True)
-    assert said.count("whole, on one rank: dense parameters;") == 8, said
+    assert said.count("whole, on one rank: dense parameters") == 8, said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,9 +18,20 @@ DDP_FIELDS = vars(DistributedDataParallelConfig())
 Outcome = subprocess.CompletedProcess[str]
 
 ARGUMENTS = """
-import argparse
+import argparse, os, time
+
+def last_of_two(place):
+    "The first rank goes on 3 seconds after the second one."
+    if os.environ["RANK"] == "1":
+        open(place, "w").close()
+        return
+    while not os.path.exists(place):
+        time.sleep(0.05)
+    time.sleep(3)
 
 def add_megatron_arguments(parser):
+    if "SECOND_RANK_IS_HERE" in os.environ:
+        last_of_two(os.environ["SECOND_RANK_IS_HERE"])
     for flag in ("--use-megatron-fsdp", "--use-distributed-optimizer", "--overlap-grad-reduce",
                  "--overlap-param-gather", "--use-torch-fsdp2"):
         parser.add_argument(flag, action="store_true")
@@ -28,9 +40,12 @@ def add_megatron_arguments(parser):
     parser.add_argument("--num-distributed-optimizer-instances", type=int, default=1)
     parser.add_argument("--optimizer", default="adam")
     parser.add_argument("--num-experts", type=int)
+    parser.add_argument("--fp8-format", dest="fp8")
     parser.add_argument("--no-gradient-accumulation-fusion", action="store_false",
                         dest="gradient_accumulation_fusion")
     return parser
+
+TORCH
 
 def parse_args(*unused):
     return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
@@ -69,10 +84,23 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     package = folder / "megatron" / "training"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from . import training\n")
-    (package / "arguments.py").write_text(ARGUMENTS)
+    (package / "arguments.py").write_text(ARGUMENTS.replace("TORCH", ""))
     (package / "training.py").write_text(TRAINING)
     (folder / "helper_beside_the_script.py").write_text("")
     (folder / "train.py").write_text(SCRIPT)
+    return folder / "train.py"
+
+
+@pytest.fixture(scope="module")
+def asks_torch(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a Megatron-LM whose arguments import torch, as the real ones do, to ask it for
+    a GPU's capability. Whatever GPUs are here, they find none."""
+    folder = tmp_path_factory.mktemp("asks") / "checkout"
+    shutil.copytree(script.parent, folder)
+    cuda = "SimpleNamespace(is_available=bool)"
+    none = f"from types import SimpleNamespace\ntorch = SimpleNamespace(cuda={cuda})"
+    text = ARGUMENTS.replace("TORCH", none)
+    (folder / "megatron" / "training" / "arguments.py").write_text(text)
     return folder / "train.py"
 
 
@@ -91,7 +119,18 @@ OWN = (
     "install()\nprint(a is b)\n"
 )
 CONTRADICTIONS = ("--use-megatron-fsdp", "--use-torch-fsdp2", "--ckpt-format", "zarr")
+MISSPELT = ("--use-megatron-fsdp", "--num-experts", "two")
 Runs = Callable[[str], Outcome]
+
+
+def torchrun(folder: Path, *argv: str) -> Outcome:
+    """Two ranks, of which the second is ready to end before the first."""
+    launcher = "-m torch.distributed.run --standalone --nproc_per_node 2 -m megatron_fsdp_adapter"
+    return subprocess.run(
+        [sys.executable, *launcher.split(), *argv], capture_output=True, text=True, timeout=180,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore",
+                       "SECOND_RANK_IS_HERE": str(folder / "here")},
+    )  # fmt: skip
 
 
 def elsewhere(folder: Path) -> str:
@@ -116,7 +155,9 @@ def beside_another_core(folder: Path) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def runs(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def runs(
+    script: Path, asks_torch: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Runs]:
     """What became of each, by name. Two run at a time: most of it is the import of Megatron."""
     own = tmp_path_factory.mktemp("own") / "own.py"
     own.write_text(OWN)
@@ -135,6 +176,14 @@ def runs(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
             "own": pool.submit(run, str(own)),
             "elsewhere": pool.submit(run, alone, PYTHONPATH=path),
             "elsewhere, flag": pool.submit(run, alone, "--use-megatron-fsdp", PYTHONPATH=path),
+            "no GPU": pool.submit(
+                run, str(asks_torch), "--use-megatron-fsdp", "--fp8-format", "hybrid", **one,
+            ),
+            "misspelt": pool.submit(run, str(script), *MISSPELT, RANK="0"),
+            "misspelt, second rank": pool.submit(run, str(script), *MISSPELT, RANK="1"),
+            "under torchrun": pool.submit(
+                torchrun, tmp_path_factory.mktemp("meeting"), str(script), *MISSPELT
+            ),
             "another core": pool.submit(beside_another_core, tmp_path_factory.mktemp("core")),
         }  # fmt: skip
         yield lambda name: started[name].result()
@@ -170,6 +219,27 @@ def test_contradictions_are_one_message_on_one_rank(runs: Runs) -> None:
     assert silent.returncode == 2 and silent.stdout == ""
     # torch warns where it finds a compiler for CUDA and no GPU.
     assert all("torch/utils/cpp_extension" in line for line in silent.stderr.splitlines())
+
+
+def test_without_a_gpu_all_problems_are_one_message(runs: Runs) -> None:
+    """Before: a traceback of Megatron-LM's own arguments, and of two problems the first."""
+    done = runs("no GPU")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    problems = done.stderr.partition("cannot be used with this configuration:\n  - ")[2]
+    found = problems.split("\n  - ")
+    starts = ("CUDA_DEVICE_MAX_CONNECTIONS='1'", "fp8='hybrid'", "there is no CUDA device")
+    assert [line.startswith(start) for line, start in zip(found, starts, strict=True)] == [True] * 3
+    assert "scripts/pretrain_gpt.py" in found[2] and "doctor --prove" in found[2]
+
+
+def test_an_argument_that_is_misspelt_is_one_line_on_one_rank(runs: Runs) -> None:
+    """Before: the usage of all of Megatron-LM's arguments, on each rank, and then the error."""
+    says = "argument --num-experts: invalid int value: 'two'"
+    done, silent, both = (runs(n) for n in ("misspelt", "misspelt, second rank", "under torchrun"))
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == f"train.py: {says}"
+    assert "usage:" not in done.stdout + done.stderr
+    assert silent.returncode == 2 and says not in silent.stderr
+    assert both.returncode != 0 and both.stderr.count(says) == 1, both.stderr
 
 
 def test_a_script_without_megatron_lm_gets_the_wrapper_at_once(runs: Runs) -> None:
