@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
+import difflib
 import importlib.metadata
 import json
 import os
@@ -24,13 +26,14 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.cli import machine, prove, recipes
+from megatron_fsdp_adapter.cli import gpt, machine, prove, recipes
 from megatron_fsdp_adapter.launch import megatron_lm, runner
-from megatron_fsdp_adapter.megatron.options import support, validation
+from megatron_fsdp_adapter.megatron.options import sizes, support, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
 from megatron_fsdp_adapter.megatron.seams import releases
 from megatron_fsdp_adapter.planning import advice
 from megatron_fsdp_adapter.planning.machine import GPUS
+from megatron_fsdp_adapter.prove import shrink, source
 
 PACKAGES = (
     "megatron-fsdp-adapter", "megatron-core", "megatron-bridge", "transformer-engine", "torch",
@@ -66,9 +69,9 @@ def bindings() -> dict[str, Any]:
         installation.uninstall()
 
 
-def group_sizes(options: Any, world_size: int) -> dict[str, Any]:
-    """Ranks over which weights are sharded, and optimizer instances; an error if the sizes do not
-    divide the world."""
+def group_sizes(options: Any, world_size: int | None) -> dict[str, Any]:
+    """Ranks over which weights are sharded, and optimizer instances. What sizes do not divide is
+    among what is refused."""
     split = 1
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         split *= getattr(options, name, 1) or 1
@@ -78,14 +81,14 @@ def group_sizes(options: Any, world_size: int) -> dict[str, Any]:
         * (getattr(options, "pipeline_model_parallel_size", 1) or 1)
     )
     instances = options.num_distributed_optimizer_instances
+    if world_size is None:
+        return {"world size": "not told: give --world-size", "optimizer instances": instances}
     found: dict[str, Any] = {"world size": world_size}
     for kind, part in (("dense", split), ("experts", expert_split)):
         if kind == "experts" and not getattr(options, "num_moe_experts", None):
             continue
-        if world_size % (part * instances):
-            found[kind] = f"error: {world_size} ranks cannot be shared out by {part * instances}"
-        else:
-            found[kind] = world_size // (part * instances)
+        each, rest = divmod(world_size, part * instances)
+        found[kind] = "none: see what is refused" if rest else each
     found["optimizer instances"] = instances
     return found
 
@@ -100,7 +103,7 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
     args: Any
     changes: list[Change]
     if given.script is None:
-        chosen = dict(map(_assignment, given.set))
+        chosen = settings(given)
         plain = {**validation.PLAIN_OPTIONS, **_of_this_core()}
         args, changes = SimpleNamespace(**{**plain, **chosen}), []
     else:
@@ -113,7 +116,10 @@ def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
         "advises": _advice({**vars(args), **vars(options)}, given),
         "sets": [vars(change) for change in changes],
         "groups": group_sizes(options, given.world_size),
-        "refuses": megatron_lm.problems_of_run(args, os.environ, machine.device()),
+        "refuses": [
+            *megatron_lm.problems_of_run(args, os.environ, machine.device()),
+            *sizes.size_problems(vars(options), given.world_size),
+        ],
     }
 
 
@@ -131,7 +137,7 @@ def _of_this_core() -> dict[str, Any]:
 
 def _of_recipe(given: argparse.Namespace) -> dict[str, Any]:
     """The same of a recipe of Megatron-Bridge."""
-    chosen = dict(map(_assignment, given.set))
+    chosen = settings(given)
     cfg = recipes.recipe_named(given.recipe, chosen)
     strategy = chosen.get("ddp.data_parallel_sharding_strategy")
     changes, refuses = recipes.completed(cfg, **({"strategy": strategy} if strategy else {}))
@@ -142,7 +148,7 @@ def _of_recipe(given: argparse.Namespace) -> dict[str, Any]:
         "groups": group_sizes(
             SimpleNamespace(**{**validation.PLAIN_OPTIONS, **options}), given.world_size
         ),
-        "refuses": refuses,
+        "refuses": [*refuses, *sizes.size_problems(options, given.world_size)],
     }
 
 
@@ -155,13 +161,57 @@ def _advice(options: Mapping[str, Any], given: argparse.Namespace) -> list[str]:
     if gpu is None:
         return []
     try:
-        return advice.advice(options, given.world_size, gpu)
+        return advice.advice(options, given.world_size or 1, gpu)
     except (ValueError, RuntimeError) as error:
         return [f"nothing, as it cannot be planned: {error}"]
 
 
+ARGUMENTS = (
+    "bias_gelu_fusion", "bias_swiglu_fusion", "decrease_batch_size_if_needed", "fp4_format",
+    "fp8_format", "global_batch_size", "micro_batch_size", "quick_geglu", "recompute_activations",
+    "rotary_base", "rotary_percent", "separate_all_gather_groups", "squared_relu",
+    "start_weight_decay",
+)  # fmt: skip
+"""Arguments of Megatron-LM that are read here, are no fields of its configs and in no table."""
+
+
+def known_options() -> set[str]:
+    """Names that `--set` may have: fields of the configs of the megatron-core that is here, and
+    arguments of Megatron-LM that are read. Empty without megatron-core."""
+    try:
+        from megatron_fsdp_adapter.megatron.options.ddp_config import DistributedDataParallelConfig
+        from megatron_fsdp_adapter.megatron.seams import core_api
+    except ModuleNotFoundError:  # which `bindings` reports
+        return set()
+    fields = dataclasses.fields
+    return {
+        *core_api.config_fields(), *(one.name for one in fields(DistributedDataParallelConfig)),
+        *(one.name for one in fields(gpt.GptConfig)), *source.ALIASES, *shrink.SIZES,
+        *shrink.UNSUPPORTED, *(row.option for row in shrink.DROPPED), *validation.known_arguments(),
+        *sizes.NAMES, *(row.option for row in megatron_lm.SETTINGS), *ARGUMENTS,
+    }  # fmt: skip
+
+
+def settings(given: argparse.Namespace) -> dict[str, Any]:
+    """Options of `--set` by their names. ValueError for names that nothing has; those of a recipe
+    are looked up in it."""
+    chosen = dict(map(_assignment, given.set))
+    known = set() if given.recipe else known_options()
+    wrong = []
+    for name in chosen if known else ():
+        if name not in known:
+            longer = sorted((one for one in known if name in one), key=lambda one: (len(one), one))
+            near = longer[:2] or difflib.get_close_matches(name, sorted(known), 2)
+            remedy = f"Did you mean {' or '.join(near)}?" if near else "Leave it out."
+            wrong.append(f"--set {name}={chosen[name]}: no option that is read here. {remedy}")
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    return chosen
+
+
 def _assignment(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
+    name = name.removeprefix("--").replace("-", "_")
     if not separator:
         raise ValueError(f"--set {text}: write option=value")
     try:
@@ -228,6 +278,11 @@ def _configuration_lines(found: Mapping[str, Any]) -> list[str]:
     return [*lines, f"doctor: {verdict}"]
 
 
+def _world_size_told() -> int | None:
+    told = os.environ.get("WORLD_SIZE")
+    return int(told) if told else None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_fsdp_adapter doctor", description=__doc__,
@@ -235,8 +290,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
-        "--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", "1")),
-        help="ranks of the run; default WORLD_SIZE, else 1",
+        "--world-size", type=int, default=_world_size_told(),
+        help="ranks of the run; default WORLD_SIZE; without either nothing is said that depends "
+        "on it",
     )  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE",
                         help="an option by the name it has in Megatron's configs")  # fmt: skip
@@ -256,7 +312,7 @@ def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
     try:
         if given.prove:
-            return prove.main(given, dict(map(_assignment, given.set)))
+            return prove.main(given, settings(given))
         report = examine(given)
     except ValueError as error:
         print(f"doctor: {error}", file=sys.stderr)

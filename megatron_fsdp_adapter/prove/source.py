@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_fsdp_adapter.launch import megatron_lm, runner
-from megatron_fsdp_adapter.megatron.options import validation
+from megatron_fsdp_adapter.megatron.options import sizes, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change
 
 SCRIPT_OPTIONS = Path("lib", "options.py")
@@ -27,6 +27,7 @@ BASE: Mapping[str, Any] = {
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
     "micro_batch_size": 1,
+    "seq_length": 4096,
 }
 """What a preset leaves unsaid."""
 
@@ -42,9 +43,9 @@ class Recipe:
     folder: Path | None = None
 
 
-def of_script(script: Path, arguments: Sequence[str], world_size: int) -> Recipe:
-    """What a training script makes of its command line. ValueError if it cannot be read or is
-    refused."""
+def of_script(script: Path, arguments: Sequence[str], world_size: int | None) -> Recipe:
+    """What a training script makes of its command line. world_size: None where it is not told.
+    ValueError if it cannot be read or is refused."""
     if not script.is_file():
         raise ValueError(f"no such script: {script}")
     args: Any
@@ -62,8 +63,9 @@ def of_script(script: Path, arguments: Sequence[str], world_size: int) -> Recipe
                      folder)  # fmt: skip
 
 
-def of_options(options: Mapping[str, Any], source: str, world_size: int) -> Recipe:
-    """A preset with what it leaves unsaid. ValueError if it is refused."""
+def of_options(options: Mapping[str, Any], source: str, world_size: int | None) -> Recipe:
+    """A preset with what it leaves unsaid. world_size: None where it is not told. ValueError if it
+    is refused."""
     args = SimpleNamespace(**{**BASE, **{k.replace("-", "_"): v for k, v in options.items()}})
     return _finished(source, args, [], [], world_size, None)
 
@@ -88,7 +90,7 @@ def _own_options(beside: Path, arguments: Sequence[str]) -> SimpleNamespace:
 
 
 def _finished(
-    source: str, args: Any, arguments: Sequence[str], changes: list[Change], world_size: int,
+    source: str, args: Any, arguments: Sequence[str], changes: list[Change], world_size: int | None,
     folder: Path | None,
 ) -> Recipe:
     for name, value in (("outer_dp_sharding_strategy", "no_shard"), ("ckpt_format", None)):
@@ -97,10 +99,11 @@ def _finished(
     changes += megatron_lm.complete(args, arguments)
     environment = {k: v for k, v in os.environ.items() if k != validation.CONNECTIONS}
     wrong = validation.launch_problems(args, environment)
+    wrong += sizes.size_problems(vars(validation.launch_options(args)), world_size)
     if wrong:
         raise ValueError("the configuration is refused:\n" + "\n".join(f"  - {w}" for w in wrong))
     options = vars(validation.launch_options(args))
-    return Recipe(source, _named_like_configs(options, world_size), tuple(changes), folder)
+    return Recipe(source, _named_like_configs(options, world_size or 1), tuple(changes), folder)
 
 
 ALIASES: Mapping[str, str] = {
@@ -128,7 +131,7 @@ def _named_like_configs(options: Mapping[str, Any], world_size: int) -> dict[str
     found["original_data_parallel_size"] = max(1, world_size // split)
     if not found.get("expert_tensor_parallel_size"):
         found["expert_tensor_parallel_size"] = found.get("tensor_model_parallel_size") or 1
-    missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads")
+    missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
                if not found.get(name)]  # fmt: skip
     if missing:
         raise ValueError(f"{', '.join(missing)}: not given")

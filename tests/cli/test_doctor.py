@@ -6,7 +6,6 @@ import dataclasses
 import json
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,9 +82,47 @@ def test_what_this_machine_cannot_compute_is_refused(capsys: Any) -> None:
     assert line.startswith("fp8='hybrid' with fp8_recipe='mxfp8': device cpu cannot compute it")
 
 
-def test_ranks_that_cannot_be_shared_out(capsys: Any) -> None:
-    options = SimpleNamespace(num_distributed_optimizer_instances=1, tensor_model_parallel_size=3)
-    assert doctor.group_sizes(options, 8)["dense"].startswith("error")
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("tensor_model_parallel_size=3",), "tensor_model_parallel_size=3: 3 does not divide 16"),
+        (("num_distributed_optimizer_instances=3",), "num_distributed_optimizer_instances=3: does"),
+        (("global_batch_size=5",), "global_batch_size=5: no multiple of micro_batch_size=1 x 16"),
+        (("num_attention_heads=3", "hidden_size=64"), "num_attention_heads=3: does not divide"),
+        (("num_layers=80", "pipeline_model_parallel_size=4",
+          "num_virtual_stages_per_pipeline_rank=8"), "num_virtual_stages_per_pipeline_rank=8: 20"),
+        (("num_layers=61", "pipeline_model_parallel_size=2"), "pipeline_model_parallel_size=2: "),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_divide_are_refused(
+    capsys: Any, options: tuple[str, ...], told: str
+) -> None:
+    sets = [word for one in options for word in ("--set", one)]
+    found = report(capsys, "--world-size", "16", *sets, status=1)["configuration"]
+    assert [told in line for line in found["refuses"]] == [True]
+    assert "error" not in json.dumps(found["groups"])
+
+
+def test_without_a_number_of_ranks_nothing_is_said_that_depends_on_it(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    words = ("--set", "tensor_model_parallel_size=3", "--set", "global_batch_size=5")
+    found = report(capsys, *words)["configuration"]
+    assert "--world-size" in found["groups"]["world size"] and not found["refuses"]
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert len(report(capsys, *words, status=1)["configuration"]["refuses"]) == 1
+
+
+def test_a_name_that_nothing_has_is_an_error_that_suggests_one(capsys: Any) -> None:
+    assert doctor.main(["--set", "tensor_model_parallel=2", "--set", "qqq=1"]) == 2
+    assert doctor.main(["--prove", "--preset=llama3-8b", "--set", "sharding_strategy=optim"]) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert "--set tensor_model_parallel=2: no option" in first
+    assert "Did you mean tensor_model_parallel_size" in first
+    assert "--set qqq=1: no option" in second and "Leave it out" in second
+    assert "data_parallel_sharding_strategy" in third
+    report(capsys, "--set=--tensor-model-parallel-size=2")
 
 
 def test_variables_that_hurt() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,17 @@ def test_a_right_engine_is_proven_with_a_certificate(
     assert found.holds and found.options["num_layers"] == 3
     assert found.options["small"]["microbatches"] == 3
     assert json.loads(place.read_text())["holds"] is True
+
+
+def test_the_documented_preset_is_proven(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command of docs/prove.md, of which fewer steps are run."""
+    page = (Path(__file__).parents[2] / "docs" / "prove.md").read_text()
+    [command] = re.findall(r"python -m megatron_fsdp_adapter doctor (--prove --preset .*)", page)
+    status = doctor.main([*shlex.split(command), "--ranks=2", "--steps=1", "--more=1",
+                          f"--proof={tmp_path / 'proof.json'}"])  # fmt: skip
+    assert status == 0 and "hold: proven" in capsys.readouterr().out
 
 
 FAULTS = [

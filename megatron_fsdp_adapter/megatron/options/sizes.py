@@ -27,6 +27,8 @@ GROUP = (
 OTHER_LAYERS = ("hybrid_layer_pattern", "hybrid_override_pattern", "encoder_num_layers")
 """Options that say the layers of stages in ways that are not checked here."""
 
+NAMES = (*FIRST, *LAST, *VIRTUAL, PER_VIRTUAL, *EXPERTS, *GROUP, *OTHER_LAYERS)
+
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 """What the stages of a layout are made of, and how its string writes each."""
 

@@ -334,6 +334,15 @@ def launch_options(args: Any) -> SimpleNamespace:
     return SimpleNamespace(**values)
 
 
+def known_arguments() -> set[str]:
+    """Names of Megatron-LM's arguments that a table here has."""
+    rules = (*LAUNCH_RULES, *DDP_CONFIG_RULES, *MODEL_CONFIG_RULES, *OPTIMIZER_CONFIG_RULES)
+    return {
+        *(rule.option for rule in rules), *PLAIN_OPTIONS, *ARGUMENT_OF, *ARGUMENT_OF.values(),
+        *DTYPE_OPTIONS, *UNSAID, *muon_options.CHOICES, "load", "pretrained_checkpoint",
+    }  # fmt: skip
+
+
 def launch_problems(args: Any, environment: Mapping[str, str]) -> list[str]:
     """Everything wrong with Megatron-LM's arguments (parsed, not yet validated by Megatron) and
     the environment of a run with `--use-megatron-fsdp`. One line each."""

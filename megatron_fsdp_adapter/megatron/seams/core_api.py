@@ -23,6 +23,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import clip_grads, optimizer_config
 from megatron.core.optimizer import optimizer as core_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 MORE = "..."
 """Last in a list of parameters: whatever follows is passed on."""
@@ -183,6 +184,12 @@ def marks_whole_weights(linear: type) -> bool:
 FACTORY = "_get_megatron_emerging_optimizer"
 MAKES_EMERGING = hasattr(optimizer_package, FACTORY)
 """Whether core has one function for all optimizers but Adam and SGD (0.18)."""
+
+
+def config_fields() -> set[str]:
+    """Names of the fields of core's configs of models and optimizers."""
+    configs = (MLATransformerConfig, optimizer_config.OptimizerConfig)
+    return {one.name for config in configs for one in dataclasses.fields(config)}
 
 
 def optimizer_defaults() -> dict[str, Any]:
