@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import qk_clip as core_qk_clip
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -61,38 +62,49 @@ def clip_sharded(original: Callable[[Any], None], attention: Any) -> None:
     if engine is None:
         original(attention)
         return
-    engine.show_optimizer_params()
     with _ones_for_weights(attention) as columns:
         original(attention)
-    weights = [weight for weight, _ in columns]
-    for weight, factors in columns:
+    clipped = any(bool((factors != 1).any()) for _, factors in columns)
+    if not _on_any_rank(clipped, attention.pg_collection.tp, engine.runtime.device):
+        return
+    engine.show_optimizer_params()
+    weights: list[Any] = [layer.weight for layer, _ in columns]
+    for weight, (_, factors) in zip(weights, columns, strict=True):
         _multiply_rows(weight, factors)
-    # Quantised weights are made anew only if it is said. On all ranks, clipped or not: ranks of
-    # other heads, which tensor parallelism makes, may share experts, and what one does again all of
-    # them must.
+    # Quantised weights are made anew only if it is said.
     engine.main_weights_changed(loaded=not all(weight.requires_grad for weight in weights))
 
 
+def _on_any_rank(clipped: bool, tensor: Any, device: torch.device) -> bool:
+    """Whether a tensor-parallel rank has clipped heads of a layer. Data-parallel ranks have the
+    same logits. Ranks of other heads may share experts, and what one gathers again all must."""
+    if dist.get_world_size(tensor) == 1:
+        return clipped
+    found = torch.tensor(clipped, dtype=torch.int32, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, tensor)
+    return bool(found)
+
+
 @contextmanager
-def _ones_for_weights(attention: nn.Module) -> Iterator[list[tuple[Any, torch.Tensor]]]:
+def _ones_for_weights(attention: nn.Module) -> Iterator[list[tuple[nn.Module, torch.Tensor]]]:
     """Inside, each linear layer directly below `attention` shows a column of ones, of as many rows
-    as its weight has on this tensor-parallel rank. Gives the sharded weights, each with its column;
-    they are back outside."""
+    as its weight has on this tensor-parallel rank. Gives the layers, each with its column; their
+    weights are back outside, in the identity that was shown."""
     layers: list[tuple[nn.Module, Any]] = [
         (layer, getattr(layer, "weight", None)) for layer in attention.children()
     ]
     shown = [
         (layer, weight)
         for layer, weight in layers
-        if hasattr(weight, "fsdp_layout_ref") and len(weight.fsdp_layout_ref.shape) == 2
+        if hasattr(weight, "_fsdp_engine") and weight.dim() == 2
     ]
     columns = []
     try:
         for layer, weight in shown:
-            rows = weight.fsdp_layout_ref.shape[0]
-            ones = torch.ones(rows, 1, dtype=torch.float32, device=weight.device)
+            raw = getattr(weight, "orig_param", weight)  # without what tensor parallelism cuts off
+            ones = torch.ones(raw.shape[0], 1, dtype=torch.float32, device=raw.device)
             layer._parameters["weight"] = nn.Parameter(ones, requires_grad=False)
-            columns.append((weight, ones))
+            columns.append((layer, ones))
         yield columns
     finally:
         for layer, weight in shown:
@@ -100,14 +112,13 @@ def _ones_for_weights(attention: nn.Module) -> Iterator[list[tuple[Any, torch.Te
 
 
 def _multiply_rows(weight: Any, factors: torch.Tensor) -> None:
-    """Multiplies this rank's elements of `weight` by the factors of their rows, (rows, 1)."""
+    """Multiplies this rank's rows of `weight` by their factors, of (rows, 1), each."""
     ref, local = weight.fsdp_layout_ref, weight._local_tensor
     if local.numel() == 0:
         return
-    held, row = held_range(ref), row_granularity(ref.shape)
-    numbers = torch.arange(held.start, held.stop, device=local.device) // row
-    flat = local.view(-1)
-    flat.mul_(factors.view(-1).to(flat.device)[numbers].to(flat.dtype))
+    first = held_range(ref).start // row_granularity(ref.shape)
+    own = factors[first : first + local.shape[0]]
+    local.mul_(own.to(local.device, local.dtype))
 
 
 REPLACED: tuple[Replacement, ...] = tuple(

@@ -21,6 +21,7 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.distributed.launch import run_ranks
+from tests.distributed.topologies import Topology, build_chunk, init_topology, model_config
 
 WORLD, STEPS, THRESHOLD = 2, 3, 100.0
 CASE = Case(num_layers=2, hidden=18, heads=3, ffn=20, vocab=23, seq=8, batch=1, microbatches=2,
@@ -78,6 +79,35 @@ def _train(rank: int, world: int, kind: str, strategies: tuple[str, ...]) -> Non
             changed = [name for name in after if not torch.equal(after[name], before[name])]
             assert len(changed) == CASE.num_layers * (1 if kind == "dense" else 2), changed
     dist.barrier()
+
+
+def _tensor_parallel(rank: int, world: int) -> None:
+    """Heads of the first layer are clipped on the second rank, and of no layer on the first."""
+    topology = Topology("tp2", tp=2)
+    init_topology(topology)
+    case = CASE.but(hidden=16, heads=4, vocab=24)
+    model = build_chunk(topology, case, model_config(topology, case), 0)
+    for module in (model, *_attentions(model)):
+        module.config.qk_clip, module.config.qk_clip_threshold = True, THRESHOLD
+    trainer = make_trainer(model, case, "optim_grads_params")
+    engine, told = trainer.wrapper.engine, []
+    engine.main_weights_changed = lambda loaded: told.append(loaded)
+    weight = "decoder.layers.0.self_attention.linear_qkv.weight"
+    before = trainer.wrapper.module.module.get_parameter(weight)._local_tensor.clone()
+    for number, attention in enumerate(_attentions(trainer.wrapper)):
+        # Core of 0.16.1 to 0.19.2 cuts a rank's rows by the sizes of all ranks.
+        attention.query_projection_size //= 2
+        attention.kv_projection_size //= 2
+        logits = torch.tensor([50.0, 200.0 if rank == 1 and number == 0 else 60.0])
+        attention.core_attention.current_max_attn_logits = logits
+    clip_qk([trainer.wrapper])
+    after = trainer.wrapper.module.module.get_parameter(weight)._local_tensor
+    assert torch.equal(after, before) == (rank == 0)
+    assert told == [False], "ranks of other heads have to gather the same anew"
+
+
+def test_tensor_parallel_ranks_say_the_same_of_what_was_clipped() -> None:
+    run_ranks(_tensor_parallel, 2)
 
 
 @pytest.mark.parametrize("kind", ["dense", "latent"])
