@@ -21,11 +21,12 @@ from megatron_fsdp_adapter.core.topology import Axis
 
 @dataclass(frozen=True, eq=False)
 class ModuleWeight:
-    """The weight of `pair`. `shape` is that of the module's own parameter (one tensor-parallel
-    slice); `dtype` the compute dtype, that of values for a quantised one; `device` where modules
-    compute, main weights may be in host memory."""
+    """The weight of `pair`, one of `engine`. `shape` is that of the module's own parameter (one
+    tensor-parallel slice); `dtype` the compute dtype, that of values for a quantised one; `device`
+    where modules compute, main weights may be in host memory."""
 
     pair: ParamPair
+    engine: FsdpEngine
 
     @property
     def shape(self) -> torch.Size:
@@ -79,6 +80,8 @@ class ModuleWeight:
 
     @property
     def _own(self) -> torch.Tensor:
+        """This rank's rows of the main weights, behind what still writes them."""
+        self.engine.gather.updates.settle()
         return self.pair.group.main_items[self.pair.index]
 
     def _rows(self, held: Held, number: int) -> FlatRange:
@@ -101,6 +104,7 @@ def _exchange(whole: torch.Tensor, axis: Axis, parts: Iterable[FlatRange]) -> No
 def module_weights(engines: Iterable[FsdpEngine]) -> dict[int, ModuleWeight]:
     """The weights of `engines`, by the id of either parameter that stands for one."""
     found = {}
-    for pair in (pair for engine in engines for pair in engine.pairs):
-        found[id(pair.raw)] = found[id(pair.optimizer)] = ModuleWeight(pair)
+    for engine in engines:
+        for pair in engine.pairs:
+            found[id(pair.raw)] = found[id(pair.optimizer)] = ModuleWeight(pair, engine)
     return found

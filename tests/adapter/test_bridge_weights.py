@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
 
 
 @dataclass(frozen=True)
-class _Task:
+class Task:
     name: str
     param_weight: Any
     weight_dtype: torch.dtype | None = None
@@ -58,7 +59,7 @@ class MegatronModelBridge(Adapters):
         self, hf_pretrained: Any, megatron_model: Any, weight_dtype: Any = None
     ) -> Any:
         assert all(not hasattr(model, "module") for model in megatron_model)
-        return [_Task(n, p, weight_dtype) for m in megatron_model for n, p in m.named_parameters()]
+        return [Task(n, p, weight_dtype) for m in megatron_model for n, p in m.named_parameters()]
 
     def stream_weights_megatron_to_hf(
         self, megatron_model: Any, hf_pretrained: Any, conversion_tasks: Any = None,
@@ -70,8 +71,9 @@ class MegatronModelBridge(Adapters):
             yield task.name, task.param_weight
 
 
-@pytest.fixture
-def bridge() -> Iterator[ModuleType]:
+@contextmanager
+def standing_in() -> Iterator[ModuleType]:
+    """Inside, the stand-in is the Megatron-Bridge that is loaded, and wrapped."""
     module = ModuleType(bridge_weights.MODULE)
     module.MegatronModelBridge = type("Bridge", (MegatronModelBridge,), {})
     for name in ("load_weights_hf_to_megatron", "build_conversion_tasks",
@@ -85,6 +87,12 @@ def bridge() -> Iterator[ModuleType]:
     sys.modules.pop(bridge_weights.MODULE)
     if before is not None:
         sys.modules[bridge_weights.MODULE] = before
+
+
+@pytest.fixture
+def bridge() -> Iterator[ModuleType]:
+    with standing_in() as module:
+        yield module
 
 
 @pytest.fixture(params=("optim_grads_params", "optim"))
@@ -178,7 +186,7 @@ def test_weights_whose_memory_was_released_are_an_error(
 
 def test_adapters_are_made_whole(bridge: ModuleType, trainer: Trainer) -> None:
     params = list(trainer.wrapper.parameters())[:2]
-    parts = [_Task("adapter", param) for param in params]
+    parts = [Task("adapter", param) for param in params]
     [found] = bridge.MegatronModelBridge().materialize_adapter_weights([_Adapter(*parts)])
     for part, param in zip((found.linear_in_task, found.linear_out_task), params, strict=True):
         assert type(part.param_weight) is torch.Tensor and part.param_weight.shape == param.shape

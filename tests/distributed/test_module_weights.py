@@ -30,7 +30,7 @@ def check_weights(strategy: str, outer: str | None, device: torch.device) -> Non
     torch.manual_seed(4)  # the same values on all ranks
     values = {name: torch.randn(value.shape) for name, value in before.items()}
     for pair in engine.pairs:
-        weight, name = ModuleWeight(pair), pair.managed.fqns[0]
+        weight, name = ModuleWeight(pair, engine), pair.managed.fqns[0]
         assert weight.shape == pair.raw.shape and weight.dtype == pair.raw.dtype
         assert torch.equal(weight.gather(), before[name])
         weight.data.copy_(values[name].double())

@@ -11,6 +11,7 @@ import torch
 
 from megatron_fsdp_adapter import export_weights, release_memory, return_memory
 from megatron_fsdp_adapter.sharding import building
+from tests.adapter.test_bridge_weights import Task, standing_in
 from tests.distributed.gpt import (
     Case,
     Trainer,
@@ -60,6 +61,22 @@ def _evaluates_before_the_step(trainer: Trainer) -> None:
     trainer.optimizer.step()
 
 
+def _by_bridge(trainer: Trainer) -> None:
+    """An export with tasks of before, as for every refit of an engine that generates."""
+    pairs = trainer.wrapper.engine.pairs
+    tasks = [Task(pair.managed.fqns[0], pair.raw) for pair in pairs]
+    with standing_in() as module:
+        made = module.MegatronModelBridge()
+        _read(dict(made.stream_weights_megatron_to_hf([trainer.wrapper], None, tasks)).values())
+
+
+def _load_by_bridge(trainer: Trainer) -> None:
+    with standing_in() as module:
+        module.MegatronModelBridge().load_weights_hf_to_megatron(
+            lambda name, shape: torch.ones(shape), [trainer.wrapper]
+        )
+
+
 READERS: dict[str, tuple[Callable[[Trainer], Any], bool]] = {
     "state dict": (lambda t: _read(t.wrapper.state_dict_for_save_checkpoint().values()), True),
     "optimizer state": (lambda t: _read_state(t.optimizer.optimizer.state_dict()["state"]), True),
@@ -69,6 +86,8 @@ READERS: dict[str, tuple[Callable[[Trainer], Any], bool]] = {
     ),
     "export": (lambda t: _read(dict(export_weights(t.wrapper, dtype=None)).values()), True),
     "export of bf16": (lambda t: _read(dict(export_weights(t.wrapper)).values()), False),
+    "bridge, cached tasks": (_by_bridge, True),
+    "bridge, load": (_load_by_bridge, True),
     "load": (lambda t: load_weights(t, t.wrapper.test_began), True),
     "release": (_released, False),
     "evaluation": (lambda t: forward_backward(t, batches(CASE, 9, 0, DEVICE), True), False),

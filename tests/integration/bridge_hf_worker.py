@@ -190,7 +190,7 @@ def check_memory(folder: Path, tp: int) -> None:
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     [model] = wrapped(provider_of(bridge, tp), "optim_grads_params")
     largest = tp * max(
-        ModuleWeight(pair).shape.numel() * 4 for e in engines_of(model) for pair in e.pairs
+        ModuleWeight(pair, e).shape.numel() * 4 for e in engines_of(model) for pair in e.pairs
     )
     together = sum(value.nbytes for value in state.values())
     assert together > 20 * largest
@@ -278,7 +278,7 @@ def check_adapters(folder: Path, tp: int) -> None:
     torch.manual_seed(11)
     for pair in engine.pairs:
         if pair.group.key.requires_grad:
-            weight = ModuleWeight(pair)
+            weight = ModuleWeight(pair, engine)
             weight.copy_(torch.randn(weight.shape) * 0.2)
     engine.main_weights_changed()
     adapted = logits(model)

@@ -236,12 +236,11 @@ class _Gathered(Sequence[Any]):
         return self._whole(self.tasks[index])
 
     def __iter__(self) -> Iterator[Any]:
-        for task in self.tasks:
-            # Whoever takes the weights may have trained, or saved, in between.
-            self.call.show_raw()
-            yield self._whole(task)
+        yield from map(self._whole, self.tasks)
 
     def _whole(self, task: Any) -> Any:
+        # Whoever takes the weights may have trained, or saved, in between.
+        self.call.show_raw()
         weight = None if task is None else self.weights.get(id(task.param_weight))
         return task if weight is None else dataclasses.replace(
             task, param_weight=weight.gather(_wanted(task, weight))
@@ -281,7 +280,7 @@ def _tied(
     if not call.engines:
         return original(*args, **kwargs)
     shared = [
-        ModuleWeight(pair)
+        ModuleWeight(pair, engine)
         for engine in call.engines
         for pair in engine.pairs
         if getattr(pair.optimizer, "shared_embedding", False)
