@@ -1,7 +1,7 @@
 """The attributes by which Megatron, and the checkpoints' code, know a parameter.
 
 Megatron sees the optimizer parameter wherever it groups, clips, reduces or names parameters, so
-what it marked on the raw one has to be there too. `allreduce` and
+what it marked on the raw one has to be there too: `mark_shard` copies it. `allreduce` and
 `average_gradients_across_tp_domain` decide which group a gradient is reduced over: without them a
 reduction is skipped in silence.
 """
@@ -10,44 +10,15 @@ from __future__ import annotations
 
 import weakref
 
-from torch import nn
-
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.identity import ParamPair
 from ..core.topology import TP_DIM, FSDPDistributedIndex
 from ..sharding.sharded_module import mark_shard
 
-MARKED_BY_MEGATRON = (
-    "allreduce",
-    "average_gradients_across_tp_domain",
-    "expert_tp",
-    "grad_norm_group",
-    "is_embedding_or_output_parameter",
-    "is_embedding_parameter",
-    "is_qkv",
-    "partition_dim",
-    "partition_stride",
-    "pipeline_parallel",
-    "sequence_parallel",
-    "shared",
-    "shared_embedding",
-    "tensor_model_parallel",
-)
-SET_BY_WRAPPER = ("_mcore_tp", "_tensor_parallel_mode", "_tp_duplicated", "_tp_partition_dim")
-"""See `tensor_parallel.py`; Megatron's checkpoint code reads them."""
-
-
-def copy_attributes(raw: nn.Parameter, optimizer: nn.Parameter) -> None:
-    """Copies what is set on `raw` to `optimizer`."""
-    for name in (*MARKED_BY_MEGATRON, *SET_BY_WRAPPER):
-        if hasattr(raw, name):
-            setattr(optimizer, name, getattr(raw, name))
-
 
 def mark(pair: ParamPair, engine: FsdpEngine, index: FSDPDistributedIndex) -> None:
     """Everything that Megatron reads on the two identities of a parameter of `engine`."""
     raw, param = pair.raw, pair.optimizer
-    copy_attributes(raw, param)
     param.__fsdp_param__ = True  # type: ignore[attr-defined]
     param.megatron_fsdp_dist_index = index  # type: ignore[attr-defined]
     param.orig_param = raw  # type: ignore[attr-defined]

@@ -70,8 +70,29 @@ def _param_groups(
         ],
     )
     _complete(config)
-    groups = original(model_chunks, *args, **kwargs)
+    # Overrides go by names. Those under DDP are the inner wrapper's, one "module." shorter.
+    named = [chunk.module if chunk in ours else chunk for chunk in model_chunks]
+    groups = original(named, *args, **kwargs)
+    overrides = kwargs["config_overrides"] if "config_overrides" in kwargs else args[1]
+    _warn_of_unmatched(overrides or {}, groups, next(named[0].named_parameters())[0])
     return groups if asked is None else emerging.prepared(groups, ours, asked)
+
+
+def _warn_of_unmatched(
+    overrides: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], example: str
+) -> None:
+    """Warns, on one rank, of names that match nothing. groups: core lists those of all ranks. A
+    pattern that begins with "*", as core's own do, fits names of any depth, and is not meant."""
+    for key, override in overrides.items() if dist.get_rank() == 0 else ():
+        names = [key.name] if isinstance(key.name, str) else list(key.name)
+        used = any(override.items() <= group.items() for group in groups)
+        if names and not used and not any(name.startswith("*") for name in names):
+            warnings.warn(
+                f"config_overrides: {', '.join(map(repr, names))} matches no parameter that is "
+                f"trained, on any rank. Names are those under DDP, like {example!r}; write it like "
+                "that, or begin it with '*'.",
+                stacklevel=2,
+            )
 
 
 _NEEDED: Mapping[str, bool] = {

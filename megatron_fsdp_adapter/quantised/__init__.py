@@ -4,6 +4,16 @@ Nothing here imports Transformer Engine: its objects are told by the names of th
 their fields, so that this package can be imported, and tested, where there is none.
 """
 
-from .params import TransformerEngineParams, dequantised, format_of, stored_in
+from .params import (
+    TransformerEngineParams,
+    attributes_of_class,
+    dequantised,
+    format_of,
+    memory_of,
+    stored_in,
+)
 
-__all__ = ["TransformerEngineParams", "dequantised", "format_of", "stored_in"]
+__all__ = [
+    "TransformerEngineParams", "attributes_of_class", "dequantised", "format_of", "memory_of",
+    "stored_in",
+]  # fmt: skip

@@ -3,6 +3,8 @@ is. Field names are those of TE 2.11 to 2.20."""
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +33,8 @@ HIGH_PRECISION = "_high_precision_init_val"
 OF_HIGH_PRECISION = (HIGH_PRECISION, "get_high_precision_init_val", "clear_high_precision_init_val")
 """The value before quantisation, and two methods of the object: a parameter that was swapped for
 another has those of the other one."""
+_OF_QUANTISED = ("_quantizer", "_dtype", "_requires_grad")
+"""What their base class has, as the releases before 2.12 do not say in annotations."""
 VIEWS = "_fsdp_planes"
 """On a parameter: by field, the views of gathered planes, where a field may be something else."""
 
@@ -158,6 +162,24 @@ def stored_in(param: nn.Parameter) -> list[torch.Tensor]:
         setattr(param, name, value)
     planes = [getattr(param, name) for name in kind.planes.values()]
     return [tensor for tensor in (*planes, *_scales(param, kind)) if tensor is not None]
+
+
+def attributes_of_class(param: nn.Parameter) -> frozenset[str]:
+    """Names of the attributes that a class of quantised tensors keeps on its objects, none for
+    another class: every other one was put there by whoever has the parameter."""
+    kind = kind_of(type(param))
+    if kind is None:
+        return frozenset()
+    annotated = (inspect.get_annotations(base) for base in type(param).__mro__)
+    fields = (*kind.planes.values(), *kind.scales, *kind.derived, *OF_HIGH_PRECISION)
+    return frozenset(itertools.chain(fields, _OF_QUANTISED, *annotated))
+
+
+def memory_of(param: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a parameter's memory is in, quantised or not; without scales."""
+    kind = kind_of(type(param))
+    found = [param] if kind is None else [getattr(param, name, None) for name in kind.guarded]
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
 def dequantised(value: Any) -> Any:

@@ -19,7 +19,7 @@ from ..core.engine.engine import FsdpEngine
 from ..core.engine.guard import unchecked
 from ..core.engine.identity import ParamPair
 from ..core.uneven_dtensor import whole_tensor
-from ..quantised import dequantised
+from ..quantised import attributes_of_class, dequantised
 from ..quantised.scaling import Scaling, scaling_of
 from .model_state import (
     checkpoint_form,
@@ -232,10 +232,18 @@ class ShardedStateDict(OneOfItsKind, nn.Module):
         return incompatible_keys(form, keys, result)
 
 
+OF_RAW = (
+    "__fsdp_param__", "get_main_grad", "grad_added_to_main_grad", "main_grad", "overwrite_main_grad"
+)  # fmt: skip
+"""What modules that write gradients by themselves read, on the parameter that they compute with."""
+
+
 def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
-    """Tells on an optimizer parameter, and to torch DCP, which rows of which tensor it is. `offset`
-    is where this rank's tensor-parallel part begins in the whole tensor; None at the origin."""
+    """Tells on an optimizer parameter what was put on the module's own, and, also to torch DCP,
+    which rows of which tensor it is. `offset` is where this rank's tensor-parallel part begins in
+    the whole tensor; None at the origin."""
     param, held = pair.optimizer, pair.group.held
+    _copy_attributes(pair.raw, param)
     rows = held.layout.shard_range(pair.index, held.rank)
     ref = LayoutRef(held.layout, pair.index, held.rank, offset)
     param.megatron_fsdp_slice = slice(rows.start, rows.stop)  # type: ignore[attr-defined]
@@ -243,6 +251,16 @@ def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
     for value in (param, pair.grad):
         if value is not None:
             attach_chunks(value, ref.chunks(), ref.cut())  # type: ignore[arg-type]
+
+
+def _copy_attributes(raw: nn.Parameter, optimizer: nn.Parameter) -> None:
+    """Whoever groups, clips, reduces or names parameters may go by any attribute: all are copied,
+    but those of the engine and those by which a class of quantised tensors keeps its values. What
+    `optimizer` has already stays."""
+    left_out = {*OF_RAW, *attributes_of_class(raw), *vars(optimizer)}
+    for name, value in vars(raw).items():
+        if name not in left_out and not name.startswith("_fsdp_"):
+            setattr(optimizer, name, value)
 
 
 def check_trained(engine: FsdpEngine) -> None:

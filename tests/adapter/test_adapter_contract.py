@@ -22,7 +22,6 @@ from megatron_fsdp_adapter import (
     fully_shard_optimizer,
 )
 from megatron_fsdp_adapter.megatron.inner import ShardedModule
-from megatron_fsdp_adapter.megatron.marks import MARKED_BY_MEGATRON
 from tests.distributed.gpt import (
     Case,
     Trainer,
@@ -224,18 +223,27 @@ def test_attributes_of_raw_parameters(trainer: Trainer) -> None:
         assert not hasattr(raw, "grad_added_to_main_grad"), name
 
 
-def test_what_megatron_marked_on_a_parameter_is_on_both_identities() -> None:
+MARKED = (
+    "allreduce", "average_gradients_across_tp_domain", "expert_tp", "grad_norm_group",
+    "is_embedding_or_output_parameter", "is_embedding_parameter", "is_qkv", "partition_dim",
+    "partition_stride", "pipeline_parallel", "sequence_parallel", "shared", "shared_embedding",
+    "tensor_model_parallel", "small_lr", "_no_weight_decay",
+)  # fmt: skip
+"""By Megatron, and the last two by a user."""
+
+
+def test_what_was_marked_on_a_parameter_is_on_both_identities() -> None:
     """Without `average_gradients_across_tp_domain` a reduction is skipped in silence (trap T7)."""
     model = build_model(CASE, DEVICE)
     marked, unmarked = model.decoder.final_layernorm.weight, model.output_layer.weight
-    for name in MARKED_BY_MEGATRON:
+    for name in MARKED:
         setattr(marked, name, True if name == "allreduce" else f"value of {name}")
         if hasattr(unmarked, name):
             delattr(unmarked, name)
     FullyShardedDataParallel(model.config, ddp_config(CASE, "optim_grads_params"), model)
     copied = model.decoder.final_layernorm.weight
     assert copied.orig_param is marked
-    for name in MARKED_BY_MEGATRON:
+    for name in MARKED:
         assert getattr(copied, name) == getattr(marked, name)
         assert not hasattr(model.output_layer.weight, name), name
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import (
+    ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
+)
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.megatron import optimizer_seam as seam
@@ -23,6 +31,7 @@ from tests.distributed.gpt import (
     forward_backward,
     full_all,
     init_megatron,
+    optimizer_config,
     train_step,
 )
 from tests.distributed.launch import run_ranks
@@ -117,6 +126,56 @@ def test_inner_optimizer_keeps_its_class(trainer: Trainer) -> None:
     assert all(
         isinstance(param, DTensor) for group in inner.param_groups for param in group["params"]
     )
+
+
+def _named(name: str) -> Any:
+    return ParamWithNamePredicate(name=name, fn=lambda param, called: called.startswith(name))
+
+
+OVERRIDDEN = {
+    "attribute": (ParamKey(attr="small_lr"), 2),
+    "predicate": (ParamKey(predicate=ParamPredicate("small", lambda p: hasattr(p, "small_lr"))), 2),
+    "name": (ParamKey(name="module.decoder.layers.0.mlp.linear_fc2.weight"), 1),
+    "pattern": (ParamKey(name="module.decoder.layers.0.mlp.*"), 4),
+    "predicate of the name": (ParamKey(with_name_predicate=_named("module.decoder.final")), 2),
+}
+"""Keys of overrides, and how many parameters they match under DDP."""
+
+
+@pytest.mark.parametrize("what", OVERRIDDEN)
+def test_overrides_match_the_parameters_that_they_match_under_ddp(what: str) -> None:
+    (key, count), found = OVERRIDDEN[what], []
+    for strategy in (None, "optim_grads_params"):
+        trainer = build_trainer(CASE, strategy, DEVICE, _mark_final_norm)
+        groups = get_megatron_optimizer(
+            optimizer_config(CASE), [trainer.wrapper], use_gloo_process_groups=False,
+            config_overrides={key: {"max_lr": 1e-6}},
+        ).param_groups  # fmt: skip
+        found.append({group["max_lr"]: sum(p.numel() for p in group["params"]) for group in groups})
+        if strategy is not None:
+            assert [len(g["params"]) for g in groups if g["max_lr"] == 1e-6] == [count]
+    assert found[0] == found[1], found
+
+
+def _mark_final_norm(model: Any) -> None:
+    for param in model.decoder.final_layernorm.parameters():
+        param.small_lr = True
+
+
+@pytest.mark.parametrize("name", ("module.module.decoder.*", "module.decodr.*"))
+def test_a_name_that_matches_no_parameter_is_told(name: str) -> None:
+    """The first one is as with one wrapper more. A pattern of any depth may match nothing."""
+    trainer = build_trainer(CASE, "optim", DEVICE)
+    make = functools.partial(
+        get_megatron_optimizer, optimizer_config(CASE), [trainer.wrapper],
+        use_gloo_process_groups=False,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="config_overrides: .*matches no.*'module.embedding"):
+        make(config_overrides={ParamKey(name=name): {"max_lr": 1e-6}})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="config_overrides")
+        make(config_overrides={ParamKey(name="*.adapter.*"): {"max_lr": 1e-6}})
+        make(config_overrides={ParamKey(name="module.decoder.*"): {"max_lr": 1e-6}})
 
 
 @pytest.mark.parametrize("is_loading", (False, True))
