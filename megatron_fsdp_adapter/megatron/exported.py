@@ -45,13 +45,13 @@ def export_source(
     def of_pair(pair: ParamPair) -> Described:
         return described(pair.managed.fqns[0], pair.raw)
 
-    rest, params = [], dict(module.named_parameters())
+    rest = []
     for fqn, value, is_buffer in beside_engine(module, engine):
         if is_buffer:
             name = split_depth(names.of(fqn))[1]
-            rest.append((Described(name, dtype=value.dtype), value))
+            rest.append((Described(name, is_buffer=True), value))
         else:
-            rest.append((described(fqn, params[fqn]), value))
+            rest.append((described(fqn, value), value))
     return Source(engine, of_pair, rest, experts, stages)
 
 

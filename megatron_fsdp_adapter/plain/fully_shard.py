@@ -13,6 +13,7 @@ No Megatron is imported. A module is sharded here or by `FullyShardedDataParalle
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -123,18 +124,21 @@ class FullyShardedModel(GradSync, ShardedStateDict):
             total = norms.max() if largest else norms.pow(norm_type).sum()
         [domain] = {id(g.domain): g.domain for g in self.engine.groups}.values()
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        if largest:  # a maximum over ranks drops NaN, which is told beside it
+            total = torch.stack([total.nan_to_num(0.0, math.inf), total.isnan()])
         if config.strategy.shard_main:
             dist.all_reduce(total, op, domain.reduce_group)
         if config.shard_outer and domain.outer is not None:
             dist.all_reduce(total, op, domain.outer.group)
-        return total if largest else total.pow(1.0 / norm_type)
+        if largest:
+            return torch.where(total[1] > 0, math.nan, total[0])
+        return total.pow(1.0 / norm_type)
 
     def export_source(self) -> Source:
         """What `export_weights` goes by."""
-        beside = beside_engine(self.module, self.engine)
         rest = [
-            (Described(name, dtype=value.dtype if is_buffer else None), value)
-            for name, value, is_buffer in beside
+            (Described(name, is_buffer=is_buffer), value)
+            for name, value, is_buffer in beside_engine(self.module, self.engine)
         ]
         return Source(self.engine, lambda pair: Described(pair.managed.fqns[0]), rest)
 

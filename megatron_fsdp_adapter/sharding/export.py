@@ -23,11 +23,12 @@ from ..core.engine.identity import ParamPair
 from ..core.engine.memory import COMPUTE, MAIN
 from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from ..core.runtime.comm import Communicator
+from ..quantised import dequantised
 from ..quantised.blocks import in_blocks
 from .export_names import HuggingFaceNames, OwnNames, WeightNames
 from .export_source import Described, Source, sources
 from .problems import raise_problems
-from .unit_copies import SCALE, WEIGHT, Planes, Wanted, add_scale, unit_copies
+from .unit_copies import SCALE, WEIGHT, Planes, Wanted, add_scale, cast_to, unit_copies
 
 ALL, CHANGED, TRAINED = "all", "changed", "trained"
 MODEL, STAGE = "model", "stage"
@@ -73,9 +74,10 @@ def export_weights(
             path of its folder, or an object of transformers), for Hugging Face's names and
             tensors. Without it names are the model's own, over the whole model; those of a
             transformers model are Hugging Face's.
-        dtype: main weights are cast to it before they are gathered; None for theirs.
+        dtype: main weights are cast to it before they are gathered, but for weights that are no
+            floating-point numbers; None for theirs.
         which: "all"; "changed": without frozen weights that no load has written since everything
-            was last exported; "trained": without frozen weights (adapters alone, say).
+            was last exported; "trained": without frozen weights and buffers (adapters alone, say).
         scope: "model": every rank gets all tensors. "stage": those of its pipeline stage, and of
             its experts; nothing is sent between stages.
         quantised: quantised weights come as the bytes that modules compute with, under the weight's
@@ -93,7 +95,7 @@ def export_weights(
     for source in chunks:
         source.engine.memory.check("export_weights", [MAIN, *([COMPUTE] if quantised else [])])
     plan = _Plan(_names(hf_config), dtype, quantised, scope == MODEL, fp8)
-    exported = [_Chunk(source, _chosen(source, which), plan) for source in chunks]
+    exported = [_Chunk(source, which, plan) for source in chunks]
     found = [line for chunk in exported for line in chunk.problems()]
     raise_problems("export_weights", found)
     return _run(exported, which)
@@ -115,7 +117,7 @@ def export_shards(
     for source in chunks:
         source.engine.memory.check("export_shards", [MAIN])
     plan = _Plan(_names(hf_config), dtype, False, False)
-    exported = [_Chunk(source, _chosen(source, which), plan) for source in chunks]
+    exported = [_Chunk(source, which, plan) for source in chunks]
     raise_problems("export_shards", [line for chunk in exported for line in chunk.problems()])
     return (shard for chunk in exported for shard in chunk.shards())
 
@@ -138,7 +140,7 @@ def _names(hf_config: Any) -> WeightNames:
     return OwnNames() if hf_config is None else HuggingFaceNames.of(hf_config)
 
 
-def _chosen(source: Source, which: str) -> bool:
+def _with_frozen(source: Source, which: str) -> bool:
     """Whether frozen weights are exported, too."""
     engine = source.engine
     return which == ALL or (which == CHANGED and engine.exported_loads != engine.loads)
@@ -207,7 +209,8 @@ class _Plan:
             return [(name + SCALE_SUFFIX, tensor)]
         if plane != WEIGHT:
             return [(name, tensor.view(torch.float8_e4m3fn))]
-        if self.fp8 is None or tensor.dim() != 2 or not self.fp8(name):
+        is_matrix = tensor.dim() == 2 and tensor.is_floating_point()
+        if self.fp8 is None or not is_matrix or not self.fp8(name):
             return [(name, tensor)]
         stored, inverses = in_blocks(tensor)
         return [(name, stored), (name + SCALE_SUFFIX, inverses)]
@@ -216,8 +219,9 @@ class _Plan:
 class _Chunk:
     """The export of one model chunk."""
 
-    def __init__(self, source: Source, frozen_too: bool, plan: _Plan) -> None:
-        self.source, self.frozen_too, self.plan = source, frozen_too, plan
+    def __init__(self, source: Source, which: str, plan: _Plan) -> None:
+        self.source, self.plan = source, plan
+        self.frozen_too, self.buffers_too = _with_frozen(source, which), which != TRAINED
         self.device = source.engine.runtime.device
         self.loads = source.engine.loads
         self.wanted = Wanted(self._is_chosen, plan.dtype, plan.quantised)
@@ -231,7 +235,10 @@ class _Chunk:
         return described.is_copy and self.plan.everything
 
     def _rest(self) -> Sequence[tuple[Described, torch.Tensor]]:
-        return self.source.rest if self.frozen_too else ()
+        return [
+            entry for entry in self.source.rest
+            if self.frozen_too or (self.buffers_too and entry[0].is_buffer)
+        ]
 
     @property
     def _exchanges(self) -> bool:
@@ -318,11 +325,17 @@ class _Chunk:
                         planes = {name: plane.to("meta") for name, plane in planes.items()}
                     yield self._described[id(pair)], _trimmed(pair, planes)
         for described, tensor in self._rest():
-            yield described, {WEIGHT: self._cast(described, tensor.to("meta"))}
+            dtype = self._dtype(described, tensor)
+            yield described, {WEIGHT: torch.empty(tensor.shape, dtype=dtype, device="meta")}
+
+    def _dtype(self, described: Described, tensor: torch.Tensor) -> torch.dtype:
+        """In which a tensor of the rest goes out."""
+        return tensor.dtype if described.is_buffer else cast_to(tensor.dtype, self.plan.dtype)
 
     def _cast(self, described: Described, tensor: torch.Tensor) -> torch.Tensor:
-        kept = described.dtype or self.plan.dtype or tensor.dtype
-        return tensor.detach().to(kept, copy=True)
+        """What a tensor of the rest stands for, as a copy."""
+        value = dequantised(tensor).detach()
+        return value.to(self._dtype(described, tensor), copy=True)
 
     def shards(self) -> Iterator[WeightShard]:
         """This rank's rows."""
@@ -334,13 +347,12 @@ class _Chunk:
                 shape = group.layout.specs[pair.index].layout_shape
                 local = group.main_items[pair.index].detach()
                 rows = held.start // max(1, torch.Size(shape[1:]).numel())
-                local = local.to(self.device, self.plan.dtype or local.dtype, copy=True)
+                local = local.to(self.device, cast_to(local.dtype, self.plan.dtype), copy=True)
                 yield from self._blocks(self._described[id(pair)], local, rows, shape)
         for described, tensor in self._rest():
-            whole = tensor.view(-1) if tensor.dim() == 0 else tensor
-            yield from self._blocks(
-                described, self._cast(described, whole), 0, tuple(whole.shape)
-            )
+            whole = self._cast(described, tensor)
+            whole = whole.view(-1) if whole.dim() == 0 else whole
+            yield from self._blocks(described, whole, 0, tuple(whole.shape))
 
     def _blocks(
         self, described: Described, local: torch.Tensor, first: int, shape: tuple[int, ...]

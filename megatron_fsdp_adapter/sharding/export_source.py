@@ -13,7 +13,6 @@ from torch import nn
 
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.identity import ParamPair
-from ..quantised import dequantised
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Described:
     name: in the whole model. split, tensor: the dim along which, and the group over which, tensor
     parallelism splits it; None if it does not. halves: into how many parts dim 0 is cut before it
     is split. expert: whether other expert-parallel ranks have other ones. is_copy: whether another
-    pipeline stage has the same one. dtype: to be left as it is, None for that of the export.
+    pipeline stage has the same one. is_buffer: it may change at any time, and keeps its dtype.
     """
 
     name: str
@@ -32,7 +31,7 @@ class Described:
     halves: int = 1
     expert: bool = False
     is_copy: bool = False
-    dtype: torch.dtype | None = None
+    is_buffer: bool = False
 
     @property
     def parts(self) -> int:
@@ -45,7 +44,8 @@ class Described:
 @dataclass(frozen=True)
 class Source:
     """What one model chunk is to an export. describe: of a parameter of the engine; rest: what the
-    engine does not have. experts, stages: the expert-parallel and the pipeline-parallel group."""
+    engine does not have, as the module has it. experts, stages: the expert-parallel and the
+    pipeline-parallel group."""
 
     engine: FsdpEngine
     describe: Callable[[ParamPair], Described]
@@ -57,12 +57,12 @@ class Source:
 def beside_engine(
     module: nn.Module, engine: FsdpEngine
 ) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Name and value of what `module` has beside the engine's parameters, each once: parameters
-    that were left alone, as what they stand for, and persistent buffers (True)."""
+    """Name and tensor of what `module` has beside the engine's parameters, each once: parameters
+    that were left alone, quantised ones as they are, and persistent buffers (True)."""
     managed = {id(param) for pair in engine.pairs for param in (pair.raw, pair.optimizer)}
     for name, param in module.named_parameters():
         if id(param) not in managed:
-            yield name, dequantised(param), False
+            yield name, param, False
     for path, child in module.named_modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:

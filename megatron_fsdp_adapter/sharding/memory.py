@@ -10,13 +10,13 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch.nn import Parameter
 
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.memory import KINDS, MAIN
 from ..core.runtime.device import Runtime
 from ..core.runtime.parking import ParkingLot, Storages
-from .export_source import sources
+from ..quantised import memory_of
+from .export_source import Source, sources
 from .local_optimizer import LocalShards
 from .problems import raise_problems
 
@@ -55,7 +55,7 @@ def release_memory(
         one.check_free()
     found = dict.fromkeys(kinds, 0)
     for source in chunks:
-        more = {MAIN: [(value, None) for _, value in source.rest if isinstance(value, Parameter)]}
+        more = {MAIN: [(storage, None) for storage in _left_alone(source)]}
         for kind, nbytes in release(source.engine, kinds, more).items():
             found[kind] += nbytes
     if OPTIMIZER not in chosen:
@@ -76,6 +76,15 @@ def return_memory(
         take_back(source.engine, [kind for kind in KINDS if kind in chosen])
     for shards in local_shards(optimizer) if OPTIMIZER in chosen else ():
         take_state(shards)
+
+
+def _left_alone(source: Source) -> list[torch.Tensor]:
+    """A tensor over each storage of the parameters that were left alone."""
+    found = {}
+    for described, value in source.rest:
+        for tensor in () if described.is_buffer else memory_of(value):
+            found[tensor.untyped_storage()._cdata] = tensor
+    return list(found.values())
 
 
 def release(engine: FsdpEngine, kinds: Sequence[str], more: Storages) -> dict[str, int]:

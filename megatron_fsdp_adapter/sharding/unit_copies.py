@@ -38,7 +38,7 @@ Planes = dict[str, torch.Tensor]
 class Wanted:
     """Which weights are copied, and in what.
 
-    dtype: of weights that are no bytes; None for that of the main weights. quantised: whether
+    dtype: of floating-point weights; None for that of the main weights. quantised: whether
     quantised weights are copied as the bytes and scales of forward.
     """
 
@@ -50,8 +50,14 @@ class Wanted:
         """What is copied of a group's weights, with what this rank holds of each segment."""
         if self.quantised and group.key.quantised:
             return [(plane.plane, plane.held) for plane in group.planes_in[Use.FORWARD]]
-        dtype = self.dtype or group.main_dtype
+        dtype = cast_to(group.main_dtype, self.dtype)
         return [(Plane(WEIGHT, dtype), _source(group, dtype))]
+
+
+def cast_to(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """In which a weight in `dtype` is copied where `asked` is, None for any. Integers are not cast:
+    bf16 rounds those above 256."""
+    return dtype if asked is None or not dtype.is_floating_point else asked
 
 
 def _source(group: ParamGroup, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -269,6 +269,38 @@ def test_optimizers_and_habits_of_plain_training_loops() -> None:
     run_ranks(_all, 2)
 
 
+def test_attributes_that_a_user_has_put_on_parameters_stay_on_them(one_rank: None) -> None:
+    """Parameter groups are made by them."""
+    module = net()
+    module.head.weight._no_weight_decay, module.temperature.lr_scale = True, 0.5
+    model = fully_shard_model(module, None, [Block])
+    params = dict(model.named_parameters())
+    assert params["module.head.weight"]._no_weight_decay is True
+    assert params["module.temperature"].lr_scale == 0.5
+    assert not hasattr(params["module.embedding.weight"], "_no_weight_decay")
+
+
+def _not_finite(rank: int, world: int) -> None:
+    for strategy in STRATEGIES:
+        model = fully_shard_model(net(), None, [Block], data_parallel_sharding_strategy=strategy)
+        for bad in (torch.nan, torch.inf):
+            for where in range(world):
+                for norm_type in (torch.inf, 1.0, 2.0):
+                    model(tokens(0, 0, rank)).backward()
+                    if rank == where or strategy == "no_shard":
+                        grads = [p.grad._local_tensor for p in model.parameters()]
+                        next(grad for grad in grads if grad.numel()).view(-1)[0] = bad
+                    norm = model.clip_grad_norm_(1.0, norm_type)
+                    same = norm.isnan() if bad is torch.nan else norm.isinf()
+                    assert same and norm.shape == (), (strategy, bad, where, norm_type, norm)
+                    model.zero_grad()
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_in_the_norm_of_all() -> None:
+    """As with torch. A maximum over ranks drops NaN."""
+    run_ranks(_not_finite, 2)
+
+
 def test_no_megatron_is_imported() -> None:
     program = (
         "import sys; from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer\n"

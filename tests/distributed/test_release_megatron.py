@@ -3,6 +3,7 @@ core's own reinforcement learning, train like those whose memory stays, bit for 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.distributed.gpt import (
 )
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_release_memory import buffers, states
+from tests.quantised.emulated import PLANES, EmulatedTensor, emulated_parameter
 
 CASE = Case(num_layers=3, bf16=True, tied=True, swiglu=True, bias=False, microbatches=2)
 
@@ -30,11 +32,20 @@ def freeze(model: torch.nn.Module) -> None:
     model.module.decoder.layers[0].requires_grad_(False)
 
 
+def freeze_flat(model: torch.nn.Module) -> None:
+    """Frozen weights that are views of one storage, as those of cuDNN's recurrent layers."""
+    freeze(model)
+    params = list(model.module.decoder.layers[0].parameters())
+    flat = torch.cat([param.detach().view(-1) for param in params])
+    for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        param.data = part.view(param.shape)
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "slots": {"ddp": {"fsdp_double_buffer": True}},
     "frozen": {"change": freeze},
-    "left alone": {"change": freeze, "module_placements": {"decoder.layers.0": "leave"}},
+    "left alone": {"change": freeze_flat, "module_placements": {"decoder.layers.0": "leave"}},
     "replicated": {"module_placements": {"decoder.layers.1": "replicate"}},
 }
 
@@ -114,6 +125,55 @@ def _trains_on(rank: int, world: int, strategy: str, variants: Any) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_goes_on_bit_for_bit(strategy: str) -> None:
     run_ranks(_trains_on, 2, strategy, ("plain", "slots"), timeout=400)
+
+
+def test_weights_that_are_left_alone_go_and_return() -> None:
+    run_ranks(_trains_on, 1, "optim_grads_params", ("left alone",), timeout=400)
+
+
+def _quantised(rank: int, world: int) -> None:
+    device, made = init_megatron(), []
+
+    def quantise(model: torch.nn.Module) -> None:
+        freeze(model)
+        layer = model.module.decoder.layers[0].mlp.linear_fc1
+        found = emulated_parameter(layer.weight.detach(), "mxfp8").requires_grad_(False)
+        found.__class__, found._quantizer.dtype = MXFP8Tensor, SimpleNamespace(name="kFloat8E4M3")
+        layer._parameters["weight"] = found
+        made.append(found)
+
+    trainer = build_trainer(
+        CASE.but(hidden=64, ffn=64), "optim", device, quantise,
+        module_placements={"decoder.layers.0": "leave"},
+    )
+    [weight], MXFP8Tensor.copies = made, 0
+    planes = [getattr(weight, name) for name in PLANES.values()]
+    before = [plane.clone() for plane in planes]
+    release_memory(trainer.wrapper, trainer.optimizer)
+    assert not any(map(storage_bytes, planes))
+    return_memory(trainer.wrapper, trainer.optimizer)
+    for plane, value in zip(planes, before, strict=True):
+        assert torch.equal(plane.view(torch.uint8), value.view(torch.uint8))
+    dict(export_weights(trainer.wrapper, which="trained"))
+    assert MXFP8Tensor.copies == 0
+    exported = dict(export_weights(trainer.wrapper, dtype=None))
+    assert MXFP8Tensor.copies == 1
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert torch.equal(exported[name], weight.dequantize())
+
+
+class MXFP8Tensor(EmulatedTensor):
+    """Known by its name and fields, as Transformer Engine's of 2.11 is."""
+
+    copies = 0
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        MXFP8Tensor.copies += 1
+        return super().dequantize(dtype)
+
+
+def test_quantised_weights_that_are_left_alone_go_without_a_copy_of_their_values() -> None:
+    run_ranks(_quantised, 1)
 
 
 @pytest.mark.full

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from megatron_fsdp_adapter import export_weights, release_memory, return_memory
 from megatron_fsdp_adapter.checkpoint import (
     load_checkpoint,
     load_training_state,
@@ -25,6 +26,7 @@ from megatron_fsdp_adapter.checkpoint import (
     training_state,
 )
 from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
+from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights
 from megatron_fsdp_adapter.quantised.e4m3 import write_scales
 from tests.distributed.gpt import (
@@ -255,6 +257,13 @@ def test_what_says_nothing_of_delayed_scales_has_them_set_from_its_values(
     run_ranks(_without_state, 2, str(folder), str(tmp_path), timeout=300)
 
 
+OF_WRAPPER = {
+    "_fsdp_engine", "_is_param", "_mcore_tp", "_tensor_parallel_mode", "_tp_duplicated",
+    "_tp_partition_dim",
+}  # fmt: skip
+"""Attributes that it, or torch, puts on both identities."""
+
+
 def _left_alone(rank: int, world: int, folder: str, root: str) -> None:
     """Ranks begin differently: the first one's weights count."""
     device = init_megatron()
@@ -267,12 +276,18 @@ def _left_alone(rank: int, world: int, folder: str, root: str) -> None:
                     param.mul_(1 + rank)
             quantise_layers(model, "delayed", group)
             model.module.decoder.layers[1].requires_grad_(False)
+            for param in model.parameters():
+                param.small_lr = param._mine = True
 
         trainer = build_trainer(
             CASE, "optim_grads_params", device, change,
             module_placements={"decoder.layers.1": "leave"},
         )
         train_step(trainer, batches(CASE, 0, rank, device))
+        for pair in trainer.wrapper.engine.pairs:
+            assert pair.optimizer.small_lr
+            private = {n for n in vars(pair.optimizer) if n.startswith("_") and n in vars(pair.raw)}
+            assert private - OF_WRAPPER == {"_mine"}, f"of TE: {private}"
         state = trainer.wrapper.state_dict_for_save_checkpoint()
         alone: dict[str, Any] = {
             name: param for name, param in model_of(trainer).named_parameters()
@@ -290,6 +305,13 @@ def _left_alone(rank: int, world: int, folder: str, root: str) -> None:
             assert type(found) is torch.Tensor and found.dtype == torch.bfloat16
             value = bytes_.view(torch.float8_e4m3fn).float() * scale
             same(found, value.bfloat16(), f"{name}, in a checkpoint")
+        release_memory(trainer.wrapper, trainer.optimizer)
+        assert not any(storage_bytes(KNOWS.fields(param)["rowwise"]) for param in alone.values())
+        return_memory(trainer.wrapper, trainer.optimizer)
+        exported = dict(export_weights(trainer.wrapper, dtype=None))
+        for name, param in alone.items():
+            same(KNOWS.fields(param)["rowwise"], before[name], f"{name}, returned")
+            same(exported[name], state[f"module.{name}"], f"{name}, exported")
         save_checkpoint(root, 1, training_state([trainer.wrapper], trainer.optimizer))
         for param in alone.values():
             KNOWS.fields(param)["rowwise"].zero_()
