@@ -1,6 +1,16 @@
 from __future__ import annotations
 
+import os
+from multiprocessing import forkserver, resource_tracker
+
 import pytest
+
+from tests import strays
+
+MARK = pytest.StashKey[str]()
+LEFT = pytest.StashKey[list[str]]()
+GRACE_S = 5.0
+"""For processes that are about to end when the last test has."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,3 +32,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[MARK], os.environ[strays.VARIABLE] = strays.new_mark()
+
+
+def _is_of_the_interpreter(pid: int, words: str) -> bool:
+    """Ends with this process: what `multiprocessing` and torch keep for a later call."""
+    own = (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid)
+    return pid in own or "torch/_inductor/compile_worker" in words
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """No process outlives the tests: the run fails, and says which did."""
+    left = strays.left_behind(session.config.stash[MARK], GRACE_S, _is_of_the_interpreter)
+    session.config.stash[LEFT] = [f"{pid}: {words}" for pid, words in left.items()]
+    strays.end(left)
+    if left and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    left = terminalreporter.config.stash.get(LEFT, [])
+    if left:
+        terminalreporter.section("processes that outlive the tests", red=True)
+        terminalreporter.write_line("\n".join(left))

@@ -12,9 +12,10 @@ import multiprocessing as mp
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -71,10 +72,42 @@ def _context(backend: str) -> Any:
     return context
 
 
+def end_with_parent() -> None:
+    """Has this process, which `multiprocessing` started, end as soon as the one that asked for it
+    has ended, however that did, and with it all that it starts: they are a process group."""
+    parent = mp.parent_process()
+    assert parent is not None, "this process was not started by multiprocessing"
+    os.setpgid(0, 0)
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()
+
+
+@contextlib.contextmanager
+def running(processes: Sequence[Any]) -> Iterator[None]:
+    """Inside, the processes run, which call `end_with_parent` first. Behind it they have ended, and
+    all that they have started: what a rank is killed in the middle of may have processes too."""
+    try:
+        for process in processes:
+            process.start()
+        yield
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
+                process.join()
+
+
 def _child(
     fn: Callable[..., Any], rank: int, world: int, stacks: str, timeout: float, backend: str,
     args: Any, environment: dict[str, str], connection: Any,
 ) -> None:
+    end_with_parent()
     # What was imported beforehand need not be looked through at every collection: tests that count
     # live tensors take a tenth of the time.
     gc.freeze()
@@ -159,17 +192,10 @@ def settle_ranks(
             )
             for r in range(world_size)
         ]
-        try:
-            for process in processes:
-                process.start()
+        with running(processes):
             for _, sender in pipes:
                 sender.close()
             return _collect([receiver for receiver, _ in pipes], processes, files, timeout, grace)
-        finally:
-            for process in processes:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
 
 
 def _collect(

@@ -30,6 +30,7 @@ from megatron_fsdp_adapter.checkpoint.dcp import (
     load_checkpoint,
     save_checkpoint,
 )
+from megatron_fsdp_adapter.prove.ranks import end_with_parent, running
 
 
 class Gate:
@@ -205,6 +206,7 @@ def test_an_error_of_training_does_not_lose_the_save_that_is_under_way(tmp_path:
 
 
 def _ends_without_closing(rank: int, store: str, root: str) -> None:
+    end_with_parent()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     gate = Gate(pytest.MonkeyPatch())  # never undone: the process is at its end
@@ -220,11 +222,10 @@ def test_a_process_that_ends_waits_for_its_save(tmp_path: Path) -> None:
         context.Process(target=_ends_without_closing, args=(r, str(tmp_path / "store"), str(root)))
         for r in range(2)
     ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(60)
-        assert process.exitcode == 0
+    with running(ranks):
+        for process in ranks:
+            process.join(60)
+            assert process.exitcode == 0
     assert latest_iteration(root) == 1
     folder = folders.final_folder(root, 1)
     recorded = digests.read_digests(folder)

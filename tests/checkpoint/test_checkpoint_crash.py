@@ -23,6 +23,7 @@ from megatron_fsdp_adapter.checkpoint.dcp import (
     load_checkpoint,
     save_checkpoint,
 )
+from megatron_fsdp_adapter.prove import ranks
 
 # Every call by which Python code changes a file system announces itself by one of these.
 _EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")
@@ -83,6 +84,7 @@ def _check_and_save_again(root: Path, allowed: dict[int, tuple[float, ...]], kee
 
 
 def _all_kills(work: str, before: int, keep: int, results: Any) -> None:
+    ranks.end_with_parent()
     torch.set_num_threads(1)
     allowed = {before: (1.0, 2.0) if before == 10 else (1.0,), 10: (1.0, 2.0)}
     operation, status, old, new = 0, -1, 0, 0
@@ -128,10 +130,10 @@ def test_kill_at_every_operation_of_a_save(tmp_path: Path, before: int, keep: in
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     process = context.Process(target=_all_kills, args=(str(tmp_path), before, keep, results))
-    process.start()
-    process.join(timeout=300)
-    assert process.exitcode == 0
-    operations, old, new = results.get()
+    with ranks.running([process]):
+        process.join(timeout=300)
+        assert process.exitcode == 0
+        operations, old, new = results.get()
     assert operations > 10, "the hook saw too little of the save to mean anything"
     assert before == 10 or (old > 5 and new > 0), (old, new)
 

@@ -29,7 +29,7 @@ from torch.distributed import checkpoint as torch_dcp
 from megatron_fsdp_adapter.checkpoint import AsyncSaver, folders, load_checkpoint, save_checkpoint
 from megatron_fsdp_adapter.cli import verify
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_saves
-from megatron_fsdp_adapter.prove.ranks import rendezvous
+from megatron_fsdp_adapter.prove.ranks import end_with_parent, rendezvous, running
 
 RANKS = 2
 SHAPES = {"embedding": (601, 512), "fc": (1024, 600), "norm": (3,)}
@@ -104,6 +104,7 @@ def _saves_until_killed(
 ) -> None:
     """Saves and saves; `done` gets the iteration that is certain to be there. Exit status 3: a
     save failed."""
+    end_with_parent()
     torch.set_num_threads(1)
     os.environ.update(where, RANK=str(rank))
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
@@ -132,23 +133,19 @@ def _kill_at(where: dict[str, str], mode: str, number: int, root: Path) -> str:
         context.Process(target=_saves_until_killed, args=(mode, r, where, str(root), done[r]))
         for r in range(RANKS)
     ]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + STARTS_S
-    while min(value.value for value in done) < 20:
-        assert time.monotonic() < deadline, "the processes have not saved twice"
-        time.sleep(0.002)
-    time.sleep(chance.uniform(0.0, 0.15))
-    for rank in victims:
-        os.kill(ranks[rank].pid, signal.SIGKILL)
-    certain = max(value.value for value in done)
-    for rank, process in enumerate(ranks):
-        process.join(HANGS_S)
-        hung = process.is_alive()
-        if hung:
-            process.kill()
-        assert not hung, f"rank {rank} hangs after {victims} were killed"
-        assert process.exitcode == (-signal.SIGKILL if rank in victims else 3)
+    with running(ranks):
+        deadline = time.monotonic() + STARTS_S
+        while min(value.value for value in done) < 20:
+            assert time.monotonic() < deadline, "the processes have not saved twice"
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0.0, 0.15))
+        for rank in victims:
+            os.kill(ranks[rank].pid, signal.SIGKILL)
+        certain = max(value.value for value in done)
+        for rank, process in enumerate(ranks):
+            process.join(HANGS_S)
+            assert not process.is_alive(), f"rank {rank} hangs after {victims} were killed"
+            assert process.exitcode == (-signal.SIGKILL if rank in victims else 3)
     _check(root, certain)
     return "during" if folders.half_written(root) else "between"
 

@@ -77,7 +77,7 @@ def stop(one: Running) -> None:
     """Ends a shard's processes, also those in sessions of their own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(one.process.pid, signal.SIGKILL)
-    strays.end(one.mark)
+    strays.end_all(one.mark)
     one.process.wait()
 
 

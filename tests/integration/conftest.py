@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,14 @@ except ModuleNotFoundError as error:
         raise
     print("missing:", error.name)
 """
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_end_with_the_tests() -> Iterator[None]:
+    yield
+    runs = sys.modules.get("tests.integration.lm_runs")
+    if runs is not None:
+        runs.end_servers()
 
 
 @pytest.fixture(scope="session")

@@ -71,6 +71,11 @@ def _environment() -> dict[str, str]:
             "PYTHONPATH": os.pathsep.join(path)}  # fmt: skip
 
 
+def end_servers() -> None:
+    """They end when nothing can ask them any more."""
+    _server.cache_clear()
+
+
 @functools.cache
 def _server(harness: str, folder: Path) -> Server:
     """The one process of this test run that has imported what scripts of a folder need."""

@@ -8,6 +8,7 @@ exit status, and an end of the interpreter like any other's.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+PR_SET_PDEATHSIG = 1
 SERVE = "--serve"
 ANSWERS = "WARM_START_ANSWERS"
 """Names the pipe for answers: what is imported may print."""
@@ -93,7 +95,10 @@ def serve(run: Callable[[list[str]], Any]) -> Any:
 
 
 def _become(request: dict[str, Any]) -> list[str]:
-    """The command line of this process, which the request is about from now on."""
+    """The command line of this process, which the request is about from now on. It ends with the
+    one that forked it, which ends with the run of tests."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     log = Path(request["log"])
     os.environ.clear()
     os.environ.update(request["environment"])

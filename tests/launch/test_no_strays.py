@@ -1,0 +1,134 @@
+"""No process outlives a run of tests: not one of a rank, nor what that has started, however the run
+ends; and a run that leaves one behind fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import strays
+
+pytestmark = pytest.mark.once
+ROOT = Path(__file__).resolve().parents[2]
+
+RUNS_RANKS = """
+import multiprocessing, pathlib, subprocess, time
+from unittest import mock
+from megatron_fsdp_adapter.prove import ranks
+
+HERE = pathlib.Path(__file__).parent
+
+def work(rank, world, ends):
+    child = subprocess.Popen(["sleep", "600"])
+    manager = multiprocessing.get_context("spawn").Manager()  # as megatron-core's saves have one
+    assert manager.list([rank])[0] == rank
+    (HERE / f"rank{rank}").write_text(str(child.pid))
+    time.sleep(0 if ends else 600)
+
+def test_ranks():
+    context = multiprocessing.get_context("METHOD")
+    with mock.patch.object(ranks, "_context", lambda backend: context):
+        ranks.run_ranks(work, 2, ENDS)
+"""
+
+
+def begun(folder: Path, text: str, conftest: str = "") -> tuple[subprocess.Popen[str], str]:
+    """A run of tests that is told by its mark, and what it is."""
+    (folder / "test_it.py").write_text(text)
+    (folder / "conftest.py").write_text(conftest)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    mark, value = strays.new_mark()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"],
+        cwd=folder, env={**os.environ, strays.VARIABLE: value, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    return process, mark
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("method", ("spawn", "forkserver"))
+def test_ranks_of_a_run_that_is_killed_end_with_all_they_started(
+    tmp_path: Path, method: str
+) -> None:
+    text = RUNS_RANKS.replace("METHOD", method).replace("ENDS", "False")
+    process, mark = begun(tmp_path, text)
+    try:
+        wait_for(lambda: all((tmp_path / f"rank{r}").exists() for r in range(2)))
+        assert len(strays.marked(mark)) >= 7, "the run, two ranks, and two processes of each"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        wait_for(lambda: not strays.marked(mark), 10.0)
+    finally:
+        strays.end_all(mark)
+
+
+def test_what_ranks_have_started_ends_with_them(tmp_path: Path) -> None:
+    """A rank is ended as soon as it has answered, before it could end its own processes."""
+    text = RUNS_RANKS.replace("METHOD", "forkserver").replace("ENDS", "True")
+    process, mark = begun(tmp_path, text)
+    try:
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == 0, output
+        wait_for(lambda: not strays.marked(mark), 10.0)
+    finally:
+        strays.end_all(mark)
+
+
+LEAVES = """
+import os, subprocess, sys
+def test_it_passes():
+    subprocess.Popen(["sleep", "601"], start_new_session=True)
+    middle = "import subprocess; subprocess.Popen(['sleep', '602'], start_new_session=True)"
+    subprocess.run([sys.executable, "-c", middle], check=True)
+    subprocess.Popen(["sleep", "603"], start_new_session=True, env={})
+"""
+
+
+def test_a_run_that_leaves_processes_behind_fails_and_names_them(tmp_path: Path) -> None:
+    conftest = "import tests.conftest\ntests.conftest.GRACE_S = 0.5\nfrom tests.conftest import *\n"
+    process, mark = begun(tmp_path, LEAVES, conftest)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1 and "1 passed" in output, output
+    told = output.partition("processes that outlive the tests")[2]
+    for seconds in (601, 602, 603):
+        assert f": sleep {seconds}\n" in told, output
+    assert not strays.marked(mark), "they are ended"
+    process, _ = begun(tmp_path, "def test_it_passes(): pass\n", conftest)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0 and "outlive" not in output, output
+
+
+def test_processes_of_another_run_are_not_ours() -> None:
+    mark, value = strays.new_mark()
+    other, of_other = strays.new_mark()
+    both = f"{of_other} {mark}"
+    processes = [
+        subprocess.Popen(["sleep", "60"], env={**os.environ, strays.VARIABLE: one})
+        for one in (value, of_other, both)
+    ]
+    try:
+        ours, theirs, nested = (process.pid for process in processes)
+        assert strays.marked(mark).keys() == {ours, nested}
+        assert strays.marked(other).keys() == {theirs, nested}
+        assert {ours, theirs, nested} <= strays.descendants().keys()
+        strays.end_all(mark)
+        assert processes[1].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert not strays.left_behind(other, 0.0, lambda pid, words: "sleep" not in words)
