@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -34,7 +35,8 @@ MATRIX_CELLS = ("--array", "gpu_dp", "--match", "step=graph")
 @dataclass
 class Running:
     """A shard in a process of its own; how many lines the journal had of it at the start, and has,
-    and when the last of them came."""
+    and when the last of them came. `beside`: the most other shards that ran with it. `gib`: the
+    most memory of the device that its processes had."""
 
     shard: Shard
     process: subprocess.Popen[bytes]
@@ -43,6 +45,8 @@ class Running:
     at: float
     lines_before: int
     lines: int
+    beside: int = 0
+    gib: int = 0
 
 
 def command_of(shard: Shard, options: argparse.Namespace, left_s: float) -> list[str]:
@@ -118,13 +122,40 @@ def is_stuck(one: Running, options: argparse.Namespace) -> bool:
     return one.shard.name != MATRIX and time.monotonic() - one.at > limit
 
 
+def look(running: list[Running]) -> None:
+    """Notes how many shards run beside each other, and the device's memory that each has."""
+    used = memory_by_process() if running else {}
+    for one in running:
+        one.beside = max(one.beside, len(running) - 1)
+        pids = strays.marked(one.mark) if used else ()
+        one.gib = max(one.gib, math.ceil(sum(used.get(pid, 0) for pid in pids) / 1024))
+
+
+def memory_by_process() -> dict[int, int]:
+    """MiB of the devices by process id; empty without a GPU."""
+    rows = nvidia_smi("--query-compute-apps=pid,used_memory")
+    pairs = [[word.strip() for word in row.split(",")] for row in rows]
+    return {int(pid): int(mib) for pid, mib in pairs if mib.isdigit()}
+
+
+def nvidia_smi(query: str) -> list[str]:
+    """The rows that it prints; none without a GPU."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return said.splitlines()
+
+
 def ended(one: Running, options: argparse.Namespace, why: str) -> None:
     seconds = round(time.monotonic() - one.started, 1)
     idle = not why and lines_of(one.shard, options) == one.lines_before
     status = one.process.returncode
     journal.note(
-        options.results, shard=one.shard.name, ended=status, seconds=seconds, idle=idle
-    )
+        options.results, shard=one.shard.name, ended=status, seconds=seconds, idle=idle,
+        beside=one.beside, gib=one.gib,
+    )  # fmt: skip
     counts = state(options)[one.shard.name].counts()
     said = ", ".join(f"{count} {name}" for name, count in counts.items())
     print(f"{seconds:6.0f} s  {one.shard.name}: {said}{why and f' ({why})'}", flush=True)
@@ -157,6 +188,7 @@ def run(options: argparse.Namespace) -> None:
             if left_s <= 0 or not running:
                 return
             time.sleep(0.5)
+            look(running)
             for one in list(running):
                 stuck = is_stuck(one, options)
                 if stuck or one.process.poll() is not None:
@@ -171,14 +203,8 @@ def run(options: argparse.Namespace) -> None:
 
 def memory_of_the_device() -> float:
     """GiB of the first GPU, less what contexts may take; without one, those of a large one."""
-    try:
-        said = subprocess.run(
-            ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
-        return int(said.split()[0]) / 1024 - 8
-    except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
-        return 130.0
+    rows = nvidia_smi("--query-gpu=memory.total")
+    return int(rows[0]) / 1024 - 8 if rows else 130.0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -18,6 +18,10 @@ import pytest
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 LONGEST = 300
 """Characters of a reason."""
+LACKS_MEMORY = (
+    "out of memory", "OutOfMemory", "CUDA calloc", "ALLOC_FAILED", "cudaErrorMemoryAllocation",
+)  # fmt: skip
+"""What torch, NCCL and cuBLAS say where the device has no memory left."""
 
 
 def append(path: Path, text: str) -> None:
@@ -81,9 +85,13 @@ class Journal:
 
     def _end(self, report: Any, name: str, seconds: float) -> None:
         why = "" if report.passed else reason(report)
-        if report.failed:
-            append(self.failures, f"{'=' * 30} {name}\n{report.longreprtext}\n")
-        note(self.path, test=name, outcome=report.outcome, seconds=round(seconds, 1), why=why)
+        text = report.longreprtext if report.failed else ""
+        if text:
+            append(self.failures, f"{'=' * 30} {name}\n{text}\n")
+        note(
+            self.path, test=name, outcome=report.outcome, seconds=round(seconds, 1), why=why,
+            lacked_memory=any(words in text for words in LACKS_MEMORY),
+        )  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,16 +14,17 @@ from tests.gpu.journal import FAILED, PASSED, SKIPPED
 ROOT = Path(__file__).resolve().parents[2]
 MATRIX = "matrix"
 """The part that trains cells of the matrix with a captured step of the optimizer."""
-GIB = 12
+GIB = 24
 """Of device memory, for all ranks of a file and their contexts, where no more is said."""
 ALONE = 1000
 """For files that read the device's memory, look at when kernels run, or fill the device."""
 MEMORY: Mapping[str, int] = {
     "test_gpu_activation_offload": 60, "test_gpu_estimate": ALONE, "test_gpu_export": 50,
-    "test_gpu_first": 30, "test_gpu_memory": ALONE, "test_gpu_meta": ALONE, "test_gpu_muon": 50,
-    "test_gpu_narrow": 30, "test_gpu_newton_schulz": 20, "test_gpu_one_pass": 25,
-    "test_gpu_one_pass_norm": 25, "test_gpu_optimizer_offload": 40, "test_gpu_updates": 30,
-    "test_gpu_whole": 40, MATRIX: 20,
+    "test_gpu_first": 30, "test_gpu_fp8_models": 40, "test_gpu_fp8_params": 40,
+    "test_gpu_layer_graphs": 40, "test_gpu_memory": ALONE, "test_gpu_meta": ALONE,
+    "test_gpu_muon": 50, "test_gpu_narrow": 30, "test_gpu_newton_schulz": 70,
+    "test_gpu_one_pass": 50, "test_gpu_one_pass_norm": 60, "test_gpu_optimizer_offload": 40,
+    "test_gpu_precision": 40, "test_gpu_slots": 40, "test_gpu_updates": 40, "test_gpu_whole": 40,
 }  # fmt: skip
 SECONDS: Mapping[str, float] = {
     "test_gpu_streams": 20, "test_gpu_reshard": 25, "test_gpu_launches": 60, MATRIX: 250,
@@ -44,9 +45,11 @@ HUNG, UNREACHED = "hung", "not reached"
 
 @dataclass
 class Known:
-    """Of one test: its outcome, and how often it was begun since without one."""
+    """Of one test: its outcome, how often it was begun since without one, and whether it failed
+    since the device had no memory left."""
 
     outcome: str | None = None
+    lacked_memory: bool = False
     attempts: int = 0
     seconds: float = 0.0
     why: str = ""
@@ -61,12 +64,16 @@ class Known:
 @dataclass
 class Shard:
     """A file of tests, or the cells of the matrix; what is known of its tests, by name, and
-    `listed`: whether these are all of it. `broken`: how often its process ended before."""
+    `listed`: whether these are all of it. `broken`: how often its process ended before.
+    `measured_gib`: the most memory that its processes had, 0 if not known. `alone`: whether it ran
+    out of memory beside others, and has to run once more by itself."""
 
     name: str
     tests: dict[str, Known] = field(default_factory=dict)
     listed: bool = False
     broken: int = 0
+    measured_gib: int = 0
+    alone: bool = False
 
     @property
     def path(self) -> str:
@@ -74,7 +81,8 @@ class Shard:
 
     @property
     def gib(self) -> int:
-        return MEMORY.get(self.name, GIB)
+        table = MEMORY.get(self.name, GIB)
+        return ALONE if self.alone else max(table, self.measured_gib)
 
     @property
     def seconds(self) -> float:
@@ -119,6 +127,9 @@ def learn(shards: Mapping[str, Shard], lines: Iterable[Mapping[str, Any]]) -> No
             continue
         if "ended" in line:
             shard.broken += int(line["idle"])
+            shard.measured_gib = max(shard.measured_gib, line.get("gib", 0))
+            if line.get("beside", 0):
+                _repeat_without_others(shard)
         elif "again" in line:
             _forget(shard)
         else:
@@ -132,6 +143,14 @@ def _learn(known: Known, line: Mapping[str, Any]) -> None:
     elif "outcome" in line:
         known.outcome, known.attempts = line["outcome"], 0
         known.seconds, known.why = line["seconds"], line["why"]
+        known.lacked_memory = line.get("lacked_memory", False)
+
+
+def _repeat_without_others(shard: Shard) -> None:
+    """Failures for lack of memory beside other files say nothing of what is tested."""
+    for name, known in shard.tests.items():
+        if known.state == FAILED and known.lacked_memory:
+            shard.tests[name], shard.alone = Known(), True
 
 
 def _forget(shard: Shard) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
+from tests.gpu import shared_device
 from tests.integration import lm_log
 from tests.integration.lm_runs import ROOT
 
@@ -38,6 +39,8 @@ MODEL = shlex.split(
     "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params "
     "--ckpt-format fsdp_dtensor --fsdp-double-buffer"
 )
+SAME_DEVICE = ["env", "LOCAL_RANK=0"] if shared_device.WANTED else []
+"""Megatron-LM gives each rank the device of its local rank."""
 GRAPHS = {"none": "none", "whole iterations": "full_iteration", "layers": "local"}
 SAID = {
     "whole iterations": "capture done for training",
@@ -58,7 +61,8 @@ def log_of(graphs: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-            "--standalone", "-m", "megatron_fsdp_adapter",
+            "--standalone", "--no-python", *SAME_DEVICE, sys.executable, "-m",
+            "megatron_fsdp_adapter",
             f"{CHECKOUT}/pretrain_gpt.py", *MODEL, "--data-cache-path", f"{folder}/cache",
             "--cuda-graph-impl", GRAPHS[graphs], "--cuda-graph-warmup-steps", "2",
         ]  # fmt: skip
@@ -67,7 +71,8 @@ def log_of(graphs: str) -> str:
         log = Path(folder) / "log"
         with log.open("w") as file:
             status = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=150,
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment,
+                timeout=150 * shared_device.PATIENCE,
                 check=False,
             ).returncode  # fmt: skip
         text = log.read_text()

@@ -67,6 +67,28 @@ def test_quick_files_are_first_and_share_the_device_as_far_as_it_goes() -> None:
     assert shards.next_of([slow], [quick], 1, 130) is None
 
 
+def test_what_lacked_memory_beside_others_runs_once_more_alone() -> None:
+    found = {"test_gpu_a": Shard("test_gpu_a")}
+    lacked = {"outcome": FAILED, "seconds": 1.0, "why": "w", "lacked_memory": True}
+    told = [
+        *lines(("test_gpu_a.py::x", lacked), ("test_gpu_a.py::y", FAILED)),
+        {"shard": "test_gpu_a", "ended": 1, "idle": False, "beside": 2, "gib": 30},
+    ]
+    shards.learn(found, told)
+    [shard] = found.values()
+    assert [known.state for known in shard.tests.values()] == [UNREACHED, FAILED]
+    assert shard.gib == shards.ALONE and not shard.is_over
+    shards.learn(found, [*told[:1], {**told[-1], "beside": 0}])
+    assert shard.counts() == {FAILED: 2} and shard.is_over
+
+
+def test_memory_that_was_measured_counts_if_it_is_more() -> None:
+    found = {"test_gpu_streams": Shard("test_gpu_streams")}
+    for gib, expected in ((1, shards.GIB), (90, 90), (50, 90)):
+        shards.learn(found, [{"shard": "test_gpu_streams", "ended": 0, "idle": False, "gib": gib}])
+        assert found["test_gpu_streams"].gib == expected
+
+
 def test_every_name_of_a_table_is_a_file() -> None:
     assert {*shards.MEMORY, *shards.SECONDS, *shards.LIMITS} <= shards.all_shards().keys()
 
