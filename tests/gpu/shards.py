@@ -21,7 +21,7 @@ ALONE = 1000
 MEMORY: Mapping[str, int] = {
     "test_gpu_activation_offload": 60, "test_gpu_estimate": ALONE, "test_gpu_export": 50,
     "test_gpu_first": 30, "test_gpu_fp8_models": 40, "test_gpu_fp8_params": 40,
-    "test_gpu_layer_graphs": 40, "test_gpu_memory": ALONE, "test_gpu_meta": ALONE,
+    "test_gpu_layer_graphs": 40, "test_gpu_memory": 40, "test_gpu_meta": ALONE,
     "test_gpu_muon": 50, "test_gpu_narrow": 30, "test_gpu_newton_schulz": 70,
     "test_gpu_one_pass": 50, "test_gpu_one_pass_norm": 60, "test_gpu_optimizer_offload": 40,
     "test_gpu_precision": 40, "test_gpu_slots": 40, "test_gpu_updates": 40, "test_gpu_whole": 40,

@@ -55,7 +55,7 @@ def test_a_file_whose_process_ends_without_a_word_is_begun_twice() -> None:
 
 def test_quick_files_are_first_and_share_the_device_as_far_as_it_goes() -> None:
     quick, slow = Shard("test_gpu_streams"), Shard("test_gpu_activation_offload")
-    alone, over = Shard("test_gpu_memory"), Shard("test_gpu_te", {"x": Known(PASSED)}, True)
+    alone, over = Shard("test_gpu_meta"), Shard("test_gpu_te", {"x": Known(PASSED)}, True)
     left = shards.in_order([alone, slow, over, quick])
     assert left == [quick, slow, alone]
     assert shards.next_of(left, [], 4, 130) is quick
