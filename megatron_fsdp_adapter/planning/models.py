@@ -82,10 +82,11 @@ def split_problems(
 
 
 def from_hugging_face(path: str) -> Shape:
-    """A decoder's config.json. FileNotFoundError or ValueError, naming the file."""
+    """A decoder's config.json, or its folder. FileNotFoundError or ValueError, naming the file."""
     file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
-        raise FileNotFoundError(f"--hf-config {path}: no such file")
+        raise FileNotFoundError(f"--hf-config {file}: no such file")
     try:
         found = json.loads(file.read_text())
     except json.JSONDecodeError as error:
@@ -118,7 +119,18 @@ def from_hugging_face(path: str) -> Shape:
         )  # fmt: skip
     name = found.get("_name_or_path") or file.parent.name or found.get("model_type", "the model")
     longest = min(found.get("max_position_embeddings", 4096), 8192)
-    return Shape(str(name), gpt, longest, experts, _latent(found))
+    left_out = tuple(
+        f"{option}={found[option]}: {what}"
+        for option, what in LEFT_OUT.items() if found.get(option)
+    )
+    return Shape(str(name), gpt, longest, experts, _latent(found), left_out)
+
+
+LEFT_OUT = {
+    "num_nextn_predict_layers": "multi-token prediction, one more layer and output each; to train "
+    "it give --mtp-num-layers, and a layout an m in front of its L",
+}
+"""Options of Hugging Face whose part of the model is not planned."""
 
 
 def _latent(found: Mapping[str, Any]) -> int:

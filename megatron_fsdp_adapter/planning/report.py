@@ -79,15 +79,25 @@ def bridge_overrides(shape: Shape, chosen: Configuration) -> str:
     return " ".join(map(shlex.quote, words))
 
 
-PLAIN_ARGUMENTS = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy")
+PLAIN_ARGUMENTS = (
+    "data_parallel_sharding_strategy", "outer_dp_sharding_strategy",
+    "chunked_optimizer_state_offload",
+)  # fmt: skip
 
 
-def plain_arguments(chosen: Configuration) -> str:
-    """For `fully_shard_model`; what has no argument there is said."""
+def plain_call(chosen: Configuration) -> str | None:
+    """The call of `fully_shard_model`; None where the model itself is split, which that does not
+    do. What has no argument there is said."""
+    parallel = chosen.parallel
+    if parallel.tensor * parallel.pipeline * parallel.context * parallel.expert > 1:
+        return None
     options = ddp_options(chosen)
+    outer = options.pop("num_distributed_optimizer_instances", None)
+    axes = (outer, chosen.gpus // outer) if outer else (chosen.gpus,)
     known = ", ".join(f"{k}={v!r}" for k, v in options.items() if k in PLAIN_ARGUMENTS)
     others = [name for name in options if name not in PLAIN_ARGUMENTS]
-    text = f"fully_shard_model(module, {known})"
+    text = (f"fully_shard_model(module, init_device_mesh('cuda', {axes}), "
+            f"fsdp_unit_modules=['THE_LAYER'], {known})")  # fmt: skip
     return f"{text}  # without {', '.join(others)}: Megatron's only" if others else text
 
 
@@ -155,6 +165,7 @@ def plain(plan: Plan, top: int) -> dict[str, Any]:
         "gpu": wanted.machine.gpu.name,
         "network": wanted.machine.network.name,
         "memory_gib": wanted.memory_gib,
+        "not_counted": list(wanted.shape.left_out),
         "configurations": [_plain_row(wanted.shape, one) for one in plan.predictions[:top]],
         "why_not": [
             *({"configuration": one.configuration.name, "reason": _slower(one, plan)}
@@ -179,7 +190,7 @@ def _plain_row(shape: Shape, one: Prediction) -> dict[str, Any]:
         "limit": one.limit,
         "megatron_lm": megatron_flags(shape, chosen),
         "megatron_bridge": bridge_overrides(shape, chosen),
-        "fully_shard_model": plain_arguments(chosen),
+        "fully_shard_model": plain_call(chosen),
         "benchmark_row": benchmark_row(chosen),
     }
 
@@ -206,13 +217,17 @@ def render(plan: Plan, top: int) -> str:
         f"{wanted.gpus:,} {machine.gpu.name}; network: {machine.network.name}",
         f"global batch {wanted.global_batch:,} x {wanted.shape.seq_length:,} tokens, "
         f"{wanted.memory_gib:g} GiB a GPU",
-        "", *aligned(rows), "",
-        "the first one: memory at its most: " + _largest(best.memory, 1 / GIB, "GiB"),
+        *(f"not counted: {line}" for line in wanted.shape.left_out),
+        "", *aligned(rows), *_legend(plan.predictions[:top]), "",
+        "the first one: peak memory: " + _largest(best.memory, 1 / GIB, "GiB"),
         "               time: " + _largest(_times(best.spent), 1.0, "ms"),
+        *_margin(plan),
         f"  Megatron-LM        {megatron_flags(wanted.shape, best.configuration)}",
         f"  Megatron-Bridge    {bridge_overrides(wanted.shape, best.configuration)}",
-        f"  plain PyTorch      {plain_arguments(best.configuration)}",
     ]  # fmt: skip
+    call = plain_call(best.configuration)
+    if call is not None:
+        lines.append(f"  plain PyTorch      {call}")
     command = benchmark_command(wanted, best.configuration)
     if command is not None:
         lines.append(f"  to measure it      {command}")
@@ -224,6 +239,44 @@ def render(plan: Plan, top: int) -> str:
     if len(reasons) > REASONS:
         lines.append(f"  and {len(reasons) - REASONS} more (--json names them)")
     return "\n".join(lines)
+
+
+LEGEND = {
+    "compute": "nothing but forward and backward is 5% of a step",
+    "exposed": 'communication that no kernel hides; "of the model": of tensor, context or expert '
+    "parallelism",
+    "waits for the host": "the GPU is idle until the host has launched its kernels",
+    "pipeline bubble": "stages wait for the first and the last microbatch",
+    "optimizer": "the update of main weights",
+    "norm": "the norm of the gradients",
+}
+"""What `limit` calls the largest part of a step beside forward and backward, and what it is."""
+
+
+def _legend(rows: Sequence[Prediction]) -> list[str]:
+    return [
+        f"  limited by {name}: {what}" for name, what in LEGEND.items()
+        if any(one.limit.startswith(name) for one in rows)
+    ]
+
+
+TIGHT, AS_FAST = 0.95, 1.02
+"""Parts of the memory from which on a prediction's error may not fit; times the first one's time
+that count as equal."""
+
+
+def _margin(plan: Plan) -> list[str]:
+    """A line where the first configuration leaves little memory, with one that leaves more."""
+    limit, first = plan.wanted.memory_gib * GIB, plan.predictions[0]
+    if first.peak_bytes <= TIGHT * limit:
+        return []
+    left = f"{(limit - first.peak_bytes) / GIB:.1f} of {plan.wanted.memory_gib:g} GiB"
+    said = f"               margin: {left} are left, and predicted peaks were off by up to 7%"
+    for one in plan.predictions[1:]:
+        if one.peak_bytes <= TIGHT * limit and one.ms <= AS_FAST * first.ms:
+            return [f"{said}; {(limit - one.peak_bytes) / GIB:.1f} with {one.configuration.name}, "
+                    f"{one.ms / first.ms - 1:.1%} slower"]  # fmt: skip
+    return [f"{said}; --memory-gib plans for less"]
 
 
 def _together(refused: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

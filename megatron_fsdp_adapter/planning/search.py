@@ -168,11 +168,10 @@ def plan(wanted: Wanted) -> Plan:
             best = min(best, guess)
             known.append((guess, chosen))
     if not seen:
-        raise ValueError(
-            f"no configuration of {wanted.gpus} GPUs and a global batch of {wanted.global_batch} "
-            f"has {dict(wanted.fixed)}: change the batch, or leave an option out"
-        )
+        raise ValueError(_why_none(wanted))
     found, refused = _run_best(wanted, known, limit)
+    if wanted.tries >= FEW_TRIES:
+        _add_sharded_alone(wanted, limit, found, refused)
     for strategy, (needed, large) in too_large.items():
         if large and not any(one.configuration.strategy == strategy for one in found):
             refused.append((large.name, f"states and activations need {needed / GIB:.0f} GiB"))
@@ -183,6 +182,52 @@ def plan(wanted: Wanted) -> Plan:
             f"{least / GIB:,.0f} GiB ({name}); use more GPUs"
         )
     return Plan(wanted, sorted(found, key=lambda one: one.ms), refused)
+
+
+def _why_none(wanted: Wanted) -> str:
+    """Why there is no configuration: of the one with nothing but what is fixed."""
+    parallel = Parallel(**{
+        name: value for name, value in wanted.fixed.items() if name in vars(Parallel())
+    })  # type: ignore[arg-type]
+    micro = wanted.fixed.get("microbatch", 1)
+    assert isinstance(micro, int)
+    reasons = split_problems(wanted.shape, parallel, wanted.gpus, micro, wanted.global_batch)
+    told = ", ".join(f"{name} {value}" for name, value in wanted.fixed.items())
+    reason = reasons[-1] if reasons else "none that is searched for has these; leave an option out"
+    return (
+        f"no configuration of {wanted.gpus} GPUs and a global batch of {wanted.global_batch}"
+        + (f" with {told}" if told else "")
+        + f": {reason}"
+    )  # fmt: skip
+
+
+def _add_sharded_alone(
+    wanted: Wanted, limit: float, found: list[Prediction], refused: list[tuple[str, str]]
+) -> None:
+    """Weights sharded over all ranks, with no other parallelism but of experts: what a user of FSDP
+    compares with, though it may be hopeless."""
+    def is_alone(one: Configuration) -> bool:
+        return one.strategy == "optim_grads_params" and one.parallel.tensor == (
+            one.parallel.pipeline) == 1
+
+    if any(is_alone(one.configuration) for one in found):
+        return
+    choices = [
+        (split.seconds(chosen), chosen, split.at_least_bytes(chosen)) for split in splits(wanted)
+        if split.parallel.tensor == split.parallel.pipeline == 1
+        for chosen in candidates(wanted, split) if is_alone(chosen) and not chosen.graph
+    ]
+    reserved = wanted.machine.gpu.reserved_gib * GIB
+    choices.sort(key=lambda entry: entry[0])
+    may_fit = [chosen for _, chosen, needed in choices if needed + reserved <= limit][:ASKED]
+    for chosen in may_fit:
+        if _held(wanted, chosen) <= limit:
+            found.append(predict(wanted.shape, chosen, wanted.machine, wanted.global_batch))
+            return
+    if choices:
+        needed, chosen = min(((needed, chosen) for _, chosen, needed in choices),
+                             key=lambda entry: entry[0])  # fmt: skip
+        refused.insert(0, (chosen.name, f"{(needed + reserved) / GIB:.0f} GiB or more"))
 
 
 def _least(wanted: Wanted) -> tuple[float, str]:
@@ -207,11 +252,14 @@ def _held(wanted: Wanted, chosen: Configuration) -> float:
     return sum(memory(wanted.shape, chosen, wanted.machine, microbatches).values())
 
 
+NOT_LAUNCH_BOUND = "not limited by the host's launches, which are all that a graph saves"
+
+
 def _no_use(chosen: Configuration, found: Sequence[Prediction]) -> str:
     """Why a graph of the iteration is of no use: what it saves is the host's time."""
     for one in found:
         if one.configuration == replace(chosen, graph=False):
-            return "" if one.spent.get(HOST, 0.0) > 0.01 * one.ms else "the host does not limit"
+            return "" if one.spent.get(HOST, 0.0) > 0.01 * one.ms else NOT_LAUNCH_BOUND
     return ""
 
 

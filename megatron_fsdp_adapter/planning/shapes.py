@@ -70,13 +70,15 @@ class Experts:
 @dataclass(frozen=True)
 class Shape:
     """A model. gpt: what a dense layer is; experts: in place of its MLP. attention: parameters of a
-    layer's attention where that is not what `gpt` says (latent attention), else 0."""
+    layer's attention where that is not what `gpt` says (latent attention), else 0. left_out: what
+    the model has and is not counted, a line each."""
 
     name: str
     gpt: GptConfig
     seq_length: int
     experts: Experts | None = None
     attention: int = 0
+    left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.seq_length < 1:

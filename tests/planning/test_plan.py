@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.util
 import json
@@ -20,7 +21,7 @@ from megatron_fsdp_adapter.cli.estimate import plan_model
 from megatron_fsdp_adapter.cli.gpt import PRESETS, config_from
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.diagnostics.memory import LIFE, PERSISTENT, Precision
-from megatron_fsdp_adapter.planning import command, prediction
+from megatron_fsdp_adapter.planning import command, prediction, report, search
 from megatron_fsdp_adapter.planning.configurations import (
     ACTIVATIONS,
     Configuration,
@@ -32,8 +33,8 @@ from megatron_fsdp_adapter.planning.configurations import (
 from megatron_fsdp_adapter.planning.machine import Group, machine_named
 from megatron_fsdp_adapter.planning.models import from_hugging_face, from_options
 from megatron_fsdp_adapter.planning.prediction import predict
-from megatron_fsdp_adapter.planning.report import bridge_overrides, megatron_flags
-from megatron_fsdp_adapter.planning.search import Wanted, candidates, plan, splits
+from megatron_fsdp_adapter.planning.report import bridge_overrides, megatron_flags, plain_call
+from megatron_fsdp_adapter.planning.search import NOT_LAUNCH_BOUND, Wanted, candidates, plan, splits
 from megatron_fsdp_adapter.planning.shapes import (
     SHAPES,
     Parallel,
@@ -162,8 +163,12 @@ def test_less_memory_never_gives_a_faster_plan_and_too_little_is_an_error():
 
 
 def test_options_that_leave_nothing_are_an_error_that_names_them():
-    with pytest.raises(ValueError, match="change the batch"):
+    with pytest.raises(ValueError, match="with tensor 3: tensor_model_parallel_size=3: 3 "):
         plan(wanted(fixed={"tensor": 3}))
+    with pytest.raises(ValueError, match=r"of 100: global_batch_size=100: no mult.* x 7"):
+        plan(wanted(gpus=7, global_batch=100, fixed={}))
+    with pytest.raises(ValueError, match="tensor 16: none that is searched for"):
+        plan(wanted(gpus=64, global_batch=64, fixed={"tensor": 16}))
     with pytest.raises(ValueError, match="--gpus 0"):
         wanted(gpus=0)
 
@@ -188,7 +193,7 @@ def test_what_is_fixed_is_all_that_is_tried():
 def test_a_graph_is_not_tried_where_the_host_does_not_limit():
     found = plan(wanted(tries=8))
     fast = [one.configuration for one in found.predictions if one.configuration.graph]
-    assert not fast and any(why == "the host does not limit" for _, why in found.refused)
+    assert not fast and any(why == NOT_LAUNCH_BOUND for _, why in found.refused)
     slow = plan(wanted(tries=8, machine=replace(H200, host=6.0)))
     assert slow.predictions[0].configuration.graph
 
@@ -328,8 +333,48 @@ def test_what_does_not_fit_is_told_with_what_needs_least(capsys):
 
 def test_configurations_that_one_reason_refuses_are_one_line(capsys):
     text = run(capsys, *SMALL, "--tries", "6")[1]
-    assert text.count("the host does not limit") == 1
+    assert text.count(NOT_LAUNCH_BOUND) == 1
     assert "why not" in text and "like it: " in text
+
+
+def test_a_first_choice_that_leaves_little_memory_says_so_with_one_that_leaves_more():
+    found = plan(wanted())
+    first, *_, last = sorted(found.predictions, key=lambda one: -one.peak_bytes)
+    last = replace(last, ms=1.01 * first.ms)
+    tight = replace(found.wanted, memory_gib=1.01 * first.peak_bytes / GIB)
+    [line] = report._margin(replace(found, wanted=tight, predictions=[first, last]))
+    assert "GiB are left" in line and f"with {last.configuration.name}, 1.0% slower" in line
+    [line] = report._margin(replace(found, wanted=tight, predictions=[first]))
+    assert line.endswith("--memory-gib plans for less")
+    assert report._margin(found) == []
+
+
+def test_weights_sharded_alone_are_in_the_table_or_among_the_reasons():
+    """What a user of FSDP compares with, however much slower or larger it is."""
+    given = wanted(shape=with_layers(shape_named("llama3-70b"), 8), fixed={}, tries=6)
+    found: list[prediction.Prediction] = []
+    refused: list[tuple[str, str]] = []
+    search._add_sharded_alone(given, 140 * GIB, found, refused)
+    [one] = found
+    assert one.configuration.parallel.tensor == one.configuration.parallel.pipeline == 1
+    assert one.configuration.strategy == "optim_grads_params" and not refused
+    search._add_sharded_alone(given, 140 * GIB, found, refused)
+    assert len(found) == 1, "it was there"
+    search._add_sharded_alone(given, 8 * GIB, [], refused)
+    [(name, reason)] = refused
+    assert name.startswith("optim_grads_params") and reason.endswith("GiB or more")
+    assert any(one.configuration == found[0].configuration for one in plan(given).predictions)
+
+
+def test_the_plain_call_has_its_mesh_and_units_and_is_not_of_split_models():
+    call = plain_call(Configuration(8, strategy="optim_grads"))
+    assert call.startswith("fully_shard_model(module, init_device_mesh('cuda', (8,)), "
+                           "fsdp_unit_modules=['THE_LAYER'], data_parallel")  # fmt: skip
+    ast.parse(call)
+    outer = plain_call(Configuration(64, instances=8, outer_optim=True))
+    assert "init_device_mesh('cuda', (8, 8))" in outer and "'optim'" in outer
+    for parallel in (Parallel(tensor=2), Parallel(pipeline=2), Parallel(expert=2)):
+        assert plain_call(Configuration(8, parallel)) is None
 
 
 def test_the_command_prints_json(capsys):
@@ -352,7 +397,7 @@ def test_a_curve_has_a_row_for_each_number_of_gpus(capsys):
      (("--preset", "llama3-8b", "--hidden-size", "8"), "only --num-layers and --seq-length"),
      (("--num-layers", "2"), "--vocab-size is not given"),
      (("--preset", "llama3-8b", "--curve", "eight"), "write numbers of GPUs"),
-     ((*SMALL, "--global-batch-size", "3"), "change the batch")],
+     ((*SMALL, "--global-batch-size", "3"), "global_batch_size=3: no multiple of")],
 )  # fmt: skip
 def test_bad_input_is_one_line_that_names_it(capsys, words, reason):
     status, text = run(capsys, *words)
@@ -387,6 +432,9 @@ def test_models_of_hugging_face_have_megatrons_sizes(tmp_path):
     path.write_text(json.dumps({**known, "vocab_size": 32000, "num_local_experts": 8}))
     found = from_hugging_face(str(path))
     assert found.num_parameters == shape_named("mixtral-8x7b").num_parameters
+    path.write_text(json.dumps({**known, "num_nextn_predict_layers": 1}))
+    [line] = from_hugging_face(str(tmp_path)).left_out  # its folder
+    assert line.startswith("num_nextn_predict_layers=1: multi-token prediction")
     path.write_text(json.dumps({"hidden_size": 4}))
     with pytest.raises(ValueError, match="has no num_hidden_layers"):
         from_hugging_face(str(path))
