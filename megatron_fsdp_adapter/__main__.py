@@ -7,6 +7,9 @@ import os
 import select
 import signal
 import sys
+import warnings
+
+from . import __version__
 
 COMMANDS = {
     "convert": "megatron_fsdp_adapter.cli.convert",
@@ -20,11 +23,16 @@ COMMANDS = {
 USAGE = f"""\
 usage: python -m megatron_fsdp_adapter path/to/pretrain_gpt.py --use-megatron-fsdp ...
        python -m megatron_fsdp_adapter {{{",".join(COMMANDS)}}} ...
+       python -m megatron_fsdp_adapter --version
        a command explains itself with --help; a script gets all arguments after it"""
 
 
 def _command(argv: list[str]) -> int:
     """Ends like other tools where `head` or `less` has read all that it wanted."""
+    if not sys.warnoptions:
+        # Of packages that Megatron misses and commands do not need; of a process without others.
+        warnings.filterwarnings("ignore", module=r"megatron\.core")
+        warnings.filterwarnings("ignore", message=r"torch\.distributed is disabled")
     try:
         status = int(importlib.import_module(COMMANDS[argv[0]]).main(argv[1:]))
         sys.stdout.flush()
@@ -52,8 +60,12 @@ def main(argv: list[str]) -> int:
         from .launch.runner import run
 
         return run(argv)
-    print(USAGE, file=sys.stderr)
-    return 0 if argv[:1] in (["-h"], ["--help"]) else 2
+    if argv == ["--version"]:
+        print(f"megatron_fsdp_adapter {__version__}")
+        return 0
+    asked = argv[:1] in (["-h"], ["--help"])
+    print(USAGE, file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from . import graph_pools, joined_units, quantised_options
 from .estimate_text import render, unit_row
 from .gpt import (
     EMBEDDING,
+    MEANINGS,
     PRESETS,
     ROOT,
     TRAINING_TOKENIZER,
@@ -367,16 +368,17 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     model = parser.add_argument_group("model (Megatron's flags; a flag overrides the files)")
-    model.add_argument("--preset", choices=sorted(PRESETS))
+    model.add_argument("--preset", choices=sorted(PRESETS), help="a known model")
     model.add_argument("--config", metavar="FILE", help="YAML with Megatron's flag names as keys")
     for name in _INTEGERS:
-        model.add_argument(flag(name), type=int, metavar="N")
+        model.add_argument(flag(name), type=int, metavar="N", help=MEANINGS[name])
     for name in _SWITCHES:
-        model.add_argument(flag(name), action=argparse.BooleanOptionalAction)
+        model.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=MEANINGS[name])
     for name in _STRINGS:
-        model.add_argument(flag(name))
-    model.add_argument("--add-bias-linear", dest="add_bias_linear", action="store_true")
-    model.add_argument("--disable-bias-linear", dest="add_bias_linear", action="store_false")
+        model.add_argument(flag(name), help=MEANINGS[name])
+    for name, value in (("add", True), ("disable", False)):
+        model.add_argument(f"--{name}-bias-linear", dest="add_bias_linear", action="store_const",
+                           const=value, help=f"{name} biases")  # fmt: skip
     run = parser.add_argument_group("run")
     run.add_argument(
         "--data-parallel-size", type=int, default=1, metavar="N", help="number of shards"
@@ -410,7 +412,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--memory-gib", type=float, default=None, help="say what fits in it")
     run.add_argument("--padding-bound", type=float, default=0.01, help="see docs/layout.md")
     run.add_argument("--max-segments", type=int, default=4, help="see docs/layout.md")
-    run.add_argument("--json", action="store_true", default=False)
+    run.add_argument("--json", action="store_true", default=False, help="print it as JSON")
     return parser
 
 

@@ -53,6 +53,32 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+MEANINGS: Mapping[str, str] = {
+    "num_layers": "transformer layers",
+    "hidden_size": "width of the model",
+    "ffn_hidden_size": "width of the MLPs; default 4 times the model's",
+    "num_attention_heads": "attention heads",
+    "num_query_groups": "heads of keys and values, with grouped queries",
+    "kv_channels": "width of a head; default the model's over the heads",
+    "vocab_size": "tokens, before padding",
+    "padded_vocab_size": "rows of the embedding",
+    "make_vocab_size_divisible_by": "what the vocabulary is padded to; default 128",
+    "max_position_embeddings": "learned positions",
+    "seq_length": "tokens of a sequence",
+    "group_query_attention": "fewer heads of keys and values than of queries",
+    "swiglu": "gated MLPs",
+    "add_qkv_bias": "a bias for queries, keys and values",
+    "qk_layernorm": "norms of queries and keys",
+    "untie_embeddings_and_output_weights": "an output layer with weights of its own",
+    "normalization": "LayerNorm (the default) or RMSNorm",
+    "position_embedding_type": "learned_absolute (the default) has weights, rope has none",
+    "tokenizer_type": "NullTokenizer adds a token to the vocabulary",
+    "num_experts": "experts of a layer",
+    "moe_router_topk": "experts that a token goes to",
+    "moe_ffn_hidden_size": "width of an expert",
+}
+"""Options of a model, for the help of commands."""
+
 # Keys of a training preset that would change the parameters in a way this listing does not know.
 _REFUSED: Mapping[str, Any] = {
     "num_experts": None,

@@ -1,7 +1,8 @@
 """`python -m megatron_fsdp_adapter inspect`: what is in a checkpoint.
 
     inspect checkpoints/                      format, who saved it, sizes by part
-    inspect checkpoints/ --keys               and every key with shape, dtype, bytes, chunks
+    inspect checkpoints/ --keys               and each weight with shape, dtype, bytes, chunks, and
+                                              what the optimizer has of it; then all other keys
     inspect checkpoints/iter_0001000 --json
     inspect checkpoints/ --proof proof.json   whether that certificate speaks of this checkpoint
 
@@ -19,7 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_fsdp_adapter.checkpoint.inspection import Description, Entry, describe
+from megatron_fsdp_adapter.checkpoint.inspection import (
+    OPTIMIZER,
+    WEIGHTS,
+    Description,
+    Entry,
+    describe,
+)
+from megatron_fsdp_adapter.checkpoint.names import HALVES, OPTIMIZER_META, OPTIMIZER_STATE
 from megatron_fsdp_adapter.checkpoint.record import read_record
 from megatron_fsdp_adapter.prove.proof import (
     Certificate,
@@ -40,8 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("path", type=Path, help="root of checkpoints, one iter_* folder, or safetensors folder")
     add("--iteration", type=int, help="which one of a root; default the newest")
-    add("--keys", action="store_true", help="list every key")
-    add("--match", default="", metavar="TEXT", help="with --keys: only keys that contain TEXT")
+    add("--keys", action="store_true", help="list weights and other keys; --json lists every key")
+    add("--match", default="", metavar="TEXT", help="with --keys: only lines of which a key "
+        "contains TEXT")  # fmt: skip
     add("--proof", type=Path, metavar="FILE",
         help="certificate to show; default proof.json in the checkpoint's folder or its root")
     add("--json", action="store_true", help="print everything as JSON")
@@ -75,15 +84,50 @@ def certificate_of(folder: Path, given: Path | None) -> Shown | None:
     return Shown(path, certificate, None if record is None else match(certificate, record))
 
 
-def _row(entry: Entry) -> str:
+def _row(entry: Entry, state: Sequence[tuple[str, Entry]]) -> str:
     shape = "object" if entry.shape is None else "x".join(map(str, entry.shape)) or "scalar"
     pieces = f"{entry.pieces} chunks" if entry.pieces != 1 else ""
     row = f"  {entry.key:<76} {shape:<18} {entry.dtype or '':<9} {size_text(entry.nbytes):>10}"
-    return f"{row}  {pieces}".rstrip()
+    return f"{row}  {pieces:<10}  {_state_text(state)}".rstrip()
+
+
+def _state_text(state: Sequence[tuple[str, Entry]]) -> str:
+    """What the optimizer has of a weight: its tensors by name, and how many options."""
+    tensors = {kind: entry for kind, entry in state if entry.shape is not None}
+    options = len(state) - len(tensors)
+    nbytes = size_text(sum(entry.nbytes for entry in tensors.values()))
+    parts = [f"{', '.join(sorted(tensors))}: {nbytes}"] if tensors else []
+    return "; ".join(parts + ([f"{options} options"] if options else []))
+
+
+def lines_of_keys(entries: Sequence[Entry]) -> list[tuple[Entry, list[tuple[str, Entry]]]]:
+    """Each weight with what the optimizer has of it, by kind, and each other key with nothing."""
+    weights = {_bare(one.key): one for one in entries if one.part == WEIGHTS}
+    state: dict[str, list[tuple[str, Entry]]] = {one.key: [] for one in entries}
+    for entry in (one for one in entries if one.part == OPTIMIZER):
+        name = _bare(entry.key)
+        front, _, last = name.rpartition(".")  # fsdp_dtensor: the kind is last
+        first, _, back = name.partition(".")  # torch_dist: it is first
+        # Options are told of the whole of a parameter that is saved in halves.
+        for kind, owner in ((last, front), (first, _bare(back)), (last, front + HALVES[0])):
+            if owner in weights:
+                state[weights[owner].key].append((kind, entry))
+                state.pop(entry.key, None)
+                break
+    return [(one, state[one.key]) for one in entries if one.key in state]
+
+
+def _bare(key: str) -> str:
+    """A key without what stands in front of a weight's name."""
+    for prefix in ("model.", f"{OPTIMIZER_STATE}.", f"{OPTIMIZER_META}."):
+        key = key.removeprefix(prefix)
+    while key.startswith("module."):
+        key = key.removeprefix("module.")
+    return key
 
 
 def render(found: Description, keys: bool, match: str = "") -> str:
-    """The description as text; `keys` adds a line for each key that contains `match`."""
+    """The description as text; `keys` adds the lines of which a key contains `match`."""
     return "\n".join(_lines(found, keys, match))
 
 
@@ -102,7 +146,9 @@ def _lines(found: Description, keys: bool, match: str) -> Iterator[str]:
         )
     if keys:
         yield "keys"
-        yield from (_row(entry) for entry in found.entries if match in entry.key)
+        for entry, state in lines_of_keys(found.entries):
+            if any(match in one.key for one in (entry, *(one for _, one in state))):
+                yield _row(entry, state)
 
 
 def render_certificate(shown: Shown) -> str:

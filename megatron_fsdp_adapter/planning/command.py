@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_fsdp_adapter.cli import quantised_options
-from megatron_fsdp_adapter.cli.gpt import flag, read_options
+from megatron_fsdp_adapter.cli.gpt import MEANINGS, flag, read_options
 from megatron_fsdp_adapter.core.config import STRATEGIES
 
 from . import report, scale
@@ -56,14 +56,16 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     model = parser.add_argument_group("model (a flag overrides the rest)")
-    model.add_argument("--preset", choices=sorted(SHAPES))
+    model.add_argument("--preset", choices=sorted(SHAPES), help="a known model")
     model.add_argument("--config", metavar="FILE", help="YAML with Megatron's flag names as keys")
     model.add_argument("--hf-config", metavar="FILE", help="config.json of a Hugging Face model")
     for name in MODEL:
-        model.add_argument(flag(name), type=int, metavar="N")
+        model.add_argument(flag(name), type=int, metavar="N", help=MEANINGS[name])
     run = parser.add_argument_group("run")
-    run.add_argument("--gpus", type=int, default=8, metavar="N")
-    run.add_argument("--gpu", default="h200", choices=sorted(GPUS))
+    run.add_argument("--gpus", type=int, default=8, metavar="N",
+                     help="how many there are; default %(default)s")  # fmt: skip
+    run.add_argument("--gpu", default="h200", choices=sorted(GPUS),
+                     help="of which kind; default %(default)s")  # fmt: skip
     run.add_argument("--network", choices=sorted(NETWORKS), help="default: that of the GPU")
     run.add_argument("--machine", metavar="FILE", help="what --measure has written")
     run.add_argument("--memory-gib", type=float, help="of a GPU; default: that of the GPU")
@@ -78,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         run.add_argument(flag(name), type=kind, choices=choices, help="fixed; default: planned")
     _add_features(parser)
     out = parser.add_argument_group("output")
-    out.add_argument("--json", action="store_true")
+    out.add_argument("--json", action="store_true", help="print the plan as JSON")
     out.add_argument("--explain", action="store_true", help="the step as the engine runs it")
     out.add_argument("--plot", metavar="FILE", help="a picture of a step, or of the curve")
     out.add_argument("--curve", metavar="N,N,...", help="the best for each number of GPUs")
@@ -95,7 +97,8 @@ def _add_features(parser: argparse.ArgumentParser) -> None:
             told.add_argument(flag(name), metavar="NAME", help=text)
     told.add_argument("--fp8-param-gather", action="store_true",
                       help=quantised_options.SWITCHES["fp8_param_gather"])  # fmt: skip
-    told.add_argument("--optimizer", choices=["adam", "muon"], default="adam")
+    told.add_argument("--optimizer", choices=["adam", "muon"], default="adam",
+                      help="default %(default)s")  # fmt: skip
     told.add_argument("--chunked-optimizer-state-offload", action="store_true",
                       help="main weights and state in host memory, streamed")  # fmt: skip
     told.add_argument("--cpu-offloading-num-layers", type=int, default=0, metavar="N",
