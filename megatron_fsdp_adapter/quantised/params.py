@@ -176,7 +176,8 @@ def attributes_of_class(param: nn.Parameter) -> frozenset[str]:
 
 
 def memory_of(param: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a parameter's memory is in, quantised or not; without scales."""
+    """The tensors that a parameter's memory is in, quantised or not, with what is derived from
+    them; without scales that every rank has."""
     kind = kind_of(type(param))
     found = [param] if kind is None else [getattr(param, name, None) for name in kind.guarded]
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
