@@ -12,7 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+from megatron_fsdp_adapter.core.engine.guard import GatheredParameter, PresentParameter
+
+PLAIN = (torch.Tensor, torch.nn.Parameter, PresentParameter, GatheredParameter)
 
 
 class HostCopies:

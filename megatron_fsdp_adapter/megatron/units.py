@@ -11,13 +11,20 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from ..core.config import EngineConfig
 from ..core.engine.group import plan_layout
-from ..core.engine.partition import UnitPlan, managed_params, partition, unit_modules
+from ..core.engine.partition import (
+    UnitPlan,
+    managed_params,
+    only_looks_up,
+    partition,
+    unit_modules,
+)
 from ..core.layout.format import Use, plain
 from ..core.topology import ShardDomain
 from ..quantised import format_of
@@ -30,6 +37,9 @@ from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 from .wgrad_probe import Observer, precisions_of, quantised_precision, read_by_operations
 
 DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer, MambaLayer)
+LOOK_UPS = {LanguageModelEmbedding, VocabParallelEmbedding, nn.Embedding, nn.Dropout}
+"""Classes whose backward reads no weights."""
+
 WITHOUT_WEIGHTS = {"core_attn"}
 """Modules that can be recomputed without reading quantised weights."""
 
@@ -145,7 +155,7 @@ def plan_units(
         module,
         units,
         domain_of=domains.name_of,
-        backward_reads_weights=lambda unit: not isinstance(unit, LanguageModelEmbedding),
+        backward_reads_weights=lambda unit: not only_looks_up(unit, LOOK_UPS),
         split_of=lambda param, fqn: getattr(param, "_tp_partition_dim", None),
         writer_of=functools.partial(
             grad_writer,

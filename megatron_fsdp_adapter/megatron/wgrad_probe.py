@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..core.runtime.said import warn
 from .options.capability import recipe_of
 
 SIZE = 128
@@ -386,10 +386,10 @@ def observed_once(
     try:
         return observe(MAKERS[name], precision, dtype, main_dtype, device)
     except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
-        warnings.warn(
+        warn(
             f"{name} in {precision.name} ({dtype}) could not be tried out ({error}): its weight "
             "gradients are taken to be added to main_grad, which is zeroed first",
-            RuntimeWarning, stacklevel=2,
+            RuntimeWarning, of_host=True,
         )  # fmt: skip
         return UNKNOWN
 

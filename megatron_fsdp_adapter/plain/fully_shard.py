@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.config import OUTER_STRATEGIES, EngineConfig, MixedPrecisionPolicy, strategy_named
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.partition import partition, unit_modules
+from ..core.engine.partition import only_looks_up, partition, unit_modules
 from ..core.topology import DENSE, FSDPDistributedIndex
 from ..diagnostics.description import describe
 from ..diagnostics.grad_check import GradCheck
@@ -200,7 +200,7 @@ def _engine(
         module,
         units,
         domain_of=lambda param, fqn: DENSE,
-        backward_reads_weights=lambda unit: not isinstance(unit, nn.Embedding),
+        backward_reads_weights=lambda unit: not only_looks_up(unit, {nn.Embedding}),
         format_of=format_of,
     )
     engine = build_engine(

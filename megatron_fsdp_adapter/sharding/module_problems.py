@@ -34,6 +34,7 @@ def module_problems(
         *_untrainable(module),
         *_parameters(module, is_managed),
         *_sparse_gradients(module),
+        *_tables_that_forwards_write(module, is_managed),
         *_main_weights_that_lose_bits(module, main_params_dtype),
         *outdated_values(module, is_managed),
         *unit_problems(module, unit_classes or ()),
@@ -125,6 +126,19 @@ def _sparse_gradients(module: nn.Module) -> list[str]:
         for name, child in module.named_modules()
         if isinstance(child, nn.Embedding | nn.EmbeddingBag)
         and child.sparse and child.weight.requires_grad
+    ]
+
+
+def _tables_that_forwards_write(
+    module: nn.Module, is_managed: Callable[[str], bool]
+) -> list[str]:
+    return [
+        f"module {name or type(child).__name__}: max_norm={child.max_norm} writes its weight in "
+        "each forward, and what is written to gathered weights is lost; use max_norm=None and "
+        "scale the rows that were looked up, or clamp the weight between steps"
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None
+        and is_managed(f"{name}.weight" if name else "weight")
     ]
 
 

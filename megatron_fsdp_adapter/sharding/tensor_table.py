@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+
+from ..core.runtime.said import warn
 
 ALIGNED_BYTES = 16
 """Of an address from which a thread can read 4 numbers at once."""
@@ -110,11 +111,7 @@ class Tables:
             if (known, known_sizes) == (addresses, sizes):
                 self.in_graphs.append(table)
                 return table
-        warnings.warn(
-            f"{otherwise}: no step before the capture was taken by ours, or tensors have moved "
-            "since",
-            stacklevel=4,
-        )
+        warn(f"{otherwise}: no step of ours came before the capture, or tensors have moved since")
         return None
 
 

@@ -14,6 +14,7 @@ from tests.distributed.gpt import (
     Case,
     Trainer,
     batches,
+    build_trainer,
     forward_step,
     train_step,
 )
@@ -74,3 +75,29 @@ def test_compiling_the_wrapper_is_refused(trainer: Trainer) -> None:
     compiled = torch.compile(trainer.wrapper, backend="eager")
     with pytest.raises(RuntimeError, match=r"torch\.compile of a wrapped model"):
         forward_step(CASE, iter(data()), compiled)
+
+
+def _computes(model: Any) -> None:
+    """The embedding becomes a subclass, whose backward reads the table."""
+
+    class Own(type(model.embedding)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            table = nn.functional.normalize(self.word_embeddings.weight)
+            hidden: torch.Tensor = super().forward(*args, **kwargs)
+            return hidden + 0.1 * (hidden @ table.t()) @ table
+
+    model.embedding.__class__ = Own
+
+
+def test_an_embedding_that_computes_has_its_weights_in_backward() -> None:
+    """In slots, which another unit would be in by then."""
+    change: Any
+    for change, reads in ((lambda model: None, False), (_computes, True)):
+        slots = {"fsdp_double_buffer": True}
+        trainer = build_trainer(CASE, "optim_grads_params", DEVICE, change, slots)
+        [unit] = [one for one in trainer.wrapper.engine.units if "embedding" in one.name]
+        assert unit.backward_reads_weights is reads
+    plain = build_trainer(CASE, None, DEVICE, _computes)
+    for step in range(3):
+        numbers = [train_step(one, batches(CASE, step, 0, DEVICE)) for one in (trainer, plain)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)

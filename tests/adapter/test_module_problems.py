@@ -57,6 +57,16 @@ BAD: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         lambda: nn.Sequential(nn.Embedding(7, 3, sparse=True)),
         ("module 0", "sparse=True", "use sparse=False"),
     ),
+    "a table that each forward writes": (
+        lambda: nn.Sequential(nn.Embedding(7, 3, max_norm=1.0)),
+        ("module 0: max_norm=1.0", "use max_norm=None"),
+    ),
+    "a frozen bag that each forward writes": (
+        lambda: nn.Sequential(
+            nn.Linear(3, 3), nn.EmbeddingBag(7, 3, max_norm=2.0).requires_grad_(False)
+        ),
+        ("module 1: max_norm=2.0", "between steps"),
+    ),
     "sparse gradients of a bag": (
         lambda: nn.EmbeddingBag(7, 3, sparse=True), ("module EmbeddingBag", "use sparse=False")
     ),

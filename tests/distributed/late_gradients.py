@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
 from megatron_fsdp_adapter.core.config import STRATEGIES
@@ -45,7 +46,7 @@ class Chain(nn.Module):
     """Blocks between two linear layers of the root's. `times` is how often the first one runs
     where gradients are enabled."""
 
-    block: type[Block] = Block
+    block: type[nn.Module] = Block
     times = 1
 
     def __init__(self) -> None:
@@ -247,6 +248,16 @@ def saliency_of_the_trained_pass(
     (loss * (1 + grad.square().sum())).backward()
 
 
+def saliency_of_frozen_layers(
+    model: nn.Module, step: int, rank: int, no_sync: NoSync
+) -> None:
+    """Frozen after they were wrapped."""
+    for name, param in model.named_parameters():
+        if "blocks.1" in name:
+            param.requires_grad_(False)
+    saliency_of_the_trained_pass(model, step, rank, no_sync)
+
+
 def gradient_penalty(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> None:
     """As a critic is trained: the gradient's own gradient reaches the weights."""
     x = inputs(step, 0, rank).requires_grad_()
@@ -262,13 +273,114 @@ def penalty_alone(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> No
     (grad.norm(dim=-1) - 1).square().mean().backward()
 
 
+# Units that are embeddings, and whose backward reads the table.
+
+
+class Computes(nn.Embedding):
+    """By a product with the normalized table, beside the look-up."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = nn.functional.normalize(self.weight)
+        return 0.5 * x + super().forward(x.argmax(-1)) + 0.1 * nn.functional.linear(x, table)
+
+
+class Adapted(nn.Embedding):
+    """With low-rank matrices beside the table."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.down = nn.Parameter(torch.randn(WIDTH, 2))
+        self.up = nn.Linear(2, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.argmax(-1)
+        adapted = self.up(nn.functional.embedding(rows, self.down))
+        return 0.5 * x + super().forward(rows) + 0.1 * adapted
+
+
+# Gradients inside of a forward, which goes on after them.
+
+
+def _slope(value: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """Its graph is kept where somebody trains through it."""
+    trains = value.requires_grad and torch.is_grad_enabled()
+    with torch.enable_grad():
+        [grad] = torch.autograd.grad(value.sum(), of, create_graph=trains, retain_graph=True)
+    return grad
+
+
+class Forces(Chain):
+    """As energy models do; also where it is evaluated without gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            at = x.detach().requires_grad_()
+            energy = self.last(self.run(self.first(at)))
+        return self.last(self.first(_slope(energy, at))) + energy
+
+
+class SlopeBetweenUnits(Chain):
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        given = x.detach().requires_grad_()
+        with torch.enable_grad():
+            middle = self.blocks[1](self.blocks[0](given))
+        for block in self.blocks[2:]:
+            x = block(x + 0.1 * _slope(middle, given))
+        return x + self.blocks[1](x)
+
+
+class TakesSlope(Block):
+    """Of its own input, twice, and reads weights before and after."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2 if x.requires_grad else 0):
+            x = x + 0.1 * _slope(self.compute(x), x)
+        return self.compute(x)
+
+
+def evaluated_too(model: nn.Module, step: int, rank: int, no_sync: NoSync) -> None:
+    with torch.no_grad():
+        model(inputs(step, 2, rank))
+    plainly(model, step, rank, no_sync)
+
+
+# The whole model computed again in backward.
+
+
+def _again(model: nn.Module, x: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
+    given = x.requires_grad_()
+    return checkpoint(model, given, use_reentrant=use_reentrant).float().square().mean()
+
+
+def checkpointed(
+    model: nn.Module, step: int, rank: int, no_sync: NoSync, use_reentrant: bool = True
+) -> None:
+    """Two microbatches, two in one loss, and a pass that is not computed again."""
+    x = inputs(step, 0, rank)
+    with no_sync():
+        _again(model, x.clone(), use_reentrant).backward()
+        both = [_again(model, inputs(step, n, rank), use_reentrant) for n in (1, 2)]
+        (both[0] * both[1]).backward()
+        loss_of(model, x).backward()
+    _again(model, x.clone(), use_reentrant).backward()
+
+
+def checkpointed_without_reentrance(
+    model: nn.Module, step: int, rank: int, no_sync: NoSync
+) -> None:
+    checkpointed(model, step, rank, no_sync, use_reentrant=False)
+
+
 @dataclass(frozen=True)
 class Habit:
     model: type[Chain] = Chain
     drive: Drive = plainly
 
 
-def with_blocks(kind: type[Block], model: type[Chain] = Chain) -> type[Chain]:
+def with_blocks(kind: type[nn.Module], model: type[Chain] = Chain) -> type[Chain]:
     return type(f"{model.__name__}{kind.__name__}", (model,), {"block": kind})
 
 
@@ -287,8 +399,16 @@ HABITS: dict[str, Habit] = {
     "list in a tuple": Habit(Tupled),
     "saliency between backwards": Habit(drive=saliency_between),
     "saliency of the trained pass": Habit(drive=saliency_of_the_trained_pass),
+    "saliency with frozen layers": Habit(drive=saliency_of_frozen_layers),
     "gradient penalty": Habit(drive=gradient_penalty),
     "penalty alone": Habit(drive=penalty_alone),
+    "table that computes": Habit(with_blocks(Computes)),
+    "table with adapters": Habit(with_blocks(Adapted)),
+    "forces": Habit(Forces, evaluated_too),
+    "slope between units": Habit(SlopeBetweenUnits, evaluated_too),
+    "slope inside of units": Habit(with_blocks(TakesSlope)),
+    "all of it computed again": Habit(drive=checkpointed),
+    "all of it computed again, not reentrant": Habit(drive=checkpointed_without_reentrance),
 }
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer, Held, items_in
 from megatron_fsdp_adapter.core.engine.partition import (
     ROOT,
     managed_params,
+    only_looks_up,
     partition,
     unit_modules,
 )
@@ -121,6 +123,46 @@ def test_units_say_whether_their_backward_reads_weights():
         backward_reads_weights=lambda module: module is not model[0],
     )
     assert [plan.backward_reads_weights for plan in plans] == [False, True, True]
+
+
+class _Own(nn.Embedding):
+    pass
+
+
+def _hooked() -> nn.Module:
+    table = nn.Embedding(5, 3)
+    table.register_forward_hook(lambda module, args, out: out @ module.weight.t())
+    return table
+
+
+def _with_forward() -> nn.Module:
+    table = nn.Embedding(5, 3)
+    table.forward = lambda rows: nn.functional.normalize(table.weight)[rows]  # type: ignore[method-assign]
+    return table
+
+
+def _with_more(more: nn.Module | nn.Parameter) -> nn.Module:
+    table = nn.Embedding(5, 3)
+    table.more = more
+    return table
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (nn.Embedding(5, 3, padding_idx=1), True),
+        (nn.Sequential(nn.Embedding(5, 3), nn.Dropout()), True),
+        (_Own(5, 3), False),
+        (weight_norm(nn.Embedding(5, 3)), False),
+        (_hooked(), False),
+        (_with_forward(), False),
+        (_with_more(nn.Parameter(torch.ones(3))), False),
+        (_with_more(nn.Linear(3, 3)), False),
+        (nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3)), False),
+    ],
+)
+def test_only_what_is_known_to_look_up_is_not_gathered_in_backward(module, expected):
+    assert only_looks_up(module, {nn.Embedding, nn.Dropout, nn.Sequential}) is expected
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (3, 4), (3, 4, 5)])

@@ -239,13 +239,39 @@ def test_whose_a_storage_is_is_told_by_any_view_and_by_what_is_made_of_it() -> N
     assert not is_owned(sparse)
 
 
-def test_nothing_is_pushed_where_no_hooks_are() -> None:
+def test_an_interrupt_leaves_the_users_hooks_as_they_were() -> None:
+    """Torch calls no hook of a module for one. Behind the user's context none of his are on; inside
+    it, and in later passes, they are what they were."""
+    with pretended_world(2):
+        rig = _rig(Setup())
+        layer = rig.model.layers[1]
+        inside = layer.forward
+
+        def interrupted(x: torch.Tensor) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+        for goes_on in (False, True):
+            copies, layer.forward = HostCopies(_storages(rig)), interrupted
+            with copies.hooks():
+                with pytest.raises(KeyboardInterrupt):
+                    rig.forward_backward()
+                layer.forward = inside
+                if goes_on:
+                    rig.step()
+            assert _depth() == 0
+            packed = copies.packed
+            rig.step()
+            assert packed > 0 and packed == copies.packed and not copies.found
+
+
+def test_hooks_are_replaced_and_nothing_is_put_where_none_are() -> None:
     saved = SavedTensors()
     assert not saved.enter(1) and _depth() == 0
     saved.leave(1)
     with saved_tensors_hooks(lambda t: t, lambda t: t):
-        assert saved.enter(1) and saved.enter(2) and _depth() == 2  # the second finds the first's
+        theirs = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        assert saved.enter(1) and saved.enter(2) and _depth() == 1  # the second finds the first's
         saved.leave(2)
-        assert _depth() == 2
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) != theirs
         saved.leave(1)
-        assert _depth() == 1
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) == theirs

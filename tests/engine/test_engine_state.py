@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.group import GradState
-from megatron_fsdp_adapter.core.engine.guard import ReshardedParameter
+from megatron_fsdp_adapter.core.engine.guard import GatheredParameter, ReshardedParameter
 from megatron_fsdp_adapter.core.engine.partition import UnitPlan
 from megatron_fsdp_adapter.core.engine.unit import TRANSITIONS, Phase, Unit
 from tests.engine.engine_cases import Exploded, Rig, Setup, build, microbatch
@@ -100,19 +101,32 @@ def test_metadata_of_a_resharded_parameter_can_be_read(world):
     assert isinstance(param, nn.Parameter) and torch.is_tensor(param)
 
 
-def test_gathered_parameters_have_their_own_class(world):
-    """While a unit computes its parameters cost nothing, and afterwards they are guarded."""
+def test_gathered_parameters_count_writes_and_call_no_python(world):
+    """While a unit computes no function of Python's is called for its parameters, and afterwards
+    they are guarded."""
     rig = build(Setup())
     layer = rig.model.layers[1]
     seen = []
     layer.up.register_forward_hook(lambda module, args, out: seen.append(type(module.weight)))
     rig.step()
-    assert seen == [nn.Parameter]
+    assert seen == [GatheredParameter] and isinstance(layer.up.weight, nn.Parameter)
+    assert seen[0].__torch_function__ is torch._C._disabled_torch_function_impl
     assert type(resharded(rig)) is ReshardedParameter
     unit = next(u for u in rig.engine.units if u.name == "layers.1")
     rig.engine.show_raw_params()
     rig.engine.gather.need(unit)
-    assert type(resharded(rig)) is nn.Parameter and torch.isfinite(layer.up.weight).all()
+    param = resharded(rig)
+    assert type(param) is GatheredParameter and torch.isfinite(layer.up.weight).all()
+    with torch.no_grad():
+        for write in (lambda: param.data.mul_(2), lambda: param.mul_(2), lambda: param[0].zero_()):
+            write()
+            assert unit.take_written() == [param._fsdp_label] and unit.take_written() == []
+    with pytest.raises(RuntimeError, match=r"layers.1.up.weight of unit layers.1.data was assig"):
+        param.data = torch.ones_like(param)
+    param.data = param.data  # what is there
+    copied = copy.deepcopy(param)
+    copied.data = torch.ones_like(param)
+    assert copied.sum() == param.numel() and param.sum() != param.numel()
 
 
 def test_a_module_called_outside_its_unit_is_refused(world):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +18,7 @@ from megatron_fsdp_adapter.core.runtime.device import (
     HostRuntime,
     make_runtime,
 )
+from megatron_fsdp_adapter.core.runtime.said import warn
 from tests.engine.pretended import pretended_world
 
 
@@ -277,3 +281,19 @@ def test_nccl_coalesces_and_leaves_order_to_the_stream(monkeypatch):
     assert launches.calls == [
         "begin", "_all_gather enqueued", "_all_gather enqueued", "end", "_all_gather enqueued",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_known", (False, True))
+@pytest.mark.parametrize(
+    ("rank", "local", "of_host", "expected"),
+    [(0, 0, False, 1), (1, 1, False, 0), (8, 0, False, 0), (8, 0, True, 1), (9, 1, True, 0)],
+)
+def test_a_warning_is_said_by_one_rank(is_known, rank, local, of_host, expected, monkeypatch):
+    """With a process group, and before there is one."""
+    monkeypatch.setenv("RANK", str(0 if is_known else rank))
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    world = pretended_world(16, rank) if is_known else contextlib.nullcontext()
+    with world, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        warn("slower", of_host=of_host)
+    assert len(found) == expected

@@ -43,6 +43,7 @@ class BackwardPass:
         inner = [unit.ordinal for unit in units[:-1]]
         self.completed = [*inner[:0:-1], units[-1].ordinal, *inner[:1]]
         self._done: set[int] = set()
+        self._around: frozenset[int] = frozenset()
         self._fired: Counter[int] = Counter()
         self._at_the_end = self._is_last = self._is_known_last = False
 
@@ -71,6 +72,8 @@ class BackwardPass:
         self._at_the_end = accumulates and is_last and (several or self.late_seen)
         self._fired.clear()
         self._done.clear()
+        # Units whose forward goes on after this backward, which runs inside of it.
+        self._around = frozenset([unit.ordinal for unit in self.units if unit.busy])
         if accumulates:
             self.completed = []
             self.gather.updates.begin_backward()
@@ -112,7 +115,7 @@ class BackwardPass:
                 self.complete(unit)
             elif any(group.has_grads() for group in unit.trainable_groups):
                 self._complete_late(unit)
-        self.gather.release_all()
+        self.gather.release_all(but=self._around)
         self.running = False
 
     def complete(self, unit: Unit) -> None:
@@ -120,8 +123,9 @@ class BackwardPass:
         if self.accumulates and unit.ordinal not in self._done:
             self.completed.append(unit.ordinal)
         self._done.add(unit.ordinal)
-        unit.busy = False
-        self.gather.release_used(unit)
+        if unit.ordinal not in self._around:
+            unit.busy = False
+            self.gather.release_used(unit)
         if not self.accumulates:
             return
         # A unit that reduces some gradients in each backward gives its bucket to the next.

@@ -15,7 +15,8 @@ from megatron_fsdp_adapter.core.topology import ShardDomain
 from .group import ParamGroup, plan_layout
 from .partition import UnitPlan
 from .quantised import QuantisedParams
-from .staging import AllocateSlots, Slots, plan_weights_and_buckets
+from .staging import AllocateSlots, Slots, plan_weights_and_buckets, unit_staging
+from .unit import Phase, Unit
 
 
 def broadcast_weights(
@@ -105,6 +106,33 @@ def make_slots(
         )
     )
     return weights, buckets
+
+
+def build_units(
+    plans: Sequence[UnitPlan], domains: Mapping[str, ShardDomain], config: EngineConfig,
+    runtime: Runtime, allocate: AllocateSlots,
+    make_ready: Callable[[UnitPlan], dict[nn.Parameter, torch.Tensor]],
+    quantised: QuantisedParams | None,
+) -> list[Unit]:  # fmt: skip
+    """One unit at a time, resharded at once, so that initialisation needs no more than the shards
+    and one unit beside the module's own weights. make_ready: `values` of a plan's `ParamGroup`s."""
+    weights, buckets = make_slots(plans, domains, config, allocate)
+    units = []
+    for ordinal, plan in enumerate(plans):
+        values, groups = make_ready(plan), []
+        for key, managed in plan.groups.items():
+            own = config.for_group(plan.strategy, key.domain)
+            staging = unit_staging(runtime, ordinal, own, weights, buckets)
+            groups += [ParamGroup(
+                f"{plan.name}/{key.domain}", key, managed, domains[key.domain], own,
+                staging, quantised if key.quantised else None, values,
+            )]  # fmt: skip
+        strategy = config.for_unit(plan.strategy).strategy
+        units.append(Unit(plan, ordinal, groups, strategy, quantised))
+        if not units[-1].keeps_weights:
+            units[-1].advance(Phase.SHARDED)
+            units[-1].release_weights()
+    return units
 
 
 def memory_of_exchanges(

@@ -21,8 +21,8 @@ from .backward import BackwardPass
 from .construction import (
     abandon,
     broadcast_weights,
+    build_units,
     check_known,
-    make_slots,
     memory_of_exchanges,
 )
 from .gather import GatherPipeline
@@ -38,8 +38,8 @@ from .quantised import QuantisedParams
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
 from .reduction import plan_reduction
 from .saved import SavedTensors
-from .staging import AllocateSlots, ordinary_memory, unit_staging
-from .unit import Phase, Unit
+from .staging import AllocateSlots, ordinary_memory
+from .unit import Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
 
@@ -101,8 +101,8 @@ class FsdpEngine:
             prepare(plan)
             return broadcast_weights(plan, quantised, outer, reduces)
 
-        self._allocate_slots = allocate_slots or ordinary_memory(runtime.device)
-        self.units = self._build_units(plans, used, make_ready, quantised)
+        allocate = allocate_slots or ordinary_memory(runtime.device)
+        self.units = build_units(plans, used, config, runtime, allocate, make_ready, quantised)
         self.root = self.units[-1]
         self.order = PrefetchOrder(
             len(self.units), [u.ordinal for u in self.units if not u.backward_reads_weights]
@@ -112,7 +112,7 @@ class FsdpEngine:
             self.units, config, runtime, gathers, outer, self.order, self.launches
         )
         reductions = {d: plan_reduction(config, d, one.grad_scale) for d, one in used.items()}
-        received = memory_of_exchanges(self.groups, config, self._allocate_slots)
+        received = memory_of_exchanges(self.groups, config, allocate)
         self.reduce = ReducePipeline(
             config, runtime, reductions, reduces, outer, self.launches, grad_check, received
         )
@@ -133,31 +133,6 @@ class FsdpEngine:
         # The runtime is held weakly: finalize's registry would keep alive all that its queue
         # reaches: the engine itself, once a model config refers to the wrapper (`no_sync_func`).
         weakref.finalize(self, abandon, weakref.ref(runtime)).atexit = False
-
-    def _build_units(
-        self, plans: list[UnitPlan], domains: Mapping[str, ShardDomain],
-        make_ready: Callable[[UnitPlan], dict[nn.Parameter, torch.Tensor]],
-        quantised: QuantisedParams | None,
-    ) -> list[Unit]:
-        """Builds one unit at a time and reshards it at once, so that initialisation needs no more
-        than the shards and one unit beside the module's own weights."""
-        weights, buckets = make_slots(plans, domains, self.config, self._allocate_slots)
-        units = []
-        for ordinal, plan in enumerate(plans):
-            values, config = make_ready(plan), self.config.for_unit(plan.strategy)
-            groups = []
-            for key, managed in plan.groups.items():
-                own = self.config.for_group(plan.strategy, key.domain)
-                staging = unit_staging(self.runtime, ordinal, own, weights, buckets)
-                groups += [ParamGroup(
-                    f"{plan.name}/{key.domain}", key, managed, domains[key.domain], own,
-                    staging, quantised if key.quantised else None, values,
-                )]  # fmt: skip
-            units.append(Unit(plan, ordinal, groups, config.strategy, quantised))
-            if not units[-1].keeps_weights:
-                units[-1].advance(Phase.SHARDED)
-                units[-1].release_weights()
-        return units
 
     @property
     def groups(self) -> list[ParamGroup]:
@@ -187,7 +162,11 @@ class FsdpEngine:
         self.memory.check("reading or writing main weights", [MAIN])
         self.gather.updates.settle()
         self.gather.drop_early()
-        self.switch.show(Identity.OPTIMIZER, before=self.gather.quiesce)
+        self.switch.show(Identity.OPTIMIZER, before=self._give_up_raw)
+
+    def _give_up_raw(self) -> None:
+        self.gather.check_writes()
+        self.gather.quiesce()
 
     def show_between_passes(self) -> None:
         """Shows optimizer parameters, unless a forward runs or waits for its backward."""
@@ -226,13 +205,20 @@ class FsdpEngine:
     def root_pre_forward(self, name: str) -> None:
         """A module that holds all parameters is called."""
         use = Use.BOTH if hooks.in_backward() else Use.FORWARD
-        if use is Use.FORWARD and self._active_root in (None, name):
+        begins = use is Use.FORWARD and self._active_root in (None, name)
+        if begins:
             self._shown_before = self.switch.shown
             if self.own_loop and self._shown_before is Identity.RAW:
                 self._follow_user()
-            self.show_raw_params()
+        self.show_raw_params()
+        if begins:
             self._begin_forward()
-            self._active_root = name
+            self._active_root, self.root.busy = name, True
+        elif use is Use.BOTH and self.in_flight <= 0:
+            # A reentrant checkpoint of all of it: its forward, without gradients, was not counted.
+            self.in_flight = 1
+            for unit in self.units:
+                unit.forward_calls = 1
         self.gather.need(self.root, use)
 
     def _begin_forward(self) -> None:
@@ -253,7 +239,7 @@ class FsdpEngine:
         """That module returns."""
         if hooks.in_backward() or name != self._active_root:
             return
-        self._active_root = None
+        self._active_root, self.root.busy = None, False
         if hooks.has_grad_output(output):
             hooks.on_outputs_needed(output, hooks.grad_callback(self.pre_backward, self.root))
             return
@@ -304,7 +290,8 @@ class FsdpEngine:
             return
         self.memory.check("a backward", KINDS)
         accumulates = hooks.accumulates(self.groups)
-        self.order.begin(BACKWARD)
+        if self._active_root is None:  # else it runs inside of a forward, which goes on after it
+            self.order.begin(BACKWARD)
         hooks.at_end_of_backward(self.end_backward)
         several = self._forwards > 1
         if accumulates:

@@ -11,7 +11,7 @@ gather is launched after the wait for the present one, so that it is never in fr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_fsdp_adapter.core.config import EngineConfig
@@ -20,6 +20,7 @@ from megatron_fsdp_adapter.core.runtime.comm import Communicator, Pair
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
 from .group import ParamGroup, by_domain
+from .guard import refuse_writes
 from .launches import GATHERED, GATHERED_OUTER, LaunchComparison
 from .planes import WeightPlane
 from .prefetch import FORWARD, PrefetchOrder
@@ -255,10 +256,19 @@ class GatherPipeline:
         what was derived from them if that is asked for."""
         if unit.phase is Phase.SHARDED or self._kept[unit.ordinal]:
             return
+        found = unit.take_written()
         if not unit.keeps_weights:
             self._drop(unit)
         elif unit.quantised and not self.config.keep_derived:
             unit.drop_derived()
+        refuse_writes(found)
+
+    def _written(self) -> list[str]:
+        return [label for unit in self.units for label in unit.take_written()]
+
+    def check_writes(self) -> None:
+        """RuntimeError if gathered weights were written where that is lost."""
+        refuse_writes(self._written())
 
     def _outdate(self, unit: Unit) -> None:
         unit.outdated = True
@@ -272,11 +282,13 @@ class GatherPipeline:
         if not unit.keeps_weights:
             self.runtime.free(GATHER, unit.release_weights)
 
-    def release_all(self) -> None:
-        """Reshards every unit, a gather that nobody used included; see `release_used`."""
+    def release_all(self, but: Collection[int] = ()) -> None:
+        """Reshards every unit, a gather that nobody used included, except for those with an ordinal
+        in `but`; see `release_used`."""
         for unit in self.units:
-            unit.busy = False
-            self.release_used(unit)
+            if unit.ordinal not in but:
+                unit.busy = False
+                self.release_used(unit)
 
     @property
     def keeps_any(self) -> bool:
@@ -295,11 +307,13 @@ class GatherPipeline:
 
     def invalidate(self) -> None:
         """The main weights have changed: whatever is gathered is outdated but for `early` units,
-        and later gathers read the new ones."""
+        and later gathers read the new ones. RuntimeError, behind that, as of `check_writes`."""
+        found = self._written()
         for unit in self.units:
             if unit not in self.early:
                 self._outdate(unit)
         self.follow_compute()
+        refuse_writes(found)
 
     def follow_compute(self) -> None:
         """Orders later gathers behind everything on the compute stream so far: main weights that
@@ -315,7 +329,8 @@ class GatherPipeline:
         """An optimizer writes main weights next. Nothing is in flight since gradients were
         finished, unless somebody has run the model meanwhile: an evaluation leaves gathers that
         nobody uses where it raises, or leaves units out. A step in a CUDA graph says so on the
-        host, before its capture and before each replay."""
+        host, before its capture and before each replay. RuntimeError as of `check_writes`."""
+        self.check_writes()
         self.drop_early()
         if self._unordered:
             self.quiesce()

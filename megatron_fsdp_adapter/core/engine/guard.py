@@ -1,16 +1,18 @@
-"""A raw parameter whose weights are not there raises when it is read.
+"""A raw parameter whose weights are not there raises when it is read; one whose weights go away
+again counts what is written to them.
 
 Without this a read of released storage is a segmentation fault on the CPU, an illegal memory
 access on CUDA, or, where the weights are kept but outdated, silently the last step's values.
 
-The class of the parameter object is swapped instead of checking a flag at every use: while the
-weights are present the parameter has its own class and costs nothing. A swap takes about 0.1 us.
+The class of the parameter object is swapped instead of checking a flag at every use. A swap takes
+about 0.1 us. While the weights are present no function of Python's stands between the parameter and
+an operation.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -66,6 +68,44 @@ class ReshardedParameter(nn.Parameter):
         if func is torch.Tensor.__repr__:
             return f"<resharded {_label(param)}>"
         raise _not_gathered(getattr(func, "__name__", func), param)
+
+
+def _assign_data(param: Any, value: torch.Tensor) -> None:
+    # A copy has no label, and is a parameter like any. Core's router assigns what is there.
+    if hasattr(param, "_fsdp_label") and value.data_ptr() != param.data_ptr():
+        raise RuntimeError(
+            f"{_label(param)}.data was assigned: it is a view of a flat buffer, which would go on "
+            "without it. Write it in place (copy_), between steps"
+        )
+    torch.Tensor.data.__set__(param, value)  # type: ignore[attr-defined]
+
+
+class PresentParameter(nn.Parameter):
+    """What a raw parameter is while its weights are there. RuntimeError where `data` is assigned.
+    """
+
+    data = property(torch.Tensor.data.__get__, _assign_data)  # type: ignore[attr-defined,assignment]
+
+
+class GatheredParameter(nn.Parameter):
+    """The same where the weights are dropped, or made anew from main weights, afterwards.
+
+    `_version` counts what is written to them. A tensor that torch gives as `data` has a count of
+    its own, so that `weight.data.clamp_()` would not be seen: this one shares the parameter's.
+    """
+
+    data = property(torch.Tensor.detach, _assign_data)  # type: ignore[assignment]
+
+
+def refuse_writes(labels: Sequence[str]) -> None:
+    """RuntimeError if there are any, of parameters whose gathered weights were written."""
+    if labels:
+        raise RuntimeError(
+            f"{', '.join(labels)}: gathered weights were written, in a forward or between a "
+            "forward and its backward. They are made anew from main weights, and the write is lost."
+            " Keep what a forward writes in a buffer (register_buffer); write parameters between "
+            "steps, after zero_grad(); run a forward that no backward follows under torch.no_grad()"
+        )
 
 
 def _label(param: Any) -> str:

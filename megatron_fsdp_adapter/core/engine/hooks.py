@@ -74,11 +74,19 @@ def accumulates(groups: Iterable[ParamGroup]) -> bool:
     where that backward is for chosen tensors.
     """
     # What torch's checkpoint asks, to refuse such a backward: true where nothing was chosen.
-    if torch.autograd._is_checkpoint_valid():
+    if torch.autograd._is_checkpoint_valid() and not _is_captured():
         return True
     with unchecked(), torch.enable_grad():
         trained = (group.params for group in groups if group.key.requires_grad)
-        return any(_accumulates(param) for params in trained for param in params)
+        return any(_accumulates(one) for params in trained for one in params if one.requires_grad)
+
+
+def _is_captured() -> bool:
+    """Whether the running hook is on a chosen tensor with nothing chosen behind it: torch calls it
+    before it says that tensors were chosen."""
+    node = torch._C._current_autograd_node()
+    behind = [edge[0] for edge in node.next_functions if edge[0] is not None]
+    return not any(torch._C._will_engine_execute_node(one) for one in behind)
 
 
 def _accumulates(param: nn.Parameter) -> bool:

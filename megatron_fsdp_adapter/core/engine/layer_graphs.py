@@ -16,7 +16,6 @@ for each length would cost the activations of a pass each.
 from __future__ import annotations
 
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.runtime.graphs import Graphs
+from megatron_fsdp_adapter.core.runtime.said import warn
 
 from . import hooks
 from .captured import CapturedCall, NotCapturable, Site, WrittenGrads, shapes, strip
@@ -78,6 +78,13 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        # `once_differentiable` lets it pass where `grads` are constants.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True: a backward through {ctx.call.site.name} replays a CUDA graph, "
+                "and second derivatives would lack that module. Switch the graphs off "
+                "(cuda_graph_impl='none')"
+            )
         found = ctx.call.backward(grads)
         ctx.graphs.backward_done(ctx.of)
         return (None, None, None, None, None, *found)
@@ -184,7 +191,7 @@ class LayerGraphs:
         unfit = self._begin(current, site, template) if current.program is None else ""
         if unfit:
             current.is_eager = self._eager_in_step = True
-            return self._eagerly(site, unfit, args, kwargs)
+            return self._eagerly(site, unfit, args, kwargs, f" ({shapes(template)})")
         program = current.program
         assert program is not None
         if program.complete:
@@ -217,7 +224,7 @@ class LayerGraphs:
         """The first call of a pass: gives it a pool that is free. Why it is to run eagerly, if it
         is: empty if not."""
         if self._kind not in (None, (site, template)):
-            return f"inputs have other shapes, or values, than were captured: {shapes(template)}"
+            return "inputs have other shapes, or values, than were captured"
         used = {one.index for one in self._in_flight}
         index = next(i for i in itertools.count() if i not in used)
         if index not in self._programs and self._eager_in_step:
@@ -256,11 +263,13 @@ class LayerGraphs:
             raise NotCapturable("hooks are on what autograd saves, which a replay does not call")
 
     def _eagerly(
-        self, site: Site, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, site: Site, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any],
+        at_first: str = "",
+    ) -> Any:  # fmt: skip
+        """at_first: said beside the reason in the first call that it holds for."""
         if (site.name, reason) not in self.ran_eagerly:
             self.ran_eagerly.add((site.name, reason))
-            warnings.warn(f"{site.name} runs without its CUDA graph: {reason}", stacklevel=2)
+            warn(f"{site.name} runs without its CUDA graph: {reason}{at_first}")
         return site.function(*args, **kwargs)
 
     def backward_done(self, of: _Pass) -> None:

@@ -11,8 +11,7 @@ buffer, one launch.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -22,6 +21,7 @@ from torch import nn
 from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.layout.format import Use, WeightFormat, plain
 from megatron_fsdp_adapter.core.layout.spec import ParamSpec
+from megatron_fsdp_adapter.core.runtime.said import warn
 
 from .direct import GradWriter
 from .guard import unchecked
@@ -139,6 +139,18 @@ def unit_modules(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> dic
     return {name: child for name, child in module.named_modules() if name and is_unit(child)}
 
 
+def only_looks_up(unit: nn.Module, classes: Collection[type[nn.Module]]) -> bool:
+    """Whether backward reads no weight of `unit`: it and the modules in it are of exactly these
+    `classes`, which look rows up in a `weight`, and nothing was added to them. A subclass, a
+    parametrization or a hook may compute with the weight."""
+    return all(
+        type(child) in classes and set(child._parameters) <= {"weight"}
+        and "forward" not in vars(child)
+        and not child._forward_hooks and not child._forward_pre_hooks
+        for child in unit.modules()
+    )
+
+
 def _owner(fqn: str, unit_names: Sequence[str]) -> str:
     """The innermost unit whose name is a prefix of `fqn`, or ROOT."""
     holders = [name for name in unit_names if fqn.startswith(name + ".")]
@@ -223,9 +235,8 @@ def _checked(format: WeightFormat | None, managed: ManagedParam) -> WeightFormat
             "or keep this module's weights in the compute dtype"
         ) from error
     if not format.cuts(shape):
-        warnings.warn(
+        warn(
             f"parameter {name}: {shape[0]} rows are no multiple of {format.rows}, the rows of a "
-            f"granule in format {format.name}; it lies whole on one rank of each shard group",
-            stacklevel=3,
+            f"granule in format {format.name}; it lies whole on one rank of each shard group"
         )
     return format

@@ -6,10 +6,12 @@ parameter, as a view of it, or as a plane of a quantised one. A copy would be a 
 host, made anew in each forward; the buffer itself takes no memory while its unit is resharded, and
 a view of it reads the weights that backward has gathered again.
 
-Each storage of the engine's carries a mark. A sieve, pushed over hooks that are found when a unit
-or the model is called, asks for it. Keeping a table of storages was rejected: whoever offloads
-(Megatron's own code does so inside of units) would need to find the engine; a subclass of
-`Parameter` was too: what is saved is mostly a view, and views have torch's class.
+Each storage of the engine's carries a mark. A sieve, put in the place of hooks that are found when
+a unit or the model is called, asks for it. Torch pops hooks by number: one pushed over them, and
+left there by an interrupt, which no hook of a module sees, would be popped in their place. Keeping
+a table of storages was rejected: whoever offloads (Megatron's own code does so inside of units)
+would need to find the engine; a subclass of `Parameter` was too: what is saved is mostly a view,
+and views have torch's class.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 _MARK = "_fsdp_engine_buffer"
 
@@ -54,7 +55,7 @@ class _Sieve:
     def __init__(
         self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
     ) -> None:
-        self._pack, self._unpack = pack, unpack
+        self._pack, self._unpack = self.theirs = pack, unpack
 
     def pack(self, tensor: torch.Tensor) -> Any:
         return _Kept(tensor) if is_owned(tensor) else self._pack(tensor)
@@ -68,21 +69,34 @@ class SavedTensors:
     raises is left as well."""
 
     def __init__(self) -> None:
-        self._entered: list[tuple[Hashable, saved_tensors_hooks]] = []
+        self._entered: list[tuple[Hashable, _Sieve]] = []
 
     def enter(self, key: Hashable) -> bool:
         """A module is called; returns whether hooks are on. Costs 0.2 us where none are."""
-        found = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+        found = _innermost()
         if found is None:
             return False
         if not isinstance(getattr(found[0], "__self__", None), _Sieve):
             sieve = _Sieve(*found)
-            hooks = saved_tensors_hooks(sieve.pack, sieve.unpack)
-            hooks.__enter__()
-            self._entered.append((key, hooks))
+            _replace(sieve.pack, sieve.unpack)
+            self._entered.append((key, sieve))
         return True
 
     def leave(self, key: Hashable) -> None:
         """That call is over."""
         if self._entered and self._entered[-1][0] == key:
-            self._entered.pop()[1].__exit__()
+            _, sieve = self._entered.pop()
+            found = _innermost()
+            if found is not None and getattr(found[0], "__self__", None) is sieve:
+                _replace(*sieve.theirs)
+
+
+def _innermost() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The hooks that are on; torch's types do not know the function."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined,no-any-return]
+
+
+def _replace(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+    """Puts these in the place of the innermost hooks."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

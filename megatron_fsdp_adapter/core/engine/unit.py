@@ -12,7 +12,7 @@ from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.layout.format import Use
 
 from .group import ParamGroup
-from .guard import ReshardedParameter, set_classes
+from .guard import GatheredParameter, PresentParameter, ReshardedParameter, set_classes
 from .partition import UnitPlan
 from .quantised import QuantisedParams
 
@@ -94,7 +94,9 @@ class Unit:
         self.by_direction = any(directed for _, directed in self._directed)
         self.present, self._knows = Use.BOTH, knows
         params = [(group, param) for group in groups for param in group.params]
-        self._own_classes = [(param, type(param)) for _, param in params]
+        self._lossy = [param for group, param in params if not group.main_is_weight]
+        self._versions = self._count_writes()
+        self._own_classes = [(param, _gathered(group, type(param))) for group, param in params]
         self._guarding = [(param, self._guard_of(group, type(param))) for group, param in params]
         for group in groups:
             _label(group, f"unit {name}")
@@ -134,11 +136,24 @@ class Unit:
             )
         if phase is Phase.READY:
             set_classes(self._own_classes)
+            self._versions = self._count_writes()
         elif phase is Phase.SHARDED:
             if self.quantised:
                 self.drop_derived()
             set_classes(self._guarding)
         self.phase = phase
+
+    def _count_writes(self) -> list[int]:
+        return [param._version for param in self._lossy]
+
+    def take_written(self) -> list[str]:
+        """Labels of the parameters that were written since their weights were gathered, or since
+        this was asked; not of those whose main weights are what was written."""
+        if self.phase is not Phase.READY or self._versions == (now := self._count_writes()):
+            return []
+        before, self._versions = self._versions, now
+        both = zip(self._lossy, before, now, strict=True)
+        return [param._fsdp_label for param, then, since in both if then != since]  # type: ignore[attr-defined]
 
     def _guard_of(self, group: ParamGroup, original: type) -> type:
         if group.key.quantised and self._knows is not None:
@@ -172,6 +187,12 @@ class Unit:
         """What was made of the weights is old, or needed no more."""
         for param in self.quantised:
             self._knows.drop_derived(param)  # type: ignore[union-attr]
+
+
+def _gathered(group: ParamGroup, original: type) -> type:
+    if original is not nn.Parameter:
+        return original
+    return PresentParameter if group.main_is_weight else GatheredParameter
 
 
 def _label(group: ParamGroup, unit: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TypeVar
+
+from .said import warn
 
 Kernel = TypeVar("Kernel")
 
@@ -14,9 +15,9 @@ SQUARED = 2048
 
 def kernel_or_warning(tried: Callable[[], Kernel], otherwise: str) -> Kernel | None:
     """What `tried` returns, which runs it once: Triton needs a C compiler where it runs first. None
-    where it cannot be used, and a warning that says what is done `otherwise`."""
+    where it cannot be used, and a warning of each host that says what is done `otherwise`."""
     try:
         return tried()
     except Exception as error:  # whatever a missing or broken compiler raises
-        warnings.warn(f"{otherwise}: Triton cannot be used here ({error!r})", stacklevel=3)
+        warn(f"{otherwise}: Triton cannot be used here ({error!r})", of_host=True)
         return None

@@ -8,7 +8,6 @@ Megatron-LM main's; a field that megatron-core 0.16.1 lacks is read with main's 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from ...core.config import (
     forced_overlaps,
     strategy_named,
 )
+from ...core.runtime.said import warn
 from ...sharding.budget import GIB, can_keep
 from ...sharding.budget import OPTION as BUDGET
 from ...sharding.late_optimizer import OPTION as LATE_STEP
@@ -296,8 +296,8 @@ def precision_policy(ddp_config: Any) -> MixedPrecisionPolicy:
 
 
 def _warn_of_older_name(given: str, meaning: str) -> None:
-    """Python shows one warning of each text from one place, so this is said once a process."""
-    warnings.warn(f"{given} is read as {meaning}", FutureWarning, stacklevel=1)
+    """Python shows one warning of each text from one place, so this is said once."""
+    warn(f"{given} is read as {meaning}", FutureWarning)
 
 
 def engine_config(ddp_config: Any) -> EngineConfig:

@@ -9,8 +9,9 @@ other packages that are not tested are a remark of `doctor`.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
+
+from ...core.runtime.said import warn
 
 CORE = "megatron-core"
 
@@ -91,14 +92,13 @@ def seam_problem(version: str, unexpected: Sequence[str]) -> str | None:
 
 
 def warn_if_untested(version: str) -> None:
-    """One warning a process for a megatron-core that is used and was not tested."""
+    """One warning for a megatron-core that is used and was not tested."""
     if not is_tested(CORE, version):
-        warnings.warn(
+        warn(
             f"megatron-core {version} was never run with megatron_fsdp_adapter (tested are "
             f"{', '.join(TESTED[CORE])}): its names and parameters are as expected, but losses, "
             "gradient norms and checkpoints were compared with no other; see 'doctor --prove'",
             RuntimeWarning,
-            stacklevel=2,
         )
 
 
