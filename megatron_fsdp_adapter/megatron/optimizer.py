@@ -24,6 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import param_is_not_shared
 
 from ..core.engine.engine import FsdpEngine
+from ..core.runtime.said import warn
 from ..core.topology import TP_DIM
 from ..sharding import one_pass_norm
 from ..sharding.first_unit import FirstUnitShards
@@ -83,15 +84,14 @@ def _warn_of_unmatched(
 ) -> None:
     """Warns, on one rank, of names that match nothing. groups: core lists those of all ranks. A
     pattern that begins with "*", as core's own do, fits names of any depth, and is not meant."""
-    for key, override in overrides.items() if dist.get_rank() == 0 else ():
+    for key, override in overrides.items():
         names = [key.name] if isinstance(key.name, str) else list(key.name)
         used = any(override.items() <= group.items() for group in groups)
         if names and not used and not any(name.startswith("*") for name in names):
-            warnings.warn(
+            warn(
                 f"config_overrides: {', '.join(map(repr, names))} matches no parameter that is "
                 f"trained, on any rank. Names are those under DDP, like {example!r}; write it like "
-                "that, or begin it with '*'.",
-                stacklevel=2,
+                "that, or begin it with '*'."
             )
 
 
