@@ -71,6 +71,18 @@ def fresh_name(path: Path) -> Path:
     return path.with_name(f"{TEMPORARY}{path.name}.{secrets.token_hex(4)}")
 
 
+def owned_name(path: Path) -> Path:
+    """The same, and the name tells which process this is."""
+    return fresh_name(path.with_name(f"{path.name}.{_place()}-{os.getpid()}"))
+
+
+def abandoned(path: Path) -> list[Path]:
+    """What lies beside `path` under an owned name of a process that is gone."""
+    owned = re.compile(rf"{re.escape(TEMPORARY + path.name)}{_OWNER}{_NONCE}")
+    return [found for found in path.parent.iterdir()
+            if owned.fullmatch(found.name) and _is_ownerless(found)]  # fmt: skip
+
+
 def replaced_name(folder: Path) -> Path:
     """Where the previous `folder` waits while the new one takes its name."""
     return folder.with_name(REPLACED + folder.name)
@@ -168,8 +180,7 @@ def replacing(path: Path) -> Iterator[Path]:
     for left in _temporaries(path):
         if _is_ownerless(left):
             left.unlink(missing_ok=True)
-    owned = path.with_name(f"{path.name}.{_place()}-{os.getpid()}")
-    temporary = fresh_name(owned)
+    temporary = owned_name(path)
     try:
         yield temporary
         if not temporary.is_file():

@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
                 given.source, given.target, given.to, source_format=given.source_format,
                 iteration=given.iteration, options=_options(given), begin=begin,
             )  # fmt: skip
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"convert: {error}", file=sys.stderr)
         return 2
     plain = {**dataclasses.asdict(report), "folder": str(report.folder)}

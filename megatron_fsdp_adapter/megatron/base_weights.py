@@ -126,7 +126,7 @@ def load_plain(
     with coordination() as ranks:
 
         def plan() -> tuple[Path, list[_Read]]:
-            opened = open_state(path, None, iteration, Options(weights_only=True))
+            opened = open_state(path, None, iteration, Options(weights_only=True), trusted=False)
             weights = opened.state.weights
             reads: list[_Read] = []
             found = _on_meta(models)

@@ -97,6 +97,63 @@ def test_what_a_killed_conversion_left_is_no_result_of_another(tmp_path: Path, w
     assert sorted(path.name for path in target.iterdir()) == ["iter_0000003", folders.TRACKER]
 
 
+def owned(path: Path, process: int) -> Path:
+    """What a conversion of that process is writing `path` to."""
+    return path.with_name(f"tmp.{path.name}.{folders._place()}-{process}.7e61d24f")
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_only_what_killed_conversions_left_is_deleted(tmp_path: Path, there: bool) -> None:
+    source, target = save_fsdp(tmp_path / "a", fsdp_state(Model())), tmp_path / "llama"
+    process = subprocess.Popen(["true"])
+    process.wait()
+    users = tmp_path / "tmp.llama"
+    place = target / "huggingface" if there else target
+    left, alive = owned(place, process.pid), owned(target, os.getpid())
+    for folder in (users, left, alive, *([target] * there)):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "precious.txt").write_text("x") if folder != target else None
+    convert(source, target, "huggingface")
+    assert is_finished(target, "huggingface") and not left.exists()
+    assert (users / "precious.txt").is_file() and (alive / "precious.txt").is_file()
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_a_folder_that_is_there_stays_the_same_one(tmp_path: Path, kind: str) -> None:
+    """It may be a mount point, which cannot be replaced."""
+    source, target = save_fsdp(tmp_path / "a", fsdp_state(Model())), tmp_path / "b"
+    (tmp_path / "b").mkdir()
+    if kind == "link":
+        target = tmp_path / "link"
+        target.symlink_to(tmp_path / "b")
+    before = (tmp_path / "b").stat().st_ino
+    convert(source, target, "huggingface")
+    assert (tmp_path / "b").stat().st_ino == before and target.is_symlink() == (kind == "link")
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
+    assert {path.name for path in tmp_path.iterdir()} <= {"a", "b", "link"}
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_target_that_another_conversion_fills_meanwhile_is_left_to_it(
+    tmp_path: Path, there: bool
+) -> None:
+    source, target = save_fsdp(tmp_path / "a", fsdp_state(Model())), tmp_path / "b"
+    if there:
+        target.mkdir()
+
+    def begin(total: int):
+        target.mkdir(exist_ok=True)
+        (target / "config.json").write_text("of another")
+        return lambda name, nbytes: None
+
+    with pytest.raises(ValueError, match="made meanwhile|not empty any more"):
+        convert(source, target, "huggingface", begin=begin)
+    assert [path.name for path in target.iterdir()] == ["config.json"]
+    assert (target / "config.json").read_text() == "of another"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
 @pytest.mark.parametrize("to", ["torch_dist", "huggingface"])
 def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, to: str) -> None:
     source = save_fsdp(tmp_path / "a", fsdp_state(Model()))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from convert_cases import (
     Model,
     fsdp_state,
     hugging_face_folder,
+    llama_config,
     save_fsdp,
 )
 from torch.distributed.checkpoint import FileSystemReader
@@ -21,6 +24,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_fsdp_adapter.checkpoint.convert import Options, convert
 
 ITERATION = "iter_0000003"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}  # fmt: skip
 
 
 def fsdp(root: Path, change: Callable[[dict[str, Any]], Any] = lambda state: None) -> Path:
@@ -153,6 +158,34 @@ def lost_tensor(root: Path) -> Path:
     return root
 
 
+def indexed(root: Path, file: Any) -> Path:
+    """The file is there all the same, where a link or the path leads to it."""
+    hugging_face(root)
+    (root.parent / "elsewhere.safetensors").write_bytes((root / "model.safetensors").read_bytes())
+    weight_map = {"lm_head.weight": file}
+    (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return root
+
+
+def saying(root: Path, experts: int = 0, **changes: Any) -> Path:
+    """A checkpoint whose arguments say so."""
+    state = fsdp_state(Model(experts=experts))
+    state["model"] = {k: v for k, v in state["model"].items() if "expert_bias" not in k}
+    vars(state["args"]).update(changes)
+    return save_fsdp(root, state)
+
+
+def tied_beside_a_head(root: Path, value: float) -> Path:
+    """As `transformers` 4 ignores it, and 5 does not where values differ."""
+    from safetensors.torch import load_file, save_file
+
+    hugging_face(root, tie_word_embeddings=True)
+    tensors = load_file(root / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + value
+    save_file(tensors, root / "model.safetensors")
+    return root
+
+
 def a_file(root: Path) -> Path:
     root.write_text("x")
     return root
@@ -239,6 +272,50 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
      "not \\(13, 16\\)"),
     ("another number of groups", lambda r: hugging_face(r, num_key_value_heads=4), "fsdp_dtensor",
      "k_proj"),
+    ("tied and another head", lambda r: tied_beside_a_head(r, 0.5), "fsdp_dtensor",
+     "tie_word_embeddings=True.*lm_head.weight of other values"),
+    ("index leads out", lambda r: indexed(r, "../elsewhere.safetensors"), "fsdp_dtensor",
+     "'../elsewhere.safetensors', which names no file of this folder"),
+    ("index has a path", lambda r: indexed(r, str(r.parent / "elsewhere.safetensors")),
+     "fsdp_dtensor", "elsewhere.safetensors', which names no file of this folder"),
+    ("index has a number", lambda r: indexed(r, 7), "fsdp_dtensor", "into 7, which names no file"),
+    # computes what core's model would not
+    *((f"config: {name}={value}", lambda r, n=name, v=value: hugging_face(r, **{n: v}),
+       "fsdp_dtensor", message) for name, value, message in (
+        ("hidden_act", "gelu_pytorch_tanh", "hidden_act='gelu_pytorch_tanh' \\(not 'silu'\\)"),
+        ("attention_bias", True, "attention_bias=True"),
+        ("mlp_bias", True, "mlp_bias=True"),
+        ("sliding_window", 16, "sliding_window=16"),
+        ("partial_rotary_factor", 0.5, "partial_rotary_factor=0.5"),
+        ("quantization_config", {"bits": 4}, "quantization_config="),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope_type='linear'"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "rope_type='yarn'"),
+        ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4}, "rope_type='dynamic'"),
+        ("rope_scaling", {**LLAMA3, "low_freq_factor": 2.0}, "low_freq_factor=2.0 \\(not 1.0\\)"),
+        ("rope_scaling", {**LLAMA3, "original_max_position_embeddings": 4096},
+         "original_max_position_embeddings=4096 \\(not 8192\\)"),
+    )),
+    # is neither a Llama nor a Mixtral
+    *((f"argument: {name}={value}",
+       lambda r, n=name, v=value, e=experts: saying(r, e, **{n: v}), "huggingface",
+       f"{name}={re.escape(repr(value))}.*{message}") for name, value, experts, message in (
+        ("layernorm_zero_centered_gamma", True, 0, "neither a Llama nor a Mixtral"),
+        ("apply_layernorm_1p", True, 0, "neither"),
+        ("rotary_seq_len_interpolation_factor", 4, 0, "neither"),
+        ("window_size", (128, 0), 0, "neither"),
+        ("use_mup", True, 0, "neither"),
+        ("softmax_scale", 0.5, 0, "neither"),
+        ("apply_residual_connection_post_layernorm", True, 0, "neither"),
+        ("spec", ["my.module", "my_spec"], 0, "neither"),
+        ("activation_func", "torch.nn.functional.gelu", 0, "neither"),
+        ("moe_router_pre_softmax", True, 2, "neither"),
+        ("moe_router_load_balancing_type", ["aux_loss", "sinkhorn"], 2, "neither"),
+        ("embedding_multiplier", 4.0, 0, "not known whether.*--hf-config"),
+    )),
+    ("a factor that Megatron-LM ignores",
+     lambda r: saying(r, use_rope_scaling=True, rope_scaling_factor=32.0,
+                      rotary_seq_len_interpolation_factor=None),
+     "huggingface", "rope_scaling_factor=32.0.*computes with 8.0.*--hf-config"),
 )  # fmt: skip
 
 
@@ -263,6 +340,56 @@ def test_unusable_input_is_one_clear_error(
     text = str(caught.value)
     assert len(text) < 1500 and str(source) in text
     assert not (target / "latest_checkpointed_iteration.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("experts", "changes"),
+    [
+        (0, {"window_size": [-1, 0], "rotary_seq_len_interpolation_factor": 1.0}),
+        (0, {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5}),
+        (2, {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}),
+        (0, {"activation_func": torch.nn.functional.silu, "exit_signal": signal.SIGTERM}),
+        (0, {"my_tool_is_on": False, "micro_batch_size": 4, "attention_dropout": 0.1}),
+    ],
+)
+def test_arguments_without_effect_are_no_obstacle(
+    tmp_path: Path, experts: int, changes: dict[str, Any]
+) -> None:
+    report = convert(saying(tmp_path / "a", experts, **changes), tmp_path / "b", "huggingface")
+    assert report.dropped == ("everything but weights",)
+
+
+def test_what_training_does_to_tokens_of_experts_is_reported(tmp_path: Path) -> None:
+    source = saying(tmp_path / "a", 2, moe_expert_capacity_factor=1.25, moe_input_jitter_eps=0.01)
+    assert convert(source, tmp_path / "b", "huggingface").dropped == (
+        "everything but weights", "moe_expert_capacity_factor=1.25", "moe_input_jitter_eps=0.01"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 2, "head_dim": 8, "num_key_value_heads": 1},
+         "num_attention_heads=4 .the config: 2.*num_query_groups=2 .the config: 1.*kv_channels=4"),
+        ({"rms_norm_eps": 1e-2}, "norm_epsilon=1e-05 .the config: 0.01"),
+        ({"rope_theta": 5e5}, "rotary_base=10000.0 .the config: 500000.0"),
+        ({"rope_scaling": LLAMA3}, "rope_scaling_factor=None .the config: 8.0"),
+        ({"hidden_act": "relu"}, "hidden_act='relu'"),
+        ({}, None),
+    ],
+)  # fmt: skip
+def test_a_config_that_contradicts_the_arguments_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str | None
+) -> None:
+    source = saying(tmp_path / "a", rotary_base=10000, use_rope_scaling=False, unheard_of=1)
+    (tmp_path / "config.json").write_text(json.dumps(llama_config(Model(), **changes)))
+    options = Options(hf_config=tmp_path / "config.json")
+    if message is None:
+        convert(source, tmp_path / "b", "huggingface", options=options)
+        return
+    with pytest.raises(ValueError, match=message):
+        convert(source, tmp_path / "b", "huggingface", options=options)
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_target_that_is_taken_is_left_alone(tmp_path: Path) -> None:

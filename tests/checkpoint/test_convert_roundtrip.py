@@ -16,6 +16,7 @@ from convert_cases import (
     fsdp_state,
     hf_shapes,
     hugging_face_folder,
+    llama_config,
     load_all,
     save_fsdp,
     shapes,
@@ -163,6 +164,89 @@ def test_rows_of_padding_are_added_as_zeros_and_cut_off_again(tmp_path: Path) ->
     convert(tmp_path / "a", tmp_path / "back", "huggingface", options=cut)
     before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("hf", "back"))
     assert differences(before, after) == []
+
+
+def converted_config(source: Path, target: Path, **options: object) -> dict:
+    convert(source, target, "huggingface", options=Options(**options))  # type: ignore[arg-type]
+    return json.loads((target / "config.json").read_text())
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rotary_scaling_is_carried_there_and_back(tmp_path: Path, factor: float, key: str) -> None:
+    scaling = {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    hugging_face_folder(tmp_path / "hf", Model(), **{key: scaling}, rope_theta=5e5)
+    convert(tmp_path / "hf", tmp_path / "a", "fsdp_dtensor")
+    args = load_all(tmp_path / "a" / IMPORTED)["args"]
+    assert args.use_rope_scaling is True and args.rope_scaling_factor == factor
+    back = converted_config(tmp_path / "a", tmp_path / "back")
+    assert back["rope_scaling"] == scaling and back["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize("name", ["layernorm_epsilon", "norm_epsilon"])
+def test_the_epsilon_of_norms_has_another_name_in_newer_releases(tmp_path: Path, name: str) -> None:
+    state = fsdp_state(Model())
+    del state["args"].norm_epsilon
+    setattr(state["args"], name, 3e-6)
+    save_fsdp(tmp_path / "a", state)
+    assert converted_config(tmp_path / "a", tmp_path / "hf")["rms_norm_eps"] == 3e-6
+    convert(tmp_path / "hf", tmp_path / "b", "fsdp_dtensor")
+    assert getattr(load_all(tmp_path / "b" / IMPORTED)["args"], name) == 3e-6
+
+
+@pytest.mark.parametrize(("experts", "theta"), [(0, 1e4), (2, 1e6)])
+def test_what_a_config_leaves_out_is_its_familys(
+    tmp_path: Path, experts: int, theta: float
+) -> None:
+    """`transformers` has other defaults for a Mixtral."""
+    hugging_face_folder(tmp_path / "hf", Model(experts=experts))
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    del config["rope_theta"], config["rms_norm_eps"]
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    convert(tmp_path / "hf", tmp_path / "a", "fsdp_dtensor")
+    args = load_all(tmp_path / "a" / IMPORTED)["args"]
+    assert (args.rotary_base, args.norm_epsilon) == (theta, 1e-5 if experts else 1e-6)
+
+
+def test_a_config_that_is_given_has_the_rows_and_the_dtype_of_the_weights(tmp_path: Path) -> None:
+    save_fsdp(tmp_path / "a", fsdp_state(Model()))
+    given = tmp_path / "config.json"
+    given.write_text(json.dumps(llama_config(Model(), torch_dtype="float16", bos_token_id=7)))
+    config = converted_config(
+        tmp_path / "a", tmp_path / "hf", hf_config=given, vocab_size=20,
+        params_dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert config == {**llama_config(Model(), bos_token_id=7), "vocab_size": 20,
+                      "torch_dtype": "bfloat16"}  # fmt: skip
+
+
+def test_a_tied_model_whose_file_has_its_head_too_is_read(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    hugging_face_folder(tmp_path / "hf", Model(tied=True))
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    convert(tmp_path / "hf", tmp_path / "a", "fsdp_dtensor")
+    assert "model.module.output_layer.weight" not in load_all(tmp_path / "a" / IMPORTED)
+
+
+def test_tensors_without_elements_are_kept(tmp_path: Path) -> None:
+    """A list of what was seen, before anything was."""
+    state = {**fsdp_state(Model()), "data": {"seen": torch.zeros(0, 3, dtype=torch.int64)}}
+    save_fsdp(tmp_path / "a", state)
+    convert(tmp_path / "a", tmp_path / "b", "fsdp_dtensor")
+    convert(tmp_path / "b", tmp_path / "c", "torch_dist")
+    convert(tmp_path / "c", tmp_path / "d", "fsdp_dtensor")
+    before = load_all(tmp_path / "a" / FOLDER)
+    assert before["data.seen"].shape == (0, 3)
+    for name in ("b", "d"):
+        assert differences(before, load_all(tmp_path / name / FOLDER)) == []
+    report = examine(tmp_path / "b" / FOLDER)
+    assert report["intact"] and report["without_digest"] == []
 
 
 def test_modules_of_another_kind_get_other_names_and_the_same_values(tmp_path: Path) -> None:

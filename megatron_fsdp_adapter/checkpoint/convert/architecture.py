@@ -10,18 +10,45 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp_adapter.checkpoint.convert import arguments
 from megatron_fsdp_adapter.checkpoint.convert.training_state import NameStyle, TrainingState
 
 LLAMA, MIXTRAL = "llama", "mixtral"
 _CLASSES = {LLAMA: "LlamaForCausalLM", MIXTRAL: "MixtralForCausalLM"}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    LLAMA: {"groups": None, "epsilon": 1e-6, "theta": 1e4, "positions": 2048},
+    MIXTRAL: {"groups": 8, "epsilon": 1e-5, "theta": 1e6, "positions": 4096 * 32},
+}
+"""What `transformers` takes for fields that a config leaves out."""
+
+_EPSILON = ("layernorm_epsilon", "norm_epsilon")
+"""The argument's name in the releases supported, and in earlier ones."""
+
+_FACTOR = 8.0
+_LLAMA3 = {
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+"""Constants of core's `RotaryEmbedding` with `rope_scaling`, and its default factor."""
+
+_WANTED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "partial_rotary_factor": (None, 1),
+    "quantization_config": (None,),
+    "auto_map": (None,),
+    "add_cross_attention": (None, False),
+}
+"""Field of a Hugging Face config -> values with which the model is one that core computes."""
 
 
 @dataclass(frozen=True)
 class Architecture:
     """A Llama or a Mixtral.
 
-    vocab: rows of the embedding; ffn: width of an MLP, of one expert in a Mixtral; experts, top_k:
-    0 in a Llama. Raises ValueError for sizes that do not fit together.
+    vocab: rows of the embedding; ffn: width of an MLP, of one expert in a Mixtral; rope_factor: of
+    Llama 3's scaling of rotary frequencies, None without; experts, top_k: 0 in a Llama. Raises
+    ValueError for sizes that do not fit together.
     """
 
     layers: int
@@ -35,7 +62,7 @@ class Architecture:
     norm_epsilon: float = 1e-5
     rotary_base: float = 10000.0
     max_positions: int = 2048
-    rope_scaling: Mapping[str, Any] | None = None
+    rope_factor: float | None = None
     experts: int = 0
     top_k: int = 0
 
@@ -55,38 +82,59 @@ class Architecture:
 def from_arguments(state: TrainingState) -> Architecture:
     """The architecture by the arguments saved in `state` and its tensors' shapes.
 
-    Raises ValueError if an argument is missing, or asks for what Llama and Mixtral do not have.
+    Raises ValueError if an argument is missing or not known, or asks for what Llama and Mixtral do
+    not have.
     """
-    get = state.argument
-    missing = [name for name in ("num_attention_heads", "hidden_size") if get(name) is None]
+    found = {field: value for field, (_, value) in _told(state).items()}
+    missing = [name for name in ("num_attention_heads", "hidden_size")
+               if state.argument(name) is None]  # fmt: skip
     if missing:
         raise ValueError(
             f"the checkpoint does not tell {', '.join(missing)}, which the layout of attention "
             "weights depends on; give a Hugging Face config.json of the model with --hf-config"
         )
-    _refuse_other_models(state)
-    heads, hidden = int(get("num_attention_heads")), int(get("hidden_size"))
-    grouped = get("group_query_attention", get("num_query_groups") is not None)
-    experts = int(get("num_experts", 0) or 0)
-    embedding = state.weights["embedding.word_embeddings.weight"]
-    layers = [name for name in state.weights if name.endswith(".input_layernorm.weight")]
-    ffn = get("moe_ffn_hidden_size") if experts else None
+    args = state.rest.get("args")
+    arguments.refuse_other_models(args, state.is_moe)
+    arguments.refuse_unknown(args)
+    factor, ignored = _factor(state)
+    if ignored:
+        raise ValueError(
+            f"rope_scaling_factor={ignored}: Megatron-LM saves it and computes with {factor}. Give "
+            "the config.json whose factor the model was trained with, with --hf-config"
+        )
+    hidden, heads = found["hidden"], found["heads"]
+    defaults = {
+        "layers": sum(name.endswith(".input_layernorm.weight") for name in state.weights),
+        "query_groups": heads,
+        "head_dim": hidden // heads,
+        "ffn": 4 * hidden,
+        "experts": 0,
+        "top_k": 2 if found.get("experts") else 0,
+    }
     return Architecture(
-        layers=len(layers),
-        hidden=hidden,
-        heads=heads,
-        query_groups=int(get("num_query_groups", heads)) if grouped else heads,
-        head_dim=int(get("kv_channels", hidden // heads)),
-        ffn=int(ffn or get("ffn_hidden_size", 4 * hidden)),
-        vocab=embedding.shape[0],
+        vocab=state.weights["embedding.word_embeddings.weight"].shape[0],
         tied="output_layer.weight" not in state.weights,
-        norm_epsilon=float(get("norm_epsilon", 1e-5)),
-        rotary_base=float(get("rotary_base", 10000)),
-        max_positions=int(get("max_position_embeddings", get("seq_length", 2048))),
-        rope_scaling=_scaling(get("rope_scaling_factor", 8.0)) if get("use_rope_scaling") else None,
-        experts=experts,
-        top_k=int(get("moe_router_topk", 2)) if experts else 0,
+        max_positions=int(
+            state.argument("max_position_embeddings", state.argument("seq_length", 2048))
+        ),
+        **{**defaults, **found},
     )
+
+
+def refuse_contradictions(state: TrainingState, model: Architecture) -> None:
+    """ValueError unless the architecture, of a config that was given, is that of the arguments
+    saved in `state`, as far as there are any."""
+    arguments.refuse_other_models(state.rest.get("args"), state.is_moe)
+    wrong = [
+        f"{name}={value!r} (the config: {getattr(model, field)!r})"
+        for field, (name, value) in _told(state).items()
+        if value != getattr(model, field)
+    ]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)}: the checkpoint was saved with other arguments than the config of "
+            "--hf-config has. Correct the config, or leave it out"
+        )
 
 
 def from_config(config: Mapping[str, Any]) -> Architecture:
@@ -97,26 +145,52 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
         raise ValueError(
             f"model_type={family!r} cannot be converted; the families are {', '.join(_CLASSES)}"
         )
+    rope, defaults = _rope_parameters(config), _DEFAULTS[family]
     try:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         return Architecture(
             layers=config["num_hidden_layers"],
             hidden=hidden,
             heads=heads,
-            query_groups=config.get("num_key_value_heads") or heads,
+            query_groups=config.get("num_key_value_heads", defaults["groups"]) or heads,
             head_dim=config.get("head_dim") or hidden // heads,
             ffn=config["intermediate_size"],
             vocab=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings", False)),
-            norm_epsilon=config.get("rms_norm_eps", 1e-6),
-            rotary_base=_rotary_base(config),
-            max_positions=config.get("max_position_embeddings", 2048),
-            rope_scaling=config.get("rope_scaling"),
+            norm_epsilon=float(config.get("rms_norm_eps", defaults["epsilon"])),
+            rotary_base=float(
+                config.get("rope_theta") or rope.get("rope_theta") or defaults["theta"]
+            ),
+            max_positions=config.get("max_position_embeddings", defaults["positions"]),
+            rope_factor=float(rope["factor"]) if rope["rope_type"] == "llama3" else None,
             experts=config["num_local_experts"] if family == MIXTRAL else 0,
             top_k=config["num_experts_per_tok"] if family == MIXTRAL else 0,
         )
     except KeyError as error:
         raise ValueError(f"the Hugging Face config has no {error.args[0]}") from error
+
+
+def refuse_other_configs(config: Mapping[str, Any]) -> None:
+    """ValueError that names each field with which `transformers` computes what core does not."""
+    rope = _rope_parameters(config)
+    values = {"hidden_act": "silu", **config, **{k: v for k, v in rope.items() if k in _WANTED}}
+    wrong = [f"{name}={values[name]!r} (not {wanted[0]!r})" for name, wanted in _WANTED.items()
+             if name in values and values[name] not in wanted]  # fmt: skip
+    kind = rope["rope_type"]
+    if kind not in ("default", "llama3") or any(isinstance(v, Mapping) for v in rope.values()):
+        wrong.append(f"rope_scaling.rope_type={kind!r} (not 'llama3')")
+    if kind == "llama3":
+        wrong += [f"rope_scaling.{name}={rope.get(name)!r} (not {value!r})"
+                  for name, value in _LLAMA3.items() if rope.get(name) != value]  # fmt: skip
+    window, positions = config.get("sliding_window"), config.get("max_position_embeddings")
+    is_used = window is not None and config.get("use_sliding_window", True)
+    if is_used and (positions is None or window < positions):
+        wrong.append(f"sliding_window={window} (not None, or max_position_embeddings at least)")
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)}: what is converted would not compute that. Convert a model "
+            "without it; if it has no effect on this one, take it out of its config.json"
+        )
 
 
 def to_config(model: Architecture, dtype: torch.dtype, vocab: int) -> dict[str, Any]:
@@ -134,7 +208,8 @@ def to_config(model: Architecture, dtype: torch.dtype, vocab: int) -> dict[str, 
         "max_position_embeddings": model.max_positions,
         "rms_norm_eps": model.norm_epsilon,
         "rope_theta": model.rotary_base,
-        "rope_scaling": model.rope_scaling,
+        "rope_scaling": None if model.rope_factor is None else
+        {"rope_type": "llama3", "factor": model.rope_factor, **_LLAMA3},
         "tie_word_embeddings": model.tied,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -152,7 +227,7 @@ def to_arguments(
     model: Architecture, style: NameStyle, dtype: torch.dtype, vocab: int
 ) -> Namespace:
     """The training arguments of the model that Megatron reads from a checkpoint."""
-    arguments = Namespace(
+    made = Namespace(
         num_layers=model.layers,
         hidden_size=model.hidden,
         num_attention_heads=model.heads,
@@ -162,12 +237,14 @@ def to_arguments(
         ffn_hidden_size=model.ffn,
         max_position_embeddings=model.max_positions,
         padded_vocab_size=vocab,
-        norm_epsilon=model.norm_epsilon,
+        **dict.fromkeys(_EPSILON, model.norm_epsilon),
         normalization="RMSNorm",
         swiglu=True,
         add_bias_linear=False,
         position_embedding_type="rope",
         rotary_base=model.rotary_base,
+        use_rope_scaling=model.rope_factor is not None,
+        rope_scaling_factor=_FACTOR if model.rope_factor is None else model.rope_factor,
         untie_embeddings_and_output_weights=not model.tied,
         transformer_impl="transformer_engine" if style.fused_norms else "local",
         tensor_model_parallel_size=1,
@@ -177,43 +254,58 @@ def to_arguments(
         params_dtype=dtype,
     )
     if model.experts:
-        vars(arguments).update(
+        vars(made).update(
             num_experts=model.experts,
             moe_router_topk=model.top_k,
             moe_ffn_hidden_size=model.ffn,
             moe_grouped_gemm=style.grouped_experts,
             moe_layer_freq=1,
         )
-    return arguments
+    return made
 
 
-def _refuse_other_models(state: TrainingState) -> None:
-    wanted = {
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "rotary_interleaved": False,
-        "multi_latent_attention": False,
-        "rotary_percent": 1.0,
+def _told(state: TrainingState) -> dict[str, tuple[str, Any]]:
+    """Field of the architecture -> the saved argument that tells it, and its value."""
+    get = state.argument
+    of_experts = bool(get("num_experts", 0))
+    one_each = get("group_query_attention") is False  # num_query_groups is a default then
+    fields: dict[str, tuple[type, tuple[str, ...]]] = {
+        "layers": (int, ("num_layers",)),
+        "hidden": (int, ("hidden_size",)),
+        "heads": (int, ("num_attention_heads",)),
+        "query_groups": (int, ("num_attention_heads" if one_each else "num_query_groups",)),
+        "head_dim": (int, ("kv_channels",)),
+        "ffn": (int, ("moe_ffn_hidden_size",) * of_experts + ("ffn_hidden_size",)),
+        "norm_epsilon": (float, _EPSILON),
+        "rotary_base": (float, ("rotary_base",)),
+        "experts": (int, ("num_experts",)),
+        "top_k": (int, ("moe_router_topk",) * of_experts),
     }
-    found = {name: state.argument(name, value) for name, value in wanted.items()}
-    wrong = [f"{name}={found[name]!r} (not {wanted[name]!r})" for name in wanted
-             if found[name] != wanted[name]]  # fmt: skip
-    if wrong:
-        raise ValueError(f"neither a Llama nor a Mixtral: {', '.join(wrong)}")
+    told: dict[str, tuple[str, Any]] = {}
+    for field, (kind, names) in fields.items():
+        name = next((name for name in names if get(name) is not None), None)
+        if name is not None:
+            told[field] = name, kind(get(name))
+    factor, ignored = _factor(state)
+    if get("use_rope_scaling") is not None and not ignored:
+        told["rope_factor"] = "rope_scaling_factor", factor
+    return told
 
 
-def _scaling(factor: float) -> dict[str, Any]:
-    """Llama 3's scaling with the constants that core has fixed."""
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+def _factor(state: TrainingState) -> tuple[float | None, float | None]:
+    """The factor of Llama 3's scaling (None: none), and one that Megatron-LM took and ignored:
+    its GPT is built without it."""
+    if not state.argument("use_rope_scaling", False):
+        return None, None
+    factor = float(state.argument("rope_scaling_factor", _FACTOR))
+    # No other script's arguments have this one.
+    is_megatron_lm = "rotary_seq_len_interpolation_factor" in arguments.entries(
+        state.rest.get("args")
+    )
+    return (_FACTOR, factor) if is_megatron_lm and factor != _FACTOR else (factor, None)
 
 
-def _rotary_base(config: Mapping[str, Any]) -> float:
-    parameters = config.get("rope_parameters") or {}  # transformers 5
-    return float(config.get("rope_theta") or parameters.get("rope_theta") or 10000.0)
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of transformers 5 and of those before, under the names of today."""
+    found = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    return {**found, "rope_type": found.get("rope_type", found.get("type", "default"))}

@@ -10,17 +10,20 @@ block that is cast has another one, at most twice as large, beside it.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_fsdp_adapter.checkpoint import folders, record, storage
 from megatron_fsdp_adapter.checkpoint.convert import (
     architecture,
+    arguments,
     common_state,
     fsdp_dtensor,
     hugging_face,
@@ -206,12 +209,16 @@ def convert(
     options = options or Options()
     if target_format not in FORMATS:
         raise ValueError(f"format {target_format!r} must be one of {', '.join(FORMATS)}")
-    if target_format == HUGGING_FACE:
+    to_hugging_face = target_format == HUGGING_FACE
+    if to_hugging_face:
         options = replace(options, weights_only=True)  # there is no place for anything else
-    _check_target(target)
-    opened = open_state(source, source_format, iteration, options)
+    _check_target(target, target_format)
+    # Of objects only arguments are looked at, where none is written again.
+    opened = open_state(source, source_format, iteration, options, trusted=not to_hugging_face)
     state, listen = opened.state, begin or (lambda total: lambda name, nbytes: None)
     with _naming(source):
+        if opened.format == HUGGING_FACE:
+            architecture.refuse_other_configs(read_json(source / hugging_face.CONFIG))
         if target_format == HUGGING_FACE:
             count, nbytes, folder = _write_hugging_face(state, target, options, listen)
         else:
@@ -273,12 +280,17 @@ def _hugging_face_style(options: Options) -> NameStyle:
     return NameStyle(fused_norms=fused, grouped_experts=grouped, gated=True)
 
 
-def _check_target(target: Path) -> None:
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{target} is a file; name a new folder for the result")
+def _check_target(target: Path, target_format: str) -> None:
+    if os.path.lexists(target) and not target.is_dir():
+        what = "a link that leads nowhere" if target.is_symlink() else "a file"
+        raise ValueError(f"{target} is {what}; name a new folder for the result")
     names = {path.name for path in target.iterdir()} if target.is_dir() else set()
     # What an interrupted conversion left does not count; it is deleted before the next one.
-    taken = sorted(names - set(folders.leftovers(target))) if names else []
+    if target_format == HUGGING_FACE:
+        left = {path.name for path in folders.abandoned(_inside(target))} if names else set()
+    else:
+        left = set(folders.leftovers(target)) if names else set()
+    taken = sorted(names - left)
     if taken:
         raise ValueError(f"{target} is not empty (it has {taken[0]}); name a new folder")
 
@@ -308,12 +320,7 @@ def _write_megatron(
 def _write_hugging_face(
     state: TrainingState, target: Path, options: Options, begin: Callable[[int], Progress]
 ) -> tuple[int, int, Path]:
-    if options.hf_config is None:
-        model, config = architecture.from_arguments(state), None
-    else:
-        file = options.hf_config
-        config = read_json(file / hugging_face.CONFIG if file.is_dir() else file)
-        model = architecture.from_config(config)
+    model, config = _model_of(state, options)
     rows = state.weights[hugging_face.EMBEDDING].shape[0]
     vocab = options.vocab_size or (model.vocab if config else rows)
     if vocab > rows:
@@ -323,22 +330,65 @@ def _write_hugging_face(
     if options.params_dtype is not None:
         tensors = {name: cast(tensor, dtype) for name, tensor in tensors.items()}
     total = sum(tensor.nbytes for tensor in tensors.values())
-    text = json.dumps(config or architecture.to_config(model, dtype, vocab), indent=2) + "\n"
-    temporary = target.with_name(f"tmp.{target.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        (temporary / hugging_face.CONFIG).write_text(text)
+    config = config or architecture.to_config(model, dtype, vocab)
+    name = "dtype" if "dtype" in config else "torch_dtype"  # as transformers 5 calls it, and 4
+    config = {**config, "vocab_size": vocab, name: str(dtype).removeprefix("torch.")}
+    with _appearing(target) as temporary:
+        (temporary / hugging_face.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         write_tensors(temporary, tensors, options.block_bytes, options.max_file_bytes, begin(total))
+    return len(tensors), total, target
+
+
+def _model_of(
+    state: TrainingState, options: Options
+) -> tuple[architecture.Architecture, dict[str, Any] | None]:
+    """By the config that was given, which is returned too, or by the saved arguments. ValueError if
+    the two differ, or name another model."""
+    if options.hf_config is None:
+        return architecture.from_arguments(state), None
+    file = options.hf_config
+    config = read_json(file / hugging_face.CONFIG if file.is_dir() else file)
+    model = architecture.from_config(config)
+    architecture.refuse_other_configs(config)
+    architecture.refuse_contradictions(state, model)
+    return model, config
+
+
+def _inside(target: Path) -> Path:
+    """What the files of a result are written to, below its folder, where that is there already."""
+    return target / "huggingface"
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """Gives an empty folder whose files become those of `target` when the block ends without error:
+    the folder is renamed, or, if `target` is there (a mount point, a link), they are moved up into
+    it, the config last. What killed conversions left is deleted. ValueError if the target is taken
+    meanwhile."""
+    is_there = target.is_dir()
+    place = _inside(target) if is_there else target
+    place.parent.mkdir(parents=True, exist_ok=True)
+    folders.remove_or_warn(folders.abandoned(place))
+    temporary = folders.owned_name(place)
+    temporary.mkdir()
+    try:
+        yield temporary
+        folders.sync_folder(temporary)
+        if not is_there:
+            if os.path.lexists(target):
+                raise ValueError(f"{target} was made meanwhile; name a new folder")
+            temporary.rename(target)
+        else:
+            others = sorted({path.name for path in target.iterdir()} - {temporary.name})
+            if others:
+                raise ValueError(f"{target} is not empty any more (it has {others[0]})")
+            for path in sorted(temporary.iterdir(), key=lambda p: p.name == hugging_face.CONFIG):
+                path.rename(target / path.name)
+            temporary.rmdir()
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    folders.sync_folder(temporary)
-    if target.exists():
-        target.rmdir()  # it is empty
-    temporary.rename(target)
-    folders.sync_folder(target.absolute().parent)
-    return len(tensors), total, target
+    folders.sync_folder(target if is_there else target.absolute().parent)
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -348,5 +398,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _dropped(state: TrainingState, target_format: str) -> tuple[str, ...]:
-    rest = ("everything but weights",) if target_format == HUGGING_FACE else ()
-    return (*state.dropped, *rest)
+    if target_format != HUGGING_FACE:
+        return state.dropped
+    of_tokens = arguments.not_carried(state.rest.get("args"), state.is_moe)
+    return (*state.dropped, "everything but weights", *of_tokens)

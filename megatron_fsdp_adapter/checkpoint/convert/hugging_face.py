@@ -28,7 +28,13 @@ import torch
 
 from megatron_fsdp_adapter.checkpoint.convert import architecture
 from megatron_fsdp_adapter.checkpoint.convert.architecture import Architecture
-from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, concat, narrow, zero_rows
+from megatron_fsdp_adapter.checkpoint.convert.lazy import (
+    LazyTensor,
+    blocks,
+    concat,
+    narrow,
+    zero_rows,
+)
 from megatron_fsdp_adapter.checkpoint.convert.safetensors_files import read_json, read_tensors
 from megatron_fsdp_adapter.checkpoint.convert.training_state import NameStyle, TrainingState
 
@@ -60,6 +66,7 @@ _EXPERT: Mapping[str, tuple[str, ...]] = {
     ),
     "mlp.experts.{}.linear_fc2.weight": ("block_sparse_moe.experts.{}.w2.weight",),
 }
+_COMPARED_BYTES = 2**20
 _COMPUTED = "rotary_emb.inv_freq"
 """Ending of what old files have beside the weights."""
 
@@ -81,8 +88,15 @@ def read(
     model = architecture.from_config(read_json(folder / CONFIG))
     tensors = read_tensors(folder)
     parts = dict(_pieces(model))
+    spare = tensors.pop(_TOP[OUTPUT], None) if model.tied else None
     _check_names(tensors, {name for names in parts.values() for name in names}, folder)
     _check_shapes(tensors, model, folder)
+    if spare is not None and not _same_values(spare, tensors[_TOP[EMBEDDING]]):
+        raise ValueError(
+            f"tie_word_embeddings=True: {folder} has a {_TOP[OUTPUT]} of other values than "
+            f"{_TOP[EMBEDDING]}. Say false in {CONFIG} or take the tensor out, as the model was "
+            "trained"
+        )
     rows = padded_vocab or -(-model.vocab // vocab_multiple) * vocab_multiple
     if rows < model.vocab:
         raise ValueError(f"padded_vocab_size={rows} is less than vocab_size={model.vocab}")
@@ -236,6 +250,14 @@ def _check_qkv_rows(model: Architecture, name: str, rows: int) -> None:
             f"{name} has {rows} rows, but {model.heads} heads of {model.head_dim} in "
             f"{model.query_groups} groups need {needed}"
         )
+
+
+def _same_values(a: LazyTensor, b: LazyTensor) -> bool:
+    """A block of each is in memory at a time."""
+    return a.shape == b.shape and a.dtype == b.dtype and all(
+        torch.equal(a.block(box), b.block(box))
+        for box in blocks(a.shape, a.dtype.itemsize, _COMPARED_BYTES)
+    )
 
 
 def _check_names(found: Mapping[str, LazyTensor], wanted: set[str], where: object) -> None:

@@ -135,9 +135,8 @@ def zero_rows(rows: int, like: LazyTensor) -> LazyTensor:
 
 def blocks(shape: Shape, itemsize: int, limit: int) -> Iterator[Box]:
     """Blocks that cover `shape` once, in order, each of at most `limit` bytes (one element at
-    least). Dimension 0 is cut first; one of its entries that is too large is cut further."""
-    if math.prod(shape) == 0 and shape:
-        return
+    least). Dimension 0 is cut first; one of its entries that is too large is cut further. A tensor
+    without elements is one block without any: files have a place for each block, and so for it."""
     if math.prod(shape) * itemsize <= limit or not shape:
         yield (0,) * len(shape), shape
         return

@@ -38,5 +38,10 @@ def _arguments(path: Path) -> Namespace:
     model = content.get("model") if isinstance(content, Mapping) else None
     if not isinstance(model, Mapping):
         raise ValueError(f"{path} has no section model, which tells what the weights are of")
-    plain = {name: value for name, value in model.items() if not isinstance(value, Mapping)}
-    return Namespace(**{_ARGUMENTS.get(name, name): value for name, value in plain.items()})
+    named = {str(name): _named(value) for name, value in model.items()}
+    return Namespace(**{_ARGUMENTS.get(name, name): value for name, value in named.items()})
+
+
+def _named(value: Any) -> Any:
+    """The name, where the value is a function, a class or a dtype."""
+    return value.get("_target_", value) if isinstance(value, Mapping) else value

@@ -98,6 +98,11 @@ def _files(folder: Path) -> dict[Path, list[str]]:
         raise ValueError(f"{folder / INDEX} has no weight_map")
     files: dict[Path, list[str]] = {}
     for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(
+                f"{folder / INDEX} puts {name} into {file!r}, which names no file of this folder; "
+                "correct the index"
+            )
         files.setdefault(folder / file, []).append(name)
     missing = sorted(path.name for path in files if not path.is_file())
     if missing:
