@@ -65,10 +65,11 @@ def test_convert_says_what_is_wrong(saved: Path, tmp_path: Path, capsys: Capture
 
 @pytest.mark.parametrize("to", ["torch_dist", "huggingface"])
 def test_a_target_that_cannot_be_made_is_told_in_a_line(
-    to: str, saved: Path, tmp_path: Path, capsys: Captured
+    to: str, tmp_path: Path, capsys: Captured
 ) -> None:
     (tmp_path / "file").write_text("x")
-    assert main(["convert", str(saved), str(tmp_path / "file" / "out"), "--to", to]) == 2
+    source = save_fsdp(tmp_path / "a", fsdp_state(Model()))
+    assert main(["convert", str(source), "--quiet", str(tmp_path / "file" / "out"), "--to", to]) == 2
     told = capsys.readouterr().err
     assert told.startswith("convert: ") and str(tmp_path / "file") in told
     assert told.count("\n") == 1
