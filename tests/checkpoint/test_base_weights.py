@@ -162,7 +162,7 @@ def test_a_model_from_the_meta_device_is_refused_and_other_loads_are_bridges(
     groups = SimpleNamespace(tp=None)
     assert bridge._load_base_checkpoint("x", None, rank0=True, pg_collection=groups) == "its own"
     opened = SimpleNamespace(folder=tmp_path, state=SimpleNamespace(weights={}))
-    monkeypatch.setattr(base_weights, "open_state", lambda *_: opened)
+    monkeypatch.setattr(base_weights, "open_state", lambda *_, **__: opened)
     state = {"_model": [_Plain("meta")], "model": {}, "iteration": 3}
     with pytest.raises(ValueError, match="init_model_with_meta_device=False"):
         bridge._load_base_checkpoint(

@@ -69,7 +69,8 @@ def test_a_target_that_cannot_be_made_is_told_in_a_line(
 ) -> None:
     (tmp_path / "file").write_text("x")
     source = save_fsdp(tmp_path / "a", fsdp_state(Model()))
-    assert main(["convert", str(source), "--quiet", str(tmp_path / "file" / "out"), "--to", to]) == 2
+    target = tmp_path / "file" / "out"
+    assert main(["convert", str(source), str(target), "--to", to, "--quiet"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("convert: ") and str(tmp_path / "file") in told
     assert told.count("\n") == 1
