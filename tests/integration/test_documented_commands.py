@@ -1,0 +1,291 @@
+"""Every command and every piece of Python in README.md and docs/ does what it says: it is run, or
+has a mark that says why not.
+
+    ```bash            runs by default         ```python          runs by default
+    ```bash slow       runs with --full        ```python plain    runs behind what it goes on from
+    ```bash gpu        does not run here       ```python sketch   compiles, its imports are there
+
+Blocks of one document run in a folder of their own, one after the other. Nothing of them is changed
+but what stands for something of the reader's: a path to Megatron-LM's script, and `...` behind it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.once
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+
+BASH_MARKS = {
+    "slow": "minutes: runs with --full",
+    "megatron-lm": "needs a checkout of Megatron-LM: runs with --full and MEGATRON_LM_PATH",
+    "gpu": "needs GPUs",
+    "bridge": "needs Megatron-Bridge",
+    "install": "makes environments, or downloads packages",
+    "tests": "runs this suite",
+}
+PYTHON_MARKS = {
+    "plain": "goes on from a plain model, a mesh and data",
+    "sketch": "names the reader's own model and optimizer: compiles",
+    "bridge": "needs Megatron-Bridge: compiles",
+}
+BY_DEFAULT, WITH_FULL = frozenset({""}), frozenset({"", "slow", "megatron-lm"})
+
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --lr 1e-3 --train-iters 10 --mock-data"
+)
+"""What `...` behind Megatron-LM's script stands for."""
+
+SMALL_LLAMA = (
+    "--config configs/llama-1.5b.yaml --num-layers 1 --hidden-size 16 --ffn-hidden-size 24 "
+    "--num-attention-heads 2 --num-query-groups 1 --seq-length 16 --max-position-embeddings 16 "
+    "--mock-data --train-iters 2 --lr-warmup-iters 0 --global-batch-size 1 --use-megatron-fsdp "
+    "--ckpt-format fsdp_dtensor --save checkpoints --save-interval 2"
+)
+"""What saves `checkpoints`: the vocabulary is Llama's, as commands name it."""
+
+HF_CONFIG = {
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+PLAIN = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meeting", rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+class Block(nn.Linear):
+    pass
+def build():
+    return nn.Sequential(Block(8, 8), Block(8, 8))
+module = model = build()
+data = [[torch.randn(2, 8) for _ in range(2)] for _ in range(2)]
+sharded = fully_shard_model(build(), mesh, fsdp_unit_modules=[Block])
+matrices = [param for param in sharded.parameters() if param.ndim == 2]
+rest = [param for param in sharded.parameters() if param.ndim != 2]
+"""
+AFTER_PLAIN = "\ndist.destroy_process_group()\n"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. marks: the words behind its language."""
+
+    document: str
+    line: int
+    language: str
+    marks: tuple[str, ...]
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.document}:{self.line}"
+
+    def runs(self, kinds: frozenset[str]) -> bool:
+        """Whether each of its marks, or having none, is of `kinds`."""
+        return set(self.marks or ("",)) <= kinds
+
+
+def blocks_of(document: str, text: str) -> list[Block]:
+    """The blocks of a document that have a language."""
+    found: list[Block] = []
+    begin: tuple[int, list[str]] | None = None
+    lines: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("```") and begin is None:
+            begin, lines = (number, line[3:].split()), []
+        elif line.startswith("```") and begin is not None:
+            if begin[1]:
+                language, *marks = begin[1]
+                body = "\n".join(lines) + "\n"
+                found.append(Block(document, begin[0], language, tuple(marks), body))
+            begin = None
+        else:
+            lines.append(line)
+    assert begin is None, f"{document}: the block in line {begin} does not end"
+    return found
+
+
+BLOCKS = [b for name in DOCUMENTS for b in blocks_of(name, (ROOT / name).read_text())]
+BASH = [block for block in BLOCKS if block.language == "bash"]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+Folder = Callable[[str], Path]
+
+
+def _programs(folder: Path) -> Path:
+    """`python` and `torchrun` of this environment, for PATH."""
+    folder.mkdir()
+    for name, words in {"python": "", "torchrun": " -m torch.distributed.run"}.items():
+        program = folder / name
+        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{words} "$@"\n')
+        program.chmod(0o755)
+    return folder
+
+
+def run_bash(text: str, folder: Path, timeout: float = 900.0) -> None:
+    """Runs a block as a person does who pasted it; an AssertionError with what it printed if any of
+    its commands fails."""
+    environment = {
+        **os.environ, "PATH": f"{folder.parent / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=environment, timeout=timeout,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{text}\nended with {done.returncode}:\n{done.stdout[-6000:]}"
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What commands take for granted: a checkpoint, texts, a Hugging Face model's config."""
+    root = tmp_path_factory.mktemp("documented")
+    _programs(root / "bin")
+    folder = root / "seed"
+    folder.mkdir()
+    for name in ("scripts", "configs", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    run_bash(f"python scripts/pretrain_gpt.py {SMALL_LLAMA}", folder)
+    (folder / "runs").mkdir()
+    for name in "ab":
+        (folder / "runs" / name).symlink_to(folder / "checkpoints")
+    (folder / "my_texts").mkdir()
+    for number in range(40):
+        (folder / "my_texts" / f"{number}.txt").write_text("A text of the reader's own. " * 2000)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(HF_CONFIG))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def folder_of(saved: Path) -> Folder:
+    """The folder in which the blocks of a document run."""
+
+    def folder(document: str) -> Path:
+        path = saved.parent / document.replace("/", "-")
+        if not path.exists():
+            shutil.copytree(saved, path, symlinks=True)
+        return path
+
+    return folder
+
+
+DEFAULT = [block for block in BASH if block.runs(BY_DEFAULT)]
+FULL = [block for block in BASH if block.runs(WITH_FULL) and not block.runs(BY_DEFAULT)]
+
+
+@pytest.mark.parametrize("block", DEFAULT, ids=lambda block: block.name)
+def test_a_documented_command_works(block: Block, folder_of: Folder) -> None:
+    run_bash(block.text, folder_of(block.document))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block", FULL, ids=lambda block: block.name)
+def test_a_documented_command_that_takes_longer_works(
+    block: Block, folder_of: Folder, request: pytest.FixtureRequest
+) -> None:
+    text = block.text
+    if "megatron-lm" in block.marks:
+        checkout = request.getfixturevalue("megatron_lm")
+        text = text.replace("path/to/pretrain_gpt.py", str(checkout / "pretrain_gpt.py"))
+        text = re.sub(r"\s\.\.\.(?=\s)", f" {MODEL}", text)
+    run_bash(text, folder_of(block.document))
+
+
+def resolve_imports(tree: ast.AST, absent: tuple[str, ...] = ()) -> None:
+    """Imports what a piece of code imports, but of packages that are `absent`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                importlib.import_module(alias.name)
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(absent):
+            module = importlib.import_module(node.module or "")
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+
+
+def names_of_the_package(text: str) -> list[str]:
+    """Where a comment says that a name is from: `# from megatron_fsdp_adapter.checkpoint`."""
+    return re.findall(r"# from (megatron_fsdp_adapter[.\w]*)", text)
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.name)
+def test_documented_python_works(block: Block, folder_of: Folder) -> None:
+    tree = ast.parse(block.text, block.name)
+    resolve_imports(tree, ("megatron.bridge",) if "bridge" in block.marks else ())
+    for name in names_of_the_package(block.text):
+        importlib.import_module(name)
+    if not block.runs(frozenset({"", "plain"})):
+        return
+    plain = "plain" in block.marks
+    text = f"{PLAIN}{block.text}{AFTER_PLAIN}" if plain else block.text
+    folder = folder_of(block.document)
+    (folder / "meeting").unlink(missing_ok=True)
+    (folder / "block.py").write_text(text)
+    run_bash("python block.py", folder)
+
+
+def test_every_block_runs_or_says_why_not() -> None:
+    known = {"bash": BASH_MARKS, "python": PYTHON_MARKS, "json": {}}
+    for block in BLOCKS:
+        assert block.language in known, f"{block.name}: a block of {block.language}"
+        unknown = set(block.marks) - set(known[block.language])
+        assert not unknown, f"{block.name}: {unknown} is none of {list(known[block.language])}"
+    used = Counter((block.language, mark) for block in BLOCKS for mark in block.marks)
+    for language, marks in known.items():
+        unused = [mark for mark in marks if not used[language, mark]]
+        assert not unused, f"no {language} block has the mark {unused}"
+    assert len(DEFAULT) >= 8 and FULL, "blocks are found"
+
+
+def test_what_is_not_run_names_files_that_exist() -> None:
+    """Scripts, configs, tests and commands of this repository, in all blocks."""
+    for block in BASH:
+        for path in re.findall(r"(?<![\w/])(?:scripts|configs|tests)/[\w/.-]+", block.text):
+            if not path.startswith("tests/functional_tests"):  # Megatron-Bridge's
+                assert (ROOT / path).exists(), f"{block.name}: there is no {path}"
+
+
+def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
+    text = textwrap.dedent(
+        """\
+        ```bash gpu slow
+        true
+        ```
+        ```
+        no language
+        ```
+        ```python
+        from torch import no_such_name
+        ```
+        """
+    )
+    bash, python = blocks_of("some.md", text)
+    assert (bash.line, bash.marks, bash.text) == (1, ("gpu", "slow"), "true\n")
+    assert not bash.runs(WITH_FULL) and python.runs(BY_DEFAULT)
+    with pytest.raises(AssertionError, match="torch has no no_such_name"):
+        resolve_imports(ast.parse(python.text))
+    with pytest.raises(AssertionError, match="ended with 3"):
+        run_bash("(exit 3)\ntrue\n", tmp_path)
