@@ -19,7 +19,8 @@ from typing import Any, get_type_hints
 import pytest
 
 from tests.gpu.conftest import outcomes_of
-from tests.gpu.gpu_ranks import Check
+from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.on_host import run_on_host
 
 pytestmark = pytest.mark.once
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,6 +147,50 @@ def test_every_test_is_given_what_it_takes(suite: Mapping[str, types.ModuleType]
     wrong = [fault for one in tests for fault in faults_of_call(*one)]
     assert not wrong, "\n".join(wrong)
     assert len(tests) > 40, len(tests)
+
+
+ON_THE_HOST: Mapping[str, tuple[str, ...]] = {
+    "test_gpu_blocks": ("slots",),
+    "test_gpu_export": ("export, optim", "released, slots"),
+    "test_gpu_first": ("eager",),
+    "test_gpu_fp4_weights": ("nvfp4: our kernels, float64: usual",),
+    "test_gpu_habits": ("no_sync by hand", "evaluation by the schedule"),
+    "test_gpu_muon": ("Megatron's, optim", "time of steps"),
+    "test_gpu_numerics": ("same bits", "sees a scale", "strategies agree"),
+    "test_gpu_optimizer_offload": ("bits, hidden 4096",),
+    "test_gpu_precision": ("optim, bf16 communication, fp32 sums",),
+    "test_gpu_slots": ("double buffer",),
+    "test_gpu_updates": ("bits, optim",),
+}
+"""Checks that need neither CUDA nor Transformer Engine: one or two for each function that they
+call. Others need graphs, NCCL's memory, TE's layers, or what an allocator says."""
+
+WITH_EXPERTS: Mapping[str, tuple[str, ...]] = {
+    "test_gpu_moe": ("SequentialMLP, fp32, alltoall", "SequentialMLP, fp32, allgather"),
+}
+"""In processes of their own, whose groups are others."""
+
+
+@pytest.mark.parametrize("chosen", [
+    ON_THE_HOST,
+    pytest.param(WITH_EXPERTS, marks=pytest.mark.full),
+    pytest.param({"test_gpu_reshard": ("SequentialMLP, fp32",)}, marks=pytest.mark.full),
+    pytest.param({"test_gpu_kept": ("plain",)}, marks=pytest.mark.full),
+], ids=("most", "experts", "reshard", "kept"))
+def test_checks_run_on_ranks_of_the_host(chosen: Mapping[str, tuple[str, ...]]) -> None:
+    checks = {}
+    for module, names in chosen.items():
+        known = checks_of(importlib.import_module(f"tests.gpu.{module}"))
+        for name in names:
+            checks[f"{module}: {name}"] = Check(run_on_host, (known[name],))
+    outcomes = Outcomes(checks, timeout_s=240.0, backend="gloo")
+    wrong = []
+    for name in checks:
+        try:
+            outcomes.expect(name)
+        except AssertionError as error:
+            wrong.append(f"{name}: {error}")
+    assert not wrong, "\n".join(wrong)
 
 
 # Each of these sees a mistake.
