@@ -33,13 +33,13 @@ from megatron_fsdp_adapter.core.layout.format import BLOCK128, PER_TENSOR
 from megatron_fsdp_adapter.planning.configurations import Configuration, kept_rows
 from megatron_fsdp_adapter.planning.features import Features
 from megatron_fsdp_adapter.planning.machine import Group, Machine, from_json, machine_named
+from megatron_fsdp_adapter.planning.models import shape_named
 from megatron_fsdp_adapter.planning.muon import muon_work
 from megatron_fsdp_adapter.planning.program import Program
 from megatron_fsdp_adapter.planning.shapes import (
     Parallel,
     Shape,
     layer_bytes,
-    shape_named,
     units,
     with_layers,
 )

@@ -55,6 +55,7 @@ from .gpt import (
     flag,
     gpt_parameter_listing,
     is_linear_weight,
+    read_hugging_face,
     read_options,
 )
 from .joined_units import Params, Row, is_layer, layers_of
@@ -370,6 +371,8 @@ def make_parser() -> argparse.ArgumentParser:
     model = parser.add_argument_group("model (Megatron's flags; a flag overrides the files)")
     model.add_argument("--preset", choices=sorted(PRESETS), help="a known model")
     model.add_argument("--config", metavar="FILE", help="YAML with Megatron's flag names as keys")
+    model.add_argument("--hf-config", metavar="FILE",
+                       help="config.json of a Hugging Face model, or its folder")
     for name in _INTEGERS:
         model.add_argument(flag(name), type=int, metavar="N", help=MEANINGS[name])
     for name in _SWITCHES:
@@ -417,11 +420,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _model_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Preset, then file, then flags; the later wins.
+    """Preset or Hugging Face config, then file, then flags; the later wins.
 
     A training preset that tells nothing of the vocabulary means the training script's default.
     """
     options: dict[str, Any] = dict(PRESETS.get(given.get("preset", ""), {}))
+    if "hf_config" in given:
+        options |= read_hugging_face(given["hf_config"])
     if "config" in given:
         options |= read_options(given["config"])
     options |= given

@@ -53,7 +53,7 @@ def render(report: Mapping[str, Any], weights: str, memory_gib: float | None) ->
             "Flat buffers, in elements, of each unit:",
             *_aligned(units),
             "",
-            f"Bytes on rank {report['rank']} (activations not counted):",
+            f"GiB on rank {report['rank']} (activations not counted):",
             *_aligned(_strategy_rows(report["strategies"], memory_gib)),
         ]
     )
@@ -66,12 +66,11 @@ def _strategy_rows(
     rows: list[tuple[str, ...]] = [("kind", "life", *strategies)]
     for kind, life in LIFE.items():
         if any(kind in entry["bytes"] for entry in found):
-            rows.append((kind, life, *(f"{entry['bytes'].get(kind, 0):,}" for entry in found)))
+            rows.append((kind, life, *(_gib(entry["bytes"].get(kind, 0)) for entry in found)))
     for title, key in TOTALS.items():
         if key == "pools" and not any(entry[key] for entry in found):
             continue
-        rows.append((title, "", *(f"{entry[key]:,}" for entry in found)))
-        rows.append((title, "in GiB", *(f"{entry[key] / GIB:.3f}" for entry in found)))
+        rows.append((title, "", *(_gib(entry[key]) for entry in found)))
     if any("kept" in entry for entry in found):
         for what in ("weights", "gradients"):
             counts = (str(entry["kept"][what]) for entry in found)
@@ -79,8 +78,13 @@ def _strategy_rows(
     if memory_gib is not None:
         limit = f"{memory_gib:g} GiB"
         rows.append(("fits", limit, *("yes" if entry["fits"] else "no" for entry in found)))
-        rows.append(("most layers", limit, *(str(entry["most_layers"]) for entry in found)))
+        layers = (str(entry["most_layers"]) for entry in found)
+        rows.append(("transformer layers that fit", limit, *layers))
     return rows
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.3f}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -1,4 +1,5 @@
-"""A dense GPT or Llama model as a list of parameters, from its configuration alone.
+"""A dense GPT, Llama or latent-attention model as a list of parameters, from its configuration
+alone; known models, and readers of configurations.
 
 Names, shapes and order are those of megatron-core's GPTModel with the local layer spec (a test
 builds that model and compares). Transformer Engine's fused layers name the norms differently, but
@@ -7,6 +8,8 @@ hold the same sizes.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,38 +23,40 @@ Listing = list[tuple[str, str, tuple[int, ...]]]
 """(unit, fully qualified name, shape) of every parameter, in registration order."""
 
 _LLAMA3 = {
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True,
-    "group_query_attention": True,
-    "num_query_groups": 8,
-    "vocab_size": 128256,
-}
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+    "add_bias_linear": False, "untie_embeddings_and_output_weights": True,
+    "group_query_attention": True, "num_query_groups": 8, "vocab_size": 128256, "seq_length": 8192,
+}  # fmt: skip
+_LLAMA = {**_LLAMA3, "vocab_size": 32000, "seq_length": 4096}
+
+
+def _sizes(layers: int, hidden: int, ffn: int, heads: int, **more: Any) -> dict[str, Any]:
+    named = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn}
+    return {**named, "num_attention_heads": heads, **more}
+
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "llama3-8b": {
-        **_LLAMA3,
-        "num_layers": 32,
-        "hidden_size": 4096,
-        "ffn_hidden_size": 14336,
-        "num_attention_heads": 32,
+    "llama-1.5b": {**_LLAMA3, **_sizes(16, 2048, 8192, 32), "seq_length": 2048},
+    "llama3-8b": {**_LLAMA3, **_sizes(32, 4096, 14336, 32)},
+    "llama-13b": {**_LLAMA, **_sizes(40, 5120, 13824, 40, num_query_groups=40)},
+    "llama-30b": {**_LLAMA, **_sizes(60, 6656, 17920, 52, num_query_groups=52)},
+    "llama3-70b": {**_LLAMA3, **_sizes(80, 8192, 28672, 64)},
+    "llama3-405b": {**_LLAMA3, **_sizes(126, 16384, 53248, 128)},
+    "mixtral-8x7b": {
+        **_LLAMA, **_sizes(32, 4096, 14336, 32), "num_experts": 8, "moe_router_topk": 2,
     },
-    "llama3-70b": {
-        **_LLAMA3,
-        "num_layers": 80,
-        "hidden_size": 8192,
-        "ffn_hidden_size": 28672,
-        "num_attention_heads": 64,
+    "mixtral-8x22b": {
+        **_LLAMA, **_sizes(56, 6144, 16384, 48), "num_experts": 8, "moe_router_topk": 2,
     },
-    "llama3-405b": {
-        **_LLAMA3,
-        "num_layers": 126,
-        "hidden_size": 16384,
-        "ffn_hidden_size": 53248,
-        "num_attention_heads": 128,
+    "deepseek-v3": {
+        **_LLAMA, **_sizes(61, 7168, 18432, 128, num_query_groups=128), "vocab_size": 129280,
+        "num_experts": 256, "moe_router_topk": 8, "moe_ffn_hidden_size": 2048,
+        "moe_shared_expert_intermediate_size": 2048, "moe_layer_freq": [0] * 3 + [1] * 58,
+        "multi_latent_attention": True, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "qk_layernorm": True,
     },
-}
+}  # fmt: skip
+"""Known models, by the names of Megatron's arguments."""
 
 MEANINGS: Mapping[str, str] = {
     "num_layers": "transformer layers",
@@ -82,7 +87,6 @@ MEANINGS: Mapping[str, str] = {
 # Keys of a training preset that would change the parameters in a way this listing does not know.
 _REFUSED: Mapping[str, Any] = {
     "num_experts": None,
-    "multi_latent_attention": False,
     "mtp_num_layers": None,
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -129,6 +133,12 @@ class GptConfig:
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 512
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
     untie_embeddings_and_output_weights: bool = False
 
     def __post_init__(self) -> None:
@@ -181,8 +191,18 @@ class GptConfig:
 
     @property
     def head_dim(self) -> int:
-        """Channels of one attention head."""
+        """Channels of one attention head, of its values if those differ."""
+        if self.multi_latent_attention:
+            return self.v_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_numel(self) -> int:
+        """Elements of the matrices of a layer's attention."""
+        return sum(
+            math.prod(shape) for name, shape in _layer(self)
+            if name.startswith("self_attention.linear") and len(shape) == 2
+        )  # fmt: skip
 
     @property
     def ffn(self) -> int:
@@ -240,6 +260,10 @@ ENDS_A_BLOCK = ("linear_proj.weight", "linear_fc2.weight")
 experts' are whole."""
 
 
+EVERY_RANK_HAS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
+"""The same of those that tensor parallelism does not split."""
+
+
 def is_experts(name: str) -> bool:
     """Whether a parameter is one of an expert's, by its name."""
     return ".experts." in name
@@ -248,7 +272,7 @@ def is_experts(name: str) -> bool:
 def whole_shape(name: str, shape: tuple[int, ...], tensor: int) -> tuple[int, int]:
     """Rows and columns of a matrix of which a rank of `tensor` tensor-parallel ones has `shape`."""
     rows, columns = shape
-    if is_experts(name):
+    if is_experts(name) or name.endswith(EVERY_RANK_HAS):
         return rows, columns
     return (rows, columns * tensor) if name.endswith(ENDS_A_BLOCK) else (rows * tensor, columns)
 
@@ -284,13 +308,37 @@ def _layer(config: GptConfig) -> list[tuple[str, tuple[int, ...]]]:
     qkv = query + 2 * config.query_groups * dim
     found = _norm("input_layernorm", hidden, config)
     found += _linear("self_attention.linear_proj", hidden, query, bias)
-    found += _linear("self_attention.linear_qkv", qkv, hidden, bias or config.add_qkv_bias)
-    if config.qk_layernorm:
+    if config.multi_latent_attention:
+        found += _latent_attention(config)
+    else:
+        found += _linear("self_attention.linear_qkv", qkv, hidden, bias or config.add_qkv_bias)
+    if config.qk_layernorm and not config.multi_latent_attention:
         found += _norm("self_attention.q_layernorm", dim, config)
         found += _norm("self_attention.k_layernorm", dim, config)
     found += _norm("pre_mlp_layernorm", hidden, config)
     found += _linear("mlp.linear_fc1", config.ffn * (2 if config.swiglu else 1), hidden, bias)
     found += _linear("mlp.linear_fc2", hidden, config.ffn, bias)
+    return found
+
+
+def _latent_attention(config: GptConfig) -> list[tuple[str, tuple[int, ...]]]:
+    """Projections of latent attention, which have no biases: queries, keys and values by way of a
+    narrow vector each, which has a norm."""
+    hidden, heads, rope = config.hidden_size, config.num_attention_heads, config.qk_pos_emb_head_dim
+    query, part = heads * (config.qk_head_dim + rope), "self_attention.linear"
+    found: list[tuple[str, tuple[int, ...]]] = []
+    norms = {"kv": config.kv_lora_rank}
+    if config.q_lora_rank is None:
+        found += _linear(f"{part}_q_proj", query, hidden, False)
+    else:
+        norms = {"q": config.q_lora_rank, **norms}
+        found += _linear(f"{part}_q_down_proj", config.q_lora_rank, hidden, False)
+        found += _linear(f"{part}_q_up_proj", query, config.q_lora_rank, False)
+    keys = heads * (config.qk_head_dim + config.v_head_dim)
+    found += _linear(f"{part}_kv_down_proj", config.kv_lora_rank + rope, hidden, False)
+    found += _linear(f"{part}_kv_up_proj", keys, config.kv_lora_rank, False)
+    for name, size in norms.items() if config.qk_layernorm else ():
+        found += _norm(f"self_attention.{name}_layernorm", size, config)
     return found
 
 
@@ -330,6 +378,73 @@ def read_options(path: str) -> dict[str, Any]:
     return options
 
 
+def model_name(path: str) -> str:
+    """What a Hugging Face config, or its folder, is called: the folder's name."""
+    file = Path(path).absolute()
+    return (file if file.is_dir() else file.parent).name
+
+
+def read_hugging_face(path: str) -> dict[str, Any]:
+    """A decoder's config.json, or its folder's, by the names of Megatron's arguments.
+    FileNotFoundError or ValueError, naming the file."""
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise FileNotFoundError(f"--hf-config {file}: no such file")
+    try:
+        found = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--hf-config {file}: not valid JSON ({error})") from error
+    found = {**found, **found.get("text_config", {})}
+    missing = [name for name in _OF_HUGGING_FACE if name not in found]
+    if missing:
+        raise ValueError(f"--hf-config {file}: has no {', '.join(missing)}: no decoder's config")
+    heads, kind = found["num_attention_heads"], str(found.get("model_type"))
+    options = {
+        **_LLAMA3, **{mine: found[theirs] for theirs, mine in _OF_HUGGING_FACE.items()},
+        "num_query_groups": found.get("num_key_value_heads") or heads,
+        "kv_channels": found.get("head_dim"),
+        "untie_embeddings_and_output_weights": not found.get("tie_word_embeddings", False),
+        "seq_length": min(found.get("max_position_embeddings", 4096), 8192),
+        "add_qkv_bias": kind.startswith("qwen2"), "qk_layernorm": kind.startswith("qwen3"),
+        "mtp_num_layers": found.get("num_nextn_predict_layers") or None,
+    }  # fmt: skip
+    return {**options, **_experts_of(found), **_latent_of(found)}
+
+
+_OF_HUGGING_FACE = {
+    "hidden_size": "hidden_size", "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads", "intermediate_size": "ffn_hidden_size",
+    "vocab_size": "vocab_size",
+}  # fmt: skip
+
+
+def _experts_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    number = next((found[name] for name in names if found.get(name)), None)
+    if number is None:
+        return {}
+    width = found.get("moe_intermediate_size") or found["intermediate_size"]
+    dense = found.get("first_k_dense_replace", 0)
+    return {
+        "num_experts": number, "moe_router_topk": found.get("num_experts_per_tok", 2),
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": (found.get("n_shared_experts") or 0) * width or None,
+        "moe_layer_freq": [0] * dense + [1] * (found["num_hidden_layers"] - dense),
+    }  # fmt: skip
+
+
+def _latent_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    if not found.get("kv_lora_rank"):
+        return {}
+    return {
+        "multi_latent_attention": True, "qk_layernorm": True, "kv_channels": None,
+        "num_query_groups": found["num_attention_heads"], "q_lora_rank": found.get("q_lora_rank"),
+        "kv_lora_rank": found["kv_lora_rank"], "qk_head_dim": found["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": found["qk_rope_head_dim"], "v_head_dim": found["v_head_dim"],
+    }  # fmt: skip
+
+
 def config_from(options: Mapping[str, Any]) -> GptConfig:
     """The model among training options.
 
@@ -339,7 +454,8 @@ def config_from(options: Mapping[str, Any]) -> GptConfig:
         if options.get(name, neutral) not in (neutral, None):
             raise ValueError(
                 f"{flag(name)} {options[name]!r}: the estimate knows dense models without model "
-                f"parallelism only; leave the option out"
+                "parallelism only; leave the option out, or use `plan`, which counts experts, "
+                "tensor and pipeline parallelism"
             )
     names = {item.name for item in fields(GptConfig)}
     chosen = {name: value for name, value in options.items() if name in names}

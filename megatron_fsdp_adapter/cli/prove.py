@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--prove", action="store_true", help="train it, made small, and compare")
     add("--config", metavar="FILE", help="a preset (YAML: flag names as keys) in place of a script")
+    add("--hf-config", metavar="FILE", help="config.json of a Hugging Face model, or its folder")
     add("--preset", choices=tuple(gpt.PRESETS), help="a known model in place of a script")
     add("--ranks", type=int, help=f"processes at most; default: the GPUs, else {GLOO_RANKS}")
     add("--steps", type=int, default=3, help="before the save; default %(default)s")
@@ -60,17 +61,22 @@ def this_room(asked: int | None) -> Room:
 def read_recipe(given: argparse.Namespace, settings: Mapping[str, Any]) -> source.Recipe:
     """The run that is asked for. ValueError or FileNotFoundError if there is none."""
     if given.script is not None:
-        if given.config or given.preset or settings:
-            raise ValueError("give a script, or --config, --preset and --set; not both")
+        if given.config or given.preset or given.hf_config or settings:
+            raise ValueError(
+                "give a script, or --config, --hf-config, --preset and --set; not both"
+            )
         return source.of_script(Path(given.script), given.arguments, given.world_size)
     options: dict[str, Any] = {}
     if given.preset:
         options |= gpt.PRESETS[given.preset]
+    if given.hf_config:
+        options |= gpt.read_hugging_face(given.hf_config)
     if given.config:
         options |= gpt.read_options(given.config)
     if not options and not settings:
         raise ValueError("--prove: give a script with its command line, --config or --preset")
-    name = " and ".join(filter(None, (given.preset, given.config))) or "the options given"
+    files = filter(None, (given.preset, given.hf_config, given.config))
+    name = " and ".join(files) or "the options given"
     return source.of_options({**options, **settings}, name, given.world_size)
 
 

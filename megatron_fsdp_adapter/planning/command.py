@@ -19,15 +19,15 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_fsdp_adapter.cli import quantised_options
-from megatron_fsdp_adapter.cli.gpt import MEANINGS, flag, read_options
+from megatron_fsdp_adapter.cli.gpt import MEANINGS, PRESETS, flag, read_options
 from megatron_fsdp_adapter.core.config import STRATEGIES
 
 from . import report, scale
 from .features import LATE_STEP, STEP_GRAPH, UNMODELLED, features_of
 from .machine import GPUS, NETWORKS, Machine, from_json, machine_named
-from .models import from_hugging_face, from_options
+from .models import from_hugging_face, from_options, shape_named
 from .search import Plan, Wanted, plan
-from .shapes import SHAPES, Parallel, Shape, layers_of, shape_named
+from .shapes import Parallel, Shape, layers_of
 
 FIXED = {
     "data_parallel_sharding_strategy": ("strategy", str),
@@ -56,9 +56,10 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     model = parser.add_argument_group("model (a flag overrides the rest)")
-    model.add_argument("--preset", choices=sorted(SHAPES), help="a known model")
+    model.add_argument("--preset", choices=sorted(PRESETS), help="a known model")
     model.add_argument("--config", metavar="FILE", help="YAML with Megatron's flag names as keys")
-    model.add_argument("--hf-config", metavar="FILE", help="config.json of a Hugging Face model")
+    model.add_argument("--hf-config", metavar="FILE",
+                       help="config.json of a Hugging Face model, or its folder")  # fmt: skip
     for name in MODEL:
         model.add_argument(flag(name), type=int, metavar="N", help=MEANINGS[name])
     run = parser.add_argument_group("run")

@@ -25,8 +25,9 @@ from megatron_fsdp_adapter.sharding.muon.newton_schulz import (
 )
 
 from .machine import Gpu, operation_seconds
+from .models import shape_named
 from .program import Kind
-from .shapes import Parallel, Shape, shape_named, units, with_layers
+from .shapes import Parallel, Shape, units, with_layers
 from .timed_modules import Work
 
 LAYERS = 4

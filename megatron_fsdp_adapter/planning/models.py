@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from megatron_fsdp_adapter.cli.gpt import GptConfig, config_from
+from megatron_fsdp_adapter.cli.gpt import PRESETS, config_from, model_name, read_hugging_face
 from megatron_fsdp_adapter.megatron.options import sizes
 
 from .shapes import Experts, Parallel, Shape
 
-_KNOWN = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_experts")
+_KNOWN = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_experts", "mtp_num_layers",
+)  # fmt: skip
 """What `estimate` refuses, and a plan knows or chooses itself."""
 
 _LLAMA = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
@@ -36,8 +36,40 @@ def from_options(options: Mapping[str, Any], name: str) -> Shape:
             options["num_experts"], options.get("moe_router_topk", 2),
             options.get("moe_ffn_hidden_size") or gpt.ffn,
             options.get("moe_shared_expert_intermediate_size") or 0,
+            _dense_layers(options.get("moe_layer_freq", 1), gpt.num_layers),
         )  # fmt: skip
-    return Shape(name, gpt, options.get("seq_length") or 4096, experts)
+    left_out = tuple(
+        f"{option}={options[option]}: {what}"
+        for option, what in LEFT_OUT.items() if options.get(option)
+    )  # fmt: skip
+    return Shape(name, gpt, options.get("seq_length") or 4096, experts, left_out)
+
+
+LEFT_OUT = {
+    "mtp_num_layers": "multi-token prediction (num_nextn_predict_layers of Hugging Face), a layer "
+    "and an output more each; a layout needs as many m in front of its L",
+}
+"""Options whose part of a model is not planned."""
+
+
+def _dense_layers(frequency: Any, layers: int) -> int:
+    """Layers without experts in front of all with. ValueError for any other order."""
+    if isinstance(frequency, int):
+        frequency = [int(number % frequency == 0) for number in range(layers)]
+    dense = list(frequency[:layers]).count(0) if isinstance(frequency, list) else layers
+    if not isinstance(frequency, list) or any(number == 0 for number in frequency[dense:layers]):
+        raise ValueError(
+            f"--moe-layer-freq {frequency}: a plan knows layers without experts in front of all "
+            "others only; leave it out"
+        )
+    return dense
+
+
+def shape_named(name: str) -> Shape:
+    """A known model. ValueError lists their names."""
+    if name not in PRESETS:
+        raise ValueError(f"--preset {name!r} is unknown: use one of {sorted(PRESETS)}")
+    return from_options(PRESETS[name], name)
 
 
 def parallel_options(shape: Shape, parallel: Parallel) -> dict[str, Any]:
@@ -83,67 +115,4 @@ def split_problems(
 
 def from_hugging_face(path: str) -> Shape:
     """A decoder's config.json, or its folder. FileNotFoundError or ValueError, naming the file."""
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
-    if not file.is_file():
-        raise FileNotFoundError(f"--hf-config {file}: no such file")
-    try:
-        found = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--hf-config {path}: not valid JSON ({error})") from error
-    found = {**found, **found.get("text_config", {})}
-    needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-              "vocab_size")  # fmt: skip
-    missing = [name for name in needed if name not in found]
-    if missing:
-        raise ValueError(f"--hf-config {path}: has no {', '.join(missing)}: no decoder's config")
-    heads = found["num_attention_heads"]
-    gpt = GptConfig(
-        num_layers=found["num_hidden_layers"], hidden_size=found["hidden_size"],
-        num_attention_heads=heads, ffn_hidden_size=found["intermediate_size"],
-        group_query_attention=True, num_query_groups=found.get("num_key_value_heads") or heads,
-        kv_channels=found.get("v_head_dim") or found.get("head_dim"),
-        vocab_size=found["vocab_size"], position_embedding_type="rope", normalization="RMSNorm",
-        swiglu=True, add_bias_linear=False,
-        untie_embeddings_and_output_weights=not found.get("tie_word_embeddings", False),
-    )  # fmt: skip
-    number = found.get("num_local_experts") or found.get("n_routed_experts") or found.get(
-        "num_experts"
-    )
-    experts = None
-    if number:
-        width = found.get("moe_intermediate_size") or found["intermediate_size"]
-        experts = Experts(
-            number, found.get("num_experts_per_tok", 2), width,
-            (found.get("n_shared_experts") or 0) * width, found.get("first_k_dense_replace", 0),
-        )  # fmt: skip
-    name = found.get("_name_or_path") or file.parent.name or found.get("model_type", "the model")
-    longest = min(found.get("max_position_embeddings", 4096), 8192)
-    left_out = tuple(
-        f"{option}={found[option]}: {what}"
-        for option, what in LEFT_OUT.items() if found.get(option)
-    )
-    return Shape(str(name), gpt, longest, experts, _latent(found), left_out)
-
-
-LEFT_OUT = {
-    "num_nextn_predict_layers": "multi-token prediction, one more layer and output each; to train "
-    "it give --mtp-num-layers, and a layout an m in front of its L",
-}
-"""Options of Hugging Face whose part of the model is not planned."""
-
-
-def _latent(found: Mapping[str, Any]) -> int:
-    """Elements of the matrices of latent attention; 0 for any other."""
-    rank = found.get("kv_lora_rank")
-    if not rank:
-        return 0
-    hidden, heads = found["hidden_size"], found["num_attention_heads"]
-    nope, rope, value = (
-        found[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    )
-    query = heads * (nope + rope)
-    lora = found.get("q_lora_rank")
-    queries = hidden * query if not lora else hidden * lora + lora * query
-    kv = hidden * (rank + rope) + rank * heads * (nope + value)
-    return int(queries + kv + heads * value * hidden)
+    return from_options(read_hugging_face(path), model_name(path))

@@ -6,17 +6,16 @@ pipeline parallelism, by which each rank has a part of the layers, of their matr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from megatron_fsdp_adapter.cli.gpt import (
     ENDS_A_BLOCK,
-    PRESETS,
+    EVERY_RANK_HAS,
     ROOT,
     GptConfig,
-    config_from,
     gpt_parameter_listing,
 )
 from megatron_fsdp_adapter.cli.quantised_options import PLAIN, Quantisation
@@ -69,15 +68,13 @@ class Experts:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model. gpt: what a dense layer is; experts: in place of its MLP. attention: parameters of a
-    layer's attention where that is not what `gpt` says (latent attention), else 0. left_out: what
-    the model has and is not counted, a line each."""
+    """A model. gpt: what a dense layer is; experts: in place of its MLP. left_out: what the model
+    has and is not counted, a line each."""
 
     name: str
     gpt: GptConfig
     seq_length: int
     experts: Experts | None = None
-    attention: int = 0
     left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -87,10 +84,7 @@ class Shape:
     @property
     def attention_numel(self) -> int:
         """Elements of the matrices of a layer's attention."""
-        gpt = self.gpt
-        query = gpt.num_attention_heads * gpt.head_dim
-        kv = 2 * gpt.query_groups * gpt.head_dim
-        return self.attention or gpt.hidden_size * (2 * query + kv)
+        return self.gpt.attention_numel
 
     def mlp_numel(self, width: int) -> int:
         """Elements of the matrices of an MLP of that width."""
@@ -127,16 +121,8 @@ class Shape:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, norms left out."""
-        layers = self.gpt.num_layers
-        total = 2 * self.vocabulary * self.gpt.hidden_size + layers * self.attention_numel
-        for layer in range(layers):
-            if self.is_moe(layer) and self.experts is not None:
-                width = self.experts.number * self.experts.ffn + self.experts.shared
-                total += self.mlp_numel(width) + self.experts.number * self.gpt.hidden_size
-            else:
-                total += self.mlp_numel(self.gpt.ffn)
-        return total
+        """Elements of all parameters."""
+        return sum(math.prod(shape) for _, _, shape, _ in listing(self, Parallel()))
 
 
 @dataclass(frozen=True)
@@ -212,7 +198,7 @@ def _order(unit: str) -> tuple[int, int]:
 
 def _split(fqn: str, full: tuple[int, ...], tensor: int) -> tuple[int, ...]:
     """A tensor-parallel rank's part: columns of what ends a block, rows of what begins one."""
-    if tensor == 1 or len(full) == 1:
+    if tensor == 1 or len(full) == 1 or fqn.endswith(EVERY_RANK_HAS):
         return full
     rows, columns = full
     if fqn.endswith(ENDS_A_BLOCK):
@@ -450,49 +436,6 @@ def activation_bytes(
         total = sum(each) * in_flight
     logits = microbatch * shape.seq_length / parallel.context * shape.vocabulary / tensor
     return int(total + (6 * logits if parallel.pipeline == 1 else 0))
-
-
-_MIXTRAL = {**PRESETS["llama3-8b"], "vocab_size": 32000, "seq_length": 4096}
-SHAPES: Mapping[str, tuple[Mapping[str, Any], Experts | None, int, int]] = {
-    "llama-1.5b": (
-        {**PRESETS["llama3-8b"], "num_layers": 16, "hidden_size": 2048, "ffn_hidden_size": 8192,
-         "num_attention_heads": 32}, None, 2048, 0,
-    ),
-    "llama3-8b": (PRESETS["llama3-8b"], None, 8192, 0),
-    "llama-13b": (
-        {**PRESETS["llama3-8b"], "num_layers": 40, "hidden_size": 5120, "ffn_hidden_size": 13824,
-         "num_attention_heads": 40, "num_query_groups": 40, "vocab_size": 32000}, None, 4096, 0,
-    ),
-    "llama-30b": (
-        {**PRESETS["llama3-8b"], "num_layers": 60, "hidden_size": 6656, "ffn_hidden_size": 17920,
-         "num_attention_heads": 52, "num_query_groups": 52, "vocab_size": 32000}, None, 4096, 0,
-    ),
-    "llama3-70b": (PRESETS["llama3-70b"], None, 8192, 0),
-    "llama3-405b": (PRESETS["llama3-405b"], None, 8192, 0),
-    "mixtral-8x7b": (
-        {**_MIXTRAL, "num_layers": 32}, Experts(8, 2, 14336), 4096, 0,
-    ),
-    "mixtral-8x22b": (
-        {**_MIXTRAL, "num_layers": 56, "hidden_size": 6144, "ffn_hidden_size": 16384,
-         "num_attention_heads": 48}, Experts(8, 2, 16384), 4096, 0,
-    ),
-    # Latent attention: down and up projections of queries (1536), keys and values (512 + 64).
-    "deepseek-v3": (
-        {**PRESETS["llama3-8b"], "num_layers": 61, "hidden_size": 7168, "ffn_hidden_size": 18432,
-         "num_attention_heads": 128, "num_query_groups": 128, "kv_channels": 128,
-         "vocab_size": 129280}, Experts(256, 8, 2048, 2048, 3), 4096,
-        7168 * 1536 + 1536 * 24576 + 7168 * 576 + 512 * 32768 + 16384 * 7168,
-    ),
-}  # fmt: skip
-"""Options of the dense part, experts, default sequence length, elements of attention's matrices."""
-
-
-def shape_named(name: str) -> Shape:
-    """ValueError lists the names."""
-    if name not in SHAPES:
-        raise ValueError(f"--preset {name!r} is unknown: use one of {sorted(SHAPES)}")
-    options, experts, seq, attention = SHAPES[name]
-    return Shape(name, config_from(options), seq, experts, attention)
 
 
 def with_layers(shape: Shape, count: int) -> Shape:

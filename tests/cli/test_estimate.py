@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_fsdp_adapter.cli import prove
 from megatron_fsdp_adapter.cli.estimate import (
     NO_SLOTS,
     Model,
@@ -33,6 +36,7 @@ from megatron_fsdp_adapter.cli.gpt import (
     GptConfig,
     config_from,
     gpt_parameter_listing,
+    read_hugging_face,
     read_options,
 )
 from megatron_fsdp_adapter.core.config import STRATEGIES
@@ -45,6 +49,7 @@ from megatron_fsdp_adapter.core.layout import (
     row_granularity,
 )
 from megatron_fsdp_adapter.diagnostics.memory import Precision, group_bytes
+from megatron_fsdp_adapter.megatron.local_spec import local_block_spec
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
 GPT2 = {**SMALL, "max_position_embeddings": 64}
@@ -56,6 +61,7 @@ LLAMA = {
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
 }
+LATENT = {"kv_lora_rank": 20, "qk_head_dim": 12, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "gpt2 untied": {**GPT2, "untie_embeddings_and_output_weights": True},
@@ -70,6 +76,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "gated with biases": {**GPT2, "swiglu": True},
     "exact vocabulary": {**LLAMA, "padded_vocab_size": 99},
     "other padding": {**LLAMA, "make_vocab_size_divisible_by": 7},
+    "latent attention": {**LLAMA, "multi_latent_attention": True, "q_lora_rank": 24, **LATENT},
+    "latent attention with norms": {
+        **LLAMA, "multi_latent_attention": True, "q_lora_rank": 24, "qk_layernorm": True, **LATENT,
+    },
+    "latent keys alone": {**LLAMA, "multi_latent_attention": True, **LATENT},
     "no positions": {**GPT2, "position_embedding_type": "none"},
 }
 
@@ -85,7 +96,13 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def core_model(config: GptConfig) -> GPTModel:
-    core = TransformerConfig(
+    kind: Any = TransformerConfig
+    latent: dict[str, Any] = {}
+    if config.multi_latent_attention:
+        kind, names = MLATransformerConfig, ("q_lora_rank", *LATENT)
+        latent = {name: getattr(config, name) for name in names}
+    core = kind(
+        **latent,
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
@@ -101,9 +118,9 @@ def core_model(config: GptConfig) -> GPTModel:
         persist_layer_norm=False,
         use_cpu_initialization=True,
     )
-    spec = get_gpt_layer_local_spec(
+    spec = local_block_spec(core, None) if latent else get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, normalization=config.normalization
-    )
+    )  # fmt: skip
     assert config.embedding_rows is not None
     return GPTModel(
         core,
@@ -121,7 +138,13 @@ def megatron_default_ffn(config: GptConfig) -> int:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_listing_is_that_of_cores_own_model(name: str) -> None:
+def test_the_listing_is_that_of_cores_own_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # asked for by rotary tables
+    for kind in ("TELinear", "TEColumnParallelLinear"):  # core 0.16 asks whether a layer is one
+        if not isinstance(getattr(multi_latent_attention, kind), type):
+            monkeypatch.setattr(multi_latent_attention, kind, TransformerConfig)
     config = GptConfig(**MODELS[name])
     model = core_model(config)
     real = [(fqn, tuple(param.shape)) for fqn, param in model.named_parameters()]
@@ -385,8 +408,8 @@ def test_the_table_shows_bytes_padding_and_what_fits(capsys: pytest.CaptureFixtu
     for name, column in zip(STRATEGIES, range(-4, 0), strict=True):
         held = report["strategies"][name]
         state = held["bytes"]["optimizer state"]
-        assert lines["optimizer state"][column] == f"{state:,}"
-        assert lines["most layers"][column] == str(held["most_layers"])
+        assert lines["optimizer state"][column] == f"{state / 2**30:.3f}"
+        assert lines["transformer layers that fit"][column] == str(held["most_layers"])
         assert held["peak"] == sum(held["bytes"].values())
 
 
@@ -472,7 +495,6 @@ def test_bad_input_is_one_line_naming_option_and_value(
     [
         ("num-experts: 8", "--num-experts 8"),
         ("tensor-model-parallel-size: 2", "--tensor-model-parallel-size 2"),
-        ("multi-latent-attention: true", "--multi-latent-attention True"),
         ("hidden-size: wide", "--hidden-size 'wide'"),
         ("swiglu: 1", "--swiglu 1"),
         ("tokenizer-type: ByteLevelTokenizer", "--vocab-size 128256 with --tokenizer-type"),
@@ -498,3 +520,22 @@ def test_the_command_line_needs_no_process_group() -> None:
     assert done.returncode == 0, done.stderr
     first = "8,030,261,248 parameters, bf16 compute weights, data-parallel size 1"
     assert done.stdout.splitlines()[0] == first
+
+
+def test_a_hugging_face_config_is_the_same_model_for_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of estimate, plan and `doctor --prove`: of the file, and of its folder."""
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+             "num_key_value_heads": 8, "intermediate_size": 14336,
+             "vocab_size": 128256}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert run_main(capsys, "--hf-config", str(path))["parameters"] == 8_030_261_248
+    parser = argparse.ArgumentParser()
+    prove.add_arguments(parser)
+    given = parser.parse_args(["--hf-config", str(tmp_path)], argparse.Namespace(script=None))
+    given.world_size = None
+    found = prove.read_recipe(given, {}).options
+    assert config_from(found) == config_from(read_hugging_face(str(tmp_path)))
+    assert set(next(a for a in parser._actions if a.dest == "preset").choices or ()) == set(PRESETS)

@@ -15,6 +15,11 @@ POOLED = [
     *("--cuda-graph-impl", "local", "--fsdp-double-buffer"),
 ]
 
+UNKNOWN_LENGTH = [
+    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--vocab-size", "128", "--position-embedding-type", "rope"),
+]
+
 
 def test_pools_of_graphs_of_layers_are_activations_of_layers_for_each_pass(
     capsys: pytest.CaptureFixture[str],
@@ -48,7 +53,7 @@ def test_gradients_stay_between_steps_where_a_graph_of_the_optimizers_step_has_t
     ("left_out", "more", "told"),
     [
         (["--fsdp-double-buffer"], [], "give --fsdp-double-buffer"),
-        (["--seq-length", "4096"], [], "need --seq-length"),
+        (POOLED[:4], UNKNOWN_LENGTH, "need --seq-length"),
         ([], ["--data-parallel-sharding-strategy", "optim"], "use optim_grads or"),
         ([], ["--micro-batch-size", "0"], "at least 1"),
     ],

@@ -22,11 +22,12 @@ from megatron_fsdp_adapter.planning.configurations import (
 )
 from megatron_fsdp_adapter.planning.features import Features, features_of
 from megatron_fsdp_adapter.planning.machine import machine_named
+from megatron_fsdp_adapter.planning.models import shape_named
 from megatron_fsdp_adapter.planning.prediction import predict, program_of
 from megatron_fsdp_adapter.planning.program import COLLECTIVES, PRODUCTS, Kind
 from megatron_fsdp_adapter.planning.report import bridge_overrides, megatron_flags
 from megatron_fsdp_adapter.planning.search import Wanted, plan
-from megatron_fsdp_adapter.planning.shapes import Parallel, shape_named, units, with_layers
+from megatron_fsdp_adapter.planning.shapes import Parallel, units, with_layers
 from megatron_fsdp_adapter.planning.step import StepSetup
 
 pytestmark = pytest.mark.once

@@ -22,9 +22,10 @@ from megatron_fsdp_adapter.planning.configurations import (
     planned,
 )
 from megatron_fsdp_adapter.planning.features import Features
+from megatron_fsdp_adapter.planning.models import shape_named
 from megatron_fsdp_adapter.planning.prediction import program_of
 from megatron_fsdp_adapter.planning.program import Kind
-from megatron_fsdp_adapter.planning.shapes import Parallel, shape_named, with_layers
+from megatron_fsdp_adapter.planning.shapes import Parallel, with_layers
 from megatron_fsdp_adapter.sharding.muon import owners
 from megatron_fsdp_adapter.sharding.muon.newton_schulz import cost
 

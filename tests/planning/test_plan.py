@@ -31,16 +31,14 @@ from megatron_fsdp_adapter.planning.configurations import (
     planned,
 )
 from megatron_fsdp_adapter.planning.machine import Group, machine_named
-from megatron_fsdp_adapter.planning.models import from_hugging_face, from_options
+from megatron_fsdp_adapter.planning.models import from_hugging_face, from_options, shape_named
 from megatron_fsdp_adapter.planning.prediction import predict
 from megatron_fsdp_adapter.planning.report import bridge_overrides, megatron_flags, plain_call
 from megatron_fsdp_adapter.planning.search import NOT_LAUNCH_BOUND, Wanted, candidates, plan, splits
 from megatron_fsdp_adapter.planning.shapes import (
-    SHAPES,
     Parallel,
     layers_of,
     listing,
-    shape_named,
     waits_for_longer,
     with_layers,
 )
@@ -137,7 +135,19 @@ def test_presets_have_the_sizes_that_they_are_known_by():
              "mixtral-8x7b": 46.7, "mixtral-8x22b": 140.6, "deepseek-v3": 671.0}  # fmt: skip
     for name, billions in known.items():
         assert shape_named(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.01), name
-    assert set(PRESETS) <= set(SHAPES)
+    assert set(known) <= set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_estimate_and_plan_count_the_same_parameters(name):
+    """By the same listing; of a mixture estimate says what does count them."""
+    if "num_experts" in PRESETS[name]:
+        with pytest.raises(ValueError, match=r"--num-experts .* use `plan`"):
+            config_from(PRESETS[name])
+        return
+    theirs = plan_model(config_from(PRESETS[name]), 8, torch.bfloat16)
+    assert shape_named(name).num_parameters == theirs.num_parameters
+    assert shape_named("llama3-8b").num_parameters == 8_030_261_248
 
 
 def wanted(**given) -> Wanted:
@@ -241,7 +251,8 @@ def told_to_core(shape, text: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("preset", "gpus", "batch"),
-    [(name, 64, 512) for name in SHAPES] + [("deepseek-v3", 1024, 8192), ("deepseek-v3", 256, 4096)]
+    [(name, 64, 512) for name in PRESETS]
+    + [("deepseek-v3", 1024, 8192), ("deepseek-v3", 256, 4096)]
     + [("llama3-405b", 16384, 2048), ("llama3-70b", 96, 768)],
 )  # fmt: skip
 def test_megatron_core_builds_every_split_that_is_planned(preset, gpus, batch):
@@ -434,7 +445,7 @@ def test_models_of_hugging_face_have_megatrons_sizes(tmp_path):
     assert found.num_parameters == shape_named("mixtral-8x7b").num_parameters
     path.write_text(json.dumps({**known, "num_nextn_predict_layers": 1}))
     [line] = from_hugging_face(str(tmp_path)).left_out  # its folder
-    assert line.startswith("num_nextn_predict_layers=1: multi-token prediction")
+    assert line.startswith("mtp_num_layers=1: multi-token prediction (num_nextn")
     path.write_text(json.dumps({"hidden_size": 4}))
     with pytest.raises(ValueError, match="has no num_hidden_layers"):
         from_hugging_face(str(path))

@@ -8,8 +8,9 @@ import pytest
 
 from megatron_fsdp_adapter.planning import command
 from megatron_fsdp_adapter.planning.configurations import Configuration
+from megatron_fsdp_adapter.planning.models import shape_named
 from megatron_fsdp_adapter.planning.scale import bytes_of_block, scale_row
-from megatron_fsdp_adapter.planning.shapes import shape_named, with_layers
+from megatron_fsdp_adapter.planning.shapes import with_layers
 
 pytestmark = pytest.mark.once
 
