@@ -80,12 +80,9 @@ _INTEGERS = (
     "max_position_embeddings", "seq_length",
 )  # fmt: skip
 _SWITCHES = (
-    "group_query_attention",
-    "swiglu",
-    "add_qkv_bias",
-    "qk_layernorm",
+    "group_query_attention", "swiglu", "add_qkv_bias", "qk_layernorm",
     "untie_embeddings_and_output_weights",
-)
+)  # fmt: skip
 _STRINGS = ("normalization", "position_embedding_type", "tokenizer_type")
 
 
@@ -383,9 +380,7 @@ def make_parser() -> argparse.ArgumentParser:
         model.add_argument(f"--{name}-bias-linear", dest="add_bias_linear", action="store_const",
                            const=value, help=f"{name} biases")  # fmt: skip
     run = parser.add_argument_group("run")
-    run.add_argument(
-        "--data-parallel-size", type=int, default=1, metavar="N", help="number of shards"
-    )
+    run.add_argument("--data-parallel-size", type=int, default=1, metavar="N", help="shards")
     run.add_argument(
         "--data-parallel-sharding-strategy", choices=list(STRATEGIES), help="default: all"
     )
