@@ -205,7 +205,7 @@ def run(given: argparse.Namespace) -> str:
     if given.plot:
         from .plot import plot_step
 
-        plot_step(found.predictions[0], given.plot)
+        plot_step(found.wanted, found.predictions[0], given.plot)
     if given.json:
         return json.dumps(report.plain(found, given.top), indent=2)
     text = report.render(found, given.top)
@@ -228,7 +228,7 @@ def _curve(given: argparse.Namespace, sizes: Sequence[int]) -> str:
         from .plot import plot_curve
 
         known = [(gpus, one.predictions[0]) for gpus, one in plans if isinstance(one, Plan)]
-        plot_curve(known, given.plot)
+        plot_curve(wanted_of(given, sizes[0]), known, given.plot)
     if given.json:
         return json.dumps([
             report.plain(one, 1) if isinstance(one, Plan) else {"gpus": gpus, "error": one}

@@ -314,13 +314,22 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[s
     return lines
 
 
+def second_step(timeline: Timeline) -> int:
+    """Operations in front of the step that is timed: the first one learns the order of units."""
+    return [count for name, count in timeline.program.marks if name == "step"][1]
+
+
+def layers_run(timeline: Timeline) -> int:
+    """Units of layers that were run."""
+    named = {one.label.removeprefix("forward ") for one in timeline.program.operations}
+    return sum(1 for name in named if name.startswith("decoder.layers.") and "/" not in name)
+
+
 def explain(timeline: Timeline, layers: int) -> str:
     """The step as the engine runs it: each launch of its second step, with its stream, what it
     waits for, and when it runs. layers: of the model's stage."""
     program = timeline.program
-    first = [count for name, count in program.marks if name == "step"][1]
-    named = {one.label.removeprefix("forward ") for one in program.operations}
-    known = sum(1 for name in named if name.startswith("decoder.layers.") and "/" not in name)
+    first, known = second_step(timeline), layers_run(timeline)
     rows = [("ms", "to", "stream", "kind", "what", "launch", "waits for")]
     for index in range(first, len(program.operations)):
         one = program.operations[index]

@@ -423,6 +423,30 @@ def test_without_matplotlib_a_plot_is_one_clear_error(capsys, tmp_path):
     assert status == 2 and "matplotlib is not installed" in text
 
 
+def test_pictures_say_what_they_show(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from megatron_fsdp_adapter.planning import plot
+
+    drawn, axes_of = [], plot._axes
+    monkeypatch.setattr(plot, "_axes", lambda: drawn.append(axes_of()) or drawn[-1])
+    words = [word if word != "4" else "32" for word in SMALL]
+    pictures = [str(tmp_path / name) for name in ("step.png", "curve.png")]
+    assert run(capsys, *words, "--tries", "1", "--plot", pictures[0])[0] == 0
+    assert run(capsys, *SMALL, "--tries", "1", "--curve", "1,2", "--plot", pictures[1])[0] == 0
+    (_, step), (_, curve) = drawn
+    title = "llama3-8b, 32 layers, H200, 2 sequences of 4,096 tokens, 2 GPUs"
+    assert step.get_title().startswith(title)
+    assert "1 of 1 microbatches, 7 of 32 layers" in step.get_title()
+    named = step.get_legend_handles_labels()[1]
+    assert {"forward", "backward", "optimizer", "reduce"} <= set(named)
+    assert len(named) == len(set(named)) and step.get_xlabel() == "ms" and step.get_ylabel()
+    low, high = curve.get_ylim()
+    best = max(curve.get_lines()[0].get_ydata())
+    assert low == 0 and best < high < 1.3 * best and "llama3-8b" in curve.get_title()
+    assert [axes.get_ylabel() for axes in curve.figure.axes] == ["MFU, %", "seconds a step"]
+    assert [label.get_text() for label in curve.get_xticklabels()] == ["1", "2"]
+
+
 def test_measuring_wants_a_gpu_and_writes_a_machine_that_plans(capsys, tmp_path):
     path = str(tmp_path / "machine.json")
     if not torch.cuda.is_available():
