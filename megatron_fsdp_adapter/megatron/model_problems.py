@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..core.engine.partition import ManagedParam, managed_params
@@ -23,12 +24,24 @@ Transformer Engine, so the option that asks for it does not tell."""
 def model_problems(module: nn.Module, config: Any, ddp_config: Any) -> list[str]:
     """Problems of `module`, whose model config is `config`."""
     return [
+        *_compiled(module),
         *_formats_that_do_not_fit(module, config, ddp_config),
         *_experts_in_one_tensor(module),
         *_experts_marked_as_dense(module, config),
         *_parts_that_return_biases(config, ddp_config),
         *_hooks_that_get_nothing(module, asks_fusion(config)),
     ]
+
+
+def _compiled(module: nn.Module) -> list[str]:
+    """Modules that torch.compile was told of, as a function or as a method."""
+    return [
+        f"module {name or type(child).__name__}: it was compiled with torch.compile, of which "
+        "Megatron's layers, pipelines and fused weight gradients were never run here; wrap the "
+        "original module, and compile functions inside the layers"
+        for name, child in module.named_modules()
+        if isinstance(child, torch._dynamo.OptimizedModule) or child._compiled_call_impl is not None
+    ][:1]
 
 
 def _formats_that_do_not_fit(module: nn.Module, config: Any, ddp_config: Any) -> list[str]:

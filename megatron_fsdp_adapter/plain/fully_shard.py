@@ -299,8 +299,8 @@ def fully_shard_model(
     The other options are those of Megatron's DDP config.
 
     Raises:
-        ValueError: a module without trainable parameters, sharded already, compiled, or on
-            several devices; a unit class that matches nothing; an option with a wrong value.
+        ValueError: a module without trainable parameters, sharded already, or on several devices;
+            a unit class that matches nothing; an option with a wrong value.
     """
     main = mixed_precision_policy.main_params_dtype
     _raise_problems(module, fsdp_unit_modules, main, init_model_with_meta_device)

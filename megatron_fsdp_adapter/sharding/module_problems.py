@@ -29,7 +29,6 @@ def module_problems(
     main weights' dtype (None: of each parameter). Parameters whose name `is_managed` refuses are
     not to be sharded, and may be anything."""
     return [
-        *_compiled(module),
         *_sharded_already(module),
         *_untrainable(module),
         *_parameters(module, is_managed),
@@ -39,15 +38,6 @@ def module_problems(
         *outdated_values(module, is_managed),
         *unit_problems(module, unit_classes or ()),
         *_devices(module, device),
-    ]
-
-
-def _compiled(module: nn.Module) -> list[str]:
-    return [
-        f"module {name or type(child).__name__}: it was compiled with torch.compile, and a "
-        "compiled graph does not see that gathering changes storage; wrap the original module"
-        for name, child in module.named_modules()
-        if isinstance(child, torch._dynamo.OptimizedModule)
     ]
 
 

@@ -81,6 +81,12 @@ class WithExperts(nn.Module):
         self.experts = nn.ModuleList([nn.Linear(3, 3)])
 
 
+def compiled_in_place() -> nn.Module:
+    module = nn.Sequential(nn.Linear(3, 3))
+    module[0].compile(backend="eager")
+    return module
+
+
 def model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 3), nn.GELU(), nn.Linear(3, 3))
 
@@ -190,6 +196,10 @@ BAD: dict[str, Bad] = {
     "compiled module": Bad(
         ("compiled with torch.compile", "wrap the original module"),
         module=lambda: nn.Sequential(torch.compile(nn.Linear(3, 3))),
+    ),
+    "module compiled by its method": Bad(
+        ("module 0: it was compiled", "wrap the original module"),
+        module=lambda: compiled_in_place(),
     ),
     "expert parameters without a group for them": Bad(
         ("kind 'expert'", "pass expt_dp"), module=WithExperts, groups=lambda: without("expt_dp")

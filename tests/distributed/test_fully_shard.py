@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_adapter import (
@@ -299,6 +300,72 @@ def _not_finite(rank: int, world: int) -> None:
 def test_a_gradient_that_is_not_finite_on_one_rank_is_in_the_norm_of_all() -> None:
     """As with torch. A maximum over ranks drops NaN."""
     run_ranks(_not_finite, 2)
+
+
+def _compiled(layers: nn.Sequential, as_function: bool, again: bool = False, **how: Any) -> None:
+    """Compiles each layer, in place or by one that stands in for it. again: layers that are
+    computed again in backward."""
+    for number, layer in enumerate(layers):
+        if again:
+            layers[number] = layer = checkpoint_wrapper(layer)
+        if as_function:
+            layers[number] = torch.compile(layer, backend="aot_eager", **how)  # type: ignore[assignment]
+        else:
+            layer.compile(backend="aot_eager", **how)
+
+
+COMPILED: dict[str, tuple[bool, bool, dict[str, Any], dict[str, Any]]] = {
+    "as torchtitan does": (True, False, {"fullgraph": True}, {}),
+    "ZeRO-2": (True, False, {}, {"data_parallel_sharding_strategy": "optim_grads"}),
+    "by a function": (True, True, {"fullgraph": True}, {}),
+    "by a function, units inside": (True, True, {}, {"fsdp_unit_modules": [Block, nn.Embedding]}),
+    "with recomputation": (True, False, {"again": True}, {}),
+    "layers of one unit": (True, False, {}, {"fsdp_unit_modules": []}),
+    "after wrapping": (False, False, {}, {}),
+    "by a function after wrapping": (False, True, {}, {}),
+}
+"""Whether before wrapping, whether by torch.compile(layer), its options and those of wrapping."""
+
+
+def _trains_compiled(name: str | None) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and weights after steps of two microbatches and an evaluation."""
+    before, as_function, how, options = COMPILED[name] if name else (False, False, {}, {})
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    module = net()
+    if name and before:
+        _compiled(module.blocks, as_function, **how)
+    model = fully_shard_model(module, **options)
+    if name and not before:
+        _compiled(module.blocks, as_function, **how)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=LR))
+    losses = []
+    for step in range(3):
+        with model.no_sync():
+            model(tokens(step, 0, dist.get_rank())).backward()
+        loss = model(tokens(step, 1, dist.get_rank()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses += [loss.item(), model(tokens(step, 2, dist.get_rank())).item()]
+    if name:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "layers were compiled"
+    return losses, list(full_weights(model).values())
+
+
+def _compiled_layers(rank: int, world: int) -> None:
+    expected = _trains_compiled(None)
+    for name in COMPILED:
+        losses, weights = _trains_compiled(name)
+        assert losses == expected[0], name
+        assert all(map(torch.equal, weights, expected[1])), name
+
+
+def test_layers_that_are_compiled_train_to_the_same_bits() -> None:
+    """Before or after wrapping, as a method or a function. What is gathered and reduced is outside
+    of the graphs. aot_eager computes with the operations of an eager run."""
+    run_ranks(_compiled_layers, 2, timeout=300)
 
 
 def test_no_megatron_is_imported() -> None:

@@ -149,7 +149,8 @@ def run_bash(text: str, folder: Path, timeout: float = 900.0) -> None:
     its commands fails."""
     environment = {
         **os.environ, "PATH": f"{folder.parent / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=environment, timeout=timeout,

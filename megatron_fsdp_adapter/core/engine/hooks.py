@@ -311,10 +311,10 @@ def register_unit(engine: Engine, unit: Unit, module: nn.Module, ends: bool) -> 
     reference cycles and outlive the model."""
     ref = weakref.ref(engine)
     module.register_forward_pre_hook(
-        functools.partial(_unit_pre_forward, ref, unit.ordinal), prepend=True, with_kwargs=True
+        _untraced(_unit_pre_forward, ref, unit.ordinal), prepend=True, with_kwargs=True
     )
     module.register_forward_hook(
-        functools.partial(_unit_post_forward, ref, unit.ordinal, ends), with_kwargs=True
+        _untraced(_unit_post_forward, ref, unit.ordinal, ends), with_kwargs=True
     )
     _register_leave(module, ref, unit.ordinal)
 
@@ -322,9 +322,9 @@ def register_unit(engine: Engine, unit: Unit, module: nn.Module, ends: bool) -> 
 def register_root(engine: Engine, name: str, module: nn.Module) -> None:
     """Hooks the calls of a module that holds all parameters: a forward pass starts there."""
     ref = weakref.ref(engine)
-    before = functools.partial(_root_pre_forward, ref, name)
+    before = _untraced(_root_pre_forward, ref, name)
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(functools.partial(_root_post_forward, ref, name))
+    module.register_forward_hook(_untraced(_root_post_forward, ref, name))
     _register_leave(module, ref, name)
 
 
@@ -332,12 +332,17 @@ def register_owner(engine: Engine, key: str, module: nn.Module) -> None:
     """Hooks the calls of a module that holds weights of the root's: hooks on what is saved may have
     been set between the model's call and its own."""
     ref = weakref.ref(engine)
-    module.register_forward_pre_hook(functools.partial(_enter, ref, key), prepend=True)
+    module.register_forward_pre_hook(_untraced(_enter, ref, key), prepend=True)
     _register_leave(module, ref, key)
 
 
 def _register_leave(module: nn.Module, ref: EngineRef, key: Any) -> None:
-    module.register_forward_hook(functools.partial(_leave, ref, key), always_call=True)
+    module.register_forward_hook(_untraced(_leave, ref, key), always_call=True)
+
+
+def _untraced(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """A hook that torch.compile of a module that is called leaves out of its graphs."""
+    return torch.compiler.disable(functools.partial(function, *args))  # type: ignore[no-any-return]
 
 
 def at_end_of_backward(method: Callable[[], None]) -> None:
