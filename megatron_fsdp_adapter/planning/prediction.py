@@ -119,16 +119,16 @@ def _stage(
         few, more = (_ran(shape, chosen, machine, run, stage, n) for n in (least, most))
         ran = _further(few, more, (layers - most) / (most - least))
     middles = count - run
-    bubble = (parallel.pipeline - 1) / parallel.virtual * ran.middle
+    waits = waits_for_longer(shape, parallel, stage)
+    bubble = (parallel.pipeline - 1) / parallel.virtual * ran.middle * (1 + waits)
     spent = {
         name: ran.spent.get(name, 0.0) + middles * ran.spent_middle.get(name, 0.0)
         for name in {*ran.spent, *ran.spent_middle}
     }
     seconds = ran.around + middles * ran.middle
-    waits = count * ran.middle * waits_for_longer(shape, parallel, stage)
     if waits:
-        spent["uneven virtual stages"] = waits
-        seconds += waits
+        spent["uneven virtual stages"] = waits * count * ran.middle
+        seconds += waits * count * ran.middle
     if parallel.pipeline > 1:
         spent["pipeline bubble"] = bubble
         tokens = chosen.microbatch * shape.seq_length / parallel.context / parallel.tensor
