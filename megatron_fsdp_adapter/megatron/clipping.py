@@ -129,6 +129,7 @@ def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
         group: norm_of(self, group) for group in (None, *core_api.present_norm_groups(self))
     }
     shards: LocalShards = self.optimizer._fsdp_shards
+    shards.follow_groups(self.optimizer)
     asked = ClipByNorms(dict(norms), clip_grad, shards.decoupled, shards.of_sums)
     if not shards.takes_clip(asked):
         shards.clip_grads(asked)

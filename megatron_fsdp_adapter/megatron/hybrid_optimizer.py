@@ -26,6 +26,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from ..core.engine.engine import FsdpEngine
 from ..sharding.local_optimizer import LocalShards, adopt
 from ..sharding.made_state import is_torch_class
+from ..sharding.shown_state import Entry
 from .options.optimizer_pairs import CORES_OFFLOAD as OPTION
 from .options.support import is_on
 from .seams.core_api import MORE, Replacement
@@ -91,6 +92,8 @@ def _locals_of(group: dict[str, Any]) -> list[torch.Tensor]:
 class HybridShards(LocalShards):
     """The local tensors behind a `HybridDeviceOptimizer`, and what of its state is shown."""
 
+    counts_in_groups = False  # itself, in `count_step`; the optimizers inside have their own groups
+
     def __init__(self, optimizer: Any, skip_empty: bool, decoupled: bool) -> None:
         super().__init__(optimizer, skip_empty, decoupled)
         kind = optimizer.gpu_optimizer_cls
@@ -105,10 +108,19 @@ class HybridShards(LocalShards):
     def parts(self, optimizer: Any) -> list[Any]:
         return list(optimizer.sub_optimizers)
 
-    def shown_state(self, param: Any, local: torch.Tensor) -> dict[str, Any]:
+    def regroup(self, optimizer: Any) -> None:
+        if self.pairs:
+            raise ValueError(
+                f"{OPTION}=True: param_groups have other parameters than when core's optimizer "
+                "made its copies; make it with all of its groups, or freeze parameters by a "
+                "learning rate of 0"
+            )
+        super().regroup(optimizer)
+
+    def shown_state(self, param: Any, local: torch.Tensor, state: Entry) -> Entry:
         hidden = {COPY, "step"} if self.steps_in_groups else {COPY}
-        shown = super().shown_state(param, local)
-        return {name: value for name, value in shown.items() if name not in hidden}
+        seen = {name: value for name, value in state.items() if name not in hidden}
+        return super().shown_state(param, local, seen)
 
     def shown_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options of a parameter group as the optimizer without offload has them."""
@@ -123,7 +135,7 @@ class HybridShards(LocalShards):
             inner = {id(optimizer.param_to_inner_param[own]) for own in self.locals_of(index)}
             for part in optimizer.cpu_optimizers:
                 for param, state in part.state.items():
-                    if id(param) in inner:
+                    if id(param) in inner and "step" in state:
                         state["step"].fill_(group["step"])
         optimizer._sync_sub_optimizers_state_to_hdo()
         self.state = optimizer.state
@@ -161,6 +173,9 @@ class Copies:
 
 def adopt_hybrid(optimizer: Any, engines: Sequence[FsdpEngine]) -> None:
     """`adopt` for a `HybridDeviceOptimizer` that was made on the local tensors of our wrappers."""
+    # Core's hooks of a load make all copies and optimizers anew; here a load writes in place.
+    optimizer._optimizer_load_state_dict_pre_hooks.clear()
+    optimizer._optimizer_load_state_dict_post_hooks.clear()
     adopt(optimizer, Copies(engines).refresh, HybridShards)
     optimizer.register_step_post_hook(optimizer._fsdp_shards.count_step)
 

@@ -341,16 +341,27 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def _engines_now(optimizer: Any) -> list[FsdpEngine]:
+    """Those of the parameters that the groups have. ValueError if some are of none."""
+    known, engines = optimizer._fsdp_engines
+    shards: LocalShards = optimizer._fsdp_shards
+    shards.follow_groups(optimizer)
+    if shards.pairs is not known:
+        engines = _engines_of(_params_of(optimizer))
+        optimizer._fsdp_engines = shards.pairs, engines
+    return engines
+
+
 def _complete_gradients(optimizer: Any) -> None:
     """Before a step."""
-    for engine in optimizer._fsdp_engines:
+    for engine in _engines_now(optimizer):
         engine.complete_grads()
         engine.show_optimizer_params()
 
 
 def _weights_changed(optimizer: Any, *unused: Any) -> None:
     """After a step."""
-    for engine in optimizer._fsdp_engines:
+    for engine in _engines_now(optimizer):
         engine.main_weights_changed(stepped=True)
 
 
@@ -358,7 +369,7 @@ def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
     """Forgets the gradients of this optimizer's parameters, whatever `set_to_none` says."""
     end_step(optimizer)
     params = _params_of(optimizer)
-    for engine in optimizer._fsdp_engines:
+    for engine in _engines_now(optimizer):
         engine.zero_grads_of(params)
 
 
@@ -369,7 +380,7 @@ def _training_class(base: type) -> type:
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         base.add_param_group(self, param_group)  # type: ignore[attr-defined]
         try:
-            self._fsdp_engines = _engines_of(_params_of(self))
+            _engines_of(_params_of(self))
         except ValueError:
             self.param_groups.pop()
             raise
@@ -420,7 +431,7 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optim
         raise ValueError("optimizer: it is sharded already")
     engines = _engines_of(_params_of(optimizer))
     adopt(optimizer, _complete_gradients, _shards_for(optimizer, engines))
-    optimizer._fsdp_engines = engines  # type: ignore[attr-defined]
+    optimizer._fsdp_engines = None, engines  # type: ignore[attr-defined]
     optimizer.register_step_post_hook(_weights_changed)
     optimizer.__class__ = _training_class(type(optimizer))  # type: ignore[assignment,arg-type]
     return optimizer

@@ -68,13 +68,14 @@ class FirstUnitShards(LocalShards):
     ) -> None:
         self._engine, self._used = engine, used
         self._splits: dict[tuple[int, ...], tuple[list[Unit], Split]] = {}
-        self._in_parts = False
         self._over: dict[int, Options] = {}
         super().__init__(optimizer, skip_empty, decoupled)
 
+    def regroup(self, optimizer: Any) -> None:
+        self._splits.clear()
+        super().regroup(optimizer)
+
     def begin(self, optimizer: Any) -> None:
-        if self._in_parts:
-            self.leave(optimizer)  # the step before raised
         super().begin(optimizer)
         off = any(holds(self._engine, optimizer) for holds in LEFT_OFF.values())
         units, split = self._parts() if self._used() and not off else ([], [])
@@ -85,7 +86,7 @@ class FirstUnitShards(LocalShards):
         """Those of the engine's first units of which this optimizer has all that is trained, the
         same on all ranks, and which tensors are theirs."""
         first = first_units(self._engine)
-        key = (*(unit.ordinal for unit in first), -1, *(len(pairs) for pairs in self.pairs))
+        key = tuple(unit.ordinal for unit in first)
         if key not in self._splits:
             own = {id(param) for pairs in self.pairs for param, _ in pairs}
             trained = [pair for pair in self._engine.pairs if pair.grad is not None]
@@ -103,7 +104,6 @@ class FirstUnitShards(LocalShards):
     def _step_first(self, optimizer: Any, units: Sequence[Unit], split: Split) -> None:
         """Takes the step of `units`, launches their gathers, and leaves the rest."""
         at_start = [options_of(group) for group in optimizer.param_groups]
-        self._in_parts = True
         for group, (first, _) in zip(optimizer.param_groups, split, strict=True):
             group["params"] = first
         plain_step(optimizer)
@@ -113,12 +113,12 @@ class FirstUnitShards(LocalShards):
             if first and not rest:
                 self._over[index] = options_of(group)
             set_options(group, at_start[index])
-            group["params"] = list(rest)
+            group["params"] = list(rest) if first else self.given(index)
 
     def leave(self, optimizer: Any) -> None:
         for index, options in self._over.items():
             optimizer.param_groups[index].update(options)
-        self._over, self._in_parts = {}, False
+        self._over = {}
         super().leave(optimizer)
 
 

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+COUNT = "step"
+"""The option in which fused optimizers count the steps of a group."""
+
 
 def first_count(group: Mapping[str, Any]) -> Any:
     """Steps of a group before its first: a tensor of one element where the learning rate is one."""
@@ -30,7 +33,8 @@ def as_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_options(group: dict[str, Any], saved: Mapping[str, Any], kept: Collection[str]) -> None:
-    """Gives a group the saved options but those in `kept`; what is a tensor is filled."""
+    """Gives a group the saved options but those in `kept`; what is a tensor is filled. A group
+    that had counted no step when it was saved has counted none then."""
     for name, value in saved.items():
         if name in kept:
             continue
@@ -43,4 +47,9 @@ def load_options(group: dict[str, Any], saved: Mapping[str, Any], kept: Collecti
             held.copy_(torch.as_tensor(value).view(held.shape))
         else:
             group[name] = value
+    if COUNT in group and COUNT not in saved and COUNT not in kept:
+        if isinstance(group[COUNT], torch.Tensor):
+            group[COUNT].zero_()
+        else:
+            group[COUNT] = 0
 

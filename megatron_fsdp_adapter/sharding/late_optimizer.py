@@ -37,6 +37,7 @@ from ..core.engine.unit import Unit
 from ..core.engine.updates import LateUpdates
 from ..core.runtime.device import BESIDE, COMPUTE
 from .local_optimizer import Clip, LocalPair, LocalShards, initialize_state
+from .made_state import make_state
 from .partial_steps import Options, options_of, plain_step, set_options, steps_in_steps
 
 OPTION = "fsdp_overlap_param_gather_with_optimizer_step"
@@ -90,13 +91,19 @@ class LateShards(LocalShards):
         for engine in self._engines:
             engine.gather.updates.join(self)
 
-    def _add_groups(self, optimizer: Any) -> None:
-        if self._stages and len(optimizer.param_groups) > len(self.pairs):
+    def regroup(self, optimizer: Any) -> None:
+        if self._stages:
             raise ValueError(
-                f"add_param_group with {self.option}: units are planned when the optimizer is "
-                "sharded; make it with all of its groups"
+                f"add_param_group with {self.option}, or param_groups with other parameters: units "
+                "are planned when the optimizer is sharded; make it with all of its groups, or "
+                "freeze parameters by a learning rate of 0"
             )
-        super()._add_groups(optimizer)
+        super().regroup(optimizer)
+
+    def made_state(self, optimizer: Any) -> None:
+        """What has none gets it now: in a step it would be memory of another stream."""
+        for part in self.parts(optimizer):
+            make_state(part, self.makes_own)
 
     def _planned(self) -> Iterable[tuple[Stage, list[ParamPair]]]:
         """The units, in order, that have parameters of this optimizer."""
@@ -149,8 +156,11 @@ class LateShards(LocalShards):
             self.leave(optimizer)
             raise
         self._walking, self._clip = False, None
-        for group in optimizer.param_groups:
-            group["params"] = []
+        for index, group in enumerate(optimizer.param_groups):
+            # Of a group that no unit has, as this rank holds nothing of it, the step that was asked
+            # for counts.
+            is_over = any(stage.pairs[index] for stage in self._stages)
+            group["params"] = [] if is_over else self.given(index)
 
     def _may_be_late(self) -> bool:
         """Whether a step may return before its updates are over: everybody who reads what they
@@ -170,6 +180,8 @@ class LateShards(LocalShards):
             self._last = runtime.record(self.role)
             stage.updates.queued(stage.unit, self._last)
             self._was_queued(stage)
+        for group, options in zip(optimizer.param_groups, at_start, strict=True):
+            set_options(group, options)
 
     def _walk_begins(self) -> None:
         """No update is queued yet."""
@@ -202,7 +214,7 @@ class LateShards(LocalShards):
         for own in stage.groups:
             own.write_own_from_twin()
         for index, group in enumerate(optimizer.param_groups):
-            if stage.pairs[index] or index not in self._results:
+            if stage.pairs[index]:
                 self._results[index] = options_of(group)
 
     def load_ahead(self, of: LateUpdates, after: Any) -> None:

@@ -8,24 +8,24 @@ the same storage.
 
 from __future__ import annotations
 
+import copy
 import functools
-import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from ..checkpoint.chunks import dtensor_like, has_chunks
 from ..core.runtime.parking import ParkingLot
 from .group_options import as_numbers, load_options
+from .loaded_state import load_values
 from .made_state import is_torch_optimizer, make_state, moments_of
-from .model_state import Piece, Place, write_pieces
 from .one_pass_adam import OnePassAdam, install
 from .one_pass_norm import OnePassSquares, kernel_of
+from .partial_steps import ending
+from .shown_state import Entry, Shown, are_same, changed, is_same, shown, taken_over
 
 Prepare = Callable[[Any], None]
 """Called with an optimizer before its step reads gradients."""
@@ -59,12 +59,14 @@ class LocalShards:
     copies_grads: whether it has been given copies of gradients, which end with the step.
     held_by: who knows addresses of the state, in words, so that it cannot go; "" if nobody.
     step_follows: whether gradients that are clipped are read by a step, and before by nobody.
+    counts_in_groups: whether the inner optimizer may count steps by parameter group.
     one_pass: the kernel in the inner optimizer, where it has one of ours.
     squares: adds up the squares of gradients, for their norm; of_sums: those that reductions have
     left (`SquaresOfSums`), where they do.
     """
 
     step_follows = False
+    counts_in_groups = True
     one_pass: OnePassAdam | None = None
     of_sums: Any = None
 
@@ -78,21 +80,63 @@ class LocalShards:
         self.held_by = ""
         self._clip: Clip | None = None
         self.squares = OnePassSquares(kernel_of)
-        self._add_groups(optimizer)
-
-    def _add_groups(self, optimizer: Any) -> None:
-        """Takes in the groups of `optimizer` that are new."""
-        for group in optimizer.param_groups[len(self.pairs) :]:
-            pairs = [(param, self.local_of(param)) for param in group["params"]]
-            self.pairs.append(pairs)
-            for param, local in pairs:  # some optimizers make their state with themselves
-                if param in optimizer.state:
-                    made = optimizer.state[param].items()
-                    self.state[local] = {n: getattr(v, "_local_tensor", v) for n, v in made}
+        self._known: dict[torch.Tensor, Shown] = {}
+        self._counters: dict[int, torch.Tensor] = {}
+        self.regroup(optimizer)
 
     def local_of(self, param: Any) -> torch.Tensor:
         """What the inner optimizer updates in the place of `param`."""
         return param._local_tensor
+
+    # What a program changes.
+
+    def follow_groups(self, optimizer: Any) -> None:
+        """Takes over which parameters the groups have now."""
+        if self._shown is not None:
+            return
+        groups = optimizer.param_groups
+        if len(groups) != len(self.pairs) or not all(
+            are_same(group["params"], [param for param, _ in pairs])
+            for group, pairs in zip(groups, self.pairs, strict=True)
+        ):
+            self.regroup(optimizer)
+
+    def regroup(self, optimizer: Any) -> None:
+        """The groups have other parameters than before, or there were none. ValueError for one
+        that is not sharded."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        foreign = sum(not hasattr(param, "_local_tensor") for param in params)
+        if foreign:
+            raise ValueError(
+                f"optimizer: {foreign} of its {len(params)} parameters are not of a sharded model; "
+                "put those of the wrapped model into param_groups"
+            )
+        self.pairs = [
+            [(param, self.local_of(param)) for param in group["params"]]
+            for group in optimizer.param_groups
+        ]
+
+    def _follow_state(self, optimizer: Any) -> bool:
+        """Takes over what a program, or the optimizer's constructor, has put into
+        `optimizer.state` since state was shown; whether there was something."""
+        found = False
+        for pairs in self.pairs:
+            for param, local in pairs:
+                entry, known = optimizer.state.get(param), self._known.get(local)
+                if not entry if known is None else known.is_in(entry):
+                    continue
+                found = True
+                before = {} if known is None else known.values
+                entry = {} if entry is None else entry
+                given = changed(entry, before)
+                gone = [name for name in before if name not in entry]
+                own = {n: taken_over(param, local, n, v) for n, v in given.items()}
+                self.drop(param, gone)
+                for name, value in own.items():
+                    self.put(param, name, value)
+                if known is not None:  # what is other than before is shown anew
+                    self._known[local] = known.now_in(entry, {*given, *gone})
+        return found
 
     def adopted(self, optimizer: Any) -> None:
         """`adopt` is over."""
@@ -112,9 +156,20 @@ class LocalShards:
         self._clip = None
         return clip.factor(next(local for pairs in self.pairs for _, local in pairs).device)
 
-    def put(self, param: Any, name: str, value: torch.Tensor) -> None:
-        """`value`, of the local shape, becomes state `name` of `param`."""
+    def put(self, param: Any, name: str, value: Any) -> None:
+        """`value`, of the local shape if it has the parameter's, becomes state `name` of
+        `param`."""
         self.state[self.local_of(param)][name] = value
+
+    def drop(self, param: Any, names: Sequence[str]) -> None:
+        """State of `param` of these names goes; and if nothing is left that is shown, all of it, so
+        that the inner optimizer makes it anew."""
+        state = self.state.get(self.local_of(param), {})
+        for name in names:
+            state.pop(name, None)
+        if not self.shown_state(param, self.local_of(param), state):
+            state.clear()  # others may hold the same dict
+            self.state.pop(self.local_of(param), None)
 
     own_options: frozenset[str] = frozenset()
     """Options of parameter groups that a load leaves alone."""
@@ -128,11 +183,11 @@ class LocalShards:
         return False
 
     def made_state(self, optimizer: Any) -> None:
-        """The parts have made state without a step, or a load has written it."""
+        """The parts have made state without a step, or a load or a program has written it."""
 
-    def shown_state(self, param: Any, local: torch.Tensor) -> dict[str, Any]:
-        """What is shown, and saved, of a parameter's state: DTensors where it has its shape."""
-        return shown(param, local, self.state[local])
+    def shown_state(self, param: Any, local: torch.Tensor, state: Entry) -> Entry:
+        """What is shown, and saved, of a parameter's `state`: DTensors where it has its shape."""
+        return shown(param, local, state)
 
     def state_of_empty(self, local: torch.Tensor, names: Sequence[str]) -> dict[str, Any]:
         """Of a shard that the inner optimizer is not given, moments of these names."""
@@ -144,11 +199,14 @@ class LocalShards:
         self.check()
         if self._shown is not None:
             return
-        self._add_groups(optimizer)
+        self.follow_groups(optimizer)
+        is_other = self._follow_state(optimizer)
         self._shown = optimizer.state, [group["params"] for group in optimizer.param_groups]
         for index, group in enumerate(optimizer.param_groups):
-            group["params"] = self.locals_of(index)
+            group["params"] = self.given(index)
         optimizer.state = self.state
+        if is_other:
+            self.made_state(optimizer)
 
     def check(self) -> None:
         """RuntimeError if the state's memory was released."""
@@ -182,15 +240,28 @@ class LocalShards:
             return
         self.state = optimizer.state  # some optimizers bind another dict in a step
         optimizer.state, params = self._shown
-        for group, shown in zip(optimizer.param_groups, params, strict=True):
-            group["params"] = shown
+        for group, own in zip(optimizer.param_groups, params, strict=True):
+            group["params"] = own
         self._shown = None
         self.show_state(optimizer)
 
     def locals_of(self, index: int) -> list[torch.Tensor]:
-        """What the inner optimizer is given in place of group `index`'s parameters."""
+        """The shards of group `index` that the inner optimizer can be given."""
         given = (local for _, local in self.pairs[index])
         return [local for local in given if local.numel() > 0 or not self.skip_empty]
+
+    def given(self, index: int) -> list[torch.Tensor]:
+        """What the inner optimizer is given in place of group `index`'s parameters. Of a group that
+        this rank holds nothing of, a tensor that never has a gradient: Transformer Engine's (2.11)
+        and apex's FusedAdam count no step of a group without parameters, and ranks would differ in
+        the count that they save."""
+        own = self.locals_of(index)
+        if own or not self.pairs[index] or not self.counts_in_groups:
+            return own
+        if index not in self._counters:
+            first = self.pairs[index][0][1]
+            self._counters[index] = torch.zeros(1, dtype=first.dtype, device=first.device)
+        return [self._counters[index]]
 
     def set_local_grads(self) -> None:
         """Sets each local tensor's gradient to the local tensor of its parameter's gradient, or,
@@ -237,21 +308,24 @@ class LocalShards:
                     local.decoupled_grad = None  # type: ignore[attr-defined]
 
     def show_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts state that is new since the last call under the parameters, as DTensors."""
+        """Puts state that is other than at the last call under the parameters, as DTensors."""
         for pairs in self.pairs:
             for param, local in pairs:
-                if param not in optimizer.state and local in self.state:
-                    optimizer.state[param] = self.shown_state(param, local)
-
-
-def is_like(value: Any, local: torch.Tensor) -> bool:
-    """Whether a value of a parameter's state has an element for each of its own."""
-    return isinstance(value, torch.Tensor) and value.shape == local.shape and value.dim() > 0
-
-
-def shown(param: Any, local: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """State of a parameter with DTensors where it has the parameter's shape."""
-    return {n: dtensor_like(param, v) if is_like(v, local) else v for n, v in state.items()}
+                state, known = self.state.get(local), self._known.get(local)
+                if known is not None and state and is_same(state, known.local):
+                    continue
+                if not state:
+                    if known is not None:
+                        del self._known[local]
+                        optimizer.state.pop(param, None)
+                    continue
+                before = {} if known is None else known.local
+                entry = optimizer.state.setdefault(param, {}) if known is None else known.entry
+                optimizer.state[param] = entry
+                for name in before.keys() - state.keys():
+                    entry.pop(name, None)
+                entry.update(self.shown_state(param, local, changed(state, before)))
+                self._known[local] = Shown(entry, dict(entry), dict(state))
 
 
 @contextmanager
@@ -278,7 +352,8 @@ def end_step(optimizer: Any, *unused: Any) -> None:
 
 def _before_state_dict(optimizer: Any) -> None:
     end_step(optimizer)
-    optimizer._fsdp_shards.check()
+    with _on_locals(optimizer):
+        """Takes over what a program has changed, and shows it."""
 
 
 def _before_step(
@@ -325,7 +400,9 @@ def complete_empty_state(shards: LocalShards, optimizer: Any) -> None:
 
 @torch.no_grad()
 def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Copies this rank's rows of a state dict's values into the state, in place.
+    """Copies this rank's rows of a state dict's values into the state, in place. As torch's, it
+    runs hooks of a load, drops state that the state dict has not, and leaves options of a class as
+    the class wants them.
 
     Collective if a DTensor is among the values that is not known to be cut like its parameter.
 
@@ -334,7 +411,11 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
             parameters, a value has not its parameter's shape, or nobody knows which rows it has.
     """
     _before_state_dict(optimizer)
-    current, saved = optimizer.param_groups, state_dict["param_groups"]
+    given = state_dict.copy()
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed_dict = hook(optimizer, given)
+        given = given if changed_dict is None else changed_dict
+    current, saved = optimizer.param_groups, copy.deepcopy(given["param_groups"])
     sizes = [len(group["params"]) for group in current]
     if sizes != [len(group["params"]) for group in saved]:
         raise ValueError(
@@ -344,96 +425,15 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
         )
     if not is_torch_optimizer(optimizer) or isinstance(optimizer, torch.optim.Adam):
         initialize_state(optimizer)
-    moments, others = _sorted_out(optimizer, saved, state_dict["state"])
-    write_pieces(
-        {key: moment.piece for key, moment in moments.items()},
-        {key: moment.value for key, moment in moments.items()},
-    )
-    for moment in moments.values():
-        if moment.piece.target is not optimizer.state[moment.param].get(moment.name):
-            _put(optimizer, moment.param, moment.name, moment.piece.target)
-    for param, name, value in others:
-        target = optimizer.state[param].get(name)
-        if isinstance(target, torch.Tensor):
-            target.copy_(torch.as_tensor(value).view(target.shape))
-        else:
-            _put(optimizer, param, name, value)
+    load_values(optimizer, saved, given["state"])
     kept = {"params", *optimizer._fsdp_shards.own_options}
     for group, saved_group in zip(current, saved, strict=True):
         load_options(group, saved_group, kept)
     with _on_locals(optimizer) as shards:
         shards.made_state(optimizer)
-
-
-@dataclass(frozen=True)
-class _Moment:
-    """State `name` of `param`, with rows like it: where it goes, and the value for it, a DTensor or
-    a plain whole tensor."""
-
-    param: Any
-    name: str
-    piece: Piece
-    value: torch.Tensor
-
-
-def _sorted_out(
-    optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, dict[str, Any]]
-) -> tuple[dict[str, _Moment], list[tuple[Any, str, Any]]]:
-    """The values of `state` that have a parameter's rows, by what they are; parameter, name and
-    value of the others. Nothing is written. ValueError naming the moments of a wrong shape."""
-    moments, others, wrong = {}, [], []
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for param, key in zip(group["params"], saved["params"], strict=True):
-            for name, value in state.get(key, {}).items():
-                shown = optimizer.state[param].get(name)
-                new = shown is None and isinstance(value, torch.Tensor) and value.dim() > 0
-                if not (new or isinstance(shown, DTensor)):
-                    others.append((param, name, value))
-                    continue
-                label = f"{name} of parameter {key}"
-                fitting = _fitting(param, value)
-                if fitting is None:
-                    given = tuple(getattr(value, "shape", ())) or type(value).__name__
-                    wrong.append(f"{label}: {given} for {tuple(param.shape)}")
-                else:
-                    target = _target(param, shown, value.dtype)
-                    piece = Piece.of(target, param, Place(label))
-                    moments[label] = _Moment(param, name, piece, fitting)
-    if wrong:
-        raise ValueError(
-            f"optimizer state does not have the shapes of the parameters: {', '.join(wrong[:5])} "
-            f"({len(wrong)} in all); give DTensors or whole tensors, of the same model"
-        )
-    return moments, others
-
-
-def _fitting(param: Any, value: Any) -> torch.Tensor | None:
-    """`value` as a DTensor or a whole tensor, if it is one, or is this rank's rows; else None."""
-    if not isinstance(value, torch.Tensor):
-        return None
-    if isinstance(value, DTensor):
-        return value if value.shape == param.shape else None
-    local = param._local_tensor
-    if value.numel() == math.prod(param.fsdp_layout_ref.shape):
-        return value
-    if value.numel() != local.numel():
-        return None
-    return dtensor_like(param, value.detach().view(local.shape).to(local.device))
-
-
-def _target(param: Any, shown: DTensor | None, dtype: torch.dtype) -> DTensor:
-    """What a moment of `param` is written into; `shown` is what the optimizer has."""
-    if shown is not None and has_chunks(shown):
-        return shown
-    local = param._local_tensor
-    # An optimizer that made its state before it was adopted made DTensors that know no rows.
-    own = torch.empty_like(local, dtype=dtype) if shown is None else shown._local_tensor
-    return dtensor_like(param, own)
-
-
-def _put(optimizer: Any, param: Any, name: str, value: Any) -> None:
-    optimizer._fsdp_shards.put(param, name, getattr(value, "_local_tensor", value))
-    optimizer.state[param][name] = value
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": current})
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
 
 
 def _state_dict(optimizer: Any) -> dict[str, Any]:
@@ -454,6 +454,7 @@ def _local_class(base: type) -> type:
         base.__name__,
         (base,),
         {
+            "step": ending(base.step, lambda optimizer, *_: end_step(optimizer)),  # type: ignore[attr-defined]
             "load_state_dict": _load_state_dict,
             "state_dict": _state_dict,
             "__doc__": f"{base.__name__} on the local shards of DTensor parameters.",
@@ -473,8 +474,8 @@ def adopt(
 
     `prepare` is called before gradients are read in a step. `shards_class` makes its
     `LocalShards`: a subclass where its state is elsewhere. Steps are seen by torch's hooks on
-    them: a subclass with a `step` of its own was rejected, as a learning rate scheduler that was
-    made before puts the class's `step` on the optimizer itself.
+    them: a subclass's `step` alone would not do, as a learning rate scheduler that was made before
+    puts the class's `step` on the optimizer itself.
     """
     skip_empty = not is_torch_optimizer(optimizer)  # TE's kernel skips a group with one
     decoupled = hasattr(optimizer, "use_decoupled_grad")
@@ -487,6 +488,9 @@ def adopt(
     shards.one_pass = install(optimizer)
     optimizer._fsdp_shards = shards  # type: ignore[attr-defined]
     optimizer.__class__ = _local_class(type(optimizer))  # type: ignore[arg-type]
+    if "step" in vars(optimizer):  # a scheduler's
+        alive = weakref.ref(optimizer)
+        optimizer.step = ending(optimizer.step, lambda *_: end_step(alive()))  # type: ignore[method-assign]
     optimizer.register_step_pre_hook(functools.partial(_before_step, prepare=prepare))
     optimizer.register_step_post_hook(end_step)
     optimizer.register_state_dict_pre_hook(_before_state_dict)

@@ -24,6 +24,10 @@ class OwnSteps(LocalShards):
 
     _stepped = False
 
+    def __init__(self, optimizer: Any, skip_empty: bool, decoupled: bool) -> None:
+        self._uncounted: list[Options] = []
+        super().__init__(optimizer, skip_empty, decoupled)
+
     def state_names(self, group: Options) -> tuple[str, ...]:
         """Names of what is kept of each parameter of a group, in its shape; empty for a group that
         is the inner optimizer's."""
@@ -83,7 +87,12 @@ class OwnSteps(LocalShards):
             raise
         for group in self.own_groups(optimizer).values():
             group["params"] = []
+            if "step" not in group:
+                self._uncounted.append(group)
 
     def leave(self, optimizer: Any) -> None:
         self._stepped = False
+        for group in self._uncounted:  # newer fused optimizers count for empty groups too
+            group.pop("step", None)
+        self._uncounted.clear()
         super().leave(optimizer)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +34,8 @@ def _copied(options: Options) -> Options:
 def steps_in_steps(kind: type) -> bool:
     """Whether a step may run the hooks of a step more than once: a subclass's calls its base's."""
     own = (vars(base).get("step") for base in kind.__mro__)
-    return sum(bool(getattr(step, "hooked", False)) for step in own) > 1
+    hooked = {inspect.unwrap(step) for step in own if step and getattr(step, "hooked", False)}
+    return len(hooked) > 1
 
 
 def plain_step(optimizer: Any) -> None:
@@ -40,3 +44,17 @@ def plain_step(optimizer: Any) -> None:
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     step(optimizer)
+
+
+def ending(step: Callable[..., Any], end: Callable[..., None]) -> Callable[..., Any]:
+    """A step that calls `end` with its arguments if it raises, as torch runs no hooks then."""
+
+    @functools.wraps(step)
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        except BaseException:
+            end(*args)
+            raise
+
+    return stepping

@@ -26,8 +26,9 @@ from ..core.engine.offloaded import OffloadedBuffer
 from ..core.engine.updates import LateUpdates
 from ..core.runtime.device import COMPUTE, LOAD, STORE, UPDATE
 from .late_optimizer import LateShards, Stage
-from .local_optimizer import LocalShards, complete_empty_state, is_like, shown
+from .local_optimizer import LocalShards, complete_empty_state
 from .made_state import is_torch_class, make_state
+from .shown_state import Entry, is_like, shown
 
 OPTION = "chunked_optimizer_state_offload"
 
@@ -101,18 +102,36 @@ class StreamedShards(LateShards):
                 kept[name] = buffers[name].host_items[pair.index]
         return list(buffers.values())
 
-    def shown_state(self, param: Any, local: torch.Tensor) -> dict[str, Any]:
+    def shown_state(self, param: Any, local: torch.Tensor, state: Entry) -> Entry:
         """Tensors in host memory, as DTensors."""
-        kept = {n: dtensor_like(param, host) for n, host in self._host.get(local, {}).items()}
-        rest = {n: v for n, v in self.state[local].items() if n not in kept}
+        host = self._host.get(local, {})
+        kept = {name: dtensor_like(param, host[name]) for name in state if name in host}
+        rest = {name: value for name, value in state.items() if name not in host}
         return {**shown(param, local, rest), **kept}
 
-    def put(self, param: Any, name: str, value: torch.Tensor) -> None:
-        raise ValueError(
-            f"optimizer state {name} of a parameter of shape {tuple(param.shape)}: this optimizer "
-            f"has none of that name, and with {OPTION} none can be added; load what was saved from "
-            "an optimizer of the same kind"
-        )
+    def put(self, param: Any, name: str, value: Any) -> None:
+        """Into host memory."""
+        local = self.local_of(param)
+        if name not in self.state[local]:
+            raise ValueError(
+                f"optimizer state {name} of a parameter of shape {tuple(param.shape)}: this "
+                f"optimizer has none of that name, and with {OPTION} none can be added; load what "
+                "was saved from an optimizer of the same kind"
+            )
+        host = self._host.get(local, {}).get(name)
+        if host is None:
+            self.state[local][name] = value
+        else:
+            self._drop_loaded()
+            host.copy_(value)
+
+    def drop(self, param: Any, names: Sequence[str]) -> None:
+        """Zeros: no step makes state here."""
+        local = self.local_of(param)
+        for name in names:
+            self._drop_loaded()
+            value = self._host.get(local, {}).get(name, self.state[local][name])
+            value.zero_()
 
     def state_storages(self) -> list[torch.Tensor]:
         """None: it is in host memory already."""
@@ -157,8 +176,13 @@ class StreamedShards(LateShards):
 
     def settle(self) -> None:
         super().settle()
+        if not self._walking:
+            self._drop_loaded()
+
+    def _drop_loaded(self) -> None:
+        """What is in host memory may be written now."""
         ahead = [stage.loaded for stage in self._order if stage.loaded is not None]
-        if ahead and not self._walking:
+        if ahead:
             self._runtime.block(ahead[-1])
             self.drop_loads()
 

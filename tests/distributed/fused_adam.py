@@ -1,13 +1,26 @@
 """An Adam with the surface of Transformer Engine's FusedAdam, for machines without it.
 
-It takes what TE's does and refuses what TE's kernels cannot do: empty tensors, a missing gradient,
-a gradient under the wrong name. It is elementwise, so a step on rows is the rows of a step.
+Checked line by line against `transformer_engine/pytorch/optimizers/fused_adam.py` of 2.11 and of
+main of August 2026. Main differs, in what is here, by two things: it counts a step of a group
+before it looks whether the group has parameters (`COUNTS_EMPTY_GROUPS`), and where both moments are
+in bf16 it hands them to the kernel as they are, not as float32 copies.
+
+apex's FusedAdam counts as 2.11 does. Its differences: other places of the arguments; no dtypes of
+moments, no decoupled gradients, no `initialize_state` and no `state_dict` of its own; a parameter
+without a gradient gets no state; `add_param_group` is of no use, as it steps the groups that it was
+made with.
+
+Left out: weights in fp8 and moments in fp16 or fp8 (refused here), a gradient scaler. Added: an
+assertion that no tensor is empty or a DTensor, which the kernels do not say. It is elementwise, so
+a step on rows is the rows of a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -20,6 +33,9 @@ from megatron_fsdp_adapter.sharding.tensor_table import Lists, Table
 
 
 class FusedAdam(torch.optim.Optimizer):
+    COUNTS_EMPTY_GROUPS = False
+    """True in TE's main."""
+
     def __init__(
         self,
         params: Any,
@@ -27,76 +43,168 @@ class FusedAdam(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
         adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
-        master_weights: bool = False,
-        capturable: bool = False,
         use_decoupled_grad: bool = False,
-        master_weight_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        if amsgrad:
+            raise RuntimeError("no AMSGrad")
+        for dtype in (exp_avg_dtype, exp_avg_sq_dtype):
+            assert dtype in (torch.float32, torch.bfloat16), "the stand-in knows no scales"
+        if capturable and {exp_avg_dtype, exp_avg_sq_dtype} != {torch.float32}:
+            raise RuntimeError("capturable with moments that are not in float32")
+        if capturable and store_param_remainders:
+            raise RuntimeError("capturable with remainders of weights")
+        rate = torch.tensor(lr, dtype=torch.float32) if capturable else lr
+        defaults = {
+            "lr": rate, "bias_correction": bias_correction, "betas": betas, "eps": eps,
+            "weight_decay": weight_decay,
+        }  # fmt: skip
         super().__init__(params, defaults)
-        assert adam_w_mode
-        assert not (capturable and master_weights and store_param_remainders), "as TE does"
-        self.capturable = capturable
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.capturable, self.master_weights = capturable, master_weights
         if capturable:
             for group in self.param_groups:
-                group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
-        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
-        self.master_weights, self.master_weight_dtype = master_weights, master_weight_dtype
-        self.use_decoupled_grad = use_decoupled_grad
-        self.store_param_remainders = store_param_remainders
+                if len(group["params"]) > 0:
+                    group["lr"] = group["lr"].to(device=group["params"][0].device)
+            self._step_supports_amp_scaling = True
+        self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int)
         self.multi_tensor_adam = multi_tensor_adam
         self.multi_tensor_adam_capturable = multi_tensor_adam_capturable
+        self.master_weight_dtype = master_weight_dtype
+        self.name_to_dtype_map = {
+            "exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype,
+            "master_param": master_weight_dtype,
+        }  # fmt: skip
+        self.use_decoupled_grad = use_decoupled_grad
+        self.store_param_remainders = (
+            store_param_remainders and master_weights and master_weight_dtype == torch.float32
+        )
+        self.set_grad_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        to_none = self.set_grad_none if set_to_none is None else set_to_none
+        to_none = True if to_none is None else to_none
+        if not self.use_decoupled_grad and not to_none:
+            super().zero_grad(set_to_none=False)
+            return
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            if not self.use_decoupled_grad:
+                param.grad = None
+            elif to_none:
+                param.decoupled_grad = None
+            else:
+                param.decoupled_grad.zero_()
 
     def initialize_state(self, param: Any, store_param_remainders: bool) -> None:
-        for name, dtype in self.dtypes.items():
-            self.state[param][name] = torch.zeros_like(param, dtype=dtype)
+        for name in ("exp_avg", "exp_avg_sq"):
+            dtype = self.name_to_dtype_map[name]
+            self.state[param][name] = torch.zeros(param.shape, dtype=dtype, device=param.device)
         if self.master_weights:
-            self.state[param]["master_param"] = param.detach().clone().float()
+            assert not store_param_remainders
+            self.state[param]["master_param"] = param.clone().detach().float()
+
+    def get_unscaled_state(self, param: Any, name: str) -> torch.Tensor:
+        value = self.state[param][name]
+        assert value.dtype == self.name_to_dtype_map[name]
+        return value if value.dtype == torch.float32 else value.float()
 
     def state_dict(self) -> dict[str, Any]:
-        """As TE's does: float32 copies, in place of the state."""
+        """In place of the state float32 of it: copies of what has another dtype."""
         result = super().state_dict()
-        for state in result["state"].values():
-            for name, value in state.items():
-                state[name] = value.float().clone()
+        for key, param in self._params_by_key(result["param_groups"]).items():
+            state = result["state"]
+            if key in state:
+                state[key] = {name: self.get_unscaled_state(param, name) for name in state[key]}
         return result
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            self._count(group)
-            for param in group["params"]:
-                assert type(param) in (torch.Tensor, torch.nn.Parameter), type(param)
-                assert param.numel() > 0, "an empty tensor ends the list for the kernel"
-                grad = param.decoupled_grad if self.use_decoupled_grad else param.grad
-                assert grad is not None, "nothing would be trained, in silence"
-                assert not self.capturable or grad.dtype == param.dtype, "one type for both there"
-                if not self.state[param]:
-                    self.initialize_state(param, self.store_param_remainders)
-                self._update(group, param, grad)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for key, param in self._params_by_key(state_dict["param_groups"]).items():
+            if key not in state_dict["state"]:
+                continue
+            self.state[param] = {}
+            for name, value in state_dict["state"][key].items():
+                if value is not None:
+                    made = torch.empty(
+                        param.shape, dtype=self.name_to_dtype_map[name], device=param.device
+                    )
+                    self.state[param][name] = made.copy_(value.float())
+
+    def _params_by_key(self, saved: Any) -> dict[Any, Any]:
+        keys = chain.from_iterable(group["params"] for group in deepcopy(saved))
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        return dict(zip(keys, own, strict=True))
+
+    def step(self, closure: Any = None, grad_scaler: None = None) -> Any:
+        assert grad_scaler is None
+        loss = None if closure is None else closure()
+        with torch.no_grad():  # the kernels know no autograd
+            for group in self.param_groups:
+                if len(group["params"]) > 0 or self.COUNTS_EMPTY_GROUPS:
+                    self._count(group)
+                if len(group["params"]) > 0:
+                    self._step_group(group)
+        return loss
 
     def _count(self, group: dict[str, Any]) -> None:
-        if not self.capturable:
-            group["step"] = group.get("step", 0) + 1
-        elif "step" in group:
-            group["step"] += torch.ones(1, dtype=torch.int32)
+        params = group["params"]
+        device = params[0].device if params else self._dummy_overflow_buf.device
+        if "step" in group:
+            group["step"] += (
+                1 if not self.capturable else (self._dummy_overflow_buf != 1).to(torch.int)
+            )
         else:
-            group["step"] = torch.ones(1, dtype=torch.int32)
+            group["step"] = (
+                1 if not self.capturable else torch.tensor([1], dtype=torch.int, device=device)
+            )
 
-    def _update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
-        (beta1, beta2), state = group["betas"], self.state[param]
-        lists = [[grad], [param], [state["exp_avg"]], [state["exp_avg_sq"]]]
-        step, decay = group["step"], group["weight_decay"]
-        told = (lists, group["lr"], beta1, beta2, group["eps"], step, 1, 1, decay)
+    def _step_group(self, group: dict[str, Any]) -> None:
+        rows: dict[bool, list[list[torch.Tensor]]] = {True: [], False: []}
+        narrow: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for param in group["params"]:
+            assert type(param) in (torch.Tensor, torch.nn.Parameter), type(param)
+            assert param.numel() > 0, "an empty tensor ends the list for the kernel"
+            if len(self.state[param]) == 0:
+                self.initialize_state(param, self.store_param_remainders)
+            grad = getattr(param, "decoupled_grad" if self.use_decoupled_grad else "grad", None)
+            if grad is None:
+                continue
+            assert not self.master_weights, "the adapter has main weights of its own"
+            assert not self.capturable or grad.dtype == param.dtype, "one type for both there"
+            moments = {name: self.get_unscaled_state(param, name) for name in self.state[param]}
+            narrow += [
+                (moments[name], kept) for name, kept in self.state[param].items()
+                if kept is not moments[name]
+            ]  # fmt: skip
+            lists = [grad.data, param.data, moments["exp_avg"], moments["exp_avg_sq"]]
+            rows[param.dtype != torch.float32].append(lists)
+        for found in rows.values():
+            if found:
+                self._apply(group, [list(column) for column in zip(*found, strict=True)])
+        for wide, kept in narrow:
+            kept.copy_(wide)
+
+    def _apply(self, group: dict[str, Any], lists: list[list[torch.Tensor]]) -> None:
+        told = (
+            65536, self._dummy_overflow_buf, lists, group["lr"], *group["betas"], group["eps"],
+            group["step"], self.adam_w_mode, 1 if group["bias_correction"] else 0,
+            group["weight_decay"],
+        )  # fmt: skip
         if self.capturable:
-            overflow, scale = torch.zeros(1, dtype=torch.int32), torch.ones(1)
-            self.multi_tensor_adam_capturable(65536, overflow, *told, scale)
+            self._dummy_overflow_buf.zero_()
+            self.multi_tensor_adam_capturable(*told, torch.ones(1))
         else:
-            self.multi_tensor_adam(65536, None, *told)
+            self.multi_tensor_adam(*told)
 
 
 def multi_tensor_adam(

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from tests.distributed import gradient_loops, step_loops, weight_loops
+from tests.distributed import gradient_loops, state_loops, step_loops, weight_loops
 from tests.distributed.plain import device
 from tests.distributed.plain_side import Loop, Side
 
@@ -20,7 +20,7 @@ WEIGHTS = 2e-5
 """Relative, of a weight tensor's norm after the steps of a loop."""
 
 LOOPS: Mapping[str, Loop] = {
-    **gradient_loops.LOOPS, **step_loops.LOOPS, **weight_loops.LOOPS,
+    **gradient_loops.LOOPS, **state_loops.LOOPS, **step_loops.LOOPS, **weight_loops.LOOPS,
 }  # fmt: skip
 
 NEEDS_KEPT_WEIGHTS = ("a_rank_without_data",)

@@ -116,7 +116,7 @@ class MuonShards(OwnSteps):
         self._engines, self._rule, self._runtime = engines, rule, engines[0].runtime
         self._groups = exchange
         self._communicators: dict[tuple[int, ...], Communicator] = {}
-        self._planned_groups, self._stages = 0, list[Stage]()
+        self._planned, self._stages = False, list[Stage]()
         self._sent_before: tuple[int, ...] = ()
         super().__init__(optimizer, skip_empty, decoupled)
 
@@ -125,11 +125,15 @@ class MuonShards(OwnSteps):
 
     # Planning.
 
+    def regroup(self, optimizer: Any) -> None:
+        self._planned = False
+        super().regroup(optimizer)
+
     def _plan(self, groups: Sequence[Options]) -> None:
-        """Once, and anew when groups were added: all ranks have the same ones."""
-        if self._planned_groups == len(self.pairs):
+        """Once, and anew when groups have other parameters: all ranks have the same ones."""
+        if self._planned:
             return
-        self._planned_groups = len(self.pairs)
+        self._planned = True
         where = {
             id(param): (number, local)
             for number, group in enumerate(groups) if self._rule.is_muon(group)

@@ -1,0 +1,108 @@
+"""Values of a state dict, and where they go in the state of an optimizer on local shards."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..checkpoint.chunks import dtensor_like, has_chunks
+from .model_state import Piece, Place, write_pieces
+from .shown_state import Entry
+
+
+def load_values(optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, Entry]) -> None:
+    """What is in `state`, by the keys in `groups`, becomes the state of an optimizer on local
+    shards, and what is not goes. ValueError as `_sorted_out`, and as `write_pieces`."""
+    shards = optimizer._fsdp_shards
+    moments, others = _sorted_out(optimizer, groups, state)
+    write_pieces(
+        {key: moment.piece for key, moment in moments.items()},
+        {key: moment.value for key, moment in moments.items()},
+    )
+    for moment in moments.values():
+        if moment.piece.target is not optimizer.state[moment.param].get(moment.name):
+            shards.put(moment.param, moment.name, moment.piece.target._local_tensor)
+    for param, name, value in others:
+        target = optimizer.state[param].get(name)
+        if isinstance(target, torch.Tensor):
+            target.copy_(torch.as_tensor(value).view(target.shape))
+        else:
+            shards.put(param, name, copy.deepcopy(getattr(value, "_local_tensor", value)))
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for param, key in zip(group["params"], saved["params"], strict=True):
+            held, loaded = optimizer.state.get(param, {}), state.get(key, {})
+            gone = [name for name in held if name not in loaded]
+            if gone:
+                shards.drop(param, gone)
+    shards.show_state(optimizer)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """State `name` of `param`, with rows like it: where it goes, and the value for it, a DTensor or
+    a plain whole tensor."""
+
+    param: Any
+    name: str
+    piece: Piece
+    value: torch.Tensor
+
+
+def _sorted_out(
+    optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, dict[str, Any]]
+) -> tuple[dict[str, _Moment], list[tuple[Any, str, Any]]]:
+    """The values of `state` that have a parameter's rows, by what they are; parameter, name and
+    value of the others. Nothing is written. ValueError naming the moments of a wrong shape."""
+    moments, others, wrong = {}, [], []
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for param, key in zip(group["params"], saved["params"], strict=True):
+            for name, value in state.get(key, {}).items():
+                shown = optimizer.state[param].get(name)
+                new = shown is None and isinstance(value, torch.Tensor) and value.dim() > 0
+                if not (new or isinstance(shown, DTensor)):
+                    others.append((param, name, value))
+                    continue
+                label = f"{name} of parameter {key}"
+                fitting = _fitting(param, value)
+                if fitting is None:
+                    given = tuple(getattr(value, "shape", ())) or type(value).__name__
+                    wrong.append(f"{label}: {given} for {tuple(param.shape)}")
+                else:
+                    target = _target(param, shown, value.dtype)
+                    piece = Piece.of(target, param, Place(label))
+                    moments[label] = _Moment(param, name, piece, fitting)
+    if wrong:
+        raise ValueError(
+            f"optimizer state does not have the shapes of the parameters: {', '.join(wrong[:5])} "
+            f"({len(wrong)} in all); give DTensors or whole tensors, of the same model"
+        )
+    return moments, others
+
+
+def _fitting(param: Any, value: Any) -> torch.Tensor | None:
+    """`value` as a DTensor or a whole tensor, if it is one, or is this rank's rows; else None."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, DTensor):
+        return value if value.shape == param.shape else None
+    local = param._local_tensor
+    if value.numel() == math.prod(param.fsdp_layout_ref.shape):
+        return value
+    if value.numel() != local.numel():
+        return None
+    return dtensor_like(param, value.detach().view(local.shape).to(local.device))
+
+
+def _target(param: Any, shown: DTensor | None, dtype: torch.dtype) -> DTensor:
+    """What a moment of `param` is written into; `shown` is what the optimizer has."""
+    if shown is not None and has_chunks(shown):
+        return shown
+    local = param._local_tensor
+    # An optimizer that made its state before it was adopted made DTensors that know no rows.
+    own = torch.empty_like(local, dtype=dtype) if shown is None else shown._local_tensor
+    return dtensor_like(param, own)

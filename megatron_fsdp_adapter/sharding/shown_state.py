@@ -1,0 +1,94 @@
+"""State of an inner optimizer as a program sees it: DTensors over the local tensors' storages.
+
+torch leaves it to programs to change `optimizer.state`: to drop it, or to put other tensors there.
+So what was shown is remembered, and compared with what is there before it is read again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..checkpoint.chunks import dtensor_like
+from ..core.uneven_dtensor import chunks_of
+
+Entry = dict[str, Any]
+"""State of one parameter."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What was shown of a parameter's state. entry: the dict in `optimizer.state`; values: what was
+    in it; local: what the inner optimizer had at that time."""
+
+    entry: Entry
+    values: Entry
+    local: Entry
+
+    def is_in(self, entry: Entry | None) -> bool:
+        """Whether `entry`, of `optimizer.state`, is what was shown."""
+        return entry is self.entry and is_same(entry, self.values)
+
+    def now_in(self, entry: Entry, changed_names: set[str]) -> Shown:
+        """That what is not of these names is in `entry` now."""
+        return Shown(entry, _but(self.values, changed_names), _but(self.local, changed_names))
+
+
+def _but(entry: Entry, names: set[str]) -> Entry:
+    return {name: value for name, value in entry.items() if name not in names}
+
+
+def is_same(entry: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether both have the same objects under the same names."""
+    return entry.keys() == other.keys() and (
+        all(map(operator.is_, entry.values(), other.values())) or not changed(entry, other)
+    )
+
+
+def changed(entry: Mapping[str, Any], before: Mapping[str, Any]) -> Entry:
+    """What is new in `entry`, or another object than in `before`."""
+    return {n: v for n, v in entry.items() if n not in before or before[n] is not v}
+
+
+def are_same(params: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether both have the same objects in the same order."""
+    return len(params) == len(others) and all(map(operator.is_, params, others))
+
+
+def is_like(value: Any, local: torch.Tensor) -> bool:
+    """Whether a value of a parameter's state has an element for each of its own."""
+    return isinstance(value, torch.Tensor) and value.shape == local.shape and value.dim() > 0
+
+
+def shown(param: Any, local: torch.Tensor, state: Entry) -> Entry:
+    """State of a parameter with DTensors where it has the parameter's shape."""
+    return {n: dtensor_like(param, v) if is_like(v, local) else v for n, v in state.items()}
+
+
+def taken_over(param: Any, local: torch.Tensor, name: str, value: Any) -> Any:
+    """What the inner optimizer gets of a `value` that a program has put into `optimizer.state`.
+
+    Raises:
+        RuntimeError: it is of the parameter's shape, and not of this rank's rows.
+    """
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    own = getattr(value, "_local_tensor", value)
+    of_others = isinstance(value, DTensor) and _boxes(value) not in (None, _boxes(param))
+    if value.shape == param.shape and (own.shape != local.shape or of_others):
+        raise RuntimeError(
+            f"optimizer.state[param][{name!r}] of a parameter of shape {tuple(param.shape)}: a "
+            f"{type(value).__name__} of other rows than this rank has; put torch.zeros_like(param) "
+            "there, or a tensor computed from the one that was there"
+        )
+    return own
+
+
+def _boxes(value: DTensor) -> Any:
+    found = chunks_of(value)
+    return None if found is None else found.boxes
