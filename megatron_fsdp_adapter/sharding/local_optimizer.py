@@ -431,6 +431,8 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
         load_options(group, saved_group, kept)
     with _on_locals(optimizer) as shards:
         shards.made_state(optimizer)
+        for group in filter(shards.makes_own, current):
+            group["params"] = []
         optimizer.__setstate__({"state": optimizer.state, "param_groups": current})
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
