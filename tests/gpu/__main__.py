@@ -23,6 +23,7 @@ from pathlib import Path
 
 from tests import strays
 from tests.gpu import journal, shards
+from tests.gpu.gpu_ranks import STACKS
 from tests.gpu.shards import MATRIX, Shard
 
 ENDING_S = 12.0
@@ -69,7 +70,10 @@ def start(shard: Shard, options: argparse.Namespace, left_s: float) -> Running:
     with log.open("ab") as file:
         process = subprocess.Popen(
             command_of(shard, options, left_s), cwd=shards.ROOT,
-            env={**os.environ, strays.VARIABLE: value},
+            env={
+                **os.environ, strays.VARIABLE: value,
+                STACKS: str(options.log / f"{shard.name}.stacks"),
+            },
             stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip

@@ -8,9 +8,11 @@ that hangs, or ends its processes, go on in new ones.
 from __future__ import annotations
 
 import ast
+import faulthandler
 import gc
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 import threading
@@ -31,6 +33,9 @@ from tests.gpu.shared_device import PATIENCE
 WORLD = 2
 SLOWEST_S = 60
 """How long one rank may be in a check after the other has left it."""
+STACKS = "GPU_TEST_STACKS"
+"""Names a file to which each rank adds where it is when a check takes longer than `SLOW_S`."""
+SLOW_S = 75
 
 
 @dataclass(frozen=True)
@@ -50,17 +55,22 @@ def _run_all(rank: int, world: int, checks: Mapping[str, Check], path: str) -> N
     """Every check on this rank; the first rank writes a line for each one that it begins, and for
     each one that all have left."""
     side = dist.new_group(backend="gloo", timeout=timedelta(seconds=SLOWEST_S * PATIENCE))
+    stacks = open(f"{os.environ[STACKS]}.{rank}", "a") if STACKS in os.environ else None  # noqa: SIM115
     for name, check in checks.items():
         started = time.monotonic()
         error, value = None, None
         if rank == 0:
             _write(path, begun=name)
+        if stacks is not None:
+            print(name, file=stacks, flush=True)
+            faulthandler.dump_traceback_later(SLOW_S, file=stacks)
         try:
             value = check.function(rank, world, *check.arguments)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
         except Exception:
             error = f"rank {rank}: {traceback.format_exc()}"
+        faulthandler.cancel_dump_traceback_later()
         errors: list[Any] = [None] * world
         dist.all_gather_object(errors, error, group=side)
         if rank == 0:
