@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -40,6 +42,18 @@ def test_convert_prints_what_it_did(saved: Path, tmp_path: Path, capsys: Capture
     assert "iteration 3, " in found.out and "tensors in memory at most: 5.0 MiB" in found.out
     assert "100% of" in found.err, "no progress without a terminal"
     assert (target / "iter_0000003" / "common.pt").is_file()
+
+
+def test_convert_says_nothing_of_what_megatron_misses(saved: Path, tmp_path: Path) -> None:
+    """Before: warnings of Megatron's imports, in front of the report."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_fsdp_adapter", "convert", str(saved), str(tmp_path / "td"),
+         "--to", "torch_dist", "--quiet"],
+        capture_output=True, text=True, timeout=120, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout.startswith("fsdp_dtensor -> torch_dist: ")
 
 
 def test_convert_takes_options_and_prints_json(

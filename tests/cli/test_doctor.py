@@ -139,6 +139,10 @@ def test_text_has_every_section(capsys: Any, monkeypatch: pytest.MonkeyPatch) ->
     for line in ("versions", "machine", "environment", "  CUDA_LAUNCH_BLOCKING=1: ",
                  "configuration: refuses", "  - defer_embedding_wgrad_compute=True: "):  # fmt: skip
         assert f"\n{line}" in f"\n{text}"
+    assert text.splitlines()[-1] == "doctor: refused, 1 to change (above)"
+    assert sum("rebind" in line or "rebound" in line for line in text.splitlines()) == 1
+    assert doctor.main(["--set", "data_parallel_sharding_strategy=optim"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "doctor: nothing is refused"
 
 
 def test_an_option_counts_under_the_name_that_the_config_has(capsys: Any) -> None:
