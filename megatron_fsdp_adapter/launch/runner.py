@@ -4,37 +4,84 @@
 
 What `python path/to/pretrain_gpt.py ...` would do, except that the wrapper is installed when the
 arguments ask for FSDP. Without `--use-megatron-fsdp` the script runs as if started by itself.
+
+Nothing but the standard library is imported before the script's folder is on the path: what lies
+in the current folder must not take the place of a package.
 """
 
 from __future__ import annotations
 
-import argparse
+import builtins
 import importlib
+import io
 import os
-import runpy
 import sys
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from . import megatron_lm
+if TYPE_CHECKING:
+    import argparse
+
+_PACKAGE = __name__.partition(".")[0]
 
 
 def run(argv: Sequence[str]) -> int:
     """Runs the script `argv[0]` with the arguments after it; returns 0, or 2 if there is no such
     file. What the script raises, or exits with, goes through."""
-    script = Path(argv[0]).resolve()
+    script = Path(argv[0])
     if not script.is_file():
         print(f"megatron_fsdp_adapter: no such script: {argv[0]}", file=sys.stderr)
         return 2
-    # First on the path, as Python does for a script, and before anything of megatron is imported:
-    # `megatron` has no __init__, so a checkout's and an installed megatron.core would mix.
-    sys.path.insert(0, str(script.parent))
+    folder = script.resolve().parent
+    _put_on_path(folder)
     sys.argv = [argv[0], *argv[1:]]
-    prepare(script.parent, argv[1:])
-    runpy.run_path(str(script), run_name="__main__")
+    file = str(script.absolute())
+    # First, since what is imported may ask for it.
+    main = _become_main(file)
+    prepare(folder, argv[1:])
+    with io.open_code(file) as source:
+        code = compile(source.read(), file, "exec", dont_inherit=True)
+    exec(code, vars(main))
     return 0
+
+
+def _put_on_path(folder: Path) -> None:
+    """Makes the path that of `python script.py`: the script's folder first, and no current folder,
+    which `python -m` puts there. Where Python is told to put nothing there (-P), nothing is.
+
+    Before anything of megatron is imported: `megatron` has no __init__, so a checkout's and an
+    installed megatron.core would mix.
+    """
+    if getattr(sys.flags, "safe_path", sys.flags.isolated):
+        return
+    started = getattr(sys.modules["__main__"], "__spec__", None)
+    if started is not None and started.name == f"{_PACKAGE}.__main__":
+        current = os.getcwd()
+        if sys.path[:1] == [current]:
+            del sys.path[0]
+            # A worker that is spawned gets this path, and may have to import the package.
+            if not any(finder.find_spec(_PACKAGE, None) for finder in sys.meta_path):
+                sys.path.append(current)
+    sys.path.insert(0, str(folder))
+
+
+def _become_main(script: str) -> ModuleType:
+    """A module `__main__` for a script, in the place of this package's. It stays, as Python's own
+    does: threads and functions of atexit look for the script's names after its last line, and
+    pickle does for its classes."""
+    module = ModuleType("__main__")
+    loader = SourceFileLoader("__main__", script)
+    vars(module).update(
+        __file__=script, __loader__=loader, __cached__=None, __builtins__=builtins
+    )
+    sys.modules["__main__"] = module
+    # Under this name workers of multiprocessing speak of the script's classes.
+    if "__mp_main__" in sys.modules:
+        sys.modules["__mp_main__"] = module
+    return module
 
 
 def prepare(folder: Path, argv: Sequence[str]) -> None:
@@ -44,6 +91,8 @@ def prepare(folder: Path, argv: Sequence[str]) -> None:
     From 0.19 on Megatron-LM's modules are in megatron-core's wheel, so that they can be imported
     beside any script. One that has them not in its own folder, and no flag, is taken for one that
     parses nothing, until it parses Megatron-LM's arguments: then the installation is undone."""
+    from . import megatron_lm
+
     asks = megatron_lm.was_given(megatron_lm.FSDP_FLAG, argv)
     # Before CUDA starts, so before arguments are parsed.
     changes = megatron_lm.complete_environment(os.environ) if asks else []
@@ -68,7 +117,11 @@ def parse_arguments(script: Path, argv: Sequence[str]) -> argparse.Namespace:
     """
     if not script.is_file():
         raise ValueError(f"no such script: {script}")
-    sys.path.insert(0, str(script.resolve().parent))
+    _put_on_path(script.resolve().parent)
+    import argparse
+
+    from . import megatron_lm
+
     module = _megatron_arguments()
     if module is None:
         raise ValueError(f"{script}: there is no megatron.training to read its arguments with")

@@ -11,7 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from megatron.core.distributed import DistributedDataParallelConfig
+
+from megatron_fsdp_adapter.checkpoint import latest_iteration
 
 ROOT = Path(__file__).parents[2]
 DDP_FIELDS = vars(DistributedDataParallelConfig())
@@ -104,11 +107,16 @@ def asks_torch(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "train.py"
 
 
-def run(*argv: str, **environment: str) -> Outcome:
+RUNNER = ("-m", "megatron_fsdp_adapter")
+
+
+def run(
+    *argv: str, python: tuple[str, ...] = RUNNER, cwd: Path = ROOT, **environment: str
+) -> Outcome:
     inherited = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "megatron_fsdp_adapter", *argv],
-        capture_output=True, text=True, timeout=180, cwd=ROOT,
+        [sys.executable, "-W", "ignore", *python, *argv],
+        capture_output=True, text=True, timeout=180, cwd=cwd,
         env={**inherited, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **environment},
     )  # fmt: skip
 
@@ -118,6 +126,52 @@ OWN = (
     "from megatron_fsdp_adapter import FullyShardedDataParallel as b, install\n"
     "install()\nprint(a is b)\n"
 )
+AS_PYTHON = """
+import atexit, inspect, multiprocessing, os, pickle, sys, threading, traceback
+from dataclasses import dataclass
+
+@dataclass
+class Config:
+    value: "int | Undefined" = 1
+
+def twice(config):
+    return Config(config.value * 2)
+
+def at_the_end(what):
+    source = inspect.getsource(twice).splitlines()[1].strip()
+    try:
+        raise ValueError(what)
+    except ValueError:
+        line = traceback.format_exc().splitlines()[-2].strip()
+    print(what, pickle.loads(pickle.dumps(Config(5))), source, line)
+
+def after_the_last_line(function, *arguments):
+    threading.main_thread().join()
+    return function(*arguments)
+
+if __name__ == "__main__":
+    main = sys.modules["__main__"]
+    assert vars(main) is globals()
+    own = {name for name in vars(main) if name[:2] == "__"} - {"__annotations__"}
+    print(sorted(own), main.__file__, main.__spec__)
+    print(Config.__annotations__, sys.argv, sys.path[0], os.getcwd() in sys.path)
+    import tqdm
+    print(tqdm.__file__)
+    for kind in ("spawn", "fork"):
+        with multiprocessing.get_context(kind).Pool(1) as pool:
+            print(kind, pool.map_async(twice, [Config(4)]).get(60))
+    atexit.register(at_the_end, "atexit")
+    threading.Thread(target=after_the_last_line, args=(at_the_end, "thread")).start()
+    import time
+    from torch import distributed
+    from megatron_fsdp_adapter.checkpoint import AsyncSaver, storage
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    write = storage._write_file
+    # Not until the main thread ends: Python waits for this one before.
+    storage._write_file = lambda *arguments: (time.sleep(0.5), write(*arguments))[1]
+    AsyncSaver().save(sys.argv[1], 7, {"config": Config(6)})
+    sys.exit(5)
+"""
 CONTRADICTIONS = ("--use-megatron-fsdp", "--use-torch-fsdp2", "--ckpt-format", "zarr")
 MISSPELT = ("--use-megatron-fsdp", "--num-experts", "two")
 Runs = Callable[[str], Outcome]
@@ -138,6 +192,15 @@ def elsewhere(folder: Path) -> str:
     (folder / "helper_beside_the_script.py").write_text("")
     (folder / "train.py").write_text(SCRIPT)
     return str(folder / "train.py")
+
+
+def as_python(folder: Path) -> tuple[str, Path]:
+    """A script, as named from another folder that has a module of a package's name; that folder."""
+    (folder / "of script").mkdir()
+    (folder / "of script" / "facts.py").write_text(AS_PYTHON)
+    (folder / "current").mkdir()
+    (folder / "current" / "tqdm.py").write_text("")
+    return "../of script/facts.py", folder / "current"
 
 
 def beside_another_core(folder: Path) -> Outcome:
@@ -162,6 +225,10 @@ def runs(
     own = tmp_path_factory.mktemp("own") / "own.py"
     own.write_text(OWN)
     alone = elsewhere(tmp_path_factory.mktemp("elsewhere"))
+    facts, current = as_python(tmp_path_factory.mktemp("facts"))
+    packages = str(Path(torch.__file__).parents[1])
+    tail = tmp_path_factory.mktemp("tail") / "tail.py"
+    tail.write_text("import os, sys; print(sys.path.index(os.getcwd()) > 0)")
     path = f"{ROOT}{os.pathsep}{script.parent}"
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     with ThreadPoolExecutor(2) as pool:
@@ -184,6 +251,10 @@ def runs(
             "under torchrun": pool.submit(
                 torchrun, tmp_path_factory.mktemp("meeting"), str(script), *MISSPELT
             ),
+            "as python": pool.submit(run, facts, str(current / "a"), cwd=current),
+            "python": pool.submit(run, facts, str(current / "b"), python=(), cwd=current),
+            # Neither installed nor on PYTHONPATH: it is found in the current folder alone.
+            "only here": pool.submit(run, str(tail), python=("-S", *RUNNER), PYTHONPATH=packages),
             "another core": pool.submit(beside_another_core, tmp_path_factory.mktemp("core")),
         }  # fmt: skip
         yield lambda name: started[name].result()
@@ -257,6 +328,22 @@ def test_a_script_elsewhere_that_parses_without_the_flag_gets_megatrons_wrapper(
     assert "wrapper False\n" in done.stdout and "sets" not in done.stdout
     done = runs("elsewhere, flag")
     assert done.returncode == 7 and "wrapper True\n" in done.stdout, done.stderr
+
+
+def test_a_script_is_what_it_is_to_python(runs: Runs) -> None:
+    """Module, path, workers of multiprocessing; and after its last line threads, functions of
+    atexit and a save in the background still find its names."""
+    ours, pythons = runs("as python"), runs("python")
+    assert ours.returncode == pythons.returncode == 5, ours.stderr
+    roots = [Path(done.args[-1]) for done in (ours, pythons)]
+    assert ours.stdout.replace(str(roots[0]), str(roots[1])) == pythons.stdout
+    assert "spawn [Config(value=8)]\nfork" in ours.stdout and "thread Config(" in ours.stdout
+    assert [latest_iteration(root) for root in roots] == [7, 7]
+
+
+def test_the_package_stays_on_the_path_where_it_is_only_in_the_current_folder(runs: Runs) -> None:
+    """Behind everything else."""
+    assert runs("only here").stdout == "True\n", runs("only here").stderr
 
 
 def test_another_core_beside_the_script_is_refused(runs: Runs) -> None:
