@@ -16,11 +16,14 @@ interpreter's lock between the long calls, which release it (copying, digests, f
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import copy
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,18 +34,21 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.checkpoint.chunks import stored_alike
-from megatron_fsdp_adapter.checkpoint.coordination import Coordinator
+from megatron_fsdp_adapter.checkpoint.coordination import Coordinator, message_of
 from megatron_fsdp_adapter.checkpoint.dcp import PathLike, begin_save, make_writer
-from megatron_fsdp_adapter.checkpoint.state import to_stored
 from megatron_fsdp_adapter.checkpoint.storage import SafeWriter
 
 
 @dataclass(frozen=True)
 class Writing:
-    """A save that a thread writes."""
+    """A save that a thread writes.
+
+    asked: set once `finish` is called, which raises what the save failed with.
+    """
 
     future: Future[Any]
     writer: SafeWriter
+    asked: threading.Event = field(default_factory=threading.Event)
 
     @property
     def is_over(self) -> bool:
@@ -54,9 +60,44 @@ class Writing:
 
         ranks: all of them, on a group that no other save is written with meanwhile.
         """
+        self.asked.set()
+        atexit.unregister(self._fail_the_process)
         ranks.run(
             "writing the checkpoint in the background", lambda: _result(self.future, self.writer)
         )
+
+    def watch(self) -> None:
+        """From now on a failure that nothing waits for is told, once: by the thread, when it
+        happens, and by the exit status of the process, if nothing has asked until its end."""
+        # In the thread, as soon as it has failed.
+        self.future.add_done_callback(self._tell)
+        atexit.register(self._fail_the_process)
+
+    def _tell(self, done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            return
+        self.writer.discard()
+        if not self.asked.is_set():
+            print(
+                f"{self.writer.checkpoint_id} was not saved: writing it in the background failed "
+                f"({message_of(error)}); a checkpoint before it stays",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+    def _fail_the_process(self) -> None:
+        """Python has waited for the thread by now. Its own status for a failure after the last
+        line of the program is 120, which it takes where a standard stream cannot be flushed."""
+        if not self.future.done() or self.future.exception() is None:
+            return
+        stream, flush = sys.stderr, sys.stderr.flush
+
+        def flush_or_fail() -> None:
+            flush()
+            if sys.is_finalizing():
+                raise OSError(f"{self.writer.checkpoint_id} was not saved")
+
+        stream.flush = flush_or_fail  # type: ignore[method-assign]
 
 
 class BackgroundWriter:
@@ -90,8 +131,7 @@ class BackgroundWriter:
             async_stager=self._stager,
         )
         writing = Writing(cast("Future[Any]", future), writer)
-        # In the thread, as soon as it has failed, whenever somebody waits for it.
-        writing.future.add_done_callback(lambda done: _discard_if_failed(done, writer))
+        writing.watch()
         return writing
 
     def close(self) -> None:
@@ -106,7 +146,9 @@ class AsyncSaver:
     Making one, `save`, `wait` and `close` are collective calls: all ranks, in the same order. As a
     context manager it closes itself. A process that ends without `close` still finishes the save
     that is under way, since Python waits for the thread, unless it destroys its process groups
-    before: that save is then given up, and the checkpoint before it stays.
+    before: that save is then given up, and the checkpoint before it stays. A save that fails when
+    nothing waits for it is told on stderr, and without a later `wait` or `close` the exit status
+    of the process is 120, Python's own for a failure after the last line.
     """
 
     def __init__(self) -> None:
@@ -132,9 +174,9 @@ class AsyncSaver:
         """
         self.wait()
         ranks, folder = self._background.ranks, Path(root)
-        begin_save(ranks, folder, iteration, state, keep_last)
+        stored = begin_save(ranks, folder, iteration, state, keep_last)
         self._writing = self._background.start(
-            lambda: to_stored(state, ranks.rank),
+            lambda: stored,
             lambda: make_writer(folder, iteration, keep_last, topology),
         )
 
@@ -168,16 +210,12 @@ class AsyncSaver:
             self._writing.future.exception()
 
 
-def _discard_if_failed(future: Future[Any], writer: SafeWriter) -> None:
+def _result(future: Future[Any], writer: SafeWriter) -> None:
+    """Waits; what a failed save wrote is gone before its error is raised. (The future wakes what
+    waits for it before it calls back.)"""
+    concurrent.futures.wait([future])
     if future.exception() is not None:
         writer.discard()
-
-
-def _result(future: Future[Any], writer: SafeWriter) -> None:
-    """Waits; what a failed save wrote is gone before its error is raised. (The future wakes who
-    waits before it calls back.)"""
-    concurrent.futures.wait([future])
-    _discard_if_failed(future, writer)
     future.result()
 
 

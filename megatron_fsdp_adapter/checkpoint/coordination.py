@@ -63,7 +63,7 @@ class Coordinator:
             message = tell(result)
         except (Exception, CheckpointException) as error:
             cause = error
-            message = _Failure(_kind_of(error), _message_of(error))
+            message = _Failure(_kind_of(error), message_of(error))
         told: list[R | _Failure | None] = [None] * self.size
         dist.all_gather_object(told, message, group=self.group)
         failures = {rank: m for rank, m in enumerate(told) if isinstance(m, _Failure)}
@@ -114,11 +114,12 @@ def _kind_of(error: BaseException) -> int:
     return next(found, len(_KINDS) - 1)
 
 
-def _message_of(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
+    """What an error says, in one line for each message: of several ranks', which rank."""
     if isinstance(error, CheckpointException):
         ranks_of: dict[str, list[int]] = {}
         for rank, (failure, _) in sorted(error.failures.items()):
-            ranks_of.setdefault(_message_of(failure), []).append(rank)
+            ranks_of.setdefault(message_of(failure), []).append(rank)
         return "; ".join(f"rank {_listed(ranks)}: {text}" for text, ranks in ranks_of.items())
     # The arguments of OSError are (errno, text, file) when the system raised it.
     named = isinstance(error, _KINDS) and len(error.args) == 1

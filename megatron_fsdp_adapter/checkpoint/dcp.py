@@ -60,12 +60,24 @@ class _View:
 
 @dataclass(frozen=True)
 class _Opened:
-    """A checkpoint as this rank sees it; `keys` are the general keys that it wants."""
+    """A checkpoint as this rank sees it; `keys` are the general keys that it wants, `stored` the
+    state to read them into, `read` how (None: it does not fit)."""
 
     folder: Path
     metadata: Metadata
     keys: tuple[str, ...]
     view: _View
+    stored: dict[str, Any]
+    read: _Read | None = None
+
+
+@dataclass(frozen=True)
+class _Read:
+    """This rank's blocks, as torch DCP plans and reads them."""
+
+    reader: StorageReader
+    planner: LoadPlanner
+    plan: LoadPlan
 
 
 def save_checkpoint(
@@ -92,9 +104,9 @@ def save_checkpoint(
     """
     root = Path(root)
     with coordination(group) as ranks:
-        begin_save(ranks, root, iteration, state, keep_last)
+        stored = begin_save(ranks, root, iteration, state, keep_last)
         writer = make_writer(root, iteration, keep_last, topology)
-        ranks.run("writing the checkpoint", lambda: _write(state, writer, ranks))
+        ranks.run("writing the checkpoint", lambda: _write(stored, writer, ranks))
     return folders.final_folder(root, iteration)
 
 
@@ -127,20 +139,20 @@ def load_checkpoint(
     """
     root = Path(root)
     with coordination(group) as ranks:
-        stored = to_stored(state, ranks.rank)
         opened, views = ranks.run(
             "opening the checkpoint",
-            lambda: _open(root, iteration, stored, ranks.rank, vocab_size),
+            lambda: _open(root, iteration, state, ranks.rank, vocab_size),
             tell=lambda opened: opened.view,
         )
         mismatch = _mismatch_of_all(ranks, opened, views, tuple(ignore_unexpected))
         if mismatch:
             raise ValueError(f"the state does not fit {opened.folder}:\n{mismatch.describe()}")
-        reader, planner, plan = _plan_read(opened, stored)
         if check_digests:
-            ranks.run("checking the checkpoint", lambda: _check(opened, plan))
-        ranks.run("reading the checkpoint", lambda: _read(reader, planner, plan))
-        return opened.view.iteration, from_stored(stored, state, ranks.rank)
+            ranks.run("checking the checkpoint", lambda: _check(opened))
+        loaded, _ = ranks.run(
+            "reading the checkpoint", lambda: _loaded(opened, state, ranks.rank)
+        )
+        return opened.view.iteration, loaded
 
 
 def latest_iteration(root: PathLike) -> int:
@@ -153,17 +165,21 @@ def latest_iteration(root: PathLike) -> int:
 
 def begin_save(
     ranks: Coordinator, root: Path, iteration: int, state: Mapping[str, Any], keep_last: int | None
-) -> None:
-    """Raises ValueError on every rank if a save with these arguments cannot succeed on one of
-    them, or if the ranks' arguments differ. One exchange; nothing is written."""
-    _, calls = ranks.run(
-        "starting to save",
-        lambda: _checked_call(root, iteration, state, keep_last),
-        tell=lambda call: call,
-    )
+) -> dict[str, Any]:
+    """The state as torch DCP is to store it. One exchange; nothing is written.
+
+    Raises ValueError on every rank if a save with these arguments cannot succeed on one of them, or
+    if the ranks' arguments differ, and CheckpointError if a value of one rank cannot be pickled.
+    """
+
+    def begin() -> tuple[tuple[str, int, int | None], dict[str, Any]]:
+        return _checked_call(root, iteration, state, keep_last), to_stored(state, ranks.rank)
+
+    (_, stored), calls = ranks.run("starting to save", begin, tell=lambda begun: begun[0])
     if len(set(calls)) > 1:
         different = ", ".join(sorted(map(repr, set(calls))))
         raise ValueError(f"ranks disagree on (root, iteration, keep_last): {different}")
+    return stored
 
 
 def make_writer(
@@ -178,10 +194,10 @@ def make_writer(
     return SafeWriter(folder, dict(topology or {}), iteration, publish)
 
 
-def _write(state: Mapping[str, Any], writer: SafeWriter, ranks: Coordinator) -> None:
+def _write(stored: dict[str, Any], writer: SafeWriter, ranks: Coordinator) -> None:
     try:
         torch_dcp.save(
-            to_stored(state, ranks.rank),
+            stored,
             storage_writer=writer,
             planner=torch_dcp.DefaultSavePlanner(),
             process_group=ranks.group,
@@ -208,20 +224,24 @@ def _checked_call(
 
 
 def _open(
-    root: Path, iteration: int | None, stored: dict[str, Any], rank: int, vocab_size: int | None
+    root: Path, iteration: int | None, state: Mapping[str, Any], rank: int, vocab_size: int | None
 ) -> _Opened:
+    stored = to_stored(state, rank, is_loading=True)
     number = folders.read_tracker(root) if iteration is None else iteration
     folder, metadata = folders.open_checkpoint(root, number)
     problems = problems_of(stored)
     if problems:
-        return _Opened(folder, metadata, (), _View(number, "", Mismatch(unusable=problems)))
+        view = _View(number, "", Mismatch(unusable=problems))
+        return _Opened(folder, metadata, (), view, stored)
     if vocab_size is not None:
         fit_vocabulary(stored, metadata, vocab_size)
     fit_scaling(stored, metadata)
     leaves = flatten(stored)
     keys = general_keys(leaves, rank)
     digest = hashlib.sha256("\n".join(keys).encode()).hexdigest()
-    return _Opened(folder, metadata, keys, _View(number, digest, compare(leaves, metadata)))
+    view = _View(number, digest, compare(leaves, metadata))
+    read = None if view.mismatch else _plan_read(folder, metadata, stored)
+    return _Opened(folder, metadata, keys, view, stored, read)
 
 
 def _mismatch_of_all(
@@ -253,27 +273,29 @@ def _mismatch_of_all(
     return merged if merged.unusable else replace(merged, unexpected=unexpected)
 
 
-def _plan_read(
-    opened: _Opened, stored: dict[str, Any]
-) -> tuple[StorageReader, LoadPlanner, LoadPlan]:
+def _plan_read(folder: Path, metadata: Metadata, stored: dict[str, Any]) -> _Read:
     """This rank's blocks through DCP's planner and reader, which is all that DCP's `load` does
     beyond exchanging plans that nobody needs and reading the metadata again."""
-    reader = torch_dcp.FileSystemReader(opened.folder)
+    reader = torch_dcp.FileSystemReader(folder)
     planner = torch_dcp.DefaultLoadPlanner()
-    planner.set_up_planner(stored, opened.metadata, is_coordinator=False)
-    reader.set_up_storage_reader(opened.metadata, is_coordinator=False)
+    planner.set_up_planner(stored, metadata, is_coordinator=False)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
-    return reader, planner, planner.finish_plan(plan)
+    return _Read(reader, planner, planner.finish_plan(plan))
 
 
-def _read(reader: StorageReader, planner: LoadPlanner, plan: LoadPlan) -> None:
+def _loaded(opened: _Opened, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Reads what was planned; the state with it."""
+    assert opened.read is not None
     with torch.no_grad():
-        reader.read_data(plan, planner).wait()
+        opened.read.reader.read_data(opened.read.plan, opened.read.planner).wait()
+    return from_stored(opened.stored, state, rank)
 
 
-def _check(opened: _Opened, plan: LoadPlan) -> None:
-    """ValueError if what the plan reads is not what was saved."""
+def _check(opened: _Opened) -> None:
+    """ValueError if what is to be read is not what was saved."""
+    assert opened.read is not None
     recorded = digests.read_digests(opened.folder)
     if recorded is None:
         raise ValueError(
@@ -281,7 +303,7 @@ def _check(opened: _Opened, plan: LoadPlan) -> None:
             "check_digests"
         )
     starts: dict[str, set[int]] = {}
-    for item in plan.items:
+    for item in opened.read.plan.items:
         place = opened.metadata.storage_data[item.storage_index]
         starts.setdefault(place.relative_path, set()).add(place.offset)
     unknown = digests.FileDigest((), ())

@@ -8,7 +8,7 @@ that belongs to one rank is wrapped in `PerRank`.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_adapter.checkpoint.chunks import has_chunks, is_replicated
+from megatron_fsdp_adapter.checkpoint.chunks import has_chunks, is_replicated, tile
 
 _ANY_RANK = ".rank_*"
 
@@ -75,13 +75,17 @@ def merge(parts: Iterable[Mismatch]) -> Mismatch:
     )
 
 
-def to_stored(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def to_stored(
+    state: Mapping[str, Any], rank: int, is_loading: bool = False
+) -> dict[str, Any]:
     """A copy of the nested state in which torch DCP finds only what it can store.
 
     Containers are new, tensors are the same objects, so a load writes into the caller's storage
-    and leaves the caller's containers alone. `PerRank(v)` at key k becomes {rank_<rank>: bytes}.
+    and leaves the caller's containers alone. `PerRank(v)` at key k becomes {rank_<rank>: bytes},
+    without bytes if `is_loading`. Raises what pickle raises for a value of this rank alone.
     """
-    return {key: _stored(value, rank) for key, value in state.items()}
+    pack = _no_bytes if is_loading else _to_bytes
+    return {key: _stored(value, rank, pack) for key, value in state.items()}
 
 
 def from_stored(loaded: Mapping[str, Any], state: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -107,14 +111,30 @@ def problems_of(state: Mapping[str, Any]) -> tuple[str, ...]:
 def compare(leaves: Mapping[str, Any], metadata: Metadata) -> Mismatch:
     """How this rank's leaves differ from what is stored; `unexpected` is left empty."""
     stored = metadata.state_dict_metadata
+    wanted = {key: stored[key] for key in leaves if key in stored}
+    whole: dict[Any, bool] = {}  # tensors that are cut alike share their list of blocks
+    for entry in wanted.values():
+        if isinstance(entry, TensorStorageMetadata) and _cut(entry) not in whole:
+            whole[_cut(entry)] = _is_whole(entry)
     different = (
         f"{key}: {why}"
-        for key, leaf in leaves.items()
-        if key in stored and (why := _difference(leaf, stored[key]))
+        for key, entry in wanted.items()
+        if (why := _difference(leaves[key], entry, whole))
     )
     return Mismatch(
         missing=tuple(key for key in leaves if key not in stored), different=tuple(different)
     )
+
+
+def _cut(entry: TensorStorageMetadata) -> tuple[int, torch.Size]:
+    return id(entry.chunks), entry.size
+
+
+def _is_whole(entry: TensorStorageMetadata) -> bool:
+    """Whether the stored blocks have every element once: a load leaves what they have not as it
+    was."""
+    blocks = ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
+    return tile(((0,) * len(entry.size), tuple(entry.size)), blocks)
 
 
 def general_keys(leaves: Mapping[str, Any], rank: int) -> tuple[str, ...]:
@@ -132,13 +152,13 @@ def keys_of_all(general: Iterable[str], size: int) -> frozenset[str]:
     return frozenset(keys - mine | of_ranks)
 
 
-def _stored(value: Any, rank: int) -> Any:
+def _stored(value: Any, rank: int, pack: Callable[[Any], bytes]) -> Any:
     if isinstance(value, PerRank):
-        return {_rank_key(rank): _to_bytes(value.value)}
+        return {_rank_key(rank): pack(value.value)}
     if isinstance(value, Mapping):
-        return {key: _stored(entry, rank) for key, entry in value.items()}
+        return {key: _stored(entry, rank, pack) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_stored(entry, rank) for entry in value]
+        return [_stored(entry, rank, pack) for entry in value]
     return value
 
 
@@ -156,6 +176,11 @@ def _restored(loaded: Any, value: Any, rank: int) -> Any:
 
 def _rank_key(rank: int) -> str:
     return f"rank_{rank:05d}"
+
+
+def _no_bytes(_: Any) -> bytes:
+    """What stands for a value that is to be read."""
+    return b""
 
 
 def _to_bytes(value: Any) -> bytes:
@@ -188,7 +213,7 @@ def _unusable(leaf: Any) -> str:
     return ""
 
 
-def _difference(leaf: Any, stored: Any) -> str:
+def _difference(leaf: Any, stored: Any, whole: Mapping[Any, bool]) -> str:
     has_tensor = isinstance(stored, TensorStorageMetadata)
     if has_tensor != isinstance(leaf, torch.Tensor):
         return f"stored as {'a tensor' if has_tensor else 'an object'}, wanted as the other"
@@ -198,4 +223,6 @@ def _difference(leaf: Any, stored: Any) -> str:
         return f"stored with shape {tuple(stored.size)}, wanted with {tuple(leaf.size())}"
     if stored.properties.dtype != leaf.dtype:
         return f"stored as {stored.properties.dtype}, wanted as {leaf.dtype}"
+    if not whole[_cut(stored)]:
+        return "the stored blocks overlap or leave a gap; the checkpoint is damaged"
     return ""

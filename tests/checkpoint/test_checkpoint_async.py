@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -230,6 +232,33 @@ def test_a_process_that_ends_waits_for_its_save(tmp_path: Path) -> None:
     folder = folders.final_folder(root, 1)
     recorded = digests.read_digests(folder)
     assert recorded and digests.check_folder(folder, recorded) == []
+
+
+SILENT = """
+import sys
+from torch import distributed
+from megatron_fsdp_adapter.checkpoint import AsyncSaver
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+saver = AsyncSaver()
+saver.save(sys.argv[1], 1, {"cannot be pickled": lambda: 1})
+if sys.argv[2] == "asks":
+    try:
+        saver.close()
+    except RuntimeError:
+        pass
+"""
+
+
+@pytest.mark.parametrize(("asks", "status", "told"), [("asks", 0, 0), ("does not", 120, 1)])
+def test_a_failure_that_nothing_waits_for_is_told_and_fails_the_process(
+    tmp_path: Path, asks: str, status: int, told: int
+) -> None:
+    """120 is Python's status for a failure after the last line of a program."""
+    command = [sys.executable, "-W", "ignore", "-c", SILENT, str(tmp_path), asks]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stderr
+    line = "iter_0000001 was not saved: writing it in the background failed (rank 0: "
+    assert done.stderr.count(line) == done.stderr.count("<lambda> on __main__ failed") == told
 
 
 def test_the_copy_is_one_and_is_used_again(one_rank: None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import io
 import sys
 import threading
 from collections.abc import Callable
@@ -160,12 +162,28 @@ def test_a_save_that_is_asked_for_early_waits_for_the_one_before(tmp_path: Path)
     run_ranks(_one_after_the_other, 2, str(tmp_path))
 
 
+class Told(io.StringIO):
+    """Stderr that knows when a message is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flushed = threading.Event()
+
+    def flush(self) -> None:
+        self.flushed.set()
+
+
 def _one_rank_fails(rank: int, size: int, root: str) -> None:
     loop = Loop(Path(root))
     loop.save(1, _state(1.0))
     loop.queue.maybe_finalize_async_calls(blocking=True)
     Gate(fails=rank == 1).opened.set()
-    loop.save(2, _state(2.0))
+    with contextlib.redirect_stderr(Told()) as told:
+        loop.save(2, _state(2.0))
+        # A loop that ends here would never ask.
+        assert told.flushed.wait(60)
+    assert "iter_0000002 was not saved" in told.getvalue()
+    assert "rank 1: OSError: [Errno 28] No space left on device" in told.getvalue()
     with pytest.raises(CheckpointError, match="No space left on device"):
         loop.queue.maybe_finalize_async_calls(blocking=True)
     dist.barrier()

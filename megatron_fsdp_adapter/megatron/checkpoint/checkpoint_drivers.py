@@ -236,7 +236,8 @@ def _prepared(
     asked = merged_chunks(wanted)
     if asked.get(_RNG, {}) is None:  # Megatron-Bridge from 0.6 on, under another split
         del asked[_RNG]
-    parts = to_stored({key: asked[key] for key in (MODEL, OPTIMIZER) if key in asked}, rank)
+    asked_parts = {key: asked[key] for key in (MODEL, OPTIMIZER) if key in asked}
+    parts = to_stored(asked_parts, rank, is_loading=True)
     if vocab_size is not None:
         fit_vocabulary(parts, metadata, vocab_size)
     fit_scaling(parts, metadata)
