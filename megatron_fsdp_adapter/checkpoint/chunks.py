@@ -9,8 +9,11 @@ exchanged.
 
 from __future__ import annotations
 
+import itertools
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +36,21 @@ from megatron_fsdp_adapter.core.uneven_dtensor import (
 from . import reshard
 
 _WRITE_ITEMS, _TENSOR_SHARD = "__create_write_items__", "__get_tensor_shard__"
+
+
+def tile(whole: Box, blocks: Iterable[Box]) -> bool:
+    """Whether the blocks have every element of `whole` once, and nothing beside it.
+
+    A sum of blocks is known by its corners, with a sign for each end: those of the blocks must add
+    up to those of the whole. No pair of blocks has to be compared.
+    """
+    corners: Counter[tuple[int, ...]] = Counter()
+    for count, (offsets, sizes) in ((-1, whole), *((1, block) for block in blocks)):
+        ends = (((at, 1), (at + n, -1)) for at, n in zip(offsets, sizes, strict=True))
+        for corner in itertools.product(*ends):
+            place = tuple(at for at, _ in corner)
+            corners[place] += count * math.prod(sign for _, sign in corner)
+    return not any(corners.values())
 
 
 @dataclass(frozen=True)

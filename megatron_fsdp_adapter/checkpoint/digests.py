@@ -154,7 +154,20 @@ def read_digests(folder: Path) -> dict[str, FileDigest] | None:
             for name, row in content["files"].items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{path} is damaged ({why}); delete it to load the checkpoint unchecked"
+        ) from error
+
+
+def check_bytes(path: Path, content: bytes) -> None:
+    """ValueError unless `content`, all of a file, is what its folder recorded a digest of. Nothing
+    is known of a folder without digests."""
+    recorded = read_digests(path.parent)
+    if recorded is not None:
+        saved = recorded.get(path.name)
+        if saved is None or (saved.size, saved.crcs[-1:]) != (len(content), (zlib.crc32(content),)):
+            raise ValueError(f"{path.name} differs from its digest in {DIGESTS}")
 
 
 def check_file(

@@ -93,9 +93,8 @@ def prepare_folder(folder: Path) -> Path:
     it left. The folder of a save that is not killed is taken away too: that save then fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     old = replaced_name(folder)
-    if os.path.lexists(old) and not _is_taken(folder):
-        _rename(old, folder)
-        sync_folder(folder.parent)
+    if os.path.lexists(old):
+        _give_name_back(folder)
     remove_or_warn([old, *_temporaries(folder)])
     temporary = fresh_name(folder)
     temporary.mkdir()
@@ -149,13 +148,30 @@ def publish_without_tracker(temporary: Path, folder: Path) -> None:
     rename_into_place(temporary, folder)
     number = iteration_of(folder)
     if number is not None:
-        remove_or_warn(_stale(folder.parent, number, None))
+        _tidy(folder.parent, number, None)
+
+
+def _tidy(root: Path, iteration: int, keep_last: int | None) -> None:
+    """Deletes what is stale. A checkpoint of up to this iteration that a killed save left under its
+    replaced name alone, which is complete, first gets its own name again."""
+    for path in list(root.iterdir()):
+        prefix, number = _parsed(path)
+        if prefix == REPLACED and number is not None and number <= iteration and _is_taken(path):
+            _give_name_back(final_folder(root, number))
+    remove_or_warn(_stale(root, iteration, keep_last))
+
+
+def _give_name_back(folder: Path) -> None:
+    """Undoes the first rename of a save that was killed before its second."""
+    if not _is_taken(folder):
+        _rename(replaced_name(folder), folder)
+        sync_folder(folder.parent)
 
 
 def publish(root: Path, iteration: int, temporary: Path, keep_last: int | None) -> None:
     """Gives the temporary folder its name, then updates the tracker, then deletes what is stale.
 
-    Stale are a replaced checkpoint, what killed saves of earlier iterations left, and with
+    Stale are a checkpoint that was replaced, what killed saves of earlier iterations left, and with
     `keep_last` every complete checkpoint but this one and the keep_last - 1 nearest before it; of
     one that is a link the link alone is removed. What cannot be deleted is one warning: the new
     checkpoint is complete by then.
@@ -164,7 +180,7 @@ def publish(root: Path, iteration: int, temporary: Path, keep_last: int | None) 
     with replacing(root / TRACKER) as tracker:
         _write_synced(tracker, str(iteration))
         rename_into_place(temporary, final_folder(root, iteration))
-    remove_or_warn(_stale(root, iteration, keep_last))
+    _tidy(root, iteration, keep_last)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -383,20 +399,20 @@ def _unpickled(root: Path, folder: Path) -> Metadata:
     if not (folder / _METADATA).is_file():
         raise _broken(root, folder, "it has no .metadata file")
     try:
-        metadata = unpickling.read_metadata(folder / _METADATA)
+        return unpickling.read_metadata(folder / _METADATA)
     except unpickling.RefusedName as error:
         raise ValueError(
             f"{folder} is not to be trusted: torch.distributed.checkpoint did not write its "
             f".metadata, since {error}; nothing of it was run"
         ) from error
+    except OSError as error:
+        raise _broken(root, folder, f".metadata cannot be read ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{folder} is damaged: {error}; {_remedy(root)}") from error
     except Exception as error:
         # pickle raises whatever the damaged bytes happen to spell
         why = f".metadata cannot be read ({type(error).__name__}: {error})"
-        raise _broken(root, folder, why) from error
-    if not isinstance(metadata, Metadata):
-        why = f".metadata holds a {type(metadata).__name__}, not metadata of torch DCP"
-        raise _broken(root, folder, why)
-    return metadata
+        raise ValueError(f"{folder} is damaged: {why}; {_remedy(root)}") from error
 
 
 def _read_metadata(root: Path, folder: Path) -> Metadata:

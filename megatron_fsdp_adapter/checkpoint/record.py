@@ -64,6 +64,8 @@ class SaveRecord:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"world_size={self.world_size} must be at least 1")
+        if not all(isinstance(table, Mapping) for table in (self.topology, self.versions)):
+            raise ValueError("topology and versions must be tables of names and values")
 
 
 def make_record(
@@ -119,9 +121,9 @@ def read_record(folder: Path) -> SaveRecord | None:
         known = {item.name for item in dataclasses.fields(SaveRecord)}
         if isinstance(version, int) and version <= FORMAT_VERSION:
             return SaveRecord(**{name: value for name, value in values.items() if name in known})
+        by = dict(values.get("versions", {})).get("megatron_fsdp_adapter", "an unknown release")
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-    by = values.get("versions", {}).get("megatron_fsdp_adapter", "an unknown release")
     raise ValueError(
         f"{folder} has format version {version!r}, written by megatron_fsdp_adapter {by}; this "
         f"release ({versions().get('megatron_fsdp_adapter', 'unknown')}) reads versions up to "

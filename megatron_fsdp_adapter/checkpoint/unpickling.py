@@ -4,7 +4,9 @@ A pickle calls whatever functions it names. Two kinds of it are in a checkpoint:
 
 - `.metadata`, which torch DCP reads with plain pickle. It needs the classes of `_METADATA` and
   dtypes, and plans beside it are inert; any other name is an error (`read_metadata`, for every
-  reader of ours, loads too).
+  reader of ours, loads too). Its bytes are compared with their digest first where there is one,
+  and what they hold is looked at field by field: a flipped bit is one error and never another
+  tensor.
 - objects (arguments, generators), which torch.save wrote. A load needs the real ones; who only
   looks at them takes `load_inert`: torch's own `weights_only` reader, to which every class and
   function that it does not know is given as an inert stand-in.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import pathlib
 import pickle
 from collections import OrderedDict
@@ -24,8 +27,16 @@ from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
+from . import digests
 from .tensor_properties import PortableProperties
 
 
@@ -76,24 +87,82 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise RefusedName(f"it names {module}.{name}, which metadata of torch DCP has no use for")
 
 
-def read_metadata(path: Path) -> Any:
-    """What a `.metadata` file holds.
+def read_metadata(path: Path) -> Metadata:
+    """What a `.metadata` file holds, every field of the type that readers take it for.
 
-    Raises OSError if it cannot be read, RefusedName if it names what metadata does not hold, and
-    whatever damaged bytes happen to spell.
+    Raises OSError if it cannot be read, ValueError if it is not what its digest says or holds
+    something else, RefusedName if it names what metadata does not hold, and whatever damaged bytes
+    happen to spell.
     """
-    with path.open("rb") as file:
-        return _MetadataUnpickler(file).load()
+    content = path.read_bytes()
+    digests.check_bytes(path, content)
+    found = _MetadataUnpickler(io.BytesIO(content)).load()
+    if not isinstance(found, Metadata):
+        raise ValueError(f"{path.name} holds a {type(found).__name__}, not metadata of torch DCP")
+    _check_fields(found)
+    return found
+
+
+def _check_fields(found: Metadata) -> None:
+    """ValueError, or AttributeError for a field that is not there."""
+    entries, stored = found.state_dict_metadata, found.storage_data
+    _require(isinstance(entries, dict) and isinstance(stored, (dict, type(None))), "its tables")
+    _require(isinstance(found.storage_meta, (StorageMeta, type(None))), "storage_meta")
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for index, info in (stored or {}).items():
+        place = (index.fqn, index.offset, info.relative_path, info.offset, info.length)
+        _require(tuple(map(type, place)) in _PLACES and info.offset >= 0 <= info.length, place)
+        spans.setdefault(info.relative_path, []).append((info.offset, info.offset + info.length))
+    for name, listed in spans.items():
+        listed.sort()
+        apart = all(a[1] <= b[0] for a, b in itertools.pairwise(listed))
+        _require(apart, f"two values have the same bytes of {name}")
+    checked: set[tuple[int, torch.Size]] = set()  # lists of blocks are shared (`storage.Once`)
+    for key, entry in entries.items():
+        offsets: list[torch.Size | None] = [None]
+        if isinstance(entry, TensorStorageMetadata):
+            same = (id(entry.chunks), entry.size)
+            _require(same in checked or _is_cut(entry), f"the blocks of {key!r}")
+            checked.add(same)
+            _require(isinstance(entry.properties.dtype, torch.dtype), f"the dtype of {key!r}")
+            offsets = [chunk.offsets for chunk in entry.chunks]
+        else:
+            _require(type(entry) is BytesStorageMetadata, f"{key!r}")
+        there = all(MetadataIndex(key, at) in (stored or {}) for at in offsets)
+        _require(isinstance(key, str) and there, f"nothing is stored for {key!r}")
+
+
+_PLACES = {(str, at, str, int, int) for at in (type(None), torch.Size)}
+"""Types of what an index of `storage_data` and its value say: key, offsets; file, start, length."""
+
+
+def _is_cut(entry: TensorStorageMetadata) -> bool:
+    """Whether the blocks are blocks of a tensor of that many dimensions."""
+    sizes = [entry.size]
+    for chunk in entry.chunks:
+        if type(chunk) is not ChunkStorageMetadata:
+            return False
+        sizes += [chunk.offsets, chunk.sizes]
+    return all(
+        type(size) is torch.Size and len(size) == len(entry.size) and min(size, default=0) >= 0
+        for size in sizes
+    )
+
+
+def _require(holds: bool, what: object) -> None:
+    if not holds:
+        raise ValueError(f".metadata has something wrong in it: {what}")
 
 
 class Reader(FileSystemReader):
     """Torch's, but for metadata, which it reads as every reader of ours does."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises as the function does. Metadata of one rank, which we never write, torch reads."""
+        """Raises as the function does, and ValueError for metadata of one rank. No save of ours
+        writes any, and torch asks for it where it cannot read the metadata of all."""
         if kwargs.get("rank") is not None:
-            return super().read_metadata(*args, **kwargs)
-        found: Metadata = read_metadata(Path(self.path) / ".metadata")
+            raise ValueError(f"{self.path}: metadata of one rank are not read")
+        found = read_metadata(Path(self.path) / ".metadata")
         found.storage_meta = found.storage_meta or StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found

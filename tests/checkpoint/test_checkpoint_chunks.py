@@ -21,8 +21,10 @@ from megatron_fsdp_adapter.checkpoint.chunks import (
     dtensor_like,
     has_chunks,
     read_chunks,
+    tile,
     uneven_dtensor,
 )
+from megatron_fsdp_adapter.core.layout.ranges import Box
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 8])
@@ -35,6 +37,9 @@ def test_chunks_of_all_ranks_tile_each_tensor(num_shards: int, cut: int) -> None
             for offsets, sizes in LayoutRef(layout, index, rank).chunks():
                 counts[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
         assert bool((counts == 1).all()), spec.fqns
+        refs = [LayoutRef(layout, index, rank) for rank in range(num_shards)]
+        bounds = ((0,) * counts.dim(), tuple(counts.shape))
+        assert tile(bounds, (block for ref in refs for block in ref.chunks()))
 
 
 def test_tensor_parallel_offset_moves_the_chunks() -> None:
@@ -156,6 +161,31 @@ def test_several_chunks_are_views_in_flat_order(one_rank: None) -> None:
     assert bool((tensor._local_tensor == -1).all()), "blocks must be views of the local tensor"
     with pytest.raises(ValueError, match="no chunk"):
         tensor.__get_tensor_shard__(MetadataIndex("w", torch.Size((2, 0))))
+
+
+BLOCKS: dict[str, tuple[list[Box], bool]] = {
+    "one": ([((0, 0), (4, 3))], True),
+    "rows": ([((2, 0), (2, 3)), ((0, 0), (2, 3))], True),
+    "pieces of rows": ([((0, 0), (1, 2)), ((0, 2), (1, 1)), ((1, 0), (3, 3))], True),
+    "an empty one too": ([((0, 0), (4, 3)), ((4, 0), (0, 3)), ((0, 0), (4, 0))], True),
+    "none": ([], False),
+    "a gap": ([((0, 0), (2, 3)), ((3, 0), (1, 3))], False),
+    "twice": ([((0, 0), (4, 3)), ((0, 0), (4, 3))], False),
+    "as many elements": ([((0, 0), (2, 3)), ((0, 0), (2, 3))], False),
+    "a gap and an overlap": ([((0, 0), (2, 3)), ((1, 0), (2, 3))], False),
+    "shifted": ([((1, 0), (4, 3))], False),
+    "beyond the end": ([((0, 0), (4, 3)), ((4, 0), (1, 3))], False),
+}
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_blocks_tile_a_tensor_or_do_not(blocks: str) -> None:
+    given, holds = BLOCKS[blocks]
+    assert tile(((0, 0), (4, 3)), given) is holds
+
+
+def test_a_scalar_has_one_block_and_nothing_has_none() -> None:
+    assert tile(((), ()), [((), ())]) and not tile(((), ()), []) and tile(((0,), (0,)), [])
 
 
 @pytest.mark.parametrize("cut", [0, 1])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import pickle
+import pickletools
 import random
 import zlib
 from collections.abc import Callable
@@ -16,10 +19,14 @@ import torch
 from checkpoint_cases import nested_state, same
 from launch import run_ranks
 from torch.distributed import checkpoint as torch_dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from megatron_fsdp_adapter.__main__ import main
-from megatron_fsdp_adapter.checkpoint import digests, folders, record
+from megatron_fsdp_adapter.checkpoint import CheckpointError, digests, folders, record
 from megatron_fsdp_adapter.checkpoint.dcp import load_checkpoint, save_checkpoint
+from megatron_fsdp_adapter.checkpoint.inspection import describe, diff
+from megatron_fsdp_adapter.checkpoint.unpickling import Reader
 
 DATA = "__0_0.distcp"
 
@@ -48,6 +55,48 @@ def _flip_value(content: bytes) -> bytes:
 
 def _half(content: bytes) -> bytes:
     return content[: len(content) // 2]
+
+
+def _without_digests(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Damage: a folder of another program, with other metadata; bytes, or what is pickled."""
+
+    def damage(folder: Path) -> None:
+        (folder / digests.DIGESTS).unlink()
+        path = folder / ".metadata"
+        whole = change is _half
+        given = change(path.read_bytes() if whole else pickle.loads(path.read_bytes()))
+        path.write_bytes(given if whole else pickle.dumps(given))
+
+    return damage
+
+
+def _chunks(*blocks: tuple[tuple[int], tuple[int]]) -> Callable[[Any], Any]:
+    """Metadata whose model.w has these blocks, each with data of its own."""
+
+    def change(metadata: Any) -> Any:
+        entry = metadata.state_dict_metadata["model.w"]
+        entry.chunks = [
+            ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in blocks
+        ]
+        index = MetadataIndex("model.w", torch.Size([0]))
+        place = metadata.storage_data[index]
+        half = place.length // 2
+        for number, (at, _) in enumerate(blocks):
+            info = dataclasses.replace(place, offset=place.offset + number * half, length=half)
+            metadata.storage_data[MetadataIndex("model.w", torch.Size(at))] = info
+        return metadata
+
+    return change
+
+
+@dataclass(frozen=True)
+class Evil:
+    """Calls a function when it is unpickled."""
+
+    call: tuple[Callable[..., Any], tuple[Any, ...]]
+
+    def __reduce__(self) -> Any:
+        return self.call
 
 
 def _record(**changes: Any) -> Callable[[bytes], bytes]:
@@ -111,11 +160,32 @@ TABLE = (
     ),
     Damage(
         "metadata cut short", _edited(".metadata", _half),
-        **_all("half-written", ".metadata cannot be read"), status=1, told=(".metadata", "bytes"),
+        **_all("is damaged", ".metadata differs from its digest", "complete in"), status=1,
+        told=(".metadata", "bytes"),
     ),
     Damage(
         "metadata of something else", _edited(".metadata", lambda c: pickle.dumps({"a": 1})),
-        **_all("half-written", ".metadata"), status=1, told=(".metadata", "bytes"),
+        **_all("is damaged", ".metadata"), status=1, told=(".metadata", "bytes"),
+    ),
+    Damage(
+        "metadata of something else, without digests", _without_digests(lambda _: {"a": 1}),
+        load=("is damaged", "holds a dict, not metadata"), check=("holds a dict",),
+        status=2, told=("has no digests.json",),
+    ),
+    Damage(
+        "metadata cut short, without digests", _without_digests(_half),
+        load=("is damaged", ".metadata cannot be read"), check=("is damaged",),
+        status=2, told=("has no digests.json",),
+    ),
+    Damage(
+        "a gap", _without_digests(_chunks(((0,), (32,)), ((33,), (31,)))),
+        load=("model.w: the stored blocks overlap or leave a gap",), check=("leave a gap",),
+        status=2, told=("has no digests.json",),
+    ),
+    Damage(
+        "a gap and an overlap", _without_digests(_chunks(((0,), (32,)), ((31,), (32,)))),
+        load=("model.w: the stored blocks overlap or leave a gap",), check=("leave a gap",),
+        status=2, told=("has no digests.json",),
     ),
     Damage(
         "too new", _edited(record.RECORD, _record(format_version=2, versions={
@@ -132,6 +202,14 @@ TABLE = (
         status=2, told=(record.RECORD, "is damaged"),
     ),
     Damage(
+        "record of no table", _edited(record.RECORD, _record(versions="2.13")),
+        **_all(record.RECORD, "is damaged", "versions"), status=2, told=("is damaged",),
+    ),
+    Damage(
+        "too new, of no table", _edited(record.RECORD, _record(versions=[1], format_version=2)),
+        **_all(record.RECORD, "is damaged"), status=2, told=("is damaged",),
+    ),
+    Damage(
         "record without a version", _edited(record.RECORD, lambda c: b"{}"),
         **_all(record.RECORD, "is damaged", "format_version"), status=2, told=("is damaged",),
     ),
@@ -141,13 +219,14 @@ TABLE = (
         told=("has no digests.json", "nothing to compare"),
     ),
     Damage(
-        "digests cut short", _edited(digests.DIGESTS, _half), load=None,
-        check=(digests.DIGESTS, "is damaged"), status=2, told=(digests.DIGESTS, "is damaged"),
+        "digests cut short", _edited(digests.DIGESTS, _half),
+        **_all(digests.DIGESTS, "is damaged", "delete it to load"),
+        status=2, told=(digests.DIGESTS, "is damaged"),
     ),
     Damage(
         "digests by another method",
-        _edited(digests.DIGESTS, lambda c: c.replace(b"crc32", b"sha9", 1)), load=None,
-        check=("algorithm 'sha9' is unknown",), status=2, told=("algorithm 'sha9'",),
+        _edited(digests.DIGESTS, lambda c: c.replace(b"crc32", b"sha9", 1)),
+        **_all("algorithm 'sha9' is unknown"), status=2, told=("algorithm 'sha9'",),
     ),
     Damage(
         "torch_dist", _foreign("metadata.json", ".metadata", "common.pt"),
@@ -295,6 +374,54 @@ def test_digests_and_record_of_several_ranks(tmp_path: Path) -> None:
     assert found.versions["torch"] == str(torch.__version__)
     assert found.saved_at.endswith("+00:00")
     assert type(metadata.storage_data.popitem()[1]).__name__ == "_StorageInfo"
+
+
+def _overgrown(content: bytes) -> bool:
+    """Whether the pickle has its reader set aside tables of gigabytes, as torch's own does."""
+    try:
+        return any(
+            code.name == "LONG_BINPUT" and int(argument or 0) > 1 << 20
+            for code, argument, _ in pickletools.genops(content)
+        )
+    except Exception:
+        return b"r" in content
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_no_flipped_bit_of_metadata_gives_other_values_or_a_traceback(
+    root: Path, ours: bool
+) -> None:
+    """Where nothing knows the digest, what is read after all is what was saved."""
+    folder = root / "iter_0000002"
+    if not ours:
+        (folder / digests.DIGESTS).unlink()
+    content, loads = (folder / ".metadata").read_bytes(), 0
+    for at in range(len(content)):
+        bit = 1 << at * 5 % 8
+        damaged = content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :]
+        if not ours and _overgrown(damaged):
+            continue
+        (folder / ".metadata").write_bytes(damaged)
+        for read in (describe, lambda path: diff(path, path)):
+            with contextlib.suppress(ValueError, FileNotFoundError):
+                read(folder)
+                assert not ours
+        with contextlib.suppress(ValueError, CheckpointError):
+            assert same(load_checkpoint(root, _state(-1.0))[1], _state(2.0)), (at, bit)
+            loads += 1
+    assert (loads == 0) is ours
+
+
+def test_metadata_of_one_rank_are_not_read(one_rank: None, tmp_path: Path) -> None:
+    """torch asks for them, with plain pickle, where it cannot read those of all ranks."""
+    made, folder = tmp_path / "made", tmp_path / "iter_0000001"
+    torch_dcp.save(_state(1.0), checkpoint_id=str(folder))
+    evil = Evil((open, (str(made), "w")))
+    for name in (".metadata", "__0.metadata"):
+        (folder / name).write_bytes(pickle.dumps(evil))
+    with pytest.raises(CheckpointException, match="it names"):
+        torch_dcp.load(_state(0.0), storage_reader=Reader(folder))
+    assert not made.exists()
 
 
 def test_a_checkpoint_without_record_and_digests_loads(one_rank: None, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 import torch.distributed as dist
 from checkpoint_cases import data_mesh, plan, same, sharded_tensors
 from launch import run_ranks
+from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint import AsyncSaver, CheckpointError, folders, storage
 from megatron_fsdp_adapter.checkpoint.coordination import coordination
 from megatron_fsdp_adapter.checkpoint.dcp import (
     latest_iteration,
@@ -72,7 +75,7 @@ def _garble_tracker(root: Path) -> None:
     ("damage", "kind", "names"),
     [
         (_damage_metadata, ValueError, ["iter_0000002 is half-written", "no .metadata"]),
-        (_garble_metadata, ValueError, ["iter_0000002 is half-written", "cannot be read"]),
+        (_garble_metadata, ValueError, ["iter_0000002 is damaged", "differs from its digest"]),
         (_truncate_data, ValueError, ["iter_0000002 is half-written", "__0_0.distcp has"]),
         (_lose_data, ValueError, ["iter_0000002 is half-written", "__0_0.distcp is missing"]),
         (_lose_folder, FileNotFoundError, ["iter_0000002 does not exist", "iteration 1"]),
@@ -209,6 +212,29 @@ def test_a_save_killed_between_its_renames_leaves_the_old_one(
     assert same(load_checkpoint(root, _state())[1], _state(5.0))
 
 
+@pytest.mark.parametrize("by_megatron", [False, True])
+@pytest.mark.parametrize("keep", [None, 2, 1])
+def test_a_checkpoint_under_its_replaced_name_is_kept_by_saves_of_later_iterations(
+    one_rank: None, tmp_path: Path, by_megatron: bool, keep: int | None
+) -> None:
+    """It is complete, and `keep_last` counts it as any other."""
+    root = _saved(tmp_path, 2)
+    folder = folders.final_folder(root, 2)
+    folder.rename(folders.replaced_name(folder))
+    folders.fresh_name(folder).mkdir()
+    if by_megatron:
+        writer = storage.SafeWriter(folders.final_folder(root, 3), {}, 3,
+                                    folders.publish_without_tracker)  # fmt: skip
+        torch_dcp.save(_state(3.0), storage_writer=writer)
+        keep = None
+    else:
+        save_checkpoint(root, 3, _state(3.0), keep_last=keep)
+    kept = ["iter_0000003"] if keep == 1 else ["iter_0000002", "iter_0000003"]
+    assert sorted(p.name for p in root.iterdir()) == [*kept, folders.TRACKER]
+    if keep != 1:
+        assert same(load_checkpoint(root, _state(), iteration=2)[1], _state(2.0))
+
+
 def test_everything_is_on_disk_before_it_gets_its_name(
     one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +260,22 @@ def test_everything_is_on_disk_before_it_gets_its_name(
     before = {"__0_0.distcp", ".metadata", "tmp.iter_0000001", f"tmp.{folders.TRACKER}"}
     assert before <= set(events[:named])
     assert events[named + 1 :] == ["root", f"-> {folders.TRACKER}", "root"]
+
+
+def _made(breaks: bool) -> Fragile:
+    if breaks:
+        raise ImportError("gone")
+    return Fragile(breaks)
+
+
+@dataclass
+class Fragile:
+    """What another process may be unable to unpickle."""
+
+    breaks: bool
+
+    def __reduce__(self) -> Any:
+        return _made, (self.breaks,)
 
 
 def _errors_on_two_ranks(rank: int, size: int, work: str) -> None:
@@ -269,6 +311,19 @@ def _errors_on_two_ranks(rank: int, size: int, work: str) -> None:
     with pytest.raises(ValueError, match="ranks disagree"):
         save_checkpoint(f"{work}/a", 2 + rank, {"model": tensors})
     assert latest_iteration(f"{work}/a") == 1
+
+    # A value that one rank cannot pickle, or that cannot be unpickled there.
+    lock = threading.Lock()
+    state = {"model": tensors, "rng": PerRank(lock if rank == 1 else 0)}
+    with pytest.raises(CheckpointError, match="rank 1: TypeError: cannot pickle '_thread.lock'"):
+        save_checkpoint(f"{work}/a", 2, state)
+    with AsyncSaver() as saver, pytest.raises(CheckpointError, match="'_thread.lock'"):
+        saver.save(f"{work}/a", 2, state)
+    asked = {"model": poisoned, "rng": PerRank(lock)}
+    assert load_checkpoint(f"{work}/a", asked)[1]["rng"] == rank
+    save_checkpoint(f"{work}/c", 1, {"rng": PerRank(Fragile(rank == 1))})
+    with pytest.raises(CheckpointError, match="rank 1: ImportError: gone"):
+        load_checkpoint(f"{work}/c", {"rng": PerRank()})
 
     # A rank that does not see the folder, as with a root that is not shared.
     root = f"{work}/a" if rank == 0 else f"{work}/local"

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_fsdp_adapter.checkpoint import folders
+from megatron_fsdp_adapter.checkpoint.chunks import tile
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, Shape, _slices, blocks
 from megatron_fsdp_adapter.checkpoint.tensor_properties import PortableProperties
 from megatron_fsdp_adapter.checkpoint.unpickling import load_inert
@@ -136,9 +137,13 @@ class DcpFolder:
         return int(self.metadata.storage_data[MetadataIndex(key)].length)
 
     def path_of(self, key: str) -> KeyPath:
-        """Where the value was in the nested state; (key,) if that was not recorded."""
+        """Where the value was in the nested state; (key,) if that was not recorded. ValueError if
+        what was recorded is of another key."""
         recorded = self.metadata.planner_data
-        return tuple(recorded.get(key, (key,))) if isinstance(recorded, Mapping) else (key,)
+        path = recorded.get(key, (key,)) if isinstance(recorded, Mapping) else (key,)
+        if not isinstance(path, tuple) or dotted(path) != key:
+            raise ValueError(f"{self.folder}: {key} has the path {path}; the checkpoint is damaged")
+        return path
 
     def tensor(self, key: str) -> LazyTensor:
         """The tensor under `key`. Its `fill` raises ValueError if a chunk cannot be read."""
@@ -147,7 +152,7 @@ class DcpFolder:
         chunks = [(tuple(c.offsets), tuple(c.sizes)) for c in stored.chunks]
 
         def fill(offsets: Shape, out: torch.Tensor) -> None:
-            filled = 0
+            filled: list[Box] = []
             for chunk in chunks:
                 common = _intersect((offsets, tuple(out.shape)), chunk)
                 if common is None:
@@ -155,11 +160,11 @@ class DcpFolder:
                 at, sizes = common
                 inside = self._chunk(key, chunk)[_slices(_minus(at, chunk[0]), sizes)]
                 out[_slices(_minus(at, offsets), sizes)].copy_(inside)
-                filled += math.prod(sizes)
-            if filled != out.numel():
+                filled.append(common)
+            if not tile((offsets, tuple(out.shape)), filled):
                 raise ValueError(
-                    f"{self.folder}: {key} has {filled} of the {out.numel()} elements that the "
-                    f"block at {offsets} needs; the checkpoint is damaged"
+                    f"{self.folder}: the stored blocks of {key} overlap, or leave a gap in the "
+                    f"{out.numel()} elements at {offsets}; the checkpoint is damaged"
                 )
 
         return LazyTensor(tuple(stored.size), stored.properties.dtype, fill)
