@@ -458,17 +458,6 @@ def _stale(root: Path, iteration: int, keep_last: int | None) -> list[Path]:
     return leftovers + [final_folder(root, i) for i in before[: max(kept, 0)]]
 
 
-def _undeleted(paths: Iterable[Path]) -> list[str]:
-    """Deletes, and returns a line for each that could not be."""
-    problems = []
-    for path in paths:
-        try:
-            _remove(path)
-        except OSError as error:
-            problems.append(f"{path}: {error}")
-    return problems
-
-
 def _remove(path: Path) -> None:
     """A folder first loses its name: no half of one bears it, and a job that would give it its
     final name meanwhile cannot. What another process deletes at the same time is no error."""
@@ -494,7 +483,12 @@ def _unless_gone(_: Any, __: str, info: Any) -> None:
 def remove_or_warn(paths: Iterable[Path]) -> None:
     """Deletes folders, and links without what they lead to. One warning lists what could not be
     deleted."""
-    problems = _undeleted(paths)
+    problems = []
+    for path in paths:
+        try:
+            _remove(path)
+        except OSError as error:
+            problems.append(f"{path}: {error}")
     if problems:
         warnings.warn(
             "old checkpoints could not be deleted, and take up space:\n"
