@@ -110,8 +110,10 @@ def _check_fields(found: Metadata) -> None:
     _require(isinstance(found.storage_meta, (StorageMeta, type(None))), "storage_meta")
     spans: dict[str, list[tuple[int, int]]] = {}
     for index, info in (stored or {}).items():
-        place = (index.fqn, index.offset, info.relative_path, info.offset, info.length)
-        _require(tuple(map(type, place)) in _PLACES and info.offset >= 0 <= info.length, place)
+        at = (info.relative_path, info.offset, info.length)
+        named = type(index.fqn) is str and (index.offset is None or _is_size(index.offset))
+        inside = tuple(map(type, at)) == (str, int, int) and info.offset >= 0 <= info.length
+        _require(named and inside, (index.fqn, index.offset, *at))
         spans.setdefault(info.relative_path, []).append((info.offset, info.offset + info.length))
     for name, listed in spans.items():
         listed.sort()
@@ -132,8 +134,10 @@ def _check_fields(found: Metadata) -> None:
         _require(isinstance(key, str) and there, f"nothing is stored for {key!r}")
 
 
-_PLACES = {(str, at, str, int, int) for at in (type(None), torch.Size)}
-"""Types of what an index of `storage_data` and its value say: key, offsets; file, start, length."""
+def _is_size(value: object) -> bool:
+    """Whether it is a `torch.Size`, or the tuple of integers that Megatron's bundled engine has in
+    its place."""
+    return isinstance(value, tuple) and all(type(number) is int for number in value)
 
 
 def _is_cut(entry: TensorStorageMetadata) -> bool:
@@ -144,7 +148,7 @@ def _is_cut(entry: TensorStorageMetadata) -> bool:
             return False
         sizes += [chunk.offsets, chunk.sizes]
     return all(
-        type(size) is torch.Size and len(size) == len(entry.size) and min(size, default=0) >= 0
+        _is_size(size) and len(size) == len(entry.size) and min(size, default=0) >= 0
         for size in sizes
     )
 

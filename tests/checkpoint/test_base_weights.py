@@ -18,7 +18,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron_fsdp_adapter.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp_adapter.checkpoint.convert.conversion import Options, convert
 from megatron_fsdp_adapter.launch import installation
 from megatron_fsdp_adapter.megatron import base_weights
@@ -79,25 +78,6 @@ def test_tied_embeddings_biases_and_pipelines(tmp_path: Path) -> None:
 def test_experts_and_gated_layers(tmp_path: Path) -> None:
     targets = (_split(2, ZERO3, ep=2), _split(2, ZERO1, tp=2, ep=1))
     run_ranks(check_splits, 2, str(tmp_path), EXPERTS, targets)
-
-
-class Evil:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return open, (str(self.path), "w")
-
-
-def test_objects_of_the_checkpoint_are_not_run(one_rank: None, tmp_path: Path) -> None:
-    made = tmp_path / "made"
-    save_checkpoint(tmp_path, 1, {"model": {}, "args": Evil(made)})
-    load_plain([], tmp_path, None, TensorParallel(), TensorParallel())
-    assert not made.exists()
-    load_checkpoint(tmp_path, {"model": {}, "args": None})
-    assert made.exists()
 
 
 def check_misfits(rank: int, world: int, root: str) -> list[str]:

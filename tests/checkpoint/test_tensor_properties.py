@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -37,9 +39,10 @@ class Later(TensorProperties):
         return TensorProperties, (), self.__getstate__()
 
 
-def metadata(properties: TensorProperties) -> Metadata:
-    chunk = ChunkStorageMetadata(torch.Size([0, 0]), SIZE)
-    return Metadata({"weight": TensorStorageMetadata(properties, SIZE, [chunk])}, storage_data={})
+def metadata(properties: TensorProperties, size_of: type = torch.Size) -> Metadata:
+    chunk = ChunkStorageMetadata(size_of([0, 0]), size_of(SIZE))
+    place = MetadataIndex("weight", chunk.offsets), _StorageInfo("__0_0.distcp", 0, 96)
+    return Metadata({"weight": TensorStorageMetadata(properties, SIZE, [chunk])}, dict([place]))
 
 
 def states(file: Path) -> list[tuple[Any, ...]]:
@@ -71,6 +74,14 @@ def test_metadata_of_a_torch_to_come_are_read(tmp_path: Path) -> None:
         expected = PortableProperties(dtype=torch.bfloat16, requires_grad=True)
         assert (stored.properties, stored.size) == (expected, SIZE)
     assert found.storage_meta.load_id == read.load_id
+
+
+def test_blocks_of_the_bundled_engine_are_told_by_tuples(tmp_path: Path) -> None:
+    """megatron-core 0.16.1 to 0.19.2: uneven_dtensor.py makes no `torch.Size` of them."""
+    file = tmp_path / ".metadata"
+    file.write_bytes(pickle.dumps(metadata(TensorProperties(dtype=torch.bfloat16), tuple)))
+    (chunk,) = unpickling.read_metadata(file).state_dict_metadata["weight"].chunks  # type: ignore
+    assert type(chunk.sizes) is tuple and chunk.sizes == SIZE
 
 
 def _saved(folder: Path) -> None:
