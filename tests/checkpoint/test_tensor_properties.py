@@ -41,8 +41,9 @@ class Later(TensorProperties):
 
 def metadata(properties: TensorProperties, size_of: type = torch.Size) -> Metadata:
     chunk = ChunkStorageMetadata(size_of([0, 0]), size_of(SIZE))
-    place = MetadataIndex("weight", chunk.offsets), _StorageInfo("__0_0.distcp", 0, 96)
-    return Metadata({"weight": TensorStorageMetadata(properties, SIZE, [chunk])}, dict([place]))
+    stored = {MetadataIndex("weight", chunk.offsets): _StorageInfo("__0_0.distcp", 0, 96)}
+    entry = TensorStorageMetadata(properties, SIZE, [chunk])
+    return Metadata({"weight": entry}, storage_data=stored)
 
 
 def states(file: Path) -> list[tuple[Any, ...]]:
