@@ -33,6 +33,8 @@ from tests.gpu.shared_device import PATIENCE
 WORLD = 2
 SLOWEST_S = 60
 """How long one rank may be in a check after the other has left it."""
+BEHIND_S = 20
+"""The same after the other has raised, which usually leaves this one in a collective for good."""
 STACKS = "GPU_TEST_STACKS"
 """Names a file to which each rank adds where it is when a check takes longer than `SLOW_S`."""
 SLOW_S = 75
@@ -70,6 +72,7 @@ def _run_all(rank: int, world: int, checks: Mapping[str, Check], path: str) -> N
                 torch.cuda.synchronize()
         except Exception:
             error = f"rank {rank}: {traceback.format_exc()}"
+            _write(path, raised=name, error=error)
         faulthandler.cancel_dump_traceback_later()
         errors: list[Any] = [None] * world
         dist.all_gather_object(errors, error, group=side)
@@ -140,16 +143,35 @@ class Outcomes:
 
     def _follow(self, path: Path, over: threading.Event, begun: list[str]) -> None:
         """Notes every line as it comes, until `over`, and what is there then."""
+        raised: dict[str, tuple[float, str]] = {}
         with path.open() as file:
             rest, last = "", False
             while not last:
                 last = over.wait(0.1)
+                self._end_behind(raised)
                 *lines, rest = (rest + file.read()).split("\n")
                 for line in map(json.loads, lines):
                     if "begun" in line:
                         begun.append(line["begun"])
+                    elif "raised" in line:
+                        told = time.monotonic() + BEHIND_S, line["error"]
+                        raised.setdefault(line["raised"], told)
                     else:
                         self._note(line.pop("name"), **line)
+
+    def _end_behind(self, raised: dict[str, tuple[float, str]]) -> None:
+        """Ends the processes of a check in which one rank has raised and another stays."""
+        for name, (until, error) in list(raised.items()):
+            if name in self._lines:
+                del raised[name]
+            elif time.monotonic() > until:
+                self._note(name, errors=[f"{error}\nthe other rank stayed in the check"])
+                self._kill()
+
+    @staticmethod
+    def _kill() -> None:
+        for process in multiprocessing.active_children():
+            process.kill()
 
     def _note(
         self, name: str, errors: list[str], value: str = "None", seconds: float = 0.0
@@ -171,8 +193,7 @@ class Outcomes:
         """Ends the processes if they still run, as where a run of tests stops early."""
         self._closed = True
         if self._runner is not None and self._runner.is_alive():
-            for process in multiprocessing.active_children():
-                process.kill()
+            self._kill()
             self._runner.join()
 
     def values(self) -> dict[str, str]:

@@ -168,6 +168,10 @@ def test_all_that_runs_is_ended_before_the_time_is(options: Any) -> None:
 def says(rank: int, world: int, what: str) -> str:
     if what == "raises" and rank == 1:
         raise ValueError("it raised")
+    if what == "leaves the other":
+        if rank == 1:
+            raise ValueError("it left")
+        time.sleep(600)
     if what == "ends":
         os._exit(3)
     if what == "hangs":
@@ -184,6 +188,18 @@ def test_a_check_that_ends_its_processes_loses_only_itself() -> None:
         outcomes.expect("raises")
     with pytest.raises(AssertionError, match="ends was not finished:\n"):
         outcomes.expect("ends")
+    outcomes.expect("behind")
+
+
+def test_a_rank_that_raises_ends_the_check_that_the_other_is_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_ranks, "BEHIND_S", 1)
+    words = ("first", "leaves the other", "behind")
+    checks = {word: gpu_ranks.Check(says, (word,)) for word in words}
+    outcomes = gpu_ranks.Outcomes(checks, timeout_s=400.0, backend="gloo")
+    with pytest.raises(AssertionError, match=r"(?s)rank 1: .*it left\s+the other rank stayed"):
+        outcomes.expect("leaves the other")
     outcomes.expect("behind")
 
 
