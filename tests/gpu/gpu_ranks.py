@@ -107,10 +107,11 @@ class Outcomes:
         until = time.monotonic() + self.timeout_s
         try:
             while left := {n: c for n, c in self.checks.items() if n not in self._lines}:
+                known = len(self._lines)
                 fault, begun = self._attempt(left, max(1.0, until - time.monotonic()))
                 lost = [name for name in left if name not in self._lines]
                 over = self._closed or time.monotonic() >= until
-                if begun is not None and not over:
+                if not over and (begun is not None or len(self._lines) > known):
                     lost = [name for name in lost if name == begun]
                 for name in lost:
                     self._note(name, errors=[f"{name} was not finished:\n{fault}"])
