@@ -24,6 +24,7 @@ REQUIRED: Mapping[str, tuple[Any, ...] | re.Pattern[str]] = {
     "apply_layernorm_1p": _OFF,
     "apply_residual_connection_post_layernorm": _OFF,
     "attention_output_gate": _OFF,
+    "disable_bias_linear": (True,),  # scripts/ save the flag by this name
     "enable_gpt_oss": _OFF,
     "experimental_attention_variant": _OFF,
     "export_moe_apply_probs_on_input": _OFF,
