@@ -6,15 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron_fsdp_adapter.core.layout.format import (
     BLOCK128,
     MXFP8,
-    NVFP4,
     PER_TENSOR,
+    Plane,
     WeightFormat,
 )
 
 from .gpt import flag
+
+NVFP4 = WeightFormat(
+    "nvfp4",
+    (Plane("rowwise", torch.uint8, (1, 2)), Plane("rowwise_scales", torch.uint8, (1, 16))),
+    rows=16,
+    align=512,
+)
+"""Of weights that are quantized for a matrix product; weights are not kept or gathered so: 4-bit
+floats, two in a byte, and one scale for each 16 x 16 elements in every row of them."""
 
 RECIPES: Mapping[str, Mapping[str, WeightFormat]] = {
     "fp8": {
@@ -37,7 +48,6 @@ STRINGS = {
 }
 SWITCHES = {
     "fp8_param_gather": "linear weights kept and gathered in FP8",
-    "fp4_param_gather": "linear weights kept and gathered in FP4",
 }
 
 
@@ -67,6 +77,11 @@ def quantisation(options: Mapping[str, Any], dtype: str) -> Quantisation:
     remedy."""
     weights: list[WeightFormat] = []
     products: list[WeightFormat] = []
+    refused = [name for name in ("fp4_param_gather", "fp4_param") if options.get(name)]
+    if refused:
+        raise ValueError(
+            f"{flag(refused[0])}: weights are not kept or gathered in NVFP4; leave it out"
+        )
     for precision, recipes in RECIPES.items():
         name = options.get(f"{precision}_recipe") or DEFAULTS[precision]
         gather = f"{precision}_param_gather"

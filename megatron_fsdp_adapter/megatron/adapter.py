@@ -243,7 +243,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         """How many of the parameters of this rank are, in which format. Said also if there are none
         though they were asked for: layers that are not Transformer Engine's make none."""
         groups = [group for group in self.engine.groups if group.key.quantised]
-        if not groups and not any(is_on(self.config, one) for one in ddp_options.GATHERED_AS):
+        if not groups and not is_on(self.config, ddp_options.FP8_PARAM):
             return ""
         numel = sum(group.layout.item_numel for group in groups)
         formats = sorted({group.key.format.name for group in groups})

@@ -13,7 +13,7 @@ from torch import nn
 from ..core.engine.partition import ManagedParam, managed_params
 from ..quantised import format_of
 from .fused_wgrad import asks_fusion, fuses
-from .options.ddp_options import GATHERED_AS, gathers_parts
+from .options.ddp_options import FP8_PARAM, FP8_PARAM_GATHER, gathers_parts
 from .options.support import is_on
 
 EXPERTS_IN_ONE_TENSOR = ("GroupedMLP",)
@@ -51,12 +51,12 @@ def _formats_that_do_not_fit(module: nn.Module, config: Any, ddp_config: Any) ->
         quantised = [one.fqns[0] for one in managed_params(module) if format_of(one) is not None]
     except (ValueError, NotImplementedError) as error:
         return [str(error)]
+    if not is_on(ddp_config, FP8_PARAM_GATHER) or is_on(config, FP8_PARAM) or quantised:
+        return []
     return [
-        f"{gather}=True: this model's weights are not quantised, as they were made with "
-        f"{option}=False; make the model with {option}=True, which sets this too, or set it to "
-        "False"
-        for option, gather in GATHERED_AS.items()
-        if is_on(ddp_config, gather) and not is_on(config, option) and not quantised
+        f"{FP8_PARAM_GATHER}=True: this model's weights are not quantized, as they were made with "
+        f"{FP8_PARAM}=False; make the model with {FP8_PARAM}=True, which sets this too, or set it "
+        "to False"
     ]
 
 

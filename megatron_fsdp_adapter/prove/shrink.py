@@ -143,7 +143,7 @@ DROPPED: tuple[Dropped, ...] = (
             "both models are given the same weights before they are wrapped"),
     *(Dropped(name, _on(name), False,
               "both models are given the same weights before they are wrapped, in bf16")
-      for name in ("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather")),
+      for name in ("fp8_param", "fp8_param_gather")),
     Dropped("fp4", _on("fp4"), None, "nobody has seen how far its products may differ"),
     Dropped("fine_grained_activation_offloading", _on("fine_grained_activation_offloading"), False,
             "activations of a small model need no offload"),

@@ -7,26 +7,21 @@ from typing import Any
 
 from torch import nn
 
-from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, NVFP4, WeightFormat
+from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, WeightFormat
+
+DTYPE = "kFloat8E4M3"
+"""Of the elements, as TE calls it."""
 
 OPTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     BLOCK128.name: {"w_block_scaling_dim": (2,)},
     # Backward would read rows, of which it gathers none.
     MXFP8.name: {"enable_2d_quantization": (False,), "backward_override": (None,)},
-    NVFP4.name: {"disable_2d_quantization": (False,), "nvfp4_4over6": ("none", "activations")},
 }
 """By format: what options of a recipe may be, where it has them."""
 
 SETTINGS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
     BLOCK128.name: {"block_scaling_dim": (2, "w_block_scaling_dim=2")},
     MXFP8.name: {"with_2d_quantization": (False, "enable_2d_quantization=False")},
-    NVFP4.name: {
-        "with_2d_quantization": (True, "disable_2d_quantization=False"),
-        "nvfp4_use_4over6": (False, "nvfp4_4over6='none' or 'activations'"),
-        "row_scaled_nvfp4": (False, "a quantizer with row_scaled_nvfp4=False for weights"),
-        "stochastic_rounding": (False, "a quantizer with stochastic_rounding=False for weights"),
-        "with_rht": (False, "a quantizer with with_rht=False for weights"),
-    },
 }
 """By format: what a quantizer may be set to, where it has the setting, and the recipe that says so.
 """
@@ -43,9 +38,8 @@ def check_recipe(recipe: Any, format: WeightFormat, where: str) -> None:
             )
 
 
-def check_quantizer(param: nn.Parameter, format: WeightFormat, dtype: str, name: str) -> None:
-    """NotImplementedError for a weight that was made otherwise than main weights are cast. dtype:
-    of its elements, as TE calls it."""
+def check_quantizer(param: nn.Parameter, format: WeightFormat, name: str) -> None:
+    """NotImplementedError for a weight that was made otherwise than main weights are cast."""
     quantizer: Any = param._quantizer  # type: ignore[attr-defined]
     for setting, (wanted, remedy) in SETTINGS.get(format.name, {}).items():
         value = getattr(quantizer, setting, wanted)
@@ -54,10 +48,10 @@ def check_quantizer(param: nn.Parameter, format: WeightFormat, dtype: str, name:
                 f"parameter {name} was quantised with {setting}={value!r}, which is not supported "
                 f"for weights that are quantised to {format.name}; use {remedy}"
             )
-    if quantizer.dtype.name != dtype:
+    if quantizer.dtype.name != DTYPE:
         raise NotImplementedError(
             f"parameter {name} is quantised to {quantizer.dtype.name}; weights that are quantised "
-            f"to {format.name} are {dtype}"
+            f"to {format.name} are {DTYPE}"
         )
     if getattr(param, "_with_gemm_swizzled_scales", False):
         raise NotImplementedError(

@@ -3,12 +3,10 @@ that its matrix products take, and columns of weights that were made without."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .e4m3 import MxCast, MxRows
-from .tables import GROUP, TILE
+from .tables import GROUP
 
 
 def padded_shape(shape: tuple[int, int], multiples: tuple[int, int]) -> tuple[int, int]:
@@ -24,15 +22,6 @@ def padded(scales: torch.Tensor, multiples: tuple[int, int]) -> torch.Tensor:
     return found
 
 
-def fp4_columns(data: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns of an NVFP4 weight of shape (M, K) with scales of 16 x 16 elements: data (K, M / 2)
-    and scales (K, M / 16) of data (M, K / 2) and scales (M, K / 16). Both ways have the same
-    scales, so that nothing is rounded."""
-    codes = torch.stack((data & 15, data >> 4), 2).flatten(1).t()
-    tiles = scales[::TILE].t()
-    return codes[:, ::2] | codes[:, 1::2] << 4, tiles.repeat_interleave(TILE, 0)
-
-
 def mx_columns(value: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes (M, K) and scales (M / 32, K) along the columns of an MXFP8 weight, of the value (M, K)
     that it was made from; on the device of `like`. Its rows do not tell them."""
@@ -42,8 +31,3 @@ def mx_columns(value: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, t
     shape = (value.shape[0], value.shape[1])
     MxCast([MxRows(shape, 0, main, rows, columns, row_scales, scales)], value.dtype).cast()
     return columns.view(shape), scales.view(shape[0] // GROUP, shape[1])
-
-
-def derives_columns(param: Any) -> bool:
-    """Whether this release of TE derives the columns of an NVFP4 weight in backward."""
-    return hasattr(type(param), "_create_columnwise")

@@ -18,7 +18,7 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType, ModuleType
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -33,11 +33,9 @@ MAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class OwnRows:
     """What this rank has of one weight of `shape`: its elements from `start` on.
 
-    main: (n,) main weights, contiguous, n may be 0; bytes: (n / per_byte,) uint8, what they become.
+    main: (n,) main weights, contiguous, n may be 0; bytes: (n,) uint8, what they become.
     ValueError for anything else.
     """
-
-    per_byte: ClassVar[int] = 1
 
     shape: tuple[int, ...]
     start: int
@@ -50,11 +48,10 @@ class OwnRows:
                 f"main weights of {self.main.dtype} and bytes of {self.bytes.dtype}: what is cast "
                 f"is one of {MAIN_DTYPES} to torch.uint8"
             )
-        expected = (self.main.numel() // self.per_byte,)
-        if self.main.dim() != 1 or self.bytes.shape != expected:
+        if self.main.dim() != 1 or self.bytes.shape != self.main.shape:
             raise ValueError(
-                f"main {tuple(self.main.shape)} and bytes {tuple(self.bytes.shape)} must be (n,) "
-                f"and (n / {self.per_byte},)"
+                f"main {tuple(self.main.shape)} and bytes {tuple(self.bytes.shape)} must both be "
+                "(n,)"
             )
         if not (self.main.is_contiguous() and self.bytes.is_contiguous()):
             raise ValueError("main weights and bytes must be contiguous")
@@ -100,18 +97,14 @@ class MxRows(OwnRows):
                 f"rows {self.rows.start} to {self.rows.stop} of {self.shape}: MXFP8 needs rows and "
                 f"columns in multiples of {GROUP}"
             )
-        check_planes(self.tensors[2:], [self.numel, self.numel // GROUP, self.numel // GROUP])
+        sizes = (self.numel, self.numel // GROUP, self.numel // GROUP)
+        for plane, size in zip(self.tensors[2:], sizes, strict=True):
+            if plane.shape != (size,) or plane.dtype != torch.uint8 or not plane.is_contiguous():
+                raise ValueError(f"a plane of {plane.shape}, {plane.dtype}: not ({size},) uint8")
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.main, self.bytes, self.columns, self.row_scales, self.column_scales
-
-
-def check_planes(planes: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
-    """ValueError unless each is (size,) uint8."""
-    for plane, size in zip(planes, sizes, strict=True):
-        if plane.shape != (size,) or plane.dtype != torch.uint8 or not plane.is_contiguous():
-            raise ValueError(f"a plane of {plane.shape}, {plane.dtype}: not ({size},) uint8")
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -18,16 +18,14 @@ from megatron_fsdp_adapter.core.engine.quantised import QuantisedWeight, Quantis
 from megatron_fsdp_adapter.core.layout.format import (
     BLOCK128,
     MXFP8,
-    NVFP4,
     PER_TENSOR,
     Use,
     WeightFormat,
 )
 
 from .checks import check_quantizer, check_recipe
-from .columns import derives_columns, fp4_columns, mx_columns, padded, padded_shape
+from .columns import mx_columns, padded, padded_shape
 from .quantisers import make_quantiser
-from .tables import TILE
 
 HIGH_PRECISION = "_high_precision_init_val"
 OF_HIGH_PRECISION = (HIGH_PRECISION, "get_high_precision_init_val", "clear_high_precision_init_val")
@@ -45,8 +43,7 @@ class Kind:
 
     format: of the weights; planes: the field of each plane; scales: fields that every rank has;
     derived: what TE derives from planes, with the values that stand for "not there"; padded: rows
-    and columns that TE has the scales of a plane in multiples of. dtype: the name of what the
-    quantizer makes.
+    and columns that TE has the scales of a plane in multiples of.
     """
 
     format: WeightFormat
@@ -54,7 +51,6 @@ class Kind:
     scales: tuple[str, ...] = ()
     derived: Mapping[str, Any] = field(default_factory=dict)
     padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    dtype: str = "kFloat8E4M3"
 
     @property
     def guarded(self) -> tuple[str, ...]:
@@ -79,14 +75,8 @@ KINDS = {
         },
         padded={"rowwise_scales": (128, 4), "columnwise_scales": (4, 128)},
     ),
-    "NVFP4Tensor": Kind(
-        NVFP4, {"rowwise": "_rowwise_data", "rowwise_scales": "_rowwise_scale_inv"},
-        ("_amax_rowwise",),
-        {"_columnwise_data": None, "_columnwise_scale_inv": None, "_amax_columnwise": None},
-        {"rowwise_scales": (128, 4)}, "kFloat4E2M1",
-    ),
 }  # fmt: skip
-UNKNOWN = ("HybridQuantizedTensor", "GroupedTensor")
+UNKNOWN = ("NVFP4Tensor", "HybridQuantizedTensor", "GroupedTensor")
 """TE's other classes of quantised tensors."""
 
 RECIPES = {
@@ -94,7 +84,6 @@ RECIPES = {
     "float8_current_scaling": PER_TENSOR,
     "float8_block_scaling": BLOCK128,
     "mxfp8": MXFP8,
-    "nvfp4": NVFP4,
 }
 """What a recipe makes of weights, by the method of TE's recipes that says which one it is."""
 
@@ -107,8 +96,8 @@ def kind_of(cls: type) -> Kind | None:
         if base.__name__ in UNKNOWN:
             raise NotImplementedError(
                 f"weights in Transformer Engine's {base.__name__} are not supported; use one of "
-                f"{sorted(KINDS)}, that is the recipes delayed, tensorwise, blockwise, "
-                "mxfp8 or nvfp4"
+                f"{sorted(KINDS)}, that is the recipes delayed, tensorwise, blockwise or "
+                "mxfp8"
             )
     return None
 
@@ -119,19 +108,14 @@ def format_of(managed: ManagedParam) -> WeightFormat | None:
     param, name = managed.param, managed.fqns[0]
     kind = kind_of(type(param))
     if kind is not None:
-        check_quantizer(param, kind.format, kind.dtype, name)
+        check_quantizer(param, kind.format, name)
         for owner, _ in managed.slots:
             recipe = getattr(owner, "fp8_meta", {}).get("recipe")
             check_recipe(recipe, kind.format, f"parameter {name}")
-    format = kind.format if kind is not None else None
-    if kind is None and param.is_meta:
-        format = next(filter(None, (_format_in(*slot) for slot in managed.slots)), None)
-    if format is NVFP4 and param.shape[0] % TILE:
-        raise ValueError(
-            f"parameter {name} of shape {tuple(param.shape)}: NVFP4 has a scale for "
-            f"{TILE} x {TILE} elements; use rows in multiples of {TILE}"
-        )
-    return format
+        return kind.format
+    if param.is_meta:
+        return next(filter(None, (_format_in(*slot) for slot in managed.slots)), None)
+    return None
 
 
 def _format_in(owner: nn.Module, name: str) -> WeightFormat | None:
@@ -239,8 +223,6 @@ class TransformerEngineParams:
                 setattr(param, name, None)
             elif shape != view.shape:
                 setattr(param, name, torch.empty(shape, dtype=view.dtype, device=view.device))
-        if use & Use.BACKWARD and kind.format is NVFP4 and not derives_columns(param):
-            _derive_fp4(param)
 
     @staticmethod
     def _say_usages(param: nn.Parameter) -> None:
@@ -276,19 +258,6 @@ def _make_columns(param: Any) -> None:
     data, scales = mx_columns(value.to(param.dtype), param._rowwise_data)
     multiples = KINDS["MXFP8Tensor"].padded["columnwise_scales"]
     param._columnwise_data, param._columnwise_scale_inv = data, padded(scales, multiples)
-
-
-def _derive_fp4(param: Any) -> None:
-    """Columns of an NVFP4 weight in the fields where TE looks for them in backward."""
-    if param._columnwise_data is not None:
-        return
-    rows, columns = param.shape
-    data, scales = fp4_columns(
-        param._rowwise_data, param._rowwise_scale_inv[:rows, : columns // TILE]
-    )
-    param._columnwise_data = data
-    param._columnwise_scale_inv = padded(scales, KINDS["NVFP4Tensor"].padded["rowwise_scales"])
-    param._amax_columnwise = param._amax_rowwise
 
 
 def _scales(param: nn.Parameter, kind: Kind) -> list[torch.Tensor]:

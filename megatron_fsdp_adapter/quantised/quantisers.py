@@ -14,15 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_fsdp_adapter.core.engine.quantised import QuantisedWeight, Quantiser
-from megatron_fsdp_adapter.core.layout.format import (
-    BLOCK128,
-    MXFP8,
-    NVFP4,
-    PER_TENSOR,
-    WeightFormat,
-)
+from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR, WeightFormat
 
-from .e2m1 import TileCast, TileRows
 from .e4m3 import (
     BlockCast,
     Kind,
@@ -275,38 +268,6 @@ class Mx:
         raise AssertionError("MXFP8 planes, which differ by direction, are kept")
 
 
-class Fp4:
-    """Scales of tiles of 16 x 16 elements, which the rank that has a tile makes, from the amax of
-    the weight, which all ranks have."""
-
-    names = ("rowwise", "rowwise_scales")
-
-    def __init__(self, weights: Sequence[QuantisedWeight], settings: Settings) -> None:
-        self._weights = tuple(weights)
-        cast = TileCast(_rows(weights, TileRows, self.names), settings[3])
-        self._kept, self._others = _split(cast, weights)
-        self.amax_numel = cast.amax_numel
-        self._whole = _apart(self.amax_numel, weights[0].main.device)
-        _take_scales(weights, "_amax_rowwise", cast.views(self._whole))
-
-    def bind(self, amaxes: torch.Tensor) -> None:
-        self._amaxes = amaxes
-
-    def begin(self) -> None:
-        self._amaxes.zero_()
-        self._kept.begin(self._amaxes)
-        self._others.begin(self._amaxes)
-
-    def finish(self) -> None:
-        self._whole.copy_(self._amaxes)
-        self._kept.finish(self._amaxes)
-
-    def writer(self, weights: Sequence[QuantisedWeight]) -> Callable[[], None]:
-        rows = _rows(weights, TileRows, self.names)
-        cast = _part(self._others, self._weights, weights, rows)
-        return partial(cast.finish, self._amaxes)
-
-
 def _per_tensor(weights: Sequence[QuantisedWeight], settings: Settings) -> Quantiser:
     delayed = settings[0] == "Float8Quantizer"
     return Delayed(weights, settings) if delayed else Current(weights, settings, blocks=False)
@@ -316,5 +277,4 @@ _MAKERS: dict[str, Callable[[Sequence[QuantisedWeight], Settings], Quantiser]] =
     PER_TENSOR.name: _per_tensor,
     BLOCK128.name: lambda weights, settings: Current(weights, settings, blocks=True),
     MXFP8.name: Mx,
-    NVFP4.name: Fp4,
 }

@@ -31,8 +31,8 @@ FINEST = 2.0**-9
 
 
 def outdated_values(module: nn.Module, is_managed: Callable[[str], bool]) -> list[str]:
-    """One line for each weight that was written after it was quantised. Formats of 4 bits, and of
-    scales for each 32 elements, are not looked at."""
+    """One line for each weight that was written after it was quantised. MXFP8, with scales of 32
+    elements, is not looked at."""
     return [
         f"parameter {name}: its bytes were written after it was made, and the value that is kept "
         f"beside it ({HIGH_PRECISION}), which main weights begin as, was not; load weights after "

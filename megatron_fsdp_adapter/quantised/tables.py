@@ -9,14 +9,8 @@ import torch
 MAX = 448.0
 BLOCK = 128
 """Rows and columns of the blocks that share a scale."""
-TINY, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-FULL, SIXTH = MAX * 6.0, float(torch.tensor(1.0) / torch.tensor(6.0))
-"""NVFP4's largest scale times its largest element, and one over that in float32."""
 GROUP = 32
 """Neighbours in a row, or in a column, that share a scale in MXFP8."""
-TILE, BAND = 16, 256
-"""Rows and columns of the tiles that share a scale in NVFP4; columns that one program takes of the
-rows of a tile."""
 CHUNK = 16384
 """Elements that one program of a pass takes, where there are no blocks."""
 HINT = 16

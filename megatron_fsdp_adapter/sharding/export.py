@@ -395,8 +395,6 @@ def _quantised_problems(
     described: Described, shape: tuple[int, ...], format: Any
 ) -> list[str]:
     parts, name = described.parts, described.name
-    if format not in (PER_TENSOR, BLOCK128, MXFP8):
-        return [f"quantised=True: {name} is in {format.name}, which is not exported as bytes"]
     if parts > 1 and format is PER_TENSOR:
         return [f"quantised=True: {name} has a scale on each tensor-parallel rank"]
     block, split = _block(format), described.split or 0

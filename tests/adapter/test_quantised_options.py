@@ -135,38 +135,50 @@ def test_all_of_cores_recipes_but_the_users_own_are_accepted() -> None:
 
 
 def wrapped(
-    one_rank: torch.device, strategy: str, monkeypatch: pytest.MonkeyPatch, option: str = "fp8",
-    param: bool = True, **ddp: Any,
+    one_rank: torch.device, strategy: str, monkeypatch: pytest.MonkeyPatch, param: bool = True,
+    **ddp: Any,
 ) -> tuple[Any, FullyShardedDataParallel]:
     """The DDP config and a wrapper over a model whose config says that weights are quantised; none
     of its layers' are, as on a pipeline stage whose layers all stay in bf16."""
     monkeypatch.setattr(capability, "reason_against", lambda recipe, device: None)
     model, options = build_model(CASE, one_rank), ddp_config(CASE, strategy, ddp)
-    chosen = vars(asks("nvfp4" if option == "fp4" else "delayed"))
-    vars(model.config).update(chosen, **{f"{option}_param": param})
+    vars(model.config).update(vars(asks()), fp8_param=param)
     return options, FullyShardedDataParallel(model.config, options, model)
 
 
-@pytest.mark.parametrize("option", ("fp8", "fp4"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_option_asks_for_quantised_weights(
-    strategy: str, option: str, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
+    strategy: str, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    options, _ = wrapped(one_rank, strategy, monkeypatch, option)
-    assert getattr(options, f"{option}_param_gather")
+    options, _ = wrapped(one_rank, strategy, monkeypatch)
+    assert options.fp8_param_gather
     said = capsys.readouterr().out
-    assert said.count(f"{option}_param_gather=True") == 1
+    assert said.count("fp8_param_gather=True") == 1
     assert "(0 of them quantised)" in said, "layers that are not TE's make none"
 
 
-@pytest.mark.parametrize("option", ("fp8", "fp4"))
 def test_gathers_of_quantised_weights_that_are_not_quantised_are_refused(
-    option: str, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = f"{option}_param"
-    with pytest.raises(ValueError, match=f"{name}_gather=True: .* make the model with {name}=True"):
-        wrapped(one_rank, "optim", monkeypatch, option, False, **{f"{name}_gather": True})
+    refused = "fp8_param_gather=True: .* make the model with fp8_param=True"
+    with pytest.raises(ValueError, match=refused):
+        wrapped(one_rank, "optim", monkeypatch, False, fp8_param_gather=True)
+
+
+def test_weights_in_nvfp4_are_refused_and_its_products_are_not(
+    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capability, "reason_against", lambda recipe, device: None)
+    model, options = build_model(CASE, one_rank), ddp_config(CASE, "optim", {})
+    vars(model.config).update(vars(asks("nvfp4")))
+    FullyShardedDataParallel(model.config, options, model)
+    model = build_model(CASE, one_rank)
+    vars(model.config).update(vars(asks("nvfp4")), fp4_param=True)
+    options.fp4_param_gather = True
+    with pytest.raises(ValueError) as caught:
+        FullyShardedDataParallel(model.config, options, model)
+    for option in ("fp4_param", "fp4_param_gather"):
+        assert f"{option}=True: weights are not kept or gathered in NVFP4" in str(caught.value)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -23,12 +23,12 @@ from megatron_fsdp_adapter.cli.gpt import (
 from megatron_fsdp_adapter.cli.quantised_options import PLAIN, RECIPES, Quantisation, quantisation
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group, row_granularity
-from megatron_fsdp_adapter.core.layout.format import MXFP8, NVFP4, PER_TENSOR, Use, WeightFormat
+from megatron_fsdp_adapter.core.layout.format import MXFP8, PER_TENSOR, Use, WeightFormat
 from megatron_fsdp_adapter.diagnostics.memory import Precision
 
 GIB = 2**30
 ZERO_3 = STRATEGIES["optim_grads_params"]
-FORMATS = {name: form for recipes in RECIPES.values() for name, form in recipes.items()}
+FORMATS = RECIPES["fp8"]
 LINEAR_8B = 6_979_321_856
 """Elements of the weights of matrix products in the 32 layers of Llama-3 8B."""
 
@@ -42,8 +42,7 @@ def report(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def flags(recipe: str) -> list[str]:
-    kind = "fp4" if recipe == "nvfp4" else "fp8"
-    return [f"--{kind}-recipe={recipe}", f"--{kind}-param-gather"]
+    return [f"--fp8-recipe={recipe}", "--fp8-param-gather"]
 
 
 # Llama-3 8B. What is kept in float32 and the shard of bytes, in GiB, by data-parallel size. What
@@ -53,7 +52,6 @@ KEPT = {
     "tensorwise": {2: (44.88, 0), 4: (22.44, 0), 8: (11.22, 0), 64: (1.40, 0)},
     "blockwise": {2: (44.92, 0), 4: (22.46, 0), 8: (11.31, 0), 64: (1.40, 0)},
     "mxfp8": {2: (44.92, 6.71), 4: (22.62, 3.38), 8: (11.31, 1.69), 64: (1.40, 0.21)},
-    "nvfp4": {2: (44.92, 0)},
 }
 
 
@@ -69,7 +67,7 @@ def test_what_a_rank_keeps_of_llama(recipe: str, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("recipe", "layer"), (("tensorwise", 208), ("blockwise", 208), ("mxfp8", 215), ("nvfp4", 117))
+    ("recipe", "layer"), (("tensorwise", 208), ("blockwise", 208), ("mxfp8", 215))
 )
 def test_what_a_layer_of_llama_takes_while_it_is_used(
     recipe: str, layer: int, capsys: pytest.CaptureFixture[str]
@@ -209,7 +207,6 @@ def _planned(config: GptConfig, shards: int, form: WeightFormat) -> list[Any]:
         ({"fp8_recipe": "mxfp8"}, PLAIN),
         ({"fp8_param_gather": True}, Quantisation(weights=PER_TENSOR)),
         ({"fp8": "hybrid", "fp8_param": True, "fp8_recipe": "mxfp8"}, Quantisation(weights=MXFP8)),
-        ({"fp4_param_gather": True}, Quantisation(weights=NVFP4)),
         ({"fp8_format": "e4m3", "recompute_granularity": "full"},
          Quantisation(products=PER_TENSOR, recomputes=True)),
     ),
@@ -234,8 +231,7 @@ def test_a_file_may_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (
         (["--fp8-recipe=fast", "--fp8-param-gather"], "--fp8-recipe 'fast' is unknown"),
         (["--fp8-param-gather", "--params-dtype=fp32"], "use --params-dtype bf16"),
-        (["--fp8-param-gather", "--fp4-param-gather"], "FP8 and FP4 are both asked for"),
-        (["--fp8-format=hybrid", "--fp4-param-gather"], "FP8 and FP4 are both asked for"),
+        (["--fp8-param-gather", "--fp4-format=e2m1"], "FP8 and FP4 are both asked for"),
         (["--fp8-param-gather", "--fp8-recipe=mxfp8", "--ffn-hidden-size=144"],
          "mlp.linear_fc1.weight as mxfp8"),
     ),
@@ -252,3 +248,9 @@ def test_bad_options_are_one_line(
 def test_layers_that_stay_bf16_are_not_known(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--first-last-layers-bf16"):
         quantisation({"fp8_param_gather": True, "first_last_layers_bf16": True}, "bf16")
+
+
+@pytest.mark.parametrize("option", ("fp4_param", "fp4_param_gather"))
+def test_weights_in_nvfp4_are_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=f"--{option.replace('_', '-')}: .* leave it out"):
+        quantisation({option: True}, "bf16")

@@ -225,6 +225,7 @@ REFUSED = {
     "reduce_scatter_with_fp32_accumulation": True,
     "param_name_patterns_for_fp32_local_accumulation": ("router",),
     "fsdp_grad_comm_fp8_blocks": True,
+    "fp4_param_gather": True,
     "fsdp_unsharded_budget_gib": -1.0,
     "suggested_communication_unit_size": -1,
     "fsdp_overlap_param_gather_with_optimizer_step": True,
@@ -253,7 +254,6 @@ ACCEPTED = {
     "fsdp_all_gather_in_start_param_sync": False,
     "param_name_patterns_for_fp32_local_accumulation": ("*router*", "all"),
     "fp8_param_gather": True,
-    "fp4_param_gather": True,
     "reuse_grad_buf_for_mxfp8_param_ag": True,
 }
 

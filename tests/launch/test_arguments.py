@@ -136,6 +136,7 @@ def test_every_rule_of_the_launch_is_broken_by_its_value(rule: Any) -> None:
     ("changed", "named"),
     [
         ({"fp4": "e2m1", "fp4_recipe": "custom"}, "fp4_recipe='custom'"),
+        ({"fp4": "e2m1", "fp4_param": True}, "fp4_param=True"),
         ({"exp_avg_dtype": "fp8"}, "exp_avg_dtype='fp8'"),
         ({"optimizer": "soap"}, "optimizer='soap'"),
         ({"ddp_reduce_scatter_with_fp32_accumulation": True},

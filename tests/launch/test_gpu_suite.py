@@ -153,7 +153,6 @@ ON_THE_HOST: Mapping[str, tuple[str, ...]] = {
     "test_gpu_blocks": ("slots",),
     "test_gpu_export": ("export, optim", "released, slots"),
     "test_gpu_first": ("eager",),
-    "test_gpu_fp4_weights": ("nvfp4: our kernels, float64: usual",),
     "test_gpu_habits": ("no_sync by hand", "evaluation by the schedule"),
     "test_gpu_muon": ("Megatron's, optim", "time of steps"),
     "test_gpu_numerics": ("same bits", "sees a scale", "strategies agree"),

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.cli.estimate import plan_model
-from megatron_fsdp_adapter.cli.quantised_options import Quantisation
+from megatron_fsdp_adapter.cli.quantised_options import NVFP4, Quantisation
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, NVFP4, PER_TENSOR
+from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.planning import prediction
 from megatron_fsdp_adapter.planning.configurations import (
     Configuration,
@@ -80,7 +80,7 @@ def test_formats_are_run_by_the_engine_and_counted_like_estimate_does(form):
 
 def test_a_format_without_numbers_is_an_error_that_lists_those_with():
     with pytest.raises(ValueError, match="nvfp4 weights.*mxfp8"):
-        step_of(replace(PLAIN, features=Features(Quantisation(NVFP4))))
+        step_of(replace(PLAIN, features=Features(Quantisation(products=NVFP4))))
 
 
 @pytest.mark.parametrize(

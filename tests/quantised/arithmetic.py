@@ -1,7 +1,7 @@
-"""How whole weights are quantised, in five recipes: what shards are compared with.
+"""How whole weights are quantised, in four recipes: what shards are compared with.
 
 As Transformer Engine's kernels do it, with torch's operations: values are rounded to the weight's
-dtype, multiplied by a scale, and rounded to 8 bits (E4M3, to nearest even, saturating) or 4 (E2M1).
+dtype, multiplied by a scale, and rounded to 8 bits (E4M3, to nearest even, saturating).
 """
 
 from __future__ import annotations
@@ -107,53 +107,3 @@ def mxfp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
         "columnwise": e4m3(weight * inverse_e8m0(column).repeat_interleave(32, 0)),
         "columnwise_scales": column,
     }
-
-
-# One scale (E4M3) for 16 x 16, and one a weight.
-
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-
-
-def e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Codes from 0 to 15, to nearest even, saturating."""
-    size = values.abs().clamp(max=6.0)
-    below = (torch.bucketize(size, E2M1, right=True) - 1).clamp(0, 7)
-    above = (below + 1).clamp(max=7)
-    down, more = size - E2M1[below], E2M1[above] - size
-    code = torch.where((more < down) | ((more == down) & (above % 2 == 0)), above, below)
-    return (code + 8 * values.signbit()).to(torch.uint8)
-
-
-def packed(codes: torch.Tensor) -> torch.Tensor:
-    """Two in a byte, the first in the low half."""
-    return codes[:, ::2] | (codes[:, 1::2] << 4)
-
-
-def unpacked(data: torch.Tensor) -> torch.Tensor:
-    return torch.stack((data & 15, data >> 4), 2).flatten(1)
-
-
-def from_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    sign = torch.where(codes >= 8, -1.0, 1.0)
-    return sign * E2M1[(codes % 8).long()]
-
-
-def nvfp4_global(amax: torch.Tensor) -> torch.Tensor:
-    """The scale of scales."""
-    scale = (torch.tensor(MAX * 6.0) / amax.clamp(min=torch.finfo().tiny)).clamp(max=F32_MAX)
-    return torch.where(amax == 0, torch.ones_like(amax), scale)
-
-
-def nvfp4(weight: torch.Tensor, amax: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Both planes, of a whole weight or of 16 n rows of one. amax: of the whole weight."""
-    rows, columns = weight.shape
-    tiles = weight.view(rows // 16, 16, columns // 16, 16).abs().amax((1, 3))
-    encode = nvfp4_global(amax)
-    sixth = torch.tensor(1.0) / 6
-    # An infinite amax leaves a scale to the tiles that have it, and none to others.
-    scales = e4m3((tiles * (encode * sixth)).nan_to_num(nan=F32_MAX).clamp(max=F32_MAX))
-    decoded = from_e4m3(scales)
-    decode = 1 / torch.where(encode > 0, encode, torch.ones_like(encode))
-    encode = torch.where(decoded == 0, torch.inf, 1 / (decoded * decode)).clamp(max=F32_MAX)
-    codes = e2m1(weight * encode.repeat_interleave(16, 0).repeat_interleave(16, 1))
-    return {"rowwise": packed(codes), "rowwise_scales": scales.repeat_interleave(16, 0)}

@@ -16,19 +16,11 @@ from torch.utils._pytree import tree_map
 
 from megatron_fsdp_adapter.core.engine.guard import resharded_class
 from megatron_fsdp_adapter.core.engine.quantised import QuantisedWeight
-from megatron_fsdp_adapter.core.layout import (
-    BLOCK128,
-    MXFP8,
-    NVFP4,
-    PER_TENSOR,
-    Use,
-    WeightFormat,
-)
+from megatron_fsdp_adapter.core.layout import BLOCK128, MXFP8, PER_TENSOR, Use, WeightFormat
 from tests.quantised import arithmetic as math
 
 RECIPES: Mapping[str, WeightFormat] = {
     "current": PER_TENSOR, "delayed": PER_TENSOR, "block128": BLOCK128, "mxfp8": MXFP8,
-    "nvfp4": NVFP4,
 }  # fmt: skip
 
 PLANES = {
@@ -36,7 +28,7 @@ PLANES = {
     "columnwise": "_columnwise_data", "columnwise_scales": "_columnwise_scale_inv",
 }  # fmt: skip
 """The field that each plane is in."""
-FIELDS = (*PLANES.values(), "_amax")
+FIELDS = tuple(PLANES.values())
 
 
 @dataclass
@@ -130,9 +122,6 @@ def drop_derived(param: Any) -> None:
 def transposed(param: Any) -> tuple[torch.Tensor, torch.Tensor]:
     data, scales = param._rowwise_data, param._rowwise_scale_inv
     recipe = param._quantizer.recipe
-    if recipe == "nvfp4":
-        codes = math.unpacked(data).t().contiguous()
-        return math.packed(codes), scales[::16].t().repeat_interleave(16, 0).contiguous()
     return data.t().contiguous(), scales.t().contiguous() if recipe == "block128" else scales
 
 
@@ -140,10 +129,6 @@ def decoded(param: Any, data_field: str, scale_field: str) -> torch.Tensor:
     """float32, in the shape of the data."""
     data, scales = getattr(param, data_field), getattr(param, scale_field)
     recipe = param._quantizer.recipe
-    if recipe == "nvfp4":
-        values = math.from_e2m1(math.unpacked(data))
-        scale = math.from_e4m3(scales).repeat_interleave(16, 1)
-        return values * scale / math.nvfp4_global(param._amax)
     values = math.from_e4m3(data)
     if recipe == "mxfp8":
         along = 1 if data_field == "_rowwise_data" else 0
@@ -164,9 +149,6 @@ def whole_fields(
         return {"_rowwise_data": data, "_rowwise_scale_inv": scale_inv}
     if recipe == "mxfp8":
         return {PLANES[name]: plane for name, plane in math.mxfp8(weight).items()}
-    if recipe == "nvfp4":
-        planes = math.nvfp4(weight, amax)
-        return {**{PLANES[name]: plane for name, plane in planes.items()}, "_amax": amax}
     scale = quantizer.scale if recipe == "delayed" else math.scale_of(amax)
     quantizer.history.copy_(amax)
     return {"_rowwise_data": math.per_tensor(weight, scale), "_rowwise_scale_inv": 1.0 / scale}
@@ -244,8 +226,6 @@ class EmulatedParams:
     def scales(self, param: Any) -> list[torch.Tensor]:
         if param._quantizer.recipe == "mxfp8":
             return []
-        if param._quantizer.recipe == "nvfp4":
-            return [param._amax]
         return [vars(param)["_rowwise_scale_inv"]]  # it may be guarded
 
     def high_precision(self, param: Any) -> torch.Tensor | None:
@@ -330,9 +310,6 @@ class EmulatedQuantiser:
         quantizer, fields = _quantizer(weight), weight.param.__dict__
         if quantizer.recipe == "mxfp8":
             return amax
-        if quantizer.recipe == "nvfp4":
-            fields["_amax"].copy_(amax)
-            return amax
         inverse = fields["_rowwise_scale_inv"]
         if quantizer.recipe == "block128":
             scale = math.scale_of(amax, True).view(inverse.shape)
@@ -357,8 +334,6 @@ class EmulatedQuantiser:
         recipe = _quantizer(weight).recipe
         if recipe == "mxfp8":
             return math.mxfp8(rows)
-        if recipe == "nvfp4":
-            return math.nvfp4(rows, scale)
         if recipe == "block128":
             shape = (weight.param.shape[0], weight.param.shape[1])
             first = weight.start // shape[1]

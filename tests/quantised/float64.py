@@ -1,4 +1,4 @@
-"""NVFP4 and MXFP8 from the definitions of their numbers, in float64: each element goes to the
+"""MXFP8 from the definition of its numbers, in float64: each element goes to the
 nearest of the numbers that there are. Nothing is shared with what computes in float32.
 
 What Transformer Engine keeps in float32 on the way is rounded to that here too: quotients and
@@ -10,8 +10,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-LARGEST, TINY = np.finfo(np.float32).max, np.finfo(np.float32).tiny
-
 
 def _numbers(exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
     """The value of every code without a sign, in order, special ones included."""
@@ -21,9 +19,8 @@ def _numbers(exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
     return fraction * 2.0 ** (np.maximum(exponent, 1) - bias)
 
 
-E2M1 = _numbers(2, 1, 1)
 E4M3 = _numbers(4, 3, 7)[:-1]  # the last is NaN
-assert E2M1.max() == 6 and E4M3.max() == 448
+assert E4M3.max() == 448
 
 
 def nearest(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -54,38 +51,6 @@ def _amax(values: np.ndarray, rows: int, columns: int) -> np.ndarray:
 
 def _bytes(found: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(found).astype(np.uint8))
-
-
-def nvfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of a whole weight (M, K), rounded to its nominal dtype: planes by name, and `amax` (1,)."""
-    values = weight.detach().cpu().double().numpy()
-    tiles = _amax(values, 16, 16)
-    amax = tiles.max()
-    with np.errstate(all="ignore"):
-        encode = min(rounded(2688 / max(amax, TINY)), LARGEST) if amax > 0 else 1.0
-        scale = rounded(tiles * rounded(encode * rounded(1 / 6)))
-        scale = np.minimum(np.where(np.isnan(scale), LARGEST, scale), LARGEST)
-        scales = nearest(scale, E4M3)
-        decode = rounded(1 / (encode if encode > 0 else 1.0))
-        factor = np.minimum(rounded(1 / rounded(E4M3[scales] * decode)), LARGEST)
-        factor = np.where(scales > 0, factor, LARGEST)
-        scaled = rounded(values * _spread(factor, 16, 16))
-    sign = np.where(np.isnan(scaled), 0, np.signbit(scaled) * 8)
-    codes = nearest(scaled, E2M1) + sign
-    return {
-        "rowwise": _bytes(codes[:, ::2] + 16 * codes[:, 1::2]),
-        "rowwise_scales": _bytes(np.repeat(scales, 16, 0)),
-        "amax": torch.tensor([amax], dtype=torch.float32),
-    }
-
-
-def nvfp4_values(planes: dict[str, torch.Tensor]) -> np.ndarray:
-    """What these planes stand for, exactly."""
-    data = planes["rowwise"].numpy().astype(int)
-    codes = np.stack([data & 15, data >> 4], -1).reshape(len(data), -1)
-    signed = np.concatenate([E2M1, -E2M1])
-    scales = np.repeat(E4M3[planes["rowwise_scales"].numpy()], 16, 1)
-    return signed[codes] * scales * planes["amax"].double().item() / 2688
 
 
 def mxfp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_adapter.quantised import e4m3
-from megatron_fsdp_adapter.quantised.e2m1 import TileCast, TileRows
 from megatron_fsdp_adapter.quantised.e4m3 import (
     BlockCast,
     MxCast,
@@ -60,9 +59,6 @@ class Shard:
     def _rows(self, recipe: str, main: torch.Tensor, start: int, stop: int) -> OwnRows:
         shape, flat = tuple(main.shape), main.view(-1)[start:stop].clone()
         numel = flat.numel()
-        if recipe == "nvfp4":
-            planes = [self._plane(size, flat) for size in (numel // 2, numel // 16)]
-            return TileRows(shape, start, flat, *planes)
         planes = [self._plane(numel, flat)]
         if recipe != "mxfp8":
             return OwnRows(shape, start, flat, *planes)
@@ -83,8 +79,6 @@ def quantise(recipe: str, shards: Sequence[Shard], reduce: bool = False) -> Bits
         for own in rows:
             MxCast(own, ROUNDED).cast()  # type: ignore[arg-type]
         return {}
-    if recipe == "nvfp4":
-        return _quantise_tiles(rows, reduce)
     made = [(BlockCast if recipe == "blockwise" else TensorCast)(own, ROUNDED) for own in rows]
     first = made[0]
     numel = first.amax_numel
@@ -107,19 +101,6 @@ def quantise(recipe: str, shards: Sequence[Shard], reduce: bool = False) -> Bits
     for one in made:
         one.finish(scales)
     return {"amaxes": largest, "scales": scales, "inverses": inverses}
-
-
-def _quantise_tiles(rows: Sequence, reduce: bool) -> Bits:
-    made = [TileCast(own, ROUNDED) for own in rows]
-    amaxes = torch.zeros(len(rows), made[0].amax_numel, device=rows[0][0].main.device)
-    for one, own in zip(made, amaxes, strict=True):
-        one.begin(own)
-    largest = amaxes.amax(0)
-    if reduce:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    for one in made:
-        one.finish(largest)
-    return {"amaxes": largest}
 
 
 def te_whole(case: Case, group: object) -> tuple[list[object], torch.Tensor]:
@@ -150,12 +131,7 @@ def check_against(case: Case, params: list, shards: Sequence[Shard], label: str)
         shard.check_untouched()
         for index, ((start, stop), own) in enumerate(zip(shard.ranges, shard.rows, strict=True)):
             name, param = f"{label}, shard {number}, weight {index}", params[index]
-            each = own.per_byte
-            same(own.bytes, data_of(param).view(-1)[start // each : stop // each], name)
-            if isinstance(own, TileRows) and own.numel:
-                k = case.shapes[index][1]
-                theirs = param._rowwise_scale_inv[start // k : stop // k, : k // 16]
-                same(own.scales, theirs, f"{name}, scales")
+            same(own.bytes, data_of(param).view(-1)[start:stop], name)
             if isinstance(own, MxRows) and own.numel:
                 k = case.shapes[index][1]
                 rows = slice(start // k, stop // k)
@@ -168,9 +144,6 @@ def check_against(case: Case, params: list, shards: Sequence[Shard], label: str)
 
 def check_scales(case: Case, bits: Bits, params: list, slots: torch.Tensor, label: str) -> None:
     if case.recipe == "mxfp8":
-        return
-    if case.recipe == "nvfp4":
-        same(bits["amaxes"], torch.cat([param._amax_rowwise for param in params]), label)
         return
     theirs = torch.cat([scales_of(param).reshape(-1) for param in params])
     same(bits["inverses"], theirs, f"{label}, scales")
@@ -253,8 +226,7 @@ def ranks_are_te(rank: int, world: int, recipe: str, kind: str) -> str:
     shapes = {
         "wide": [(4096, 14336)],
         "first rank only": [(32, 64)],
-        "cut": [(96, 128), (160, 64), (64, 192)] if recipe == "nvfp4"
-        else [(96, 128), (160, 96), (64, 32)],
+        "cut": [(96, 128), (160, 96), (64, 32)],
     }[kind]
     mains = [torch.randn(s, device=device, generator=generator) * 0.02 for s in shapes]
     whole = [0] if kind == "first rank only" else []
@@ -275,10 +247,6 @@ def ranks_are_te(rank: int, world: int, recipe: str, kind: str) -> str:
     mine.check_untouched()
     for index, (one, two) in enumerate(zip(mine.rows, theirs.rows, strict=True)):
         same(one.bytes, two.bytes, f"{kind}, weight {index}")
-        if isinstance(one, TileRows):  # whose scales TE makes for the whole weight on every rank
-            k = shapes[index][1]
-            rows = slice(one.start // k, (one.start + one.numel) // k)
-            same(one.scales, params[index]._rowwise_scale_inv[rows, : k // 16], f"{kind}, scales")
         if isinstance(one, MxRows) and isinstance(two, MxRows):
             same(one.columns, two.columns, f"{kind}, weight {index}, columns")
     return f"{case.ranges[rank]}"

@@ -24,8 +24,6 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.quantised.te_extension_fp4 import Fp4Functions, dequantized
-
 FOLDERS = tuple(
     Path(folder) for folder in os.environ.get("TRANSFORMER_ENGINE_PYTHON", "").split(os.pathsep)
     if folder
@@ -90,10 +88,9 @@ def _install(folder: Path) -> None:
 
 def _dequantize_on_the_host() -> None:
     """2.20 copies these tensors to a GPU for it. The modules go when nobody stands in any more."""
-    for name in ("MXFP8", "NVFP4"):
-        module = f"transformer_engine.pytorch.tensor.storage.{name.lower()}_tensor_storage"
-        function = getattr(importlib.import_module(module), f"_From{name}Func")
-        function.forward = staticmethod(lambda ctx, *given: Extension.dequantize(*given))
+    module = "transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage"
+    function = importlib.import_module(module)._FromMXFP8Func
+    function.forward = staticmethod(lambda ctx, *given: Extension.dequantize(*given))
 
 
 def bytes_of(values: torch.Tensor) -> torch.Tensor:
@@ -116,7 +113,7 @@ def scale_of(amax: float, powers: bool, epsilon: float) -> float:
     return 2.0 ** math.floor(math.log2(scale)) if powers else scale
 
 
-class Extension(Fp4Functions, types.ModuleType):
+class Extension(types.ModuleType):
     """What the tests reach of `transformer_engine_torch`; all else raises when it is called."""
 
     DType = DType
@@ -171,8 +168,6 @@ class Extension(Fp4Functions, types.ModuleType):
 
     @staticmethod
     def dequantize(param: Any, dtype: Any) -> torch.Tensor:
-        if type(param).__name__ == "NVFP4Tensor":
-            return dequantized(param).to(param.dtype)
         if type(param).__name__ == "MXFP8Tensor":
             rows, columns = param._rowwise_data.shape
             exponents = param._rowwise_scale_inv[:rows, : columns // 32].double() - 127

@@ -11,13 +11,12 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.engine.partition import managed_params
 from megatron_fsdp_adapter.core.engine.quantised import QuantisedWeight
-from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, NVFP4, PER_TENSOR, Use
+from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR, Use
 from megatron_fsdp_adapter.quantised import TransformerEngineParams, format_of
 from tests.quantised.te_checks import own_group, place, same
 from tests.quantised.te_weights import cut, data_of, te_params, te_quantise
 
 FORMATS = {"current": PER_TENSOR, "delayed": PER_TENSOR, "blockwise": BLOCK128, "mxfp8": MXFP8}
-FORMATS["nvfp4"] = NVFP4
 KNOWS = TransformerEngineParams()
 
 
@@ -81,8 +80,7 @@ def check_rank(
 ) -> None:
     """Planes of these rows, and scales, against those of whole weights."""
     for weight, other, (start, stop) in zip(weights, theirs, ranges, strict=True):
-        own_scales = recipe in ("mxfp8", "nvfp4")
-        fields = KNOWS.fields(other) if own_scales else {"rowwise": data_of(other)}
+        fields = KNOWS.fields(other) if recipe == "mxfp8" else {"rowwise": data_of(other)}
         for plane in FORMATS[recipe].planes:
             part = fields[plane.name].reshape(-1)[start // plane.elements : stop // plane.elements]
             same(weight.planes[plane.name].view(-1), part, f"{weight.name}, {plane.name}")

@@ -7,15 +7,10 @@ from typing import Any
 
 import torch
 
-from tests.quantised import te_extension_fp4 as fp4
-
 
 def rows_of(weight: Any) -> torch.Tensor:
     """(M, K), for forward."""
     kind = type(weight).__name__
-    if kind == "NVFP4Tensor":
-        _check_padded(weight._rowwise_scale_inv, weight.shape, 16)
-        return fp4.dequantized(weight).to(weight.dtype)
     if kind == "MXFP8Tensor":
         m, k = weight.shape
         _check_columns(weight)
@@ -29,12 +24,6 @@ def rows_of(weight: Any) -> torch.Tensor:
 def columns_of(weight: Any) -> torch.Tensor:
     """(M, K), for backward."""
     kind, (m, k) = type(weight).__name__, tuple(weight.shape)
-    if kind == "NVFP4Tensor":
-        _check_padded(weight._columnwise_scale_inv, (k, m), 16)
-        found = fp4.decoded(
-            weight._columnwise_data, weight._columnwise_scale_inv, weight._amax_columnwise
-        )
-        return found.t().to(weight.dtype)
     if kind == "MXFP8Tensor":
         scales = weight._columnwise_scale_inv
         if weight._rowwise_data is not None:

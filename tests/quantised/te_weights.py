@@ -11,15 +11,11 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group
-from tests.quantised import float64
 
 RECIPES = ("current", "delayed", "blockwise", "mxfp8")
-"""Those whose main weights TE's kernels cast on Hopper."""
-ALL = (*RECIPES, "nvfp4")
-ROWS = {"current": 1, "delayed": 1, "blockwise": 16, "mxfp8": 32, "nvfp4": 16}
+ROWS = {"current": 1, "delayed": 1, "blockwise": 16, "mxfp8": 32}
 """Rows that no shard boundary cuts."""
 STEPS = {"current": (1, 16), "delayed": (1, 16), "blockwise": (16, 16), "mxfp8": (32, 32)}
-STEPS["nvfp4"] = (16, 64)  # TE writes the scales of other widths to wrong places
 """Rows and columns of the random shapes below are multiples of these."""
 POISON = 0xAA
 
@@ -31,7 +27,6 @@ def quantizer(recipe: str, slots: torch.Tensor) -> Any:
     from transformer_engine.pytorch.tensor import float8_tensor
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
-    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
     e4m3 = tex.DType.kFloat8E4M3
     if recipe == "delayed":
@@ -40,8 +35,6 @@ def quantizer(recipe: str, slots: torch.Tensor) -> Any:
         return float8_tensor.Float8CurrentScalingQuantizer(e4m3, slots.device)
     if recipe == "blockwise":
         return Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True)
-    if recipe == "nvfp4":
-        return NVFP4Quantizer(with_2d_quantization=True)
     return MXFP8Quantizer(e4m3)
 
 
@@ -72,36 +65,16 @@ def te_quantise(
     group: Any,
     shards: Sequence[Any] | None = None,
 ) -> None:
-    """TE's function over all weights; an empty main weight is given as it wants it, as None. Of
-    whole NVFP4 weights in releases that have none, what it is by definition."""
+    """TE's function over all weights; an empty main weight is given as it wants it, as None.
+    """
     from transformer_engine.pytorch.tensor import utils
 
-    if not te_casts("nvfp4") and type(params[0]).__name__ == "NVFP4Tensor":
-        assert shards is None
-        for param, main in zip(params, mains, strict=True):
-            _by_definition(param, main)
-        return
     function = getattr(utils, "quantize_master_weights", None) or utils.cast_master_weights_to_fp8
     given = [main if main.numel() else None for main in mains]
     function(
         list(params), given, list(starts), group, None if shards is None else list(shards),
         manual_post_all_gather_processing=True,
     )  # fmt: skip
-
-
-def _by_definition(param: Any, main: torch.Tensor) -> None:
-    m, k = param.shape
-    planes = float64.nvfp4(main.to(param.dtype).view(m, k))
-    param._rowwise_data.copy_(planes["rowwise"])
-    param._rowwise_scale_inv[:m, : k // 16].copy_(planes["rowwise_scales"])
-    param._amax_rowwise.copy_(planes["amax"])
-
-
-def te_casts(recipe: str) -> bool:
-    """Whether TE has a function for main weights of this recipe, as for NVFP4 from 2.14 on."""
-    from transformer_engine.pytorch.tensor import utils
-
-    return recipe != "nvfp4" or hasattr(utils, "_cast_master_weights_to_nvfp4_2d")
 
 
 def te_needs_rows(recipe: str) -> bool:
@@ -143,13 +116,11 @@ def cut(
 
 
 def random_case(
-    recipe: str, seed: int, dtype: torch.dtype, nasty: str = "", device: str = "cuda",
-    across: int | None = None,
+    recipe: str, seed: int, dtype: torch.dtype, nasty: str = "", device: str = "cuda"
 ) -> Case:
-    """One to four weights over one to five shards. nasty: what is strewn into the values. across:
-    columns are multiples of that, unless of what TE takes."""
+    """One to four weights over one to five shards. nasty: what is strewn into the values."""
     rnd, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
-    down, across = STEPS[recipe][0], across or STEPS[recipe][1]
+    down, across = STEPS[recipe]
     shapes = [
         (down * rnd.randint(1, 480 // down), across * rnd.randint(1, 480 // across))
         for _ in range(rnd.randint(1, 4))

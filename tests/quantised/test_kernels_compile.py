@@ -45,12 +45,8 @@ def ptx_of(kernel: Any, options: dict[str, Any], capability: int, warps: int = 4
 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_kernels_compile_without_the_gpu(capability: int) -> None:
-    from megatron_fsdp_adapter.quantised import triton_e2m1, triton_e4m3
+    from megatron_fsdp_adapter.quantised import triton_e4m3
 
-    amaxes = ptx_of(triton_e2m1._tiles, {"CAST": False}, capability)
-    cast = ptx_of(triton_e2m1._tiles, {"CAST": True}, capability)
-    groups = ptx_of(triton_e4m3._groups, {"INVERSE": 1.0 / tables.MAX}, capability)
-    for ptx in (amaxes, cast, groups):
-        assert ".ftz" not in ptx and "fma." not in ptx
-        assert "ld.global.v4.b32" in ptx, "main weights are not loaded in vectors"
-    assert cast.count("div.rn.f32") == 3 and "div.full" not in cast
+    ptx = ptx_of(triton_e4m3._groups, {"INVERSE": 1.0 / tables.MAX}, capability)
+    assert ".ftz" not in ptx and "fma." not in ptx
+    assert "ld.global.v4.b32" in ptx, "main weights are not loaded in vectors"

@@ -25,7 +25,7 @@ from tests.engine.engine_cases import Setup, domains_of
 from tests.quantised.te_checks import own_group, same
 from tests.quantised.te_extension import FOLDERS, RELEASES, standing_in
 from tests.quantised.te_values import columns_of, derived, rows_of
-from tests.quantised.te_weights import ALL, quantizer, te_quantise
+from tests.quantised.te_weights import RECIPES, quantizer, te_quantise
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, LAYERS, STEPS = 64, 192, 2, 3
@@ -204,7 +204,7 @@ def scales_of(whole: Whole) -> list[torch.Tensor]:
 def _train(rank: int, world: int, folder: str, strategy: str) -> None:
     with standing_in(Path(folder)):
         ALONE[:] = [own_group(rank, world)]
-        for recipe in ALL:
+        for recipe in RECIPES:
             whole, engine = Whole(recipe, world), sharded(recipe, strategy, rank, world)
             model, label = engine.model, f"{recipe}, {strategy}"  # type: ignore[attr-defined]
             compare(engine, whole, f"{label}, made")

@@ -17,21 +17,19 @@ from torch import nn
 from megatron_fsdp_adapter.core.engine.construction import broadcast_weights
 from megatron_fsdp_adapter.core.engine.guard import set_classes
 from megatron_fsdp_adapter.core.engine.partition import GroupKey, ManagedParam
-from megatron_fsdp_adapter.core.layout.format import PER_TENSOR, Use
+from megatron_fsdp_adapter.core.layout.format import MXFP8, PER_TENSOR, Use
 from megatron_fsdp_adapter.quantised import format_of
 from megatron_fsdp_adapter.quantised.columns import padded_shape
 from megatron_fsdp_adapter.quantised.params import KINDS
-from tests.quantised import float64
 from tests.quantised.te_extension import FOLDERS, standing_in
 from tests.quantised.te_modules import FORMATS, KNOWS, check_rank, quantisers_are_te, weights_of
-from tests.quantised.te_weights import ALL, te_params, te_quantise
+from tests.quantised.te_weights import RECIPES, te_params, te_quantise
 
 SHAPE = (128, 256)
 FIELDS = KINDS["MXFP8Tensor"].planes
 METHODS = {
     "current": "Float8CurrentScaling", "delayed": "DelayedScaling",
     "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling",
-    "nvfp4": "NVFP4BlockScaling",
 }  # fmt: skip
 
 pytestmark = pytest.mark.skipif(
@@ -73,7 +71,7 @@ def pointed(param: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return flat, fields
 
 
-@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_fields_are_planes_and_follow_memory_that_comes_and_goes(te: Path, recipe: str) -> None:
     param = make(recipe)
     fields = KNOWS.fields(param)
@@ -92,7 +90,7 @@ def test_fields_are_planes_and_follow_memory_that_comes_and_goes(te: Path, recip
     assert format_of(managed(param)) is FORMATS[recipe]
 
 
-@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_guarded_parameter_refuses_its_fields_and_knows_its_shape(te: Path, recipe: str) -> None:
     param, original = make(recipe), None
     original = type(param)
@@ -110,7 +108,7 @@ def test_a_guarded_parameter_refuses_its_fields_and_knows_its_shape(te: Path, re
     assert type(param) is original and getattr(param, field) is not None
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
 def test_what_te_derives_is_dropped_and_not_asked_for_in_forward(te: Path, recipe: str) -> None:
     param = make(recipe)
     derived = "_transpose" if recipe in ("current", "delayed") else "_columnwise_data"
@@ -132,7 +130,7 @@ def test_the_value_before_quantisation_is_taken_once(te: Path) -> None:
     assert not [name for name in param.__dict__ if "high_precision" in name]
 
 
-@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_format_of_a_parameter_that_is_made_later(te: Path, recipe: str) -> None:
     from transformer_engine.common import recipe as recipes
 
@@ -153,17 +151,9 @@ def test_the_format_of_a_parameter_that_is_made_later(te: Path, recipe: str) -> 
 
 
 def test_what_cannot_be_represented_is_an_early_error(te: Path) -> None:
-    cut = make("nvfp4", (32, 64))
-    cut.__dict__["_rowwise_data"] = cut._rowwise_data[:24]
-    if tuple(cut.shape) == (24, 64):  # 2.20 looks it up there
-        with pytest.raises(ValueError, match=r"layer.weight of shape \(24, 64\).*multiples of 16"):
-            format_of(managed(cut))
     for setting, recipe, message in (
         ("block_scaling_dim=1", "blockwise", "block_scaling_dim=1.*w_block_scaling_dim=2"),
-        ("with_2d_quantization=", "nvfp4", "with_2d_quantization=0.*disable_2d_quantization=False"),
-        ("nvfp4_use_4over6=1", "nvfp4", "nvfp4_use_4over6=1.*nvfp4_4over6='none'"),
         ("with_2d_quantization=1", "mxfp8", "use enable_2d_quantization=False"),
-        ("stochastic_rounding=1", "nvfp4", "stochastic_rounding=False for weights"),
     ):
         param, (name, value) = make(recipe), setting.split("=")
         setattr(param._quantizer, name, int(value or 0))
@@ -182,7 +172,6 @@ def test_what_cannot_be_represented_is_an_early_error(te: Path) -> None:
 OPTIONS = {
     "blockwise": {"w_block_scaling_dim": 1},
     "mxfp8": {"enable_2d_quantization": True, "backward_override": "dequantized"},
-    "nvfp4": {"disable_2d_quantization": True, "nvfp4_4over6": "weights"},
 }
 
 
@@ -203,29 +192,24 @@ def test_options_of_recipes_that_weights_cannot_have(te: Path, recipe: str, opti
     for param in (later, make(recipe)):
         with pytest.raises(NotImplementedError, match=f"{option}={value!r} of recipe .*; use"):
             format_of(managed(param, (module, "weight")))
-    object.__setattr__(chosen, option, "activations" if option == "nvfp4_4over6" else None)
-    if option == "nvfp4_4over6":
-        assert format_of(managed(later, (module, "weight"))) is FORMATS[recipe]
 
 
-PADDED = {"mxfp8": (96, 160), "nvfp4": (48, 80)}
+PADDED = (96, 160)
 
 
-@pytest.mark.parametrize("recipe", PADDED)
-def test_scales_of_any_whole_blocks_are_padded_as_te_has_them(te: Path, recipe: str) -> None:
+def test_scales_of_any_whole_blocks_are_padded_as_te_has_them(te: Path) -> None:
     """In the fields that a pass reads; those that forward does not read have the shape, as TE looks
     at both. What is gathered stays compact."""
-    shape = PADDED[recipe]
-    param = make(recipe, shape)
-    scales = [plane.name for plane in FORMATS[recipe].planes if "scales" in plane.name]
+    param = make("mxfp8", PADDED)
+    scales = [plane.name for plane in MXFP8.planes if "scales" in plane.name]
     theirs = {name: tuple(getattr(param, FIELDS[name]).shape) for name in scales}
     _, before = pointed(param)
     compact = {name: tuple(field.shape) for name, field in before.items()}
-    assert compact == {p.name: p.shape(shape) for p in FORMATS[recipe].planes}
+    assert compact == {p.name: p.shape(PADDED) for p in MXFP8.planes}
     assert all(compact[name] != theirs[name] for name in scales)
     for use in (Use.FORWARD, Use.BACKWARD, Use.BOTH):
         KNOWS.prepare(param, use)
-        for plane in FORMATS[recipe].planes:
+        for plane in MXFP8.planes:
             if plane.name in scales:
                 found = getattr(param, FIELDS[plane.name])
                 if use is Use.BACKWARD and not plane.use & use:
@@ -245,12 +229,11 @@ def test_scales_of_any_whole_blocks_are_padded_as_te_has_them(te: Path, recipe: 
                 assert tuple(getattr(param, FIELDS[name]).shape) == compact[name]
 
 
-@pytest.mark.parametrize("recipe", PADDED)
-def test_shapes_of_padded_scales_are_those_of_te(te: Path, recipe: str) -> None:
-    choose, kind = random.Random(4), KINDS[f"{recipe.upper()}Tensor"]
+def test_shapes_of_padded_scales_are_those_of_te(te: Path) -> None:
+    choose, kind = random.Random(4), KINDS["MXFP8Tensor"]
     for _ in range(60):
         shape = (32 * choose.randint(1, 20), 32 * choose.randint(1, 20))
-        param = te_params(recipe, [shape], torch.zeros(1, 2))[0]
+        param = te_params("mxfp8", [shape], torch.zeros(1, 2))[0]
         for plane in kind.format.planes:
             if plane.name in kind.padded:
                 compact = plane.shape(shape)
@@ -258,7 +241,7 @@ def test_shapes_of_padded_scales_are_those_of_te(te: Path, recipe: str) -> None:
                 assert found == tuple(getattr(param, kind.planes[plane.name]).shape), shape
 
 
-@pytest.mark.parametrize("shape", [SHAPE, PADDED["mxfp8"]])
+@pytest.mark.parametrize("shape", [SHAPE, PADDED])
 def test_backward_has_columns_alone_and_says_so_of_a_forward_in_it(te: Path, shape: Any) -> None:
     param = make("mxfp8", shape)
     flat, before = pointed(param)
@@ -280,7 +263,7 @@ def test_backward_has_columns_alone_and_says_so_of_a_forward_in_it(te: Path, sha
 
 def test_scales_that_are_part_of_padded_ones_are_broadcast_in_one_piece(te: Path) -> None:
     """NCCL refuses others."""
-    param = make("mxfp8", PADDED["mxfp8"])
+    param = make("mxfp8", PADDED)
     seen = []
 
     class Axis:
@@ -290,7 +273,7 @@ def test_scales_that_are_part_of_padded_ones_are_broadcast_in_one_piece(te: Path
             seen.append(tensor.is_contiguous())
             tensor.fill_(7)
 
-    param._high_precision_init_val = torch.zeros(PADDED["mxfp8"])
+    param._high_precision_init_val = torch.zeros(PADDED)
     key = GroupKey("dense", torch.bfloat16, True, FORMATS["mxfp8"])
     plan = SimpleNamespace(groups={key: [managed(param)]}, name="layer")
     broadcast_weights(plan, KNOWS, {"dense": Axis()})  # type: ignore[arg-type, dict-item]
@@ -315,26 +298,7 @@ def test_columns_that_te_leaves_out_without_gradients_are_made(te: Path, alone: 
     assert torch.equal(KNOWS.fields(param)["columnwise"], expected["columnwise"])
 
 
-def test_columns_of_nvfp4_in_backward_are_those_of_the_transpose(te: Path, alone: Any) -> None:
-    """Derived by TE where it does that, and else before backward; never in forward."""
-    value = torch.randn(48, 128)
-    param = make("nvfp4", (48, 128))
-    te_quantise([param], [value.view(-1)], [0], alone)
-    pointed(param)
-    KNOWS.prepare(param, Use.FORWARD)
-    assert param._columnwise_data is None
-    KNOWS.prepare(param, Use.BACKWARD)
-    param.update_usage(columnwise_usage=True)
-    expected = float64.nvfp4(value.t().bfloat16())
-    assert torch.equal(param._columnwise_data, expected["rowwise"])
-    assert param._columnwise_scale_inv.shape == param._quantizer.get_scale_shape((48, 128), True)
-    assert torch.equal(param._columnwise_scale_inv[:128, :3], expected["rowwise_scales"])
-    assert torch.equal(param._amax_columnwise, expected["amax"])
-    KNOWS.drop_derived(param)
-    assert param._columnwise_data is None and param._amax_columnwise is None
-
-
-@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_quantiser_over_ranks_gives_what_te_gives_step_after_step(
     te: Path, alone: Any, recipe: str
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.launch import run_ranks
 from tests.quantised import te_checks
 from tests.quantised.te_extension import FOLDERS, standing_in
-from tests.quantised.te_weights import ALL, NASTY, te_casts
+from tests.quantised.te_weights import NASTY, RECIPES
 
 pytestmark = pytest.mark.skipif(
     not FOLDERS, reason="TRANSFORMER_ENGINE_PYTHON names no folder with Transformer Engine's files"
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 def _on_rank(rank: int, world: int, folder: str) -> None:
     with standing_in(Path(folder)):
-        for recipe in filter(te_casts, ALL):
+        for recipe in RECIPES:
             te_checks.one_to_eight_shards(rank, world, recipe)
             for nasty in NASTY:
                 te_checks.shards_are_the_whole(rank, world, recipe, nasty, 2)

@@ -187,12 +187,3 @@ MXFP8 = WeightFormat(
 )
 """8-bit floats with one scale for 32 elements along a row, for forward, and other ones with one for
 32 along a column, for backward. Scales travel with the bytes: nobody else has them."""
-
-NVFP4 = WeightFormat(
-    "nvfp4",
-    (Plane("rowwise", _BYTES, (1, 2)), Plane("rowwise_scales", _BYTES, (1, 16))),
-    rows=16,
-    align=512,
-)
-"""4-bit floats, two in a byte, with one scale for each 16 x 16 elements, kept once for every row of
-them, and one for the whole weight, which is the same on all ranks."""

@@ -69,7 +69,7 @@ class DistributedDataParallelConfig(CoreConfig):
     """Like `check_for_nan_in_grad`, and names the parameter."""
 
     fp4_param_gather: bool = False
-    """Follows from the model config's `fp4_param`."""
+    """Refused: weights are gathered in bf16, and quantized in forward."""
 
     num_buckets: int | None = None
     """Accepted, as `bucket_size` is: units take the place of buckets."""

@@ -8,7 +8,7 @@ Megatron-LM main's; a field that megatron-core 0.16.1 lacks is read with main's 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from ...sharding.budget import OPTION as BUDGET
 from ...sharding.late_optimizer import OPTION as LATE_STEP
 from . import joining
 from .staging_options import slots_wanted
-from .support import Rule, is_on
+from .support import NO_FP4_WEIGHTS, Rule, is_on, off
 
 
 def _dtype_is_not(option: str, *allowed: torch.dtype | None) -> Callable[[Any], bool]:
@@ -110,6 +110,7 @@ def _gathers_ahead(config: Any) -> bool:
 
 DDP_CONFIG_RULES: tuple[Rule, ...] = (
     *joining.RULES,
+    off("fp4_param_gather", NO_FP4_WEIGHTS),
     Rule(
         "use_megatron_fsdp",
         lambda config: not config.use_megatron_fsdp,
@@ -219,7 +220,8 @@ def forced_options(ddp_config: Any, config: Any) -> dict[str, bool]:
     ask for that as well. `config` is the model's."""
     strategy = strategy_named(ddp_config.data_parallel_sharding_strategy)
     needed = {"use_distributed_optimizer": True, **forced_overlaps(strategy)}
-    needed |= {gather: True for param, gather in GATHERED_AS.items() if is_on(config, param)}
+    if is_on(config, FP8_PARAM):
+        needed[FP8_PARAM_GATHER] = True
     needed[MXFP8_BUFFER] = False
     if not keeps_transposes(ddp_config):
         needed[TRANSPOSES] = False
@@ -228,12 +230,10 @@ def forced_options(ddp_config: Any, config: Any) -> dict[str, bool]:
     }
 
 
-GATHERED_AS: Mapping[str, str] = {
-    "fp8_param": "fp8_param_gather", "fp4_param": "fp4_param_gather"
-}  # fmt: skip
-"""Options of a model config by which weights are made quantised, and of the DDP config that say
-that they are gathered so. Core from 0.19 on reads the second kind under its own DDP: without it
-quantised weights are never written again. Here weights are what the model has."""
+FP8_PARAM, FP8_PARAM_GATHER = "fp8_param", "fp8_param_gather"
+"""The option of a model config by which weights are made quantized, and that of the DDP config
+which says that they are gathered so. Core from 0.19 on reads the second under its own DDP: without
+it quantized weights are never written again. Here weights are what the model has."""
 
 MXFP8_BUFFER = "reuse_grad_buf_for_mxfp8_param_ag"
 """Core's DDP lays out gathered MXFP8 weights in the memory of gradients, before it makes them. Here

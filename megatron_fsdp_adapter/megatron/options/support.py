@@ -45,6 +45,10 @@ def _above_one(option: str, message: str) -> Rule:
 
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 FP4_RECIPES = ("nvfp4",)
+NO_FP4_WEIGHTS = (
+    "weights are not kept or gathered in NVFP4; leave it unset (--fp4-param-gather): weights are "
+    "gathered in bf16 and Transformer Engine quantizes them in forward, with fp4 as it is"
+)
 
 
 def _other_recipe(option: str, recipes: tuple[str, ...]) -> Rule:
@@ -61,6 +65,7 @@ def _other_recipe(option: str, recipes: tuple[str, ...]) -> Rule:
 MODEL_CONFIG_RULES: tuple[Rule, ...] = (
     _other_recipe("fp8", FP8_RECIPES),
     _other_recipe("fp4", FP4_RECIPES),
+    off("fp4_param", NO_FP4_WEIGHTS),
     Rule(
         "cuda_graph_impl",
         lambda config: (
