@@ -5,7 +5,6 @@ configuration will do or be refused for. Starts no training and no process group
     doctor path/to/pretrain_gpt.py --use-megatron-fsdp ...       and what that command line does
     doctor --set data_parallel_sharding_strategy=optim --set ...        and what these options do
     doctor --plan h200 path/to/pretrain_gpt.py ...    whether another configuration is 10% faster
-    doctor --plan h100 --recipe llama3_8b_pretrain_config --set train.micro_batch_size=2 ...
     doctor --prove path/to/pretrain_gpt.py --use-megatron-fsdp ...      train it, small, and compare
 """
 
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.cli import gpt, machine, prove, recipes
+from megatron_fsdp_adapter.cli import gpt, machine, prove
 from megatron_fsdp_adapter.launch import megatron_lm, runner
 from megatron_fsdp_adapter.megatron.options import sizes, support, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
@@ -96,8 +95,6 @@ def group_sizes(options: Any, world_size: int | None) -> dict[str, Any]:
 def configuration(given: argparse.Namespace) -> dict[str, Any] | None:
     """What the script's command line, or the options of `--set`, will set, do and be refused for;
     None if neither is given."""
-    if given.recipe:
-        return _of_recipe(given)
     if given.script is None and not given.set:
         return None
     args: Any
@@ -133,23 +130,6 @@ def _of_this_core() -> dict[str, Any]:
         return {}
     fields = core_api.optimizer_defaults()
     return {name: value for name, value in fields.items() if name.startswith(support.EMERGING)}
-
-
-def _of_recipe(given: argparse.Namespace) -> dict[str, Any]:
-    """The same of a recipe of Megatron-Bridge."""
-    chosen = settings(given)
-    cfg = recipes.recipe_named(given.recipe, chosen)
-    strategy = chosen.get("ddp.data_parallel_sharding_strategy")
-    changes, refuses = recipes.completed(cfg, **({"strategy": strategy} if strategy else {}))
-    options = recipes.options_of(cfg)
-    return {
-        "advises": _advice(options, given),
-        "sets": [vars(change) for change in changes],
-        "groups": group_sizes(
-            SimpleNamespace(**{**validation.PLAIN_OPTIONS, **options}), given.world_size
-        ),
-        "refuses": [*refuses, *sizes.size_problems(options, given.world_size)],
-    }
 
 
 def _advice(options: Mapping[str, Any], given: argparse.Namespace) -> list[str]:
@@ -193,10 +173,9 @@ def known_options() -> set[str]:
 
 
 def settings(given: argparse.Namespace) -> dict[str, Any]:
-    """Options of `--set` by their names. ValueError for names that nothing has; those of a recipe
-    are looked up in it."""
+    """Options of `--set` by their names. ValueError for names that nothing has."""
     chosen = dict(map(_assignment, given.set))
-    known = set() if given.recipe else known_options()
+    known = known_options()
     wrong = []
     for name in chosen if known else ():
         if name not in known:
@@ -296,8 +275,6 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE",
                         help="an option by the name it has in Megatron's configs")  # fmt: skip
-    parser.add_argument("--recipe", metavar="NAME", help="a function of megatron.bridge.recipes, "
-                        "with --set section.field=value")  # fmt: skip
     parser.add_argument("--plan", choices=sorted(GPUS), help="GPUs of the run, for what `plan` "
                         "expects; default: the one that is here, if known")  # fmt: skip
     prove.add_arguments(parser)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType, SimpleNamespace
-
 import pytest
 
 from megatron_fsdp_adapter.cli import doctor
@@ -70,58 +67,6 @@ def test_what_cannot_be_planned_is_said_and_the_rest_of_the_report_stands(capsys
 def test_a_world_that_cannot_be_shared_out_is_an_error():
     with pytest.raises(ValueError, match="cannot be shared out"):
         configuration_of({"tensor_model_parallel_size": 3}, 8)
-
-
-def a_recipe(**model):
-    """As a function of megatron.bridge.recipes returns one, with the parts that matter here."""
-    sizes = {**MODEL, "gradient_accumulation_fusion": False, "cpu_offloading": False, **model}
-    for name in ("seq_length", "micro_batch_size"):
-        sizes.pop(name)
-    parts = {
-        "dist": {"use_megatron_fsdp": False, "use_torch_fsdp2": False,
-                 "use_tp_pp_dp_mapping": False, "use_decentralized_pg": False},
-        "ddp": {"use_megatron_fsdp": False, "use_distributed_optimizer": True,
-                "average_in_collective": False, "grad_reduce_in_fp32": True,
-                "reduce_scatter_with_fp32_accumulation": False,
-                "data_parallel_sharding_strategy": "no_shard",
-                "outer_dp_sharding_strategy": "no_shard",
-                "num_distributed_optimizer_instances": 1},
-        "optimizer": {"optimizer": "adam", "use_distributed_optimizer": True},
-        "model": {**sizes, "tensor_model_parallel_size": 1, "num_moe_experts": None},
-        "checkpoint": {"ckpt_format": "torch_dist", "save": None, "load": None,
-                       "async_save": False, "pretrained_checkpoint": None},
-        "train": {"micro_batch_size": 1, "global_batch_size": 8},
-        "dataset": {"seq_length": 4096},
-        "mixed_precision": {"grad_reduce_in_fp32": True},
-    }  # fmt: skip
-    cfg = {name: SimpleNamespace(**fields) for name, fields in parts.items()}
-    return SimpleNamespace(**cfg, comm_overlap=None)
-
-
-def test_doctor_plans_a_recipe_of_megatron_bridge(monkeypatch, capsys):
-    stub = ModuleType("megatron.bridge.recipes")
-    stub.slow = lambda: a_recipe(recompute_granularity="full")
-    stub.good = a_recipe
-    monkeypatch.setitem(sys.modules, "megatron.bridge.recipes", stub)
-    given = ["--world-size", "4", "--plan", "h200", "--recipe"]
-    doctor.main([*given, "slow"])
-    text = capsys.readouterr().out
-    assert "% more than the" in text and "data_parallel_sharding_strategy" in text
-    assert "ddp.use_megatron_fsdp" in text, "what apply_fsdp_overrides sets"
-    doctor.main([*given, "good", "--set", "train.micro_batch_size=2",
-                 "--set", "ddp.data_parallel_sharding_strategy='optim'"])  # fmt: skip
-    text = capsys.readouterr().out
-    assert "plan expects" not in text and "no_shard -> optim_grads_params" not in text
-    assert doctor.main([*given, "none"]) == 2
-    assert doctor.main([*given, "good", "--set", "train.no=1"]) == 2
-    seen = capsys.readouterr().err
-    assert "has no such function" in seen and "--set train.no" in seen
-
-
-def test_a_recipe_without_megatron_bridge_is_one_clear_error(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "megatron.bridge.recipes", None)
-    assert doctor.main(["--recipe", "any"]) == 2
-    assert "not installed" in capsys.readouterr().err
 
 
 def test_graphs_of_layers_say_what_their_pools_reserve_and_it_is_counted():
