@@ -25,7 +25,7 @@ from megatron_fsdp_adapter.checkpoint.convert.training_state import (
     TRANSFORMER_IMPLS,
 )
 
-from .progress import progress_bar, size_text
+from .progress import progress_lines, size_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIB, GB = 2**20, 1000**3
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         "written at a time; default %(default)s")  # fmt: skip
     add("--max-file-gb", type=int, default=5, help="of a safetensors file; default %(default)s")
     add("--json", action="store_true", help="print the report as JSON")
-    add("--quiet", action="store_true", help="no progress bar")
+    add("--quiet", action="store_true", help="no lines of progress")
     return parser
 
 
@@ -97,11 +97,10 @@ def main(argv: Sequence[str]) -> int:
     """Converts and prints a report. Returns 0, or 2 for what cannot be converted."""
     given = _parser().parse_args(argv)
     try:
-        with progress_bar(given.quiet) as begin:
-            report = convert(
-                given.source, given.target, given.to, source_format=given.source_format,
-                iteration=given.iteration, options=_options(given), begin=begin,
-            )  # fmt: skip
+        report = convert(
+            given.source, given.target, given.to, source_format=given.source_format,
+            iteration=given.iteration, options=_options(given), begin=progress_lines(given.quiet),
+        )  # fmt: skip
     except (ValueError, OSError) as error:
         print(f"convert: {error}", file=sys.stderr)
         return 2

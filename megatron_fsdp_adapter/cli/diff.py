@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_fsdp_adapter.checkpoint.inspection import Difference, diff
 
-from .progress import progress_bar
+from .progress import progress_lines
 
 SHOWN = 20
 
@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         "default %(default)s")  # fmt: skip
     add("--all", action="store_true", help=f"list everything, not {SHOWN} of each kind")
     add("--json", action="store_true", help="print everything as JSON")
-    add("--quiet", action="store_true", help="no progress bar")
+    add("--quiet", action="store_true", help="no lines of progress")
     return parser
 
 
@@ -74,12 +74,11 @@ def main(argv: Sequence[str]) -> int:
     """Prints how two checkpoints differ. Returns 0, 1 if they do, 2 if one cannot be read."""
     given = _parser().parse_args(argv)
     try:
-        with progress_bar(given.quiet or not given.values) as begin:
-            found = diff(
-                given.a, given.b, iterations=tuple(given.iterations),
-                weights_only=given.weights_only, values=given.values,
-                block_bytes=given.block_mib * 2**20, begin=begin,
-            )  # fmt: skip
+        found = diff(
+            given.a, given.b, iterations=tuple(given.iterations), weights_only=given.weights_only,
+            values=given.values, block_bytes=given.block_mib * 2**20,
+            begin=progress_lines(given.quiet or not given.values),
+        )  # fmt: skip
     except (ValueError, FileNotFoundError) as error:
         print(f"diff: {error}", file=sys.stderr)
         return 2

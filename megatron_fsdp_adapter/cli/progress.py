@@ -1,60 +1,33 @@
-"""How far a command is: a bar on a terminal where `tqdm` is installed, else a line now and then."""
+"""How far a command is: a line on stderr now and then; and sizes as text."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 SECONDS_BETWEEN_LINES = 10.0
 
 Progress = Callable[[str, int], None]
 
 
-@contextmanager
-def progress_bar(quiet: bool) -> Iterator[Callable[[int], Progress]]:
-    """Gives a function that takes the bytes in all and returns what is called after each block."""
-    bars = []
+def progress_lines(quiet: bool) -> Callable[[int], Progress]:
+    """A function that takes the bytes in all and returns what is called after each block."""
 
     def begin(total: int) -> Progress:
-        if quiet:
-            return lambda name, nbytes: None
-        try:
-            from tqdm import tqdm
-        except ModuleNotFoundError:
-            return _lines(total)
-        if not sys.stderr.isatty():
-            return _lines(total)
-        bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr,
-                   mininterval=0.5, dynamic_ncols=True)  # fmt: skip
-        bars.append(bar)
+        done, last = 0, time.monotonic()
 
         def advance(name: str, nbytes: int) -> None:
-            bar.set_postfix_str(name[-48:], refresh=False)
-            bar.update(nbytes)
+            nonlocal done, last
+            done += nbytes
+            if done == total or time.monotonic() - last > SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                share = 100 * done // max(total, 1)
+                print(f"{share:3d}% of {size_text(total)}: {name}", file=sys.stderr)
 
         return advance
 
-    try:
-        yield begin
-    finally:
-        for bar in bars:
-            bar.close()
-
-
-def _lines(total: int) -> Progress:
-    done, last = 0, time.monotonic()
-
-    def advance(name: str, nbytes: int) -> None:
-        nonlocal done, last
-        done += nbytes
-        if done == total or time.monotonic() - last > SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            share = 100 * done // max(total, 1)
-            print(f"{share:3d}% of {size_text(total)}: {name}", file=sys.stderr)
-
-    return advance
+    return (lambda total: lambda name, nbytes: None) if quiet else begin
 
 
 def size_text(nbytes: int) -> str:

@@ -14,18 +14,19 @@ Exit status: 0 if all is as it was saved, 1 if it is damaged, 2 if there is noth
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
+import functools
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp_adapter.checkpoint import digests, folders
+
+from .progress import progress_lines
 
 _SHOWN = 20
 
@@ -45,10 +46,11 @@ def choose_folder(given: Path, iteration: int | None) -> Path:
     return folders.find_folder(given, number)
 
 
-def examine(folder: Path, jobs: int = 1, progress: bool = False) -> dict[str, Any]:
+def examine(folder: Path, jobs: int = 1, quiet: bool = True) -> dict[str, Any]:
     """Checks a folder; the report, of plain values.
 
-    progress: show a bar on stderr. Raises ValueError if the folder has no digests, or damaged ones.
+    quiet: no lines of progress on stderr. Raises ValueError if the folder has no digests, or
+    damaged ones.
     """
     recorded = digests.read_digests(folder)
     if recorded is None:
@@ -57,8 +59,8 @@ def examine(folder: Path, jobs: int = 1, progress: bool = False) -> dict[str, An
             "release that recorded none; there is nothing to compare it with"
         )
     total = sum(digest.size for digest in recorded.values())
-    with _bar(total, progress) as advance:
-        found = digests.check_folder(folder, recorded, advance, jobs)
+    advance = functools.partial(progress_lines(quiet)(total), folder.name)
+    found = digests.check_folder(folder, recorded, advance, jobs)
     covered = {*recorded, digests.DIGESTS}
     return {
         "folder": str(folder),
@@ -92,18 +94,6 @@ def _problems(folder: Path, found: Sequence[digests.Problem]) -> list[dict[str, 
     return [{**vars(one), "text": text} for one, text in zip(found, texts, strict=True)]
 
 
-@contextlib.contextmanager
-def _bar(total: int, shown: bool) -> Iterator[digests.Progress]:
-    if not shown:
-        yield digests.nothing
-        return
-    # Imported here: only the training scripts and these commands need it.
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="verify") as bar:
-        yield bar.update
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_fsdp_adapter verify", description=__doc__,
@@ -115,17 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--jobs", type=int, default=min(8, os.cpu_count() or 1), help="files read at a time"
     )
-    parser.add_argument(
-        "--progress", action=argparse.BooleanOptionalAction, default=None,
-        help="a bar on stderr; default if that is a terminal and tqdm is installed",
-    )  # fmt: skip
+    parser.add_argument("--quiet", action="store_true", help="no lines of progress")
     return parser
-
-
-def _shows_progress(wanted: bool | None) -> bool:
-    if wanted is not None:
-        return wanted
-    return sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -135,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
         if given.jobs < 1:
             raise ValueError(f"--jobs {given.jobs} must be at least 1")
         folder = choose_folder(given.folder, given.iteration)
-        report = examine(folder, given.jobs, _shows_progress(given.progress))
+        report = examine(folder, given.jobs, given.quiet)
     except (ValueError, FileNotFoundError) as error:
         print(f"verify: {error}", file=sys.stderr)
         return 2

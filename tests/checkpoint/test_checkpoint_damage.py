@@ -288,12 +288,12 @@ def test_verify_says_what_is_wrong(
 def test_verify_of_a_good_checkpoint(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = root / "iter_0000002"
     for arguments in ([str(root)], [str(folder)], [str(root), "--iteration", "2"]):
-        assert main(["verify", *arguments, "--jobs", "2", "--progress"]) == 0
+        assert main(["verify", *arguments, "--jobs", "2"]) == 0
         output = capsys.readouterr()
         assert f"{folder}: 3 files, " in output.out and "intact" in output.out
         assert "100%" in output.err
     (folder / "run_config.yaml").write_text("by somebody else")
-    assert main(["verify", str(folder), "--json", "--no-progress"]) == 0
+    assert main(["verify", str(folder), "--json", "--quiet"]) == 0
     report = json.loads(capsys.readouterr().out)
     sizes = [p.stat().st_size for p in folder.iterdir()]
     extra = (folder / "run_config.yaml").stat().st_size + (folder / digests.DIGESTS).stat().st_size

@@ -155,8 +155,8 @@ if __name__ == "__main__":
     own = {name for name in vars(main) if name[:2] == "__"} - {"__annotations__"}
     print(sorted(own), main.__file__, main.__spec__)
     print(Config.__annotations__, sys.argv, sys.path[0], os.getcwd() in sys.path)
-    import tqdm
-    print(tqdm.__file__)
+    import psutil
+    print(psutil.__file__)
     for kind in ("spawn", "fork"):
         with multiprocessing.get_context(kind).Pool(1) as pool:
             print(kind, pool.map_async(twice, [Config(4)]).get(60))
@@ -199,7 +199,7 @@ def as_python(folder: Path) -> tuple[str, Path]:
     (folder / "of script").mkdir()
     (folder / "of script" / "facts.py").write_text(AS_PYTHON)
     (folder / "current").mkdir()
-    (folder / "current" / "tqdm.py").write_text("")
+    (folder / "current" / "psutil.py").write_text("")
     return "../of script/facts.py", folder / "current"
 
 
