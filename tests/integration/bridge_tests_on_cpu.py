@@ -1,7 +1,6 @@
 """Makes Megatron-Bridge's own FSDP tests, unmodified, small enough for gloo ranks. For tests only.
 
-    PYTHONPATH=tests/integration:. torchrun --nproc_per_node 2 -m pytest -p bridge_tests_on_cpu \
-        -p megatron_fsdp_adapter.launch.pytest_plugin FILE
+    PYTHONPATH=tests/integration:. torchrun --nproc_per_node 2 -m pytest -p bridge_tests_on_cpu FILE
 
 in a checkout of Megatron-Bridge, with absolute paths. Beside what `bridge_on_cpu.py` does: the
 tests' own modules see its torch, process groups are gloo, and the configs that they make are tiny
@@ -22,6 +21,7 @@ _PATH = sys.path
 # Without the checkout of Megatron-Bridge, which has a package `tests` too.
 sys.path = [ROOT, *(p for p in _PATH if Path(p or ".").resolve() != Path.cwd())]
 
+from megatron_fsdp_adapter import install  # noqa: E402
 from tests.integration import on_cpu  # noqa: E402
 from tests.integration.bridge_on_cpu import prepare_bridge  # noqa: E402
 
@@ -46,8 +46,14 @@ for _name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
     del sys.modules[_name]
 
 
+def pytest_configure(config: Any) -> None:
+    """Installs, before any test module is imported."""
+    install()
+
+
 def pytest_collection_finish(session: Any) -> None:
-    """Changes what the tests' modules make and see."""
+    """Installs in what is imported now; changes what the tests' modules make and see."""
+    install()
     own = {item.module.__name__ for item in session.items}
     on_cpu.put_views(("tests.functional_tests", "conftest", *own))
     for module in {item.module for item in session.items}:

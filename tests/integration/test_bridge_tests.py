@@ -32,7 +32,7 @@ def test_of_megatron_bridge_passes(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node", "2",
          "--standalone", "-m", "pytest", "-p", "bridge_tests_on_cpu",
-         "-p", "megatron_fsdp_adapter.launch.pytest_plugin", "-p", "no:cacheprovider", "-s",
+         "-p", "no:cacheprovider", "-s",
          f"{FILE}::TestMegatronFSDP::{name}"],
         cwd=checkout, env={**os.environ, "PYTHONPATH": f"{HARNESSES}:{ROOT}"},
         capture_output=True, text=True, timeout=400,

@@ -1,5 +1,10 @@
-"""Megatron-LM's unit test of its own FSDP wrapper, unmodified, with ours in its place, on gloo
-ranks. On GPUs: scripts/peer_tests.sh."""
+"""Megatron-LM's unit test of its own FSDP wrapper, unmodified, with ours in its place, on 2 GPUs or
+gloo ranks.
+
+Of the checkout it needs the scripts in its root, megatron/{training,rl,legacy}, and of tests/:
+__init__.py, unit_tests/__init__.py, unit_tests/test_utilities.py and
+unit_tests/distributed/{megatron_fsdp,mfsdp_v1}. On GPUs it needs Transformer Engine 2.7 or newer.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.integration.lm_runs import HARNESSES, ROOT
+
+FOLDER = "tests/unit_tests/distributed"
+FILE = "test_mcore_fully_sharded_data_parallel.py"
+ON_GPUS = torch.cuda.is_available()
 
 
 @pytest.mark.full
@@ -19,22 +29,26 @@ ROOT = Path(__file__).parents[2]
     [
         "test_fsdp_with_process_groups",
         "test_fsdp_with_hybrid_sharding",
-        "test_compatible_with_nd_parallel and TP2 and not ETP2",
+        "test_compatible_with_nd_parallel" + ("" if ON_GPUS else " and TP2 and not ETP2"),
+        *(["not process_groups and not hybrid_sharding and not nd_parallel"] if ON_GPUS else []),
     ],
 )
-def test_the_peers_tests_pass_with_our_wrapper(
-    megatron_lm: Path, tmp_path: Path, test: str
-) -> None:
-    """But for those that ask for 8 ranks."""
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+def test_the_peers_tests_pass_with_our_wrapper(megatron_lm: Path, test: str) -> None:
+    """The checkout comes first on the path: it has a folder `tests` of its own. The conftest of
+    the tests is left out, which downloads data sets, and their configuration of pytest."""
+    checkout = megatron_lm.resolve()
+    (path,) = (p for p in (checkout / FOLDER).glob(f"*/{FILE}"))
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "peer_tests.sh")],
-        env={
-            **os.environ, "MEGATRON_LM_PATH": str(megatron_lm), "OUT": str(tmp_path),
-            "PYTHON": sys.executable, "PLUGIN": "peer_on_cpu", "WHO": "ours", "ONLY": test,
-            "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
+        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node", "2",
+         "--standalone", "-m", "pytest", "-c", os.devnull, "--rootdir", str(checkout),
+         "--confcutdir", str(path.parent), "--import-mode=importlib", "-p", "no:cacheprovider",
+         "-p", "peer_tests", "-q", "-s", "-k", test, str(path)],
+        cwd=checkout, env={
+            **os.environ, "MEGATRON_LM_PATH": str(checkout), "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(checkout), str(ROOT), str(HARNESSES),
+                                           *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "8",
         },
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
