@@ -159,9 +159,9 @@ class Model:
         """Bytes by kind on `rank`."""
         every = self.units()
         rows = self.kept(strategy, precision).rows
-        again, whole = self.quantised.recomputes, self.is_whole(strategy)
+        whole = self.is_whole(strategy)
         held = {
-            (id(kind), row): unit_bytes(kind.layouts, row, precision, rank, again, whole)
+            (id(kind), row): unit_bytes(kind.layouts, row, precision, rank, whole)
             for kind, row in {(id(k), r): (k, r) for k, r in zip(every, rows, strict=True)}.values()
         }
         layouts = [layout for kind in every for layout in kind.layouts]
@@ -218,7 +218,7 @@ class Model:
         first_and_root = 0, len(self.order) - 1
         units, rows = self.units(), self.kept(strategy, precision).rows
         whole = self.is_whole(strategy)
-        held = (unit_bytes(units[at].layouts, rows[at], precision, 0, False, whole)
+        held = (unit_bytes(units[at].layouts, rows[at], precision, 0, whole)
                 for at in first_and_root)  # fmt: skip
         return sum(one.get(GATHERED_WEIGHTS, 0) for one in held)
 

@@ -13,7 +13,7 @@ import torch
 
 from ..core.config import STRATEGIES
 from ..core.engine.staging import bucket_bytes, plan_weights_and_buckets
-from ..core.layout.format import Use, WeightFormat
+from ..core.layout.format import WeightFormat
 from ..core.layout.group import GroupLayout
 from ..core.layout.spec import ParamSpec
 from ..core.runtime.block_format import row_bytes
@@ -149,13 +149,13 @@ def held_by_rank(layout: GroupLayout) -> list[int]:
 
 
 def quantised_both_ways(form: WeightFormat, elements: int) -> int:
-    """Bytes of weights that are quantised for forward and backward: what is not by direction is
-    there once more, transposed."""
-    return form.nbytes(elements) * (1 if form.by_direction else 2)
+    """Bytes of weights that are quantised for forward and backward: without columns they are there
+    once more, transposed."""
+    return form.nbytes(elements) * (1 if form.has_columns else 2)
 
 
 def group_bytes(
-    layout: GroupLayout, row: StrategyRow, precision: Precision, rank: int, both: bool = False,
+    layout: GroupLayout, row: StrategyRow, precision: Precision, rank: int,
     whole: bool = False,
 ) -> dict[str, int]:
     """Bytes on `rank` for a group, by kind; kinds that it does not have are absent.
@@ -163,10 +163,9 @@ def group_bytes(
     Between steps the sum over the `PERSISTENT` kinds is exactly what the rank holds, once the
     optimizer has state. Main weights cost nothing where they are (a slice of) the compute
     weights: those are not sharded, and have the main dtype. A frozen group has weights only, its
-    main weights in the compute dtype. Of weights that exist by direction, "gathered" are those of
-    the larger one, or with `both`, as in a unit that recomputes, of both; backward derives the
-    transposes of others. whole: of a domain of one rank, of which nothing is sharded; gradients go
-    between steps all the same.
+    main weights in the compute dtype. Backward derives the transposes of quantised weights without
+    columns. whole: of a domain of one rank, of which nothing is sharded; gradients go between steps
+    all the same.
     """
     if whole:
         row, precision = STRATEGIES["optim"], replace(precision, comm=precision.grad)
@@ -176,12 +175,9 @@ def group_bytes(
     weights = GATHERED_WEIGHTS if row.shard_weights else COMPUTE_WEIGHTS
     form = layout.format
     held = {weights: form.nbytes(total)}
-    if row.shard_weights and form.quantised:
-        uses = (Use.BOTH,) if both else (Use.FORWARD, Use.BACKWARD)
-        held[weights] = max(form.nbytes(total, use) for use in uses)
-        if form.keeps_shards(trained):
-            held[QUANTISED_SHARD] = form.nbytes(shard)
-    if form.quantised and not form.by_direction:
+    if row.shard_weights and form.keeps_shards(trained):
+        held[QUANTISED_SHARD] = form.nbytes(shard)
+    if form.quantised and not form.has_columns:
         held[TRANSPOSES] = form.nbytes(total)
     if row.shard_weights or main != compute or form.quantised:
         held[MAIN_WEIGHTS] = (shard if row.shard_main else total) * main.itemsize
@@ -239,13 +235,12 @@ def unit_bytes(
     row: StrategyRow,
     precision: Precision,
     rank: int,
-    both: bool = False,
     is_whole: Callable[[GroupLayout], bool] = lambda layout: False,
 ) -> dict[str, int]:
     """Sum of `group_bytes` over the groups of one unit. is_whole: whether one is of a domain of one
     rank."""
     return _sum(
-        group_bytes(layout, row, precision, rank, both, is_whole(layout)) for layout in groups
+        group_bytes(layout, row, precision, rank, is_whole(layout)) for layout in groups
     )
 
 

@@ -38,7 +38,6 @@ from ..core.engine.engine import FsdpEngine
 from ..core.engine.identity import Identity
 from ..core.engine.memory import READ
 from ..core.engine.unit import Phase, Unit
-from ..core.layout.format import Use
 from ..core.runtime.device import COMPUTE, GATHER, REDUCE
 from ..sharding import first_unit
 from .inner import ours_among
@@ -101,7 +100,7 @@ class Captures:
         """Orders the compute stream behind the weights of `units`, which are gathered now unless
         they are there or on their way; the forward takes them for current."""
         for unit in units:
-            self._engine.gather.require(unit, Use.FORWARD)
+            self._engine.gather.require(unit)
         self._engine.gather.early = units
 
     def _first_units(self) -> list[Unit]:

@@ -23,8 +23,8 @@ from torch import nn
 from ..core.config import STRATEGIES
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.parts import PartsOfPass
+from ..core.engine.prefetch import BACKWARD, FORWARD
 from ..core.engine.unit import Unit
-from ..core.layout.format import Use
 from .options.cuda_graphs import captures_iteration
 from .options.joining import PARTS_OF_LAYERS, UNIT_NUMEL, asked_numel
 from .options.staging_options import slots_wanted
@@ -107,11 +107,11 @@ class _Passes:
         self._layers, self.stages = layers, sum(map(len, layers))
         self._foreign = frozenset(foreign)
         self.forward = PartsOfPass(
-            engine, [stage for layer in layers for stage in layer], throughout, Use.FORWARD
+            engine, [stage for layer in layers for stage in layer], throughout, FORWARD
         )
         self.backward = PartsOfPass(
             engine, [stage for layer in layers[::-1] for stage in layer], throughout,
-            Use.BACKWARD, self._streams_follow,
+            BACKWARD, self._streams_follow,
         )
 
     def number_of(self, layer: int) -> int:

@@ -25,7 +25,6 @@ from ..core.engine.partition import (
     partition,
     unit_modules,
 )
-from ..core.layout.format import Use, plain
 from ..core.topology import ShardDomain
 from ..quantised import format_of
 from ..sharding.budget import KeptUnits, kept_units, policy_precision
@@ -39,9 +38,6 @@ from .wgrad_probe import Observer, precisions_of, quantised_precision, read_by_o
 DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer, MambaLayer)
 LOOK_UPS = {LanguageModelEmbedding, VocabParallelEmbedding, nn.Embedding, nn.Dropout}
 """Classes whose backward reads no weights."""
-
-WITHOUT_WEIGHTS = {"core_attn"}
-"""Modules that can be recomputed without reading quantised weights."""
 
 
 def _has_tied_weight(module: nn.Module) -> bool:
@@ -117,25 +113,6 @@ def chosen_units(
     return unit_modules(module, lambda child: isinstance(child, named))
 
 
-def backward_use(config: Any, unit: nn.Module) -> Use:
-    """What a unit's backward reads of weights that exist by direction: columns, if Transformer
-    Engine's modules have all of them and nothing of the unit is computed again inside it. Rows too
-    where that is not known; a forward in backward that finds none is an error of TE's."""
-    granularity = getattr(config, "recompute_granularity", None)
-    again = set(getattr(config, "recompute_modules", None) or ()) - WITHOUT_WEIGHTS
-    if granularity == "full" or (granularity == "selective" and again):
-        return Use.BOTH
-    owners = [
-        owner for managed in managed_params(unit) for owner, _ in managed.slots
-        if (format_of(managed) or plain(managed.param.dtype)).by_direction
-    ]  # fmt: skip
-    known = all(
-        hasattr(owner, "param_init_meta") and not getattr(owner, "checkpoint", False)
-        for owner in owners
-    )
-    return Use.BACKWARD if owners and known else Use.BOTH
-
-
 def plan_units(
     module: nn.Module,
     units: dict[str, nn.Module],
@@ -164,7 +141,6 @@ def plan_units(
         ),
         manages=lambda managed: domains.placements.manages(managed.fqns[0]),
         format_of=format_of,
-        backward_use=functools.partial(backward_use, config),
     )
 
 

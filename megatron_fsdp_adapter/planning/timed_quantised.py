@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.engine.guard import ReshardedParameter
 from megatron_fsdp_adapter.core.engine.quantised import QuantisedWeight
-from megatron_fsdp_adapter.core.layout.format import PER_TENSOR, Use, WeightFormat
+from megatron_fsdp_adapter.core.layout.format import PER_TENSOR, WeightFormat
 
 from .program import Kind
 from .timed_runtime import TimedRuntime
@@ -39,8 +39,9 @@ class TimedParams:
     def point(self, param: nn.Parameter, views: Mapping[str, torch.Tensor]) -> None:
         """Nobody reads them."""
 
-    def prepare(self, param: nn.Parameter, use: Use) -> None:
-        if self._format.by_direction or not use & Use.BACKWARD or id(param) in self._derived:
+    def prepare(self, param: nn.Parameter) -> None:
+        is_backward = self._runtime.part == "backward"
+        if self._format.has_columns or not is_backward or id(param) in self._derived:
             return
         self._derived.add(id(param))
         self._runtime.write(Kind.MEMORY, 2 * param.numel(), label="transposes of FP8 weights")

@@ -14,7 +14,7 @@ DTYPE = "kFloat8E4M3"
 
 OPTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     BLOCK128.name: {"w_block_scaling_dim": (2,)},
-    # Backward would read rows, of which it gathers none.
+    # Backward would read rows, which was not run.
     MXFP8.name: {"enable_2d_quantization": (False,), "backward_override": (None,)},
 }
 """By format: what options of a recipe may be, where it has them."""

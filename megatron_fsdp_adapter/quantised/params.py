@@ -19,7 +19,6 @@ from megatron_fsdp_adapter.core.layout.format import (
     BLOCK128,
     MXFP8,
     PER_TENSOR,
-    Use,
     WeightFormat,
 )
 
@@ -206,10 +205,8 @@ class TransformerEngineParams:
         self.drop_derived(param)
         self._say_usages(param)
 
-    def prepare(self, param: nn.Parameter, use: Use) -> None:
-        """Fields of a direction that is not used: in backward None, so that a forward of a part of
-        the unit, computed again where nobody has said so, is an error of TE's and not a product
-        with what was in memory. In forward they have the shape that TE checks of both."""
+    def prepare(self, param: nn.Parameter) -> None:
+        """Scales as TE reads them: where the shape wants padding, padded copies."""
         kind = _kind(param)
         views: Mapping[str, torch.Tensor] = param.__dict__.get(VIEWS, {})
         self._say_usages(param)
@@ -217,12 +214,7 @@ class TransformerEngineParams:
             name, multiples = kind.planes[plane.name], kind.padded.get(plane.name, (1, 1))
             view = views[name]
             shape = padded_shape((view.shape[0], view.shape[1]), multiples)
-            if plane.use & use:
-                setattr(param, name, padded(view, multiples) if shape != view.shape else view)
-            elif use is Use.BACKWARD:
-                setattr(param, name, None)
-            elif shape != view.shape:
-                setattr(param, name, torch.empty(shape, dtype=view.dtype, device=view.device))
+            setattr(param, name, padded(view, multiples) if shape != view.shape else view)
 
     @staticmethod
     def _say_usages(param: nn.Parameter) -> None:

@@ -265,7 +265,7 @@ class Mx:
         self._cast.cast()
 
     def writer(self, weights: Sequence[QuantisedWeight]) -> Callable[[], None]:
-        raise AssertionError("MXFP8 planes, which differ by direction, are kept")
+        raise AssertionError("MXFP8 planes are kept")
 
 
 def _per_tensor(weights: Sequence[QuantisedWeight], settings: Settings) -> Quantiser:

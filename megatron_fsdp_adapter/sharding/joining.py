@@ -67,7 +67,6 @@ def _are_alike(one: UnitPlan, other: UnitPlan, alone: set[str]) -> bool:
         {*one.name.split(TO), other.name} <= alone
         and type(one.module) is type(other.module) and _list_of(one) == _list_of(other)
         and one.backward_reads_weights == other.backward_reads_weights
-        and one.backward_use == other.backward_use
     )  # fmt: skip
 
 

@@ -24,12 +24,15 @@ from ..core.engine.group import ParamGroup
 from ..core.engine.identity import ParamPair
 from ..core.engine.launches import GATHERED, GATHERED_OUTER
 from ..core.engine.unit import Unit
-from ..core.layout.format import Plane, Use
+from ..core.layout.format import Plane
 from ..core.runtime.comm import Pair
 from ..core.runtime.device import COMPUTE, GATHER, storage_bytes
 
 WEIGHT, SCALE = "weight", "scale"
 """Names of what is copied of a weight that is not quantised, and of a scale that no plane has."""
+
+ROWS = ("rowwise", "rowwise_scales")
+"""Planes that forward reads."""
 
 Planes = dict[str, torch.Tensor]
 
@@ -49,7 +52,7 @@ class Wanted:
     def planes(self, group: ParamGroup) -> list[tuple[Plane, list[torch.Tensor]]]:
         """What is copied of a group's weights, with what this rank holds of each segment."""
         if self.quantised and group.key.quantised:
-            return [(plane.plane, plane.held) for plane in group.planes_in[Use.FORWARD]]
+            return [(one.plane, one.held) for one in group.planes if one.plane.name in ROWS]
         dtype = cast_to(group.main_dtype, self.dtype)
         return [(Plane(WEIGHT, dtype), _source(group, dtype))]
 

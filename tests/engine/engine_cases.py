@@ -21,7 +21,6 @@ from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig, MixedPre
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam, partition
-from megatron_fsdp_adapter.core.layout import Use
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, FSDPDistributedIndex
 from megatron_fsdp_adapter.diagnostics.grad_check import GradCheck
 from megatron_fsdp_adapter.sharding.building import keeping_whole
@@ -410,11 +409,6 @@ def domain_of(setup: Setup, fqn: str) -> str:
     return EXPERT if setup.split and ".down." in fqn else DENSE
 
 
-def backward_use_of(setup: Setup) -> Use:
-    """Recomputation of a part of a layer is nothing that the engine sees."""
-    return Use.BOTH if setup.recompute == "selective" else Use.BACKWARD
-
-
 def writer_of(setup: Setup, managed: ManagedParam) -> GradWriter:
     fused = isinstance(managed.slots[0][0], FusedLinear) and managed.param.ndim == 2
     return setup.fused if fused and setup.fused else GradWriter.AUTOGRAD
@@ -438,7 +432,6 @@ def build(
         backward_reads_weights=lambda unit: not isinstance(unit, nn.Embedding),
         writer_of=lambda managed: writer_of(setup, managed),
         format_of=format_of,
-        backward_use=lambda unit: backward_use_of(setup),
     )
     plans = join_units(plans, setup.joined)
     if setup.own:

@@ -12,8 +12,8 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.core.engine.gather import GatherPipeline
 from megatron_fsdp_adapter.core.engine.parts import PartsOfPass
+from megatron_fsdp_adapter.core.engine.prefetch import BACKWARD, FORWARD
 from megatron_fsdp_adapter.core.engine.unit import Phase
-from megatron_fsdp_adapter.core.layout import Use
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.engine.engine_cases import Rig, Setup, build, microbatch
 from tests.engine.pretended import LateCommunicator, pretended_world
@@ -32,8 +32,8 @@ class Passes:
         stages = [[units[name]] if name in units else [] for name in names]
         inside = {unit.ordinal for stage in stages for unit in stage}
         throughout = [unit for unit in rig.engine.units if unit.ordinal not in inside]
-        self.forward_pass = PartsOfPass(rig.engine, stages, throughout, Use.FORWARD)
-        self.backward_pass = PartsOfPass(rig.engine, stages[::-1], throughout, Use.BACKWARD)
+        self.forward_pass = PartsOfPass(rig.engine, stages, throughout, FORWARD)
+        self.backward_pass = PartsOfPass(rig.engine, stages[::-1], throughout, BACKWARD)
         self.value: Any = microbatch(index)
         self.graphs: list[tuple[Any, torch.Tensor]] = []
         self.grad: Any = None
@@ -146,9 +146,9 @@ def test_a_unit_that_both_passes_read_is_gathered_once_for_both(world, monkeypat
     launched: list[str] = []
     original = GatherPipeline.launch
 
-    def launch(self: Any, unit: Any, use: Use) -> None:
+    def launch(self: Any, unit: Any) -> None:
         launched.append(unit.name)
-        original(self, unit, use)
+        original(self, unit)
 
     monkeypatch.setattr(GatherPipeline, "launch", launch)
     rig = build(Setup(ZERO_3, layers=4))

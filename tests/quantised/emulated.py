@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from megatron_fsdp_adapter.core.engine.guard import resharded_class
 from megatron_fsdp_adapter.core.engine.quantised import QuantisedWeight
-from megatron_fsdp_adapter.core.layout import BLOCK128, MXFP8, PER_TENSOR, Use, WeightFormat
+from megatron_fsdp_adapter.core.layout import BLOCK128, MXFP8, PER_TENSOR, WeightFormat
 from tests.quantised import arithmetic as math
 
 RECIPES: Mapping[str, WeightFormat] = {
@@ -213,11 +213,10 @@ class EmulatedLinear(nn.Module):
 
 class EmulatedParams:
     """`QuantisedParams` of the above. finished: how often quantisers have; written: how often
-    planes of a group that does not keep its shard were written; uses: what was prepared for, in
-    order."""
+    planes of a group that does not keep its shard were written."""
 
     def __init__(self) -> None:
-        self.finished, self.written, self.uses = 0, 0, []  # type: ignore[var-annotated]
+        self.finished, self.written = 0, 0
 
     def fields(self, param: Any) -> dict[str, torch.Tensor]:
         format = RECIPES[param._quantizer.recipe]
@@ -234,15 +233,10 @@ class EmulatedParams:
     def point(self, param: Any, views: Mapping[str, torch.Tensor]) -> None:
         for name, view in views.items():
             setattr(param, PLANES[name], view)
-        param._views = dict(views)
         drop_derived(param)
 
-    def prepare(self, param: Any, use: Use) -> None:
-        self.uses.append(use)
+    def prepare(self, param: Any) -> None:
         param._quantizer.set_usage(rowwise=True, columnwise=False)
-        for plane in RECIPES[param._quantizer.recipe].planes:
-            there = bool(plane.use & use)
-            setattr(param, PLANES[plane.name], param._views[plane.name] if there else None)
 
     def drop_derived(self, param: Any) -> None:
         drop_derived(param)

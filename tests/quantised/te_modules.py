@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.engine.partition import managed_params
 from megatron_fsdp_adapter.core.engine.quantised import QuantisedWeight
-from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR, Use
+from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.quantised import TransformerEngineParams, format_of
 from tests.quantised.te_checks import own_group, place, same
 from tests.quantised.te_weights import cut, data_of, te_params, te_quantise
@@ -186,7 +186,7 @@ def modules_compute_from_buffers(rank: int, world: int, recipe: str, name: str) 
         for module in (alone, ours):
             if module is ours:
                 for param in pointed.params:
-                    KNOWS.prepare(param, Use.FORWARD)
+                    KNOWS.prepare(param)
             given = x.clone().requires_grad_()
             out = modules.call(module, given)
             if module is ours:

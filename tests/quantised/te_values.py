@@ -26,8 +26,7 @@ def columns_of(weight: Any) -> torch.Tensor:
     kind, (m, k) = type(weight).__name__, tuple(weight.shape)
     if kind == "MXFP8Tensor":
         scales = weight._columnwise_scale_inv
-        if weight._rowwise_data is not None:
-            _check_padded(weight._rowwise_scale_inv, (m, k), 32)
+        _check_padded(weight._rowwise_scale_inv, (m, k), 32)
         _check_columns(weight)
         factors = _powers(scales[: m // 32, :k]).repeat_interleave(32, 0)
         return _decoded(weight._columnwise_data, factors).to(weight.dtype)
@@ -43,7 +42,7 @@ def derived(weight: Any) -> Any:
 
 
 def _check_columns(weight: Any) -> None:
-    """Of MXFP8, which may not be gathered."""
+    """Of MXFP8."""
     m, k = weight.shape
     expected = (-(-m // 32 // 4) * 4, -(-k // 128) * 128)
     assert tuple(weight._columnwise_scale_inv.shape) == expected, expected

@@ -11,7 +11,7 @@ from tests.engine.engine_scenarios import SCENARIOS, VARIANTS
 from tests.engine.pretended import pretended_world
 from tests.quantised.emulated import RECIPES
 
-MADE = [name for name, format in RECIPES.items() if not format.by_direction]
+MADE = [name for name, format in RECIPES.items() if not format.has_columns]
 CHANGED = ("tied", "slots", "non_reentrant", "far_prefetch", "two_domains")
 
 
@@ -47,7 +47,7 @@ def test_every_access_is_ordered_in_variants(variant):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_differs_by_direction_is_kept_and_nothing_else_is(world, recipe):
+def test_shards_of_formats_with_columns_are_kept_and_no_others(world, recipe):
     rig = build(case(recipe))
     rig.step()
     rig.engine.gather.release_all()

@@ -21,7 +21,6 @@ from megatron_fsdp_adapter.core.layout import (
     GroupLayout,
     ParamSpec,
     Plane,
-    Use,
     WeightFormat,
     plain,
     plan_group,
@@ -222,7 +221,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no planes": ({"planes": ()}, "not a format"),
     "two of a name": ({"planes": (Plane("a", BYTES), Plane("a", BYTES))}, "not a format"),
     "no rows": ({"rows": 0}, "not a format"),
-    "blind backward": ({"planes": (Plane("a", BYTES, use=Use.FORWARD),)}, "no plane is for"),
     "cut": ({"planes": (Plane("a", BYTES, (32, 1)),), "rows": 16, "align": 512}, "cut block"),
     "unaligned": ({"planes": (Plane("a", BYTES),), "align": 8}, "not aligned to 16 bytes"),
     "blocks across shards": ({"planes": (Plane("a", BYTES, (1, 32)),)}, "not aligned"),
@@ -265,5 +263,3 @@ def test_a_layout_has_one_format_and_its_alignment_and_granules():
 )  # fmt: skip
 def test_bytes_an_element(format, numbers):
     assert format.nbytes(1024) == numbers * 1024
-    directions = [format.nbytes(1024, use) for use in (Use.FORWARD, Use.BACKWARD)]
-    assert directions == [numbers * (512 if format is MXFP8 else 1024)] * 2

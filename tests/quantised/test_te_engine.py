@@ -15,7 +15,6 @@ from torch import nn
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import partition
-from megatron_fsdp_adapter.core.layout.format import Use
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from megatron_fsdp_adapter.core.topology import DENSE
@@ -131,10 +130,8 @@ class Whole:
         for rank in range(self.world):
             for name in self.quantised:
                 KNOWS.drop_derived(self.params[name])
-                KNOWS.prepare(self.params[name], Use.FORWARD)
+                KNOWS.prepare(self.params[name])
             loss = loss_of(self.model, step, rank)
-            for name in self.quantised:
-                KNOWS.prepare(self.params[name], Use.BACKWARD)
             loss.backward()
             for name, param in self.params.items():
                 totals[name] += param.grad.float()
@@ -157,7 +154,6 @@ def sharded(recipe: str, strategy: str, rank: int, world: int) -> FsdpEngine:
     plans = partition(
         model, {f"layers.{i}": layer for i, layer in enumerate(model.layers)},
         domain_of=lambda param, fqn: DENSE, format_of=format_of,
-        backward_use=lambda module: Use.BACKWARD,
     )  # fmt: skip
     engine = FsdpEngine(
         model, plans, domains_of(setup), setup.config, HostRuntime(),

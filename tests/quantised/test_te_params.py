@@ -17,7 +17,7 @@ from torch import nn
 from megatron_fsdp_adapter.core.engine.construction import broadcast_weights
 from megatron_fsdp_adapter.core.engine.guard import set_classes
 from megatron_fsdp_adapter.core.engine.partition import GroupKey, ManagedParam
-from megatron_fsdp_adapter.core.layout.format import MXFP8, PER_TENSOR, Use
+from megatron_fsdp_adapter.core.layout.format import MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.quantised import format_of
 from megatron_fsdp_adapter.quantised.columns import padded_shape
 from megatron_fsdp_adapter.quantised.params import KINDS
@@ -117,7 +117,7 @@ def test_what_te_derives_is_dropped_and_not_asked_for_in_forward(te: Path, recip
     assert getattr(param, derived) is None
     assert derived == "_columnwise_data" or param._transpose_invalid
     param._quantizer.set_usage(rowwise=True, columnwise=True)
-    KNOWS.prepare(param, Use.FORWARD)
+    KNOWS.prepare(param)
     assert param._quantizer.rowwise_usage and not param._quantizer.columnwise_usage
 
 
@@ -198,8 +198,7 @@ PADDED = (96, 160)
 
 
 def test_scales_of_any_whole_blocks_are_padded_as_te_has_them(te: Path) -> None:
-    """In the fields that a pass reads; those that forward does not read have the shape, as TE looks
-    at both. What is gathered stays compact."""
+    """In the fields that a pass reads. What is gathered stays compact."""
     param = make("mxfp8", PADDED)
     scales = [plane.name for plane in MXFP8.planes if "scales" in plane.name]
     theirs = {name: tuple(getattr(param, FIELDS[name]).shape) for name in scales}
@@ -207,26 +206,19 @@ def test_scales_of_any_whole_blocks_are_padded_as_te_has_them(te: Path) -> None:
     compact = {name: tuple(field.shape) for name, field in before.items()}
     assert compact == {p.name: p.shape(PADDED) for p in MXFP8.planes}
     assert all(compact[name] != theirs[name] for name in scales)
-    for use in (Use.FORWARD, Use.BACKWARD, Use.BOTH):
-        KNOWS.prepare(param, use)
-        for plane in MXFP8.planes:
-            if plane.name in scales:
-                found = getattr(param, FIELDS[plane.name])
-                if use is Use.BACKWARD and not plane.use & use:
-                    assert found is None
-                    continue
-                assert tuple(found.shape) == theirs[plane.name], use
-                if plane.use & use:
-                    part = found[tuple(map(slice, compact[plane.name]))]
-                    assert torch.equal(part, before[plane.name])
-                    assert int(found.long().sum()) == int(before[plane.name].long().sum())
+    for _ in range(2):
+        KNOWS.prepare(param)
+        for name in scales:
+            found = getattr(param, FIELDS[name])
+            assert tuple(found.shape) == theirs[name]
+            assert torch.equal(found[tuple(map(slice, compact[name]))], before[name])
+            assert int(found.long().sum()) == int(before[name].long().sum())
+        param.update_usage(rowwise_usage=True, columnwise_usage=True)
         for name, field in KNOWS.fields(param).items():
             assert torch.equal(field, before[name])
-        param.update_usage(columnwise_usage=None if use is Use.FORWARD else True)
-        if use is Use.BACKWARD:  # and once not: the other direction is made beside the first
-            KNOWS.drop_derived(param)
-            for name in scales:
-                assert tuple(getattr(param, FIELDS[name]).shape) == compact[name]
+        KNOWS.drop_derived(param)
+        for name in scales:
+            assert tuple(getattr(param, FIELDS[name]).shape) == compact[name]
 
 
 def test_shapes_of_padded_scales_are_those_of_te(te: Path) -> None:
@@ -239,26 +231,6 @@ def test_shapes_of_padded_scales_are_those_of_te(te: Path) -> None:
                 compact = plane.shape(shape)
                 found = padded_shape((compact[0], compact[1]), kind.padded[plane.name])
                 assert found == tuple(getattr(param, kind.planes[plane.name]).shape), shape
-
-
-@pytest.mark.parametrize("shape", [SHAPE, PADDED])
-def test_backward_has_columns_alone_and_says_so_of_a_forward_in_it(te: Path, shape: Any) -> None:
-    param = make("mxfp8", shape)
-    flat, before = pointed(param)
-    for _ in range(2):
-        KNOWS.prepare(param, Use.FORWARD)
-        param.update_usage(rowwise_usage=True)
-        assert torch.equal(param._rowwise_data, before["rowwise"])
-        KNOWS.prepare(param, Use.BACKWARD)
-        param.update_usage(columnwise_usage=True)
-        assert torch.equal(param._columnwise_data, before["columnwise"])
-        assert tuple(param.shape) == tuple(shape) and param.device == flat.device
-        with pytest.raises(RuntimeError, match="missing row-scaled FP8 data"):
-            param.update_usage(rowwise_usage=True)
-    KNOWS.prepare(param, Use.BOTH)
-    param.update_usage(rowwise_usage=True, columnwise_usage=True)
-    for name, field in KNOWS.fields(param).items():
-        assert torch.equal(field, before[name])
 
 
 def test_scales_that_are_part_of_padded_ones_are_broadcast_in_one_piece(te: Path) -> None:

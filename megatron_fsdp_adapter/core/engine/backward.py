@@ -81,7 +81,7 @@ class BackwardPass:
     def reach(self, unit: Unit) -> None:
         """The first gradient of a unit's output arrives."""
         if unit.backward_reads_weights:
-            self.gather.need(unit, unit.backward_use)
+            self.gather.need(unit)
             unit.busy = True
         self.opens(unit)
 

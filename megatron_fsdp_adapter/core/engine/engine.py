@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import EngineConfig
-from megatron_fsdp_adapter.core.layout.format import Use
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
@@ -204,8 +203,8 @@ class FsdpEngine:
 
     def root_pre_forward(self, name: str) -> None:
         """A module that holds all parameters is called."""
-        use = Use.BOTH if hooks.in_backward() else Use.FORWARD
-        begins = use is Use.FORWARD and self._active_root in (None, name)
+        again = hooks.in_backward()
+        begins = not again and self._active_root in (None, name)
         if begins:
             self._shown_before = self.switch.shown
             if self.own_loop and self._shown_before is Identity.RAW:
@@ -214,12 +213,12 @@ class FsdpEngine:
         if begins:
             self._begin_forward()
             self._active_root, self.root.busy = name, True
-        elif use is Use.BOTH and self.in_flight <= 0:
+        elif again and self.in_flight <= 0:
             # A reentrant checkpoint of all of it: its forward, without gradients, was not counted.
             self.in_flight = 1
             for unit in self.units:
                 unit.forward_calls = 1
-        self.gather.need(self.root, use)
+        self.gather.need(self.root)
 
     def _begin_forward(self) -> None:
         if self.backward.running or self._active_root is not None:
@@ -250,9 +249,7 @@ class FsdpEngine:
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         """A unit's module is called, in forward or while recomputing in backward."""
-        use = Use.FORWARD
         if hooks.in_backward():
-            use = Use.BOTH  # backward goes on from the recomputed values
             self._begin_backward()
             self.backward.recomputes(unit)
         else:
@@ -261,7 +258,7 @@ class FsdpEngine:
                 unit.forward_calls += 1
             if 2 * unit.ordinal >= len(self.units):
                 self.reduce.retire_all()
-        self.gather.need(unit, use)
+        self.gather.need(unit)
         unit.busy = True
         if torch.is_grad_enabled():
             done = hooks.grad_callback(self.inputs_done, unit)

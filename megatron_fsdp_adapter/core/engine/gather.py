@@ -15,15 +15,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_fsdp_adapter.core.config import EngineConfig
-from megatron_fsdp_adapter.core.layout.format import Use
 from megatron_fsdp_adapter.core.runtime.comm import Communicator, Pair
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
 from .group import ParamGroup, by_domain
 from .guard import refuse_writes
 from .launches import GATHERED, GATHERED_OUTER, LaunchComparison
-from .planes import WeightPlane
-from .prefetch import FORWARD, PrefetchOrder
+from .prefetch import PrefetchOrder
 from .unit import Phase, Unit
 from .updates import LateUpdates
 
@@ -84,39 +82,32 @@ class GatherPipeline:
         self._holders: dict[int, Unit] = {}
         self._kept: Counter[int] = Counter()
         self._unordered = False  # gathers, before which the compute stream may write what they read
-        self._planned: dict[tuple[int, Use], list[DomainGather]] = {}
+        self._planned: dict[int, list[DomainGather]] = {}
 
-    def need(self, unit: Unit, use: Use = Use.BOTH) -> None:
-        """Orders the compute stream behind `unit`'s weights for `use` and launches the next
-        gathers."""
+    def need(self, unit: Unit) -> None:
+        """Orders the compute stream behind `unit`'s weights and launches the next gathers."""
         if not unit.groups:
             return
         upcoming = self.order.request(unit.ordinal)
-        self.require(unit, use)
-        forward = self.order.direction is FORWARD
+        self.require(unit)
         if self.forward_follows and self.order.ends:
             upcoming = [i for i in self.order.first() if self.units[i].phase is not Phase.READY]
-            forward = True
         if self.config.overlap_param_gather:
-            self._prefetch(self._within_budget(upcoming), forward)
+            self._prefetch(self._within_budget(upcoming))
 
-    def require(self, unit: Unit, use: Use) -> None:
-        """The same without what comes next, which somebody else knows."""
-        self.start(unit, use)
+    def require(self, unit: Unit) -> None:
+        """The same without what comes next, which the caller knows."""
+        self.start(unit)
         if unit.gathered is not None:
             self._finish(unit)
         if unit.quantised:
-            unit.prepare(use)
+            unit.prepare()
 
-    def start(self, unit: Unit, use: Use) -> None:
-        """Gathers `unit`'s weights for `use`, unless they are there or on their way."""
-        if not unit.groups:
-            return
-        if unit.phase is Phase.SHARDED:
+    def start(self, unit: Unit) -> None:
+        """Gathers `unit`'s weights, unless they are there or on their way."""
+        if unit.groups and unit.phase is Phase.SHARDED:
             self._make_way(unit)
-            self.launch(unit, use)
-        elif unit.by_direction and use not in unit.present:
-            self._add(unit, use & ~unit.present)
+            self.launch(unit)
 
     def keep(self, unit: Unit) -> None:
         """`unit` is not resharded until somebody has let it go for each that keeps it."""
@@ -137,15 +128,15 @@ class GatherPipeline:
                 break
         return chosen
 
-    def _prefetch(self, chosen: list[Unit], forward: bool) -> None:
-        """Launches `chosen`, for a forward or a backward. What was launched ahead for nothing goes
-        first, so that a model which skips layers does not end up with all of them gathered."""
+    def _prefetch(self, chosen: list[Unit]) -> None:
+        """Launches `chosen`. What was launched ahead for nothing goes first, so that a model which
+        skips layers does not end up with all of them gathered."""
         for unit in self._ahead:
             if unit.phase is Phase.GATHERING and unit not in chosen:
                 self.release(unit)
         for unit in chosen:
             if unit.phase is Phase.SHARDED and self._holder(unit) is None:
-                self.launch(unit, Use.FORWARD if forward else unit.backward_use)
+                self.launch(unit)
         self._ahead = chosen
 
     def _holder(self, unit: Unit) -> Unit | None:
@@ -166,50 +157,28 @@ class GatherPipeline:
             )
         self.release(holder)
 
-    def launch(self, unit: Unit, use: Use = Use.BOTH) -> None:
-        """Starts gathering `unit`, which must be SHARDED, and its slot free: of weights that exist
-        by direction, what `use` reads."""
+    def launch(self, unit: Unit) -> None:
+        """Starts gathering `unit`, which must be SHARDED, and its slot free."""
         unit.advance(Phase.GATHERING)
         unit.behind_update = unit.updated is not None
         if unit.behind_update:
             self.runtime.wait(GATHER, unit.updated)
-        unit.present = use = use if unit.by_direction else Use.BOTH
         if unit.weight_slot is not None:
             self._holders[unit.weight_slot] = unit
         outdated = unit.outdated
-        tasks: list[Callable[[], Any]] = [lambda: self._fill_own(unit, outdated, use)]
+        tasks: list[Callable[[], Any]] = [lambda: self._fill_own(unit, outdated)]
         if self.config.shard_outer and outdated:
             tasks.append(lambda: self._gather_outer(unit))
         if self.config.strategy.shard_main:
-            tasks.append(lambda: self._all_gather(unit, use))
+            tasks.append(lambda: self._all_gather(unit))
         self.runtime.submit(GATHER, *tasks)
         unit.outdated, unit.gathered = False, self.runtime.record(GATHER)
         self._unordered = True
 
-    def _add(self, unit: Unit, use: Use) -> None:
-        """Starts gathering what only `use` reads, of a unit that has the planes of the other use.
-        Those of both are there, and may be being read."""
-        unit.present |= use
-        self.runtime.submit(
-            GATHER, lambda: self._allocate_more(unit, use), lambda: self._gather_more(unit, use)
-        )
-        unit.gathered, self._unordered = self.runtime.record(GATHER), True
-
-    def _allocate_more(self, unit: Unit, use: Use) -> None:
+    def _fill_own(self, unit: Unit, outdated: bool) -> None:
         for group in unit.groups:
-            for plane in group.planes_only[use]:
-                plane.full.allocate()
-
-    def _gather_more(self, unit: Unit, use: Use) -> list[Any]:
-        return self.all_gather(
-            GATHERED, self.communicators, unit.groups,
-            lambda group: _pairs_of(group.planes_only[use]),
-        )  # fmt: skip
-
-    def _fill_own(self, unit: Unit, outdated: bool, use: Use) -> None:
-        for group in unit.groups:
-            for plane in group.planes_in[use]:
-                plane.full.allocate()
+            for full in group.weights:
+                full.allocate()
             if outdated or not (group.keeps_shard or group.keeps_weights):
                 group.write_own_weights()
 
@@ -218,13 +187,12 @@ class GatherPipeline:
             GATHERED_OUTER, self.outer, unit.groups, lambda group: group.outer_pairs
         )
 
-    def _all_gather(self, unit: Unit, use: Use) -> list[Any]:
-        key = unit.ordinal, use
-        if key not in self._planned:
-            self._planned[key] = plan_gathers(
-                self.communicators, unit.groups, lambda group: group.gather_pairs[use]
+    def _all_gather(self, unit: Unit) -> list[Any]:
+        if unit.ordinal not in self._planned:
+            self._planned[unit.ordinal] = plan_gathers(
+                self.communicators, unit.groups, lambda group: group.gather_pairs
             )
-        return self._launch_each(GATHERED, self._planned[key])
+        return self._launch_each(GATHERED, self._planned[unit.ordinal])
 
     def all_gather(
         self,
@@ -342,7 +310,7 @@ class GatherPipeline:
         for unit in units:
             self._outdate(unit)
             self._make_way(unit)
-            self.launch(unit, Use.FORWARD)
+            self.launch(unit)
         self.early = list(units)
 
     def drop_early(self) -> None:
@@ -357,7 +325,7 @@ class GatherPipeline:
     def gather_first(self) -> None:
         """Launches what the next forward pass asks for first, ahead of it."""
         self.early = []
-        self._prefetch([self.units[ordinal] for ordinal in self.order.first()], forward=True)
+        self._prefetch([self.units[ordinal] for ordinal in self.order.first()])
 
     def gather_all(self, as_forward: bool = False) -> None:
         """Gathers every unit and orders the compute stream behind it; with slots, which do not
@@ -368,11 +336,7 @@ class GatherPipeline:
             return
         for ordinal in self.order.forward() if as_forward else range(len(self.units)):
             if self.units[ordinal].phase is Phase.SHARDED:
-                self.launch(self.units[ordinal], Use.FORWARD)
+                self.launch(self.units[ordinal])
         for unit in self.units:
             if unit.gathered is not None:
                 self._finish(unit)
-
-
-def _pairs_of(planes: Sequence[WeightPlane]) -> list[Pair]:
-    return [pair for plane in planes for pair in plane.gather_pairs]

@@ -39,7 +39,6 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import EngineConfig
-from megatron_fsdp_adapter.core.layout.format import Use
 from megatron_fsdp_adapter.core.layout.group import GroupLayout
 from megatron_fsdp_adapter.core.layout.planner import plan_group
 from megatron_fsdp_adapter.core.layout.ranges import nested_shard_rank
@@ -84,14 +83,12 @@ class ParamGroup:
             collects and reduces nothing.
         full, inner, held: of the group's buffer everything, what this rank has of it after a
             reduction over the shard axis, and what its optimizer updates.
-        planes: of the compute weights; planes_in, planes_only: those that each use reads, and that
-            nothing else does; keeps_shard: whether this rank's shard of them stays between gathers,
-            where they are sharded; write_planes: writes this rank's part of quantised planes that
-            do not stay.
+        planes: of the compute weights; keeps_shard: whether this rank's shard of them stays between
+            gathers, where they are sharded; write_planes: writes this rank's part of quantised
+            planes that do not stay.
         held_weights, main_segments: `held` of each segment, in both dtypes; the former is empty
             where main weights are not cast to weights.
-        gather_pairs, outer_pairs: output and input of the gather over each axis; of the planes that
-            each use reads, and of all.
+        gather_pairs, outer_pairs: output and input of the gather over each axis, of all planes.
         main_items: this rank's rows of each parameter, in the main dtype; device_items: the same on
             the device, where the optimizer updates them. staged: the twin of `main` that those are
             in, where that is in host memory.
@@ -210,20 +207,10 @@ class ParamGroup:
                 quantised.point(param, views)
         for plane in self.planes:
             plane.take_shard()
-        self.planes_in = {
-            use: [plane for plane in self.planes if plane.plane.use & use] for use in Use
-        }
-        self.planes_in[Use.BOTH] = list(self.planes)
-        gathered = [] if self.is_whole else self.planes
-        self.planes_only = {
-            use: [plane for plane in gathered if plane.plane.use == use] for use in Use
-        }
         self.held_weights = [] if quantised is not None else self.planes[0].held
         self._write_held = Copies(self.held_weights)
-        self.gather_pairs = {
-            use: [pair for plane in planes if not self.is_whole for pair in plane.gather_pairs]
-            for use, planes in self.planes_in.items()
-        }
+        gathered = [] if self.is_whole else self.planes
+        self.gather_pairs = [pair for plane in gathered for pair in plane.gather_pairs]
         self.outer_pairs = [pair for plane in self.planes for pair in plane.outer_pairs]
 
     def quantised_weights(self, into: PlaneItems) -> list[QuantisedWeight]:

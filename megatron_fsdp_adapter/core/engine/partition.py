@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import Strategy
-from megatron_fsdp_adapter.core.layout.format import Use, WeightFormat, plain
+from megatron_fsdp_adapter.core.layout.format import WeightFormat, plain
 from megatron_fsdp_adapter.core.layout.spec import ParamSpec
 from megatron_fsdp_adapter.core.runtime.said import warn
 
@@ -96,16 +96,14 @@ class UnitPlan:
     `module` is None for the root unit; `more`: further modules, of the same class, that run after
     it, of a unit that was joined of several. `backward_reads_weights` is False for units whose
     backward needs no weights (an embedding look-up), which are not gathered in backward.
-    `backward_use`: the planes that its backward reads; those of forward too where any of it is
-    recomputed. `inside`: of how many other units, the root aside, its module is a part. `strategy`:
-    the unit's own, where that keeps more than the engine's.
+    `inside`: of how many other units, the root aside, its module is a part. `strategy`: the unit's
+    own, where that keeps more than the engine's.
     """
 
     name: str
     module: nn.Module | None
     groups: dict[GroupKey, list[ManagedParam]] = field(default_factory=dict)
     backward_reads_weights: bool = True
-    backward_use: Use = Use.BOTH
     inside: int = 0
     strategy: Strategy | None = None
     more: tuple[nn.Module, ...] = ()
@@ -172,7 +170,6 @@ def partition(
     writer_of: Callable[[ManagedParam], GradWriter] = lambda managed: GradWriter.AUTOGRAD,
     manages: Callable[[ManagedParam], bool] = lambda managed: True,
     format_of: Callable[[ManagedParam], WeightFormat | None] = lambda managed: None,
-    backward_use: Callable[[nn.Module], Use] = lambda _: Use.BOTH,
 ) -> list[UnitPlan]:
     """Plans for all units that hold parameters, in module order, then the root unit.
 
@@ -185,7 +182,6 @@ def partition(
         writer_of: `ManagedParam.writer` of a parameter.
         manages: whether a parameter is to be sharded at all; others stay as they are.
         format_of: how a parameter is represented; None in its own dtype.
-        backward_use: `UnitPlan.backward_use` of a unit module.
 
     Raises:
         ValueError: no parameter below `module` requires a gradient; or a parameter cannot be
@@ -200,7 +196,6 @@ def partition(
     plans = {
         name: UnitPlan(
             name, child, backward_reads_weights=backward_reads_weights(child),
-            backward_use=backward_use(child),
             inside=sum(name.startswith(f"{other}.") for other in units),
         )
         for name, child in units.items()

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from megatron_fsdp_adapter.core.layout.format import Use
-
 from .backward import BackwardPass
 from .gather import GatherPipeline
+from .prefetch import BACKWARD
 from .saved import SavedTensors
 from .unit import Unit
 
@@ -51,16 +50,16 @@ class PartsOfPass:
     Args:
         stages: in the order in which the pass goes through them; a unit is in one.
         throughout: units that any part may read.
-        use: FORWARD or BACKWARD.
+        direction: FORWARD or BACKWARD.
         before_grads: of a backward; told of units before their gradients are taken.
     """
 
     def __init__(
         self, engine: Engine, stages: Sequence[Sequence[Unit]], throughout: Sequence[Unit],
-        use: Use, before_grads: Callable[[Sequence[Unit]], None] = lambda units: None,
+        direction: str, before_grads: Callable[[Sequence[Unit]], None] = lambda units: None,
     ) -> None:
         self._engine, self._stages, self._throughout = engine, stages, throughout
-        self._use, self._before_grads = use, before_grads
+        self._is_backward, self._before_grads = direction == BACKWARD, before_grads
         self._kept: set[int] = set()
         self._entered: set[int] = set()
         self._left: set[int] = set()
@@ -75,14 +74,14 @@ class PartsOfPass:
         self._entered.add(stage)
         read = [*self._throughout, *self._stages[stage]]
         for unit in read:
-            gather.require(unit, self._use)
+            gather.require(unit)
         following = stage + 1
         ahead = following < len(self._stages) and following not in self._left
         if ahead and gather.config.overlap_param_gather:
             self._keep(following)
             for unit in self._stages[following]:
-                gather.start(unit, self._use)
-        if self._use is Use.BACKWARD:
+                gather.start(unit)
+        if self._is_backward:
             for unit in read:
                 engine.backward.opens(unit)
         engine.calls_parts, call = True, object()
@@ -109,7 +108,7 @@ class PartsOfPass:
         units = self._stages[stage]
         for unit in units:
             self._engine.gather.let_go(unit)
-        if self._use is Use.BACKWARD:
+        if self._is_backward:
             self._before_grads([*units, *self._throughout] if is_last else units)
             for unit in units:
                 self._engine.backward.complete(unit)
@@ -118,12 +117,12 @@ class PartsOfPass:
 
     def _begin(self) -> None:
         engine = self._engine
-        if self._use is Use.FORWARD:
-            engine.show_raw_params()
-            engine.in_flight += 1
-        else:
+        if self._is_backward:
             engine.begin_accumulation()
             engine.backward.begin_parts(engine.is_last_microbatch, engine.knows_microbatches)
+        else:
+            engine.show_raw_params()
+            engine.in_flight += 1
         engine.gather.forward_follows = False
 
     def _keep(self, stage: int) -> None:

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.core.layout.format import Use, WeightFormat
+from megatron_fsdp_adapter.core.layout.format import WeightFormat
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ class QuantisedParams(Protocol):
         """Makes `views`, one for each plane, which hold what `fields` gave, the fields of `param`
         for life. Drops what is derived from fields."""
 
-    def prepare(self, param: nn.Parameter, use: Use) -> None:
-        """The planes that `use` needs are there, others may not be. In FORWARD nothing that only
-        backward reads should be derived."""
+    def prepare(self, param: nn.Parameter) -> None:
+        """The planes are there, and a pass reads them next. Nothing that only backward reads should
+        be derived in a forward."""
 
     def drop_derived(self, param: nn.Parameter) -> None:
         """Forgets what was derived from planes (transposes): they change, or are given back.

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import Strategy
-from megatron_fsdp_adapter.core.layout.format import Use
 
 from .group import ParamGroup
 from .guard import GatheredParameter, PresentParameter, ReshardedParameter, set_classes
@@ -51,9 +50,7 @@ class Unit:
     outdated: whether main weights have changed since they were last gathered.
     updated: event after which they have, where a step's update of them may still run;
         behind_update: whether the gather that was launched last waits for it.
-    quantised: the parameters whose weights are; by_direction: whether forward and backward read
-        different planes of any, and the strategy gathers them by use.
-    present: the uses whose planes were gathered, unless SHARDED.
+    quantised: the parameters whose weights are.
     keeps_weights: whether all weights stay while it does not compute.
     keeps_grads, reduces_each: whether gradients of any group add up over microbatches; whether
         those of any are reduced in each.
@@ -66,7 +63,6 @@ class Unit:
         self.name = name = plan.name
         self.ordinal, self.groups, self.inside = ordinal, groups, plan.inside
         self.backward_reads_weights = plan.backward_reads_weights
-        self.backward_use = plan.backward_use
         self.trainable_groups = [group for group in groups if group.key.requires_grad]
         self.find_direct()
         self.keeps_weights = (
@@ -87,12 +83,7 @@ class Unit:
         self.phase = Phase.READY
         quantised = [group for group in groups if group.key.quantised]
         self.quantised = [param for group in quantised for param in group.params]
-        self._directed = [
-            (param, group.key.format.by_direction and not group.keeps_weights)
-            for group in quantised for param in group.params
-        ]
-        self.by_direction = any(directed for _, directed in self._directed)
-        self.present, self._knows = Use.BOTH, knows
+        self._knows = knows
         params = [(group, param) for group in groups for param in group.params]
         self._lossy = [param for group, param in params if not group.main_is_weight]
         self._versions = self._count_writes()
@@ -160,12 +151,10 @@ class Unit:
             return self._knows.guard_class(original)
         return ReshardedParameter
 
-    def prepare(self, use: Use) -> None:
-        """`use` of the weights, which are there, comes next. Weights that are kept are there for
-        both whatever comes."""
-        for param, directed in self._directed:
-            needed = Use.BOTH if use is Use.BACKWARD and not directed else use
-            self._knows.prepare(param, needed)  # type: ignore[union-attr]
+    def prepare(self) -> None:
+        """A pass reads the weights, which are there, next."""
+        for param in self.quantised:
+            self._knows.prepare(param)  # type: ignore[union-attr]
 
     def scales_of(self, param: nn.Parameter) -> list[torch.Tensor]:
         """What every rank has of a quantised parameter beside its planes."""

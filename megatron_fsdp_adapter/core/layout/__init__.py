@@ -3,7 +3,7 @@
 May enter: what every rank can compute alone, and alike, from shapes and numbers of ranks.
 """
 
-from .format import BLOCK128, MXFP8, PER_TENSOR, Plane, Use, WeightFormat, plain
+from .format import BLOCK128, MXFP8, PER_TENSOR, Plane, WeightFormat, plain
 from .planner import GroupLayout, Placement, Segment, plan_group
 from .ranges import EMPTY, Box, FlatRange, flat_range_to_boxes, nested_shard_rank, split_evenly
 from .spec import ParamSpec, row_granularity
@@ -20,7 +20,6 @@ __all__ = [
     "Placement",
     "Plane",
     "Segment",
-    "Use",
     "WeightFormat",
     "flat_range_to_boxes",
     "nested_shard_rank",

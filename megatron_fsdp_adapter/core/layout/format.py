@@ -9,7 +9,6 @@ that a shard of a plane is the plane of the shard.
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass
 
@@ -21,32 +20,21 @@ PLANE_ALIGNMENT = 16
 """Bytes that the start of each shard of each plane is a multiple of."""
 
 
-class Use(enum.Flag):
-    """What a plane is read in."""
-
-    FORWARD = 1
-    BACKWARD = 2
-    BOTH = 3
-
-    __hash__ = object.__hash__  # Enum's own is a function of Python's
-
-
 @dataclass(frozen=True)
 class Plane:
     """One flat buffer of a format.
 
     name: the same in all that know the format ("rowwise", "columnwise", "rowwise_scales", ...).
     dtype: of its elements. block: rows and columns of the weight that one element stands for.
-    use: the passes that read it. ValueError for a block that has no elements.
+    ValueError for a block that has no elements.
     """
 
     name: str
     dtype: torch.dtype
     block: tuple[int, int] = (1, 1)
-    use: Use = Use.BOTH
 
     def __post_init__(self) -> None:
-        if min(self.block) < 1 or not self.use:
+        if min(self.block) < 1:
             raise ValueError(f"not a plane: {self}")
 
     @property
@@ -89,8 +77,8 @@ class WeightFormat:
 
     name: of the format. planes: its buffers, in the order in which they are gathered. rows: rows of
     dim 0 in a granule, which no shard boundary cuts. align: elements that shards and items start at
-    a multiple of. Raises ValueError for planes whose shards would not be aligned, whose blocks
-    would be cut, or that leave a pass without weights.
+    a multiple of. Raises ValueError for planes whose shards would not be aligned, or whose blocks
+    would be cut.
     """
 
     name: str
@@ -102,9 +90,6 @@ class WeightFormat:
         names = [plane.name for plane in self.planes]
         if not names or len(set(names)) < len(names) or self.rows < 1 or self.align < 1:
             raise ValueError(f"not a format: {self}")
-        for use in (Use.FORWARD, Use.BACKWARD):
-            if not self.planes_for(use):
-                raise ValueError(f"format {self.name}: no plane is for {use}")
         for plane in self.planes:
             if self.rows % plane.block[0]:
                 raise ValueError(
@@ -122,24 +107,20 @@ class WeightFormat:
         return self.name != PLAIN
 
     @property
-    def by_direction(self) -> bool:
-        """Whether forward and backward read different planes."""
-        return any(plane.use is not Use.BOTH for plane in self.planes)
+    def has_columns(self) -> bool:
+        """Whether backward reads planes of its own. Of other formats it derives a transpose."""
+        return any(plane.name == "columnwise" for plane in self.planes)
 
     def keeps_shards(self, trained: bool) -> bool:
         """Whether shards of the planes stay between gathers of sharded weights. Trained weights are
         cast into the buffer of every gather: that costs what copying a kept shard there does, and
-        no memory. What nobody changes is cast once, and so are weights that forward and backward
-        read different planes of."""
-        return self.quantised and (self.by_direction or not trained)
+        no memory. Frozen weights are cast once, and so are weights with columns, which are two
+        casts."""
+        return self.quantised and (self.has_columns or not trained)
 
-    def planes_for(self, use: Use) -> tuple[Plane, ...]:
-        """Those that any of the passes in `use` reads."""
-        return tuple(plane for plane in self.planes if plane.use & use)
-
-    def nbytes(self, elements: int, use: Use = Use.BOTH) -> int:
-        """Bytes of the planes in `use` for so many elements of a flat buffer."""
-        return sum(plane.nbytes(elements) for plane in self.planes_for(use))
+    def nbytes(self, elements: int) -> int:
+        """Bytes of all planes for so many elements of a flat buffer."""
+        return sum(plane.nbytes(elements) for plane in self.planes)
 
     def granularity(self, shape: tuple[int, ...]) -> int:
         """Elements of one granule of a weight of `shape`: `rows` rows of dim 0. All of it where
@@ -177,10 +158,10 @@ times over, and fewer than 16 let a kernel write into what lies behind a shard."
 MXFP8 = WeightFormat(
     "mxfp8",
     (
-        Plane("rowwise", _BYTES, use=Use.FORWARD),
-        Plane("rowwise_scales", _BYTES, (1, 32), Use.FORWARD),
-        Plane("columnwise", _BYTES, use=Use.BACKWARD),
-        Plane("columnwise_scales", _BYTES, (32, 1), Use.BACKWARD),
+        Plane("rowwise", _BYTES),
+        Plane("rowwise_scales", _BYTES, (1, 32)),
+        Plane("columnwise", _BYTES),
+        Plane("columnwise_scales", _BYTES, (32, 1)),
     ),
     rows=32,
     align=512,

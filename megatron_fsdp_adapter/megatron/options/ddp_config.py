@@ -86,7 +86,7 @@ class DistributedDataParallelConfig(CoreConfig):
 
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
     """Parts of a layer's experts are units of their own, so that a layer of many experts is not
-    gathered whole. Of MXFP8 weights a pass gathers the direction that it reads in any case."""
+    gathered whole."""
 
     megatron_fsdp_max_pool_double_buffer: bool = False
     """As `fsdp_double_buffer`: slots are sized by the largest unit that uses them in any case."""
