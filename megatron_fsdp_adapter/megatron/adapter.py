@@ -81,8 +81,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         device: the device of the flat buffers; by default the parameters', or this process's GPU
             if all of them are on the meta device.
         pg_collection: process groups; by default those of `parallel_state`.
-        module_placements: by patterns of module names, what is sharded ("shard", the default),
-            replicated ("replicate") or, if frozen, left as it is ("leave"); later patterns win.
+        module_placements: by patterns of module names, what is sharded ("shard", the default)
+            or, if frozen, left as it is ("leave"); later patterns win.
 
     Raises:
         ValueError: an unsupported option (all are listed at once), a unit class that matches
@@ -165,7 +165,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         layers = layer_numels(plans) if unit_classes is None else []
         plans = join_units(plans, joining.unit_numel(self.config, self.ddp_config, layers))
         self._joined = joining.described(plans)
-        by_name = domains.by_name(plans)
+        by_name = domains.by_name()
         engine_config = keeping_whole(engine_config, by_name, whole_domains_of(self.config))
         plans, self._kept = with_kept_units(
             plans, module, self.config, engine_config, by_name, self.device,

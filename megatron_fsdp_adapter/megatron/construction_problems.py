@@ -54,7 +54,7 @@ def construction_problems(
         ),
         *model_problems(module, config, ddp_config),
         *meta_problems(module, config.init_model_with_meta_device, initialiser_of),
-        *placements.problems(module, ddp_options.shards_outer(ddp_config)),
+        *placements.problems(module),
         *arguments.group_problems(config, arguments.group_ranks(pg_collection)),
     ]  # fmt: skip
     index, of_groups = read_index(module, config, ddp_config, target, pg_collection)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..core.engine.partition import UnitPlan
 from ..core.runtime.comm import Communicator
 from ..core.runtime.registered import zero_cta_options
 from ..core.topology import DENSE, EXPERT, FSDPDistributedIndex, ShardDomain
 from ..quantised import stored_in
 from ..sharding.made_groups import mirror_group
-from ..sharding.placement import LEAVE, REPLICATE, Placements, replicated_domain, replicated_name
+from ..sharding.placement import LEAVE, Placements
 from .options import ddp_options, staging_options
 from .options.cuda_graphs import captures_layers
 from .process_groups import GATHER_SOURCES, build_index, read_groups
@@ -45,8 +44,7 @@ def domain_name(param: nn.Parameter, fqn: str) -> str:
 def whole_domains_of(config: Any) -> Callable[[str], bool]:
     """Whether a domain of this name may be kept whole, of a model with this config: a graph of a
     layer writes a fresh bucket in every backward, and experts are in none."""
-    experts = (EXPERT, replicated_name(EXPERT))
-    return lambda name: not captures_layers(config) or name in experts
+    return lambda name: not captures_layers(config) or name == EXPERT
 
 
 def grad_scale(config: Any, num_ranks: int) -> float:
@@ -93,21 +91,9 @@ class ModelDomains:
     placements: Placements
     device: torch.device
 
-    def name_of(self, param: nn.Parameter, fqn: str) -> str:
-        """Of the domain that shards or replicates `param`."""
-        if self.placements.of(fqn) == REPLICATE:
-            return replicated_name(kind_of(param, fqn))
-        return domain_name(param, fqn)
-
-    def by_name(self, plans: Sequence[UnitPlan]) -> dict[str, ShardDomain]:
-        """Those of the index, and those of replicated parameters if `plans` have any."""
-        found = {**self.index.domains, SHARED_EMBEDDING: self.index.domain(DENSE)}
-        used = {key.domain for plan in plans for key in plan.groups}
-        for kind in self.index.domains:
-            name = replicated_name(kind)
-            if name in used:
-                found[name] = replicated_domain(kind, self.index, self.device.type)
-        return found
+    def by_name(self) -> dict[str, ShardDomain]:
+        """The domains of the index, and that of embeddings shared across stages."""
+        return {**self.index.domains, SHARED_EMBEDDING: self.index.domain(DENSE)}
 
     def broadcast_left_alone(self, module: nn.Module) -> None:
         """Gives all ranks the first one's values of what is in no buffer, as sharded ones have."""

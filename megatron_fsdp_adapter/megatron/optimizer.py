@@ -30,7 +30,6 @@ from ..sharding import one_pass_norm
 from ..sharding.first_unit import FirstUnitShards
 from ..sharding.local_optimizer import LocalShards, adopt, initialize_state
 from ..sharding.memory import local_shards, park_state, take_state, trim
-from ..sharding.placement import replicated_name
 from ..sharding.problems import raise_problems
 from ..sharding.squares_of_sums import SquaresOfSums
 from ..sharding.streamed_optimizer import shards_over
@@ -300,18 +299,15 @@ def _is_split(param: Any) -> bool:
 
 
 def _replicas(chunks: Sequence[Any]) -> set[int]:
-    """Ids of the optimizer parameters whose gradient another rank counts: without sharding, or in
-    a replicated module, every rank of a domain holds the whole gradient, and the first rank of the
-    shards of its kind counts it; what tensor-parallel ranks hold alike, the first of them. Core of
-    0.16.1 takes the dense ranks for that of experts too, and misses some where the sizes differ."""
+    """Ids of the optimizer parameters whose gradient another rank counts: without sharding every
+    rank of a domain holds the whole gradient, and the first one counts it; what tensor-parallel
+    ranks hold alike, the first of them. Core of 0.16.1 takes the dense ranks for that of experts
+    too, and misses some where the sizes differ."""
     found = set()
     for chunk in chunks:
-        sharded = chunk.megatron_fsdp_dist_index.domains
-        kinds = {replicated_name(kind): kind for kind in sharded}
+        is_whole = not chunk.engine.config.strategy.shard_main
         for pair in chunk.engine.pairs:
-            kind = kinds.get(pair.group.key.domain)
-            domain = pair.group.domain if kind is None else sharded[kind]
-            is_whole = kind is not None or not chunk.engine.config.strategy.shard_main
+            domain = pair.group.domain
             is_duplicate = not _is_split(pair.optimizer) and _tensor_parallel_rank(domain.mesh) != 0
             if is_duplicate or (is_whole and domain.axis.rank != 0):
                 found.add(id(pair.optimizer))

@@ -30,7 +30,7 @@ from ..quantised import format_of
 from ..sharding.budget import KeptUnits, kept_units, policy_precision
 from ..sharding.unit_classes import classes_of
 from .activation_offload import sets_hooks_inside_units
-from .domains import ModelDomains
+from .domains import ModelDomains, domain_name
 from .fused_wgrad import asks_fusion, grad_writer
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
 from .wgrad_probe import Observer, precisions_of, quantised_precision, read_by_operations
@@ -131,7 +131,7 @@ def plan_units(
     return partition(
         module,
         units,
-        domain_of=domains.name_of,
+        domain_of=domain_name,
         backward_reads_weights=lambda unit: not only_looks_up(unit, LOOK_UPS),
         split_of=lambda param, fqn: getattr(param, "_tp_partition_dim", None),
         writer_of=functools.partial(

@@ -1,9 +1,7 @@
-"""Which modules are sharded, which are replicated, and which are left alone.
+"""Which modules are sharded, and which are left alone.
 
-A replicated module has whole main weights and optimizer state on every rank; its gradients are
-summed over all of them once a step. That is the engine's outer axis over shards that have one rank
-each, so nothing in the engine knows of it. A module that is left alone keeps its parameters as
-they are: no buffers, no communication, no optimizer; it must be frozen.
+A module that is left alone keeps its parameters as they are: no buffers, no communication, no
+optimizer; it must be frozen.
 """
 
 from __future__ import annotations
@@ -12,22 +10,15 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
 from torch import nn
 
-from ..core.topology import (
-    OUTER_DIM,
-    SHARD_DIM,
-    TP_DIM,
-    Axis,
-    FSDPDistributedIndex,
-    ShardDomain,
-    mesh_over,
-)
-
-SHARD, REPLICATE, LEAVE = "shard", "replicate", "leave"
-PLACEMENTS = (SHARD, REPLICATE, LEAVE)
+SHARD, LEAVE = "shard", "leave"
+PLACEMENTS = (SHARD, LEAVE)
 ARGUMENT = "module_placements"
+_NOT_REPLICATED = (
+    "Leave the pattern out: a small module is sharded with its unit and gathered with it; "
+    "fsdp_unsharded_budget_gib keeps whole units between forward and backward."
+)
 
 
 @dataclass(frozen=True)
@@ -49,24 +40,21 @@ class Placements:
         """Whether the parameter of this name is the wrapper's: it is not left alone."""
         return self.of(fqn) != LEAVE
 
-    def problems(self, module: nn.Module, shards_outer: bool) -> list[str]:
+    def problems(self, module: nn.Module) -> list[str]:
         """What is wrong with them for `module`."""
         names = {name for fqn, _ in module.named_parameters() for name in _holders(fqn)}
         found = []
         for pattern, placement in self.chosen.items():
             given = f"{ARGUMENT}={{{pattern!r}: {placement!r}}}"
-            if placement not in PLACEMENTS:
+            if placement == "replicate":
+                found.append(f"{given}: modules are sharded or left alone. {_NOT_REPLICATED}")
+            elif placement not in PLACEMENTS:
                 found.append(f"{given}: use one of {list(PLACEMENTS)}")
             if not fnmatch.filter(names, pattern):
                 found.append(
                     f"{given}: no module with parameters has such a name; names are those of "
                     f"named_modules(), {sorted(names)[:3]} for example"
                 )
-        if shards_outer and REPLICATE in self.chosen.values():
-            found.append(
-                f"{ARGUMENT} with 'replicate' and outer_dp_sharding_strategy='optim': the outer "
-                "axis cannot split what is replicated; use 'no_shard' there"
-            )
         return found + self._conflicts(module)
 
     def _conflicts(self, module: nn.Module) -> list[str]:
@@ -81,13 +69,8 @@ class Placements:
                 )
             elif placement == LEAVE and param.requires_grad:
                 found.append(
-                    f"{ARGUMENT}: {fqn} is to be left alone, but requires a gradient, which nobody "
-                    "would reduce; freeze it, or use 'replicate'"
-                )
-            if placement == REPLICATE and getattr(param, "shared_embedding", False):
-                found.append(
-                    f"{ARGUMENT}: {fqn} is shared with another pipeline stage and cannot be "
-                    "replicated; use 'shard'"
+                    f"{ARGUMENT}: {fqn} is to be left alone, but requires a gradient, which is "
+                    "not reduced; freeze it, or leave the pattern out"
                 )
         return found[:8]
 
@@ -98,31 +81,3 @@ def _holders(fqn: str) -> list[str]:
     while parts[:1] == ["module"]:
         parts = parts[1:]
     return ["", *(".".join(parts[: n + 1]) for n in range(len(parts)))]
-
-
-def replicated_name(kind: str) -> str:
-    """Of the domain of replicated parameters of `kind`."""
-    return f"{kind}, replicated"
-
-
-def replicated_domain(kind: str, index: FSDPDistributedIndex, device_type: str) -> ShardDomain:
-    """The domain in which each rank has a shard of its own, the whole, and all data-parallel ranks
-    are replicas. Makes a group of this rank alone; no other rank takes part in that."""
-    sharded = index.domain(kind)
-    alone = dist.new_group(
-        [dist.get_rank()], use_local_synchronization=True, group_desc="REPLICATED"
-    )
-    axis = Axis.of(SHARD_DIM, alone)
-    outer = Axis.of(OUTER_DIM, index.kinds[kind].everyone or sharded.reduce_group)
-    axes = [outer, axis]
-    if sharded.mesh.mesh_dim_names[-1] == TP_DIM:  # type: ignore[index]
-        axes.append(Axis.of(TP_DIM, sharded.mesh.get_group(TP_DIM)))
-    return ShardDomain(
-        name=replicated_name(kind),
-        axis=axis,
-        gather_group=alone,
-        reduce_group=alone,
-        mesh=mesh_over(axes, device_type),
-        grad_scale=sharded.grad_scale,
-        outer=outer,
-    )

@@ -202,7 +202,6 @@ def _placed(rank: int, world: int) -> None:
         )
 
     plain = exported(build())
-    assert_same(exported(build(decoder_layers_1="replicate")), plain, "replicated")
     left = build(decoder_layers_0="leave")
     assert_same(exported(left), plain, "left alone")
     assert_same(from_shards(export_shards(left.chunks[0], config)), plain, "left alone, shards")
@@ -210,5 +209,5 @@ def _placed(rank: int, world: int) -> None:
     assert trained.keys() == {name for name in plain if ".layers.0." not in name}
 
 
-def test_modules_that_are_replicated_or_left_alone_are_exported_like_sharded_ones() -> None:
+def test_modules_that_are_left_alone_are_exported_like_sharded_ones() -> None:
     run_ranks(_placed, 2, timeout=300)

@@ -46,7 +46,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "slots": {"ddp": {"fsdp_double_buffer": True}},
     "frozen": {"change": freeze},
     "left alone": {"change": freeze_flat, "module_placements": {"decoder.layers.0": "leave"}},
-    "replicated": {"module_placements": {"decoder.layers.1": "replicate"}},
 }
 
 

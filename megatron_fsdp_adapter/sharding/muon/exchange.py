@@ -25,7 +25,6 @@ from ...core.runtime.comm import Communicator
 from ...core.runtime.device import COMPUTE, GATHER, Runtime
 from ...core.topology import DENSE, EXPERT, OUTER_DIM, TP_DIM, ShardDomain
 from ..made_groups import mirror_ranks
-from ..placement import replicated_name
 from .matrices import Member, Piece
 from .plan import Run, Runs, StagePlan
 
@@ -78,7 +77,7 @@ Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 """By ranks."""
 
 
-DOMAINS = tuple(name for kind in (DENSE, EXPERT) for name in (kind, replicated_name(kind)))
+DOMAINS = (DENSE, EXPERT)
 """In which matrices are. Domains of other names have the ranks of these."""
 
 
