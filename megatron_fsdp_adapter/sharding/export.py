@@ -1,12 +1,12 @@
 """The weights of a live wrapped model, for an engine that generates with them (vLLM, SGLang).
 
-    for name, tensor in export_weights(model, "path/to/hugging_face_model"):
+    for name, tensor in export_weights(model):
         rollout.load(name, tensor)
 
 Whole tensors come unit by unit (`unit_copies.py`), so that no rank ever has the model: what is in
 memory are the unit at hand, the next one, and what the caller keeps. Each tensor is then joined
-over tensor-parallel ranks, exchanged between expert-parallel ranks, cut into Hugging Face's tensors
-and sent to the other pipeline stages, one at a time. `export_shards` does without all of that.
+over tensor-parallel ranks, exchanged between expert-parallel ranks and sent to the other pipeline
+stages, one at a time. `export_shards` does without all of that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from ..core.runtime.comm import Communicator
 from ..quantised import dequantised
 from ..quantised.blocks import in_blocks
-from .export_names import HuggingFaceNames, OwnNames, WeightNames
 from .export_source import Described, Source, sources
 from .problems import raise_problems
 from .unit_copies import SCALE, WEIGHT, Planes, Wanted, add_scale, cast_to, unit_copies
@@ -70,10 +69,8 @@ def export_weights(
     Args:
         model: what `FullyShardedDataParallel` or `fully_shard_model` gave, or a list of model
             chunks.
-        hf_config: `config.json` of a family of `export_families.py`, Llama or Mixtral (a mapping, a
-            path of its folder, or an object of transformers), for Hugging Face's names and
-            tensors. Without it names are the model's own, over the whole model; those of a
-            transformers model are Hugging Face's.
+        hf_config: refused: names are the model's own, over the whole model, as in a checkpoint;
+            those of a transformers model are Hugging Face's.
         dtype: main weights are cast to it before they are gathered, but for weights that are no
             floating-point numbers; None for theirs.
         which: "all"; "changed": without frozen weights that no load has written since everything
@@ -87,14 +84,14 @@ def export_weights(
             128 x 128 elements, where they are not bytes already.
 
     Raises:
-        ValueError: before anything is gathered: an option with a wrong value, weights without a
-            counterpart in Hugging Face's names, quantised weights that cannot be cut or joined.
+        ValueError: before anything is gathered: an option with a wrong value, quantised weights
+            that cannot be joined.
     """
     chunks = sources(model)
-    _check(which, scope, dtype)
+    _check(hf_config, which, scope, dtype)
     for source in chunks:
         source.engine.memory.check("export_weights", [MAIN, *([COMPUTE] if quantised else [])])
-    plan = _Plan(_names(hf_config), dtype, quantised, scope == MODEL, fp8)
+    plan = _Plan(dtype, quantised, scope == MODEL, fp8)
     exported = [_Chunk(source, which, plan) for source in chunks]
     found = [line for chunk in exported for line in chunk.problems()]
     raise_problems("export_weights", found)
@@ -113,17 +110,22 @@ def export_shards(
     the same ones; a rank has none of some weights, and several blocks of others. Arguments and
     errors are those of `export_weights`."""
     chunks = sources(model)
-    _check(which, MODEL, dtype)
+    _check(hf_config, which, MODEL, dtype)
     for source in chunks:
         source.engine.memory.check("export_shards", [MAIN])
-    plan = _Plan(_names(hf_config), dtype, False, False)
+    plan = _Plan(dtype, False, False)
     exported = [_Chunk(source, which, plan) for source in chunks]
     raise_problems("export_shards", [line for chunk in exported for line in chunk.problems()])
     return (shard for chunk in exported for shard in chunk.shards())
 
 
-def _check(which: str, scope: str, dtype: torch.dtype | None) -> None:
+def _check(hf_config: Any, which: str, scope: str, dtype: torch.dtype | None) -> None:
     found = []
+    if hf_config is not None:
+        found.append(
+            "hf_config: an export has the model's own names. Leave it out and rename what comes, "
+            "or use export_hf_weights of Megatron-Bridge, which has Hugging Face's"
+        )
     if which not in (ALL, CHANGED, TRAINED):
         found.append(f"which={which!r}: use one of {[ALL, CHANGED, TRAINED]}")
     if scope not in (MODEL, STAGE):
@@ -134,10 +136,6 @@ def _check(which: str, scope: str, dtype: torch.dtype | None) -> None:
             "float16, float32 or None, and quantised=True for the bytes of quantised weights"
         )
     raise_problems("export_weights", found)
-
-
-def _names(hf_config: Any) -> WeightNames:
-    return OwnNames() if hf_config is None else HuggingFaceNames.of(hf_config)
 
 
 def _with_frozen(source: Source, which: str) -> bool:
@@ -197,7 +195,6 @@ def _to_receive(listed: Sequence[Any], device: torch.device) -> Named:
 class _Plan:
     """What is exported of each chunk. everything: whether also what other ranks have."""
 
-    names: WeightNames
     dtype: torch.dtype | None
     quantised: bool
     everything: bool
@@ -261,12 +258,8 @@ class _Chunk:
         """One line for each weight that cannot be exported as asked."""
         found = []
         for described, shape, format in self._listed():
-            whole = _whole_shape(described, shape)
-            found += self.plan.names.problems(described.name, whole)
             if self.plan.quantised and format is not None:
                 found += _quantised_problems(described, shape, format)
-                if not found:
-                    found += self.plan.names.cut_problems(described.name, whole, _block(format))
         return found
 
     def _listed(self) -> Iterator[tuple[Described, tuple[int, ...], Any]]:
@@ -290,14 +283,12 @@ class _Chunk:
         """What becomes of one weight, last first. Collective; takes the planes away."""
         exchange = self._exchanges and described.expert
         names = self._others[described.name] if exchange else [described.name]
-        rows = (*_whole_shape(described, tuple(next(iter(planes.values())).shape)), 1)[0]
         found: list[Entry] = []
         for plane in list(planes):
             whole = _joined(described, planes.pop(plane))
             parts = _from_all(self.source.experts, whole) if exchange else [whole]
             for name, part in zip(names, parts, strict=True):
-                for told, cut in self.plan.names.cut(name, part, rows):
-                    found += self.plan.presented(plane, told, cut)
+                found += self.plan.presented(plane, name, part)
         return found[::-1]
 
     def _gathered(self) -> Iterator[tuple[Described, Planes]]:
@@ -367,12 +358,8 @@ class _Chunk:
             low, high = max(start, first), min(start + count, first + local.shape[0])
             if low >= high:
                 continue
-            for name, total, place, begin, stop in self.plan.names.overlaps(
-                described.name, whole[0], at + low - start, at + high - start
-            ):
-                offset = begin - (at + low - start) + low - first
-                block = local[offset : offset + stop - begin]
-                yield WeightShard(name, block, (place, *columns), (total, *whole[1:]))
+            block = local[low - first : high - first]
+            yield WeightShard(described.name, block, (at + low - start, *columns), whole)
 
 
 def _row_runs(described: Described, rows: int, rank: int) -> list[tuple[int, int, int]]:

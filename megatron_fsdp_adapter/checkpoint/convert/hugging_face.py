@@ -21,7 +21,7 @@ heads, of the key, of the value. Both rotate halves of a head in the same order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -51,8 +51,7 @@ _LAYER = {
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
 }
-_LINEAR_QKV = "self_attention.linear_qkv."
-_QKV = _LINEAR_QKV + "weight"
+_QKV = "self_attention.linear_qkv.weight"
 _QKV_PARTS = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
 _DENSE: Mapping[str, tuple[str, ...]] = {
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
@@ -140,48 +139,6 @@ def weights_for(
         found.update(zip(names, pieces, strict=True))
     _check_shapes(found, model, "the checkpoint")
     return found
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows `start` to `start + count` of one of our tensors are those from `at` on of `name`, which
-    has `total` rows."""
-
-    name: str
-    total: int
-    at: int
-    start: int
-    count: int
-
-
-def names_of(model: Architecture) -> dict[str, tuple[str, ...]]:
-    """Our name -> the names of the tensors that it is made of."""
-    return dict(_pieces(model))
-
-
-def rows_of(
-    model: Architecture, name: str, names: tuple[str, ...], rows: int
-) -> tuple[Rows, ...]:
-    """Where the rows of our tensor `name`, which has `rows` and is made of `names`, go; tensor by
-    tensor, in order of their rows. Rows of the vocabulary's padding go nowhere. ValueError for
-    another number of rows than the architecture has."""
-    if _LINEAR_QKV in name:  # a bias has the rows of its weight
-        sizes = _group_rows(model)
-        _check_qkv_rows(model, name, rows)
-        starts = (0, sizes[0], sizes[0] + sizes[1])
-        return tuple(
-            Rows(part, size * model.query_groups, g * size, g * sum(sizes) + start, size)
-            for part, start, size in zip(names, starts, sizes, strict=True)
-            for g in range(model.query_groups)
-        )
-    if name in (EMBEDDING, OUTPUT):
-        if rows < model.vocab:
-            raise ValueError(f"{name} has {rows} rows, and the config vocab_size={model.vocab}")
-        rows = model.vocab
-    each, odd = divmod(rows, len(names))
-    if odd:
-        raise ValueError(f"{name} has {rows} rows, which are no {len(names)} equal parts")
-    return tuple(Rows(part, each, 0, i * each, each) for i, part in enumerate(names))
 
 
 def _pieces(model: Architecture) -> Iterator[tuple[str, tuple[str, ...]]]:
