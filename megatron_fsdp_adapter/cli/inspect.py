@@ -4,9 +4,6 @@
     inspect checkpoints/ --keys               and each weight with shape, dtype, bytes, chunks, and
                                               what the optimizer has of it; then all other keys
     inspect checkpoints/iter_0001000 --json
-    inspect checkpoints/ --proof proof.json   whether that certificate speaks of this checkpoint
-
-A certificate (`doctor --prove` writes one) in the checkpoint's folder or its root is shown too.
 """
 
 from __future__ import annotations
@@ -16,9 +13,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_fsdp_adapter.checkpoint.inspection import (
     OPTIMIZER,
@@ -28,14 +23,6 @@ from megatron_fsdp_adapter.checkpoint.inspection import (
     describe,
 )
 from megatron_fsdp_adapter.checkpoint.names import HALVES, OPTIMIZER_META, OPTIMIZER_STATE
-from megatron_fsdp_adapter.checkpoint.record import read_record
-from megatron_fsdp_adapter.prove.proof import (
-    Certificate,
-    Match,
-    find_certificate,
-    match,
-    read_certificate,
-)
 
 from .progress import size_text
 
@@ -51,37 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--keys", action="store_true", help="list weights and other keys; --json lists every key")
     add("--match", default="", metavar="TEXT", help="with --keys: only lines of which a key "
         "contains TEXT")  # fmt: skip
-    add("--proof", type=Path, metavar="FILE",
-        help="certificate to show; default proof.json in the checkpoint's folder or its root")
     add("--json", action="store_true", help="print everything as JSON")
     return parser
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A certificate, its file, and how it fits the checkpoint's record (None: there is none)."""
-
-    path: Path
-    certificate: Certificate
-    match: Match | None
-
-    def plain(self) -> dict[str, Any]:
-        """What --json prints of it."""
-        fits = None if self.match is None else {**vars(self.match), "fits": self.match.fits}
-        content = json.loads(self.certificate.to_json())
-        return {"path": str(self.path), **content, "match": fits}
-
-
-def certificate_of(folder: Path, given: Path | None) -> Shown | None:
-    """The certificate in the file `given`, or that of a checkpoint's folder; None if it has none.
-
-    Raises FileNotFoundError or ValueError if the file is not there or is no certificate.
-    """
-    path = find_certificate(folder) if given is None else given
-    if path is None:
-        return None
-    certificate, record = read_certificate(path), read_record(folder)
-    return Shown(path, certificate, None if record is None else match(certificate, record))
 
 
 def _row(entry: Entry, state: Sequence[tuple[str, Entry]]) -> str:
@@ -151,52 +109,17 @@ def _lines(found: Description, keys: bool, match: str) -> Iterator[str]:
                 yield _row(entry, state)
 
 
-def render_certificate(shown: Shown) -> str:
-    """The certificate as text, with what of it differs from the checkpoint."""
-    return "\n".join(_certificate_lines(shown))
-
-
-def _certificate_lines(shown: Shown) -> Iterator[str]:
-    certificate = shown.certificate
-    yield "certificate"
-    verdict = "holds" if certificate.holds else "DOES NOT HOLD"
-    yield f"  {shown.path}: {verdict}, proven at {certificate.proven_at}"
-    for one in certificate.comparisons:
-        sign = "" if one.holds else "  DOES NOT HOLD"
-        yield f"  {one.what:<40} {one.result:.3g}, at most {one.bound:.3g}{sign}"
-    yield f"  options digest {certificate.options_digest}"
-    found = shown.match
-    if found is None:
-        yield "  the checkpoint has no record, so its options and versions are unknown"
-        return
-    yield from _match_lines("options", (*found.options, *found.unknown), len(found.compared))
-    yield from _match_lines("versions", found.versions, len(certificate.versions))
-
-
-def _match_lines(what: str, differences: Sequence[str], compared: int) -> Iterator[str]:
-    if not differences:
-        verdict = f"those of the checkpoint ({compared} compared)" if compared else "not known"
-        yield f"  {what}: {verdict}"
-        return
-    yield f"  {what}: NOT those of the checkpoint"
-    yield from (f"    {line}" for line in differences)
-
-
 def main(argv: Sequence[str]) -> int:
     """Prints what is in a checkpoint. Returns 0, or 2 if there is none that can be read."""
     given = _parser().parse_args(argv)
     try:
         found = describe(given.path, given.iteration)
-        shown = certificate_of(Path(found.folder), given.proof)
     except (ValueError, FileNotFoundError) as error:
         print(f"inspect: {error}", file=sys.stderr)
         return 2
     if given.json:
         plain = {**dataclasses.asdict(found), "totals": found.totals()}
-        plain["certificate"] = None if shown is None else shown.plain()
         print(json.dumps(plain, indent=2, default=str))
     else:
         print(render(found, given.keys, given.match))
-        if shown is not None:
-            print(render_certificate(shown))
     return 0

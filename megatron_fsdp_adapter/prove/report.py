@@ -1,18 +1,16 @@
-"""What a proof prints, and the certificate that it leaves."""
+"""What a proof prints."""
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.checkpoint.record import TOPOLOGY_OPTIONS, versions
+from megatron_fsdp_adapter.checkpoint.record import versions
 from megatron_fsdp_adapter.megatron.options.settings import format_changes
 from megatron_fsdp_adapter.prove import compare
 from megatron_fsdp_adapter.prove.compare import Row
-from megatron_fsdp_adapter.prove.proof import Certificate, Comparison
 from megatron_fsdp_adapter.prove.run import Plan, narrowest
 from megatron_fsdp_adapter.prove.source import Recipe
 
@@ -78,28 +76,22 @@ def _lines(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
         yield cause
 
 
-def certificate(recipe: Recipe, plan: Plan, rows: Sequence[Row]) -> Certificate:
-    """Of the run as it was asked for: sizes in `small` say what was computed instead."""
-    asked = {name: value for name, value in recipe.options.items() if _speaks(value)}
-    options: dict[str, Any] = {name: plain(value) for name, value in asked.items()}
-    for name in TOPOLOGY_OPTIONS:
-        options.setdefault(name, None)
-    options["small"] = {c.option: plain(c.after) for c in plan.shrunk.changes}
-    options["not_compared"] = list(plan.shrunk.left_out)
-    comparisons = tuple(
-        Comparison(
-            f"{row.run}, step {row.step}, {row.quantity}" + (f" ({row.name})" if row.name else ""),
-            row.bound,
-            float(row.difference),
-        )
-        for row in rows
-    )
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return Certificate(options, versions(), comparisons, now)
-
-
-def _speaks(value: Any) -> bool:
-    return value is not None and value is not False
+def as_values(recipe: Recipe, plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
+    """The same in values that JSON has: the run as it was asked for, the sizes in `small` that were
+    computed instead, releases, and every comparison."""
+    asked = {n: v for n, v in recipe.options.items() if v is not None and v is not False}
+    return {
+        "source": recipe.source,
+        "options": {name: plain(value) for name, value in asked.items()},
+        "small": {change.option: plain(change.after) for change in plan.shrunk.changes},
+        "not_compared": list(plan.shrunk.left_out),
+        "versions": versions(),
+        "comparisons": [
+            {name: plain(value) for name, value in {**vars(row), "holds": row.holds}.items()}
+            for row in rows
+        ],
+        "holds": all(row.holds for row in rows),
+    }
 
 
 def plain(value: Any) -> Any:

@@ -14,7 +14,6 @@ import pytest
 from megatron_fsdp_adapter.cli import doctor
 from megatron_fsdp_adapter.prove import compare, run, source
 from megatron_fsdp_adapter.prove.compare import Row
-from megatron_fsdp_adapter.prove.proof import read_certificate
 from megatron_fsdp_adapter.prove.shrink import Room, shrink
 from tests.prove import faults
 
@@ -30,31 +29,23 @@ def prove(folder: Path, prepare: Callable[[], None] | None, **options: Any) -> l
     return run.prove(plan, "gloo", 300.0)
 
 
-def test_a_right_engine_is_proven_with_a_certificate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_right_engine_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"--set={name}={value!r}" for name, value in MODEL.items()]
-    place = tmp_path / "proof.json"
-    status = doctor.main(["--prove", "--ranks=2", "--steps=1", "--more=1", f"--proof={place}",
-                          *words])  # fmt: skip
-    out = capsys.readouterr().out
-    assert status == 0, out
-    assert "step 1  gradients of" in out and "hold: proven" in out
-    found = read_certificate(place)
-    assert found.holds and found.options["num_layers"] == 3
-    assert found.options["small"]["microbatches"] == 3
-    assert json.loads(place.read_text())["holds"] is True
+    status = doctor.main(["--prove", "--json", "--ranks=2", "--steps=1", "--more=1", *words])
+    found = json.loads(capsys.readouterr().out)
+    assert status == 0 and found["holds"], found
+    assert all(row["holds"] for row in found["comparisons"])
+    assert {row["quantity"] for row in found["comparisons"]} >= {"loss", "gradients"}
+    assert found["options"]["num_layers"] == 3 and found["small"]["microbatches"] == 3
 
 
-def test_the_documented_preset_is_proven(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_documented_preset_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     """By the command of docs/prove.md, of which fewer steps are run."""
     page = (Path(__file__).parents[2] / "docs" / "prove.md").read_text()
     [command] = re.findall(r"python -m megatron_fsdp_adapter doctor (--prove --preset .*)", page)
-    status = doctor.main([*shlex.split(command), "--ranks=2", "--steps=1", "--more=1",
-                          f"--proof={tmp_path / 'proof.json'}"])  # fmt: skip
-    assert status == 0 and "hold: proven" in capsys.readouterr().out
+    status = doctor.main([*shlex.split(command), "--ranks=2", "--steps=1", "--more=1"])
+    out = capsys.readouterr().out
+    assert status == 0 and "step 1  gradients of" in out and "hold: proven" in out
 
 
 FAULTS = [
