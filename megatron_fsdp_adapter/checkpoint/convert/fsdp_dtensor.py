@@ -11,7 +11,8 @@ DEEP is "module.module.", and once more "module." unless the model computes in f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,20 @@ from megatron_fsdp_adapter.checkpoint.convert.dcp_files import Contents, DcpFold
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, cast, from_tensor
 from megatron_fsdp_adapter.checkpoint.convert.run_config import with_arguments
 from megatron_fsdp_adapter.checkpoint.convert.training_state import (
-    HALVES,
     NameStyle,
     TrainingState,
     check_layers,
     common_name,
     dtype_argument,
+    in_common,
     is_first_linear,
     is_parameter,
-    join_halves,
     moe_layers,
     split_halves,
     styled_name,
+    turned,
 )
-from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
+from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING, HALVES, split_depth
 
 _STATE = ("optimizer", "state")
 _META = ("optimizer", "param_to_group_meta")
@@ -52,23 +53,22 @@ def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> Train
     paths = {key: _split(folder, key) for key in (*folder.tensor_keys, *folder.object_keys)}
     tensors = {paths[key]: folder.tensor(key) for key in folder.tensor_keys}
     model = {
-        path[1]: tensor for path, tensor in tensors.items()
+        str(path[1]): tensor for path, tensor in tensors.items()
         if path[0] == "model" and not str(path[1]).endswith(FP8_SCALING)
     }
     dropped = [key for key in folder.tensor_keys if key.endswith(FP8_SCALING)]
-    if not any(name.startswith("module.") for name in map(str, model)):
+    if not any(name.startswith("module.") for name in model):
         raise ValueError(
             f"{folder.folder} is no fsdp_dtensor checkpoint: it has no key model.module...., but "
             f"{', '.join(list(paths)[:3])}"
         )
     objects = {paths[key]: key for key in folder.object_keys if not key.startswith("model.")}
-    names = {str(name): _name(str(name)) for name in model}
     state = TrainingState(
         iteration=iteration,
-        weights=_common(join_halves({names[str(n)]: t for n, t in model.items()})),
+        weights=in_common(model),
         rest=_rest(folder, tensors, objects, weights_only),
         dropped=(*dropped, *(key for key in folder.object_keys if key.startswith("model."))),
-        style=_style(names.values()),
+        style=_style(model),
     )
     if not weights_only:
         state = _with_optimizer(state, folder, tensors, objects)
@@ -124,22 +124,7 @@ def _split(folder: DcpFolder, key: str) -> KeyPath:
     return path
 
 
-def _name(key: str) -> str:
-    """Without the "module."s in front."""
-    while key.startswith("module."):
-        key = key.removeprefix("module.")
-    return key
-
-
-def _common(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    found = {common_name(name): tensor for name, tensor in tensors.items()}
-    if len(found) != len(tensors):
-        raise ValueError("a weight is stored under two names of different styles")
-    return found
-
-
-def _style(names: Any) -> NameStyle:
-    listed = list(names)
+def _style(listed: Collection[str]) -> NameStyle:
     return NameStyle(
         fused_norms=any("linear_qkv.layer_norm_" in name for name in listed),
         grouped_experts=any(".experts.linear_fc" in name for name in listed),
@@ -159,35 +144,24 @@ def _with_optimizer(
     depths = set()
     for path, tensor in tensors.items():
         if path[:2] == _STATE:
-            name = str(path[2])
-            depths.add((len(name) - len(_name(name))) // len("module."))
+            depth, name = split_depth(str(path[2]))
+            depths.add(depth.count("module."))
             if path[3] == _STEP:
-                steps[common_name(_name(name).removesuffix("_w").removesuffix("_v"))] = (
-                    tensor.whole()
-                )
+                steps[common_name(name.removesuffix("_w").removesuffix("_v"))] = tensor.whole()
             else:
-                kinds.setdefault(str(path[3]), {})[_name(name)] = tensor
+                kinds.setdefault(str(path[3]), {})[name] = tensor
     for path, key in objects.items():
         if path[:2] == _META:
-            name = common_name(_name(str(path[2])))
+            name = common_name(split_depth(str(path[2]))[1])
             groups.setdefault(name, {})[str(path[3])] = folder.object(key)
-    moments: dict[str, dict[str, LazyTensor]] = {}
-    for kind, parts in kinds.items():
-        for name, tensor in _common(join_halves(parts)).items():
-            moments.setdefault(name, {})[kind] = tensor
+    moments = turned({kind: in_common(parts) for kind, parts in kinds.items()})
     _check_moments(state, moments, groups, folder.folder)
-    depth = depths.pop() if len(depths) == 1 else None
-    by_depth = {2: torch.float32, 3: torch.bfloat16}.get(depth or 0)
-    return TrainingState(
-        **{
-            **vars(state),
-            "moments": moments,
-            "steps": steps,
-            "groups": groups,
-            "depth": depth,
-            "params_dtype": dtype_argument(state.rest) or by_depth,
-        }
-    )
+    known = depths.pop() if len(depths) == 1 else None
+    by_depth = {2: torch.float32, 3: torch.bfloat16}.get(known or 0)
+    return replace(
+        state, moments=moments, steps=steps, groups=groups, depth=known,
+        params_dtype=dtype_argument(state.rest) or by_depth,
+    )  # fmt: skip
 
 
 def _check_moments(

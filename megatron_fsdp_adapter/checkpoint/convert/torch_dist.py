@@ -45,14 +45,15 @@ from megatron_fsdp_adapter.checkpoint.convert.training_state import (
     TrainingState,
     argument_of,
     check_layers,
-    common_name,
     dtype_argument,
     fuse_norm,
+    in_common,
     is_parameter,
-    join_halves,
     moe_layers,
     style_record,
+    turned,
 )
+from megatron_fsdp_adapter.checkpoint.names import split_depth
 
 SHARDING_TYPE = "fully_reshardable"
 
@@ -93,7 +94,7 @@ def read(folder: DcpFolder, iteration: int, weights_only: bool = False) -> Train
         elif not _BUCKETS.match(key):
             model.update(_unstacked(key, folder.tensor(key)))
     record = common.pop(RECORD, {})
-    weights = _common(model)
+    weights = in_common(model)
     state = TrainingState(
         iteration=iteration,
         weights=weights,
@@ -138,10 +139,7 @@ def _leaves(
     tensors: dict[KeyPath, LazyTensor] = {(k,): t for k, t in keys.stacked(computed).items()}
     # Main weights are those in fp32, also of a model that computes in it, as core saves them.
     main = {n: cast(state.weights[n], torch.float32) for n in state.moments}
-    kinds: dict[str, dict[str, LazyTensor]] = {"param": main} if main else {}
-    for name, moments in state.moments.items():
-        for kind, moment in moments.items():
-            kinds.setdefault(kind, {})[name] = moment
+    kinds = {**({"param": main} if main else {}), **turned(state.moments)}
     for kind, parts in kinds.items():
         for key, tensor in keys.stacked(parts).items():
             tensors[(f"optimizer.state.{kind}.{key}",)] = tensor
@@ -233,8 +231,7 @@ def _stack(
 
 def _unstacked(key: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
     """One tensor for each layer and expert, by name."""
-    while key.startswith("module."):
-        key = key.removeprefix("module.")
+    key = split_depth(key)[1]
     if match := _STACKED_LAYERS.fullmatch(key):
         for layer in range(tensor.shape[0]):
             yield from _unstacked(f"{match[1]}.{layer}.{match[2]}", select(tensor, layer))
@@ -247,22 +244,15 @@ def _unstacked(key: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]
         yield key, tensor
 
 
-def _common(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    return {common_name(name): tensor for name, tensor in join_halves(tensors).items()}
-
-
 def _with_optimizer(
     state: TrainingState,
     optimizer: Mapping[str, Mapping[str, LazyTensor]],
     common: Mapping[str, Any],
     where: Path,
 ) -> TrainingState:
-    kinds = {kind: _common(parts) for kind, parts in optimizer.items()}
+    kinds = {kind: in_common(parts) for kind, parts in optimizer.items()}
     main = {n: t for kind in _MAIN_WEIGHTS for n, t in kinds.pop(kind, {}).items()}
-    moments: dict[str, dict[str, LazyTensor]] = {}
-    for kind, parts in kinds.items():
-        for name, tensor in parts.items():
-            moments.setdefault(name, {})[kind] = tensor
+    moments = turned(kinds)
     unknown = sorted(name for name in {*main, *moments} if name not in state.weights)
     if unknown:
         raise ValueError(f"{where}: optimizer state without a weight: {', '.join(unknown)}")

@@ -24,9 +24,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.checkpoint.convert.lazy import LazyTensor, concat, narrow
-
-HALVES = ("_w", "_v")
-"""Suffixes of the gate half and the linear half where a gated MLP's first layer is split."""
+from megatron_fsdp_adapter.checkpoint.names import HALVES, split_depth
 
 TRANSFORMER_IMPLS = ("local", "transformer_engine")
 EXPERT_LAYOUTS = ("sequential", "grouped")
@@ -178,6 +176,27 @@ def join_halves(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
             raise ValueError(f"{key} is there without {missing[0]}: half a weight is missing")
         joined[name] = concat([tensors[name + half] for half in HALVES])
     return joined
+
+
+def in_common(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Tensors of a model of any style by common names, halves joined and leading "module."s left
+    out. Raises ValueError for half a weight, or for one that is there under two names."""
+    joined = join_halves({split_depth(name)[1]: tensor for name, tensor in tensors.items()})
+    found = {common_name(name): tensor for name, tensor in joined.items()}
+    if len(found) != len(joined):
+        raise ValueError("a weight is stored under two names of different styles")
+    return found
+
+
+def turned(
+    kinds: Mapping[str, Mapping[str, LazyTensor]],
+) -> dict[str, dict[str, LazyTensor]]:
+    """By weight and kind of moment, what is by kind and weight; and the other way round."""
+    found: dict[str, dict[str, LazyTensor]] = {}
+    for outer, tensors in kinds.items():
+        for inner, tensor in tensors.items():
+            found.setdefault(inner, {})[outer] = tensor
+    return found
 
 
 def split_halves(tensor: LazyTensor) -> dict[str, LazyTensor]:
