@@ -25,7 +25,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from ..core.engine.engine import FsdpEngine
 from ..sharding.local_optimizer import LocalShards, adopt
-from ..sharding.made_state import is_torch_class
+from ..sharding.made_state import is_torch_class, make_state
 from ..sharding.shown_state import Entry
 from .options.optimizer_pairs import CORES_OFFLOAD as OPTION
 from .options.support import is_on
@@ -128,8 +128,13 @@ class HybridShards(LocalShards):
         return {n: v for n, v in options.items() if n not in self.added_options} | own
 
     def made_state(self, optimizer: Any) -> None:
-        """Steps of the groups, which a load has written, become those of the host's optimizers;
-        core itself gives them to the fused one."""
+        """What has no state gets it: core adds the copy to what was emptied, and torch's optimizers
+        take that for state. Steps of the groups, which a load has written, become those of the
+        host's optimizers; core itself gives them to the fused one."""
+        for part in self.parts(optimizer):
+            for inner in [inner for inner, state in part.state.items() if not state]:
+                del part.state[inner]
+            make_state(part)
         for index, group in enumerate(optimizer.param_groups if self.steps_in_groups else ()):
             group.setdefault("step", 0)
             inner = {id(optimizer.param_to_inner_param[own]) for own in self.locals_of(index)}

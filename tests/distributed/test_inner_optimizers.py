@@ -1,5 +1,6 @@
-"""What a program does to Megatron's inner optimizer, whichever steps: it clears the state, or goes
-on after a step that raised. In plain loops, beside torch: tests/distributed/state_loops.py."""
+"""What a program does to Megatron's inner optimizer, whichever steps: it clears the state, takes
+parameters out of its groups, or goes on after a step that raised. In plain loops, beside torch:
+tests/distributed/state_loops.py."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from tests.distributed.gpt import (
     build_trainer,
     distributed_optimizer,
     init_megatron,
+    train_step,
 )
+from tests.distributed.hybrid_device import offload, two_memories
 from tests.distributed.launch import run_ranks
 from tests.distributed.lion import IN_CORE
 
@@ -30,6 +33,7 @@ KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Adam": ({}, {}),
     "late": (LATE, {}),
     "streamed": (STREAMED, {}),
+    "half of it on the host": ({}, offload(0.5)),
     "Muon": ({}, {"optimizer": "muon"}),
     **({"Lion": ({}, {"optimizer": "lion"})} if IN_CORE else {}),
 }
@@ -41,12 +45,15 @@ ADAM = sys.modules[torch.optim.Adam.__module__]
 Act = Callable[[Trainer, int, torch.device], None]
 
 
+def _trainer(kind: str, clip: float, device: torch.device) -> Trainer:
+    ddp, options = KINDS[kind]
+    case = CASE.but(clip=clip)
+    return build_trainer(case, "optim_grads_params", device, ddp=ddp, optimizer=options)
+
+
 def _run(kind: str, clip: float, act: Act, rank: int, device: torch.device) -> list[Step]:
     """Two steps, what `act` does, and two more."""
-    ddp, options = KINDS[kind]
-    trainer = build_trainer(
-        CASE.but(clip=clip), "optim_grads_params", device, ddp=ddp, optimizer=options
-    )
+    trainer = _trainer(kind, clip, device)
     found = []
     for step in range(4):
         if step == 2:
@@ -74,6 +81,7 @@ def _adam_does(effect: Any) -> Act:
     return act
 
 
+@two_memories()
 def _raises(rank: int, world: int) -> None:
     device = init_megatron()
     for kind in KINDS:
@@ -99,6 +107,7 @@ def _zeroed(trainer: Trainer, rank: int, device: torch.device) -> None:
             getattr(value, "_local_tensor", value).zero_()
 
 
+@two_memories()
 def _clears(rank: int, world: int) -> None:
     device = init_megatron()
     for kind in KINDS:
@@ -108,3 +117,32 @@ def _clears(rank: int, world: int) -> None:
 
 def test_state_that_is_cleared_is_zero_in_the_next_step() -> None:
     run_ranks(_clears, 2, timeout=300)
+
+
+@two_memories()
+def _has_fewer(rank: int, world: int) -> None:
+    device = init_megatron()
+    for kind in KINDS:
+        trainer = _trainer(kind, 0.05, device)
+        train_step(trainer, batches(CASE, 0, rank, device))
+        trainer.wrapper.stop_communication()
+        groups = distributed_optimizer(trainer).optimizer.param_groups
+        taken = [param for group in groups for param in group["params"][1::2]]
+        for group in groups:
+            group["params"] = group["params"][::2]
+        if kind in ("late", "streamed", "half of it on the host"):
+            with pytest.raises(ValueError, match="param_groups (with|have) other parameters"):
+                train_step(trainer, batches(CASE, 1, rank, device))
+            continue
+        kept = [param for group in groups for param in group["params"]]
+        before = [[param._local_tensor.clone() for param in params] for params in (taken, kept)]
+        train_step(trainer, batches(CASE, 1, rank, device))
+        for params, values, stays in zip((taken, kept), before, (True, False), strict=True):
+            both = zip(params, values, strict=True)
+            same = [torch.equal(param._local_tensor, v) for param, v in both if v.numel()]
+            assert same == [stays] * len(same) and same, kind
+
+
+def test_parameters_that_are_taken_out_of_groups_are_stepped_no_more() -> None:
+    """Refused where units are planned, or copies were made."""
+    run_ranks(_has_fewer, 2, timeout=300)
