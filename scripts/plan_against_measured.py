@@ -88,8 +88,8 @@ def setup_of(row: Measured) -> StepSetup:
     engine = (EngineConfig if table.today else WideBuckets)(
         STRATEGIES[row.strategy], MixedPrecisionPolicy(grad_comm_dtype=wire), poison_buffers=False,
         weight_slots=slots or copies, bucket_slots=slots, exchange_gradients=reduces,
-        fp32_accumulation=wire is not None, wire_in_blocks="rs8" in words,
-        offload="stream" in words, whole=("expert",) if row.whole else (),
+        fp32_accumulation=wire is not None, offload="stream" in words,
+        whole=("expert",) if row.whole else (),
     )  # fmt: skip
     shards = {"dense": (table.gpus, 1)}
     shape = shape_of(table)

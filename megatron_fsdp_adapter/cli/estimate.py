@@ -35,7 +35,6 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     unit_bytes,
     with_slots,
 )
-from megatron_fsdp_adapter.megatron.options.ddp_options import BLOCKS
 from megatron_fsdp_adapter.megatron.options.joining import UNIT_NUMEL, joins_by_default
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 from megatron_fsdp_adapter.megatron.options.support import STEP_GRAPH, is_on
@@ -468,7 +467,7 @@ def run(given: argparse.Namespace) -> str:
         config_from(options),
         given.data_parallel_size,
         DTYPES[dtype],
-        {**slots_wanted(given), "wire_in_blocks": is_on(given, BLOCKS)},
+        slots_wanted(given),
         quantised,
         int(vars(given).get(BUDGET, 0.0) * GIB),
         vars(given).get(UNIT_NUMEL, None if joins_by_default(given, given) else 0),

@@ -12,7 +12,6 @@ from megatron_fsdp_adapter.core.config import MixedPrecisionPolicy
 from megatron_fsdp_adapter.core.layout import GroupLayout
 from megatron_fsdp_adapter.core.layout.spec import ParamSpec
 from megatron_fsdp_adapter.diagnostics.memory import MUONS_MATRICES, Moments, Precision
-from megatron_fsdp_adapter.megatron.options.ddp_options import BLOCKS
 from megatron_fsdp_adapter.sharding.muon.plan import step_bytes
 
 from .gpt import is_experts, whole_shape
@@ -30,7 +29,6 @@ SWITCHES = {
     "nccl_ub": "the same, registered with NCCL",
     "fsdp_copy_engine_all_gather": "weights in slots, gathered by copy engines",
     "fsdp_copy_engine_reduce_scatter": "gradients in slots, carried by copy engines",
-    BLOCKS: "gradients on the wire in 8-bit blocks",
     UNFUSED: "no module writes weight gradients: copy engines carry them in their own dtype",
     "chunked_optimizer_state_offload": "main weights and optimizer state in host memory",
     "optimizer_cpu_offload": "a part of the optimizer on the host",

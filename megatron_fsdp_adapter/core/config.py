@@ -108,8 +108,6 @@ class EngineConfig:
         fp32_accumulation: a reduce-scatter sends the communication dtype and sums in float32.
         exchange_gradients: a reduce-scatter is an all-to-all, which copy engines can do, into fixed
             memory, and a sum in the order of the ranks. `fp32_accumulation` is one anyway.
-        wire_in_blocks: a reduce-scatter is an exchange of 8-bit blocks (`runtime/blocks.py`), which
-            are summed in float32.
         scale_before_sum: the domain's scale is applied to what is communicated; otherwise to what
             came out of the reduction, which is smaller and rounds once.
         padding_bound: largest share of padding in a flat buffer before it is cut in segments.
@@ -137,7 +135,6 @@ class EngineConfig:
     prefetch_bytes: int = 0
     fp32_accumulation: bool = False
     exchange_gradients: bool = False
-    wire_in_blocks: bool = False
     scale_before_sum: bool = False
     padding_bound: float = 0.01
     max_segments: int = 4
@@ -172,14 +169,6 @@ class EngineConfig:
                 f"{self.bucket_slots}: it is for buckets in fixed slots; set bucket_slots=True and "
                 "use a strategy that shards gradients"
             )
-        if self.wire_in_blocks and not (
-            self.strategy.shard_main and self.policy.comm_dtype == torch.float32
-        ):
-            raise ValueError(
-                f"wire_in_blocks=True with {self.strategy.name} and communication in "
-                f"{self.policy.comm_dtype}: it is for a reduce-scatter of float32, of which it "
-                "makes 8-bit blocks"
-            )
         if self.keep_derived and self.strategy.shard_weights:
             raise ValueError(
                 f"keep_derived=True with {self.strategy.name}: the transposes of all weights would "
@@ -209,7 +198,6 @@ class EngineConfig:
             self.for_unit(STRATEGIES["optim"]),
             policy=replace(self.policy, grad_comm_dtype=None),
             fp32_accumulation=False,
-            wire_in_blocks=False,
         )
 
     @property
@@ -222,7 +210,7 @@ class EngineConfig:
         """Whether buckets may hold gradients in the dtype that autograd gives them, where that is
         narrower than the communication dtype: an exchange sums in float32, as if each had been
         cast before, and what is scaled afterwards is not rounded to that dtype."""
-        return self.exchange_gradients and not (self.wire_in_blocks or self.scale_before_sum)
+        return self.exchange_gradients and not self.scale_before_sum
 
     @property
     def sums_in_fp32_help(self) -> bool:

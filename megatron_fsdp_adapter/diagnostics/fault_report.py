@@ -129,9 +129,6 @@ class NamedCommunicator(Communicator):
     def reduce_scatter_by_exchange(self, pairs: Sequence[Pair], *options: Any) -> list[Any]:
         return self._named(REDUCE, super().reduce_scatter_by_exchange, pairs, *options)
 
-    def reduce_scatter_in_blocks(self, pairs: Sequence[Pair], *options: Any) -> list[Any]:
-        return self._named(REDUCE, super().reduce_scatter_in_blocks, pairs, *options)
-
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         return self._named(REDUCE, super().all_reduce, tensors)
 
@@ -179,7 +176,6 @@ def memory_plan(
         weight_slots=config.weight_slots,
         bucket_slots=config.bucket_slots,
         exchange_gradients=config.exchange_gradients,
-        wire_in_blocks=config.wire_in_blocks,
         scale_before_sum=config.scale_before_sum,
     )
     lines = [f"{kind}: {_size(nbytes)}" for kind, nbytes in totals.items()]

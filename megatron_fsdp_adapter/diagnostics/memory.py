@@ -16,7 +16,6 @@ from ..core.engine.staging import bucket_bytes, plan_weights_and_buckets
 from ..core.layout.format import WeightFormat
 from ..core.layout.group import GroupLayout
 from ..core.layout.spec import ParamSpec
-from ..core.runtime.block_format import row_bytes
 
 COMPUTE_WEIGHTS = "compute weights"
 QUANTISED_SHARD = "quantised shard"
@@ -29,7 +28,6 @@ REDUCE_BUCKET = "reduce bucket"
 WEIGHT_SLOTS = "weight slots"
 BUCKET_SLOTS = "bucket slots"
 RECEIVED_PIECES = "received pieces"
-ENCODED_PIECES = "gradients in 8-bit blocks"
 TRANSPOSES = "transposes"
 QUANTISED_COPIES = "quantised copies of weights"
 KEPT_SHARD = "shard of weights"
@@ -57,7 +55,6 @@ LIFE: Mapping[str, str] = {
     WEIGHT_SLOTS: PERSISTENT,
     BUCKET_SLOTS: PERSISTENT,
     RECEIVED_PIECES: PERSISTENT,
-    ENCODED_PIECES: UNIT_IN_USE,
     TRANSPOSES: UNIT_IN_USE,
     QUANTISED_COPIES: FORWARD_TO_BACKWARD,
     KEPT_SHARD: PERSISTENT,
@@ -278,7 +275,6 @@ def with_slots(
     weight_slots: bool,
     bucket_slots: bool,
     exchange_gradients: bool,
-    wire_in_blocks: bool = False,
     scale_before_sum: bool = False,
 ) -> dict[str, int]:
     """`model_bytes` with slots in place of the transient buffers that are in them, and with what an
@@ -291,7 +287,7 @@ def with_slots(
     comm, rows = precision.comm, rows or [strategy] * len(units)
     of_units = list(zip(rows, units, strict=True))
     collected = [(row.shard_grads or comm != precision.grad) and bool(u) for row, u in of_units]
-    exact = exchange_gradients and not (wire_in_blocks or scale_before_sum)
+    exact = exchange_gradients and not scale_before_sum
     narrows = [exact and row.shard_grads for row in rows]
     gathered = [row.shard_weights and bool(u) for row, u in of_units]
     weights, buckets = plan_weights_and_buckets(
@@ -313,19 +309,7 @@ def with_slots(
         totals[RECEIVED_PIECES] = in_slots
         if kept:  # received in memory that comes and goes
             totals[REDUCE_BUCKET] = totals.get(REDUCE_BUCKET, 0) + kept
-    elif wire_in_blocks:
-        totals[ENCODED_PIECES] = max(map(_encoded_bytes, filter(None, units)), default=0)
     return totals
-
-
-def _encoded_bytes(unit: Sequence[GroupLayout]) -> int:
-    """Of the largest segment, to send and to receive: one is communicated after the other."""
-    trained = [one for one in unit if one.specs[0].requires_grad]
-    segments = [
-        2 * one.num_shards * row_bytes(segment.numel // one.num_shards)
-        for one in trained for segment in one.segments
-    ]  # fmt: skip
-    return max(segments, default=0)
 
 
 def bytes_between_steps(held: Mapping[str, int], keeps_grads: bool = False) -> int:

@@ -106,8 +106,7 @@ MAIN_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "--fsdp-grad-comm-fp8-blocks", False,
-        "gradients travel as 8-bit blocks and are summed in float32 (docs/precision.md)",
-        is_switch=True,
+        "refused: --grad-reduce-in-bf16 makes gradients smaller on the wire", is_switch=True,
     ),
     Flag(
         "--chunked-optimizer-state-offload", False,

@@ -222,8 +222,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             if group.key.requires_grad and group.has_transient_bucket
         } - {str(config.policy.comm_dtype)}
         carried = f" (what autograd makes, carried as {', '.join(sorted(narrow))})"
-        name = "8-bit blocks" if config.wire_in_blocks else str(config.policy.comm_dtype)
-        return name + (carried if narrow else "")
+        return f"{config.policy.comm_dtype}{carried if narrow else ''}"
 
     def _kept_whole(self) -> str:
         """What is not sharded: of domains of one rank, and what a budget keeps over a step."""

@@ -106,8 +106,6 @@ def _add_features(parser: argparse.ArgumentParser) -> None:
                       help="layers whose activations are in host memory")  # fmt: skip
     told.add_argument("--fsdp-unsharded-budget-gib", type=float, default=0.0, metavar="GIB",
                       help="for units that stay whole over a step")  # fmt: skip
-    told.add_argument("--fsdp-grad-comm-fp8-blocks", action="store_true",
-                      help="gradients travel in 8-bit blocks")  # fmt: skip
     told.add_argument("--suggested-communication-unit-size", type=int, metavar="N",
                       help="elements up to which neighbouring layers are one unit; 0: each is one; "
                       "default: as the wrapper joins them")  # fmt: skip

@@ -149,7 +149,7 @@ class Configuration:
         return EngineConfig(
             row, MixedPrecisionPolicy(grad_comm_dtype=wire), poison_buffers=False,
             fp32_accumulation=features.bf16_wire and row.shard_main,
-            wire_in_blocks=features.block_wire, offload=features.streamed,
+            offload=features.streamed,
             shard_outer=self.outer_optim and self.instances > 1,
             prefetch_bytes=BF16 * (features.unit_numel or 0), whole=self._whole, **self.slots,
         )  # fmt: skip
@@ -186,9 +186,8 @@ def planned(shape: Shape, chosen: Configuration, stage: int = 0) -> Model:
         shape, split, stage, dense, expert, features.quantised,
         unit_numel(shape, chosen.parallel, features, chosen.graph, stage), chosen.fused,
     )
-    slots = {**chosen.slots, "wire_in_blocks": features.block_wire}
     return replace(
-        model, slots=slots, quantised=quantised, budget=features.budget,
+        model, slots=chosen.slots, quantised=quantised, budget=features.budget,
         graphs=features.layer_graphs, tensor=split.tensor, ahead=features.unit_numel or 0,
     )
 

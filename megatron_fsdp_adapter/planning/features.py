@@ -30,10 +30,10 @@ ADAM, MUON = "adam", "muon"
 class Features:
     """quantised: matrix products and weights of layers in FP8. optimizer: "adam" or "muon".
     streamed: main weights and state in host memory. host_layers: layers whose activations are
-    there, the first ones of a stage. budget_gib: for units that stay whole over a step. block_wire:
-    gradients travel in 8-bit blocks. bf16_wire: in bf16, summed in fp32. layer_graphs: each layer
-    in CUDA graphs of its own. unit_numel: neighbouring layers are joined to units of so many
-    elements, 0: each is one, None: as the wrapper joins them by default. expert_overlap: exchanges
+    there, the first ones of a stage. budget_gib: for units that stay whole over a step. bf16_wire:
+    gradients travel in bf16, summed in fp32. layer_graphs: each layer in CUDA graphs of its own.
+    unit_numel: neighboring layers are joined to units of so many elements, 0: each is one, None:
+    as the wrapper joins them by default. expert_overlap: exchanges
     between experts run beside another microbatch's layers. late_step: updates under the next
     forward; step_graph: in a CUDA graph. Neither changes the time that is planned."""
 
@@ -43,7 +43,6 @@ class Features:
     host_layers: int = 0
     budget_gib: float = 0.0
     bf16_wire: bool = False
-    block_wire: bool = False
     layer_graphs: bool = False
     unit_numel: int | None = None
     expert_overlap: bool = False
@@ -81,11 +80,6 @@ class Features:
                 f"{flag(STEP_GRAPH)} with --optimizer muon or --chunked-optimizer-state-offload: "
                 "it is for adam on the device; leave one out"
             )
-        if self.bf16_wire and self.block_wire:
-            raise ValueError(
-                "--bf16-wire with --fsdp-grad-comm-fp8-blocks: blocks are made of fp32 gradients; "
-                "leave one out"
-            )
 
     @property
     def precision(self) -> Precision:
@@ -118,7 +112,7 @@ class Features:
             "streamed optimizer": self.streamed,
             f"activations of {self.host_layers} layers on the host": self.host_layers > 0,
             f"budget {self.budget_gib:g} GiB": self.budget_gib > 0,
-            "bf16 wire": self.bf16_wire, "8-bit wire": self.block_wire,
+            "bf16 wire": self.bf16_wire,
             "layer graphs": self.layer_graphs,
             f"units of {self.unit_numel or 0:,}": bool(self.unit_numel),
             "layers not joined": self.unit_numel == 0,
@@ -143,8 +137,7 @@ def features_of(options: Mapping[str, Any]) -> Features:
         bool(options.get("chunked_optimizer_state_offload")),
         (options.get("cpu_offloading_num_layers") or 0) if offloads else 0,
         float(options.get("fsdp_unsharded_budget_gib") or 0.0), wire in ("bf16", "bfloat16"),
-        bool(options.get("fsdp_grad_comm_fp8_blocks")), graphs,
-        options.get(UNIT_NUMEL),
+        graphs, options.get(UNIT_NUMEL),
         bool(options.get("overlap_moe_expert_parallel_comm")), bool(options.get(LATE_STEP)),
         bool(options.get(STEP_GRAPH)),
     )  # fmt: skip
@@ -184,8 +177,6 @@ def ddp_options(features: Features) -> dict[str, Any]:
     if features.bf16_wire:
         options["megatron_fsdp_grad_comm_dtype"] = "bf16"
         options["reduce_scatter_with_fp32_accumulation"] = True
-    if features.block_wire:
-        options["fsdp_grad_comm_fp8_blocks"] = True
     if features.streamed:
         options["chunked_optimizer_state_offload"] = True
     if features.budget_gib:
@@ -231,8 +222,6 @@ def problem(
         graph or not plain or (fixed and strategy.shard_weights)
     ):
         return "experts overlap without graphs, pipelines, recomputation and weights in slots"
-    if features.block_wire and not strategy.shard_main:
-        return "8-bit blocks are for reductions to shards"
     if features.bf16_wire and strategy == STRATEGIES["no_shard"]:
         return "sums in fp32 are for reductions to shards"
     if features.budget_gib and not strategy.shard_grads:

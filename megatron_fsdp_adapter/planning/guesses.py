@@ -115,7 +115,7 @@ class Split:
         count, features, network = self.microbatches, chosen.features, self.machine.network
         gathers = (2 * count if row.shard_weights else 1) if row.shard_main else 0
         reduces = count if row.shard_grads else 1
-        wire = 1.03 if features.block_wire else 2 if features.bf16_wire else 4
+        wire = 2 if features.bf16_wire else 4
         weight = 1 if features.quantised.weights else 2
         link = 0.0
         for domain, elements in self.numel.items():

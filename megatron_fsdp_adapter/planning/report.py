@@ -107,7 +107,7 @@ def benchmark_row(chosen: Configuration) -> str | None:
     features = chosen.features
     if parallel != type(parallel)(expert=parallel.expert) or chosen.instances > 1:
         return None
-    if features.block_wire or features.host_layers or features.expert_overlap:
+    if features.host_layers or features.expert_overlap:
         return None
     if features.late_step or features.step_graph:
         return None

@@ -98,7 +98,7 @@ class StepSetup:
         """Whether the norm reads gradients: no exchange has left the squares of what it sums."""
         sums = self.engine.fp32_accumulation or self.engine.exchange_gradients
         inner = all(outer == 1 for _, outer in self.shards.values())
-        return not (sums and inner and self.sees_writes) or self.engine.wire_in_blocks
+        return not (sums and inner and self.sees_writes)
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:

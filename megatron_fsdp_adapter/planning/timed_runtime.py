@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp_adapter.core.runtime.block_format import row_bytes
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, Works
 
 from .program import Kind, Operation, Program
@@ -249,21 +248,6 @@ class TimedCommunicator:
             self._runtime.write(
                 Kind.MEMORY, source.numel() * source.element_size() + out, label="sums of pieces"
             )
-        return []
-
-    def reduce_scatter_in_blocks(
-        self, pairs: Any, memory: Any = None, scale: float = 1.0, accumulate: bool = False
-    ) -> list[Any]:
-        for output, source in pairs:
-            sent = self.size * row_bytes(source.numel() // self.size)
-            self._runtime.write(Kind.MEMORY, source.nbytes + sent, label="8-bit blocks")
-            if self.size > 1:
-                self._runtime.write(
-                    Kind.EXCHANGE, sent, label=f"{Kind.EXCHANGE.value}: {self.carries}",
-                    group=self._axis, channel=self._channel, copy_engine=self._copy_engine,
-                )  # fmt: skip
-            out = output.nbytes * (2 if accumulate else 1)
-            self._runtime.write(Kind.MEMORY, sent + out, label="sums of pieces")
         return []
 
     def all_reduce(self, tensors: Any) -> list[Any]:

@@ -133,8 +133,6 @@ DROPPED: tuple[Dropped, ...] = (
     *(Dropped(name, _on(name), value, "only with that dispatcher") for name, value in (
         ("moe_expert_rank_capacity_factor", None), ("moe_paged_stash", False),
     )),
-    Dropped("fsdp_grad_comm_fp8_blocks", _on("fsdp_grad_comm_fp8_blocks"), False,
-            "its rounding is larger than the mistakes that a proof looks for"),
     Dropped("cuda_graph_impl", lambda o, room: o.get("cuda_graph_impl") not in (None, "none"),
             "none", "a proof looks at gradients between backward and step"),
     Dropped("enable_cuda_graph", _on("enable_cuda_graph"), False,

@@ -109,10 +109,9 @@ class SquaresOfSums:
 
 
 def _leaves_squares(engine: FsdpEngine, group: ParamGroup) -> bool:
-    """Whether its gradients are what an exchange has summed: not 8-bit blocks, which another kernel
-    sums, nor what is reduced over an outer axis afterwards."""
+    """Whether its gradients are what an exchange has summed: not what is reduced over an outer axis
+    afterwards."""
     if not group.key.requires_grad or not group.grad_segments:
         return False
-    plan = engine.reduce.plans[group.key.domain]
-    summed = plan.collective is Collective.EXCHANGE and not plan.in_blocks
+    summed = engine.reduce.plans[group.key.domain].collective is Collective.EXCHANGE
     return summed and group.key.domain not in engine.reduce.outer

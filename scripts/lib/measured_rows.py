@@ -142,8 +142,6 @@ KEPT = Table("2 x H200, 24 layers, budgets", 2, "llama3-8b", 24, 4096, 1079.2, F
              known="ours", use=AFTER)  # fmt: skip
 S30 = Table("2 x H200, 30 layers of 30B, streamed", 2, "llama-30b", 30, 4096, 322.3, False,
             clips=True, known="ours", use=AFTER)  # fmt: skip
-BLOCKS24 = Table("2 x H200, 24 layers, 8-bit wire", 2, "llama3-8b", 24, 4096, 0, False, clips=True,
-                 known="", use=AFTER)  # fmt: skip
 KEPT2 = Table("2 x H200, 24 layers, budgets, later", 2, "llama3-8b", 24, 4096, 934.1, False,
               clips=True, use=AFTER)  # fmt: skip
 W13M = Table("2 x H200, 13B, 16 layers, 4 microbatches", 2, "llama-13b", 16, 4096, 828.6, True,
@@ -284,9 +282,6 @@ ROWS: list[Measured] = [
     *_rows(STREAM, ("ours-stream", 1516.2, 1492.7, 1539.7)),
     *_rows(V4, ("ours", 96.5, 95.8, 97.1)),
     *_rows(V16, ("ours-ce-rs", 240.0, 237.2, 241.9)),
-    *_rows(
-        BLOCKS24, ("ours-ce-rs8-graph", 349.8, 349.1, 350.6), ("ours-ce-graph", 355.5, 352.8, 358.2)
-    ),
     *_rows(
         KEPT2, ("ours", 1217.7, 1216.1, 1221.9, 4, ZERO3, "fp32", "", 0, None, 25.0),
         ("ours-ce-graph", 1234.0, 1233.2, 2050.1, 4, ZERO3, "fp32", "", 0, None, 20.0),

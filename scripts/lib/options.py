@@ -142,7 +142,6 @@ class Options:
     fsdp_double_buffer: bool = option(False, "communication buffers in fixed memory")
     fsdp_copy_engine_all_gather: bool = option(False, "weights gathered by the copy engines")
     fsdp_copy_engine_reduce_scatter: bool = option(False, "gradients carried by the copy engines")
-    fsdp_grad_comm_fp8_blocks: bool = option(False, "gradients on the wire in 8-bit blocks")
     fsdp_unsharded_budget_gib: float = option(
         0.0, "GiB of each GPU for weights and gradients that stay whole over a step"
     )

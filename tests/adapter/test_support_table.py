@@ -53,7 +53,6 @@ TRIGGERS: dict[str, Values] = {
     "grad_reduce_in_fp32": (True,),
     "fsdp_unsharded_budget_gib": (-1.0, 2.0),
     "suggested_communication_unit_size": (-1,),
-    "fsdp_grad_comm_fp8_blocks": (True,),
     "megatron_fsdp_main_params_dtype": (torch.float16,),
     "megatron_fsdp_main_grads_dtype": (torch.float16,),
     "megatron_fsdp_grad_comm_dtype": (torch.float16,),

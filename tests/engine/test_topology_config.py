@@ -238,7 +238,6 @@ BESIDE = {
     "param_name_patterns_for_fp32_local_accumulation": {
         "megatron_fsdp_main_grads_dtype": torch.bfloat16
     },
-    "fsdp_grad_comm_fp8_blocks": {"megatron_fsdp_grad_comm_dtype": torch.bfloat16},
     "fsdp_overlap_param_gather_with_optimizer_step": {
         "overlap_param_gather": False, "data_parallel_sharding_strategy": "optim"
     },

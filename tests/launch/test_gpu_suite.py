@@ -150,7 +150,6 @@ def test_every_test_is_given_what_it_takes(suite: Mapping[str, types.ModuleType]
 
 
 ON_THE_HOST: Mapping[str, tuple[str, ...]] = {
-    "test_gpu_blocks": ("slots",),
     "test_gpu_export": ("export, optim", "released, slots"),
     "test_gpu_first": ("eager",),
     "test_gpu_habits": ("no_sync by hand", "evaluation by the schedule"),

@@ -117,11 +117,6 @@ def test_a_budget_keeps_the_units_that_estimate_says_and_saves_their_communicati
     assert times[-1] == pytest.approx(every, rel=0.02)
 
 
-def test_blocks_on_the_wire_are_a_quarter_of_the_bytes():
-    plain, blocks = amounts(step_of(PLAIN)), amounts(step_of(with_features(block_wire=True)))
-    assert blocks[Kind.EXCHANGE] / plain[Kind.REDUCE_SCATTER] == pytest.approx(33 / 128, rel=0.01)
-
-
 def test_a_norm_reads_no_gradients_whose_squares_sums_have_left():
     def read(chosen):
         (norm,) = [one for one in step_of(chosen) if one.label == "gradient norm"]
@@ -131,7 +126,7 @@ def test_a_norm_reads_no_gradients_whose_squares_sums_have_left():
     for left in (replace(PLAIN, copies=True), with_features(bf16_wire=True)):
         assert 0 < read(left) < every / 1000, left
     for reads in (
-        with_features(block_wire=True), with_features(step_graph=True, bf16_wire=True),
+        with_features(step_graph=True, bf16_wire=True),
         replace(PLAIN, copies=True, parallel=Parallel(tensor=2)),
         replace(PLAIN, copies=True, instances=2),
     ):  # fmt: skip
@@ -212,7 +207,6 @@ def test_options_of_megatron_are_features_and_come_back_as_flags():
     ("given", "reason"),
     [({"optimizer": "lion"}, "use 'adam' or 'muon'"), ({"budget_gib": -1.0}, "use 0 or more"),
      ({"optimizer": "muon", "streamed": True}, "leave one out"),
-     ({"bf16_wire": True, "block_wire": True}, "leave one out"),
      ({"late_step": True, "optimizer": "muon"}, "over when it returns; leave one out"),
      ({"late_step": True, "step_graph": True}, "over when it returns; leave one out"),
      ({"late_step": True, "quantised": Quantisation(PER_TENSOR, PER_TENSOR)}, "FP8 weights or"),

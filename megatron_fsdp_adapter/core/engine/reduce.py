@@ -370,10 +370,9 @@ class ReducePipeline:
         shards, plan = reduction.group.grad_segments, reduction.plan
         pairs = list(zip(shards, reduction.segments, strict=True))
         memory = self._received if reduction.in_slot else None
-        how = (memory, plan.scale_after, reduction.adds)
-        if plan.in_blocks:
-            return communicator.reduce_scatter_in_blocks(pairs, *how)
-        return communicator.reduce_scatter_by_exchange(pairs, *how, reduction.group.squared)
+        return communicator.reduce_scatter_by_exchange(
+            pairs, memory, plan.scale_after, reduction.adds, reduction.group.squared
+        )
 
     def _make_room_for_fresh(self, groups: Sequence[ParamGroup]) -> None:
         fresh = [group for group in groups if not group.keeps_grads]

@@ -41,14 +41,12 @@ class ReducePlan:
     """Attributes:
     into_shard: a reduction whose gradient shard holds nothing yet ends in that shard: there is
         nothing to copy.
-    in_blocks: an exchange carries 8-bit blocks.
     """
 
     collective: Collective
     into_shard: bool
     scale: float
     scale_at: ScaleAt
-    in_blocks: bool = False
 
     def scale_of(self, place: ScaleAt) -> float:
         """The factor that is due there."""
@@ -66,7 +64,7 @@ def plan_reduction(config: EngineConfig, domain: str, grad_scale: float) -> Redu
     comm, main = config.policy.comm_dtype, config.policy.grads_dtype
     if is_whole:
         collective = Collective.NONE
-    elif config.fp32_accumulation or config.exchange_gradients or config.wire_in_blocks:
+    elif config.fp32_accumulation or config.exchange_gradients:
         collective = Collective.EXCHANGE
     elif config.strategy.shard_main:
         collective = Collective.REDUCE_SCATTER
@@ -76,7 +74,7 @@ def plan_reduction(config: EngineConfig, domain: str, grad_scale: float) -> Redu
         scale_at = ScaleAt.BUCKET
     else:
         scale_at = ScaleAt.RESULT if comm.itemsize > main.itemsize else ScaleAt.SHARD
-    return ReducePlan(collective, comm == main, grad_scale, scale_at, config.wire_in_blocks)
+    return ReducePlan(collective, comm == main, grad_scale, scale_at)
 
 
 @dataclass(frozen=True)

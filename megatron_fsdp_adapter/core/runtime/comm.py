@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from .blocks import SumsOfEncoded, encode, send_and_receive_rows
 from .sums import SquaredOutput, SumsOfReceived
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -117,35 +116,6 @@ class Communicator:
                 )
             rows = received.view(self.size, -1)
             sums = SumsOfReceived(work, rows, output, scale, accumulate, one)
-            if ordered:
-                sums.wait()
-            else:
-                works.append(sums)
-        return works
-
-    def reduce_scatter_in_blocks(
-        self, pairs: Sequence[Pair], memory: torch.Tensor | None = None, scale: float = 1.0,
-        accumulate: bool = False,
-    ) -> list[Any]:
-        """`reduce_scatter_by_exchange` of 8-bit blocks (`blocks.py`): a byte an element and one for
-        each 32. What a rank keeps of its own is rounded like what it sends: the sum does not depend
-        on whose it is."""
-        works = []
-        ordered = self.capabilities.stream_ordered or self.size == 1
-        for output, source in pairs:
-            rows = source.view(self.size, -1)
-            sent, received = send_and_receive_rows(
-                self.size, rows.shape[1], source.device, memory if ordered else None
-            )
-            encode(rows, sent)
-            work = None
-            if self.size > 1:
-                work = dist.all_to_all_single(
-                    received, sent, group=self.group, async_op=not ordered
-                )
-            else:
-                received = sent
-            sums = SumsOfEncoded(work, received, output, scale, accumulate)
             if ordered:
                 sums.wait()
             else:

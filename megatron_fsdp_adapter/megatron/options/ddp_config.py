@@ -49,8 +49,7 @@ class DistributedDataParallelConfig(CoreConfig):
     unsharded, over the microbatches of a step, in as many units as fit (docs/design.md)."""
 
     fsdp_grad_comm_fp8_blocks: bool = False
-    """Ours: gradients travel as e4m3 in blocks of 32 with a scale each, a quarter of the bytes of
-    float32, and are summed in float32 (docs/precision.md)."""
+    """Refused: `megatron_fsdp_grad_comm_dtype` is what makes gradients smaller on the wire."""
 
     chunked_optimizer_state_offload: bool = False
     """Ours: main weights and optimizer state are in host memory, and brought to the GPU for a step,
