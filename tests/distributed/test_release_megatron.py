@@ -3,7 +3,6 @@ core's own reinforcement learning, train like those whose memory stays, bit for 
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,8 @@ from tests.distributed.gpt import (
 )
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_release_memory import buffers, states
-from tests.quantised.emulated import PLANES, EmulatedTensor, emulated_parameter
+from tests.quantised import emulated
+from tests.quantised.emulated import PLANES, emulated_parameter
 
 CASE = Case(num_layers=3, bf16=True, tied=True, swiglu=True, bias=False, microbatches=2)
 
@@ -137,7 +137,7 @@ def _quantised(rank: int, world: int) -> None:
         freeze(model)
         layer = model.module.decoder.layers[0].mlp.linear_fc1
         found = emulated_parameter(layer.weight.detach(), "mxfp8").requires_grad_(False)
-        found.__class__, found._quantizer.dtype = MXFP8Tensor, SimpleNamespace(name="kFloat8E4M3")
+        found.__class__ = MXFP8Tensor
         layer._parameters["weight"] = found
         made.append(found)
 
@@ -161,8 +161,8 @@ def _quantised(rank: int, world: int) -> None:
     assert torch.equal(exported[name], weight.dequantize())
 
 
-class MXFP8Tensor(EmulatedTensor):
-    """Known by its name and fields, as Transformer Engine's of 2.11 is."""
+class MXFP8Tensor(emulated.MXFP8Tensor):
+    """Counts."""
 
     copies = 0
 

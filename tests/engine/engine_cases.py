@@ -23,12 +23,13 @@ from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam, partition
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, FSDPDistributedIndex
 from megatron_fsdp_adapter.diagnostics.grad_check import GradCheck
+from megatron_fsdp_adapter.quantised import format_of
 from megatron_fsdp_adapter.sharding.building import keeping_whole
 from megatron_fsdp_adapter.sharding.joining import join_units
 from tests.engine.fused_linear import FusedLinear
 from tests.engine.pretended import PretendCommunicator
 from tests.engine.recording import RecordingRuntime
-from tests.quantised.emulated import EmulatedParams, EmulatedTensor, format_of, quantise_linears
+from tests.quantised.emulated import CountingParams, EmulatedTensor, quantise_linears
 
 HIDDEN, VOCAB, BATCH, SEQ = 6, 11, 2, 5
 
@@ -225,7 +226,7 @@ def began_with(model: Net) -> dict[str, torch.Tensor]:
     found = {}
     for name, param in model.named_parameters():
         if isinstance(param, EmulatedTensor):
-            fields = EmulatedParams().fields(param)
+            fields = CountingParams().fields(param)
             found |= {f"{name}:{plane}": value.clone() for plane, value in fields.items()}
         else:
             found[name] = param.detach().clone()
@@ -241,7 +242,7 @@ class Rig:
     model: Any
     runtime: Any
     engine: FsdpEngine
-    quantised: EmulatedParams = field(default_factory=EmulatedParams)
+    quantised: CountingParams = field(default_factory=CountingParams)
     labels: dict[int, str] = field(default_factory=dict)
     initial: dict[int, torch.Tensor] = field(default_factory=dict)
 

@@ -27,7 +27,8 @@ def from_e4m3(data: torch.Tensor) -> torch.Tensor:
 
 def scale_of(amax: torch.Tensor, power_of_two: bool = False) -> torch.Tensor:
     """448 / amax; 1 where there is nothing to scale, or too much."""
-    scale = torch.where((amax == 0) | ~torch.isfinite(amax), torch.ones_like(amax), MAX / amax)
+    found = torch.full_like(amax, MAX) / amax  # `MAX / amax` rounds twice
+    scale = torch.where((amax == 0) | ~torch.isfinite(amax), torch.ones_like(amax), found)
     scale = torch.where(torch.isinf(scale), torch.full_like(scale, F32_MAX), scale)
     if power_of_two:
         scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)

@@ -11,17 +11,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.megatron import adapter, fused_wgrad, model_problems, units
 from tests.matrix import training
 from tests.matrix.table import cell_named
-from tests.quantised.emulated import (
-    EmulatedParams,
-    EmulatedQuantizer,
-    EmulatedTensor,
-    emulated_parameter,
-    format_of,
-    whole_fields,
-)
+from tests.quantised.emulated import emulated_parameter, make, quantizer_of, whole_fields
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -50,9 +42,9 @@ def stand_for_quantised(trainer: Any, recipe: str, values: dict[str, torch.Tenso
             key = f"{number}.{training.plain_name(name)}.weight"
             main = getattr(param, "main_param", None)
             value = values.setdefault(key, param.detach().clone()) if main is None else main
-            quantizer = EmulatedQuantizer(recipe)
+            quantizer = quantizer_of(recipe)
             fields = whole_fields(value, quantizer, param.dtype)
-            whole = EmulatedTensor(value.shape, param.dtype, quantizer, fields)
+            whole = make(value.shape, param.dtype, quantizer, fields)
             param.data.copy_(whole.dequantize())
 
 
@@ -90,9 +82,6 @@ def emulated(recipe: str, theirs: str) -> Iterator[None]:
         return {**mains(*args), **{name: value.float() for name, value in frozen.items()}}
 
     with contextlib.ExitStack() as stack:
-        for module in (units, model_problems, fused_wgrad):
-            stack.enter_context(mock.patch.object(module, "format_of", format_of))
-        stack.enter_context(mock.patch.object(adapter, "TransformerEngineParams", EmulatedParams))
         for name, function in (
             ("chunk_of", chunk_of), ("build", built), ("_updated", updated),
             ("_main_weights", main_weights),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,13 +25,13 @@ from megatron_fsdp_adapter.core.layout import (
     plan_group,
 )
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
+from megatron_fsdp_adapter.quantised import TransformerEngineParams, format_of
 from tests.quantised.emulated import (
-    PLANES,
     RECIPES,
-    EmulatedParams,
-    EmulatedQuantizer,
     emulated_parameter,
-    format_of,
+    field_of,
+    make,
+    quantizer_of,
     whole_fields,
 )
 
@@ -74,7 +73,7 @@ class Shards:
             ]
             self.buffers.append(buffers)
             self.params.append(params)
-            self.quantisers.append(EmulatedParams().quantiser(self.format, weights))
+            self.quantisers.append(TransformerEngineParams().quantiser(self.format, weights))
 
     def _weight(
         self, rank: int, index: int, param: nn.Parameter, planes: dict[str, torch.Tensor]
@@ -117,11 +116,12 @@ def check(values: Sequence[torch.Tensor], recipe: str, shards: int) -> Shards:
     made.quantise()
     gathered = {plane.name: made.gathered(plane) for plane in made.format.planes}
     for index, value in enumerate(values):
-        quantizer = EmulatedQuantizer(recipe, scale=made.params[0][index]._quantizer.scale)
+        quantizer = quantizer_of(recipe, scale=made.params[0][index]._quantizer.scale)
         expected = whole_fields(value, quantizer, torch.bfloat16)
         for name, planes in gathered.items():
             shape = next(p for p in made.format.planes if p.name == name).shape(tuple(value.shape))
-            assert torch.equal(planes[index].view(shape), expected.pop(PLANES[name])), name
+            whole = expected.pop(field_of(recipe, name))
+            assert torch.equal(planes[index].view(shape), whole), name
         for field, scale in expected.items():
             for params in made.params:
                 assert torch.equal(params[index].__dict__[field], scale), field
@@ -180,9 +180,9 @@ def test_values_at_the_ends_of_float32(recipe, extreme):
 def test_bytes_of_rounded_and_unrounded_main_weights_differ():
     """Why quantisers round to the compute dtype first."""
     value = torch.randn(256, 256)
-    quantizer = EmulatedQuantizer("current")
-    rounded = whole_fields(value, quantizer, torch.bfloat16)["_rowwise_data"]
-    assert 0.005 < (whole_fields(value, quantizer, torch.float32)["_rowwise_data"]
+    quantizer = quantizer_of("current")
+    rounded = whole_fields(value, quantizer, torch.bfloat16)["_data"]
+    assert 0.005 < (whole_fields(value, quantizer, torch.float32)["_data"]
                     != rounded).float().mean() < 0.05  # fmt: skip
 
 
@@ -209,10 +209,8 @@ def test_what_lies_whole_on_one_shard_is_said():
 
 @pytest.mark.parametrize("shape", [(48, 64), (64, 48)])
 def test_a_weight_without_whole_blocks_is_refused_by_name(shape):
-    param = SimpleNamespace(_quantizer=EmulatedQuantizer("mxfp8"))
     module = nn.Module()
-    module.weight = nn.Parameter(torch.zeros(shape))
-    module.weight._quantizer = param._quantizer  # type: ignore[attr-defined]
+    module.weight = nn.Parameter(make(shape, torch.bfloat16, quantizer_of("mxfp8"), {}))
     with pytest.raises(ValueError, match="parameter weight in format mxfp8.*no whole blocks"):
         partition(module, {}, domain_of=lambda *_: "dense", format_of=format_of)
 

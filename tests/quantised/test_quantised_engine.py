@@ -18,7 +18,7 @@ from tests.engine.engine_scenarios import SCENARIOS, VARIANTS
 from tests.engine.pretended import LateCommunicator, pretended_world
 from tests.engine.recording import RaceError, RecordingRuntime, who_asks
 from tests.engine.traces import collectives, steady
-from tests.quantised.emulated import PLANES, RECIPES, EmulatedParams, EmulatedTensor
+from tests.quantised.emulated import PLANES, RECIPES, CountingParams, EmulatedTensor
 from tests.quantised.quantised_cases import PlainQuantisedRig
 
 ZERO_1, ZERO_3 = "optim", "optim_grads_params"
@@ -207,9 +207,9 @@ def test_weights_are_quantised_once_after_each_change_and_at_no_other_time(world
 def test_what_was_wrapped_stays_as_it_was_until_the_first_step(world, strategy, monkeypatch):
     """Whoever made the bytes may have made them of other values than main weights begin as. ZeRO-3
     does not keep bytes: it casts main weights at the first gather."""
-    original = EmulatedParams.high_precision
+    original = CountingParams.high_precision
     monkeypatch.setattr(
-        EmulatedParams, "high_precision", lambda self, param: original(self, param) * 1.5
+        CountingParams, "high_precision", lambda self, param: original(self, param) * 1.5
     )
     rig = build(Setup(strategy, recipe="block128"))
     before = dict(make_net(rig.setup).named_parameters())
@@ -243,7 +243,7 @@ def test_frozen_weights_are_quantised_when_they_are_loaded(world):
 
 
 def test_main_weights_are_what_bytes_stand_for_where_nothing_else_was_kept(world, monkeypatch):
-    monkeypatch.setattr(EmulatedParams, "high_precision", lambda self, param: None)
+    monkeypatch.setattr(CountingParams, "high_precision", lambda self, param: None)
     rig = build(Setup("no_shard", recipe="block128", dtype=torch.float32))
     for name, param in make_net(rig.setup).named_parameters():
         value = param.dequantize() if isinstance(param, EmulatedTensor) else param
@@ -310,4 +310,4 @@ def test_maxima_are_one_reduction_a_domain_and_axis():
             axis.all_max = lambda vector, axis=axis: reduced.append((axis.size, vector.numel()))  # type: ignore[attr-defined, method-assign]
         rig.load()
         rig.sync(wait=True)
-    assert sorted(reduced) == [(2, 4), (2, 4), (2, 4), (4, 4)], "maps of 4 layers a domain"
+    assert sorted(reduced) == [(2, 16), (2, 16), (2, 16), (4, 16)], "padded maps of 4 layers"

@@ -23,11 +23,12 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     Precision,
     group_bytes,
 )
+from megatron_fsdp_adapter.quantised import format_of
 from megatron_fsdp_adapter.sharding.agreement import model_lines
 from tests.engine.engine_cases import Rig, Setup, build, domains_of, make_net, units_of
 from tests.engine.pretended import pretended_world
 from tests.engine.recording import RecordingRuntime
-from tests.quantised.emulated import RECIPES, EmulatedTensor, format_of
+from tests.quantised.emulated import RECIPES, EmulatedTensor, Float8Tensor
 
 ZERO_1, ZERO_3 = "optim", "optim_grads_params"
 
@@ -76,8 +77,8 @@ def test_in_forward_and_backward_a_weight_is_of_its_own_class(world):
     up = rig.model.layers[1].up
     up.register_forward_hook(lambda module, *_: seen.append(type(module.weight)))
     rig.loss().backward()
-    assert seen == [EmulatedTensor]
-    assert type(up.weight) is not EmulatedTensor, "and another one after it"
+    assert seen == [Float8Tensor]
+    assert type(up.weight) is not Float8Tensor, "and another one after it"
     pair = next(p for p in rig.engine.pairs if p.managed.fqns == ("layers.1.up.weight",))
     classes = {type(p.raw) for p in rig.engine.pairs if isinstance(p.raw, EmulatedTensor)}
     assert len(classes) == 1 and type(pair.raw) in classes, "one guard for all of a class"
@@ -99,7 +100,7 @@ def test_transposes_are_made_in_backward_and_dropped_behind_it(world, strategy, 
     seen = []
 
     def derived() -> bool:
-        return weight.__dict__["_columnwise_data"] is not None
+        return weight.__dict__["_transpose"] is not None
 
     rig.model.layers[2].up.register_forward_hook(lambda *_: seen.append(derived()))
     rig.zero()

@@ -15,7 +15,7 @@ from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.distributed.launch import run_ranks
 from tests.engine.engine_cases import Rig, Setup, build
-from tests.quantised.emulated import RECIPES, EmulatedTensor, whole_fields
+from tests.quantised.emulated import RECIPES, EmulatedTensor, field_of, whole_fields
 from tests.quantised.quantised_cases import PlainQuantisedRig
 
 CPU = torch.device("cpu")
@@ -186,7 +186,8 @@ def _bytes_are_of_mains(rank: int, world: int, options: Mapping[str, Any]) -> No
                             quantizer = type(param._quantizer)(recipe, scale=before[id(param)])
                             expected = whole_fields(mains[name], quantizer, param.dtype)
                             data = fields[f"{name}:rowwise"]
-                            assert torch.equal(data, expected["_rowwise_data"]), (recipe, name)
+                            rows = expected[field_of(recipe, "rowwise")]
+                            assert torch.equal(data, rows), (recipe, name)
 
 
 OVER_FOUR: dict[str, dict[str, Any]] = {
