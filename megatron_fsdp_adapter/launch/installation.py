@@ -21,7 +21,9 @@ from types import ModuleType
 from typing import Any
 
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_names, megatron_saves
+from megatron_fsdp_adapter.megatron.seams import patches
 from megatron_fsdp_adapter.megatron.seams.rebound import FSDP, ORIGINALS, WRAPPER
+from megatron_fsdp_adapter.megatron.seams.table import OPTIMIZER
 
 _ENGINE = f"{FSDP}.src.megatron_fsdp"
 _CONSTRUCTOR = "__megatron_fsdp_adapter_constructor__"
@@ -139,13 +141,12 @@ def install() -> None:
     from megatron_fsdp_adapter.megatron import (
         base_weights,
         fused_wgrad,
-        optimizer_seam,
         supported,
     )
     from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights, checkpoint_drivers
 
     supported.require_supported_core(_missing_for_installation)
-    optimizer_seam.install()
+    patches.install(OPTIMIZER)
     fused_wgrad.install()
     bridge_weights.install()
     base_weights.install()
@@ -167,7 +168,7 @@ def uninstall() -> None:
 
     Wrappers that were already constructed stay what they are.
     """
-    from megatron_fsdp_adapter.megatron import base_weights, fused_wgrad, optimizer_seam
+    from megatron_fsdp_adapter.megatron import base_weights, fused_wgrad
     from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights, checkpoint_drivers
 
     megatron_saves.uninstall()
@@ -182,7 +183,7 @@ def uninstall() -> None:
             _allow_construction(original)
         if not originals:
             delattr(module, ORIGINALS)
-    optimizer_seam.uninstall()
+    patches.uninstall(OPTIMIZER)
     fused_wgrad.uninstall()
     checkpoint_drivers.uninstall()
     base_weights.uninstall()

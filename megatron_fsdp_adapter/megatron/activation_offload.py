@@ -12,11 +12,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler
-
 from ..core.engine.saved import is_owned
 from .options.support import is_on
-from .seams.core_api import Replacement
 
 FINE_GRAINED = "fine_grained_activation_offloading"
 
@@ -46,11 +43,3 @@ def _has_te_offload() -> bool:
 
 def _is_to_be_offloaded(original: Callable[..., bool], self: Any, tensor: Any) -> bool:
     return not is_owned(tensor) and original(self, tensor)
-
-
-REPLACED: tuple[Replacement, ...] = (
-    Replacement(
-        ChunkOffloadHandler, "tensor_need_offloading_checker", _is_to_be_offloaded,
-        (("self", "tensor"),),
-    ),
-)  # fmt: skip

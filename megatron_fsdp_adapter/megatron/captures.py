@@ -32,7 +32,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.identity import Identity
@@ -41,7 +40,6 @@ from ..core.engine.unit import Phase, Unit
 from ..core.runtime.device import COMPUTE, GATHER, REDUCE
 from ..sharding import first_unit
 from .inner import ours_among
-from .seams.core_api import Replacement
 
 
 class Captures:
@@ -175,8 +173,3 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
         return original(self, *args, **kwargs)
     with ours[0].captures.iteration():
         return original(self, *args, **kwargs)
-
-
-REPLACED: tuple[Replacement, ...] = (
-    Replacement(FullCudaGraphWrapper, "__call__", _call, (("self", "args", "kwargs"),)),
-)

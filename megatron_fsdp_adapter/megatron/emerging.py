@@ -21,7 +21,6 @@ from ..sharding.local_optimizer import LocalShards
 from . import lion, muon
 from .inner import ours_among
 from .options.support import ADAPTIVE, EMERGING, LION, MUON
-from .seams.core_api import FACTORY, MAKES_EMERGING, MORE, Replacement
 
 Groups = Sequence[dict[str, Any]]
 """Parameter groups."""
@@ -113,7 +112,7 @@ def shards_of(chunks: Sequence[Any], asked: Any) -> Callable[[Any, bool, bool], 
     return kind.shards_of(chunks, asked, lambda group: group.get(MARK) == kind.mark)
 
 
-# In the place of core's functions.
+# In the place of core's functions (`seams/table.py`).
 
 
 def _make_as_adam(
@@ -139,16 +138,3 @@ def _make_emerging(
         as_adam(config), model_chunks, config_overrides, use_gloo_process_groups=False,
         pg_collection=pg_collection,
     )
-
-
-REPLACED: tuple[Replacement, ...] = (
-    Replacement(
-        core_optimizer, "_get_megatron_optimizer_based_on_param_groups", _make_as_adam,
-        (("config", "model_chunks", MORE),),
-    ),
-    *(
-        [Replacement(core_optimizer, FACTORY, _make_emerging,
-                     (("config", "model_chunks", "config_overrides", "pg_collection"),))]
-        if MAKES_EMERGING else []  # before 0.18 none takes another way
-    ),
-)  # fmt: skip

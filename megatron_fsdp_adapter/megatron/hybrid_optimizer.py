@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from ..core.engine.engine import FsdpEngine
 from ..sharding.local_optimizer import LocalShards, adopt
@@ -29,7 +28,6 @@ from ..sharding.made_state import is_torch_class, make_state
 from ..sharding.shown_state import Entry
 from .options.optimizer_pairs import CORES_OFFLOAD as OPTION
 from .options.support import is_on
-from .seams.core_api import MORE, Replacement
 
 COPY = "master_param"
 """An entry of the state that core adds: the copy that is updated."""
@@ -194,8 +192,3 @@ def shown_options(
     if not isinstance(shards, HybridShards):
         return meta
     return {name: shards.shown_options(options) for name, options in meta.items()}
-
-
-REPLACED: tuple[Replacement, ...] = (
-    Replacement(HybridDeviceOptimizer, "__init__", make_on_locals, (("self", "params", MORE),)),
-)

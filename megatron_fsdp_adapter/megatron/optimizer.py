@@ -17,10 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
-from megatron.core.optimizer import muon as core_muon
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import param_is_not_shared
 
 from ..core.engine.engine import FsdpEngine
@@ -39,9 +36,8 @@ from .options import optimizer_pairs, support
 from .options.ddp_options import MXFP8_BUFFER, OFFLOAD
 from .options.support import is_on
 from .seams import core_api
-from .seams.core_api import MORE, Replacement
 
-# The methods of DistributedOptimizer.
+# In the place of core's functions (`seams/table.py`).
 
 
 def _param_groups(
@@ -431,50 +427,3 @@ def _reload(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any)
     writes the main weights themselves; 0.18 refuses to reload under FSDP."""
     if not our_chunks(self):
         original(self, *args, **kwargs)
-
-
-_OWN = ("self",)
-
-REPLACED: tuple[Replacement, ...] = (
-    Replacement(
-        core_optimizer, "_get_param_groups", _param_groups, (("model_chunks", "config", MORE),)
-    ),
-    *(
-        [Replacement(core_muon, "_get_param_groups", _refuse_whole_matrices, ((MORE,),))]
-        if hasattr(core_muon, "_get_param_groups") else []  # 0.18 asks for those of all optimizers
-    ),
-    Replacement(
-        ProcessGroupCollection, "setup_process_groups_for_optimizer", _remember_groups,
-        (("pg_collection", "model_chunks", MORE),),
-    ),
-    Replacement(DistributedOptimizer, "offload_to_cpu", _offload_state, (_OWN,)),
-    Replacement(DistributedOptimizer, "restore_from_cpu", _restore_state, (_OWN,)),
-    Replacement(
-        DistributedOptimizer, "__init__", _init, ((*_OWN, "optimizer", "config", MORE),)
-    ),
-    Replacement(DistributedOptimizer, "get_grad_stats_parallel_group", _grad_stats_group, (_OWN,)),
-    Replacement(
-        DistributedOptimizer, core_api.NORM_GRADIENTS, _norm_grads,
-        (_OWN, (*_OWN, "grad_norm_group")),
-    ),
-    Replacement(DistributedOptimizer, "clip_grad_norm", clipping.clip, ((*_OWN, "clip_grad"),)),
-    Replacement(DistributedOptimizer, "step", clipping.step, (_OWN,)),
-    Replacement(DistributedOptimizer, "step_with_ready_grads", _step_unless_large, (_OWN,)),
-    Replacement(DistributedOptimizer, "count_zeros", _count_zeros, (_OWN,)),
-    Replacement(
-        DistributedOptimizer, "_init_optimizer_states_with_dummy_values", _init_states, (_OWN,)
-    ),
-    Replacement(
-        DistributedOptimizer, "_collect_main_grad_data_for_unscaling", _unscaling_data, (_OWN,)
-    ),
-    Replacement(
-        DistributedOptimizer, "_copy_model_params_to_main_params", _reload, ((*_OWN, MORE),)
-    ),
-    Replacement(DistributedOptimizer, "_param_name", _param_name, ((*_OWN, "param"),)),
-    Replacement(DistributedOptimizer, "sharded_state_dict", _sharded_state, ((*_OWN, MORE),)),
-    Replacement(
-        DistributedOptimizer, "sharded_param_state_fsdp_dtensor", _save_state,
-        ((*_OWN, "is_loading"),),
-    ),
-    Replacement(DistributedOptimizer, "load_state_dict", _load_state, ((*_OWN, "state_dict"),)),
-)  # fmt: skip

@@ -16,14 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import qk_clip as core_qk_clip
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import nn
 
 from ..checkpoint.parts import held_range
 from ..core.layout.spec import row_granularity
 from .inner import ShardedModule
-from .seams.core_api import Replacement
 
 _CORE_CLIP_QK = core_qk_clip.clip_qk
 LAYERS = "decoder"
@@ -119,9 +116,3 @@ def _multiply_rows(weight: Any, factors: torch.Tensor) -> None:
     first = held_range(ref).start // row_granularity(ref.shape)
     own = factors[first : first + local.shape[0]]
     local.mul_(own.to(local.device, local.dtype))
-
-
-REPLACED: tuple[Replacement, ...] = tuple(
-    Replacement(owner, "clip_qk", clip_sharded, (("self",),))
-    for owner in (SelfAttention, MLASelfAttention)
-)

@@ -34,7 +34,6 @@ from .options.ddp_options import OFFLOAD
 from .options.support import STEP_GRAPH as OPTION
 from .options.support import is_on
 from .seams import core_api
-from .seams.core_api import Replacement
 
 GRAPH = "a CUDA graph of the optimizer's step"
 READ = COMPUTED | {"step"}
@@ -189,10 +188,3 @@ def _step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     for chunk in chunks:
         chunk.start_param_sync()
     return result
-
-
-REPLACED: tuple[Replacement, ...] = (
-    ()
-    if core_api.STEP_GRAPHS is None
-    else (Replacement(core_api.STEP_GRAPHS, "__call__", _step, (("self", "args", "kwargs"),)),)
-)

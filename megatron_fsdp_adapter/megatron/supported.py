@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 import megatron.core
 
-from . import optimizer_seam
-from .seams import releases
+from .seams import patches, releases
+from .seams.table import OPTIMIZER
 
 
 def core_version() -> str:
@@ -22,7 +22,7 @@ def require_supported_core(missing_also: Callable[[], Iterable[str]] = tuple) ->
     version = core_version()
     found = releases.core_problem(version)
     if found is None:
-        found = releases.seam_problem(version, [*optimizer_seam.problems(), *missing_also()])
+        found = releases.seam_problem(version, [*patches.missing(OPTIMIZER), *missing_also()])
     if found is not None:
         raise RuntimeError(found)
     releases.warn_if_untested(version)

