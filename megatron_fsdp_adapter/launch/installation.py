@@ -23,7 +23,13 @@ from typing import Any
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_names, megatron_saves
 from megatron_fsdp_adapter.megatron.seams import patches
 from megatron_fsdp_adapter.megatron.seams.rebound import FSDP, ORIGINALS, WRAPPER
-from megatron_fsdp_adapter.megatron.seams.table import OPTIMIZER
+from megatron_fsdp_adapter.megatron.seams.table import (
+    BASE_WEIGHTS,
+    BRIDGE_WEIGHTS,
+    DRIVERS,
+    FUSED_WGRAD,
+    OPTIMIZER,
+)
 
 _ENGINE = f"{FSDP}.src.megatron_fsdp"
 _CONSTRUCTOR = "__megatron_fsdp_adapter_constructor__"
@@ -138,19 +144,11 @@ def install() -> None:
     every name that it lacks.
     """
     # Imported late: these import megatron.core, and importing install must not.
-    from megatron_fsdp_adapter.megatron import (
-        base_weights,
-        fused_wgrad,
-        supported,
-    )
-    from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights, checkpoint_drivers
+    from megatron_fsdp_adapter.megatron import supported
 
     supported.require_supported_core(_missing_for_installation)
     patches.install(OPTIMIZER)
-    fused_wgrad.install()
-    bridge_weights.install()
-    base_weights.install()
-    checkpoint_drivers.install()
+    patches.install((*FUSED_WGRAD, *BRIDGE_WEIGHTS, *BASE_WEIGHTS, *DRIVERS))
     for rebinding in REBINDINGS:
         module = _module_of(rebinding)
         if module is None:
@@ -168,9 +166,6 @@ def uninstall() -> None:
 
     Wrappers that were already constructed stay what they are.
     """
-    from megatron_fsdp_adapter.megatron import base_weights, fused_wgrad
-    from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights, checkpoint_drivers
-
     megatron_saves.uninstall()
     for rebinding in reversed(REBINDINGS):
         module = sys.modules.get(rebinding.module)
@@ -184,10 +179,7 @@ def uninstall() -> None:
         if not originals:
             delattr(module, ORIGINALS)
     patches.uninstall(OPTIMIZER)
-    fused_wgrad.uninstall()
-    checkpoint_drivers.uninstall()
-    base_weights.uninstall()
-    bridge_weights.uninstall()
+    patches.uninstall((*FUSED_WGRAD, *BRIDGE_WEIGHTS, *BASE_WEIGHTS, *DRIVERS))
 
 
 def places() -> dict[str, list[str]]:
@@ -235,15 +227,10 @@ def missing_names(rebindings: Iterable[Rebinding] = REBINDINGS) -> list[str]:
 
 
 def _missing_for_installation() -> list[str]:
-    from megatron_fsdp_adapter.megatron import base_weights
-    from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights, checkpoint_drivers
-
     return [
         *missing_names(),
-        *checkpoint_drivers.missing(),
+        *patches.missing((*DRIVERS, *BRIDGE_WEIGHTS, *BASE_WEIGHTS)),
         *megatron_saves.missing(),
-        *bridge_weights.missing(),
-        *base_weights.missing(),
     ]
 
 

@@ -41,7 +41,7 @@ from ..sharding.sharded_module import (
 )
 from . import late_step, optimizer_seam, schedule_plans
 from .captures import Captures
-from .checkpoint import bridge_weights, checkpoint_drivers, megatron_saves
+from .checkpoint import megatron_saves
 from .construction_problems import construction_problems
 from .core_init import core_initialisers
 from .domains import SHARED_EMBEDDING, ModelDomains, whole_domains_of
@@ -54,7 +54,9 @@ from .layer_graphs import LayerCaptures
 from .marks import mark
 from .options import capability, ddp_options, joining, staging_options
 from .options.support import is_on
+from .seams import patches
 from .seams.rebound import installed
+from .seams.table import BASE_WEIGHTS, BRIDGE_WEIGHTS, DRIVERS
 from .step_graphs import StepCapture
 from .supported import require_supported_core
 from .units import chosen_units, plan_units, with_kept_units
@@ -116,9 +118,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.megatron_fsdp_dist_index = index
         optimizer_seam.install_while_alive(self)
         if installed():
-            bridge_weights.install()
-            checkpoint_drivers.install()
-            megatron_saves.install()  # what was imported after install()
+            patches.install((*BRIDGE_WEIGHTS, *BASE_WEIGHTS, *DRIVERS))  # imported after install()
+            megatron_saves.install()
         self.disable_bucketing, self.bucket_size = disable_bucketing, None
         self.optimizer_groups: Mapping[str, Any] | None = None  # core's, when it makes an optimizer
         self.muon_groups: Mapping[tuple[int, ...], Any] | None = None

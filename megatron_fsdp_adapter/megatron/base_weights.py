@@ -11,13 +11,11 @@ there is no wrapper. Nothing is imported: Megatron-Bridge is used if it is loade
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,38 +29,16 @@ from megatron_fsdp_adapter.checkpoint.coordination import coordination
 from megatron_fsdp_adapter.checkpoint.names import EXTRA_STATE, GlobalNames, global_names
 from megatron_fsdp_adapter.checkpoint.vocabulary import is_table
 from megatron_fsdp_adapter.core.layout.ranges import Box
-from megatron_fsdp_adapter.megatron.seams.wrapped import unwrap, wrap
+from megatron_fsdp_adapter.megatron.seams.table import BRIDGE
 from megatron_fsdp_adapter.megatron.tensor_parallel import tensor_parallel_mode
 from megatron_fsdp_adapter.quantised.start import values_follow
 from megatron_fsdp_adapter.sharding.sharded_module import ShardedStateDict
 
-MODULE, LOADER = "megatron.bridge.training.checkpointing", "_load_base_checkpoint"
 FORMAT = "fsdp_dtensor"
 
 
-def missing() -> list[str]:
-    """The function that is wrapped, if Megatron-Bridge is loaded and does not have it."""
-    module = sys.modules.get(MODULE)
-    absent = module is not None and not hasattr(module, LOADER)
-    return [f"{MODULE}.{LOADER}"] if absent else []
-
-
-def install() -> None:
-    """Wraps the function if Megatron-Bridge is loaded. Idempotent; called again when a wrapper is
-    made. `missing` says what it needs."""
-    module = sys.modules.get(MODULE)
-    if module is not None:
-        wrap(module, LOADER, functools.partial(_load, module))
-
-
-def uninstall() -> None:
-    """Gives Megatron-Bridge its own function back. Harmless when not installed."""
-    unwrap(sys.modules.get(MODULE), LOADER)
-
-
-def _load(
-    module: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
+def load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """In the place of Megatron-Bridge's function that reads a checkpoint."""
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
@@ -78,7 +54,8 @@ def _load(
         getattr(getattr(given["cfg"], "model", None), "vocab_size", None),
     )  # fmt: skip
     state = {key: value for key, value in wanted.items() if key != "_model"}
-    return state, str(folder), False, module.CheckpointType.FSDP_DTENSOR
+    kind: Any = sys.modules[BRIDGE]
+    return state, str(folder), False, kind.CheckpointType.FSDP_DTENSOR
 
 
 @dataclass(frozen=True)

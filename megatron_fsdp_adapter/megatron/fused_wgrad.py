@@ -3,8 +3,8 @@ that `wgrad_probe` has seen, and Megatron's matrix product for them where apex i
 
 Megatron's own linear layers call apex's `fused_weight_gradient_mlp_cuda`, and refuse to be built
 with the option, which is on by default, where apex is not installed: the output layer of every
-model is one of them, also of models made of Transformer Engine layers. `install()` here puts
-Transformer Engine's matrix product, or torch's, in the place of a missing apex.
+model is one of them, also of models made of Transformer Engine layers. Transformer Engine's matrix
+product, or torch's, is put in the place of a missing apex (`seams/table.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from ..core.engine.direct import GradWriter
 from ..core.engine.partition import ManagedParam
 from ..quantised import format_of
 from .wgrad_probe import Observed
-
-_EXTENSION = "fused_weight_gradient_mlp_cuda"
 
 
 def grad_writer(
@@ -123,30 +121,7 @@ def accumulate_wgrad(
     main_grad.addmm_(grad_output.t().to(main_grad.dtype), total_input.to(main_grad.dtype))
 
 
-def _layers() -> Any:
-    from megatron.core.tensor_parallel import layers
-
-    return layers
-
-
-def install() -> bool:
-    """Lets Megatron's linear layers fuse weight gradients without apex. Returns whether that was
-    needed: apex, where present, is left alone. Idempotent."""
-    layers = _layers()
-    if layers._grad_accum_fusion_available:
-        return False
-    ours = SimpleNamespace(
-        wgrad_gemm_accum_fp32=accumulate_wgrad, wgrad_gemm_accum_fp16=accumulate_wgrad
-    )
-    setattr(layers, _EXTENSION, ours)
-    layers._grad_accum_fusion_available = True
-    return True
-
-
-def uninstall() -> None:
-    """Undoes `install()`."""
-    layers = _layers()
-    ours = getattr(layers, _EXTENSION, None)
-    if getattr(ours, "wgrad_gemm_accum_fp32", None) is accumulate_wgrad:
-        delattr(layers, _EXTENSION)
-        layers._grad_accum_fusion_available = False
+def products(layers: Any, held: Any) -> Any:
+    """What Megatron's linear layers have of apex, or what is there in its place."""
+    ours = accumulate_wgrad
+    return held or SimpleNamespace(wgrad_gemm_accum_fp32=ours, wgrad_gemm_accum_fp16=ours)

@@ -31,7 +31,6 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_fsdp_adapter.launch import cpu_mode
-from megatron_fsdp_adapter.megatron import fused_wgrad
 from megatron_fsdp_adapter.megatron.adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.megatron.local_spec import local_block_spec
 from megatron_fsdp_adapter.megatron.options.ddp_config import (
@@ -39,7 +38,9 @@ from megatron_fsdp_adapter.megatron.options.ddp_config import (
 )
 from megatron_fsdp_adapter.megatron.options.validation import DTYPES
 from megatron_fsdp_adapter.megatron.process_groups import create_all_gather_groups
+from megatron_fsdp_adapter.megatron.seams import patches
 from megatron_fsdp_adapter.megatron.seams.core_api import batch_of_context_rank
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from megatron_fsdp_adapter.prove.whole import plain_name, whole_values
 
 Options = Mapping[str, Any]
@@ -175,7 +176,7 @@ def build_chunk(
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
     if config.gradient_accumulation_fusion:
-        fused_wgrad.install()
+        patches.install(FUSED_WGRAD)
     virtual = config.virtual_pipeline_model_parallel_size
     stage = chunk if virtual else None
     layers = _layers(config, options, stage)

@@ -34,12 +34,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from lib.data import padded_vocab_size
 from lib.distributed import Place, side_stream
 from lib.options import Options
-from megatron_fsdp_adapter.megatron import fused_wgrad
 from megatron_fsdp_adapter.megatron.local_spec import local_block_spec
 from megatron_fsdp_adapter.megatron.options.ddp_config import (
     DistributedDataParallelConfig as FsdpConfig,
 )
 from megatron_fsdp_adapter.megatron.process_groups import create_all_gather_groups
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 
 # Options that a core config takes under the same name.
 _TRANSFORMER_FIELDS = (
@@ -183,7 +184,7 @@ def build_model(options: Options, config: TransformerConfig, place: Place) -> to
     """A GPTModel on the device, or as far as core allows on the meta device; in bf16 inside
     core's Float16Module."""
     if options.gradient_accumulation_fusion:
-        fused_wgrad.install()
+        patches.install(FUSED_WGRAD)
     on_meta = options.init_model_with_meta_device
     with torch.device("meta") if on_meta else contextlib.nullcontext():
         model: torch.nn.Module = GPTModel(

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter import release_memory, return_memory
 from megatron_fsdp_adapter.launch import installation
-from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights, checkpoint_drivers
+from megatron_fsdp_adapter.megatron.checkpoint import checkpoint_drivers
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import BRIDGE, BRIDGE_WEIGHTS, CONVERSION
 from tests.distributed.gpt import Case, Trainer, build_trainer, init_megatron
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
@@ -74,19 +76,16 @@ class MegatronModelBridge(Adapters):
 @contextmanager
 def standing_in() -> Iterator[ModuleType]:
     """Inside, the stand-in is the Megatron-Bridge that is loaded, and wrapped."""
-    module = ModuleType(bridge_weights.MODULE)
+    module = ModuleType(CONVERSION)
     module.MegatronModelBridge = type("Bridge", (MegatronModelBridge,), {})
     for name in ("load_weights_hf_to_megatron", "build_conversion_tasks",
                  "stream_weights_megatron_to_hf", "_broadcast_shared_embeddings"):  # fmt: skip
         setattr(module.MegatronModelBridge, name, getattr(MegatronModelBridge, name))
-    before = sys.modules.get(bridge_weights.MODULE)
-    sys.modules[bridge_weights.MODULE] = module
-    bridge_weights.install()
-    yield module
-    bridge_weights.uninstall()
-    sys.modules.pop(bridge_weights.MODULE)
-    if before is not None:
-        sys.modules[bridge_weights.MODULE] = before
+    with pytest.MonkeyPatch.context() as loaded:
+        loaded.setitem(sys.modules, CONVERSION, module)
+        patches.install(BRIDGE_WEIGHTS)
+        yield module
+        patches.uninstall(BRIDGE_WEIGHTS)
 
 
 @pytest.fixture
@@ -205,7 +204,7 @@ def test_bytes_of_sharded_fp8_weights_are_not_exported(
 ) -> None:
     owner = bridge.MegatronModelBridge
     owner.build_export_fp8_tasks = lambda self, hf_pretrained, megatron_model: "its own"
-    bridge_weights.install()
+    patches.install(BRIDGE_WEIGHTS)
     assert owner().build_export_fp8_tasks(None, [torch.nn.Linear(2, 2)]) == "its own"
     with pytest.raises(RuntimeError, match="leave it at 'bf16'"):
         owner().build_export_fp8_tasks(None, [trainer.wrapper])
@@ -214,14 +213,14 @@ def test_bytes_of_sharded_fp8_weights_are_not_exported(
 def test_uninstall_gives_the_methods_back(bridge: ModuleType) -> None:
     owner = bridge.MegatronModelBridge
     assert owner.build_conversion_tasks is not MegatronModelBridge.build_conversion_tasks
-    bridge_weights.uninstall()
-    for name in set(bridge_weights._WRAPPERS) - set(bridge_weights._OPTIONAL):
+    patches.uninstall(BRIDGE_WEIGHTS)
+    for name in (row.name.split(".")[1] for row in BRIDGE_WEIGHTS if row.required):
         assert getattr(owner, name) is getattr(MegatronModelBridge, name)
     assert "materialize_adapter_weights" not in vars(owner)
 
 
 def test_a_bridge_without_one_of_the_methods_is_an_error(bridge: ModuleType) -> None:
-    bridge_weights.uninstall()
+    patches.uninstall(BRIDGE_WEIGHTS)
     del bridge.MegatronModelBridge.build_conversion_tasks
     bridge.MegatronModelBridge.__bases__ = (Adapters,)
     with pytest.raises(RuntimeError, match=r"MegatronModelBridge\.build_conversion_tasks"):
@@ -235,11 +234,11 @@ def test_both_wrappers_show_whether_gradients_are_decoupled(trainer: Trainer) ->
     assert wrapper.param_and_grad_buffer.use_decoupled_grad is False
 
 
-def test_the_folder_of_a_load_is_what_overrides_it() -> None:
+def test_the_folder_of_a_load_is_what_overrides_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frameworks that keep checkpoints elsewhere name the folder itself, and no iteration."""
     module = SimpleNamespace(get_checkpoint_name=lambda folder, step, release: f"{folder}/{step}")
-    call = {"load_dir": "x", "iteration": None, "release": False}
-    assert checkpoint_drivers._bridge_folder(
-        module, {**call, "checkpoint_path_override": "y/step"}
-    ) == "y/step"  # fmt: skip
-    assert checkpoint_drivers._bridge_folder(module, {**call, "iteration": 3}) == "x/3"
+    monkeypatch.setitem(sys.modules, BRIDGE, module)
+    call = {"load_dir": "x", "iteration": None, "release": False, "ckpt_cfg": None}
+    given = {**call, "checkpoint_path_override": "y/step"}
+    assert checkpoint_drivers._of_bridge(given)[0] == "y/step"
+    assert checkpoint_drivers._of_bridge({**call, "iteration": 3})[0] == "x/3"

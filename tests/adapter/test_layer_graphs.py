@@ -15,10 +15,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fsdp_adapter.core.engine.layer_graphs import _Call
 from megatron_fsdp_adapter.core.engine.unit import Phase
-from megatron_fsdp_adapter.megatron import fused_wgrad
 from megatron_fsdp_adapter.megatron import layer_graphs as wrapper_graphs
 from megatron_fsdp_adapter.megatron.layer_graphs import LayerCaptures, take_off_managers
 from megatron_fsdp_adapter.megatron.options import cuda_graphs, layer_graphs
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     Case,
@@ -90,12 +91,11 @@ def test_replays_train_to_the_bits_of_eager_steps(
 def test_other_models_replay_to_the_same_bits(
     one_rank: torch.device, change: dict[str, Any]
 ) -> None:
-    needed = fused_wgrad.install()
+    patches.install(FUSED_WGRAD)
     try:
         check_trains_alike(CASE.but(num_layers=2, **change), ZERO_3, ())
     finally:
-        if needed:
-            fused_wgrad.uninstall()
+        patches.uninstall(FUSED_WGRAD)
 
 
 @pytest.mark.once

@@ -18,7 +18,8 @@ from megatron.core.transformer.moe import experts
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.tensor_parallel import TensorParallelMode, tensor_parallel_mode
 from tests.distributed.gpt import (
     Case,
@@ -142,7 +143,7 @@ def test_a_hook_on_a_fused_weight_is_refused_by_name_and_gets_the_gradient_witho
     one_rank: torch.device, kind: str, strategy: str
 ) -> None:
     """The fused module writes past autograd: the hook would have been called with None."""
-    fused_wgrad.install()
+    patches.install(FUSED_WGRAD)
     seen: list[Any] = []
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     for fused in (True, False):
@@ -167,7 +168,7 @@ def test_a_hook_on_a_fused_weight_is_refused_by_name_and_gets_the_gradient_witho
 
 def test_a_hook_on_a_weight_that_no_module_writes_stays(one_rank: torch.device) -> None:
     model = build_model(CASE.but(fused=True), one_rank)
-    fused_wgrad.install()
+    patches.install(FUSED_WGRAD)
     norm = next(m for m in model.modules() if isinstance(m, nn.LayerNorm))
     norm.weight.register_hook(lambda value: value)
     FullyShardedDataParallel(model.config, ddp_config(CASE, "optim"), model)

@@ -22,6 +22,8 @@ from megatron_fsdp_adapter.checkpoint.convert.conversion import Options, convert
 from megatron_fsdp_adapter.launch import installation
 from megatron_fsdp_adapter.megatron import base_weights
 from megatron_fsdp_adapter.megatron.base_weights import TensorParallel, load_plain
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import BASE_WEIGHTS, BRIDGE
 from tests.checkpoint.convert_cases import save_fsdp
 from tests.checkpoint.reshard_cases import Split, case_of, trainer_of, whole_state
 from tests.checkpoint.test_reshard import ZERO1, ZERO3, _save, _split
@@ -109,9 +111,9 @@ class _Plain(nn.Module):
 
 
 @pytest.fixture
-def bridge() -> Any:
+def bridge(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stand-in for Megatron-Bridge's module."""
-    module = ModuleType(base_weights.MODULE)
+    module = ModuleType(BRIDGE)
 
     def _load_base_checkpoint(
         load_dir: Any, ckpt_cfg: Any, rank0: bool = False, sharded_state_dict: Any = None,
@@ -122,15 +124,11 @@ def bridge() -> Any:
 
     module._load_base_checkpoint = _load_base_checkpoint
     module.CheckpointType = SimpleNamespace(FSDP_DTENSOR="a type")
-    before = sys.modules.get(base_weights.MODULE)
-    sys.modules[base_weights.MODULE] = module
-    base_weights.install()
+    monkeypatch.setitem(sys.modules, BRIDGE, module)
+    patches.install(BASE_WEIGHTS)
     yield module
-    base_weights.uninstall()
+    patches.uninstall(BASE_WEIGHTS)
     assert module._load_base_checkpoint is _load_base_checkpoint
-    sys.modules.pop(base_weights.MODULE)
-    if before is not None:
-        sys.modules[base_weights.MODULE] = before
 
 
 class _Evil:
@@ -171,7 +169,7 @@ def test_a_model_from_the_meta_device_is_refused_and_other_loads_are_bridges(
 
 
 def test_a_bridge_without_the_function_is_an_error(bridge: ModuleType) -> None:
-    base_weights.uninstall()
+    patches.uninstall(BASE_WEIGHTS)
     kept = vars(bridge).pop("_load_base_checkpoint")
     with pytest.raises(RuntimeError, match="_load_base_checkpoint"):
         installation.install()

@@ -17,11 +17,11 @@ from megatron.core import parallel_state
 from torch.distributed import checkpoint as dcp
 
 from megatron_fsdp_adapter.checkpoint import training_state
-from megatron_fsdp_adapter.megatron.checkpoint import checkpoint_drivers
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import DRIVERS, LM
 from tests.distributed.gpt import Case, Trainer, build_trainer, init_megatron
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
-NAME = "megatron.training.checkpointing"
 
 
 def preprocess_fsdp_dtensor_state_dict(args: Any, raw_state_dict: Any, model: Any) -> Any:
@@ -37,7 +37,7 @@ def _load_base_checkpoint(
     optimizer = dict(state["optimizer"]) if "optimizer" in state else None
     model = dict(state["model"]) if "model" in state else None
     chunks = state.pop("_model")
-    state = sys.modules[NAME].preprocess_fsdp_dtensor_state_dict(args, state, chunks[0])
+    state = sys.modules[LM].preprocess_fsdp_dtensor_state_dict(args, state, chunks[0])
     planner = dcp.DefaultLoadPlanner(allow_partial_load=not args.strict_fsdp_dtensor_load)
     dcp.load(state, checkpoint_id=load_dir, planner=planner)
     kept = {"optimizer": optimizer, "model": model}
@@ -45,19 +45,15 @@ def _load_base_checkpoint(
 
 
 @pytest.fixture
-def driver() -> Iterator[ModuleType]:
-    before = sys.modules.get(NAME)
-    module = ModuleType(NAME)
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    module = ModuleType(LM)
     module.preprocess_fsdp_dtensor_state_dict = preprocess_fsdp_dtensor_state_dict
     module._load_base_checkpoint = _load_base_checkpoint
     module.get_load_checkpoint_path_by_args = lambda args: args.load
-    sys.modules[NAME] = module
-    checkpoint_drivers.install()
+    monkeypatch.setitem(sys.modules, LM, module)
+    patches.install(DRIVERS)
     yield module
-    checkpoint_drivers.uninstall()
-    sys.modules.pop(NAME)
-    if before is not None:
-        sys.modules[NAME] = before
+    patches.uninstall(DRIVERS)
 
 
 @pytest.fixture
@@ -248,18 +244,18 @@ def test_other_wrappers_and_first_looks_pass_unchanged(driver: ModuleType, tmp_p
 
 def test_uninstall_gives_the_functions_back(driver: ModuleType) -> None:
     assert driver._load_base_checkpoint is not _load_base_checkpoint
-    checkpoint_drivers.install()  # twice is once
-    checkpoint_drivers.uninstall()
+    patches.install(DRIVERS)  # twice is once
+    patches.uninstall(DRIVERS)
     assert driver._load_base_checkpoint is _load_base_checkpoint
     assert driver.preprocess_fsdp_dtensor_state_dict is preprocess_fsdp_dtensor_state_dict
 
 
-@pytest.mark.parametrize("name", [checkpoint_drivers.PREPROCESS, "_load_base_checkpoint"])
-def test_a_driver_without_what_is_wrapped_is_an_error(driver: ModuleType, name: str) -> None:
+@pytest.mark.parametrize("function", [preprocess_fsdp_dtensor_state_dict, _load_base_checkpoint])
+def test_a_driver_without_what_is_wrapped_is_an_error(driver: ModuleType, function: Any) -> None:
     """Left alone, a checkpoint of another split of the model would not load as it does."""
-    checkpoint_drivers.uninstall()
-    delattr(driver, name)
+    patches.uninstall(DRIVERS)
+    delattr(driver, function.__name__)
     before = dict(vars(driver))
-    with pytest.raises(RuntimeError, match=rf"no {NAME}\.{name}"):
-        checkpoint_drivers.install()
+    with pytest.raises(RuntimeError, match=rf"no {LM}\.{function.__name__}"):
+        patches.install(DRIVERS)
     assert vars(driver) == before

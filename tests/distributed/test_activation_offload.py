@@ -18,7 +18,8 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from tests.distributed import gpt
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -116,7 +117,7 @@ ALL_CELLS = tuple((strategy, case) for strategy in STRATEGIES for case in HOOKED
 
 def check_hooks(rank: int, world: int, cells: tuple[tuple[str, Case], ...]) -> int:
     device, packed = init_megatron(), 0
-    fused_wgrad.install()
+    patches.install(FUSED_WGRAD)
 
     @contextmanager
     def copied(wrapper: Any) -> Iterator[None]:

@@ -12,6 +12,8 @@ import torch
 
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from tests.distributed.checks import check_step, steps_from_reference
 from tests.distributed.gpt import STRATEGIES, Case, build_trainer, init_megatron
 from tests.distributed.launch import run_ranks
@@ -24,7 +26,7 @@ CASES = (
 
 def _compare(rank: int, world: int) -> None:
     device = init_megatron()
-    fused_wgrad.install()
+    patches.install(FUSED_WGRAD)
     for case in CASES:
         for reference_case in (case, case.but(fused=False)):
             reference = build_trainer(reference_case, None, device)

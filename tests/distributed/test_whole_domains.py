@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.topology import EXPERT
-from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from megatron_fsdp_adapter.sharding.budget import OPTION
 from tests.distributed.checks import check_run_bits, check_same_bits, check_step, free_run
 from tests.distributed.gpt import Case, build_trainer, init_megatron
@@ -79,7 +80,7 @@ def _alone(rank: int, world: int) -> str:
     """Where weights are tied, or gradients divided by the tokens, Adam's kernels round otherwise on
     flat buffers of other lengths: then the reference is `optim`."""
     device, said = init_megatron(), io.StringIO()
-    fused_wgrad.install()
+    patches.install(FUSED_WGRAD)
     narrow = {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}
     for case, reference, options in (
         (Case(bf16=True), None, narrow), (Case(tied=True, per_token_loss=True), ZERO_1, {}),

@@ -17,8 +17,10 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam
-from megatron_fsdp_adapter.megatron import fused_wgrad, wgrad_probe
+from megatron_fsdp_adapter.megatron import wgrad_probe
 from megatron_fsdp_adapter.megatron.fused_wgrad import grad_writer
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.wgrad_probe import (
     SIZE,
     UNKNOWN,
@@ -109,11 +111,11 @@ def test_a_class_is_as_good_as_its_worst_weight() -> None:
 
 
 def test_megatrons_product_adds() -> None:
-    fused_wgrad.install()
+    patches.install(FUSED_WGRAD)
     try:
         seen = _observe(wgrad_probe.MAKERS["megatron.core.ColumnParallelLinear"])
     finally:
-        fused_wgrad.uninstall()
+        patches.uninstall(FUSED_WGRAD)
     assert seen == Observed(adds=True)
 
 

@@ -21,7 +21,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch.autograd.graph import save_on_cpu
 
-from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from tests.distributed import gpt
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -83,7 +84,7 @@ def run(
 ) -> Run:
     """Losses, norms and, unless they are many, weights of a few steps."""
     device = init_megatron()
-    fused_wgrad.install()
+    patches.install(FUSED_WGRAD)
     with ExitStack() as stack:
         spec = get_gpt_layer_with_transformer_engine_spec
         stack.enter_context(mock.patch.object(gpt, "get_gpt_layer_local_spec", spec))

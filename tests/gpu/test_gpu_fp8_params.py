@@ -23,7 +23,8 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_fsdp_adapter import export_weights
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
-from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from megatron_fsdp_adapter.quantised.tables import BLOCK
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -168,7 +169,7 @@ def fused_trains_as_ddp(
 ) -> str:
     """Modules write weight gradients into the bucket, which holds garbage before: losses and
     gradient norms are DDP's, whose modules add to zeroes."""
-    fused_wgrad.install()
+    patches.install(FUSED_WGRAD)
     case = CASE.but(microbatches=microbatches, fused=True, clip=1e6)  # norms, and no clipping
     device = init_megatron()
     theirs = trainer_of(case, recipe, None, device)

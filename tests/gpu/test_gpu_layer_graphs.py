@@ -22,7 +22,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 
-from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     Case,
@@ -122,7 +123,7 @@ def _trainer(cell: Cell, device: torch.device, captured: bool, **optimizer: Any)
     """optimizer: fields of its config."""
     case = CASE.but(**cell.case)
     torch.manual_seed(case.seed)
-    fused_wgrad.install()
+    patches.install(FUSED_WGRAD)
     model_parallel_cuda_manual_seed(case.seed, use_cudagraphable_rng=True, force_reset_rng=True)
     config = _config(cell, captured)
     experts = cell.options.get("num_moe_experts")

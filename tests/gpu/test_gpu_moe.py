@@ -33,7 +33,8 @@ from megatron.core.utils import is_te_min_version
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.launch import cpu_mode
-from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from tests.distributed.checks import relative
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -125,7 +126,7 @@ KINDS: Mapping[str, Kind] = {
 def init_experts() -> torch.device:
     """Groups with experts shared out over `EP` ranks, once in a process; CPU mode without a GPU."""
     on_gpu = torch.cuda.is_available()
-    fused_wgrad.install()
+    patches.install(FUSED_WGRAD)
     if not on_gpu:
         cpu_mode.enable_cpu_mode()
     if not parallel_state.model_parallel_is_initialized():

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.config import EngineConfig
-from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from tests.distributed.checks import check_run_bits
 from tests.distributed.gpt import Case, build_trainer, init_megatron
 from tests.gpu.gpu_ranks import Check, Outcomes
@@ -33,7 +34,7 @@ def same_bits(rank: int, world: int, fused: bool) -> str:
     their products end in float32."""
     device = init_megatron()
     if fused:
-        fused_wgrad.install()
+        patches.install(FUSED_WGRAD)
     runs, received = [], []
     for wide in (True, False):
         with mock.patch.object(EngineConfig, "narrows_buckets", False) if wide else nullcontext():

@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from tests.distributed import gpt
 from tests.distributed.checks import check_loss, check_norm, check_run_bits, free_run
 from tests.distributed.gpt import STRATEGIES, Case, build_trainer, init_megatron
@@ -46,7 +47,7 @@ def trains_like_ddp(rank: int, world: int, strategy: str, case: Case = CASE) -> 
     """Three steps give the losses, norms and weights of stock DDP. Weight gradients may be written
     into the buckets; apex, which most machines lack, is replaced for the output layer then."""
     if case.fused:
-        fused_wgrad.install()
+        patches.install(FUSED_WGRAD)
     theirs, ours = (_te_run(kind, case, rank) for kind in (None, strategy))
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         label = f"{strategy} step {number}, {case}"

@@ -26,6 +26,8 @@ from megatron_fsdp_adapter.core.engine.partition import partition, unit_modules
 from megatron_fsdp_adapter.core.runtime.device import CudaRuntime
 from megatron_fsdp_adapter.core.topology import DENSE, FSDPDistributedIndex
 from megatron_fsdp_adapter.megatron import fused_wgrad, wgrad_probe
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.wgrad_probe import MAKERS, Observed, Observer, Precision
 from tests.gpu.gpu_ranks import Check, Outcomes
 
@@ -62,7 +64,7 @@ def precision_of(name: str) -> Precision:
 
 def table() -> list[str]:
     """A line for each class and precision."""
-    fused_wgrad.install()
+    patches.install(FUSED_WGRAD)
     device, lines = torch.device("cuda"), []
     for maker in MAKERS:
         for name in (*RECIPES, *WEIGHTS):

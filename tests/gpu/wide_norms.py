@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from tests.distributed.gpt import Case, batches, build_trainer, give_up, init_megatron, train_step
 from tests.gpu.test_gpu_fp8 import fp8_layers
 
@@ -66,7 +67,7 @@ def main() -> int:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", timeout=timedelta(seconds=120))
     init_megatron()
-    fused_wgrad.install()
+    patches.install(FUSED_WGRAD)
     started, wrong = time.monotonic(), 0
     for count in (int(text) for text in given.microbatches.split(",")):
         for recipe in given.recipes.split(","):

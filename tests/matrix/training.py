@@ -28,9 +28,10 @@ from megatron_fsdp_adapter import (
     return_memory,
 )
 from megatron_fsdp_adapter.core.engine.partition import TO
-from megatron_fsdp_adapter.megatron import fused_wgrad
 from megatron_fsdp_adapter.megatron.fp8 import switch_off_weight_cache
 from megatron_fsdp_adapter.megatron.options.joining import UNIT_NUMEL
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from megatron_fsdp_adapter.prove.build import wire_schedule
 from megatron_fsdp_adapter.prove.whole import shard_groups
 from megatron_fsdp_adapter.sharding.budget import GIB
@@ -413,7 +414,7 @@ def _schedule(cell: Cell) -> Iterator[Any]:
 def check_cell(cell: Cell, width: str, groups: Groups) -> Findings:
     """Trains reference and cell; this rank's findings by measure; collective."""
     if cell["fusion"] == "on":
-        fused_wgrad.install()
+        patches.install(FUSED_WGRAD)
     reference = trained_reference(cell, width, groups)
     bounds = bounds_of(cell)
     movement: Mapping[str, float] = {}

@@ -27,7 +27,8 @@ from megatron_fsdp_adapter.checkpoint import (
 )
 from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
-from megatron_fsdp_adapter.megatron.checkpoint import bridge_weights
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import BRIDGE_WEIGHTS, CONVERSION
 from megatron_fsdp_adapter.quantised.e4m3 import write_scales
 from tests.distributed.gpt import (
     Case,
@@ -117,14 +118,14 @@ class Bridge:
 
 @contextmanager
 def bridged() -> Iterator[None]:
-    module = ModuleType(bridge_weights.MODULE)
+    module = ModuleType(CONVERSION)
     module.MegatronModelBridge = Bridge  # type: ignore[attr-defined]
-    with mock.patch.dict(sys.modules, {bridge_weights.MODULE: module}):
-        bridge_weights.install()
+    with mock.patch.dict(sys.modules, {CONVERSION: module}):
+        patches.install(BRIDGE_WEIGHTS)
         try:
             yield
         finally:
-            bridge_weights.uninstall()
+            patches.uninstall(BRIDGE_WEIGHTS)
 
 
 def through_bridge(trainer: Trainer, weights: Weights) -> None:

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
-from megatron_fsdp_adapter.megatron import fused_wgrad
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from megatron_fsdp_adapter.prove.whole import whole_values
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import Case
@@ -139,12 +140,12 @@ TENSOR_PARALLEL = Cell(
 def fusing(wanted: bool) -> Iterator[None]:
     """Megatron's layers can be told to fuse; core's own config has no say over these models."""
     if wanted:
-        fused_wgrad.install()
+        patches.install(FUSED_WGRAD)
     try:
         yield
     finally:
         if wanted:
-            fused_wgrad.uninstall()
+            patches.uninstall(FUSED_WGRAD)
 
 
 def fuse(model: nn.Module) -> None:

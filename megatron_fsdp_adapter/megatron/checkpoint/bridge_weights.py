@@ -21,7 +21,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,51 +30,15 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.memory import MAIN
-from megatron_fsdp_adapter.megatron.seams.wrapped import unwrap, wrap
+from megatron_fsdp_adapter.megatron.seams.table import CONVERSION
 from megatron_fsdp_adapter.quantised.start import values_follow
 from megatron_fsdp_adapter.sharding.module_weights import ModuleWeight, module_weights
 from megatron_fsdp_adapter.sharding.sharded_module import forget_scalings
 
-MODULE = "megatron.bridge.models.conversion.model_bridge"
-CLASS = "MegatronModelBridge"
-LOAD, TASKS, STREAM = (
-    "load_weights_hf_to_megatron", "build_conversion_tasks", "stream_weights_megatron_to_hf"
-)  # fmt: skip
-ADAPTERS, TIED = "materialize_adapter_weights", "_broadcast_shared_embeddings"
-QUANT_STREAM, FP8_TASKS = "stream_weights_megatron_to_hf_quant", "build_export_fp8_tasks"
-"""Which releases before 0.4 do not have."""
+TASKS = "build_conversion_tasks"
 
 
-def missing() -> list[str]:
-    """Methods that are wrapped and that the Megatron-Bridge which is loaded does not have."""
-    module = sys.modules.get(MODULE)
-    if module is None:
-        return []
-    owner = getattr(module, CLASS, None)
-    return [
-        f"{MODULE}.{CLASS}.{name}"
-        for name in _WRAPPERS
-        if name not in _OPTIONAL and not hasattr(owner, name)
-    ]
-
-
-def install() -> None:
-    """Wraps the methods if Megatron-Bridge is loaded. Idempotent; called again when a wrapper is
-    made. `missing` says what it needs."""
-    module = sys.modules.get(MODULE)
-    if module is None:
-        return
-    owner = getattr(module, CLASS)
-    for name, ours in _WRAPPERS.items():
-        if hasattr(owner, name):
-            wrap(owner, name, functools.partial(ours, module))
-
-
-def uninstall() -> None:
-    """Gives Megatron-Bridge its own methods back. Harmless when not installed."""
-    owner = getattr(sys.modules.get(MODULE), CLASS, None)
-    for name in _WRAPPERS:
-        unwrap(owner, name)
+# In the place of methods of Megatron-Bridge (`seams/table.py`): from `_load` on.
 
 
 def engines_of(models: Any) -> list[FsdpEngine]:
@@ -142,7 +105,7 @@ def _show_raw(engines: Iterable[FsdpEngine]) -> None:
 
 
 def _load(
-    module: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+    original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     call = _Call.of(original, args, kwargs)
     if not call.engines:
@@ -194,7 +157,7 @@ def _instead(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _tasks(
-    module: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+    original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     call = _Call.of(original, args, kwargs)
     call.show_raw()
@@ -204,7 +167,7 @@ def _tasks(
 
 
 def _stream(
-    module: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+    original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Iterator[Any]:
     call = _Call.of(original, args, kwargs)
     given = call.call.arguments
@@ -254,7 +217,7 @@ def _wanted(task: Any, weight: ModuleWeight) -> torch.dtype:
 
 
 def _adapters(
-    module: ModuleType, original: Callable[..., Any], bridge: Any, /, adapter_tasks: Iterable[Any]
+    original: Callable[..., Any], bridge: Any, /, adapter_tasks: Iterable[Any]
 ) -> Any:
     parts = ("linear_in_task", "linear_out_task")
     tasks = list(adapter_tasks)
@@ -273,7 +236,7 @@ def _adapters(
 
 
 def _tied(
-    module: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+    original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """The copies of a tied embedding that later pipeline stages have become that of the first."""
     call = _Call.of(original, args, kwargs)
@@ -287,7 +250,8 @@ def _tied(
     ]
     if not shared:  # without pipelines nothing is marked so
         return None
-    find = getattr(module, "_get_embedding_group", lambda _: parallel_state.get_embedding_group())
+    bridge = sys.modules[CONVERSION]
+    find = getattr(bridge, "_get_embedding_group", lambda _: parallel_state.get_embedding_group())
     group = find(call.call.arguments["megatron_model"])
     source = dist.get_process_group_ranks(group)[0]
     first, *others = shared
@@ -303,7 +267,7 @@ def _tied(
 
 
 def _fp8_tasks(
-    module: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+    original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     if _Call.of(original, args, kwargs).engines:
         raise RuntimeError(
@@ -311,12 +275,3 @@ def _fp8_tasks(
             "scales that this conversion does not gather; leave it at 'bf16'"
         )
     return original(*args, **kwargs)
-
-
-_WRAPPERS: dict[str, Callable[..., Any]] = {
-    LOAD: _load, TASKS: _tasks, STREAM: _stream, ADAPTERS: _adapters, TIED: _tied,
-    QUANT_STREAM: _stream, FP8_TASKS: _fp8_tasks,
-}  # fmt: skip
-"""By the method that is wrapped: called with the module, the original and the call's arguments."""
-
-_OPTIONAL = (QUANT_STREAM, FP8_TASKS)

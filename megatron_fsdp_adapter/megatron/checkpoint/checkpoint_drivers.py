@@ -36,101 +36,40 @@ from ...checkpoint.state import compare, flatten, from_stored, to_stored
 from ...checkpoint.training import OPTIMIZER
 from ...checkpoint.vocabulary import fit_vocabulary
 from ...sharding.sharded_module import ShardedStateDict
-from ..seams import releases
-from ..seams.wrapped import unwrap, wrap
+from ..seams.table import BRIDGE, LM
 
 _CHUNK = re.compile(r"model\d+")
 _RNG = "rng_state"
-PREPROCESS = "preprocess_fsdp_dtensor_state_dict"
 
 
-@dataclass(frozen=True)
-class Driver:
-    """A module with checkpoint code.
-
-    loaders: the names that its function which reads a checkpoint into `sharded_state_dict` has in
-    one release or another; folder: of the module and that call's arguments, the folder that will be
-    read; strict: of the arguments, whether missing keys are an error; vocab_size: number of real
-    tokens, None where it is not known.
-    """
-
-    module: str
-    loaders: tuple[str, ...]
-    folder: Callable[[Any, Mapping[str, Any]], str]
-    strict: Callable[[Mapping[str, Any]], bool]
-    vocab_size: Callable[[Mapping[str, Any]], int | None]
+_Asked = tuple[str, bool, int | None]
+"""Of a call that reads a checkpoint: the folder, whether missing keys are an error, and the number
+of real tokens, None where it is not known."""
 
 
-def _lm_folder(module: Any, call: Mapping[str, Any]) -> str:
+def _of_megatron_lm(call: Mapping[str, Any]) -> _Asked:
+    module: Any = sys.modules[LM]
     wanted = SimpleNamespace(
         load=call["load_dir"], ckpt_step=getattr(call["args"], "ckpt_step", None)
     )
-    return module.get_load_checkpoint_path_by_args(wanted)
-
-
-def _lm_vocab_size(call: Mapping[str, Any]) -> int | None:
     holder = sys.modules.get("megatron.training.global_vars")
-    return getattr(getattr(holder, "_GLOBAL_TOKENIZER", None), "vocab_size", None)
+    return (
+        module.get_load_checkpoint_path_by_args(wanted),
+        bool(getattr(call["args"], "strict_fsdp_dtensor_load", False)),
+        getattr(getattr(holder, "_GLOBAL_TOKENIZER", None), "vocab_size", None),
+    )
 
 
-def _bridge_folder(module: Any, call: Mapping[str, Any]) -> str:
-    override = call.get("checkpoint_path_override")  # from 0.4 on; there is no iteration then
-    if override is not None:
-        return override
-    return module.get_checkpoint_name(call["load_dir"], call["iteration"], call["release"])
-
-
-DRIVERS: tuple[Driver, ...] = (
-    Driver(
-        "megatron.training.checkpointing",
-        ("_load_base_checkpoint",),
-        _lm_folder,
-        lambda call: bool(getattr(call["args"], "strict_fsdp_dtensor_load", False)),
-        _lm_vocab_size,
-    ),
-    Driver(
-        "megatron.bridge.training.checkpointing",
-        ("load_fsdp_dtensor_checkpoint", "_load_fsdp_dtensor_base_checkpoint"),  # from 0.6; before
-        _bridge_folder,
-        lambda call: bool(getattr(call["ckpt_cfg"], "strict_fsdp_dtensor_load", False)),
-        lambda call: getattr(getattr(call.get("cfg"), "model", None), "vocab_size", None),
-    ),
-)
-
-
-def missing() -> list[str]:
-    """Functions that the drivers that are loaded do not have, as dotted paths."""
-    return [
-        f"{driver.module}.{' or '.join(names)}"
-        for driver in DRIVERS
-        if (module := sys.modules.get(driver.module)) is not None
-        for names in ((PREPROCESS,), driver.loaders)
-        if not any(hasattr(module, name) for name in names)
-    ]
-
-
-def install() -> None:
-    """Wraps the functions of the drivers that are loaded. Idempotent; called again when a wrapper
-    is made, by when whatever will save it has been imported. RuntimeError, before anything is
-    changed, with every function that is not there: checkpoints of another split of the model
-    would not load, or what is missing in one would not be said."""
-    absent = missing()
-    if absent:
-        raise RuntimeError(f"there is no {', no '.join(absent)}; {releases.remedy()}")
-    for driver in DRIVERS:
-        module = sys.modules.get(driver.module)
-        if module is not None:
-            wrap(module, PREPROCESS, _preprocess)
-            loader = next(name for name in driver.loaders if hasattr(module, name))
-            wrap(module, loader, functools.partial(_load, driver, module))
-
-
-def uninstall() -> None:
-    """Gives the drivers their own functions back. Harmless when not installed."""
-    for driver in DRIVERS:
-        module = sys.modules.get(driver.module)
-        for name in (PREPROCESS, *driver.loaders):
-            unwrap(module, name)
+def _of_bridge(call: Mapping[str, Any]) -> _Asked:
+    module: Any = sys.modules[BRIDGE]
+    folder = call.get("checkpoint_path_override")  # from 0.4 on; there is no iteration then
+    if folder is None:
+        folder = module.get_checkpoint_name(call["load_dir"], call["iteration"], call["release"])
+    return (
+        folder,
+        bool(getattr(call["ckpt_cfg"], "strict_fsdp_dtensor_load", False)),
+        getattr(getattr(call.get("cfg"), "model", None), "vocab_size", None),
+    )
 
 
 def merged_chunks(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,18 +105,19 @@ def _is_ours(state: Mapping[str, Any] | None) -> bool:
 
 
 def _load(
-    driver: Driver, module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+    asked_of: Callable[[Mapping[str, Any]], _Asked], original: Callable[..., Any], *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     wanted = call.arguments["sharded_state_dict"]
     if not _is_ours(wanted):
         return original(*args, **kwargs)
-    folder = Path(driver.folder(module, call.arguments))
+    name, strict, vocab_size = asked_of(call.arguments)
+    folder = Path(name)
     if not (folder / ".metadata").is_file():
         return original(*args, **kwargs)  # what is missing is its to say
     with coordination() as ranks:
-        strict, vocab_size = driver.strict(call.arguments), driver.vocab_size(call.arguments)
         (prepared, _), told = ranks.run(
             "comparing the checkpoint with the model",
             lambda: _prepared(wanted, folder, strict, vocab_size, ranks.rank),
@@ -202,6 +142,10 @@ def _load(
     call.arguments["sharded_state_dict"] = prepared
     state, *others = original(*call.args, **call.kwargs)
     return (state if state is None else _as_asked(state, wanted, ranks.rank), *others)
+
+
+load_of_megatron_lm = functools.partial(_load, _of_megatron_lm)
+load_of_bridge = functools.partial(_load, _of_bridge)
 
 
 def _as_asked(

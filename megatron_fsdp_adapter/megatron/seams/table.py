@@ -7,7 +7,11 @@ mode has a table of its own (`launch/cpu_mode.py`), and so have the hooks of Meg
 
 from __future__ import annotations
 
-from .patches import Patch
+from .patches import Patch, makes, stands
+
+LM = "megatron.training.checkpointing"
+BRIDGE = "megatron.bridge.training.checkpointing"
+CONVERSION = "megatron.bridge.models.conversion.model_bridge"
 
 _CORE = "megatron.core"
 _OPTIMIZER = f"{_CORE}.optimizer"
@@ -90,3 +94,47 @@ OPTIMIZER: tuple[Patch, ...] = (
     ),
 )  # fmt: skip
 """Of core's optimizers and what is around their steps: for as long as a wrapper needs them."""
+
+_LAYERS = f"{_CORE}.tensor_parallel.layers"
+FUSED_WGRAD = (
+    Patch(
+        _LAYERS, "fused_weight_gradient_mlp_cuda", "megatron.fused_wgrad:products", makes,
+        default=None,
+    ),
+    Patch(_LAYERS, "_grad_accum_fusion_available", True, stands),
+)  # fmt: skip
+"""Megatron's linear layers fuse weight gradients without apex; with it nothing is changed."""
+
+
+def _conversion(name: str, ours: str, required: bool = True) -> Patch:
+    return Patch(
+        CONVERSION, f"MegatronModelBridge.{name}", f"megatron.checkpoint.bridge_weights:{ours}",
+        required=required,
+    )  # fmt: skip
+
+
+BRIDGE_WEIGHTS = (
+    _conversion("load_weights_hf_to_megatron", "_load"),
+    _conversion("build_conversion_tasks", "_tasks"),
+    _conversion("stream_weights_megatron_to_hf", "_stream"),
+    _conversion("materialize_adapter_weights", "_adapters"),
+    _conversion("_broadcast_shared_embeddings", "_tied"),
+    _conversion("stream_weights_megatron_to_hf_quant", "_stream", required=False),  # from 0.4 on
+    _conversion("build_export_fp8_tasks", "_fp8_tasks", required=False),  # likewise
+)
+"""Megatron-Bridge's conversion of a live model from and to Hugging Face."""
+
+BASE_WEIGHTS = (Patch(BRIDGE, "_load_base_checkpoint", "megatron.base_weights:load"),)
+"""What Megatron-Bridge puts adapters on."""
+
+_DRIVERS = "megatron.checkpoint.checkpoint_drivers"
+DRIVERS = (
+    *(Patch(module, "preprocess_fsdp_dtensor_state_dict", f"{_DRIVERS}:_preprocess")
+      for module in (LM, BRIDGE)),
+    Patch(LM, "_load_base_checkpoint", f"{_DRIVERS}:load_of_megatron_lm"),
+    Patch(
+        BRIDGE, "load_fsdp_dtensor_checkpoint or _load_fsdp_dtensor_base_checkpoint",
+        f"{_DRIVERS}:load_of_bridge",
+    ),  # from 0.6 on; before
+)  # fmt: skip
+"""Checkpoint code of Megatron-LM and Megatron-Bridge, where its own path stops."""
