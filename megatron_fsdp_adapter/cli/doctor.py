@@ -26,10 +26,11 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.cli import gpt, machine, prove
-from megatron_fsdp_adapter.launch import megatron_lm, runner
+from megatron_fsdp_adapter.launch import installation, megatron_lm, runner
 from megatron_fsdp_adapter.megatron.options import sizes, support, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
-from megatron_fsdp_adapter.megatron.seams import releases
+from megatron_fsdp_adapter.megatron.seams import patches, releases
+from megatron_fsdp_adapter.megatron.seams.table import NAMES
 from megatron_fsdp_adapter.planning import advice
 from megatron_fsdp_adapter.planning.machine import GPUS
 from megatron_fsdp_adapter.prove import shrink, source
@@ -55,15 +56,13 @@ def versions() -> dict[str, dict[str, Any]]:
 def bindings() -> dict[str, Any]:
     """Where Megatron's names are rebound when `install()` is called now, and what is missing."""
     try:
-        from megatron_fsdp_adapter.launch import installation
+        installation.install()
     except ModuleNotFoundError as error:
         return {"error": f"{error.name} is not installed"}
-    try:
-        installation.install()
     except RuntimeError as error:
         return {"error": str(error)}
     try:
-        return {"rebound": installation.places(), "absent": installation.absent()}
+        return {"rebound": patches.places(NAMES), "absent": patches.absent(NAMES)}
     finally:
         installation.uninstall()
 

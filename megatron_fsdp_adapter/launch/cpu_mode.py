@@ -6,7 +6,7 @@ the engine nor the adapter of this package needs it; only megatron-core does. No
 on by an import, and it refuses where CUDA is present.
 
 How. Each module of core that asks is listed in `VIEWS` with what it asks. There the module
-global ``torch`` is replaced by a `TorchView`, which answers for the CPU and passes everything else
+global ``torch`` is replaced by a `ModuleView`, which answers for the CPU and passes everything else
 on to torch. torch itself is left alone: ``torch.cuda.is_available()`` stays False, and other
 libraries see no change. What a view cannot reach (methods of a tensor, helpers that call C
 functions) is listed in `FUNCTIONS`.
@@ -18,8 +18,7 @@ with such a mode around the step; a second run gave the same ratio, 1.24. The vi
 455 reads of 0.7 us, 0.3 ms of the 90. A mode is also local to a thread, so it misses whatever
 runs in another one.
 
-A patched place carries its original, so no state is kept here: `disable_cpu_mode` walks the same
-tables backwards. Streams and events become objects that do nothing; what they would show on a GPU
+Streams and events become objects that do nothing; what they would show on a GPU
 (ordering, overlap, races) cannot be seen in this mode.
 """
 
@@ -27,48 +26,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.megatron.seams import releases
-from megatron_fsdp_adapter.megatron.seams.module_view import ModuleView
+from megatron_fsdp_adapter.megatron.seams import patches, releases
+from megatron_fsdp_adapter.megatron.seams.patches import ModuleView, Patch, makes, stands
 
 _CORE = "megatron.core"
-
-
-@dataclass(frozen=True)
-class View:
-    """A module of core whose global ``torch`` is replaced.
-
-    asks: the reason, over all releases: names of ``torch.cuda``, "cuda" for the literal device,
-    "pin_memory" for host memory that is locked. may_be_absent: some release has no such module.
-    """
-
-    module: str
-    asks: frozenset[str]
-    may_be_absent: bool = False
-
-
-@dataclass(frozen=True)
-class Function:
-    """An attribute that is replaced by ``make(original)``.
-
-    ``owner`` is a dotted path of a module or of a class in one. ``make`` gets None when the
-    attribute does not exist, which is allowed only with ``may_be_absent``.
-    """
-
-    owner: str
-    attribute: str
-    make: Callable[[Any], Any]
-    reason: str
-    may_be_absent: bool = False
+_RANDOM = f"{_CORE}.tensor_parallel.random"
 
 
 # --------------------------------------------------------------------------------------------
@@ -87,23 +56,10 @@ class NullStream:
     def __exit__(self, *exc: object) -> None:
         pass
 
-    def wait_stream(self, stream: object) -> None:
-        pass
-
-    def wait_event(self, event: object) -> None:
-        pass
-
-    def wait(self, stream: object = None) -> None:
-        pass
-
-    def record(self, stream: object = None) -> None:
-        pass
+    wait_stream = wait_event = wait = record = synchronize = __init__
 
     def record_event(self, event: object = None) -> NullStream:
         return NullStream()
-
-    def synchronize(self) -> None:
-        pass
 
     def query(self) -> bool:
         return True
@@ -129,19 +85,11 @@ def _get_host_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _manual_seed(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
-class TorchView(ModuleView):
-    """Stands for torch or torch.cuda and answers for the CPU."""
-
-
 CUDA_ANSWERS: dict[str, Any] = {
     "current_device": lambda: _HOST,
     "synchronize": _nothing,
     "empty_cache": _nothing,
-    "manual_seed": _manual_seed,
+    "manual_seed": torch.manual_seed,
     "get_rng_state": _get_host_rng_state,
     "set_rng_state": _set_host_rng_state,
     "Stream": NullStream,
@@ -149,7 +97,7 @@ CUDA_ANSWERS: dict[str, Any] = {
     "stream": _only_stream,
     "current_stream": _only_stream,
     "default_stream": _only_stream,
-    "nvtx": TorchView(
+    "nvtx": ModuleView(
         torch.cuda.nvtx,
         {"range_push": _nothing, "range_pop": _nothing, "range": contextlib.nullcontext},
     ),
@@ -184,11 +132,11 @@ def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return create
 
 
-def make_view() -> TorchView:
+def make_view() -> ModuleView:
     """A view of torch that answers for the CPU."""
     answers: dict[str, Any] = {name: _on_host(getattr(torch, name)) for name in FACTORIES}
-    answers["cuda"] = TorchView(torch.cuda, CUDA_ANSWERS)
-    return TorchView(torch, answers)
+    answers["cuda"] = ModuleView(torch.cuda, CUDA_ANSWERS)
+    return ModuleView(torch, answers)
 
 
 # --------------------------------------------------------------------------------------------
@@ -259,19 +207,22 @@ _VIEW_ROWS = (
 _LATER = ("models.common.utils", "models.hybrid.hybrid_block", "transformer.moe.moe_logging")
 """Modules that 0.16.1 does not have."""
 
+_VIEW = make_view()
 VIEWS = tuple(
-    View(f"{_CORE}.{module}", frozenset(asks.split()), may_be_absent=module in _LATER)
+    Patch(f"{_CORE}.{module}", "torch", _VIEW, stands, required=module not in _LATER,
+          why=f"asks for {asks}")
     for module, asks in _VIEW_ROWS
-)
+)  # fmt: skip
+"""A module of core whose global `torch` is replaced, and what it asks over all releases."""
 
 
-def _for_callers_in(package: str, answer: Callable[..., Any]) -> Callable[[Any], Any]:
+def _for_callers_in(package: str, answer: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     """Replace a method of tensors for callers whose module is inside ``package`` only.
 
     ``answer(original, tensor, *args, **kwargs)`` gives the value for those callers.
     """
 
-    def make(original: Any) -> Any:
+    def make(owner: Any, original: Any) -> Any:
         @functools.wraps(original)
         def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1).f_globals.get("__name__", "")
@@ -294,129 +245,44 @@ def _stay_on_host(original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
     return tensor
 
 
-def _splits_as_numpy(original: Any) -> Any:
-    @functools.wraps(original)
-    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    return move
-
-
-def _replaced_by(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A row's ``make`` for a replacement that does not use the original."""
-
-    def make(original: Any) -> Any:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return replacement(*args, **kwargs)
-
-        return call
-
-    return make
+def _splits_as_numpy(
+    original: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False
+) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 FUNCTIONS = (
-    Function(
-        "torch.Tensor",
-        "type",
-        _for_callers_in(f"{_CORE}.optimizer", _type_as_on_cuda),
-        "compared with 'torch.cuda.*' in optimizer: distrib_optimizer, optimizer, clip_grads",
+    # Compared with 'torch.cuda.*' in optimizer: distrib_optimizer, optimizer, clip_grads.
+    Patch("torch", "Tensor.type", _for_callers_in(f"{_CORE}.optimizer", _type_as_on_cuda), makes),
+    # In models.common (language_module, rope_utils), tensor_parallel.data, optimizer.optimizer,
+    # dist_checkpointing.exchange_utils.
+    Patch("torch", "Tensor.cuda", _for_callers_in(_CORE, _stay_on_host), makes),
+    Patch(
+        _RANDOM, "_get_cuda_rng_state", _get_host_rng_state, stands,
+        why="reads torch.cuda's generators",
     ),
-    Function(
-        "torch.Tensor",
-        "cuda",
-        _for_callers_in(_CORE, _stay_on_host),
-        "in models.common (language_module, rope_utils), tensor_parallel.data, "
-        "optimizer.optimizer, dist_checkpointing.exchange_utils",
+    Patch(
+        _RANDOM, "_set_cuda_rng_state", _set_host_rng_state, stands,
+        why="calls torch._C's CUDA functions",
     ),
-    Function(
-        f"{_CORE}.tensor_parallel.random",
-        "_get_cuda_rng_state",
-        _replaced_by(_get_host_rng_state),
-        "reads torch.cuda's generators",
+    Patch(
+        f"{_CORE}.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _splits_as_numpy,
+        why="makes the split sizes numpy arrays only if is_cuda",
     ),
-    Function(
-        f"{_CORE}.tensor_parallel.random",
-        "_set_cuda_rng_state",
-        _replaced_by(_set_host_rng_state),
-        "calls torch._C's CUDA functions",
+    # Bound only where Transformer Engine is, and read everywhere.
+    Patch(
+        f"{_CORE}.transformer.moe.moe_utils", "te_general_gemm",
+        lambda module, original: original, makes, default=None,
     ),
-    Function(
-        f"{_CORE}.transformer.moe.token_dispatcher",
-        "maybe_move_tensor_to_cpu",
-        _splits_as_numpy,
-        "makes the split sizes numpy arrays only if is_cuda",
-    ),
-    Function(
-        f"{_CORE}.transformer.moe.moe_utils",
-        "te_general_gemm",
-        lambda original: original,
-        "bound only where Transformer Engine is, and read everywhere",
-        may_be_absent=True,
-    ),
-)
+)  # fmt: skip
+
+PATCHES = (*VIEWS, *FUNCTIONS)
 
 
-class _OneGeneratorFilter(logging.Filter):
-    """Drops core's warning that the CPU generator moved inside a CUDA RNG context.
-
-    In this mode both are one generator, so it always has.
-    """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
-
-
-_RANDOM_LOGGER = f"{_CORE}.tensor_parallel.random"
-
-# --------------------------------------------------------------------------------------------
-# On and off
-
-
-def _resolve(dotted: str) -> Any:
-    """A module, or a class inside one, by its dotted path."""
-    try:
-        return importlib.import_module(dotted)
-    except ModuleNotFoundError as error:
-        parent, _, name = dotted.rpartition(".")
-        if error.name != dotted or not parent:
-            raise
-        return getattr(importlib.import_module(parent), name)
-
-
-def _replacements() -> Iterator[tuple[Any, str, Any, bool, str]]:
-    """(owner, attribute, make, may be absent, reason) for every row of both tables."""
-    view = make_view()
-    for row in VIEWS:
-        try:
-            module = importlib.import_module(row.module)
-        except ModuleNotFoundError as error:
-            if row.may_be_absent and f"{row.module}.".startswith(f"{error.name}."):
-                continue
-            raise
-        reason = f"it asks for {', '.join(sorted(row.asks))}"
-        yield module, "torch", lambda original: view, False, reason
-    for function in FUNCTIONS:
-        owner = _resolve(function.owner)
-        yield owner, function.attribute, function.make, function.may_be_absent, function.reason
-
-
-_MARK = "__cpu_mode_original__"
-
-
-def _original_of(value: Any) -> Any:
-    """The original that a patched value carries, or None when the value is not patched."""
-    if isinstance(value, TorchView):
-        return value.__dict__["target"]
-    return getattr(value, _MARK, None) if callable(value) else None
-
-
-def _missing() -> str:
-    import megatron.core
-
-    return (
-        f"CPU mode does not know megatron-core {megatron.core.__version__}: {releases.remedy()}"
-    )
+def _is_of_one_generator(record: logging.LogRecord) -> bool:
+    """Whether it is not core's warning that the CPU generator moved inside a CUDA RNG context. In
+    this mode both are one generator, so it always has."""
+    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
 def enable_cpu_mode() -> None:
@@ -430,45 +296,27 @@ def enable_cpu_mode() -> None:
             "enable_cpu_mode() refuses: torch.cuda.is_available() is True, and megatron-core runs "
             "on the GPU as it is. Hide the GPUs (CUDA_VISIBLE_DEVICES='') to train on the CPU"
         )
-    rows = list(_replacements())
-    for owner, attribute, _, may_be_absent, reason in rows:
-        if not may_be_absent and not hasattr(owner, attribute):
-            name = getattr(owner, "__name__", owner)
-            raise RuntimeError(f"{_missing()} ({name} has no {attribute!r}; {reason})")
-    for owner, attribute, make, _, _ in rows:
-        current = getattr(owner, attribute, None)
-        if _original_of(current) is not None:
-            continue
-        replacement = make(current)
-        if replacement is not current and not isinstance(replacement, TorchView):
-            setattr(replacement, _MARK, current)
-        setattr(owner, attribute, replacement)
-    logger = logging.getLogger(_RANDOM_LOGGER)
-    if not any(isinstance(item, _OneGeneratorFilter) for item in logger.filters):
-        logger.addFilter(_OneGeneratorFilter())
+    missing = patches.missing(PATCHES)
+    if missing:
+        import megatron.core
+
+        raise RuntimeError(
+            f"CPU mode does not know megatron-core {megatron.core.__version__}: "
+            f"{releases.remedy()} (there is no {', no '.join(missing)})"
+        )
+    patches.install(PATCHES)
+    logging.getLogger(_RANDOM).addFilter(_is_of_one_generator)
 
 
 def disable_cpu_mode() -> None:
     """Undo `enable_cpu_mode`: every patched place gets its original back. Harmless when off."""
-    for owner, attribute, _, may_be_absent, _ in _replacements():
-        current = getattr(owner, attribute, None)
-        original = _original_of(current)
-        if original is not None:
-            delattr(owner, attribute)
-            if getattr(owner, attribute, None) is not original:  # not inherited: put it back
-                setattr(owner, attribute, original)
-        elif may_be_absent and current is None and attribute in vars(owner):
-            delattr(owner, attribute)
-    logger = logging.getLogger(_RANDOM_LOGGER)
-    for item in list(logger.filters):
-        if isinstance(item, _OneGeneratorFilter):
-            logger.removeFilter(item)
+    patches.uninstall(PATCHES)
+    logging.getLogger(_RANDOM).removeFilter(_is_of_one_generator)
 
 
 def cpu_mode_enabled() -> bool:
     """Whether CPU mode is on in this process."""
-    module = sys.modules.get(VIEWS[0].module)
-    return isinstance(module, ModuleType) and isinstance(vars(module).get("torch"), TorchView)
+    return patches.is_installed(VIEWS[0])
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -33,11 +32,13 @@ from ..megatron.options.validation import (
     launch_options,
     launch_problems,
 )
-from ..megatron.seams import releases
+from ..megatron.seams import patches, releases
+from ..megatron.seams.patches import Patch
 from ..sharding.late_optimizer import OPTION as LATE_STEP
 
 CORES_LATE_STEP = "overlap_param_gather_with_optimizer_step"
 FSDP_FLAG = "--use-megatron-fsdp"
+ARGUMENTS = "megatron.training.arguments"
 GPU = torch.device("cuda")
 SECONDS_FOR_RANK_0 = 60.0
 NO_GPU = (
@@ -290,83 +291,62 @@ def complete_environment(environment: MutableMapping[str, str]) -> list[Change]:
     return [Change(CONNECTIONS, None, "8", "hardware queues: communication runs beside compute")]
 
 
-def missing_features(arguments: ModuleType) -> list[str]:
-    """What this module is hooked at and `megatron.training.arguments` lacks."""
-    return [
-        f"{arguments.__name__}.{name}"
-        for name in ("add_megatron_arguments", "parse_args", "validate_args")
-        if not callable(getattr(arguments, name, None))
-    ]
-
-
 def hook_arguments(
-    arguments: ModuleType,
     argv: Sequence[str],
     environment_changes: Sequence[Change],
     on_fsdp: Callable[[], None],
     on_other: Callable[[], None],
-    rebind: Callable[[object, object], None],
 ) -> None:
     """Makes `megatron.training.arguments` accept main's flags and complete what it parses.
 
     argv: the script's command line; environment_changes: rows for the table; on_fsdp, on_other:
-    called once the arguments are known to ask for FSDP, or not to; rebind: puts an object in the
-    place of another wherever Megatron holds it.
+    called once the arguments are known to ask for FSDP, or not to.
 
     Raises:
         RuntimeError: this Megatron-LM lacks a name that is hooked.
     """
-    missing = missing_features(arguments)
-    if missing:
-        raise RuntimeError(
-            f"this Megatron-LM has no {', '.join(missing)}: {FSDP_FLAG} cannot be completed; "
-            f"{releases.remedy()}, or call megatron_fsdp_adapter.install() in the script"
-        )
     reported: list[bool] = []
-    add_original, parse_original = arguments.add_megatron_arguments, arguments.parse_args
-    asks = was_given(FSDP_FLAG, argv)
 
-    @functools.wraps(add_original)
-    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        if asks:
+    def add(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
+        if was_given(FSDP_FLAG, argv):
             said_alone = functools.partial(_refuse_word, parser.prog)
             parser.error = said_alone  # type: ignore[method-assign]
-        return add_missing_flags(add_original(parser))
+        return add_missing_flags(original(parser))
 
-    @functools.wraps(parse_original)
-    def parse_args(*positional: Any, **named: Any) -> Any:
-        args = parse_original(*positional, **named)
+    def parse(original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
+        args = original(*positional, **named)
         if getattr(args, "use_megatron_fsdp", False):
             # Megatron-LM parses several times; the first time says it all.
-            finish(args, argv, environment_changes, finds_gpu(arguments), silent=reported)
+            finish(args, argv, environment_changes, finds_gpu(), silent=reported)
             reported.append(True)
             on_fsdp()
         else:
             on_other()
         return args
 
-    rebind(add_original, add_megatron_arguments)
-    rebind(parse_original, parse_args)
-    rebind(arguments.validate_args, validating_emerging(arguments.validate_args))
+    hooks = {"add_megatron_arguments": add, "parse_args": parse, "validate_args": validate}
+    rows = [Patch(ARGUMENTS, name, ours, everywhere=True) for name, ours in hooks.items()]
+    missing = patches.missing(rows)
+    if missing:
+        raise RuntimeError(
+            f"this Megatron-LM has no {', '.join(missing)}: {FSDP_FLAG} cannot be completed; "
+            f"{releases.remedy()}, or call megatron_fsdp_adapter.install() in the script"
+        )
+    patches.install(rows)
 
 
-def validating_emerging(validate: Callable[..., Any]) -> Callable[..., Any]:
+def validate(original: Callable[..., Any], args: Any, *positional: Any, **named: Any) -> Any:
     """Megatron-LM's validation of arguments, which asserts that optimizers other than Adam and SGD
     have no sharded weights, and another format of checkpoints: it is shown Adam in the place of
     those that are supported here."""
-
-    @functools.wraps(validate)
-    def validate_args(args: Any, *positional: Any, **named: Any) -> Any:
-        asked = args.optimizer
-        if not (getattr(args, "use_megatron_fsdp", False) and asked in EMERGING):
-            return validate(args, *positional, **named)
-        args.optimizer = "adam"
-        try:
-            return validate(args, *positional, **named)
-        finally:
-            args.optimizer = asked
-
-    return validate_args
+    asked = args.optimizer
+    if not (getattr(args, "use_megatron_fsdp", False) and asked in EMERGING):
+        return original(args, *positional, **named)
+    args.optimizer = "adam"
+    try:
+        return original(args, *positional, **named)
+    finally:
+        args.optimizer = asked
 
 
 def add_missing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -377,10 +357,10 @@ def add_missing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     return parser
 
 
-def finds_gpu(arguments: ModuleType) -> bool:
+def finds_gpu() -> bool:
     """Whether `megatron.training.arguments` finds the GPU whose capability it asks torch for, or
     has no torch to ask."""
-    seen = getattr(arguments, "torch", None)
+    seen = getattr(sys.modules[ARGUMENTS], "torch", None)
     return seen is None or bool(seen.cuda.is_available())
 
 

@@ -97,13 +97,13 @@ def prepare(folder: Path, argv: Sequence[str]) -> None:
     # Before CUDA starts, so before arguments are parsed.
     changes = megatron_lm.complete_environment(os.environ) if asks else []
     arguments = _megatron_arguments()
-    from .installation import install, rebind_everywhere, uninstall
+    from .installation import install, uninstall
 
     _refuse_mixture(folder)
     at_once = arguments is None or not (asks or (folder / "megatron" / "training").is_dir())
     if arguments is not None:
         on_other = uninstall if at_once else lambda: None
-        megatron_lm.hook_arguments(arguments, argv, changes, install, on_other, rebind_everywhere)
+        megatron_lm.hook_arguments(argv, changes, install, on_other)
     if at_once:
         install()
 

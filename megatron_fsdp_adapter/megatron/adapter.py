@@ -41,7 +41,6 @@ from ..sharding.sharded_module import (
 )
 from . import late_step, optimizer_seam, schedule_plans
 from .captures import Captures
-from .checkpoint import megatron_saves
 from .construction_problems import construction_problems
 from .core_init import core_initialisers
 from .domains import SHARED_EMBEDDING, ModelDomains, whole_domains_of
@@ -54,9 +53,6 @@ from .layer_graphs import LayerCaptures
 from .marks import mark
 from .options import capability, ddp_options, joining, staging_options
 from .options.support import is_on
-from .seams import patches
-from .seams.rebound import installed
-from .seams.table import BASE_WEIGHTS, BRIDGE_WEIGHTS, DRIVERS
 from .step_graphs import StepCapture
 from .supported import require_supported_core
 from .units import chosen_units, plan_units, with_kept_units
@@ -116,10 +112,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         raise_problems("FullyShardedDataParallel", problems)
         assert index is not None  # or there were problems
         self.megatron_fsdp_dist_index = index
-        optimizer_seam.install_while_alive(self)
-        if installed():
-            patches.install((*BRIDGE_WEIGHTS, *BASE_WEIGHTS, *DRIVERS))  # imported after install()
-            megatron_saves.install()
+        installed = optimizer_seam.install_while_alive(self)
         self.disable_bucketing, self.bucket_size = disable_bucketing, None
         self.optimizer_groups: Mapping[str, Any] | None = None  # core's, when it makes an optimizer
         self.muon_groups: Mapping[tuple[int, ...], Any] | None = None
@@ -131,7 +124,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.step_capture = StepCapture(self.engine)
         self._layers = LayerCaptures(self.engine, module, config)
         # As the training loop set it: what the strategy forces below, the loop does not see.
-        self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed())
+        self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed)
         forced = ddp_options.forced_options(ddp_config, config)
         for option, value in forced.items():
             setattr(ddp_config, option, value)

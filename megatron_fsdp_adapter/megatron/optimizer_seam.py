@@ -1,6 +1,6 @@
-"""How long core's optimizers have our functions (`seams/table.py`): from `install()` until
-`uninstall()`. A wrapper that is constructed without it needs them as well; they stay for as long as
-such a wrapper lives."""
+"""How long Megatron has our functions (`seams/table.py`): from `install()` until `uninstall()`. A
+wrapper that is constructed without it needs those of the optimizer as well; they stay for as long
+as such a wrapper lives."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from typing import Any
 from megatron.core import optimizer as core_optimizer
 
 from .seams import patches
-from .seams.rebound import installed
-from .seams.table import OPTIMIZER
+from .seams.table import LATE, OPTIMIZER, installed
 
 _LIVING = "__megatron_fsdp_adapter_wrappers__"
 """An attribute of core's optimizer package: the wrappers that want the functions there."""
 
 
-def install_while_alive(wrapper: Any) -> None:
-    """Until `wrapper` is garbage, unless something else needs them longer."""
+def install_while_alive(wrapper: Any) -> bool:
+    """Those of the optimizer, until `wrapper` is garbage, unless something else needs them longer.
+    Returns whether `install()` was called: then also in what was imported since."""
     vars(core_optimizer).setdefault(_LIVING, weakref.WeakSet()).add(wrapper)
     weakref.finalize(wrapper, _release).atexit = False
     patches.install(OPTIMIZER)
+    if installed():
+        patches.install(LATE)
+    return installed()
 
 
 def _release() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import megatron.core
 
@@ -15,14 +15,14 @@ def core_version() -> str:
     return str(getattr(megatron.core, "__version__", "of no known version"))
 
 
-def require_supported_core(missing_also: Callable[[], Iterable[str]] = tuple) -> None:
+def require_supported_core(replaced: Iterable[patches.Patch] = OPTIMIZER) -> None:
     """RuntimeError, with version and remedy, if the imported megatron-core is too old, or if it
-    lacks or has changed what the package replaces in it: methods of the optimizer, and what
-    `missing_also` names. One warning a process if it is not tested."""
+    lacks or has changed what the package replaces in it. One warning a process if it is not
+    tested."""
     version = core_version()
     found = releases.core_problem(version)
     if found is None:
-        found = releases.seam_problem(version, [*patches.missing(OPTIMIZER), *missing_also()])
+        found = releases.seam_problem(version, patches.missing(replaced))
     if found is not None:
         raise RuntimeError(found)
     releases.warn_if_untested(version)

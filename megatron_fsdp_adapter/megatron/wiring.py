@@ -7,6 +7,7 @@ not rebound the test fails without a word: every microbatch then counts as the l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,3 +49,18 @@ class WiringCheck:
                 "megatron_fsdp_adapter.install() after the last import and before the model is "
                 "built, or wire config.no_sync_func = model.no_sync yourself"
             )
+
+
+def refusing(owner: type, original: Any) -> Callable[..., None]:
+    """A constructor of Megatron's class that is an error. What had kept the class would train on
+    with an engine whose helpers are no longer its own."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"{owner.__module__}.{owner.__name__} was constructed while megatron_fsdp_adapter is "
+            "installed: either by Megatron's own fully_shard(), or by what had kept the class "
+            "before install() in other than a module's name, as a class or a closure does; call "
+            "install() before that is imported, or uninstall() to use Megatron's own wrapper"
+        )
+
+    return __init__

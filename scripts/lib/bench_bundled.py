@@ -23,16 +23,17 @@ _MODULES = (
 def _let_run_on_cpu() -> None:
     """What `enable_cpu_mode` does for the rest of core: CUDA's streams and devices are answered by
     the CPU in these modules, and the device mesh is one of CPUs. Idempotent."""
-    from megatron_fsdp_adapter.launch.cpu_mode import CUDA_ANSWERS, TorchView, make_view
+    from megatron_fsdp_adapter.launch.cpu_mode import CUDA_ANSWERS, make_view
+    from megatron_fsdp_adapter.megatron.seams.patches import ModuleView
 
     view = make_view()
     # It writes the current device into names such as "cuda:0", and only compares those.
-    cuda = TorchView(torch.cuda, {**CUDA_ANSWERS, "current_device": lambda: 0})
+    cuda = ModuleView(torch.cuda, {**CUDA_ANSWERS, "current_device": lambda: 0})
     view.__dict__["cuda"] = cuda
     for name in _MODULES:
         importlib.import_module(f"{_PACKAGE}.{name}").torch = view  # type: ignore[attr-defined]
     adapter = importlib.import_module(f"{_PACKAGE}.mcore_fsdp_adapter")
-    adapter.DeviceMesh = TorchView(  # type: ignore[attr-defined]
+    adapter.DeviceMesh = ModuleView(  # type: ignore[attr-defined]
         torch.distributed.DeviceMesh, {"from_group": _mesh_of_cpus}
     )
 

@@ -68,18 +68,6 @@ def _methods() -> dict[str, Any]:
     }
 
 
-def test_install_can_be_repeated_and_undone(not_installed: None) -> None:
-    original = _methods()
-    patches.install(OPTIMIZER)
-    installed = _methods()
-    assert all(installed[name] is not original[name] for name in original)
-    patches.install(OPTIMIZER)
-    assert _methods() == installed
-    for _ in range(2):
-        patches.uninstall(OPTIMIZER)
-        assert _methods() == original
-
-
 def test_constructing_a_wrapper_changes_megatron_for_as_long_as_one_lives(
     not_installed: None,
 ) -> None:

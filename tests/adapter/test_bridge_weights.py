@@ -18,7 +18,6 @@ from megatron.core import parallel_state
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter import release_memory, return_memory
-from megatron_fsdp_adapter.launch import installation
 from megatron_fsdp_adapter.megatron.checkpoint import checkpoint_drivers
 from megatron_fsdp_adapter.megatron.seams import patches
 from megatron_fsdp_adapter.megatron.seams.table import BRIDGE, BRIDGE_WEIGHTS, CONVERSION
@@ -208,23 +207,6 @@ def test_bytes_of_sharded_fp8_weights_are_not_exported(
     assert owner().build_export_fp8_tasks(None, [torch.nn.Linear(2, 2)]) == "its own"
     with pytest.raises(RuntimeError, match="leave it at 'bf16'"):
         owner().build_export_fp8_tasks(None, [trainer.wrapper])
-
-
-def test_uninstall_gives_the_methods_back(bridge: ModuleType) -> None:
-    owner = bridge.MegatronModelBridge
-    assert owner.build_conversion_tasks is not MegatronModelBridge.build_conversion_tasks
-    patches.uninstall(BRIDGE_WEIGHTS)
-    for name in (row.name.split(".")[1] for row in BRIDGE_WEIGHTS if row.required):
-        assert getattr(owner, name) is getattr(MegatronModelBridge, name)
-    assert "materialize_adapter_weights" not in vars(owner)
-
-
-def test_a_bridge_without_one_of_the_methods_is_an_error(bridge: ModuleType) -> None:
-    patches.uninstall(BRIDGE_WEIGHTS)
-    del bridge.MegatronModelBridge.build_conversion_tasks
-    bridge.MegatronModelBridge.__bases__ = (Adapters,)
-    with pytest.raises(RuntimeError, match=r"MegatronModelBridge\.build_conversion_tasks"):
-        installation.install()
 
 
 def test_both_wrappers_show_whether_gradients_are_decoupled(trainer: Trainer) -> None:

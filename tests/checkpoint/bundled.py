@@ -20,6 +20,7 @@ from megatron.core.transformer import fsdp_dtensor_checkpoint as core
 from torch.distributed import DeviceMesh
 
 from megatron_fsdp_adapter.launch import cpu_mode
+from megatron_fsdp_adapter.megatron.seams.patches import ModuleView
 from tests.distributed.gpt import Case, Trainer, build_model, ddp_config, optimizer_config
 
 _PACKAGE = "megatron.core.distributed.fsdp"
@@ -40,7 +41,7 @@ def run_on_cpu() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith(_PACKAGE) and vars(module).get("torch") is torch:
             vars(module)["torch"] = view
-    meshes = cpu_mode.TorchView(DeviceMesh, {"from_group": _mesh_of_groups})
+    meshes = ModuleView(DeviceMesh, {"from_group": _mesh_of_groups})
     mcore_fsdp_adapter.DeviceMesh = meshes
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
 

@@ -19,7 +19,6 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_fsdp_adapter.checkpoint.convert.conversion import Options, convert
-from megatron_fsdp_adapter.launch import installation
 from megatron_fsdp_adapter.megatron import base_weights
 from megatron_fsdp_adapter.megatron.base_weights import TensorParallel, load_plain
 from megatron_fsdp_adapter.megatron.seams import patches
@@ -166,11 +165,3 @@ def test_a_model_from_the_meta_device_is_refused_and_other_loads_are_bridges(
         bridge._load_base_checkpoint(
             "x", SimpleNamespace(ckpt_step=None), sharded_state_dict=state, pg_collection=groups
         )
-
-
-def test_a_bridge_without_the_function_is_an_error(bridge: ModuleType) -> None:
-    patches.uninstall(BASE_WEIGHTS)
-    kept = vars(bridge).pop("_load_base_checkpoint")
-    with pytest.raises(RuntimeError, match="_load_base_checkpoint"):
-        installation.install()
-    bridge._load_base_checkpoint = kept

@@ -240,22 +240,3 @@ def test_other_wrappers_and_first_looks_pass_unchanged(driver: ModuleType, tmp_p
     dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=tmp_path / "saved", no_dist=True)
     loaded = _load(driver, tmp_path / "saved", state)
     assert torch.equal(loaded["model"]["a"], torch.ones(2))
-
-
-def test_uninstall_gives_the_functions_back(driver: ModuleType) -> None:
-    assert driver._load_base_checkpoint is not _load_base_checkpoint
-    patches.install(DRIVERS)  # twice is once
-    patches.uninstall(DRIVERS)
-    assert driver._load_base_checkpoint is _load_base_checkpoint
-    assert driver.preprocess_fsdp_dtensor_state_dict is preprocess_fsdp_dtensor_state_dict
-
-
-@pytest.mark.parametrize("function", [preprocess_fsdp_dtensor_state_dict, _load_base_checkpoint])
-def test_a_driver_without_what_is_wrapped_is_an_error(driver: ModuleType, function: Any) -> None:
-    """Left alone, a checkpoint of another split of the model would not load as it does."""
-    patches.uninstall(DRIVERS)
-    delattr(driver, function.__name__)
-    before = dict(vars(driver))
-    with pytest.raises(RuntimeError, match=rf"no {LM}\.{function.__name__}"):
-        patches.install(DRIVERS)
-    assert vars(driver) == before

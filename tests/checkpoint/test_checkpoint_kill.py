@@ -28,7 +28,8 @@ from torch.distributed import checkpoint as torch_dcp
 
 from megatron_fsdp_adapter.checkpoint import AsyncSaver, folders, load_checkpoint, save_checkpoint
 from megatron_fsdp_adapter.cli import verify
-from megatron_fsdp_adapter.megatron.checkpoint import megatron_saves
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import LM, SAVES
 from megatron_fsdp_adapter.prove.ranks import end_with_parent, rendezvous, running
 
 RANKS = 2
@@ -40,7 +41,6 @@ STARTS_S, HANGS_S = 240.0, 180.0
 for ever; a machine that is overloaded is slow."""
 
 VICTIMS: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 1))
-LM_MODULE = "megatron.training.checkpointing"
 
 
 def _state(rank: int, size: int, number: int) -> dict[str, Any]:
@@ -70,11 +70,10 @@ def _background(root: str) -> Callable[[int, dict[str, Any]], int]:
 
 def _megatron(root: str) -> Callable[[int, dict[str, Any]], int]:
     """What Megatron-LM's save_checkpoint does with files, by the names that it uses."""
-    module = types.ModuleType(LM_MODULE)
+    module = types.ModuleType(LM)
     module.torch, module.open_file = torch, open  # type: ignore[attr-defined]
-    sys.modules[LM_MODULE] = module
-    megatron_saves.install()
-    assert megatron_saves.installed() == [LM_MODULE]
+    sys.modules[LM] = module
+    patches.install(SAVES)
 
     def save(iteration: int, state: dict[str, Any]) -> int:
         folder = folders.final_folder(Path(root), iteration)

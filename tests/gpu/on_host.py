@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.launch import cpu_mode
+from megatron_fsdp_adapter.megatron.seams.patches import ModuleView
 from tests.distributed.gpt import Case
 from tests.gpu.gpu_ranks import Check
 
@@ -25,7 +26,7 @@ def see_the_host() -> None:
     """For every module of tests/gpu that is loaded."""
     view = cpu_mode.make_view()
     answers = {**cpu_mode.CUDA_ANSWERS, **dict.fromkeys(BYTES, lambda *args: 0)}
-    vars(view)["cuda"] = cpu_mode.TorchView(torch.cuda, answers)
+    vars(view)["cuda"] = ModuleView(torch.cuda, answers)
     for name, module in list(sys.modules.items()):
         if name.startswith("tests.gpu.test_"):
             for key, value in list(vars(module).items()):

@@ -24,6 +24,7 @@ import torch
 
 from megatron_fsdp_adapter.__main__ import main as run
 from megatron_fsdp_adapter.launch import cpu_mode
+from megatron_fsdp_adapter.megatron.seams.patches import ModuleView
 
 sys.path.append(str(Path(__file__).parent))  # Megatron-LM has a `tests` of its own
 import warm_start
@@ -73,11 +74,11 @@ CUDA_ANSWERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def training_view() -> cpu_mode.TorchView:
+def training_view() -> ModuleView:
     """What a module of `megatron.training` sees in place of torch."""
     view = cpu_mode.make_view()
     view.__dict__["rand"] = cpu_mode._on_host(torch.rand)
-    view.__dict__["cuda"] = cpu_mode.TorchView(torch.cuda, CUDA_ANSWERS)
+    view.__dict__["cuda"] = ModuleView(torch.cuda, CUDA_ANSWERS)
     return view
 
 

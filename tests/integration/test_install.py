@@ -94,7 +94,7 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Future[str
 def test_importing_the_package_imports_no_megatron() -> str:
     return """
         import megatron_fsdp_adapter
-        from megatron_fsdp_adapter.megatron.seams.rebound import installed
+        from megatron_fsdp_adapter.megatron.seams.table import installed
         assert not megatron_modules() and not installed()
     """
 
@@ -128,6 +128,7 @@ def test_install_after_megatron_and_back() -> str:
         # Others bind the class in ways of their own.
         from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
         original = FullyShardedDataParallel
+        kept = [original]  # lists are not looked into, as this module is
         user = types.ModuleType("megatron.somebody")
         user.FSDP = original
         user.WRAPPERS = (DistributedDataParallel, original)
@@ -146,21 +147,28 @@ def test_install_after_megatron_and_back() -> str:
         places["class"] = holders(original)
         assert len(places["class"]) >= 5 and len(places["make_fsdp_dtensor"]) >= 2
 
+        import megatron_fsdp_adapter.megatron
         from megatron_fsdp_adapter import install, uninstall
-        from megatron_fsdp_adapter.launch.installation import original as original_of
-        from megatron_fsdp_adapter.megatron.seams.rebound import installed
+        from megatron_fsdp_adapter.megatron.seams.patches import original as original_of
+        from megatron_fsdp_adapter.megatron.seams.table import WRAPPER, installed
         from megatron_fsdp_adapter.megatron.checkpoint import megatron_names
+        megatron_fsdp_adapter.megatron.FSDP = original
+        wrapper = sys.modules[WRAPPER]
         for _ in range(2):
             install()
             assert installed()
             from megatron_fsdp_adapter import FullyShardedDataParallel as ours
-            assert holders(original) == [] and holders(ours) == places["class"]
-            assert original_of("FullyShardedDataParallel") is original
+            assert holders(kept[0]) == [] and holders(ours) == places["class"]
+            assert original_of(wrapper, "FullyShardedDataParallel") is kept[0]
             for name, helper in helpers.items():
                 assert holders(helper) == [], name
                 assert holders(getattr(megatron_names, name)) == places[name], name
         assert user.WRAPPERS == (DistributedDataParallel, ours) and user.NESTED[0] == (ours,)
-        assert stranger.FSDP is original
+        assert stranger.FSDP is ours is original
+        assert megatron_fsdp_adapter.megatron.FSDP is kept[0]
+        late = types.ModuleType("late")
+        late.FSDP = ours  # by our name, for all that is known
+        sys.modules["late"] = late
         assert layers.copy_tensor_model_parallel_attributes is copy_attributes
         ours_copy = megatron_names.copy_tensor_model_parallel_attributes
         assert holders(ours_copy) == [CHECKPOINT + ".copy_tensor_model_parallel_attributes"]
@@ -180,13 +188,9 @@ def test_install_after_megatron_and_back() -> str:
                        and not (type(before[k]) is tuple and after[k] == before[k])]
             assert not changed, changed
             assert holders(ours) == []
+            assert stranger.FSDP is original is kept[0] and late.FSDP is ours
+            assert set(vars(stranger)) == set(vars(types.ModuleType("new"))) | {"FSDP"}
             assert dict(vars(DistributedOptimizer)) == methods
-        try:
-            original_of("FullyShardedDataParallel")
-        except KeyError:
-            pass
-        else:
-            raise AssertionError("no original while nothing is rebound")
         install()
         assert holders(ours) == places["class"], "it can be installed again"
     """
@@ -196,14 +200,16 @@ def test_install_after_megatron_and_back() -> str:
 def test_a_second_install_reaches_what_was_bound_in_between() -> str:
     return """
         from megatron_fsdp_adapter import install
-        from megatron_fsdp_adapter.launch.installation import original
+        from megatron_fsdp_adapter.megatron.seams.patches import original
         install()
-        late = types.ModuleType("megatron.late")
-        late.FSDP = original("FullyShardedDataParallel")
-        sys.modules["megatron.late"] = late
+        kept = [original(sys.modules[FSDP + ".mcore_fsdp_adapter"], "FullyShardedDataParallel")]
+        for name in ("megatron.late", "verl.late"):
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].FSDP = kept[0]
         install()
         from megatron_fsdp_adapter import FullyShardedDataParallel as ours
-        assert late.FSDP is ours and holders(original("FullyShardedDataParallel")) == []
+        assert sys.modules["verl.late"].FSDP is sys.modules["megatron.late"].FSDP is ours
+        assert holders(kept[0]) == []
     """
 
 
@@ -215,13 +221,12 @@ def test_a_megatron_without_the_engine_keeps_its_names() -> str:
                 if name.startswith(ENGINE + ".uneven_dtensor"):
                     raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         sys.meta_path.insert(0, Absent())
-        import megatron_fsdp_adapter.launch.installation as module
-        from megatron_fsdp_adapter.launch.installation import Rebinding
-        missing = [r for r in module.REBINDINGS if module._module_of(r) is None]
-        assert {r.name for r in missing} >= {"preprocess_state_dict_for_uneven_dtensor"}
-        required = Rebinding(ENGINE + ".uneven_dtensor", "x", lambda: None, required=True)
-        assert module.missing_names([required]) == [ENGINE + ".uneven_dtensor.x"]
-        assert module.missing_names() == []
+        from megatron_fsdp_adapter.megatron.seams.patches import Patch, absent, missing
+        from megatron_fsdp_adapter.megatron.seams.table import NAMES
+        assert ENGINE + ".uneven_dtensor.preprocess_state_dict_for_uneven_dtensor" in absent(NAMES)
+        assert missing([Patch(ENGINE + ".uneven_dtensor", "x", len)]) == [
+            ENGINE + ".uneven_dtensor.x"]
+        assert missing(NAMES) == []
     """
 
 
@@ -235,7 +240,7 @@ def test_another_megatron_core_is_told_what_it_lacks() -> str:
             if hasattr(MegatronOptimizer, name):
                 delattr(MegatronOptimizer, name)
         from megatron_fsdp_adapter import install
-        from megatron_fsdp_adapter.megatron.seams.rebound import installed
+        from megatron_fsdp_adapter.megatron.seams.table import installed
         try:
             install()
         except RuntimeError as error:
@@ -250,23 +255,24 @@ def test_another_megatron_core_is_told_what_it_lacks() -> str:
 
 @in_a_process
 def test_megatrons_own_wrapper_cannot_be_constructed_meanwhile() -> str:
-    """A module that is not Megatron's holds the class under a name that is out of reach."""
+    """Something holds the class where no module has a name for it."""
     return """
         import torch
         from megatron.core.distributed import DistributedDataParallelConfig
-        from megatron.core.distributed import FullyShardedDataParallel as original
-        constructor = original.__init__
+        from megatron.core.distributed import FullyShardedDataParallel
+        kept = [FullyShardedDataParallel]
+        constructor = kept[0].__init__
         from megatron_fsdp_adapter import install, uninstall
         for _ in range(2):
             install()
         try:
-            original(None, DistributedDataParallelConfig(), torch.nn.Linear(1, 1))
+            kept[0](None, DistributedDataParallelConfig(), torch.nn.Linear(1, 1))
         except RuntimeError as error:
             assert "while megatron_fsdp_adapter is installed" in str(error)
         else:
             raise AssertionError("it was constructed")
         uninstall()
-        assert original.__init__ is constructor
+        assert kept[0] is FullyShardedDataParallel and kept[0].__init__ is constructor
     """
 
 

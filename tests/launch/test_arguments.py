@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -223,12 +225,14 @@ def test_flags_of_main_are_added_only_where_they_are_missing() -> None:
         parser.parse_args(["--megatron-fsdp-grad-comm-dtype", "int8"])
 
 
-def test_a_megatron_lm_that_cannot_be_hooked_is_told_what_it_lacks() -> None:
+def test_a_megatron_lm_that_cannot_be_hooked_is_told_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = ModuleType("megatron.training.arguments")
     module.parse_args = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     with pytest.raises(RuntimeError, match=r"no megatron\.training\.arguments\.add_megatron_arg"):
-        nothing = (lambda: None, lambda: None, lambda old, new: None)
-        megatron_lm.hook_arguments(module, [], [], *nothing)
+        megatron_lm.hook_arguments([], [], lambda: None, lambda: None)
 
 
 @pytest.mark.parametrize("name", EMERGING)
@@ -282,7 +286,7 @@ def test_validation_is_shown_adam_in_the_place_of_what_it_refuses(
         return args
 
     args = argparse.Namespace(optimizer=optimizer, use_megatron_fsdp=use_megatron_fsdp)
-    validate = megatron_lm.validating_emerging(validate_args)
+    validate = functools.partial(megatron_lm.validate, validate_args)
     assert validate(args, {}) is args and args.optimizer == optimizer
     with pytest.raises(AssertionError):
         validate(args, defaults="wrong")

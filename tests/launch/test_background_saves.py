@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from megatron_fsdp_adapter.checkpoint import CheckpointError, folders, load_checkpoint, storage
 from megatron_fsdp_adapter.checkpoint.record import read_record
-from megatron_fsdp_adapter.megatron.checkpoint import background_saves, megatron_saves
+from megatron_fsdp_adapter.megatron.checkpoint import background_saves
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import BRIDGE, SAVES
 from tests.distributed.launch import run_ranks
 
 LM, QUEUES = "megatron.training.checkpointing", "megatron.training.async_utils"
@@ -54,7 +56,7 @@ def stand_ins() -> tuple[ModuleType, ModuleType]:
     saving.get_args = lambda: SimpleNamespace(tensor_model_parallel_size=2)
     saving.get_async_strategy = queues.get_async_strategy = table_of
     sys.modules[LM], sys.modules[QUEUES] = saving, queues
-    megatron_saves.install()
+    patches.install(SAVES)
     return saving, queues
 
 
@@ -230,69 +232,16 @@ def test_an_address_is_refused() -> None:
         background_saves.Target("msc://bucket/iter_0000001")
 
 
-BRIDGE, STATE = "megatron.bridge.training.checkpointing", "megatron.bridge.training.state"
-TAKEN = {
-    BRIDGE: ("FileSystemWriterAsync", "save_state_dict_async_plan",
-             "save_state_dict_async_finalize"),
-    STATE: ("get_async_strategy",),
-}  # fmt: skip
-
-
-def bridge_stand_ins(monkeypatch: pytest.MonkeyPatch, can: bool) -> dict[str, ModuleType]:
-    """Megatron-Bridge's two modules, with the package that it saves asynchronously by or not."""
-    modules = {name: ModuleType(name) for name in TAKEN}
-    for name, module in modules.items():
-        for taken in TAKEN[name] if can or name == STATE else ():
-            setattr(module, taken, table_of)
-        monkeypatch.setitem(sys.modules, name, module)
-    modules[BRIDGE].torch, modules[BRIDGE].HAVE_NVRX = torch, can
-    return modules
-
-
 def test_what_bridge_takes_by_name_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = bridge_stand_ins(monkeypatch, can=True)
-    megatron_saves.install()
-    saving = modules[BRIDGE]
+    saving, state = ModuleType(BRIDGE), ModuleType("megatron.bridge.training.state")
+    saving.torch, saving.HAVE_NVRX = torch, True
+    names = ("FileSystemWriterAsync", "save_state_dict_async_plan",
+             "save_state_dict_async_finalize")  # fmt: skip
+    for module, taken in (saving, names), (state, ("get_async_strategy",)):
+        vars(module).update(dict.fromkeys(taken, table_of))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    patches.install(SAVES)
     assert saving.FileSystemWriterAsync is background_saves.Target
     assert saving.save_state_dict_async_plan.__func__ is background_saves.AsyncStrategy.plan
     assert saving.save_state_dict_async_finalize is background_saves.Save.finish
-    assert modules[STATE].get_async_strategy("nvrx")[1]["AsyncCallsQueue"] is background_saves.Queue
-    megatron_saves.uninstall()
-    assert all(getattr(modules[name], taken) is table_of for name in TAKEN for taken in TAKEN[name])
-
-
-@pytest.mark.parametrize(("module", "name"), [(m, name) for m in TAKEN for name in TAKEN[m]])
-def test_a_bridge_that_saves_asynchronously_by_another_name_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, module: str, name: str
-) -> None:
-    delattr(bridge_stand_ins(monkeypatch, can=True)[module], name)
-    with pytest.raises(RuntimeError, match=rf"no {module}\.{name}, by which it .* asynchronous"):
-        megatron_saves.install()
-
-
-def test_a_bridge_that_cannot_save_asynchronously_needs_none_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bridge_stand_ins(monkeypatch, can=False)
-    megatron_saves.install()
-    megatron_saves.uninstall()
-
-
-@pytest.mark.parametrize("lacking", [LM, QUEUES])
-def test_a_release_that_asks_otherwise_is_an_error_if_it_saves_asynchronously(
-    monkeypatch: pytest.MonkeyPatch, lacking: str
-) -> None:
-    """0.16.1 has no such table and is fine, as long as nothing is saved so."""
-    for name in (LM, QUEUES):
-        module = ModuleType(name)
-        module.torch, module.open_file = torch, open
-        module.get_async_strategy = table_of
-        monkeypatch.setitem(sys.modules, name, module)
-    del sys.modules[lacking].get_async_strategy
-    holder = ModuleType("megatron.training.global_vars")
-    monkeypatch.setitem(sys.modules, holder.__name__, holder)
-    megatron_saves.install()
-    megatron_saves.uninstall()
-    holder._GLOBAL_ARGS = SimpleNamespace(async_save=True)
-    with pytest.raises(RuntimeError, match=rf"no {lacking}\.get_async_strategy, by which it saves"):
-        megatron_saves.install()
+    assert state.get_async_strategy("nvrx")[1]["AsyncCallsQueue"] is background_saves.Queue

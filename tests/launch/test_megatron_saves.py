@@ -20,8 +20,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from megatron_fsdp_adapter.checkpoint import digests, folders, load_checkpoint, record
 from megatron_fsdp_adapter.checkpoint.unpickling import Reader
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_saves
-
-LM, BRIDGE = "megatron.training.checkpointing", megatron_saves.BRIDGE
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.table import BRIDGE, LM, SAVES
 
 
 class StorageClient:
@@ -57,9 +57,9 @@ def modules(
     arguments = SimpleNamespace(tensor_model_parallel_size=2, outer_dp_sharding_strategy=None)
     made[LM].get_args = lambda: arguments  # type: ignore[attr-defined]
     setattr(made[LM], request.param, OPENERS[request.param])
-    megatron_saves.install()
+    patches.install(SAVES)
     yield made
-    megatron_saves.uninstall()
+    patches.uninstall(SAVES)
 
 
 @pytest.fixture
@@ -72,17 +72,15 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 def test_only_these_modules_see_it(modules: dict[str, types.ModuleType]) -> None:
     before = torch.distributed.checkpoint.FileSystemWriter
-    assert megatron_saves.installed() == [LM, BRIDGE]
     for module in modules.values():
         seen, real = module.torch.distributed.checkpoint, torch.distributed.checkpoint
         assert seen.FileSystemWriter is not before and seen.load is real.load
         assert module.torch.Tensor is torch.Tensor
         assert module.torch.distributed.barrier is torch.distributed.barrier
     assert torch.distributed.checkpoint.FileSystemWriter is before is FileSystemWriter
-    megatron_saves.install()  # a second time changes nothing
-    megatron_saves.uninstall()
-    megatron_saves.uninstall()
-    assert megatron_saves.installed() == []
+    patches.install(SAVES)  # a second time changes nothing
+    patches.uninstall(SAVES)
+    patches.uninstall(SAVES)
     assert modules[LM].torch is torch
     held = {name: vars(modules[LM])[name] for name in OPENERS if hasattr(modules[LM], name)}
     assert len(held) == 1 and all(held[name] is OPENERS[name] for name in held)
@@ -164,21 +162,6 @@ def test_a_tracker_is_replaced_as_a_whole(
         assert not isinstance(file, megatron_saves.ReplacingFile)
     assert modules[BRIDGE].open is not builtins.open
     assert sorted(path.name for path in tmp_path.iterdir()) == [folders.TRACKER, "other.txt"]
-
-
-@pytest.mark.parametrize("name", [LM, BRIDGE])
-def test_a_module_that_saves_in_an_unknown_way_is_an_error(
-    modules: dict[str, types.ModuleType], name: str
-) -> None:
-    """Left alone, the tracker would be truncated before it is written again, without a word."""
-    megatron_saves.uninstall()
-    module = modules[name]
-    for one in ("open_file", "maybe_msc") if name == LM else ("torch",):
-        vars(module).pop(one, None)
-    purpose = "opens the tracker" if name == LM else "writes checkpoints"
-    with pytest.raises(RuntimeError, match=rf"no {name}\..*, by which it {purpose}"):
-        megatron_saves.install()
-    assert megatron_saves.installed() == []
 
 
 @pytest.mark.parametrize("modules", ["maybe_msc"], indirect=True)

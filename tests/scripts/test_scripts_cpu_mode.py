@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.launch import cpu_mode
+from megatron_fsdp_adapter.megatron.seams import patches
+from megatron_fsdp_adapter.megatron.seams.patches import Patch
 
 CORE = Path(megatron.core.__file__).parent
 
@@ -84,15 +86,15 @@ PRESENT = [row for row in cpu_mode.VIEWS if importlib.util.find_spec(row.module.
 
 def test_only_modules_that_came_later_may_be_absent() -> None:
     absent = [row for row in cpu_mode.VIEWS if row not in PRESENT]
-    assert all(row.may_be_absent for row in absent), absent
+    assert not any(row.required for row in absent), absent
     assert len(PRESENT) > 40
 
 
 @pytest.mark.parametrize("row", PRESENT, ids=lambda row: row.module)
-def test_a_row_names_what_its_module_asks(row: cpu_mode.View) -> None:
+def test_a_row_names_what_its_module_asks(row: Patch) -> None:
     """In any release: what one of them asks, another may not."""
     path = CORE / (row.module.removeprefix("megatron.core.").replace(".", "/") + ".py")
-    assert _asked_in(path) <= row.asks
+    assert _asked_in(path) <= set(row.why.split())
 
 
 def test_refuses_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,13 +105,8 @@ def test_refuses_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _patched_places() -> list[tuple[str, str, object]]:
     """(owner, attribute, value in the owner's own dictionary) of every row."""
-    rows = [(row.module, "torch") for row in PRESENT]
-    rows += [(row.owner, row.attribute) for row in cpu_mode.FUNCTIONS]
-    found = []
-    for owner, attribute in rows:
-        target = torch.Tensor if owner == "torch.Tensor" else importlib.import_module(owner)
-        found.append((owner, attribute, vars(target).get(attribute, "absent")))
-    return found
+    found = [(row.path, patches.place(row)) for row in (*PRESENT, *cpu_mode.FUNCTIONS)]
+    return [(path, at[1], vars(at[0]).get(at[1], "absent")) for path, at in found if at]
 
 
 @pytest.mark.usefixtures("cpu_mode_off")

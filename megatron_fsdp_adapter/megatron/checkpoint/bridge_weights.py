@@ -104,9 +104,7 @@ def _show_raw(engines: Iterable[FsdpEngine]) -> None:
         engine.show_raw_params()
 
 
-def _load(
-    original: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
+def _load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     call = _Call.of(original, args, kwargs)
     if not call.engines:
         with values_follow(call.models):
@@ -156,9 +154,7 @@ def _instead(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
         vars(owner).update(before)
 
 
-def _tasks(
-    original: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
+def _tasks(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     call = _Call.of(original, args, kwargs)
     call.show_raw()
     tasks = call.run()
@@ -166,9 +162,7 @@ def _tasks(
     return tasks
 
 
-def _stream(
-    original: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Iterator[Any]:
+def _stream(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[Any]:
     call = _Call.of(original, args, kwargs)
     given = call.call.arguments
     if not call.engines:
@@ -235,9 +229,7 @@ def _adapters(
     ])  # fmt: skip
 
 
-def _tied(
-    original: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
+def _tied(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """The copies of a tied embedding that later pipeline stages have become that of the first."""
     call = _Call.of(original, args, kwargs)
     if not call.engines:
@@ -266,9 +258,7 @@ def _tied(
     return None
 
 
-def _fp8_tasks(
-    original: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
+def _fp8_tasks(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if _Call.of(original, args, kwargs).engines:
         raise RuntimeError(
             "export_weight_dtype='fp8' of a sharded model: the bytes of a weight are sharded with "

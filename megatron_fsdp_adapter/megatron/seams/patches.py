@@ -129,7 +129,7 @@ def install(patches: Sequence[Patch]) -> None:
     lacking = missing(patches)
     if lacking:
         raise RuntimeError(f"there is no {', no '.join(lacking)}; {releases.remedy()}")
-    swept: dict[int, tuple[Any, Patch]] = {}
+    swept: dict[int, tuple[Any, tuple[str, ...]]] = {}
     for patch in patches:
         found = place(patch)
         if found is None:
@@ -142,22 +142,22 @@ def install(patches: Sequence[Patch]) -> None:
             _put(owner, name, staticmethod(ours) if is_static else ours)
         if patch.everywhere:
             original, ours = _kept(owner)[name]
-            swept[id(original)] = ours, patch
+            swept[id(original)] = ours, patch.but_in
     for module, name, value in _holders(swept):
         _put(module, name, value)
 
 
 def uninstall(patches: Sequence[Patch]) -> None:
     """Gives every owner back what it had. Harmless where nothing is installed."""
-    swept: dict[int, tuple[Any, Patch | None]] = {}
+    swept: dict[int, tuple[Any, tuple[str, ...]]] = {}
     for patch in reversed(patches):
-        found = place(patch, imports=False)
-        if found is None or found[1] not in _kept(found[0]):
+        found = _in_place(patch)
+        if found is None:
             continue
         original, ours = _kept(found[0])[found[1]]
         _give_back(*found)
         if patch.everywhere:
-            swept[id(ours)] = original, None
+            swept[id(ours)] = original, ()
     for module, name, value in _holders(swept):
         if name in _kept(module):
             _give_back(module, name)
@@ -167,8 +167,7 @@ def uninstall(patches: Sequence[Patch]) -> None:
 
 def is_installed(patch: Patch) -> bool:
     """Whether ours is in its place now."""
-    found = place(patch, imports=False)
-    return found is not None and found[1] in _kept(found[0])
+    return _in_place(patch) is not None
 
 
 def places(patches: Iterable[Patch]) -> dict[str, list[str]]:
@@ -176,11 +175,11 @@ def places(patches: Iterable[Patch]) -> dict[str, list[str]]:
     return {
         patch.name: sorted(
             f"{module.__name__}.{name}"
-            for module, name, _ in _holders({id(getattr(*found)): (None, None)})
+            for module, name, _ in _holders({id(getattr(*found)): (None, ())})
             if name in _kept(module) or _is_megatron(module.__name__)
         )
         for patch in patches
-        if is_installed(patch) and (found := place(patch, imports=False)) is not None
+        if (found := _in_place(patch)) is not None
     }
 
 
@@ -192,20 +191,24 @@ def place(patch: Patch, imports: bool = True) -> tuple[Any, str] | None:
     owner: Any = _module(patch.module, imports)
     *classes, last = patch.name.split(".")
     for name in classes:
-        owner = original(owner, name)
-        if not isinstance(owner, type):
-            return None
+        found = original(owner, name)
+        owner = found if isinstance(found, type) else None
     if owner is None:
         return None
     names = last.split(" or ")
-    there = [name for name in names if hasattr(owner, name) or patch.default is not NOTHING]
-    return (owner, there[0]) if there else None
+    there = (name for name in names if hasattr(owner, name) or patch.default is not NOTHING)
+    return next(((owner, name) for name in there), None)
 
 
-def original(owner: Any, name: str) -> Any:
+def original(module: Any, name: str) -> Any:
     """What a module has, or had before it was replaced; None if there is none."""
-    kept = _kept(owner)
-    return kept[name][0] if name in kept else getattr(owner, name, None)
+    return _kept(module)[name][0] if name in _kept(module) else getattr(module, name, None)
+
+
+def _in_place(patch: Patch) -> tuple[Any, str] | None:
+    """Where ours is now."""
+    found = place(patch, imports=False)
+    return found if found is not None and found[1] in _kept(found[0]) else None
 
 
 def _is_used(patch: Patch) -> bool:
@@ -223,17 +226,16 @@ def _problem(patch: Patch) -> str | None:
         return f"{by} (there is none)" if patch.parameters else by
     if not patch.parameters or found[1] in _kept(found[0]):
         return None
-    given = list(inspect.signature(getattr(*found)).parameters)
-    if any(_fits(given, form.split(", ")) for form in patch.parameters):
+    given = ", ".join(inspect.signature(getattr(*found)).parameters)
+    if any(_fits(given, form) for form in patch.parameters):
         return None
     known = " or ".join(f"({form})" for form in patch.parameters)
-    return f" (its parameters are ({', '.join(given)}), expected {known})"
+    return f" (its parameters are ({given}), expected {known})"
 
 
-def _fits(given: Sequence[str], form: Sequence[str]) -> bool:
-    if form[-1] == MORE:
-        return given[: len(form) - 1] == form[:-1]
-    return given == form
+def _fits(given: str, form: str) -> bool:
+    start = form.removesuffix(MORE)
+    return given == form or (start != form and f"{given}, ".startswith(start))
 
 
 def _looked_up(ours: Any) -> Any:
@@ -266,9 +268,7 @@ def _is_megatron(name: str) -> bool:
 
 def _kept(owner: Any) -> dict[str, tuple[Any, Any]]:
     """By name what `owner` had by itself and what of ours it has now."""
-    if owner is None:
-        return {}
-    held = vars(owner)
+    held = {} if owner is None else vars(owner)
     return {
         name: kept for name, kept in held.get(_KEPT, {}).items()
         if held.get(name, NOTHING) is kept[1]
@@ -284,24 +284,21 @@ def _put(owner: Any, name: str, ours: Any) -> None:
 
 def _give_back(owner: Any, name: str) -> None:
     kept = _kept(owner)
-    had, _ = kept.pop(name)
-    if had is NOTHING:
+    _set(owner, name, kept.pop(name)[0])
+    _set(owner, _KEPT, kept or NOTHING)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if value is NOTHING:
         delattr(owner, name)
     else:
-        setattr(owner, name, had)
-    if kept:
-        setattr(owner, _KEPT, kept)
-    else:
-        delattr(owner, _KEPT)
+        setattr(owner, name, value)
 
 
-Replaced = Mapping[int, tuple[Any, Patch | None]]
-"""By the id of an object, the one in its place and the row that says where it stays."""
-
-
-def _holders(replaced: Replaced) -> Iterator[tuple[ModuleType, str, Any]]:
+def _holders(replaced: Mapping[int, Any]) -> Iterator[tuple[ModuleType, str, Any]]:
     """The loaded modules, but those of this package, that hold one of the objects: with the name
-    and what takes its place there."""
+    and what takes its place there. replaced: by an object's id what does, and the modules where it
+    stays."""
     for name, module in list(sys.modules.items()):
         if not replaced or name.partition(".")[0] == _PACKAGE or not isinstance(module, ModuleType):
             continue
@@ -311,10 +308,10 @@ def _holders(replaced: Replaced) -> Iterator[tuple[ModuleType, str, Any]]:
                 yield module, attribute, new
 
 
-def _replaced(value: Any, replaced: Replaced, module: str) -> Any:
+def _replaced(value: Any, replaced: Mapping[int, Any], module: str) -> Any:
     """What takes the place of `value`; a tuple with such an entry rebuilt; else `value` itself."""
     if type(value) is tuple:
         entries = tuple(_replaced(entry, replaced, module) for entry in value)
         return value if all(map(operator.is_, entries, value)) else entries
-    new, patch = replaced.get(id(value), (value, None))
-    return value if patch is not None and module in patch.but_in else new
+    new, but_in = replaced.get(id(value), (value, ()))
+    return value if module in but_in else new

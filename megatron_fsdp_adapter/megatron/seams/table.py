@@ -7,8 +7,16 @@ mode has a table of its own (`launch/cpu_mode.py`), and so have the hooks of Meg
 
 from __future__ import annotations
 
+import builtins
+import shutil
+from typing import Any
+
+from . import patches
 from .patches import Patch, makes, stands
 
+FSDP = "megatron.core.distributed.fsdp"
+WRAPPER = f"{FSDP}.mcore_fsdp_adapter"
+"""Where core defines its FSDP wrapper."""
 LM = "megatron.training.checkpointing"
 BRIDGE = "megatron.bridge.training.checkpointing"
 CONVERSION = "megatron.bridge.models.conversion.model_bridge"
@@ -138,3 +146,108 @@ DRIVERS = (
     ),  # from 0.6 on; before
 )  # fmt: skip
 """Checkpoint code of Megatron-LM and Megatron-Bridge, where its own path stops."""
+
+_ENGINE = f"{FSDP}.src.megatron_fsdp"
+
+
+def _helper(module: str, name: str, everywhere: bool = True) -> Patch:
+    return Patch(
+        module, name, f"megatron.checkpoint.megatron_names:{name}", stands, required=False,
+        everywhere=everywhere,
+    )  # fmt: skip
+
+
+NAMES = (
+    Patch(
+        WRAPPER, "FullyShardedDataParallel", "megatron.adapter:FullyShardedDataParallel", stands,
+        everywhere=True,
+    ),
+    # Megatron-LM main has two wrappers, and FullyShardedDataParallel is a function that picks one.
+    # Its V2 is left alone: that function alone makes one, and core's optimizer goes another way for
+    # what is one.
+    Patch(
+        WRAPPER, "FullyShardedDataParallelV1", "megatron.adapter:FullyShardedDataParallel", stands,
+        required=False, everywhere=True,
+    ),
+    # Megatron-Bridge unwraps models down to it before it converts their weights. Core's own
+    # fully_shard() makes one: it keeps the original, so that this is the error of `CONSTRUCTORS`.
+    Patch(
+        f"{_ENGINE}.megatron_fsdp", "MegatronFSDP", "megatron.inner:ShardedModule", stands,
+        required=False, everywhere=True, but_in=(f"{_ENGINE}.fully_shard",),
+    ),
+    Patch(
+        "megatron.core.distributed.distributed_data_parallel_config",
+        "DistributedDataParallelConfig",
+        "megatron.options.ddp_config:DistributedDataParallelConfig", stands,
+        required=False, everywhere=True,
+    ),
+    # It looks for layers two levels below a wrapper; ours has one level more.
+    Patch(
+        f"{_OPTIMIZER}.qk_clip", "clip_qk", "megatron.qk_clip:clip_qk", stands,
+        required=False, everywhere=True,
+    ),
+    _helper(f"{_ENGINE}.uneven_dtensor", "preprocess_state_dict_for_uneven_dtensor"),
+    _helper(f"{_ENGINE}.uneven_dtensor", "gather_uneven_dtensor_to_full_tensor"),
+    _helper(f"{_ENGINE}.uneven_dtensor", "redistribute_uneven_dtensor_to_replicated"),  # from 0.18
+    _helper(f"{_ENGINE}.uneven_dtensor", "uneven_dtensor_to_full_tensor"),  # likewise
+    _helper(f"{_ENGINE}.param_and_grad_buffer", "make_fsdp_dtensor"),
+    _helper(f"{_ENGINE}.utils", "is_mcore_tensor_model_parallel"),
+    _helper(f"{_ENGINE}.utils", "get_mcore_tensor_parallel_partition_dim"),
+    # Only in the SwiGLU split: layers use this function for their own, other purpose.
+    _helper(
+        "megatron.core.transformer.fsdp_dtensor_checkpoint",
+        "copy_tensor_model_parallel_attributes", everywhere=False,
+    ),
+)  # fmt: skip
+"""What is imported by name from core and its bundled engine: the wrapper, which models are tested
+for with isinstance, and helpers of checkpoint code. The engine cannot be used meanwhile."""
+
+CONSTRUCTORS = tuple(
+    Patch(row.module, f"{row.name}.__init__", "megatron.wiring:refusing", makes, required=False)
+    for row in NAMES[:3]
+)
+"""Of the classes that ours stand for: what has kept one cannot make a model with it."""
+
+_SAVES = "megatron.checkpoint.megatron_saves"
+_BACKGROUND = "megatron.checkpoint.background_saves"
+_OF_BRIDGE = f"{_SAVES}:bridge_saves_asynchronously"
+
+
+def _saves(module: str, name: str, ours: str, why: str, **more: Any) -> Patch:
+    return Patch(module, name, f"{_SAVES}:{ours}", makes, why=why, **more)
+
+
+SAVES = (
+    _saves(LM, "torch", "torch_view", "writes checkpoints"),
+    _saves(LM, "open_file or maybe_msc", "opens", "opens the tracker"),  # until 0.18; after
+    *(
+        _saves(module, "get_async_strategy", "strategy", "saves asynchronously",
+               required=f"{_SAVES}:saves_asynchronously")
+        for module in (LM, "megatron.training.async_utils")
+    ),
+    _saves("megatron.bridge.training.state", "get_async_strategy", "strategy",
+           "queues asynchronous saves", required=_OF_BRIDGE),
+    _saves(BRIDGE, "torch", "torch_view", "writes checkpoints"),
+    # From 0.6 on it takes these by name, and only the queue from a table.
+    *(
+        Patch(BRIDGE, name, ours, how, required=_OF_BRIDGE, why=f"{why} asynchronous saves")
+        for name, ours, how, why in (
+            ("FileSystemWriterAsync", f"{_BACKGROUND}:Target", stands, "writes"),
+            ("save_state_dict_async_plan", f"{_SAVES}:plan", makes, "plans"),
+            ("save_state_dict_async_finalize", f"{_BACKGROUND}:Save.finish", stands, "finishes"),
+        )
+    ),
+    _saves(BRIDGE, "open", "opens", "opens the tracker", default=builtins.open),
+    _saves(BRIDGE, "shutil", "shutil_view", "replaces its train state", default=shutil),
+)  # fmt: skip
+"""Globals by which Megatron-LM and Megatron-Bridge save: a release has one of the names."""
+
+LATE = (*BRIDGE_WEIGHTS, *BASE_WEIGHTS, *DRIVERS, *SAVES)
+"""Of modules that are used if they are loaded, perhaps after `install()`."""
+ALL = (*OPTIMIZER, *FUSED_WGRAD, *CONSTRUCTORS, *NAMES, *LATE)
+"""What `install()` puts in place."""
+
+
+def installed() -> bool:
+    """Whether core's wrapper is ours: between `install()` and `uninstall()`."""
+    return patches.is_installed(NAMES[0])
