@@ -116,7 +116,8 @@ def test_is_idempotent_and_restores_everything() -> None:
     once = _patched_places()
     cpu_mode.enable_cpu_mode()
     assert _patched_places() == once
-    assert all(new is not old for (*_, old), (*_, new) in zip(before, once, strict=True))
+    changed = ((old, new) for (*_, old), (*_, new) in zip(before, once, strict=True))
+    assert all(new is not old or new is None for old, new in changed)  # 0.19 binds one itself
     cpu_mode.disable_cpu_mode()
     assert _patched_places() == before
     cpu_mode.disable_cpu_mode()
