@@ -6,6 +6,8 @@ dtype, multiplied by a scale, and rounded to 8 bits (E4M3, to nearest even, satu
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 MAX = 448.0
@@ -17,12 +19,13 @@ def up(number: int, multiple: int) -> int:
 
 
 def e4m3(values: torch.Tensor) -> torch.Tensor:
-    """Bytes."""
-    return values.clamp(-MAX, MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    """Bytes, saturating; torch's own cast does not, and keeps the sign of NaN."""
+    found = values.clamp(-MAX, MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(values.isnan(), torch.full_like(found, 0x7F), found)
 
 
 def from_e4m3(data: torch.Tensor) -> torch.Tensor:
-    return data.view(torch.float8_e4m3fn).float()
+    return data.contiguous().view(torch.float8_e4m3fn).float()
 
 
 def scale_of(amax: torch.Tensor, power_of_two: bool = False) -> torch.Tensor:
@@ -108,3 +111,23 @@ def mxfp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
         "columnwise": e4m3(weight * inverse_e8m0(column).repeat_interleave(32, 0)),
         "columnwise_scales": column,
     }
+
+
+# What fields stand for.
+
+
+def decoded(weight: Any, columns: bool = False) -> torch.Tensor:
+    """Of a weight in one of Transformer Engine's classes the values (M, K), float32, that its rows
+    stand for, or its columns."""
+    m, k = weight.shape
+    if hasattr(weight, "_scale_inv"):
+        return from_e4m3(weight._transpose.t() if columns else weight._data) * weight._scale_inv
+    data = weight._columnwise_data if columns else weight._rowwise_data
+    if not any(base.__name__ == "MXFP8Tensor" for base in type(weight).__mro__):
+        data = data.t() if columns else data
+        return from_e4m3(data) * spread(weight._rowwise_scale_inv, (m, k), 128, 128)
+    if columns:
+        scales = from_e8m0(weight._columnwise_scale_inv[: m // 32, :k]).repeat_interleave(32, 0)
+    else:
+        scales = from_e8m0(weight._rowwise_scale_inv[:m, : k // 32]).repeat_interleave(32, 1)
+    return from_e4m3(data) * scales

@@ -100,11 +100,11 @@ class EmulatedTensor(torch.Tensor):
 
     def rowwise(self: Any) -> torch.Tensor:
         """Values for forward: the weight."""
-        return self._decoded("rowwise").to(self.dtype)  # type: ignore[no-any-return]
+        return math.decoded(self).to(self.dtype)
 
     def columnwise(self: Any) -> torch.Tensor:
         """Values for backward: the weight."""
-        return self._decoded("columnwise").to(self.dtype)  # type: ignore[no-any-return]
+        return math.decoded(self, columns=True).to(self.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """As a plain tensor."""
@@ -114,40 +114,22 @@ class EmulatedTensor(torch.Tensor):
         self: Any, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
         """Derives columns that are wanted and missing."""
-        derived, rows = _derived(self._quantizer), self._data_of_rows()
+        derived = _derived(self._quantizer)
+        rows = getattr(self, field_of(self._quantizer.recipe, "rowwise"))
         if columnwise_usage and derived and getattr(self, derived) is None:
             setattr(self, derived, rows.t().contiguous())
 
 
 class Float8Tensor(EmulatedTensor):
-    def _data_of_rows(self: Any) -> torch.Tensor:
-        return self._data  # type: ignore[no-any-return]
-
-    def _decoded(self: Any, way: str) -> torch.Tensor:
-        data = self._data if way == "rowwise" else self._transpose.t()
-        return math.from_e4m3(data.contiguous()) * self._scale_inv
+    """One scale a weight."""
 
 
 class Float8BlockwiseQTensor(EmulatedTensor):
-    def _data_of_rows(self: Any) -> torch.Tensor:
-        return self._rowwise_data  # type: ignore[no-any-return]
-
-    def _decoded(self: Any, way: str) -> torch.Tensor:
-        data = self._rowwise_data if way == "rowwise" else self._columnwise_data.t()
-        scales = math.spread(self._rowwise_scale_inv, (data.shape[0], data.shape[1]), 128, 128)
-        return math.from_e4m3(data.contiguous()) * scales
+    """One scale for 128 x 128 elements."""
 
 
 class MXFP8Tensor(EmulatedTensor):
-    def _data_of_rows(self: Any) -> torch.Tensor:
-        return self._rowwise_data  # type: ignore[no-any-return]
-
-    def _decoded(self: Any, way: str) -> torch.Tensor:
-        m, k = self.shape
-        data, scales = (getattr(self, PLANES[name]) for name in (way, f"{way}_scales"))
-        shape, along = ((m, k // 32), 1) if way == "rowwise" else ((m // 32, k), 0)
-        known = math.from_e8m0(scales[: shape[0], : shape[1]])
-        return math.from_e4m3(data) * known.repeat_interleave(32, along)
+    """One scale for 32 elements, along rows and along columns."""
 
 
 CLASSES: Mapping[str, type[EmulatedTensor]] = {

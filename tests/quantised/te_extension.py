@@ -24,6 +24,8 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.quantised.arithmetic import decoded, e4m3, e8m0
+
 FOLDERS = tuple(
     Path(folder) for folder in os.environ.get("TRANSFORMER_ENGINE_PYTHON", "").split(os.pathsep)
     if folder
@@ -93,12 +95,6 @@ def _dequantize_on_the_host() -> None:
     function.forward = staticmethod(lambda ctx, *given: Extension.dequantize(*given))
 
 
-def bytes_of(values: torch.Tensor) -> torch.Tensor:
-    """E4M3, saturating; torch's own cast does not, and keeps the sign of NaN."""
-    found = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.where(values.isnan(), torch.full_like(found, 0x7F), found)
-
-
 def amax_of(values: torch.Tensor) -> float:
     found = [abs(value) for value in values.flatten().tolist() if not math.isnan(value)]
     return max(found, default=0.0)
@@ -161,27 +157,14 @@ class Extension(types.ModuleType):
     def quantize(source: torch.Tensor, quantizer: Any, target: Any, noop: Any = None) -> Any:
         assert type(quantizer).__name__ == "Float8Quantizer"
         values = source.float()
-        target._data.view(-1).copy_(bytes_of(values * quantizer.scale).view(-1))
+        target._data.view(-1).copy_(e4m3(values * quantizer.scale).view(-1))
         if quantizer.amax.numel():
             quantizer.amax.fill_(max(quantizer.amax.item(), amax_of(values)))
         return target
 
     @staticmethod
     def dequantize(param: Any, dtype: Any) -> torch.Tensor:
-        if type(param).__name__ == "MXFP8Tensor":
-            rows, columns = param._rowwise_data.shape
-            exponents = param._rowwise_scale_inv[:rows, : columns // 32].double() - 127
-            factors = torch.pow(2.0, exponents).repeat_interleave(32, 1)
-            values = param._rowwise_data.view(torch.float8_e4m3fn).double()
-            return (values * factors).to(param.dtype)
-        data = getattr(param, "_data", None)
-        blocks = data is None
-        data = param._rowwise_data if blocks else data
-        scales = param._rowwise_scale_inv if blocks else param._scale_inv
-        if blocks:
-            scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-            scales = scales[: data.shape[0], : data.shape[1]]
-        return (data.view(torch.float8_e4m3fn).float() * scales).to(param.dtype)
+        return decoded(param).to(param.dtype)
 
     @staticmethod
     def fp8_transpose(data: torch.Tensor, dtype: Any, *, out: Any = None) -> torch.Tensor:
@@ -224,7 +207,7 @@ class Extension(types.ModuleType):
     ) -> None:  # fmt: skip
         place = torch.arange(start, start + source.numel())
         factors = scale[place // w // block, place % w // block]
-        out.copy_(bytes_of(source.float() * factors))
+        out.copy_(e4m3(source.float() * factors))
 
     @staticmethod
     def mxfp8_scaling_compute_partial_amax(
@@ -239,14 +222,8 @@ class Extension(types.ModuleType):
 
     @staticmethod
     def multi_tensor_compute_scale_inv_e8m0(size: int, noop: Any, lists: Any) -> None:
-        """The least power of two that is not below amax / 448, as exponent + 127."""
         for amax, exponent in zip(*lists, strict=True):
-            found = []
-            for value in (amax.float() * torch.tensor(1 / 448)).flatten().tolist():
-                fraction, power = math.frexp(value) if math.isfinite(value) else (1.0, 127)
-                least = power - (fraction == 0.5) + 127 if value else 0
-                found.append(min(max(least, 0), 254))
-            exponent.copy_(torch.tensor(found, dtype=torch.uint8).view(exponent.shape))
+            exponent.copy_(e8m0(amax.float() * torch.tensor(1 / 448)))
 
     @staticmethod
     def mxfp8_scaling_partial_cast(
@@ -259,4 +236,4 @@ class Extension(types.ModuleType):
             (by_row, row_scales[row, column // 32]), (by_column, column_scales[row // 32, column])
         ):  # fmt: skip
             factors = torch.pow(2.0, 127.0 - exponents.double()).float()
-            out.copy_(bytes_of(source.float() * factors))
+            out.copy_(e4m3(source.float() * factors))

@@ -28,7 +28,7 @@ from megatron_fsdp_adapter.quantised.e4m3 import (
 )
 from tests.quantised import arithmetic, float64
 from tests.quantised.te_checks import SCALE, Shard, quantise
-from tests.quantised.te_extension import Extension, amax_of, bytes_of, scale_of
+from tests.quantised.te_extension import Extension, amax_of, scale_of
 from tests.quantised.te_weights import NASTY, Case, random_case
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def whole(case: Case, index: int) -> tuple[torch.Tensor, torch.Tensor]:
     if case.recipe in ("current", "delayed"):
         found = SCALE if case.recipe == "delayed" else scale_of(amax_of(values), False, 0.0)
         scale = torch.tensor([found])
-        return bytes_of(values * scale), torch.ones(1) / scale
+        return arithmetic.e4m3(values * scale), torch.ones(1) / scale
     scale = torch.ones(scales_shape(tuple(values.shape)))
     factors = torch.ones_like(values)
     for row in range(0, values.shape[0], 128):
@@ -49,7 +49,7 @@ def whole(case: Case, index: int) -> tuple[torch.Tensor, torch.Tensor]:
             part = (slice(row, row + 128), slice(column, column + 128))
             found = scale_of(amax_of(values[part]), True, 0.0)
             scale[row // 128, column // 128] = factors[part] = found
-    return bytes_of(values * factors), torch.ones(1) / scale.view(-1)
+    return arithmetic.e4m3(values * factors), torch.ones(1) / scale.view(-1)
 
 
 @settings(max_examples=30, deadline=None)
