@@ -37,7 +37,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
 )
 from megatron_fsdp_adapter.megatron.options.joining import UNIT_NUMEL, joins_by_default
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
-from megatron_fsdp_adapter.megatron.options.support import STEP_GRAPH, is_on
+from megatron_fsdp_adapter.megatron.options.support import is_on
 from megatron_fsdp_adapter.sharding.budget import GIB, KeptUnits, kept_units
 from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
 
@@ -111,9 +111,9 @@ class Model:
     they compute, the root unit last. `slots`: what `slots_wanted` says. `quantised`: what becomes
     of linear weights. `budget`: bytes for units that stay whole over a step. `pool`: bytes of a
     layer in pools of CUDA graphs; `graphs`: whether layers are in any. `ahead`: elements that may
-    be gathered ahead of the unit that computes, if that is more than the next unit. `keeps_grads`:
-    whether a graph of the optimizer's step has their addresses. `tensor`: ranks over which dense
-    matrices are split. `listing`: what it was planned of, and `with_listing`, how another one is.
+    be gathered ahead of the unit that computes, if that is more than the next unit. `tensor`:
+    ranks over which dense matrices are split. `listing`: what it was planned of, and
+    `with_listing`, how another one is.
     """
 
     kinds: tuple[UnitKind, ...]
@@ -125,7 +125,6 @@ class Model:
     pool: int = 0
     ahead: int = 0
     graphs: bool = False
-    keeps_grads: bool = False
     tensor: int = 1
     listing: Sequence[Row] = field(default=(), repr=False)
     with_listing: Callable[[Sequence[Row]], Model] = field(kw_only=True, repr=False)
@@ -341,7 +340,7 @@ def estimate(
         held = model.bytes_held(strategy, precision, rank)
         found: dict[str, Any] = {
             "bytes": held,
-            "between_steps": bytes_between_steps(held, model.keeps_grads),
+            "between_steps": bytes_between_steps(held),
             "gathered_ahead": model.gathered_ahead(strategy, precision),
             "peak": most_bytes(held),
         }
@@ -399,7 +398,6 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(flag(UNIT_NUMEL), type=int, help="elements up to which layers are one unit; "
                      "0: each is one; default: as the wrapper joins them")
     run.add_argument("--cuda-graph-impl", choices=("none", "local"), help="local: of layers")
-    run.add_argument(flag(STEP_GRAPH), action="store_true", help="gradients stay between steps")
     run.add_argument("--micro-batch-size", type=int, help="of graphs; default 1")
     run.add_argument(flag(graph_pools.IN_FLIGHT), type=int, help="of graphs; default 1")
     run.add_argument("--optimizer", choices=("adam", *sorted(MOMENTS)),
@@ -476,7 +474,7 @@ def run(given: argparse.Namespace) -> str:
         max_segments=given.max_segments,
     )
     pool = graph_pools.layer_pool_bytes(config_from(options), options, DTYPES[dtype].itemsize)
-    model = replace(model, pool=pool, graphs=pool > 0, keeps_grads=is_on(given, STEP_GRAPH))
+    model = replace(model, pool=pool, graphs=pool > 0)
     chosen = vars(given).get("data_parallel_sharding_strategy")
     strategies = [STRATEGIES[chosen]] if chosen else list(STRATEGIES.values())
     strategies = graph_pools.captured(strategies, model.slots, options)

@@ -312,11 +312,9 @@ def with_slots(
     return totals
 
 
-def bytes_between_steps(held: Mapping[str, int], keeps_grads: bool = False) -> int:
-    """Bytes of the kinds that exist between two steps, gradients zeroed. keeps_grads: but
-    their shards stay, as a CUDA graph has the addresses."""
-    lives = (PERSISTENT, BACKWARD_TO_STEP) if keeps_grads else (PERSISTENT,)
-    return sum(count for kind, count in held.items() if LIFE[kind] in lives)
+def bytes_between_steps(held: Mapping[str, int]) -> int:
+    """Bytes of the kinds that exist between two steps, gradients zeroed."""
+    return sum(count for kind, count in held.items() if LIFE[kind] == PERSISTENT)
 
 
 def most_bytes(held: Mapping[str, int]) -> int:

@@ -53,7 +53,6 @@ from .layer_graphs import LayerCaptures
 from .marks import mark
 from .options import capability, ddp_options, joining, staging_options
 from .options.support import is_on
-from .step_graphs import StepCapture
 from .supported import require_supported_core
 from .units import chosen_units, plan_units, with_kept_units
 from .wiring import WiringCheck
@@ -121,7 +120,6 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.tp_group, self.force_all_reduce = index.tp_group, False
         self.engine = self._build_engine(module, fsdp_unit_modules)
         self.captures = Captures(self.engine, late_step.asked_for([self]))
-        self.step_capture = StepCapture(self.engine)
         self._layers = LayerCaptures(self.engine, module, config)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed)
@@ -134,7 +132,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.module = ShardedModule(config, module, self.engine)
         decoupled = bool(getattr(ddp_config, "megatron_fsdp_use_decoupled_grad", False))
         self.param_and_grad_buffer = ParamAndGradBuffer(
-            self.engine, self._slot_memory, decoupled, self.step_capture.stepped
+            self.engine, self._slot_memory, decoupled
         )
         self.module.param_and_grad_buffer = self.param_and_grad_buffer
         for pair in self.engine.pairs:
@@ -279,9 +277,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
     ) -> None:
         """Makes weights current for the next forward. With overlap only the first unit's gather
         is launched; `force_sync` gathers all and orders the current stream behind it. Once there
-        is a graph of a training step nothing is: a graph gathers by itself. Nor while the step of
-        the optimizer is captured: it is of each step, not of the graph."""
-        if (self.captures.captured and not force_sync) or self.step_capture.running:
+        is a graph of a training step nothing is: a graph gathers by itself."""
+        if self.captures.captured and not force_sync:
             return
         self.engine.sync_weights(wait=force_sync)
 

@@ -3,7 +3,7 @@ wrappers show to Megatron's optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
@@ -17,23 +17,31 @@ from ..sharding.sharded_module import ShardedStateDict, refuse_compilation
 
 
 class ParamAndGradBuffer:
-    """What Megatron's optimizer calls on `param_and_grad_buffer`. stepped: is told of its steps."""
+    """What Megatron's optimizer calls on `param_and_grad_buffer`."""
 
     parameter_groups: tuple[()] = ()
     """Read only to find quantised parameters, of which core need not know."""
 
     def __init__(
-        self, engine: FsdpEngine, slots: RegisteredMemory | None, use_decoupled_grad: bool,
-        stepped: Callable[[], None],
+        self, engine: FsdpEngine, slots: RegisteredMemory | None, use_decoupled_grad: bool
     ) -> None:
-        self._engine, self._slots, self._stepped = engine, slots, stepped
+        self._engine, self._slots = engine, slots
         self.use_decoupled_grad = use_decoupled_grad  # as asked for: both names hold the gradient
 
     def copy_main_weights_to_model_weights(self) -> None:
         """The optimizer has stepped: gathered weights are outdated. The cast itself happens in
         the next gather, straight into the gather buffer; quantised weights are made when the next
-        pass begins."""
-        self._stepped()
+        pass begins.
+
+        Raises:
+            RuntimeError: the step is captured in a CUDA graph, whose replays would not do this.
+        """
+        if self._engine.runtime.is_capturing():
+            raise RuntimeError(
+                "optimizer.step() in a CUDA graph: its replays would leave gathered weights as "
+                "they are. Take the step outside of the graph."
+            )
+        self._engine.main_weights_changed(stepped=True)
 
     def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
         """As core's buffers have it: `release_memory` of weights, and of gradients."""

@@ -30,7 +30,7 @@ from ..sharding.memory import local_shards, park_state, take_state, trim
 from ..sharding.problems import raise_problems
 from ..sharding.squares_of_sums import SquaresOfSums
 from ..sharding.streamed_optimizer import shards_over
-from . import clipping, emerging, hybrid_optimizer, late_step, optimizer_state, step_graphs
+from . import clipping, emerging, hybrid_optimizer, late_step, optimizer_state
 from .inner import our_chunks, ours_among
 from .options import optimizer_pairs, support
 from .options.ddp_options import MXFP8_BUFFER, OFFLOAD
@@ -62,7 +62,6 @@ def _param_groups(
             *_precision_problems(given, ours),
             *hybrid_optimizer.problems(given, engines),
             *late_step.problems(ours),
-            *step_graphs.problems(config, ours),
         ],
     )
     _complete(config)
@@ -208,8 +207,7 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
         adopt(optimizer, functools.partial(_begin_step, engines), made)
         # Without kernels core adds up squares in a pass of its own, and torch would in one more.
         has_kernels = one_pass_norm.kernel_of(engines[0].runtime.device) is not None
-        in_graph = getattr(optimizer, "capturable", False)  # which asks nobody whether they count
-        if has_kernels and not in_graph and clipping.writes_gradients_in_sight(ours, config):
+        if has_kernels and clipping.writes_gradients_in_sight(ours, config):
             shards = optimizer._fsdp_shards
             own = [param for pairs in shards.pairs for param, _ in pairs]
             shards.of_sums = SquaresOfSums.where_left(engines, own)
@@ -400,7 +398,6 @@ def _save_state(original: Callable[..., Any], self: Any, is_loading: bool = Fals
     state = original(self, is_loading)
     cut = optimizer_state.in_pieces(state[optimizer_state.STATE], params, self.halved_names)
     meta = hybrid_optimizer.shown_options(state[optimizer_state.META], self.optimizer)
-    meta = step_graphs.shown_options(meta, self.optimizer)
     return {**state, optimizer_state.STATE: cut, optimizer_state.META: meta}
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.names import HALVES, GlobalNames, global_names
 from ..checkpoint.parts import join_parts, part_of
-from ..sharding.group_options import COUNT
+from ..sharding.made_state import COUNT
 
 STATE, META = "state", "param_to_group_meta"
 

@@ -251,7 +251,7 @@ def _stage_memory(
         held[POOLS] = captured_bytes(shape, chosen.parallel, chosen.microbatch, in_flight, fp8)
         activations -= held[POOLS]
     held[RESERVED] = int(machine.gpu.reserved_gib * GIB)
-    return at_its_most(held, activations, microbatches > 1 or chosen.features.step_graph)
+    return at_its_most(held, activations, microbatches > 1)
 
 
 def passes_in_flight(chosen: Configuration, stage: int, microbatches: int) -> float:

@@ -17,7 +17,6 @@ from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.diagnostics.memory import Precision
 from megatron_fsdp_adapter.megatron.options.joining import UNIT_NUMEL
-from megatron_fsdp_adapter.megatron.options.support import STEP_GRAPH
 from megatron_fsdp_adapter.sharding.budget import GIB
 from megatron_fsdp_adapter.sharding.late_optimizer import OPTION as LATE_STEP
 
@@ -35,7 +34,7 @@ class Features:
     unit_numel: neighboring layers are joined to units of so many elements, 0: each is one, None:
     as the wrapper joins them by default. expert_overlap: exchanges
     between experts run beside another microbatch's layers. late_step: updates under the next
-    forward; step_graph: in a CUDA graph. Neither changes the time that is planned."""
+    forward, which does not change the time that is planned."""
 
     quantised: Quantisation = PLAIN
     optimizer: str = ADAM
@@ -47,7 +46,6 @@ class Features:
     unit_numel: int | None = None
     expert_overlap: bool = False
     late_step: bool = False
-    step_graph: bool = False
 
     def __post_init__(self) -> None:
         if self.optimizer not in (ADAM, MUON):
@@ -69,16 +67,11 @@ class Features:
                 "--chunked-optimizer-state-offload with --optimizer muon: it is for adam; leave "
                 "one out"
             )
-        at_once = self.optimizer == MUON or self.quantised.weights or self.step_graph
+        at_once = self.optimizer == MUON or self.quantised.weights
         if self.late_step and at_once:
             raise ValueError(
-                f"{flag(LATE_STEP)} with --optimizer muon, FP8 weights or {flag(STEP_GRAPH)}: "
-                "their step is over when it returns; leave one out"
-            )
-        if self.step_graph and (self.optimizer == MUON or self.streamed):
-            raise ValueError(
-                f"{flag(STEP_GRAPH)} with --optimizer muon or --chunked-optimizer-state-offload: "
-                "it is for adam on the device; leave one out"
+                f"{flag(LATE_STEP)} with --optimizer muon or FP8 weights: their step is over when "
+                "it returns; leave one out"
             )
 
     @property
@@ -91,7 +84,7 @@ class Features:
 
     def sees_writes(self, split: Parallel) -> bool:
         """See `StepSetup`."""
-        return split.tensor == split.pipeline == 1 and not self.step_graph
+        return split.tensor == split.pipeline == 1
 
     @property
     def budget(self) -> int:
@@ -117,7 +110,6 @@ class Features:
             f"units of {self.unit_numel or 0:,}": bool(self.unit_numel),
             "layers not joined": self.unit_numel == 0,
             "experts overlapped": self.expert_overlap, "late updates": self.late_step,
-            "step graph": self.step_graph,
         }  # fmt: skip
         return tuple(name for name, on in found.items() if on)
 
@@ -139,7 +131,6 @@ def features_of(options: Mapping[str, Any]) -> Features:
         float(options.get("fsdp_unsharded_budget_gib") or 0.0), wire in ("bf16", "bfloat16"),
         graphs, options.get(UNIT_NUMEL),
         bool(options.get("overlap_moe_expert_parallel_comm")), bool(options.get(LATE_STEP)),
-        bool(options.get(STEP_GRAPH)),
     )  # fmt: skip
 
 
@@ -202,8 +193,6 @@ def model_options(features: Features) -> dict[str, Any]:
         options["cuda_graph_impl"] = "local"
     if features.expert_overlap:
         options["overlap_moe_expert_parallel_comm"] = True
-    if features.step_graph:
-        options[STEP_GRAPH] = True
     if features.optimizer != ADAM:
         options["optimizer"] = features.optimizer
     return options

@@ -109,7 +109,7 @@ def benchmark_row(chosen: Configuration) -> str | None:
         return None
     if features.host_layers or features.expert_overlap:
         return None
-    if features.late_step or features.step_graph:
+    if features.late_step:
         return None
     kind = {(True, True): "ours-ce-graph", (True, False): "ours-ce-rs",
             (False, True): "ours-graph", (False, False): "ours"}[chosen.copies, chosen.graph]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.chunks import dtensor_like, has_chunks
+from .made_state import COUNT
 from .model_state import Piece, Place, write_pieces
 from .shown_state import Entry
 
@@ -106,3 +108,16 @@ def _target(param: Any, shown: DTensor | None, dtype: torch.dtype) -> DTensor:
     # An optimizer that made its state before it was adopted made DTensors that know no rows.
     own = torch.empty_like(local, dtype=dtype) if shown is None else shown._local_tensor
     return dtensor_like(param, own)
+
+
+def load_options(group: dict[str, Any], saved: dict[str, Any], kept: Collection[str]) -> None:
+    """Gives a group the saved options but those in `kept`; what is a tensor is filled. A group
+    that had counted no step when it was saved has counted none then."""
+    missing = {COUNT: 0} if COUNT in group else {}
+    for name, value in {**missing, **saved}.items():
+        if name in kept:
+            continue
+        if isinstance(group.get(name), torch.Tensor):
+            group[name].copy_(torch.as_tensor(value).view(group[name].shape))
+        else:
+            group[name] = value

@@ -19,8 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from ..core.runtime.parking import ParkingLot
-from .group_options import as_numbers, load_options
-from .loaded_state import load_values
+from .loaded_state import load_options, load_values
 from .made_state import is_torch_optimizer, make_state, moments_of
 from .one_pass_adam import OnePassAdam, install
 from .one_pass_norm import OnePassSquares, kernel_of
@@ -57,7 +56,6 @@ class LocalShards:
         decoupled: it reads `decoupled_grad`, of any dtype, in place of `grad`.
 
     copies_grads: whether it has been given copies of gradients, which end with the step.
-    held_by: who knows addresses of the state, in words, so that it cannot go; "" if nobody.
     step_follows: whether gradients that are clipped are read by a step, and before by nobody.
     counts_in_groups: whether the inner optimizer may count steps by parameter group.
     one_pass: the kernel in the inner optimizer, where it has one of ours.
@@ -77,7 +75,6 @@ class LocalShards:
         self._local_grads: dict[torch.Tensor, torch.Tensor | None] = {}
         self._shown: tuple[Any, list[Any]] | None = None
         self.parked: ParkingLot | None = None
-        self.held_by = ""
         self._clip: Clip | None = None
         self.squares = OnePassSquares(kernel_of)
         self._known: dict[torch.Tensor, Shown] = {}
@@ -214,14 +211,6 @@ class LocalShards:
             raise RuntimeError(
                 "using the optimizer: its state was released; call return_memory(model, optimizer) "
                 "first"
-            )
-
-    def check_free(self) -> None:
-        """RuntimeError if somebody knows addresses of the state."""
-        if self.held_by:
-            raise RuntimeError(
-                f"releasing the optimizer's state: {self.held_by} has its addresses; switch that "
-                "off, or keep the state on the device"
             )
 
     def state_storages(self) -> list[torch.Tensor]:
@@ -441,10 +430,7 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
 def _state_dict(optimizer: Any) -> dict[str, Any]:
     """Not the class's own: TE's gives float32 copies, which know no place in a checkpoint and which
     a load in place would not reach."""
-    state = torch.optim.Optimizer.state_dict(optimizer)
-    if getattr(optimizer, "capturable", False):
-        state["param_groups"] = [as_numbers(group) for group in state["param_groups"]]
-    return state
+    return torch.optim.Optimizer.state_dict(optimizer)
 
 
 @functools.cache
@@ -478,7 +464,15 @@ def adopt(
     `LocalShards`: a subclass where its state is elsewhere. Steps are seen by torch's hooks on
     them: a subclass's `step` alone would not do, as a learning rate scheduler that was made before
     puts the class's `step` on the optimizer itself.
+
+    Raises:
+        ValueError: the optimizer is a fused one that is made for CUDA graphs.
     """
+    if getattr(optimizer, "capturable", False):
+        raise ValueError(
+            f"capturable=True of {type(optimizer).__name__}: a graph of the optimizer's step took "
+            "longer than the step without it, and was removed. Make it with capturable=False."
+        )
     skip_empty = not is_torch_optimizer(optimizer)  # TE's kernel skips a group with one
     decoupled = hasattr(optimizer, "use_decoupled_grad")
     for option, value in (

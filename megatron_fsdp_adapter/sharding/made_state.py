@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .group_options import first_count
+COUNT = "step"
+"""The option in which fused optimizers count the steps of a group."""
 
 
 def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
@@ -27,7 +28,7 @@ def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
 def _init_fused_state(optimizer: Any, group: dict[str, Any]) -> None:
     """TE's and apex's FusedAdam keep two moments a parameter and the step in the group, which has
     no such entry before the first step: a load asks for what is there, and would leave it out."""
-    group.setdefault("step", first_count(group))
+    group.setdefault(COUNT, 0)
     for local in group["params"]:
         if optimizer.state[local]:
             continue

@@ -51,8 +51,6 @@ def release_memory(
     chunks, shards = sources(model), local_shards(optimizer)
     for source in chunks:
         source.engine.memory.check_free(kinds)
-    for one in shards if OPTIMIZER not in chosen else ():
-        one.check_free()
     found = dict.fromkeys(kinds, 0)
     for source in chunks:
         more = {MAIN: [(storage, None) for storage in _left_alone(source)]}
@@ -137,9 +135,7 @@ def local_shards(optimizer: Any) -> list[LocalShards]:
 
 
 def park_state(shards: LocalShards, runtime: Runtime) -> int:
-    """Gives the memory of an optimizer's state back; its bytes. RuntimeError where somebody knows
-    addresses."""
-    shards.check_free()
+    """Gives the memory of an optimizer's state back; its bytes."""
     if shards.parked is None:
         shards.parked = ParkingLot(runtime)
     storages = {OPTIMIZER: [(state, None) for state in shards.state_storages()]}

@@ -10,21 +10,16 @@ not taken.
 Everything else, state and its dtypes, the count of steps, what is scaled, stays the optimizer's. An
 own optimizer was rejected for that: checkpoints, schedulers and Megatron know FusedAdam. What the
 kernel does not take goes to the function that was there, so that results are the same.
-
-Where a CUDA graph has the step, FusedAdam is `capturable` and tells the learning rate and the count
-of steps as tensors. The kernel reads them, and bias corrections that are computed on the device in
-float64: the bits of a step that is not captured, which Transformer Engine's own capturable function
-does not have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .adam_table import CHUNK, Kernel, Number, Update
+from .adam_table import CHUNK, Kernel, Update
 from .checked_kernels import CheckedKernels
 from .tensor_table import DTYPES, Lists, Tables
 
@@ -32,13 +27,8 @@ WEIGHTS = 1
 """Their place among the lists."""
 DECOUPLED = 1
 """The mode of AdamW; 0 adds weight decay to gradients."""
-FUNCTIONS = {False: "multi_tensor_adam", True: "multi_tensor_adam_capturable"}
-"""The attribute of FusedAdam that updates weights without a copy in its state, by whether it is
-capturable."""
-IN_GRAPH = (
-    "Adam in this CUDA graph is left to the optimizer's own kernel, which is slower and rounds "
-    "otherwise"
-)
+FUNCTION = "multi_tensor_adam"
+"""The attribute of FusedAdam that updates weights without a copy in its state."""
 
 
 class OnePassAdam:
@@ -60,33 +50,25 @@ class OnePassAdam:
         self.clip: torch.Tensor | None = None
 
     def __call__(
-        self, chunk_size: int, overflow: torch.Tensor, lists: Lists, lr: Number, beta1: float,
-        beta2: float, eps: float, step: int | torch.Tensor, mode: int, bias_correction: int,
-        weight_decay: float, *scale: torch.Tensor,
+        self, chunk_size: int, overflow: torch.Tensor, lists: Lists, lr: float, beta1: float,
+        beta2: float, eps: float, step: int, mode: int, bias_correction: int, weight_decay: float,
     ) -> None:  # fmt: skip
-        """scale: what gradients are multiplied by, of a capturable FusedAdam, whose `lr` and `step`
-        are on the device; nothing of another."""
-        on_device = (overflow, lr, step, *scale) if scale else ()
-        prepared = None
-        if takes(lists, on_device):
-            prepared = self.tables.prepared(lists, self._kernel, IN_GRAPH)
-        if prepared is None:
+        kernel = self._kernel(lists[0][0].device) if takes(lists) else None
+        if kernel is None:
             if self.clip is not None:
                 torch._foreach_mul_(list(lists[0]), self.clip.view(()))
             self._original(
                 chunk_size, overflow, lists, lr, beta1, beta2, eps, step, mode, bias_correction,
-                weight_decay, *scale,
+                weight_decay,
             )  # fmt: skip
             return
         first, second = (
             _correction(beta if bias_correction else 0.0, step) for beta in (beta1, beta2)
         )
         update = Update(
-            lr, beta1, beta2, eps, first, second, mode == DECOUPLED, weight_decay, self.clip,
-            *((*scale, overflow) if scale else ()),
-        )  # fmt: skip
-        kernel, table = prepared
-        kernel(table, lists, update)
+            lr, beta1, beta2, eps, first, second, mode == DECOUPLED, weight_decay, self.clip
+        )
+        kernel(self.tables.of(lists), lists, update)
         if self.clip is not None and self.clip.is_cuda:
             self.clip.record_stream(torch.cuda.current_stream())  # it ends with the step
 
@@ -94,12 +76,11 @@ class OnePassAdam:
 def install(optimizer: Any) -> OnePassAdam | None:
     """Puts the kernel into a FusedAdam; None for any other optimizer. It is tried when the first
     step is taken."""
-    name = FUNCTIONS[bool(getattr(optimizer, "capturable", False))]
-    original = getattr(optimizer, name, None)
+    original = getattr(optimizer, FUNCTION, None)
     if original is None:
         return None
     made = OnePassAdam(original, kernel_of)
-    setattr(optimizer, name, made)
+    setattr(optimizer, FUNCTION, made)
     return made
 
 
@@ -137,33 +118,21 @@ kernel_of = CheckedKernels(
 )
 
 
-def _correction(beta: float, step: int | torch.Tensor) -> Number:
-    """1 - beta**step, of float32 `beta`, as Transformer Engine computes it for steps that are not
-    captured: in float64, rounded once. On the device for a step that is there."""
+def _correction(beta: float, step: int) -> float:
+    """1 - beta**step, of float32 `beta`, as Transformer Engine computes it: in float64, rounded
+    once."""
     narrow = torch.tensor(beta, dtype=torch.float32).item()
-    if isinstance(step, torch.Tensor):
-        return (1 - torch.pow(narrow, step.double())).float()
     return 1 - narrow**step
 
 
-ON_DEVICE = (torch.int32, torch.float32, torch.int32, torch.float32)
-"""Dtypes of what a capturable FusedAdam has there: overflow, learning rate, step and scale."""
-
-
-def takes(lists: Lists, on_device: Sequence[Any] = ()) -> bool:
+def takes(lists: Lists) -> bool:
     """Whether the kernel knows how to update these: main weights without a copy in another dtype,
-    every tensor one stretch of memory, dtypes alike within a list; and to read `on_device`, which
-    goes by `ON_DEVICE`, where FusedAdam is capturable."""
+    every tensor one stretch of memory, dtypes alike within a list."""
     if len(lists) != 4:
         return False
     dtypes = [{tensor.dtype for tensor in tensors} for tensors in lists]
-    device = lists[1][0].device
     return (
         all(len(found) == 1 and found <= set(DTYPES) for found in dtypes)
         and dtypes[2] == dtypes[3]
         and all(tensor.is_contiguous() for tensors in lists for tensor in tensors)
-        and all(
-            isinstance(value, torch.Tensor) and (value.device, value.dtype) == (device, dtype)
-            for value, dtype in zip(on_device, ON_DEVICE, strict=bool(on_device))
-        )
     )

@@ -22,10 +22,6 @@ from .tensor_table import DTYPES, Table, Tables
 
 CHUNK = 32768
 """Elements of a tensor whose squares one program of the kernel adds up."""
-IN_GRAPH = (
-    "the gradient norm in this CUDA graph is left to megatron-core, whose kernels are slower and "
-    "round otherwise"
-)
 
 Tensors = Sequence[torch.Tensor]
 Kernel = Callable[[Table, Tensors], torch.Tensor]
@@ -46,15 +42,14 @@ class OnePassSquares:
 
     def __call__(self, tensors: Tensors) -> torch.Tensor | None:
         """The sum over `tensors`, float32 (1,) on their device. None where that is left to others:
-        see `takes`; without a kernel; in a CUDA graph that no call for the same tensors was before,
-        with a warning."""
+        see `takes`; without a kernel."""
         if not takes(tensors):
             return None
-        prepared = self.tables.prepared([tensors], self._kernel, IN_GRAPH)
-        if prepared is None:
+        kernel = self._kernel(tensors[0].device)
+        if kernel is None:
             return None
-        kernel, table = prepared
-        return kernel(table, tensors).sum(dim=0, keepdim=True, dtype=torch.float64).float()
+        sums = kernel(self.tables.of([tensors]), tensors)
+        return sums.sum(dim=0, keepdim=True, dtype=torch.float64).float()
 
 
 def takes(tensors: Tensors) -> bool:

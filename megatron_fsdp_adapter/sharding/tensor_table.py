@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-
-from ..core.runtime.said import warn
 
 ALIGNED_BYTES = 16
 """Of an address from which a thread can read 4 numbers at once."""
@@ -17,7 +15,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 MOST_TABLES = 4096
 """That are kept: of more calls than a step has, for memory that moves again and again."""
 
-Kernel = TypeVar("Kernel")
 Lists = Sequence[Sequence[torch.Tensor]]
 """Lists of tensors; those at one place in them have as many elements."""
 Addresses = tuple[tuple[int, ...], ...]
@@ -52,32 +49,26 @@ class Tables:
         lasting: which of the lists has tensors that stay where they are: others at the same sizes
             have a table of their own. None: none has, and there is one table for each sizes.
 
-    known: the tables, and the addresses that they have. in_graphs: those that graphs read.
+    known: the tables, and the addresses that they have.
     """
 
     def __init__(self, chunk: int, lasting: int | None = None) -> None:
         self._chunk, self._lasting = chunk, lasting
         self.known: dict[Any, tuple[Addresses, Table]] = {}
         self._chunks: dict[Any, Chunks] = {}
-        self.in_graphs: list[Table] = []
-
-    def prepared(
-        self, lists: Lists, kernel_of: Callable[[torch.device], Kernel | None], otherwise: str
-    ) -> tuple[Kernel, Table] | None:
-        """The kernel of the lists' device, and their table; None if one of them cannot be had.
-        otherwise: what is done then in a CUDA graph, for a warning."""
-        device = lists[0][0].device
-        if is_capturing(device):  # tried and compiled before, if there is a table
-            table = self._in_graph(lists, otherwise)
-            kernel = None if table is None else kernel_of(device)
-        else:
-            kernel = kernel_of(device)
-            table = None if kernel is None else self.of(lists)
-        return None if kernel is None or table is None else (kernel, table)
 
     def of(self, lists: Lists) -> Table:
-        """That of `lists`, made again when an address has changed."""
+        """That of `lists`, made again when an address has changed.
+
+        Raises:
+            RuntimeError: in a CUDA graph, which would go on reading a table that may be gone.
+        """
         device = lists[0][0].device
+        if is_capturing(device):
+            raise RuntimeError(
+                "optimizer.step() in a CUDA graph: its replays would read addresses of tensors "
+                "that may have moved since. Take the step outside of the graph."
+            )
         addresses, sizes = _places_of(lists)
         stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
         lasting = None if self._lasting is None else addresses[self._lasting]
@@ -97,22 +88,6 @@ class Tables:
             self.known.clear()
         self.known[place] = (addresses, table)
         return table
-
-    def _in_graph(self, lists: Lists, otherwise: str) -> Table | None:
-        """That of `lists` for a CUDA graph, which stays from now on; None, with a warning, if there
-        is none.
-
-        A graph goes on reading the table that it was captured with. None is made in a capture: the
-        copy to the device would belong to the graph, and be repeated from memory of the host that
-        is long gone. It was made on another stream, that of the calls before the capture. Whoever
-        replays the graph has ordered it behind these, which read the table before it does."""
-        addresses, sizes = _places_of(lists)
-        for (_, _, known_sizes), (known, table) in self.known.items():
-            if (known, known_sizes) == (addresses, sizes):
-                self.in_graphs.append(table)
-                return table
-        warn(f"{otherwise}: no step of ours came before the capture, or tensors have moved since")
-        return None
 
 
 def chunks_of(sizes: Sequence[int], chunk: int) -> tuple[list[int], list[int]]:

@@ -64,10 +64,10 @@ def _fused(one, other, added):
 
 @triton.jit
 def _one_pass_adam(
-    addresses, tensor_of, first_of, count, clip, scale, overflow,
+    addresses, tensor_of, first_of, count, clip,
     lr, beta1, beta2, correction1, correction2, eps, decay,
     GRAD: tl.constexpr, WEIGHT: tl.constexpr, MOMENT: tl.constexpr,
-    DECOUPLED: tl.constexpr, CLIP: tl.constexpr, ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr,
+    DECOUPLED: tl.constexpr, CLIP: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     number = tl.load(tensor_of + tl.program_id(0))
@@ -78,13 +78,9 @@ def _one_pass_adam(
     firsts = tl.load(addresses + 2 * count + number).to(tl.pointer_type(MOMENT))
     seconds = tl.load(addresses + 3 * count + number).to(tl.pointer_type(MOMENT))
     end = tl.minimum(tl.load(addresses + 4 * count + number), start + CHUNK)
-    factor, scaling = 1.0, 1.0
+    factor = 1.0
     if CLIP:
         factor = tl.load(clip)
-    if ON_DEVICE:
-        scaling = tl.load(scale)
-        lr, correction1, correction2 = tl.load(lr), tl.load(correction1), tl.load(correction2)
-        end = tl.where(tl.load(overflow) == 1, start, end)  # nothing is updated
     if ALIGNED:
         grads = tl.multiple_of(grads, 16)
         weights = tl.multiple_of(weights, 16)
@@ -100,9 +96,6 @@ def _one_pass_adam(
         second = tl.load(seconds + place, mask=inside, other=0.0).to(tl.float32)
         if CLIP:
             grad = _product(grad, factor).to(GRAD).to(tl.float32)
-        if ON_DEVICE:
-            grad = _product(grad, scaling)
-            tl.store(grads + place, grad.to(GRAD), mask=inside & (scaling != 1.0))
         if not DECOUPLED:
             grad = _fused(decay, weight, grad)
         # Which product is rounded by itself, and which is in a fused operation, is as there, too.
@@ -121,14 +114,10 @@ def _one_pass_adam(
 def update(table: Table, lists: Lists, step: Update) -> None:
     """See `adam_table.Kernel`."""
     grads, weights, firsts, _ = (TYPES[tensors[0].dtype] for tensors in lists)
-    unread = table.addresses  # in the place of what there is not
-    clip, scale, overflow = (
-        unread if value is None else value for value in (step.clip, step.scale, step.overflow)
-    )
+    clip = table.addresses if step.clip is None else step.clip  # unread without one
     _one_pass_adam[(table.chunks,)](
         table.addresses, table.tensor_of, table.first_of, table.addresses.shape[1],
-        clip, scale, overflow, step.lr, step.beta1, step.beta2, step.correction1,
-        step.correction2, step.eps, step.weight_decay, grads, weights, firsts, step.decoupled,
-        step.clip is not None, step.on_device, table.aligned, table.chunk, BLOCK, STAGES,
-        num_warps=WARPS, enable_fp_fusion=False,
+        clip, step.lr, step.beta1, step.beta2, step.correction1, step.correction2, step.eps,
+        step.weight_decay, grads, weights, firsts, step.decoupled, step.clip is not None,
+        table.aligned, table.chunk, BLOCK, STAGES, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -41,11 +41,6 @@ KINDS: dict[str, Kind] = {
                                 ZERO_3, ZERO_3),
     "ours-ce-late-graph": Kind("ours-ce-graph with the first gather beside the optimizer's step",
                                ZERO_3, ZERO_3),
-    "ours-step": Kind("this package, the optimizer's step in a CUDA graph", STRATEGIES, ZERO_3),
-    "ours-ce-step-layers": Kind("ours-ce-layers with the optimizer's step in a graph too",
-                                ZERO_3, ZERO_3),
-    "ours-ce-step-graph": Kind("ours-ce-graph with the optimizer's step in a graph too",
-                               ZERO_3, ZERO_3),
     "ours-stream": Kind("this package, main weights and moments in host memory, streamed through "
                         "the GPU", STRATEGIES, ZERO_3),
     "ours-hybrid": Kind("this package, core's optimizer offload of everything", STRATEGIES, ZERO_3),
@@ -133,11 +128,6 @@ class Subject:
         return self.kind.endswith("-layers")
 
     @property
-    def captures_step(self) -> bool:
-        """Whether core captures the optimizer's step."""
-        return "step" in self.kind.split("-")
-
-    @property
     def is_apart(self) -> bool:
         """Whether each layer is a unit, however small."""
         return self.kind.endswith("-apart")
@@ -200,11 +190,8 @@ LATE_ROWS = ("ours:optim_grads_params", "ours-late", "ours-ce-rs", "ours-ce-late
 JOINED_ROWS = ("ours:optim_grads_params", "ours-apart", "ours:optim", "ours-apart:optim",
                "ours-ce-rs", "ours-ce-apart", "ddp")  # fmt: skip
 """Layers joined to units as by default, and each a unit."""
-STEP_ROWS = ("ours:optim_grads_params", "ours-step", "ours-ce-layers", "ours-ce-step-layers",
-             "ours-ce-graph", "ours-ce-step-graph")  # fmt: skip
-"""The optimizer's step launched kernel by kernel, and in a CUDA graph."""
 SETS = {
-    "step": ",".join(STEP_ROWS), "joined": ",".join(JOINED_ROWS),
+    "joined": ",".join(JOINED_ROWS),
     "late": ",".join(LATE_ROWS),
     "muon": ",".join(MUON_ROWS),
     "fp8": ",".join(FP8_ROWS), "offload": ",".join(OFFLOAD_ROWS),

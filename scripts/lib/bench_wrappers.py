@@ -26,7 +26,6 @@ from lib.distributed import Place
 from lib.loop import forward_step
 from lib.options import Options
 from megatron_fsdp_adapter.core.runtime.registered import zero_cta_options
-from megatron_fsdp_adapter.megatron.seams import core_api
 
 Batch = dict[str, torch.Tensor]
 
@@ -97,7 +96,7 @@ class Runner:
         functions in them; its DDP hooks autograd nodes with functions that hold it: cycles that run
         outside of Python's collector and would keep its buffers for good. With gradients written in
         place something still does, so DDP's buffers are emptied."""
-        if self.subject.is_captured or self.subject.captures_step:
+        if self.subject.is_captured:
             forget_graphs()
         config = getattr(self.model, "config", None)
         for wired in ("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"):
@@ -160,7 +159,7 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
         optimizer_offload_fraction=1.0 if subject.kind == "ours-hybrid" else 0.0,
         fsdp_copy_engine_reduce_scatter=subject.kind
         in ("ours-ce-rs", "ours-ce-apart", "ours-ce-graph", "ours-ce-layers")
-        or subject.kind.startswith(("ours-ce-late", "ours-ce-step")),
+        or subject.kind.startswith("ours-ce-late"),
         fsdp_overlap_param_gather_with_optimizer_step="-late" in subject.kind,
         ddp_bucket_size=options.ddp_bucket_size if subject.kind == "ddp" else None,
         # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,
@@ -218,9 +217,6 @@ def forget_graphs() -> None:
         FullCudaGraphWrapper.cuda_graph[stage] = None
         FullCudaGraphWrapper.result[stage] = None
         StaticBufferLoader.static_buffers[stage] = []
-    if core_api.STEP_GRAPHS is not None:
-        step = core_api.STEP_GRAPHS
-        step.curr_iteration, step.cuda_graph, step.result = 0, None, None
 
 
 def forget_fp8() -> None:
@@ -287,20 +283,12 @@ def _with_core_optimizer(subject: Subject, options: Options, place: Place) -> Ru
     wrap = special.get(subject.kind, training.wrap)
     model = wrap(options, config, module, place)
     model.train()
-    fields = {"optimizer_cuda_graph": True} if subject.captures_step else {}
-    optimizer = training.build_optimizer(options, model, **fields)
+    optimizer = training.build_optimizer(options, model)
     for group in optimizer.param_groups:  # what core's scheduler does at every step
-        rate = options.lr * group["lr_mult"]
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
+        group["lr"] = options.lr * group["lr_mult"]
         group["weight_decay"] = options.weight_decay * group["wd_mult"]
     trainee = training.Trainee(model, config, optimizer, None, 0)  # type: ignore[arg-type]
     training.connect(config, trainee, options)
-    if subject.captures_step:
-        forget_graphs()
-        optimizer.step = core_api.STEP_GRAPHS(optimizer.step, cuda_graph_warmup_steps=2)
 
     def zero() -> None:
         model.zero_grad_buffer()
@@ -310,7 +298,7 @@ def _with_core_optimizer(subject: Subject, options: Options, place: Place) -> Ru
         updated, norm, _ = optimizer.step()
         if not updated:
             raise RuntimeError(f"{subject.name}: the optimizer skipped a step")
-        return norm.clone() if subject.captures_step else norm  # a replay writes the same tensor
+        return norm
 
     return Runner(subject, options, model, zero, optimize, optimizer)
 

@@ -265,16 +265,13 @@ def _muon_fields(options: Options) -> dict[str, Any]:
     return {"muon_extra_scale_factor": 0.2, **({} if options.use_megatron_fsdp else own)}
 
 
-def build_optimizer(
-    options: Options, model: torch.nn.Module, **fields: Any
-) -> MegatronOptimizer:
-    """Core's optimizer for the wrapped model. fields: of its config, beside the options'."""
+def build_optimizer(options: Options, model: torch.nn.Module) -> MegatronOptimizer:
+    """Core's optimizer for the wrapped model."""
     config = OptimizerConfig(
         **{**_chosen(options, _OPTIMIZER_FIELDS), **_muon_fields(options)},
         overlap_cpu_optimizer_d2h_h2d=options.optimizer_cpu_offload,
         params_dtype=params_dtype(options),
         fp8_recipe=options.fp8_recipe if options.fp8_format is not None else None,
-        **fields,
     )
     return get_megatron_optimizer(
         config, [model], config_overrides=get_standard_config_overrides(config)

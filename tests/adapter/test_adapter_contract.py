@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -467,6 +468,16 @@ def test_weights_of_the_last_step_are_never_read_in_silence(trainer: Trainer) ->
         raw.sum()
     trainer.wrapper.start_param_sync(force_sync=True)
     assert torch.equal(raw.detach(), _main_weight(trainer, raw))
+
+
+def test_a_step_in_a_graph_is_an_error_as_its_replays_outdate_nothing(trainer: Trainer) -> None:
+    buffer = trainer.wrapper.param_and_grad_buffer
+    runtime = trainer.wrapper.engine.runtime
+    with (
+        mock.patch.object(runtime, "is_capturing", return_value=True),
+        pytest.raises(RuntimeError, match="Take the step outside of the graph"),
+    ):
+        buffer.copy_main_weights_to_model_weights()
 
 
 def _main_weight(trainer: Trainer, raw: nn.Parameter) -> torch.Tensor:

@@ -20,7 +20,6 @@ from megatron_fsdp_adapter.megatron.options.ddp_options import DDP_CONFIG_RULES
 from megatron_fsdp_adapter.megatron.options.support import (
     MODEL_CONFIG_RULES,
     OPTIMIZER_CONFIG_RULES,
-    STEP_GRAPH,
     Rule,
 )
 from tests.distributed.gpt import (
@@ -72,9 +71,7 @@ TRIGGERS: dict[str, Values] = {
     "exp_avg_sq_dtype": (torch.float16, torch.bfloat16),
     "optimizer_offload_fraction": (1.5,),
     "decoupled_weight_decay": (False,),
-    "optimizer": ("soap", "lion", "muon", "sgd", "sgd"),
-    "loss_scale": (128.0,),
-    "grad_norm_skip_threshold": (3.0,),
+    "optimizer": ("soap", "lion", "muon", "sgd"),
 }
 """What breaks a rule; True for the options that are not listed."""
 
@@ -94,21 +91,10 @@ BESIDE: dict[str, dict[str, Any]] = {
     "optimizer_offload_fraction": {"optimizer_cpu_offload": True},
     "decoupled_weight_decay": {"optimizer_cpu_offload": True},
     "exp_avg_dtype": {"optimizer_cpu_offload": True},
-    "exp_avg_sq_dtype": {
-        "optimizer_cpu_offload": True, STEP_GRAPH: True, "use_precision_aware_optimizer": True
-    },
-    **{
-        option: {STEP_GRAPH: True}
-        for option in (
-            "fp16", "loss_scale", "grad_norm_skip_threshold", "log_num_zeros_in_grad",
-            "optimizer_cpu_offload",
-        )
-    },
+    "exp_avg_sq_dtype": {"optimizer_cpu_offload": True},
     "optimizer": {
-        STEP_GRAPH: True, "optimizer_cpu_offload": True, "use_precision_aware_optimizer": True,
-        "fp16": True,
+        "optimizer_cpu_offload": True, "use_precision_aware_optimizer": True, "fp16": True
     },
-    "store_param_remainders": {STEP_GRAPH: True, "use_precision_aware_optimizer": True},
     "flextron": {"pipeline_model_parallel_size": 2},
     "fsdp_overlap_param_gather_with_optimizer_step": {"overlap_param_gather": False},
 }

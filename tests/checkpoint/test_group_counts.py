@@ -124,27 +124,27 @@ def test_every_rank_counts_the_steps_of_every_group_and_a_resumed_run_goes_on(
 
 
 def _plain(rank: int, size: int) -> None:
-    """Also of an optimizer for CUDA graphs, whose count is a tensor, which a load fills."""
     from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
     from tests.distributed.fused_adam import FusedAdam
     from tests.distributed.plain import Block, Net, tokens
 
-    for capturable in (False, True):
-        model = fully_shard_model(Net(2), None, [Block])
-        params = list(model.parameters())
-        groups = [
-            {"params": [param for param in params if (param.numel() == 1) is scalar]}
-            for scalar in (False, True)
-        ]
-        optimizer = fully_shard_optimizer(FusedAdam(groups, lr=1e-2, capturable=capturable))
-        saved = optimizer.state_dict()
-        for steps in (1, 2, 1):  # the last one begins with the state of before the first
-            if steps == 1:
-                optimizer.load_state_dict(saved)
-            model(tokens(0, 0, rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            assert [int(group["step"]) for group in optimizer.param_groups] == [steps] * 2
+    model = fully_shard_model(Net(2), None, [Block])
+    params = list(model.parameters())
+    groups = [
+        {"params": [param for param in params if (param.numel() == 1) is scalar]}
+        for scalar in (False, True)
+    ]
+    with pytest.raises(ValueError, match="Make it with capturable=False"):
+        fully_shard_optimizer(FusedAdam(groups, capturable=True))
+    optimizer = fully_shard_optimizer(FusedAdam(groups, lr=1e-2))
+    saved = optimizer.state_dict()
+    for steps in (1, 2, 1):  # the last one begins with the state of before the first
+        if steps == 1:
+            optimizer.load_state_dict(saved)
+        model(tokens(0, 0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [int(group["step"]) for group in optimizer.param_groups] == [steps] * 2
     held = torch.tensor([float(any(p._local_tensor.numel() for p in groups[1]["params"]))])
     dist.all_reduce(held)
     assert held.item() < size, "every rank holds something of each group"

@@ -60,26 +60,15 @@ class FusedAdam(torch.optim.Optimizer):
             raise RuntimeError("no AMSGrad")
         for dtype in (exp_avg_dtype, exp_avg_sq_dtype):
             assert dtype in (torch.float32, torch.bfloat16), "the stand-in knows no scales"
-        if capturable and {exp_avg_dtype, exp_avg_sq_dtype} != {torch.float32}:
-            raise RuntimeError("capturable with moments that are not in float32")
-        if capturable and store_param_remainders:
-            raise RuntimeError("capturable with remainders of weights")
-        rate = torch.tensor(lr, dtype=torch.float32) if capturable else lr
         defaults = {
-            "lr": rate, "bias_correction": bias_correction, "betas": betas, "eps": eps,
+            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
             "weight_decay": weight_decay,
         }  # fmt: skip
         super().__init__(params, defaults)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.capturable, self.master_weights = capturable, master_weights
-        if capturable:
-            for group in self.param_groups:
-                if len(group["params"]) > 0:
-                    group["lr"] = group["lr"].to(device=group["params"][0].device)
-            self._step_supports_amp_scaling = True
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int)
         self.multi_tensor_adam = multi_tensor_adam
-        self.multi_tensor_adam_capturable = multi_tensor_adam_capturable
         self.master_weight_dtype = master_weight_dtype
         self.name_to_dtype_map = {
             "exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype,
@@ -157,16 +146,7 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def _count(self, group: dict[str, Any]) -> None:
-        params = group["params"]
-        device = params[0].device if params else self._dummy_overflow_buf.device
-        if "step" in group:
-            group["step"] += (
-                1 if not self.capturable else (self._dummy_overflow_buf != 1).to(torch.int)
-            )
-        else:
-            group["step"] = (
-                1 if not self.capturable else torch.tensor([1], dtype=torch.int, device=device)
-            )
+        group["step"] = group.get("step", 0) + 1
 
     def _step_group(self, group: dict[str, Any]) -> None:
         rows: dict[bool, list[list[torch.Tensor]]] = {True: [], False: []}
@@ -180,7 +160,6 @@ class FusedAdam(torch.optim.Optimizer):
             if grad is None:
                 continue
             assert not self.master_weights, "the adapter has main weights of its own"
-            assert not self.capturable or grad.dtype == param.dtype, "one type for both there"
             moments = {name: self.get_unscaled_state(param, name) for name in self.state[param]}
             narrow += [
                 (moments[name], kept) for name, kept in self.state[param].items()
@@ -195,24 +174,18 @@ class FusedAdam(torch.optim.Optimizer):
             kept.copy_(wide)
 
     def _apply(self, group: dict[str, Any], lists: list[list[torch.Tensor]]) -> None:
-        told = (
+        self.multi_tensor_adam(
             65536, self._dummy_overflow_buf, lists, group["lr"], *group["betas"], group["eps"],
             group["step"], self.adam_w_mode, 1 if group["bias_correction"] else 0,
             group["weight_decay"],
         )  # fmt: skip
-        if self.capturable:
-            self._dummy_overflow_buf.zero_()
-            self.multi_tensor_adam_capturable(*told, torch.ones(1))
-        else:
-            self.multi_tensor_adam(*told)
 
 
 def multi_tensor_adam(
     chunk_size: int, overflow: Any, lists: list[list[torch.Tensor]], lr: Any, beta1: float,
     beta2: float, eps: float, step: Any, mode: int, bias_correction: int, weight_decay: float,
 ) -> None:  # fmt: skip
-    """TE's function of that name, for AdamW. Betas are float32. Their powers are float64 where
-    `step` is a number, and of float32 where it is a tensor."""
+    """TE's function of that name, for AdamW. Betas are float32, their powers float64."""
     assert mode == 1 and bias_correction == 1
     first, second = (1 - torch.tensor(beta).item() ** step for beta in (beta1, beta2))
     _adam(lists, lr, (beta1, beta2), eps, (first, second), weight_decay)
@@ -247,22 +220,10 @@ class HostKernel:
         self.tables.append(table)
         self.updates.append(update)
         grads = [g if update.clip is None else g * update.clip.to(g.dtype) for g in lists[0]]
-        if update.scale is not None:
-            grads = [grad * update.scale for grad in grads]
         _adam(
             [grads, *lists[1:]], update.lr, (update.beta1, update.beta2), update.eps,
             (update.correction1, update.correction2), update.weight_decay,
         )  # fmt: skip
-
-
-def multi_tensor_adam_capturable(
-    chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], *told: Any
-) -> None:
-    """TE's function of that name, where nothing has overflown."""
-    *rest, scale = told
-    for grad in lists[0]:
-        grad.mul_(scale)
-    multi_tensor_adam(chunk_size, overflow, lists, *rest)
 
 
 @contextmanager

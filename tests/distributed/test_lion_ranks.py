@@ -83,7 +83,7 @@ def _refuses(wrapper: Any) -> None:
     first = "adam_beta1" if BESIDE_ADAM else "lion_beta1"
     for name, value in (
         ("optimizer_cpu_offload", True), ("use_precision_aware_optimizer", True),
-        ("optimizer_cuda_graph", True), ("fp16", True), (first, 1.0),
+        ("fp16", True), (first, 1.0),
     ):  # fmt: skip
         options = optimizer_config(CASE, optimizer="lion", **BETAS)
         setattr(options, name, value)

@@ -1,5 +1,4 @@
-"""Graphs of whole iterations and of the optimizer's step, which core keeps as long as a process
-lives."""
+"""Graphs of whole iterations, which core keeps as long as a process lives."""
 
 from __future__ import annotations
 
@@ -7,8 +6,6 @@ import gc
 
 import torch
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
-
-from megatron_fsdp_adapter.megatron.seams import core_api
 
 
 def forget_graphs() -> None:
@@ -19,7 +16,4 @@ def forget_graphs() -> None:
         FullCudaGraphWrapper.cuda_graph[stage] = None
         FullCudaGraphWrapper.result[stage] = None
         StaticBufferLoader.static_buffers[stage] = []
-    gc.collect()  # a wrapper of the optimizer's step takes its graph with it
-    if core_api.STEP_GRAPHS is not None:
-        step = core_api.STEP_GRAPHS
-        step.curr_iteration, step.cuda_graph, step.result = 0, None, None
+    gc.collect()

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fsdp_adapter.sharding import local_optimizer, one_pass_adam, tensor_table
+from megatron_fsdp_adapter.sharding import local_optimizer, one_pass_adam
 from megatron_fsdp_adapter.sharding.adam_table import CHUNK
 from tests.distributed.checks import Step, check_run_bits
 from tests.distributed.gpt import Case, build_trainer, distributed_optimizer, init_megatron
@@ -103,119 +103,6 @@ def test_bits_of_transformer_engine(
             adam(65536, overflow, ours, *rest)
             tex.multi_tensor_adam(65536, overflow, theirs, *rest)
             assert _equal(ours[1:], theirs[1:]), (mode, factor, scale, sizes, skip, step)
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize(("grads", "weights", "moments"), DTYPES)
-def test_a_capturable_update_has_the_bits_of_one_that_is_not(
-    grads: torch.dtype, weights: torch.dtype, moments: torch.dtype
-) -> None:
-    """Of Transformer Engine's: learning rate and step on the device, `inv_scale` beside the clip.
-    Gradients that `inv_scale` changes are written back, those of the clip are not."""
-    import transformer_engine_torch as tex
-
-    adam, overflow = _adam(), _on_device(0, torch.int32)
-    for mode, factor, inv_scale, sizes in itertools.product(
-        (1, 0), (None, 0.37), (1.0, 0.25), (SIZES, (8192, 4096 * 64, 24))
-    ):
-        ours = _tensors(grads, weights, moments, sizes, 1.0, 0)
-        theirs, before = _copy(ours), _copy(ours[:1])
-        adam.clip = None if factor is None else _on_device(factor)
-        _scale(theirs[0], factor)
-        _scale(theirs[0], inv_scale)  # a power of 2, which rounds nothing
-        for step in (1, 2, 7, 1000):
-            _copy_into(ours[0], before[0])
-            rest = (mode, 1, 0.1)
-            adam(
-                65536, overflow, ours, _on_device(3e-2), 0.9, 0.95, 1e-8,
-                _on_device(step, torch.int32), *rest, _on_device(inv_scale),
-            )  # fmt: skip
-            tex.multi_tensor_adam(65536, overflow, theirs, 3e-2, 0.9, 0.95, 1e-8, step, *rest)
-            case = (mode, factor, inv_scale, sizes, step)
-            assert _equal(ours[1:], theirs[1:]), case
-            assert _equal(ours[:1], before if inv_scale == 1.0 else theirs[:1]), case
-
-
-def _copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
-
-
-@NEEDS_GPU
-def test_what_has_overflown_is_left_out_as_in_transformer_engine() -> None:
-    import transformer_engine_torch as tex
-
-    ours = _tensors(FLOAT32, FLOAT32, FLOAT32, SIZES, 1.0, 0)
-    before, theirs = _copy(ours), _copy(ours)
-    for run, rows in ((_adam(), ours), (tex.multi_tensor_adam_capturable, theirs)):
-        run(
-            65536, _on_device(1, torch.int32), rows, _on_device(3e-2), 0.9, 0.95, 1e-8,
-            _on_device(3, torch.int32), 1, 1, 0.1, _on_device(0.5),
-        )  # fmt: skip
-        assert _equal(rows, before)
-
-
-@NEEDS_GPU
-def test_corrections_on_the_device_are_those_of_the_host() -> None:
-    steps = torch.arange(1, 20_001, dtype=torch.int32, device="cuda")
-    for beta in (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999):
-        found = one_pass_adam._correction(beta, steps)
-        assert isinstance(found, torch.Tensor) and found.dtype == FLOAT32
-        numbers = [one_pass_adam._correction(beta, step) for step in range(1, 20_001)]
-        assert torch.equal(found.cpu(), torch.tensor(numbers, dtype=FLOAT32)), beta
-
-
-@NEEDS_GPU
-def test_a_graph_replays_with_what_is_on_the_device_then() -> None:
-    """A call before makes the table; then learning rate, step and clip change under the graph. One
-    whose gradients are elsewhere is captured with the optimizer's own function."""
-    import transformer_engine_torch as tex
-
-    own: list[Any] = []
-    adam = _adam(lambda *told: own.append(told))
-    ours = _tensors(BF16, FLOAT32, FLOAT32, SIZES, 1.0, 0)
-    theirs, grads = _copy(ours), _copy(ours[:1])[0]
-    overflow, scale = _on_device(0, torch.int32), _on_device(1.0)
-    lr, step, norm = _on_device(0.0), _on_device(0, torch.int32), _on_device(1.0)
-
-    def update(rows: list[list[torch.Tensor]]) -> None:
-        step.add_(1)
-        adam.clip = 0.5 / norm  # of the graph's own memory
-        adam(65536, overflow, rows, lr, 0.9, 0.95, 1e-8, step, 1, 1, 0.1, scale)
-        adam.clip = None
-
-    def expect(number: int, rate: float, norm: float) -> None:
-        _copy_into(theirs[0], grads)
-        _scale(theirs[0], (0.5 / _on_device(norm)).item())
-        tex.multi_tensor_adam(65536, overflow, theirs, rate, 0.9, 0.95, 1e-8, number, 1, 1, 0.1)
-        assert int(step) == number and _equal(ours[1:], theirs[1:]), (number, rate, norm)
-
-    lr.fill_(1e-2)
-    norm.fill_(1.7)
-    update(ours)
-    expect(1, 1e-2, 1.7)
-    tables = list(adam.tables.known.values())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        update(ours)
-    (known,) = tables
-    assert adam.tables.in_graphs == [known[1]] and not own
-    with mock.patch.object(tensor_table, "MOST_TABLES", 1):  # others come and go
-        for count in (1, 2):
-            rows = _tensors(BF16, FLOAT32, FLOAT32, SIZES[:count], 1.0, 0)
-            adam(65536, overflow, rows, lr, 0.9, 0.95, 1e-8, step, 1, 1, 0.1, scale)
-    del tables, known, rows
-    gc.collect()
-    held = [torch.full((32,), -1, device="cuda") for _ in range(200)]  # where a table was
-    for number, rate, found in ((2, 3e-2, 0.9), (3, 2e-3, 5.0), (4, 2e-3, 40.0), (5, 0.3, 1.1)):
-        lr.fill_(rate)
-        norm.fill_(found)
-        graph.replay()
-        expect(number, rate, found)
-    del held
-    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.warns(UserWarning, match="have moved"):
-        update([_copy(ours[:1])[0], *ours[1:]])
-    assert len(own) == 1
 
 
 def trains_alike(rank: int, world: int, strategy: str, ddp: dict[str, Any]) -> str:

@@ -107,8 +107,6 @@ BREAKING: dict[str, dict[str, Any]] = {
     "moe_use_upcycling": {"moe_use_upcycling": True},
     "non_persistent_ckpt_type": {"non_persistent_ckpt_type": "local"},
     "perform_rl_step": {"perform_rl_step": True},
-    "timing_log_level": {"timing_log_level": 1, "optimizer_cuda_graph": True},
-    "end_weight_decay": {"end_weight_decay": 0.2, "optimizer_cuda_graph": True},
 }  # fmt: skip
 
 
@@ -261,7 +259,7 @@ def test_what_muon_does_not_go_with_is_told_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("name", EMERGING)
-@pytest.mark.parametrize("option", ["fp16", "optimizer_cpu_offload", "optimizer_cuda_graph"])
+@pytest.mark.parametrize("option", ["fp16", "optimizer_cpu_offload"])
 def test_what_none_of_them_goes_with_is_told_before_anything_is_loaded(
     name: str, option: str
 ) -> None:

@@ -53,7 +53,7 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
     "ep_overlap": ("off", "on"),
     "offload": ("none", "activations", "streamed", "core"),
     "optimizer": ("adam", "muon", "adaptive_muon"),
-    "step": ("plain", "late", "graph"),
+    "step": ("plain", "late"),
 }
 
 MEANING: Mapping[str, str] = {
@@ -94,8 +94,7 @@ MEANING: Mapping[str, str] = {
     "`chunked_optimizer_state_offload`, or by core's `optimizer_cpu_offload`",
     "optimizer": "`optimizer`; before 0.18, which has no `adaptive_muon`, that is `muon` too",
     "step": "of the optimizer: all at once; under the next forward, or beside the first gather in "
-    "a graph (`fsdp_overlap_param_gather_with_optimizer_step`); in a CUDA graph "
-    "(`optimizer_cuda_graph`; before 0.17, which has none, all at once)",
+    "a graph (`fsdp_overlap_param_gather_with_optimizer_step`)",
 }
 
 _UNSPLIT: Cell = {
@@ -164,10 +163,6 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "needs a GPU: graph", "there are no CUDA graphs on a CPU",
         lambda target, graph: target == "cpu" and graph == "on",
-    ),
-    Rule(
-        "needs a GPU: graph of a step", "there are no CUDA graphs on a CPU",
-        lambda target, step: target == "cpu" and step == "graph",
     ),
     Rule(
         "needs Transformer Engine: layers", "its layers need a GPU",
@@ -301,15 +296,6 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "refused: a step that the host waits for", "core's offload updates on the host",
         lambda step, offload: step == "late" and offload == "core",
-    ),
-    Rule(
-        "refused: offload of a captured step", "what goes on behind a step is not over when a "
-        "replay is",
-        lambda step, offload: step == "graph" and offload in ("streamed", "core"),
-    ),
-    Rule(
-        "refused: a captured step in fp16", "a replay cannot be left out",
-        lambda step, precision: step == "graph" and precision == "fp16",
     ),
     # What has no meaning.
     Rule(

@@ -55,9 +55,6 @@ from .muon import muon_options, steps_by_hand
 from .split import Tensors, ddp_params, main_piece, put_together
 from .steps import (
     ddp_step_options,
-    is_captured,
-    optimizer_step_options,
-    set_learning_rate,
     stepped_as_asked,
 )
 from .surroundings import activations_kept, check_export, memories
@@ -169,13 +166,12 @@ def build(
             overlap_param_gather=ours and case.overlap,
             **(offload() if cell["offload"] == "core" else {}),
             **(muon_options(cell) if ours else {}),
-            **optimizer_step_options(cell),
         ),
         chunks,
         use_gloo_process_groups=False,
     )
     for group in optimizer.param_groups:  # what OptimizerParamScheduler does at every step
-        set_learning_rate(group, case.lr * group["lr_mult"])
+        group["lr"] = case.lr * group["lr_mult"]
         group["weight_decay"] = case.weight_decay * group["wd_mult"]
     wire_schedule(config, chunks, optimizer, topology.aligned)
     return TopologyTrainer(topology, case, chunks, optimizer, strategy)  # type: ignore[arg-type]
@@ -398,8 +394,7 @@ def _check_number(
 
 @contextlib.contextmanager
 def _schedule(cell: Cell) -> Iterator[Any]:
-    """Core's schedule, or the one that captures it. Behind it all graphs are forgotten, that of the
-    optimizer's step too."""
+    """Core's schedule, or the one that captures it. Behind it all graphs are forgotten."""
     try:
         if cell["graph"] != "on":
             yield None
@@ -407,7 +402,7 @@ def _schedule(cell: Cell) -> Iterator[Any]:
             yield FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=WARMUP)
             assert FullCudaGraphWrapper.cuda_graph["training"] is not None, "no graph was captured"
     finally:
-        if cell["graph"] == "on" or is_captured(cell):
+        if cell["graph"] == "on":
             forget_graphs()
 
 
@@ -446,9 +441,9 @@ def _measured(
     with (
         _schedule(cell) as schedule,
         activations_kept(cell, trainer),
-        stepped_as_asked(cell, trainer, WARMUP),
+        stepped_as_asked(cell, trainer),
     ):
-        _train(findings, bounds, trainer, reference, schedule, is_captured(cell))
+        _train(findings, bounds, trainer, reference, schedule)
     if cell["graph"] == "layers":
         graphs = [chunk._layers.graphs for chunk in trainer.chunks]
         assert all(one.replayed and not one.ran_eagerly for one in graphs), graphs
@@ -464,11 +459,10 @@ def _measured(
 
 
 def _train(
-    findings: Findings, bounds: Bounds, trainer: TopologyTrainer, reference: Record, schedule: Any,
-    captured: bool,
+    findings: Findings, bounds: Bounds, trainer: TopologyTrainer, reference: Record, schedule: Any
 ) -> None:
     """All steps; afterwards the optimizer's weights can be read. Memory goes away once between two,
-    and comes back, unless the optimizer's step is `captured`."""
+    and comes back."""
     for step in range(STEPS):
         loss = run_schedule(trainer, step, schedule=schedule)
         if step == 0:
@@ -484,7 +478,7 @@ def _train(
         ):
             bound = bounds.later if step else bound
             _check_number(findings, measure + later, bound, mine, theirs, step)
-        if step == 0 and schedule is None and not captured:  # a graph has addresses
+        if step == 0 and schedule is None:  # a graph has addresses
             release_memory(trainer.chunks, trainer.optimizer)
             return_memory(trainer.chunks, trainer.optimizer)
     for chunk in trainer.chunks:

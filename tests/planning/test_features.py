@@ -126,7 +126,6 @@ def test_a_norm_reads_no_gradients_whose_squares_sums_have_left():
     for left in (replace(PLAIN, copies=True), with_features(bf16_wire=True)):
         assert 0 < read(left) < every / 1000, left
     for reads in (
-        with_features(step_graph=True, bf16_wire=True),
         replace(PLAIN, copies=True, parallel=Parallel(tensor=2)),
         replace(PLAIN, copies=True, instances=2),
     ):  # fmt: skip
@@ -208,28 +207,18 @@ def test_options_of_megatron_are_features_and_come_back_as_flags():
     [({"optimizer": "lion"}, "use 'adam' or 'muon'"), ({"budget_gib": -1.0}, "use 0 or more"),
      ({"optimizer": "muon", "streamed": True}, "leave one out"),
      ({"late_step": True, "optimizer": "muon"}, "over when it returns; leave one out"),
-     ({"late_step": True, "step_graph": True}, "over when it returns; leave one out"),
-     ({"late_step": True, "quantised": Quantisation(PER_TENSOR, PER_TENSOR)}, "FP8 weights or"),
-     ({"step_graph": True, "streamed": True}, "adam on the device; leave one out")],
+     ({"late_step": True, "quantised": Quantisation(PER_TENSOR, PER_TENSOR)}, "FP8 weights")],
 )  # fmt: skip
 def test_features_that_exclude_each_other_are_an_error(given, reason):
     with pytest.raises(ValueError, match=reason):
         Features(**given)
 
 
-def test_a_step_in_a_graph_keeps_gradients_under_a_forward_and_late_updates_change_no_number():
-    options = {
-        "optimizer_cuda_graph": True, "fsdp_overlap_param_gather_with_optimizer_step": False,
-    }  # fmt: skip
-    graphed = replace(PLAIN, features=features_of(options))
+def test_late_updates_change_no_number():
     late = with_features(late_step=True)
-    assert "--optimizer-cuda-graph" in megatron_flags(SHAPE, graphed)
     assert "--fsdp-overlap-param-gather-with-optimizer-step" in megatron_flags(SHAPE, late)
-    plain, more = (memory(SHAPE, chosen, H200, 1) for chosen in (PLAIN, graphed))
-    twice = memory(SHAPE, PLAIN, H200, 2)
-    assert sum(plain.values()) < sum(more.values()) and more == twice
-    assert memory(SHAPE, late, H200, 1) == plain
-    ms = {predict(SHAPE, chosen, H200, 2).ms for chosen in (PLAIN, graphed, late)}
+    assert memory(SHAPE, late, H200, 1) == memory(SHAPE, PLAIN, H200, 1)
+    ms = {predict(SHAPE, chosen, H200, 2).ms for chosen in (PLAIN, late)}
     assert len(ms) == 1
 
 

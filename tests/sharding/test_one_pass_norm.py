@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fsdp_adapter.sharding import one_pass_norm, tensor_table
+from megatron_fsdp_adapter.sharding import one_pass_norm
 from megatron_fsdp_adapter.sharding.one_pass_norm import CHUNK, OnePassSquares
 from tests.sharding.host_squares import HostSquares
 
@@ -61,22 +61,6 @@ def test_what_the_kernel_does_not_take_is_left_to_others() -> None:
         assert squares(tensors) is None
     assert not kernel.tables
     assert OnePassSquares(one_pass_norm.kernel_of)([wide]) is None, "there is none for the host"
-
-
-def test_a_graph_has_the_table_of_a_call_before_and_none_is_made_for_it() -> None:
-    kernel, tensors = HostSquares(), [torch.ones(8), torch.ones(3)]
-    squares = OnePassSquares(lambda device: kernel)
-    captured = mock.patch.object(tensor_table, "is_capturing", lambda device: True)
-    none_made = mock.patch.object(
-        tensor_table, "_to_device", mock.Mock(side_effect=AssertionError("made in a capture"))
-    )
-    squares(tensors)
-    with captured, none_made:
-        assert squares(tensors) == 11.0
-        with pytest.warns(UserWarning, match="norm in this CUDA graph is left to megatron-core"):
-            assert squares([torch.ones(8), torch.ones(3)]) is None
-    first, second = kernel.tables
-    assert first is second and squares.tables.in_graphs == [first]
 
 
 def test_the_kernel_is_tried_before_it_is_used_and_without_it_a_warning_says_what_is_done() -> None:

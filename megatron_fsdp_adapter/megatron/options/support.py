@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -216,77 +215,6 @@ def _offloaded(option: str, wrong: Callable[[Any], bool], message: str) -> Rule:
     )
 
 
-STEP_GRAPH = "optimizer_cuda_graph"
-
-
-def _captured(option: str, wrong: Callable[[Any], bool], message: str) -> Rule:
-    """`option`, where it is there, must not be `wrong` with core's graph of an optimizer's step."""
-    return Rule(
-        option,
-        lambda config: (
-            is_on(config, STEP_GRAPH)
-            and hasattr(config, option)
-            and wrong(getattr(config, option))
-        ),
-        f"with {STEP_GRAPH}=True {message}",
-    )
-
-
-_STEP_GRAPH_RULES: tuple[Rule, ...] = (
-    _captured(
-        "optimizer",
-        lambda name: name != "adam",
-        "megatron-core gives Adam alone a learning rate that a replayed step reads; use 'adam', or "
-        "set it to False",
-    ),
-    _captured(
-        "fp16",
-        bool,
-        "a replayed step cannot be left out where gradients are not finite; use bf16, or set it to "
-        "False",
-    ),
-    _captured(
-        "loss_scale",
-        lambda scale: scale is not None,
-        "a replayed step cannot be left out where gradients are not finite; leave it unset",
-    ),
-    _captured(
-        "grad_norm_skip_threshold",
-        math.isfinite,
-        "a replayed step cannot be left out where the norm is large; leave it unset",
-    ),
-    _captured(
-        "log_num_zeros_in_grad",
-        bool,
-        "zeros are counted on the host, where a replay does nothing; set it to False",
-    ),
-    _captured(
-        "optimizer_cpu_offload",
-        bool,
-        "updates on the host are in no graph; set one of them to False",
-    ),
-    Rule(
-        "store_param_remainders",
-        lambda config: all(
-            is_on(config, option)
-            for option in (STEP_GRAPH, "use_precision_aware_optimizer", "store_param_remainders")
-        ),
-        f"with {STEP_GRAPH}=True Transformer Engine's Adam cannot have it; set it to False, which "
-        "changes nothing here: main weights are the wrapper's",
-    ),
-    Rule(
-        "exp_avg_sq_dtype",
-        lambda config: (
-            is_on(config, STEP_GRAPH)
-            and is_on(config, "use_precision_aware_optimizer")
-            and getattr(config, "exp_avg_dtype", None) != getattr(config, "exp_avg_sq_dtype", None)
-        ),
-        f"with {STEP_GRAPH}=True both moments are in one dtype in Transformer Engine's Adam; set "
-        "exp_avg_dtype to the same",
-    ),
-)
-
-
 LION, MUON, ADAPTIVE = "lion", "muon", "adaptive_muon"
 EMERGING = (LION, MUON, ADAPTIVE)
 """Optimizers that core calls so, and that are supported: their updates are computed here. Others
@@ -347,7 +275,11 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
         "to False, and fsdp_overlap_param_gather_with_optimizer_step=True in the DDP config, which "
         "has updates under the next forward",
     ),
-    *_STEP_GRAPH_RULES,
+    off(
+        "optimizer_cuda_graph",
+        "a graph of the optimizer's step took longer than the step without it, and was removed; "
+        "set it to False",
+    ),
     off(
         "use_layer_wise_distributed_optimizer",
         "it gives whole matrices to single ranks, and weights are sharded; set it to False",

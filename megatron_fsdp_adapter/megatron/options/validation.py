@@ -23,9 +23,7 @@ from .support import (
     EMERGING,
     MODEL_CONFIG_RULES,
     OPTIMIZER_CONFIG_RULES,
-    STEP_GRAPH,
     Rule,
-    is_on,
     problems,
 )
 
@@ -166,19 +164,6 @@ LAUNCH_RULES: tuple[Rule, ...] = (
         lambda args: bool(getattr(args, "perform_rl_step", False)),
         "weights are handed to the inference model as whole tensors, which no rank has; leave it "
         "out",
-    ),
-    Rule(
-        "timing_log_level",
-        lambda args: is_on(args, STEP_GRAPH) and (getattr(args, "timing_log_level", 0) or 0) > 0,
-        f"with {STEP_GRAPH}=True Megatron's timers inside of the optimizer's step wait for the "
-        "device, which a capture does not allow; use 0",
-    ),
-    Rule(
-        "end_weight_decay",
-        lambda args: is_on(args, STEP_GRAPH)
-        and getattr(args, "start_weight_decay", None) != getattr(args, "end_weight_decay", None),
-        f"with {STEP_GRAPH}=True weight decay is a number in the graph, which follows no schedule; "
-        "leave start_weight_decay and end_weight_decay out",
     ),
 )
 """What a training run of Megatron-LM can get wrong beside the configs that it makes."""

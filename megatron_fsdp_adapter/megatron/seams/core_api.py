@@ -9,7 +9,6 @@ package puts in the place of core's own functions is checked where it does so (`
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -96,18 +95,6 @@ def asks_tokens_on_the_host() -> bool:
     """Whether `finalize_model_grads` compares the number of tokens on the host, which waits for the
     device. From 0.18 on it keeps the number away from zero by `clamp`, on the device."""
     return "clamp" not in inspect.unwrap(finalize_model_grads).__code__.co_names
-
-
-# The optimizer's step in a CUDA graph.
-
-_STEP_GRAPHS = "megatron.core.optimizer.optimizer_cuda_graph"
-
-STEP_GRAPHS: Any = (
-    importlib.import_module(_STEP_GRAPHS).OptimizerCudaGraphWrapper
-    if importlib.util.find_spec(_STEP_GRAPHS) is not None
-    else None
-)
-"""What a training loop puts in the place of `optimizer.step` (0.17); None where there is none."""
 
 
 # Steps that are left out.

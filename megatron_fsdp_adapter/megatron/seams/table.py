@@ -93,10 +93,6 @@ OPTIMIZER: tuple[Patch, ...] = (
         parameters=("config, model_chunks, config_overrides, pg_collection",), required=False,
     ),
     Patch(
-        f"{_OPTIMIZER}.optimizer_cuda_graph", "OptimizerCudaGraphWrapper.__call__",
-        "megatron.step_graphs:_step", parameters=("self, args, kwargs",), required=False,
-    ),
-    Patch(
         f"{_CORE}.full_cuda_graph", "FullCudaGraphWrapper.__call__", "megatron.captures:_call",
         parameters=("self, args, kwargs",),
     ),
