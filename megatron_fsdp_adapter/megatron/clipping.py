@@ -3,21 +3,17 @@ gradients anyway, if it can be there."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer.clip_grads import (
     clip_grad_by_total_norm_fp32,
     get_grad_norm_fp32,
 )
 
 from ..sharding.local_optimizer import LocalPair, LocalShards
-from ..sharding.squares_of_sums import SquaresOfSums
 from .inner import our_chunks
 from .seams import core_api
 
@@ -31,17 +27,13 @@ class ClipByNorms:
 
     norms: of the model's gradients (None), and of groups that have norms of their own: numbers, or
     tensors on the device. decoupled: gradients are where FusedAdam reads those of other dtypes.
-    known: squares of them, which are others then.
     """
 
     norms: Mapping[str | None, Any]
     largest: float
     decoupled: bool
-    known: SquaresOfSums | None = None
 
     def __call__(self, pairs: list[LocalPair]) -> None:
-        if self.known is not None:
-            self.known.forget()
         for group, norm in self.norms.items():
             held = [
                 local
@@ -75,48 +67,11 @@ def gradients(optimizer: Any, group: str | None) -> list[torch.Tensor]:
 
 def norm_of(optimizer: Any, group: str | None) -> Any:
     """The norm of the model's gradients (None), or of those of a group: a number, or float32 (1,)
-    on the device, as core's is. Collective over the optimizer's ranks.
-
-    From what reductions have left and our kernel where these take this rank's gradients, else from
-    core's function. All add up ranks' sums of squares in one all-reduce of one float32, so ranks
-    may differ in that."""
-    held, ranks = gradients(optimizer, group), optimizer.get_grad_stats_parallel_group()
-    squares = squares_of(held, optimizer)
-    if squares is None:
-        return get_grad_norm_fp32(held, grad_stats_parallel_group=ranks)
-    dist.all_reduce(squares, group=ranks)
-    return squares.sqrt() if core_api.norms_stay_on_device() else squares.item() ** 0.5
-
-
-def writes_gradients_in_sight(chunks: Sequence[Any], config: Any) -> bool:
-    """Whether torch sees who writes gradients between their reduction and their norm. Core's
-    finalisation adds up some over tensor-parallel ranks and pipeline stages, by collectives in
-    place and through `.data`; a gradient scaler divides all."""
-    parallel = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    alone = all(getattr(chunk.config, size) == 1 for chunk in chunks for size in parallel)
-    return alone and not config.fp16
-
-
-def _finalises_as_core(chunk: Any) -> bool:
-    """Not by a function, or a loop, of the user's, who may do the like."""
-    function = chunk.config.finalize_model_grads_func
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function is finalize_model_grads
-
-
-def squares_of(held: list[torch.Tensor], optimizer: Any) -> torch.Tensor | None:
-    """The sum over `held`, float32 (1,) on their device; None where that is left to core."""
-    shards: LocalShards = optimizer.optimizer._fsdp_shards
-    known, rest = None, held
-    if shards.of_sums is not None and all(map(_finalises_as_core, our_chunks(optimizer))):
-        known, rest = shards.of_sums(held)
-    if known is None:
-        return shards.squares(held)
-    if not rest:
-        return known
-    more = shards.squares(rest)
-    return None if more is None else known + more
+    on the device. Collective over the optimizer's ranks."""
+    return get_grad_norm_fp32(
+        gradients(optimizer, group),
+        grad_stats_parallel_group=optimizer.get_grad_stats_parallel_group(),
+    )
 
 
 def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
@@ -130,7 +85,7 @@ def clip(original: Callable[..., Any], self: Any, clip_grad: float) -> Any:
     }
     shards: LocalShards = self.optimizer._fsdp_shards
     shards.follow_groups(self.optimizer)
-    asked = ClipByNorms(dict(norms), clip_grad, shards.decoupled, shards.of_sums)
+    asked = ClipByNorms(dict(norms), clip_grad, shards.decoupled)
     if not shards.takes_clip(asked):
         shards.clip_grads(asked)
     total = self.clipped_norm = norms.pop(None)

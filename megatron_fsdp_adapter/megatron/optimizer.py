@@ -23,12 +23,10 @@ from megatron.core.transformer.module import param_is_not_shared
 from ..core.engine.engine import FsdpEngine
 from ..core.runtime.said import warn
 from ..core.topology import TP_DIM
-from ..sharding import one_pass_norm
 from ..sharding.first_unit import FirstUnitShards
 from ..sharding.local_optimizer import LocalShards, adopt, initialize_state
 from ..sharding.memory import local_shards, park_state, take_state, trim
 from ..sharding.problems import raise_problems
-from ..sharding.squares_of_sums import SquaresOfSums
 from ..sharding.streamed_optimizer import shards_over
 from . import clipping, emerging, hybrid_optimizer, late_step, optimizer_state
 from .inner import our_chunks, ours_among
@@ -205,12 +203,6 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
                 FirstUnitShards, engines[0], lambda: ours[0].captures.gathers_early
             )
         adopt(optimizer, functools.partial(_begin_step, engines), made)
-        # Without kernels core adds up squares in a pass of its own, and torch would in one more.
-        has_kernels = one_pass_norm.kernel_of(engines[0].runtime.device) is not None
-        if has_kernels and clipping.writes_gradients_in_sight(ours, config):
-            shards = optimizer._fsdp_shards
-            own = [param for pairs in shards.pairs for param, _ in pairs]
-            shards.of_sums = SquaresOfSums.where_left(engines, own)
 
 
 def _begin_step(engines: Sequence[FsdpEngine], optimizer: Any) -> None:

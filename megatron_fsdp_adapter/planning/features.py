@@ -20,8 +20,6 @@ from megatron_fsdp_adapter.megatron.options.joining import UNIT_NUMEL
 from megatron_fsdp_adapter.sharding.budget import GIB
 from megatron_fsdp_adapter.sharding.late_optimizer import OPTION as LATE_STEP
 
-from .shapes import Parallel
-
 ADAM, MUON = "adam", "muon"
 
 
@@ -81,10 +79,6 @@ class Features:
             comm=torch.bfloat16 if self.bf16_wire else torch.float32, offload=self.streamed,
             moments=MOMENTS.get(self.optimizer),
         )  # fmt: skip
-
-    def sees_writes(self, split: Parallel) -> bool:
-        """See `StepSetup`."""
-        return split.tensor == split.pipeline == 1
 
     @property
     def budget(self) -> int:

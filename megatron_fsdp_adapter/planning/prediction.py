@@ -178,7 +178,7 @@ def program_of(
         copy_gathers=chosen.copies, copy_reduces=chosen.copies, fused=chosen.fused,
         graph=chosen.graph, layer_graphs=features.layer_graphs,
         weight_format=features.quantised.weights, muon=muon, streamed=features.streamed,
-        host_layers=features.host_layers, sees_writes=features.sees_writes(chosen.parallel),
+        host_layers=features.host_layers,
         host_bytes=layer_bytes(shape, chosen.parallel, chosen.microbatch),
         rows=kept_rows(shape, chosen, stage), expert_overlap=features.expert_overlap,
         unit_numel=unit_numel(shape, chosen.parallel, features, chosen.graph, stage),

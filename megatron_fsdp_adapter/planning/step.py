@@ -49,8 +49,6 @@ class StepSetup:
         fused: modules write weight gradients into the bucket.
         warmup: forwards in front of the first backward, as in a pipeline's stage.
         clips: the optimizer scales gradients by the norm. one_pass: while Adam reads them.
-        sees_writes: nobody writes gradients behind their reduction where torch does not see it, so
-            that squares which sums have left count (`sharding/squares_of_sums.py`).
         graph: forward and backward are replayed: the host launches nothing.
         layer_graphs: those of each layer are; gathers and reductions are launched.
         weight_format: that linear weights are kept and gathered in, None for `dtype`.
@@ -72,7 +70,6 @@ class StepSetup:
     fused: bool = False
     clips: bool = True
     one_pass: bool = True
-    sees_writes: bool = False
     graph: bool = False
     layer_graphs: bool = False
     state_bytes: int = 8
@@ -92,13 +89,6 @@ class StepSetup:
         main = (policy.main_params_dtype or self.dtype).itemsize
         adam = ONE_PASS if self.one_pass else 1.0
         return Widths(policy.grads_dtype.itemsize, main, self.state_bytes, adam)
-
-    @property
-    def reads_norm(self) -> bool:
-        """Whether the norm reads gradients: no exchange has left the squares of what it sums."""
-        sums = self.engine.fp32_accumulation or self.engine.exchange_gradients
-        inner = all(outer == 1 for _, outer in self.shards.values())
-        return not (sums and inner and self.sees_writes)
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -195,7 +185,7 @@ class _Run:
         runtime, setup, widths = self.runtime, self.setup, self.setup.widths
         numel = sum(unit.numel for unit in self.held)
         in_adam = setup.one_pass and setup.muon is None
-        write_norm(runtime, numel, widths, setup.clips and not in_adam, setup.reads_norm)
+        write_norm(runtime, numel, widths, setup.clips and not in_adam)
         if self.stream is not None:
             self.stream.walk()
         elif setup.muon is not None:

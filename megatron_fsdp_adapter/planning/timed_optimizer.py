@@ -15,7 +15,6 @@ from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.unit import Unit
 from megatron_fsdp_adapter.core.engine.updates import LateUpdates
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, LOAD, STORE, UPDATE
-from megatron_fsdp_adapter.core.runtime.kernels import SQUARED
 from megatron_fsdp_adapter.sharding.muon.newton_schulz import cost
 from megatron_fsdp_adapter.sharding.muon.plan import sent_before
 from megatron_fsdp_adapter.sharding.streamed_optimizer import CHUNKS
@@ -70,14 +69,10 @@ class Widths:
     adam: float = ONE_PASS
 
 
-def write_norm(
-    runtime: TimedRuntime, numel: int, widths: Widths, clips: bool, reads: bool
-) -> None:
-    """The norm, which the host reads, of gradients or of the squares that sums have left; and the
-    clip."""
+def write_norm(runtime: TimedRuntime, numel: int, widths: Widths, clips: bool) -> None:
+    """The norm, which the host reads, and the clip."""
     runtime.spend(LAUNCHES)
-    nbytes = numel * widths.grad if reads else max(1, numel // SQUARED) * FLOAT32
-    runtime.write(Kind.MEMORY, nbytes, label="gradient norm", part="norm", read=True)
+    runtime.write(Kind.MEMORY, numel * widths.grad, label="gradient norm", part="norm", read=True)
     if clips:
         runtime.write(Kind.MEMORY, 2 * numel * widths.grad, label="clip", part="norm")
 

@@ -239,8 +239,7 @@ class TimedCommunicator:
         return self._write(Kind.REDUCE_SCATTER, [source for _, source in pairs])
 
     def reduce_scatter_by_exchange(
-        self, pairs: Any, memory: Any = None, scale: float = 1.0, accumulate: bool = False,
-        squared: Any = (),
+        self, pairs: Any, memory: Any = None, scale: float = 1.0, accumulate: bool = False
     ) -> list[Any]:
         for output, source in pairs:
             self._write(Kind.EXCHANGE, [source], self._copy_engine)

@@ -22,7 +22,6 @@ from ..core.runtime.parking import ParkingLot
 from .loaded_state import load_options, load_values
 from .made_state import is_torch_optimizer, make_state, moments_of
 from .one_pass_adam import OnePassAdam, install
-from .one_pass_norm import OnePassSquares, kernel_of
 from .partial_steps import ending
 from .shown_state import Entry, Shown, are_same, changed, is_same, shown, taken_over
 
@@ -59,14 +58,11 @@ class LocalShards:
     step_follows: whether gradients that are clipped are read by a step, and before by nobody.
     counts_in_groups: whether the inner optimizer may count steps by parameter group.
     one_pass: the kernel in the inner optimizer, where it has one of ours.
-    squares: adds up the squares of gradients, for their norm; of_sums: those that reductions have
-    left (`SquaresOfSums`), where they do.
     """
 
     step_follows = False
     counts_in_groups = True
     one_pass: OnePassAdam | None = None
-    of_sums: Any = None
 
     def __init__(self, optimizer: Any, skip_empty: bool, decoupled: bool) -> None:
         self.skip_empty, self.decoupled, self.copies_grads = skip_empty, decoupled, False
@@ -76,7 +72,6 @@ class LocalShards:
         self._shown: tuple[Any, list[Any]] | None = None
         self.parked: ParkingLot | None = None
         self._clip: Clip | None = None
-        self.squares = OnePassSquares(kernel_of)
         self._known: dict[torch.Tensor, Shown] = {}
         self._counters: dict[int, torch.Tensor] = {}
         self.regroup(optimizer)

@@ -14,17 +14,16 @@ kernel does not take goes to the function that was there, so that results are th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..core.runtime.kernels import kernel_or_warning
 from .adam_table import CHUNK, Kernel, Update
-from .checked_kernels import CheckedKernels
 from .tensor_table import DTYPES, Lists, Tables
 
-WEIGHTS = 1
-"""Their place among the lists."""
 DECOUPLED = 1
 """The mode of AdamW; 0 adds weight decay to gradients."""
 FUNCTION = "multi_tensor_adam"
@@ -46,7 +45,7 @@ class OnePassAdam:
         self, original: Callable[..., Any], kernel: Callable[[torch.device], Kernel | None]
     ) -> None:
         self._original, self._kernel = original, kernel
-        self.tables = Tables(CHUNK, WEIGHTS)
+        self.tables = Tables(CHUNK)
         self.clip: torch.Tensor | None = None
 
     def __call__(
@@ -107,15 +106,27 @@ def _check(kernel: Kernel, device: torch.device) -> None:
                 raise ArithmeticError(f"updated {name} are off by {error}")
 
 
-def _load() -> Kernel:
-    from .triton_adam import update as kernel
+def tried(device: torch.device) -> Kernel | None:
+    """The kernel, checked on a device of any type; None, with a warning, where it cannot be used.
+    """
 
-    return kernel
+    def checked() -> Kernel:
+        from .triton_adam import update as kernel
+
+        _check(kernel, device)
+        return kernel
+
+    return kernel_or_warning(
+        checked, "Adam is left to the optimizer's own kernels, which take a quarter longer"
+    )
 
 
-kernel_of = CheckedKernels(
-    _load, _check, "Adam is left to the optimizer's own kernels, which take a quarter longer"
-)
+_tried_once = functools.cache(tried)
+
+
+def kernel_of(device: torch.device) -> Kernel | None:
+    """The kernel on a GPU, which is tried when it is first asked for; None elsewhere."""
+    return _tried_once(device) if device.type == "cuda" else None
 
 
 def _correction(beta: float, step: int) -> float:

@@ -12,6 +12,8 @@ import torch
 ALIGNED_BYTES = 16
 """Of an address from which a thread can read 4 numbers at once."""
 DTYPES = (torch.float32, torch.bfloat16)
+WEIGHTS = 1
+"""Their place among the lists. They stay where they are: others have tables of their own."""
 MOST_TABLES = 4096
 """That are kept: of more calls than a step has, for memory that moves again and again."""
 
@@ -46,14 +48,12 @@ class Tables:
 
     Args:
         chunk: elements of a tensor that one program of the kernel takes.
-        lasting: which of the lists has tensors that stay where they are: others at the same sizes
-            have a table of their own. None: none has, and there is one table for each sizes.
 
     known: the tables, and the addresses that they have.
     """
 
-    def __init__(self, chunk: int, lasting: int | None = None) -> None:
-        self._chunk, self._lasting = chunk, lasting
+    def __init__(self, chunk: int) -> None:
+        self._chunk = chunk
         self.known: dict[Any, tuple[Addresses, Table]] = {}
         self._chunks: dict[Any, Chunks] = {}
 
@@ -71,8 +71,7 @@ class Tables:
             )
         addresses, sizes = _places_of(lists)
         stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
-        lasting = None if self._lasting is None else addresses[self._lasting]
-        place = (stream, lasting, sizes)
+        place = (stream, addresses[WEIGHTS], sizes)
         before, table = self.known.get(place, (None, None))
         if table is not None and before == addresses:
             return table

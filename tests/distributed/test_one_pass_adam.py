@@ -130,7 +130,7 @@ def _off_by_a_hundredth(kernel: Any, at: int, table: Any, lists: Any, update: Up
 def test_the_kernel_is_tried_before_it_is_used_and_without_it_a_warning_says_what_is_done() -> None:
     """Triton is not where the tests run: a module stands for the kernel's."""
     name, kernel = "megatron_fsdp_adapter.sharding.triton_adam", HostKernel()
-    tried = one_pass_adam.kernel_of.tried
+    tried = one_pass_adam.tried
     with mock.patch.dict(sys.modules, {name: SimpleNamespace(update=kernel)}):  # type: ignore[dict-item]
         assert tried(CPU) is kernel
     assert [table.aligned for table in kernel.tables] == [True, False]

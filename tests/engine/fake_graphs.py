@@ -63,10 +63,6 @@ READS_BY_THE_HOST = (
 ON_THE_HOST_ANYWAY = (
     ("megatron.core.tensor_parallel.random", "fork"),  # states of the host's generator
     ("megatron.core.transformer.attention", "custom_forward"),  # a kind of mask, a host tensor
-    ("megatron_fsdp_adapter.sharding.one_pass_adam", "_correction"),  # a beta in float32
-    ("tests.distributed.fused_adam", "multi_tensor_adam"),  # stands for a kernel
-    ("tests.distributed.fused_adam", "__call__"),  # the same
-    ("tests.sharding.host_squares", "__call__"),  # the same
 )
 """Functions, by module, whose reads no capture would refuse on a GPU."""
 

@@ -14,10 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.core.runtime.kernels import SQUARED
 from megatron_fsdp_adapter.core.runtime.sums import (
-    LastWrite,
-    SquaredOutput,
     SumsOfReceived,
     _kernel,
     sum_rows,
@@ -54,41 +51,6 @@ def test_a_sum_is_rounded_once(count, numel, sent, kept, scale, accumulate, seed
     rows = torch.randn(count, numel, generator=generator).to(sent)
     output = torch.randn(numel, generator=generator).to(kept)
     assert is_rounded_once(rows, output, scale, accumulate)
-
-
-@given(
-    st.integers(1, 4), st.sampled_from([0, 1, 5, SQUARED, SQUARED + 1, 3 * SQUARED - 1]),
-    st.sampled_from(DTYPES), st.booleans(), st.integers(0, 1 << 30),
-)  # fmt: skip
-def test_squares_are_those_of_what_the_output_has(count, numel, kept, accumulate, seed):
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(count, numel, generator=generator)
-    output = torch.randn(numel, generator=generator).to(kept)
-    squares = torch.full((-(-numel // SQUARED),), torch.nan)
-    squared = SquaredOutput(squares, LastWrite(output))
-    sum_rows(rows, output, 1 / 3, accumulate, squared)
-    found = squared.sums.double()
-    expected = [chunk.double().square().sum() for chunk in output.split(SQUARED)] if numel else []
-    for number, one in enumerate(expected):
-        assert abs(found[number] - one) <= 2 * SQUARED * _half_ulp(torch.float32) * one
-    assert len(found) == len(expected)
-
-
-def test_squares_count_until_somebody_writes_the_output_by_whatever_view():
-    memory = torch.zeros(8)
-    output = memory[2:6]
-    write = LastWrite(memory)
-    squared = SquaredOutput(torch.zeros(1), write)
-    assert not write.is_last
-    writes = (
-        lambda: memory.mul_(2), lambda: output[:1].fill_(1), lambda: memory.view(4, 2)[1].zero_(),
-        lambda: torch._foreach_add_([memory[:3]], 1.0), write.forget,
-    )  # fmt: skip
-    for foreign in writes:
-        sum_rows(torch.ones(2, 4), output, squared=squared)
-        assert write.is_last and squared.sums.item() == 16.0
-        foreign()
-        assert not write.is_last
 
 
 def test_it_happens_when_the_exchange_is_waited_for():

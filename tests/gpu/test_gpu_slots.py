@@ -13,7 +13,6 @@ from tests.distributed.checks import check_run_bits, free_run
 from tests.distributed.gpt import (
     Case,
     build_trainer,
-    distributed_optimizer,
     forward_backward,
     init_megatron,
 )
@@ -54,8 +53,6 @@ def same_bits(rank: int, world: int, name: str) -> None:
     same = {option: value for option, value in OPTIONS[name].items() if option in wire}
     for options in (same, OPTIONS[name]):
         trainer = build_trainer(WIDE, ZERO_3, device, ddp=options)
-        # Squares that sums leave are added up in another order than those that a norm reads.
-        distributed_optimizer(trainer).optimizer._fsdp_shards.of_sums = None
         first = free_run(trainer, rank, 1, device)
         trainer.wrapper.param_and_grad_buffer.manual_buffer_registration()
         with torch.no_grad():

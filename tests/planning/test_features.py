@@ -117,21 +117,6 @@ def test_a_budget_keeps_the_units_that_estimate_says_and_saves_their_communicati
     assert times[-1] == pytest.approx(every, rel=0.02)
 
 
-def test_a_norm_reads_no_gradients_whose_squares_sums_have_left():
-    def read(chosen):
-        (norm,) = [one for one in step_of(chosen) if one.label == "gradient norm"]
-        return norm.amount
-
-    every = read(PLAIN)
-    for left in (replace(PLAIN, copies=True), with_features(bf16_wire=True)):
-        assert 0 < read(left) < every / 1000, left
-    for reads in (
-        replace(PLAIN, copies=True, parallel=Parallel(tensor=2)),
-        replace(PLAIN, copies=True, instances=2),
-    ):  # fmt: skip
-        assert read(reads) > every / 10, reads
-
-
 def test_activations_go_to_the_host_once_and_come_back_once():
     found = amounts(step_of(with_features(host_layers=2)))
     assert found[Kind.TO_HOST] == found[Kind.FROM_HOST] > 0

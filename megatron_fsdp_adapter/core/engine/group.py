@@ -43,7 +43,6 @@ from megatron_fsdp_adapter.core.layout.group import GroupLayout
 from megatron_fsdp_adapter.core.layout.planner import plan_group
 from megatron_fsdp_adapter.core.layout.ranges import nested_shard_rank
 from megatron_fsdp_adapter.core.runtime.device import Runtime
-from megatron_fsdp_adapter.core.runtime.sums import SquaredOutput
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from .buffer import Copies, FlatBuffer, Held, copy_each, items_in, segments_in
@@ -99,7 +98,6 @@ class ParamGroup:
         bucket_items, bucket_gaps, collected_segments: full-size views that backward's gradients
             are written to, what lies between them, and all of `collected`; direct: those items
             that modules write by themselves.
-        squared: of each of `grad_segments`, which exchanges leave where somebody asks for it.
         bucket_segments, results: what is communicated, and `inner` of it, where a reduction that
             does not end in the main gradients leaves what comes out.
     """
@@ -273,7 +271,6 @@ class ParamGroup:
             self.bucket = self.staging.bucket(self.layout.total_numel, dtype)
         self.collected = self.bucket if sharded else self.grad
         self.grad_segments = segments_in(self.grad, stored, self.inner)
-        self.squared: list[SquaredOutput] = []
         self.held_grads = segments_in(self.grad, stored, self.held)
         self.grad_items = items_in(self.grad, stored, self.held)
         self.bucket_items = self._full_items(self.collected)

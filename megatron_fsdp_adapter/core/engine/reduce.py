@@ -371,7 +371,7 @@ class ReducePipeline:
         pairs = list(zip(shards, reduction.segments, strict=True))
         memory = self._received if reduction.in_slot else None
         return communicator.reduce_scatter_by_exchange(
-            pairs, memory, plan.scale_after, reduction.adds, reduction.group.squared
+            pairs, memory, plan.scale_after, reduction.adds
         )
 
     def _make_room_for_fresh(self, groups: Sequence[ParamGroup]) -> None:

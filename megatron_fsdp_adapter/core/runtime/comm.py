@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from .sums import SquaredOutput, SumsOfReceived
+from .sums import SumsOfReceived
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -90,7 +90,7 @@ class Communicator:
 
     def reduce_scatter_by_exchange(
         self, pairs: Sequence[Pair], memory: torch.Tensor | None = None, scale: float = 1.0,
-        accumulate: bool = False, squared: Sequence[SquaredOutput | None] = (),
+        accumulate: bool = False,
     ) -> list[Any]:
         """Sums in float32 of what travels in the inputs' dtype, times `scale`. Each pair is
         (output of n elements, input of n * size elements) that do not overlap. accumulate: the
@@ -99,12 +99,11 @@ class Communicator:
         Every rank gets its slice of all inputs by an all-to-all, which puts as many bytes on the
         wire as a ring reduce-scatter of the inputs, and adds them up itself, in the order of the
         ranks. One launch each: all-to-alls do not coalesce. memory: uint8, for what is received, of
-        each pair in turn; used where the current stream orders the exchanges. squared: of each
-        output, or of none.
+        each pair in turn; used where the current stream orders the exchanges.
         """
         works = []
         ordered = self.capabilities.stream_ordered or self.size == 1
-        for (output, source), one in zip(pairs, squared or [None] * len(pairs), strict=True):
+        for output, source in pairs:
             received, work = source, None
             if self.size > 1:
                 if ordered and memory is not None:
@@ -115,7 +114,7 @@ class Communicator:
                     received, source, group=self.group, async_op=not ordered
                 )
             rows = received.view(self.size, -1)
-            sums = SumsOfReceived(work, rows, output, scale, accumulate, one)
+            sums = SumsOfReceived(work, rows, output, scale, accumulate)
             if ordered:
                 sums.wait()
             else:

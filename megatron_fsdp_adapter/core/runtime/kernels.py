@@ -9,8 +9,6 @@ from .said import warn
 
 Kernel = TypeVar("Kernel")
 
-SQUARED = 2048
-"""Elements of a sum over ranks whose squares are added up to one number."""
 
 
 def kernel_or_warning(tried: Callable[[], Kernel], otherwise: str) -> Kernel | None:

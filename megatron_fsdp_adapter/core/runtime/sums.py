@@ -15,56 +15,24 @@ from typing import Any
 
 import torch
 
-from .kernels import SQUARED, kernel_or_warning
+from .kernels import kernel_or_warning
 
-SumRows = Callable[[torch.Tensor, torch.Tensor, float, bool, "torch.Tensor | None"], None]
-
-
-class LastWrite:
-    """Whether torch has seen nobody write a tensor, or any view of its memory, since `note`."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version = tensor, -1
-
-    def note(self) -> None:
-        self._version = self._tensor._version
-
-    def forget(self) -> None:
-        """It is written by something that torch does not see."""
-        self._version = -1
-
-    @property
-    def is_last(self) -> bool:
-        return self._tensor._version == self._version
-
-
-@dataclass(frozen=True)
-class SquaredOutput:
-    """Squares of what a sum leaves, so that nobody has to read that again for a norm. sums:
-    float32, of every `SQUARED` elements in turn; write: notes what is summed into that memory."""
-
-    sums: torch.Tensor
-    write: LastWrite
+SumRows = Callable[[torch.Tensor, torch.Tensor, float, bool], None]
 
 
 def sum_rows(
-    rows: torch.Tensor, output: torch.Tensor, scale: float = 1.0, accumulate: bool = False,
-    squared: SquaredOutput | None = None,
+    rows: torch.Tensor, output: torch.Tensor, scale: float = 1.0, accumulate: bool = False
 ) -> None:
     """`output` (n) becomes, or with `accumulate` grows by, `scale` times the sum of `rows` (r, n).
 
-    Both may be float32 or bfloat16; additions are in float32, the result is rounded once. squared:
-    of `output`, which is written as well.
+    Both may be float32 or bfloat16; additions are in float32, the result is rounded once.
     """
     run = _kernel(rows.device) if rows.is_cuda else None
-    (run or _by_torch)(rows, output, scale, accumulate, None if squared is None else squared.sums)
-    if squared is not None:
-        squared.write.note()
+    (run or _by_torch)(rows, output, scale, accumulate)
 
 
 def _by_torch(
-    rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool,
-    squares: torch.Tensor | None,
+    rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool
 ) -> None:
     if accumulate:
         output.add_(torch.sum(rows, dim=0, dtype=torch.float32), alpha=scale)
@@ -74,10 +42,6 @@ def _by_torch(
             output.mul_(scale)
     else:
         output.copy_(torch.sum(rows, dim=0, dtype=torch.float32).mul_(scale))
-    if squares is not None:
-        whole = squares.numel() * SQUARED
-        padded = torch.nn.functional.pad(output.float(), (0, whole - output.numel()))
-        torch.sum(padded.view(-1, SQUARED).square(), dim=1, out=squares)
 
 
 @functools.cache
@@ -85,7 +49,7 @@ def _kernel(device: torch.device) -> SumRows | None:
     def tried() -> SumRows:
         from .triton_sums import sum_rows as kernel
 
-        kernel(torch.zeros(1, 1, device=device), torch.zeros(1, device=device), 1.0, False, None)
+        kernel(torch.zeros(1, 1, device=device), torch.zeros(1, device=device), 1.0, False)
         return kernel
 
     return kernel_or_warning(
@@ -96,17 +60,15 @@ def _kernel(device: torch.device) -> SumRows | None:
 @dataclass(frozen=True)
 class SumsOfReceived:
     """A handle that adds up what the ranks sent, one row each, when it is waited for. `work` is
-    the exchange; None where the current stream orders it, or there was none. squared: see
-    `sum_rows`."""
+    the exchange; None where the current stream orders it, or there was none."""
 
     work: Any
     received: torch.Tensor
     output: torch.Tensor
     scale: float
     accumulate: bool
-    squared: SquaredOutput | None = None
 
     def wait(self) -> None:
         if self.work is not None:
             self.work.wait()
-        sum_rows(self.received, self.output, self.scale, self.accumulate, self.squared)
+        sum_rows(self.received, self.output, self.scale, self.accumulate)

@@ -6,17 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .kernels import SQUARED
-
-BLOCK, WARPS = SQUARED, 8
+BLOCK, WARPS = 2048, 8
 """Elements and warps of a program. Of 1024 to 8192 and 4 or 8 all were within 3% for up to 4 rows;
 from 4096 on 8 rows were 6% slower (H200)."""
 
 
 @triton.jit
 def _sum_rows(
-    rows, output, squares, numel, stride, scale,
-    COUNT: tl.constexpr, ACCUMULATE: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr,
+    rows, output, numel, stride, scale,
+    COUNT: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # 64 bits: the rows of one bucket can have more than 2**31 elements together.
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -28,22 +26,16 @@ def _sum_rows(
     total *= scale
     if ACCUMULATE:
         total += tl.load(output + place, mask=inside, other=0.0).to(tl.float32)
-    kept = total.to(output.dtype.element_ty)
-    tl.store(output + place, kept, mask=inside)
-    if SQUARES:
-        value = tl.where(inside, kept.to(tl.float32), 0.0)
-        tl.store(squares + tl.program_id(0), tl.sum(value * value, axis=0))
+    tl.store(output + place, total.to(output.dtype.element_ty), mask=inside)
 
 
 def sum_rows(
-    rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool,
-    squares: torch.Tensor | None,
+    rows: torch.Tensor, output: torch.Tensor, scale: float, accumulate: bool
 ) -> None:
-    """See `sums.sum_rows`; squares: the sums of its `SquaredOutput`. `rows` must be contiguous
-    along their second dimension, and so must `output`; all on the current CUDA device."""
+    """See `sums.sum_rows`. `rows` must be contiguous along their second dimension, and so must
+    `output`; all on the current CUDA device."""
     count, numel = rows.shape
     if numel:
         _sum_rows[(triton.cdiv(numel, BLOCK),)](
-            rows, output, output if squares is None else squares, numel, rows.stride(0), scale,
-            count, accumulate, squares is not None, BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+            rows, output, numel, rows.stride(0), scale, count, accumulate, BLOCK, num_warps=WARPS
+        )

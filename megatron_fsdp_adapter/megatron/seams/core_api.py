@@ -18,8 +18,8 @@ from megatron.core import optimizer as optimizer_package
 from megatron.core import parallel_state
 from megatron.core import utils as core_utils
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.optimizer import clip_grads, optimizer_config
 from megatron.core.optimizer import optimizer as core_optimizer
+from megatron.core.optimizer import optimizer_config
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
@@ -51,12 +51,6 @@ def present_norm_groups(optimizer: Any) -> list[str]:
     """The groups of `SEPARATE_NORMS` that some rank of the optimizer has parameters of. Collective
     over its ranks when it is asked first."""
     return [name for name in SEPARATE_NORMS if optimizer.has_grad_norm_group(name)]
-
-
-def norms_stay_on_device() -> bool:
-    """Whether core's norm of gradients is a tensor on the device, for which the host does not wait:
-    where core can multiply by a factor that is there, from 0.17 on with Transformer Engine."""
-    return getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is not None
 
 
 def has_separate_all_gather_group() -> bool:
