@@ -34,7 +34,6 @@ from ..megatron.options.validation import (
 )
 from ..megatron.seams import patches, releases
 from ..megatron.seams.patches import Patch
-from ..sharding.late_optimizer import OPTION as LATE_STEP
 
 CORES_LATE_STEP = "overlap_param_gather_with_optimizer_step"
 FSDP_FLAG = "--use-megatron-fsdp"
@@ -115,11 +114,6 @@ MAIN_FLAGS: tuple[Flag, ...] = (
         "(docs/optimizer_offload.md)", is_switch=True,
     ),
     Flag(
-        "--fsdp-overlap-param-gather-with-optimizer-step", False,
-        "updates of the optimizer run under the next forward, in front of each unit's gather "
-        "(docs/design.md)", is_switch=True,
-    ),
-    Flag(
         "--outer-dp-sharding-strategy", "no_shard",
         "no_shard or optim: how optimizer instances share main weights and optimizer state",
     ),
@@ -172,10 +166,6 @@ def _strategy_has(what: str) -> Callable[[Any], bool]:
 def _fusion_is_refused(args: Any) -> bool:
     """It is on by default in Megatron-LM: whoever did not switch it off did not ask for it."""
     return any(rule.option == "gradient_accumulation_fusion" for rule in MODEL_CONFIG_RULES)
-
-
-def _overlaps_the_step(args: Any) -> bool:
-    return bool(getattr(args, CORES_LATE_STEP, False))
 
 
 def _reduces_in_bf16(args: Any) -> bool:
@@ -242,13 +232,9 @@ SETTINGS: tuple[Setting, ...] = (
         "bytes are gathered, and no weights are put where gradients are", is_void=True,
     ),
     Setting(
-        LATE_STEP, f"--{LATE_STEP.replace('_', '-')}", _constant(True), _overlaps_the_step,
-        "what --overlap-param-gather-with-optimizer-step asks for, without a second optimizer",
-    ),
-    Setting(
         CORES_LATE_STEP, f"--{CORES_LATE_STEP.replace('_', '-')}", _constant(False),
-        _overlaps_the_step,
-        "it wants an interleaved pipeline, whose chunks it shares out among two optimizers",
+        lambda args: bool(getattr(args, CORES_LATE_STEP, False)),
+        "one optimizer has all parameters here, and gathers overlap with the forward",
         is_void=True,
     ),
     Setting(

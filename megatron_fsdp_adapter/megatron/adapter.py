@@ -39,7 +39,7 @@ from ..sharding.sharded_module import (
     refuse_conversions,
     register_state_dict_hooks,
 )
-from . import late_step, optimizer_seam, schedule_plans
+from . import optimizer_seam, schedule_plans
 from .captures import Captures
 from .construction_problems import construction_problems
 from .core_init import core_initialisers
@@ -119,7 +119,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.process_groups = pg_collection
         self.tp_group, self.force_all_reduce = index.tp_group, False
         self.engine = self._build_engine(module, fsdp_unit_modules)
-        self.captures = Captures(self.engine, late_step.asked_for([self]))
+        self.captures = Captures(self.engine)
         self._layers = LayerCaptures(self.engine, module, config)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed)

@@ -23,12 +23,11 @@ from megatron.core.transformer.module import param_is_not_shared
 from ..core.engine.engine import FsdpEngine
 from ..core.runtime.said import warn
 from ..core.topology import TP_DIM
-from ..sharding.first_unit import FirstUnitShards
-from ..sharding.local_optimizer import LocalShards, adopt, initialize_state
+from ..sharding.local_optimizer import adopt, initialize_state
 from ..sharding.memory import local_shards, park_state, take_state, trim
 from ..sharding.problems import raise_problems
 from ..sharding.streamed_optimizer import shards_over
-from . import clipping, emerging, hybrid_optimizer, late_step, optimizer_state
+from . import clipping, emerging, hybrid_optimizer, optimizer_state
 from .inner import our_chunks, ours_among
 from .options import optimizer_pairs, support
 from .options.ddp_options import MXFP8_BUFFER, OFFLOAD
@@ -59,7 +58,6 @@ def _param_groups(
             *dict.fromkeys(itertools.chain(*pairs)),
             *_precision_problems(given, ours),
             *hybrid_optimizer.problems(given, engines),
-            *late_step.problems(ours),
         ],
     )
     _complete(config)
@@ -192,16 +190,8 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
     if isinstance(optimizer, HybridDeviceOptimizer):
         hybrid_optimizer.adopt_hybrid(optimizer, engines)
     else:
-        asked, late = emerging.asked_for(config), late_step.asked_for(ours)
-        whole = late_step.in_whole_graphs(ours)
-        made = (
-            emerging.shards_of(ours, asked) if asked is not None
-            else shards_over(engines, late and not whole)
-        )  # fmt: skip
-        if late and whole and made is LocalShards:
-            made = functools.partial(
-                FirstUnitShards, engines[0], lambda: ours[0].captures.gathers_early
-            )
+        asked = emerging.asked_for(config)
+        made = shards_over(engines) if asked is None else emerging.shards_of(ours, asked)
         adopt(optimizer, functools.partial(_begin_step, engines), made)
 
 

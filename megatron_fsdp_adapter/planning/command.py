@@ -23,7 +23,7 @@ from megatron_fsdp_adapter.cli.gpt import MEANINGS, PRESETS, flag, read_options
 from megatron_fsdp_adapter.core.config import STRATEGIES
 
 from . import report, scale
-from .features import LATE_STEP, UNMODELLED, features_of
+from .features import UNMODELLED, features_of
 from .machine import GPUS, NETWORKS, Machine, from_json, machine_named
 from .models import from_hugging_face, from_options, shape_named
 from .search import Plan, Wanted, plan
@@ -111,9 +111,6 @@ def _add_features(parser: argparse.ArgumentParser) -> None:
                       "default: as the wrapper joins them")  # fmt: skip
     told.add_argument("--overlap-moe-expert-parallel-comm", action="store_true",
                       help="exchanges between experts beside another microbatch")  # fmt: skip
-    told.add_argument(flag(LATE_STEP), action="store_true",
-                      help="updates of a resident optimizer under the next forward; planned as "
-                      "without")  # fmt: skip
     for name, what in UNMODELLED.items():
         told.add_argument(flag(name), nargs="?", const=True, help=f"not modelled: {what}")
     told.add_argument("--cuda-graph-impl", choices=["local"],

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.cli.gpt import flag
 from megatron_fsdp_adapter.cli.precision_options import MOMENTS
 from megatron_fsdp_adapter.cli.quantised_options import PLAIN, Quantisation, quantisation
 from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
@@ -18,7 +17,6 @@ from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.diagnostics.memory import Precision
 from megatron_fsdp_adapter.megatron.options.joining import UNIT_NUMEL
 from megatron_fsdp_adapter.sharding.budget import GIB
-from megatron_fsdp_adapter.sharding.late_optimizer import OPTION as LATE_STEP
 
 ADAM, MUON = "adam", "muon"
 
@@ -30,9 +28,8 @@ class Features:
     there, the first ones of a stage. budget_gib: for units that stay whole over a step. bf16_wire:
     gradients travel in bf16, summed in fp32. layer_graphs: each layer in CUDA graphs of its own.
     unit_numel: neighboring layers are joined to units of so many elements, 0: each is one, None:
-    as the wrapper joins them by default. expert_overlap: exchanges
-    between experts run beside another microbatch's layers. late_step: updates under the next
-    forward, which does not change the time that is planned."""
+    as the wrapper joins them by default. expert_overlap: exchanges between experts run beside
+    another microbatch's layers."""
 
     quantised: Quantisation = PLAIN
     optimizer: str = ADAM
@@ -43,7 +40,6 @@ class Features:
     layer_graphs: bool = False
     unit_numel: int | None = None
     expert_overlap: bool = False
-    late_step: bool = False
 
     def __post_init__(self) -> None:
         if self.optimizer not in (ADAM, MUON):
@@ -64,12 +60,6 @@ class Features:
             raise ValueError(
                 "--chunked-optimizer-state-offload with --optimizer muon: it is for adam; leave "
                 "one out"
-            )
-        at_once = self.optimizer == MUON or self.quantised.weights
-        if self.late_step and at_once:
-            raise ValueError(
-                f"{flag(LATE_STEP)} with --optimizer muon or FP8 weights: their step is over when "
-                "it returns; leave one out"
             )
 
     @property
@@ -103,7 +93,7 @@ class Features:
             "layer graphs": self.layer_graphs,
             f"units of {self.unit_numel or 0:,}": bool(self.unit_numel),
             "layers not joined": self.unit_numel == 0,
-            "experts overlapped": self.expert_overlap, "late updates": self.late_step,
+            "experts overlapped": self.expert_overlap,
         }  # fmt: skip
         return tuple(name for name, on in found.items() if on)
 
@@ -124,7 +114,7 @@ def features_of(options: Mapping[str, Any]) -> Features:
         (options.get("cpu_offloading_num_layers") or 0) if offloads else 0,
         float(options.get("fsdp_unsharded_budget_gib") or 0.0), wire in ("bf16", "bfloat16"),
         graphs, options.get(UNIT_NUMEL),
-        bool(options.get("overlap_moe_expert_parallel_comm")), bool(options.get(LATE_STEP)),
+        bool(options.get("overlap_moe_expert_parallel_comm")),
     )  # fmt: skip
 
 
@@ -168,8 +158,6 @@ def ddp_options(features: Features) -> dict[str, Any]:
         options["fsdp_unsharded_budget_gib"] = features.budget_gib
     if features.unit_numel is not None:
         options[UNIT_NUMEL] = features.unit_numel
-    if features.late_step:
-        options[LATE_STEP] = True
     return options
 
 
@@ -213,7 +201,6 @@ def problem(
         return "graphs of layers write fresh buckets"
     if features.host_layers and not plain:
         return "activations are offloaded without pipelines and recomputation"
-    behind = features.streamed or features.late_step
-    if graph and (behind or features.host_layers or features.layer_graphs):
+    if graph and (features.streamed or features.host_layers or features.layer_graphs):
         return "not in a graph of the iteration"
     return None

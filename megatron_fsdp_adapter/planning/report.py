@@ -109,8 +109,6 @@ def benchmark_row(chosen: Configuration) -> str | None:
         return None
     if features.host_layers or features.expert_overlap:
         return None
-    if features.late_step:
-        return None
     kind = {(True, True): "ours-ce-graph", (True, False): "ours-ce-rs",
             (False, True): "ours-graph", (False, False): "ours"}[chosen.copies, chosen.graph]
     if chosen.separate_gathers and kind == "ours":

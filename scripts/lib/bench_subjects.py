@@ -34,13 +34,6 @@ KINDS: dict[str, Kind] = {
     "ours-apart": Kind("this package, each layer a unit (suggested_communication_unit_size=0)",
                        STRATEGIES, ZERO_3),
     "ours-ce-apart": Kind("ours-ce-rs with each layer a unit", ZERO_3, ZERO_3),
-    "ours-late": Kind("this package, updates of the optimizer under the next forward",
-                      STRATEGIES, ZERO_3),
-    "ours-ce-late": Kind("ours-ce-rs with updates under the next forward", ZERO_3, ZERO_3),
-    "ours-ce-late-layers": Kind("ours-ce-layers with updates under the next forward",
-                                ZERO_3, ZERO_3),
-    "ours-ce-late-graph": Kind("ours-ce-graph with the first gather beside the optimizer's step",
-                               ZERO_3, ZERO_3),
     "ours-stream": Kind("this package, main weights and moments in host memory, streamed through "
                         "the GPU", STRATEGIES, ZERO_3),
     "ours-hybrid": Kind("this package, core's optimizer offload of everything", STRATEGIES, ZERO_3),
@@ -183,16 +176,11 @@ BUDGET_ROWS = (
 MUON_ROWS = ("ours:optim_grads_params", "ours-muon", "fsdp2-muon", "ddp-muon", "fsdp2", "ddp",
              "ours-muon:optim")  # fmt: skip
 """Muon beside Adam."""
-LATE_ROWS = ("ours:optim_grads_params", "ours-late", "ours-ce-rs", "ours-ce-late",
-             "ours-ce-layers", "ours-ce-late-layers", "ours-ce-graph", "ours-ce-late-graph",
-             "ours:optim", "ours-late:optim")  # fmt: skip
-"""The optimizer's step between backward and forward, and under the forward."""
 JOINED_ROWS = ("ours:optim_grads_params", "ours-apart", "ours:optim", "ours-apart:optim",
                "ours-ce-rs", "ours-ce-apart", "ddp")  # fmt: skip
 """Layers joined to units as by default, and each a unit."""
 SETS = {
     "joined": ",".join(JOINED_ROWS),
-    "late": ",".join(LATE_ROWS),
     "muon": ",".join(MUON_ROWS),
     "fp8": ",".join(FP8_ROWS), "offload": ",".join(OFFLOAD_ROWS),
     "optimizer": ",".join(OPTIMIZER_ROWS), "budget": ",".join(BUDGET_ROWS),

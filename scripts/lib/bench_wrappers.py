@@ -158,9 +158,7 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
         optimizer_cpu_offload=subject.kind == "ours-hybrid",
         optimizer_offload_fraction=1.0 if subject.kind == "ours-hybrid" else 0.0,
         fsdp_copy_engine_reduce_scatter=subject.kind
-        in ("ours-ce-rs", "ours-ce-apart", "ours-ce-graph", "ours-ce-layers")
-        or subject.kind.startswith("ours-ce-late"),
-        fsdp_overlap_param_gather_with_optimizer_step="-late" in subject.kind,
+        in ("ours-ce-rs", "ours-ce-apart", "ours-ce-graph", "ours-ce-layers"),
         ddp_bucket_size=options.ddp_bucket_size if subject.kind == "ddp" else None,
         # Every token counts in a benchmark, so a mean over tokens is the mean over microbatches,
         # and wrappers that know nothing of tokens reach the same gradients with the latter.

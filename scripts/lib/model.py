@@ -119,7 +119,6 @@ OURS_ALONE = (
     "suggested_communication_unit_size",
     "chunked_optimizer_state_offload",
     "fsdp_unsharded_budget_gib",
-    "fsdp_overlap_param_gather_with_optimizer_step",
     "megatron_fsdp_enable_fine_grained_param_gather",
 )
 

@@ -152,9 +152,6 @@ class Options:
     chunked_optimizer_state_offload: bool = option(
         False, "main weights and moments in host memory, updated on the GPU unit by unit"
     )
-    fsdp_overlap_param_gather_with_optimizer_step: bool = option(
-        False, "updates of the optimizer run under the next forward, unit by unit"
-    )
     megatron_fsdp_enable_fine_grained_param_gather: bool = option(
         False, "parts of a layer's experts are units of their own"
     )

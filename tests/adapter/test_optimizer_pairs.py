@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp_adapter.megatron import late_step
 from megatron_fsdp_adapter.megatron.options import validation
 from megatron_fsdp_adapter.megatron.options.optimizer_pairs import PAIRS, Pair
 from tests.distributed.gpt import Case, build_trainer
@@ -17,14 +16,11 @@ from tests.launch.launch_cases import recipe
 
 CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
 STREAMED = "chunked_optimizer_state_offload"
-LATE = "fsdp_overlap_param_gather_with_optimizer_step"
 ON_HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 
 BREAKING: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"optimizer": "sgd"}, STREAMED, "optimizer='sgd'"),
     (ON_HOST, STREAMED, "optimizer_cpu_offload=True"),
-    ({"optimizer": "adaptive_muon"}, LATE, "optimizer='adaptive_muon'"),
-    (ON_HOST, LATE, "optimizer_cpu_offload=True"),
 )
 """Of each pair: fields of the optimizer's config, the switch of the DDP config, what is named."""
 
@@ -50,16 +46,3 @@ def test_arguments_recipes_and_configs_are_told_the_same(
     with pytest.raises(ValueError) as caught:
         build_trainer(CASE, "optim", one_rank, ddp={switch: True}, optimizer=options)
     assert str(caught.value).count(said) == 1
-
-
-def test_late_updates_are_for_all_chunks_and_weights_that_are_not_quantised() -> None:
-    def chunk(is_late: bool, quantisation: Any = None) -> SimpleNamespace:
-        engine = SimpleNamespace(quantisation=quantisation)
-        return SimpleNamespace(ddp_config=SimpleNamespace(**{LATE: is_late}), engine=engine)
-
-    assert late_step.problems([chunk(True), chunk(True)]) == []
-    assert late_step.problems([chunk(False, "of a layer")]) == []
-    [quantised] = late_step.problems([chunk(True), chunk(True, "of a layer")])
-    assert f"{LATE}=True" in quantised and "quantised" in quantised and "to False" in quantised
-    [some] = late_step.problems([chunk(True), chunk(False)])
-    assert "for some of the model chunks; set it for all or none" in some

@@ -96,7 +96,6 @@ BESIDE: dict[str, dict[str, Any]] = {
         "optimizer_cpu_offload": True, "use_precision_aware_optimizer": True, "fp16": True
     },
     "flextron": {"pipeline_model_parallel_size": 2},
-    "fsdp_overlap_param_gather_with_optimizer_step": {"overlap_param_gather": False},
 }
 """What else has to be set: these are refused where they contradict another option."""
 

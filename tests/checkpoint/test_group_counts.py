@@ -4,7 +4,7 @@ parameters, newer ones do."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,13 +19,10 @@ from megatron_fsdp_adapter.checkpoint.dcp import save_checkpoint
 
 KEPT = "layers.0.input_layernorm.weight"
 """The one parameter without weight decay that is trained: rows of one rank of two."""
-LATE = {"fsdp_overlap_param_gather_with_optimizer_step": True}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no_shard": ("no_shard", {}),
     "optim": ("optim", {}),
     "optim_grads_params": ("optim_grads_params", {}),
-    "late step": ("optim_grads", LATE),
-    "first units": ("optim_grads_params", LATE),
     "streamed": ("optim_grads_params", {"chunked_optimizer_state_offload": True}),
 }
 HYBRID = {
@@ -41,11 +38,9 @@ def _freeze(model: torch.nn.Module) -> None:
 
 
 def _trainer(name: str, device: torch.device, stack: ExitStack, seed: int = 1) -> Any:
-    from tests.distributed.early_gathers import of_whole_iterations
     from tests.distributed.gpt import Case, build_trainer
 
     strategy, ddp = VARIANTS.get(name, ("optim_grads_params", HYBRID))
-    stack.enter_context(of_whole_iterations() if name == "first units" else nullcontext())
     case = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=1, seed=seed)
     return build_trainer(case, strategy, device, _freeze, ddp)
 
@@ -119,7 +114,7 @@ def _resumed(rank: int, size: int, root: str, names: tuple[str, ...], newer: boo
 def test_every_rank_counts_the_steps_of_every_group_and_a_resumed_run_goes_on(
     tmp_path: Path, newer: bool
 ) -> None:
-    names = tuple(VARIANTS) if not newer else ("optim", "late step", "first units")
+    names = tuple(VARIANTS) if not newer else ("optim", "streamed")
     run_ranks(_resumed, 2, str(tmp_path), names, newer, timeout=300)
 
 

@@ -27,11 +27,9 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.lion import IN_CORE
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=1, adam_eps=1e-3)
-LATE = {"fsdp_overlap_param_gather_with_optimizer_step": True}
 STREAMED = {"chunked_optimizer_state_offload": True}
 KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Adam": ({}, {}),
-    "late": (LATE, {}),
     "streamed": (STREAMED, {}),
     "half of it on the host": ({}, offload(0.5)),
     "Muon": ({}, {"optimizer": "muon"}),

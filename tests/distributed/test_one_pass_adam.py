@@ -36,7 +36,7 @@ from tests.distributed.gpt import (
 from tests.distributed.launch import run_ranks
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, clip=0.05)
-LATE = {"fsdp_overlap_param_gather_with_optimizer_step": True}
+OFFLOAD = {"chunked_optimizer_state_offload": True}
 CPU = torch.device("cpu")
 
 
@@ -151,7 +151,7 @@ def test_the_kernel_is_tried_before_it_is_used_and_without_it_a_warning_says_wha
 def _clipped_in_the_step(rank: int, world: int) -> None:
     """In the bits of clipping first, also where updates go on behind the step."""
     device = init_megatron()
-    for strategy, ddp in (("optim", {}), ("optim_grads_params", {}), ("optim_grads", LATE)):
+    for strategy, ddp in (("optim", {}), ("optim_grads_params", {}), ("optim_grads", OFFLOAD)):
         runs, told = [], list[Update]()
         for kernel in (None, HostKernel()):
             with (

@@ -1,5 +1,6 @@
-"""What a training loop does around steps whose updates go on: the bits of steps that wait, and no
-race between streams, which are pretended, so that they are seen on a CPU."""
+"""What a training loop does around steps whose updates go on, of an optimizer in host memory: the
+bits of steps that wait, and no race between streams, which are pretended, so that they are seen on
+a CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.distributed.launch import run_ranks
-from tests.distributed.test_streamed_readers import LATE, DoesNotBlock
+from tests.distributed.test_streamed_readers import OFFLOAD
+from tests.engine.recording import RecordingRuntime
 
 CPU = torch.device("cpu")
 CASE = Case(
@@ -167,12 +169,12 @@ def _trained(habit: Habit, ddp: dict[str, Any], strategy: str) -> tuple[list[Any
 
 
 def _compare(rank: int, world: int, strategies: tuple[str, ...]) -> int:
-    building.make_runtime = lambda device: DoesNotBlock()  # type: ignore[assignment]
+    building.make_runtime = lambda device: RecordingRuntime()  # type: ignore[assignment]
     init_megatron()
     for strategy in strategies:
         for habit in HABITS:
             expected, weights = _trained(habit, {}, strategy)
-            found, mine = _trained(habit, LATE, strategy)
+            found, mine = _trained(habit, OFFLOAD, strategy)
             said = f"{strategy}, {habit.__name__}"
             assert repr(found) == repr(expected), said
             assert not any(value.isnan().any() for value in weights.values()), said

@@ -1,6 +1,5 @@
 """Whole iterations in graphs, which core's own wrapper captures and replays on the host, where what
-is captured is noted operator by operator: the first units' gathers are outside, and every replay
-finds their weights."""
+is captured is noted operator by operator: a graph has every gather."""
 
 from __future__ import annotations
 
@@ -23,7 +22,6 @@ from megatron_fsdp_adapter.core.engine.memory import KINDS
 from megatron_fsdp_adapter.megatron.captures import Captures
 from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
 from tests.distributed.checks import check_same_bits
-from tests.distributed.early_gathers import EARLY, of_whole_iterations
 from tests.distributed.gpt import (
     Case,
     Trainer,
@@ -150,52 +148,34 @@ def train(trainer: Trainer, schedule: Any, rank: int) -> tuple[list[float], dict
 
 
 class Launches:
-    """Gathers that one trainer launches, by where: in a step of the optimizer, in a call of core's
-    wrapper before the schedule, in a capture, elsewhere."""
+    """Gathers that one trainer launches, by whether they are captured."""
 
     def __init__(self, trainer: Trainer, host: HostTorch) -> None:
-        self.found: list[tuple[str, str]] = []
-        self.where, self.host = "eager", host
+        self.found: list[tuple[bool, str]] = []
         pipeline = trainer.wrapper.engine.gather
-        self._inside(pipeline, "gather_early", "step")
-        self._inside(trainer.wrapper.captures, "_require", "call")
         launch = pipeline.launch
 
         def noted(unit: Any, *use: Any) -> None:
-            self.found.append(("graph" if host.capturing else self.where, unit.name))
+            self.found.append((host.capturing, unit.name))
             launch(unit, *use)
 
         pipeline.launch = noted
-
-    def _inside(self, owner: Any, name: str, where: str) -> None:
-        inner = getattr(owner, name)
-
-        def function(units: Any) -> None:
-            outer, self.where = self.where, where
-            inner(units)
-            self.where = outer
-
-        setattr(owner, name, function)
-
-    def take(self, where: str) -> list[str]:
-        return [unit.rpartition(".")[2] for place, unit in self.found if place == where]
 
     def captured(self) -> list[list[str]]:
         """Of each capture."""
         return [
             [unit.rpartition(".")[2] for _, unit in group]
-            for is_graph, group in itertools.groupby(self.found, lambda one: one[0] == "graph")
-            if is_graph
+            for is_captured, group in itertools.groupby(self.found, lambda one: one[0])
+            if is_captured
         ]
 
 
 def graphed(
     case: Case, ddp: dict[str, Any], host: HostTorch, strategy: str = ZERO_3
 ) -> tuple[Trainer, Any, Launches]:
-    with of_whole_iterations():
-        trainer = build_trainer(case, strategy, torch.device("cpu"), ddp={**ddp, **EARLY})
+    trainer = build_trainer(case, strategy, torch.device("cpu"), ddp=ddp)
     engine = trainer.wrapper.engine
-    trainer.wrapper.captures = Captures(engine, True, lambda: host.capturing)
+    trainer.wrapper.captures = Captures(engine, lambda: host.capturing)
     engine.runtime.is_capturing = lambda: host.capturing
     return trainer, HostIterations(host), Launches(trainer, host)
 
@@ -221,17 +201,13 @@ FIRST = ["root", "embedding"]
 
 def _check(rank: int, world: int) -> None:
     init_megatron()
-    launches = _trains_alike(rank, {}, SLOTS)
-    assert launches.take("step") == FIRST * STEPS
-    # Of 14 calls all but the four that come first behind a step.
-    assert launches.take("call") == FIRST * 10
-    training, evaluation = launches.captured()
     layers, head = ["0", "1", "2"], ["output_layer"]
     backward = [*head, *layers[::-1]]
+    training, evaluation = _trains_alike(rank, {}, SLOTS).captured()
     assert training == [
-        *layers, *backward, "embedding", *layers, *backward
+        *FIRST, *layers, *backward, "embedding", *layers, *backward
     ], training
-    assert evaluation == [*layers, *head, *FIRST, *layers, *head], evaluation
+    assert evaluation == [*FIRST, *layers, *head, *FIRST, *layers, *head], evaluation
 
 
 KEPT = (
@@ -243,48 +219,28 @@ KEPT = (
 
 
 def _check_kept(rank: int, world: int) -> None:
-    """A graph gathers what is kept once, and the first units never."""
+    """A graph gathers what is kept once."""
     init_megatron()
     for strategy, more in KEPT:
         launches = _trains_alike(rank, {}, {**SLOTS, **more}, strategy)
-        assert launches.take("step") == FIRST * STEPS, strategy
-        # Of 0.16's evaluations some find what the one before has left.
-        assert launches.take("call") in (FIRST * 6, FIRST * 10), strategy
         training, _ = launches.captured()
-        assert training == ["0", "1", "2", "output_layer"], (strategy, training)
+        assert training == [*FIRST, "0", "1", "2", "output_layer"], (strategy, training)
 
 
-def _check_others(rank: int, world: int) -> None:
+def _check_tied(rank: int, world: int) -> None:
     init_megatron()
     tied = _trains_alike(rank, {"tied": True, "microbatches": 1}, SLOTS)
-    assert tied.take("step")[:2] == ["root", "0"]
-    _without_slots(rank)
+    assert tied.captured()[0][:2] == ["root", "0"]
 
 
-def _without_slots(rank: int) -> None:
-    """Buffers of the first units are the graph's, as all are. What is captured runs, once."""
-    host, *_ = host_torch()
-    ddp = {**SLOTS, "fsdp_double_buffer": False}
-    trainer, _, launches = graphed(CASE, ddp, host)
-    schedule = get_forward_backward_func()
-    for number in range(WARMUP + 1):
-        with trainer.wrapper.captures.iteration():
-            host.capturing = number == WARMUP
-            run(trainer, schedule, number, rank, training=True)
-            host.capturing = False
-        trainer.optimizer.step()
-    assert launches.take("graph")[:2] == FIRST
-    assert launches.take("step") == FIRST * WARMUP and not launches.take("call")
-
-
-def test_replays_train_like_eager_steps_and_first_units_are_gathered_outside() -> None:
+def test_replays_train_like_eager_steps_and_a_graph_has_every_gather() -> None:
     run_ranks(_check, 2)
 
 
-def test_weights_that_are_kept_are_gathered_once_and_those_of_the_first_units_outside() -> None:
+def test_weights_that_are_kept_are_gathered_once() -> None:
     run_ranks(_check_kept, 2)
 
 
 @pytest.mark.full
-def test_tied_embeddings_and_buffers_that_come_and_go() -> None:
-    run_ranks(_check_others, 2)
+def test_tied_embeddings() -> None:
+    run_ranks(_check_tied, 2)

@@ -3,7 +3,6 @@ device at once, and what is read of it. The host stands for both memories."""
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.engine.gather import GatherPipeline
 from megatron_fsdp_adapter.core.engine.group import ParamGroup
 from megatron_fsdp_adapter.core.engine.offloaded import OffloadedBuffer
 from megatron_fsdp_adapter.core.engine.updates import LateUpdates
@@ -22,7 +22,6 @@ from megatron_fsdp_adapter.core.runtime.device import (
     UPDATE,
     HostRuntime,
 )
-from megatron_fsdp_adapter.sharding.first_unit import FirstUnitShards
 from megatron_fsdp_adapter.sharding.local_optimizer import adopt
 from megatron_fsdp_adapter.sharding.sharded_module import mark_shard
 from megatron_fsdp_adapter.sharding.streamed_optimizer import StreamedShards, shards_over
@@ -36,11 +35,8 @@ SAID = ("steps", "microbatches", "evaluation_between", "weights_loaded")
 """Scenarios in which whoever writes main weights says so, as Megatron's loop does."""
 
 
-def with_adam(
-    setup: Setup, runtime: Any = None, late: bool = False, first: bool = False
-) -> Rig:
-    """A rig whose steps are torch's AdamW on local shards; inside a pretended world. late: they may
-    return before their updates are over. first: they update first what is gathered first."""
+def with_adam(setup: Setup, runtime: Any = None) -> Rig:
+    """A rig whose steps are torch's AdamW on local shards; inside a pretended world."""
     rig = build(setup, runtime)
     pairs = [pair for pair in rig.engine.pairs if pair.grad is not None]
     for pair in rig.engine.pairs:
@@ -48,10 +44,7 @@ def with_adam(
     optimizer = torch.optim.AdamW([pair.optimizer for pair in pairs], lr=0.1)
     with rig.watch():
         begin = rig.engine.gather.begin_step
-        made = shards_over([rig.engine], late)
-        if first:
-            made = functools.partial(FirstUnitShards, rig.engine, lambda: True)
-        adopt(optimizer, lambda unused: begin(), made)
+        adopt(optimizer, lambda unused: begin(), shards_over([rig.engine]))
 
     @torch.no_grad()
     def step() -> None:
@@ -73,11 +66,9 @@ def _label(rig: Rig) -> None:
             rig.runtime.label(buffer.twin.tensor, f"{unit}.twin{number}")
 
 
-def run(
-    setup: Setup, scenario: str, runtime: Any = None, late: bool = False, first: bool = False
-) -> Rig:
+def run(setup: Setup, scenario: str, runtime: Any = None) -> Rig:
     with pretended_world(setup.world, setup.rank):
-        rig = with_adam(setup, runtime, late, first)
+        rig = with_adam(setup, runtime)
         with rig.watch():
             SCENARIOS[scenario](rig)
             rig.engine.show_optimizer_params()
@@ -217,7 +208,7 @@ def layers_left_out(rig: Rig) -> None:
 
 WAITS = {
     (LOAD, COMPUTE, "streamed_optimizer"): "weights_loaded",
-    (UPDATE, COMPUTE, "late_optimizer"): "steps",
+    (UPDATE, COMPUTE, "streamed_optimizer"): "steps",
     (UPDATE, LOAD, "streamed_optimizer"): "steps",
     (STORE, UPDATE, "streamed_optimizer"): "steps",
     (LOAD, STORE, "streamed_optimizer"): "steps",
@@ -237,6 +228,47 @@ def test_each_wait_is_needed_and_missed(
     with pytest.raises(RaceError, match="without waiting for"):
         run(Setup(ZERO_3, offload=True), scenario, deaf)
     assert deaf.missed
+
+
+def test_a_step_returns_before_its_updates_and_a_unit_waits_for_its_own_alone() -> None:
+    """They are in the order of the forward, which is behind as many of them as it needs."""
+    with pretended_world(2, 0):
+        rig = with_adam(Setup(ZERO_3, offload=True))
+        clocks = rig.runtime._clocks
+        behind: list[int] = []
+        with rig.watch():
+            rig.step()
+            rig.zero()
+            queued = clocks[UPDATE][UPDATE]
+            for layer in rig.model.layers:
+                layer.mark = lambda text: behind.append(queued - clocks[COMPUTE][UPDATE])
+            rig.last(True)
+            rig.loss(1).backward()
+            rig.finish()
+    units = len(rig.optimizer._fsdp_shards._stages)  # type: ignore[attr-defined]
+    assert behind[:4] == [units - 2, units - 3, units - 4, units - 5], "root and embedding first"
+    assert behind[4:] == [1] * 4, "all before a backward"
+
+
+def test_gradients_are_forgotten_unit_by_unit_once_their_update_has_read_them() -> None:
+    rig = run(Setup(ZERO_3, offload=True), "steps")
+    lines = [
+        entry.what if entry.action == RELEASE else entry.what.split()[-1]
+        for entry in rig.runtime.log
+        if (entry.action == RELEASE and entry.what.endswith(".grad"))
+        or entry.what.startswith("forward layers")
+    ]
+    second = lines[lines.index("layers.3") + 1 :]
+    first, last = second.index("layers.0"), second.index("layers.3")
+    released = [line for line in second[first:last] if line.endswith(".grad")]
+    assert released == [f"layers.{number}.grad" for number in (1, 2, 3)]
+    assert set(second[:first]) == {"root.grad", "embedding.grad", "layers.0.grad"}
+
+
+def test_updates_are_behind_gathers_that_nobody_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GatherPipeline, "begin_step", lambda self: None)
+    with pytest.raises(RaceError, match="update: .* without waiting for gather"):
+        run(Setup(ZERO_3, offload=True), "evaluations_before_the_step")
 
 
 def test_who_reads_main_weights_waits_until_everything_is_back() -> None:

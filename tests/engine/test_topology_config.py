@@ -228,7 +228,6 @@ REFUSED = {
     "fp4_param_gather": True,
     "fsdp_unsharded_budget_gib": -1.0,
     "suggested_communication_unit_size": -1,
-    "fsdp_overlap_param_gather_with_optimizer_step": True,
 }
 BESIDE = {
     "preserve_fp32_weights": {
@@ -237,9 +236,6 @@ BESIDE = {
     "grad_reduce_in_fp32": {"megatron_fsdp_main_grads_dtype": torch.bfloat16},
     "param_name_patterns_for_fp32_local_accumulation": {
         "megatron_fsdp_main_grads_dtype": torch.bfloat16
-    },
-    "fsdp_overlap_param_gather_with_optimizer_step": {
-        "overlap_param_gather": False, "data_parallel_sharding_strategy": "optim"
     },
 }
 """What else has to be set for an option to be refused: it contradicts the older name."""

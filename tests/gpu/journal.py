@@ -1,7 +1,7 @@
 """A plugin of pytest that writes down what becomes of tests while they run, since the machine may
 go away before they have all ended. `python -m tests.gpu` reads it.
 
-    pytest -p tests.gpu.journal --journal FILE --failures FILE tests/gpu/test_gpu_first.py
+    pytest -p tests.gpu.journal --journal FILE --failures FILE tests/gpu/test_gpu_slots.py
 
 Each line of the journal is written at once and as a whole, so that several runs may share a file.
 """

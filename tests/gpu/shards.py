@@ -20,13 +20,13 @@ ALONE = 1000
 """For files that read the device's memory, look at when kernels run, or fill the device."""
 MEMORY: Mapping[str, int] = {
     "test_gpu_activation_offload": 60, "test_gpu_estimate": ALONE, "test_gpu_export": 50,
-    "test_gpu_first": 30, "test_gpu_fp8_models": 40, "test_gpu_fp8_params": 40,
+    "test_gpu_fp8_models": 40, "test_gpu_fp8_params": 40,
     "test_gpu_graphs": 32, "test_gpu_joined": 27, "test_gpu_kept": 65,
     "test_gpu_layer_graphs": 40, "test_gpu_memory": 40, "test_gpu_meta": ALONE,
     "test_gpu_muon": 50, "test_gpu_narrow": 93, "test_gpu_newton_schulz": 70,
     "test_gpu_one_pass": 56, "test_gpu_optimizer_offload": 40,
     "test_gpu_precision": 40, "test_gpu_pretrain_gpt": 10, "test_gpu_slots": 40,
-    "test_gpu_te": 13, "test_gpu_updates": 50, "test_gpu_wgrad": 8, "test_gpu_whole": 56,
+    "test_gpu_te": 13, "test_gpu_wgrad": 8, "test_gpu_whole": 56,
     MATRIX: 42,
 }  # fmt: skip
 SECONDS: Mapping[str, float] = {

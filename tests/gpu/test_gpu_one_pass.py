@@ -30,7 +30,6 @@ WIDE = Case(
     num_layers=2, hidden=4096, heads=32, ffn=11008, vocab=8192, seq=4096, batch=1, microbatches=1,
     bf16=True, swiglu=True, bias=False, recompute="full-1", clip=0.05,
 )  # fmt: skip
-LATE = {"fsdp_overlap_param_gather_with_optimizer_step": True}
 DTYPES = [
     (FLOAT32, FLOAT32, FLOAT32), (BF16, FLOAT32, FLOAT32), (BF16, FLOAT32, BF16),
     (FLOAT32, BF16, FLOAT32), (BF16, BF16, BF16),
@@ -126,7 +125,7 @@ def trains_alike(rank: int, world: int, strategy: str, ddp: dict[str, Any]) -> s
 
 CHECKS = {
     "ZeRO-3": Check(trains_alike, ("optim_grads_params", {})),
-    "optim, updates behind the step": Check(trains_alike, ("optim", LATE)),
+    "optim": Check(trains_alike, ("optim", {})),
     "streamed": Check(
         trains_alike, ("optim_grads_params", {"chunked_optimizer_state_offload": True})
     ),

@@ -110,15 +110,11 @@ BREAKING: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def test_cores_flag_for_updates_beside_gathers_becomes_ours() -> None:
-    """Core's own, seen by its optimizer, would split model chunks."""
+def test_cores_flag_for_gathers_beside_a_second_optimizer_is_set_to_false() -> None:
+    """Core's optimizer would split model chunks."""
     args = _complete(overlap_param_gather_with_optimizer_step=True)
-    assert args.fsdp_overlap_param_gather_with_optimizer_step is True
     assert args.overlap_param_gather_with_optimizer_step is False
     assert validation.launch_problems(args, {}) == []
-    args.data_parallel_sharding_strategy, args.overlap_param_gather = "optim", False
-    [problem] = validation.launch_problems(args, {})
-    assert "fsdp_overlap_param_gather_with_optimizer_step=True" in problem
 
 
 def test_the_rules_of_the_launch_are_these() -> None:

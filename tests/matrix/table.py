@@ -53,7 +53,6 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
     "ep_overlap": ("off", "on"),
     "offload": ("none", "activations", "streamed", "core"),
     "optimizer": ("adam", "muon", "adaptive_muon"),
-    "step": ("plain", "late"),
 }
 
 MEANING: Mapping[str, str] = {
@@ -93,8 +92,6 @@ MEANING: Mapping[str, str] = {
     "offload": "nothing; what autograd saves, by a user's hooks; main weights and moments, by "
     "`chunked_optimizer_state_offload`, or by core's `optimizer_cpu_offload`",
     "optimizer": "`optimizer`; before 0.18, which has no `adaptive_muon`, that is `muon` too",
-    "step": "of the optimizer: all at once; under the next forward, or beside the first gather in "
-    "a graph (`fsdp_overlap_param_gather_with_optimizer_step`)",
 }
 
 _UNSPLIT: Cell = {
@@ -279,32 +276,10 @@ RULES: tuple[Rule, ...] = (
         "refused: offload of Muon", "only Adam's state is streamed",
         lambda optimizer, offload: optimizer in MUONS and offload in ("streamed", "core"),
     ),
-    Rule(
-        "refused: updates under the next forward without overlap", "they run in front of gathers "
-        "that are launched ahead",
-        lambda step, overlap: step == "late" and overlap == "off",
-    ),
-    Rule(
-        "refused: updates of FP8 weights under the next forward", "they are made of all main "
-        "weights at once",
-        lambda step, precision: step == "late" and has_fp8_weights(precision),
-    ),
-    Rule(
-        "refused: updates of Muon that a step does not wait for", "matrices are exchanged in it",
-        lambda step, optimizer: step != "plain" and optimizer in MUONS,
-    ),
-    Rule(
-        "refused: a step that the host waits for", "core's offload updates on the host",
-        lambda step, offload: step == "late" and offload == "core",
-    ),
     # What has no meaning.
     Rule(
         "no hooks in a graph", "hooks on saved tensors are of Python",
         lambda offload, graph: offload == "activations" and graph != "off",
-    ),
-    Rule(
-        "no updates elsewhere", "those of a streamed optimizer run under the next forward anyway",
-        lambda step, offload: step == "late" and offload == "streamed",
     ),
     Rule(
         "no hooks around parts", "core's schedule does not call the model, and recompute in a "
@@ -413,7 +388,6 @@ REFERENCE: Mapping[str, Value | None] = {
     "units": "layers",
     "offload": "none",
     "kept": "nothing",
-    "step": "plain",
 }
 """How a cell becomes its reference, stock DDP: these dimensions are set, the others stay. Strategy
 None is DDP; it has no such buffers, outer axis, meta start, dtype on the wire or budget, and

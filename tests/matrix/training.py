@@ -53,10 +53,6 @@ from .bounds import PEAK, SENSITIVITY, Bounds, bounds_of, is_sensitive, movement
 from .model import case_of, chunk_of, config_of, topology_of
 from .muon import muon_options, steps_by_hand
 from .split import Tensors, ddp_params, main_piece, put_together
-from .steps import (
-    ddp_step_options,
-    stepped_as_asked,
-)
 from .surroundings import activations_kept, check_export, memories
 from .table import REFERENCE, Cell, has_fp8_weights
 
@@ -106,7 +102,7 @@ def _check_joined(cell: Cell, chunks: Sequence[Any]) -> None:
 
 
 def _ddp_options(cell: Cell) -> dict[str, Any]:
-    options: dict[str, Any] = {**BUFFERS[str(cell["buffers"])], **ddp_step_options(cell)}
+    options: dict[str, Any] = dict(BUFFERS[str(cell["buffers"])])
     if cell["outer"] != "plain":
         outer = "optim" if cell["outer"] == "hybrid" else "no_shard"
         options |= {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": outer}
@@ -438,11 +434,7 @@ def _measured(
         findings, "weights at the start", lambda name: 0.0, trainer,
         lambda pair: pair.optimizer._local_tensor, reference.before,
     )  # fmt: skip
-    with (
-        _schedule(cell) as schedule,
-        activations_kept(cell, trainer),
-        stepped_as_asked(cell, trainer),
-    ):
+    with _schedule(cell) as schedule, activations_kept(cell, trainer):
         _train(findings, bounds, trainer, reference, schedule)
     if cell["graph"] == "layers":
         graphs = [chunk._layers.graphs for chunk in trainer.chunks]

@@ -77,11 +77,3 @@ def test_graphs_of_layers_say_what_their_pools_reserve_and_it_is_counted():
     (said,) = (line for line in lines if "graphs of layers reserve" in line)
     assert f"{4 * 4096 * 2 * kept / 2**30:.1f} GiB" in said
     assert not any("graphs of layers" in line for line in advice(plain, 4, "h200"))
-
-
-def test_a_late_step_says_that_its_time_is_planned_as_without():
-    plain = {**MODEL, **FAST, "global_batch_size": 4}
-    option = "fsdp_overlap_param_gather_with_optimizer_step"
-    [line] = advice({**plain, option: True}, 4, "h200")
-    assert "ms of updates it hides what would run" in line and "planned as without" in line
-    assert advice(plain, 4, "h200") == []

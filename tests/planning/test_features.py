@@ -191,20 +191,11 @@ def test_options_of_megatron_are_features_and_come_back_as_flags():
     ("given", "reason"),
     [({"optimizer": "lion"}, "use 'adam' or 'muon'"), ({"budget_gib": -1.0}, "use 0 or more"),
      ({"optimizer": "muon", "streamed": True}, "leave one out"),
-     ({"late_step": True, "optimizer": "muon"}, "over when it returns; leave one out"),
-     ({"late_step": True, "quantised": Quantisation(PER_TENSOR, PER_TENSOR)}, "FP8 weights")],
+     ],
 )  # fmt: skip
 def test_features_that_exclude_each_other_are_an_error(given, reason):
     with pytest.raises(ValueError, match=reason):
         Features(**given)
-
-
-def test_late_updates_change_no_number():
-    late = with_features(late_step=True)
-    assert "--fsdp-overlap-param-gather-with-optimizer-step" in megatron_flags(SHAPE, late)
-    assert memory(SHAPE, late, H200, 1) == memory(SHAPE, PLAIN, H200, 1)
-    ms = {predict(SHAPE, chosen, H200, 2).ms for chosen in (PLAIN, late)}
-    assert len(ms) == 1
 
 
 def test_a_plan_with_features_tries_only_what_goes_with_them():

@@ -88,7 +88,7 @@ def _step_after_capture(trainer: Trainer, rank: int) -> None:
     """The optimizer's step behind an iteration that was captured: what follows may be a replay,
     in which nothing of Python runs."""
     flag = Capturing()
-    trainer.wrapper.captures = Captures(trainer.wrapper.engine, False, flag)
+    trainer.wrapper.captures = Captures(trainer.wrapper.engine, flag)
     flag.now = True
     trainer.wrapper.zero_grad_buffer()
     forward_backward(trainer, batches(CASE, 1, rank, torch.device("cpu")))

@@ -155,12 +155,10 @@ class FsdpEngine:
         if self.switch.shown is not Identity.RAW or self.memory.away:
             self.memory.check("using the model", READ)
             self.switch.show(Identity.RAW, before=self._take_over)
-            self.gather.early = []
 
     def show_optimizer_params(self) -> None:
         self.memory.check("reading or writing main weights", [MAIN])
         self.gather.updates.settle()
-        self.gather.drop_early()
         self.switch.show(Identity.OPTIMIZER, before=self._give_up_raw)
 
     def _give_up_raw(self) -> None:
@@ -454,7 +452,6 @@ class FsdpEngine:
         self.writes += not stepped
         if not stepped:
             self.doubt_own_weights()
-            self.gather.drop_early()
         if self.quantisation is not None:
             self.quantisation.changed(loaded, needed=self.switch.shown is Identity.RAW)
         self.gather.invalidate()

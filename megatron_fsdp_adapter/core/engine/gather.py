@@ -59,8 +59,6 @@ class GatherPipeline:
     forward_follows: whether a forward pass comes right after the backward pass that is running.
     If so, the end of that backward launches the gathers that the forward asks for first.
     updates: those that gathers wait for.
-    early: units whose weights are current though optimizer parameters are shown: until a forward
-    takes them over, or somebody else than a step may have written main weights.
     """
 
     def __init__(
@@ -78,7 +76,6 @@ class GatherPipeline:
         self.order, self.launches = order, launches
         self.forward_follows, self.updates = False, LateUpdates(units, runtime)
         self._ahead: list[Unit] = []
-        self.early: list[Unit] = []
         self._holders: dict[int, Unit] = {}
         self._kept: Counter[int] = Counter()
         self._unordered = False  # gathers, before which the compute stream may write what they read
@@ -274,12 +271,11 @@ class GatherPipeline:
             self.release(unit)
 
     def invalidate(self) -> None:
-        """The main weights have changed: whatever is gathered is outdated but for `early` units,
-        and later gathers read the new ones. RuntimeError, behind that, as of `check_writes`."""
+        """The main weights have changed: whatever is gathered is outdated, and later gathers
+        read the new ones. RuntimeError, behind that, as of `check_writes`."""
         found = self._written()
         for unit in self.units:
-            if unit not in self.early:
-                self._outdate(unit)
+            self._outdate(unit)
         self.follow_compute()
         refuse_writes(found)
 
@@ -296,41 +292,18 @@ class GatherPipeline:
     def begin_step(self) -> None:
         """An optimizer writes main weights next. Nothing is in flight since gradients were
         finished, unless somebody has run the model meanwhile: an evaluation leaves gathers that
-        nobody uses where it raises, or leaves units out. A step in a CUDA graph says so on the
-        host, before its capture and before each replay. RuntimeError as of `check_writes`."""
+        nobody uses where it raises, or leaves units out. RuntimeError as of `check_writes`."""
         self.check_writes()
-        self.drop_early()
         if self._unordered:
             self.quiesce()
 
-    def gather_early(self, units: Sequence[Unit]) -> None:
-        """Launches the gathers of `units`, whose main weights a step has updated, ahead of the rest
-        of that step."""
-        self.follow_compute()
-        for unit in units:
-            self._outdate(unit)
-            self._make_way(unit)
-            self.launch(unit)
-        self.early = list(units)
-
-    def drop_early(self) -> None:
-        """Main weights may be written by others than a step: early gathers count no more, and the
-        compute stream is behind what they read."""
-        early, self.early = self.early, []
-        if early:
-            self.quiesce()
-        for unit in early:
-            self._outdate(unit)
-
     def gather_first(self) -> None:
         """Launches what the next forward pass asks for first, ahead of it."""
-        self.early = []
         self._prefetch([self.units[ordinal] for ordinal in self.order.first()])
 
     def gather_all(self, as_forward: bool = False) -> None:
         """Gathers every unit and orders the compute stream behind it; with slots, which do not
         hold them all, what the next forward pass asks for first."""
-        self.early = []
         if any(unit.weight_slot is not None for unit in self.units):
             self.gather_first()
             return

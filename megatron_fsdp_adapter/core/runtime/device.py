@@ -28,9 +28,7 @@ COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
 LOAD, UPDATE, STORE = "load", "update", "store"
 """Copies from host memory and to it: two, as a bus carries both directions at once. In between, the
 updates of what was loaded."""
-BESIDE = "beside"
-"""Updates that no bus holds up: in a hurry, all of them would come before what is computed."""
-ROLES = (COMPUTE, GATHER, REDUCE, LOAD, UPDATE, STORE, BESIDE)
+ROLES = (COMPUTE, GATHER, REDUCE, LOAD, UPDATE, STORE)
 
 Works = Iterable[Any] | None
 """What a submitted function may return: `torch.distributed.Work` handles that are still running."""

@@ -56,10 +56,6 @@ class DistributedDataParallelConfig(CoreConfig):
     one unit after the other (docs/optimizer_offload.md). Megatron's development branch has the name
     in its optimizer config."""
 
-    fsdp_overlap_param_gather_with_optimizer_step: bool = False
-    """Ours: the optimizer's step returns when its updates are queued, unit by unit in the order of
-    the next forward, which waits for its units (docs/design.md)."""
-
     create_all_gather_group: bool = False
     """Ours: gathers get process groups of their own where the wrapper is given none. Megatron-LM's
     flag of that name fills it; Megatron-LM itself makes such groups in some releases only."""

@@ -24,7 +24,6 @@ from ...core.config import (
 from ...core.runtime.said import warn
 from ...sharding.budget import GIB, can_keep
 from ...sharding.budget import OPTION as BUDGET
-from ...sharding.late_optimizer import OPTION as LATE_STEP
 from . import joining
 from .staging_options import slots_wanted
 from .support import NO_FP4_WEIGHTS, Rule, is_on, off
@@ -91,11 +90,6 @@ def _is_budget(value: Any) -> bool:
 def _keeps_all(config: Any) -> bool:
     row = STRATEGIES.get(config.data_parallel_sharding_strategy)
     return row is not None and not can_keep(row)
-
-
-def _gathers_ahead(config: Any) -> bool:
-    row = STRATEGIES.get(config.data_parallel_sharding_strategy)
-    return config.overlap_param_gather or (row is not None and row.shard_weights)
 
 
 DDP_CONFIG_RULES: tuple[Rule, ...] = (
@@ -182,12 +176,6 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
         "gradients in 8-bit blocks were worth 1.6% inside one NVLink domain, and never ran on a "
         f"slower network; set it to False, and {GRAD_COMM}=torch.bfloat16 (--grad-reduce-in-bf16) "
         "halves what gradients put on the wire",
-    ),
-    Rule(
-        LATE_STEP,
-        lambda config: is_on(config, LATE_STEP) and not _gathers_ahead(config),
-        "updates run under the next forward, in front of the gathers that overlap_param_gather "
-        "starts there; set that to True, or this to False",
     ),
     Rule(
         "param_name_patterns_for_fp32_local_accumulation",

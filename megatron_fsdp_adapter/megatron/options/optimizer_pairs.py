@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...sharding.late_optimizer import OPTION as LATE
 from .ddp_options import OFFLOAD
-from .support import EMERGING, is_on
+from .support import is_on
 
 CORES_OFFLOAD = "optimizer_cpu_offload"
 
@@ -47,19 +46,6 @@ PAIRS: tuple[Pair, ...] = (
         lambda config: is_on(config, CORES_OFFLOAD),
         OFFLOAD,
         "main weights and moments are in host memory already; set one of them to False",
-    ),
-    Pair(
-        "optimizer",
-        lambda config: config.optimizer in EMERGING,
-        LATE,
-        "all its weights are updated before a step returns, for which Muon exchanges matrices "
-        "between ranks; set the latter to False",
-    ),
-    Pair(
-        CORES_OFFLOAD,
-        lambda config: is_on(config, CORES_OFFLOAD),
-        LATE,
-        "weights are updated on the host, and a step waits for it; set one of them to False",
     ),
 )
 

@@ -272,8 +272,7 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     off(
         "overlap_param_gather_with_optimizer_step",
         "it splits model chunks between two optimizers, and one holds all parameters here; set it "
-        "to False, and fsdp_overlap_param_gather_with_optimizer_step=True in the DDP config, which "
-        "has updates under the next forward",
+        "to False",
     ),
     off(
         "optimizer_cuda_graph",

@@ -92,10 +92,6 @@ OPTIMIZER: tuple[Patch, ...] = (
         _OPTIMIZER, "_get_megatron_emerging_optimizer", "megatron.emerging:_make_emerging",
         parameters=("config, model_chunks, config_overrides, pg_collection",), required=False,
     ),
-    Patch(
-        f"{_CORE}.full_cuda_graph", "FullCudaGraphWrapper.__call__", "megatron.captures:_call",
-        parameters=("self, args, kwargs",),
-    ),
 )  # fmt: skip
 """Of core's optimizers and what is around their steps: for as long as a wrapper needs them."""
 
