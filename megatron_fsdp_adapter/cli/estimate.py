@@ -402,7 +402,6 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(flag(graph_pools.IN_FLIGHT), type=int, help="of graphs; default 1")
     run.add_argument("--optimizer", choices=("adam", *sorted(MOMENTS)),
                      help="others than adam: of matrices alone")
-    run.add_argument("--optimizer-offload-fraction", type=float, help="of optimizer-cpu-offload")
     run.add_argument("--rank", type=int, default=None, help="default: the rank that holds most")
     run.add_argument("--memory-gib", type=float, default=None, help="say what fits in it")
     run.add_argument("--padding-bound", type=float, default=0.01, help="see docs/layout.md")

@@ -31,7 +31,7 @@ SWITCHES = {
     "fsdp_copy_engine_reduce_scatter": "gradients in slots, carried by copy engines",
     UNFUSED: "no module writes weight gradients: copy engines carry them in their own dtype",
     "chunked_optimizer_state_offload": "main weights and optimizer state in host memory",
-    "optimizer_cpu_offload": "a part of the optimizer on the host",
+    "optimizer_cpu_offload": "the same",
 }
 
 EMBEDDINGS = ("embedding", "output_layer")
@@ -82,10 +82,11 @@ def precision(given: Mapping[str, Any]) -> Precision:
     unset = ("fp32", "none", "none")
     names = [given.get(option, name) for option, name in zip(POLICY_OPTIONS, unset, strict=True)]
     policy = MixedPrecisionPolicy(*(POLICY_DTYPES[name] for name in names))
-    on_host = given.get("optimizer_offload_fraction", 0.0)
     return Precision(
         policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype,
-        offload=given.get("chunked_optimizer_state_offload", False),
-        host_fraction=on_host if given.get("optimizer_cpu_offload", False) else 0.0,
+        offload=any(
+            given.get(name, False)
+            for name in ("chunked_optimizer_state_offload", "optimizer_cpu_offload")
+        ),
         moments=MOMENTS.get(given.get("optimizer", "adam")),
     )

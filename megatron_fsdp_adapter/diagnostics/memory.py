@@ -98,8 +98,6 @@ class Precision:
     state per element (Adam: two fp32 moments).
 
     offload: main weights and state are in host memory, and brought to the device unit by unit.
-    host_fraction: the part of the elements that megatron-core's optimizer updates on the host, of
-    copies: state is there, and a copy of main weights and of gradients in their dtype.
     moments: of parameters that have others, as with Muon and Lion.
     """
 
@@ -108,21 +106,10 @@ class Precision:
     comm: torch.dtype = torch.float32
     state_bytes: int = 8
     offload: bool = False
-    host_fraction: float = 0.0
     moments: Moments | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.host_fraction <= 1.0:
-            raise ValueError(
-                f"optimizer_offload_fraction={self.host_fraction}: it is a part of the parameters; "
-                "use 0.0 to 1.0"
-            )
-        if self.offload and self.host_fraction > 0:
-            raise ValueError(
-                "chunked_optimizer_state_offload=True and optimizer_cpu_offload=True exclude each "
-                "other; set one of them to False"
-            )
-        if self.moments is not None and (self.offload or self.host_fraction > 0):
+        if self.moments is not None and self.offload:
             raise ValueError(
                 "optimizer='muon', 'adaptive_muon' or 'lion' with its state in host memory: that "
                 "is for 'adam'; leave one out"
@@ -192,10 +179,6 @@ def group_bytes(
     if precision.offload:
         numel = shard if row.shard_main else total
         return _streamed(held, layout, row, numel, main, precision.state_bytes)
-    updated = round(precision.host_fraction * elements)
-    if updated:
-        held[OPTIMIZER_STATE] -= updated * precision.state_bytes
-        held[IN_HOST_MEMORY] = updated * (precision.state_bytes + 2 * main.itemsize)
     return held
 
 

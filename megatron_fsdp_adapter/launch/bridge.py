@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from ..core.config import STRATEGIES, forced_overlaps
+from ..megatron.options.ddp_options import OFFLOAD
 from ..megatron.options.settings import Change, format_changes
+from ..megatron.options.support import CORES_OFFLOAD, streams_all
 from ..megatron.options.validation import CKPT_FORMAT, bridge_problems
 from ..sharding.problems import raise_problems
 from .megatron_lm import complete_environment
@@ -34,6 +36,8 @@ _REASONS: Mapping[str, str] = {
     "ddp.average_in_collective": "Megatron-Bridge refuses it; sums are scaled after the reduction",
     "ddp.reuse_grad_buf_for_mxfp8_param_ag": "there is no such buffer",
     "optimizer.reuse_grad_buf_for_mxfp8_param_ag": "there is no such buffer",
+    "ddp.chunked_optimizer_state_offload": "what optimizer_cpu_offload asks for",
+    "optimizer.optimizer_cpu_offload": "megatron-core would make one that updates on the CPU",
     "checkpoint.ckpt_format": "the format of sharded weights",
 }
 
@@ -74,6 +78,7 @@ def apply_fsdp_overrides(
         "ddp.num_distributed_optimizer_instances": num_optimizer_instances,
         "ddp.megatron_fsdp_grad_comm_dtype": grad_comm_dtype,
         **_low_precision_gradients(cfg, grad_comm_dtype or _own_comm_dtype(cfg)),
+        **_streamed_optimizer(cfg),
     }
     changes = [
         change
@@ -134,6 +139,13 @@ def _low_precision_gradients(cfg: Any, dtype: torch.dtype | None) -> dict[str, A
     if getattr(cfg, "mixed_precision", None) is not None:
         wanted["mixed_precision.grad_reduce_in_fp32"] = False
     return wanted
+
+
+def _streamed_optimizer(cfg: Any) -> dict[str, Any]:
+    """Core's offload of the optimizer is ours, where it is supported."""
+    if not streams_all(cfg.optimizer):
+        return {}
+    return {f"ddp.{OFFLOAD}": True, f"optimizer.{CORES_OFFLOAD}": False}
 
 
 def _set(cfg: Any, path: str, value: Any) -> Change | None:

@@ -22,9 +22,9 @@ import torch
 
 from ..core.config import STRATEGIES
 from ..megatron.options import capability, cuda_graphs, layer_graphs
-from ..megatron.options.ddp_options import MXFP8_BUFFER
+from ..megatron.options.ddp_options import MXFP8_BUFFER, OFFLOAD
 from ..megatron.options.settings import Change, format_changes
-from ..megatron.options.support import EMERGING, MODEL_CONFIG_RULES
+from ..megatron.options.support import CORES_OFFLOAD, EMERGING, MODEL_CONFIG_RULES, streams_all
 from ..megatron.options.validation import (
     CKPT_FORMAT,
     CONNECTIONS,
@@ -168,6 +168,10 @@ def _fusion_is_refused(args: Any) -> bool:
     return any(rule.option == "gradient_accumulation_fusion" for rule in MODEL_CONFIG_RULES)
 
 
+def _offloads_by(option: str) -> Callable[[Any], bool]:
+    return lambda args: streams_all(args) and bool(getattr(args, option, False))
+
+
 def _reduces_in_bf16(args: Any) -> bool:
     return bool(getattr(args, "grad_reduce_in_bf16", False))
 
@@ -230,6 +234,22 @@ SETTINGS: tuple[Setting, ...] = (
         MXFP8_BUFFER, "--reuse-grad-buf-for-mxfp8-param-ag", _constant(False),
         lambda args: bool(getattr(args, MXFP8_BUFFER, False)),
         "bytes are gathered, and no weights are put where gradients are", is_void=True,
+    ),
+    Setting(
+        OFFLOAD, f"--{OFFLOAD.replace('_', '-')}", _constant(True), streams_all,
+        "what --optimizer-cpu-offload asks for: main weights and moments in host memory, streamed "
+        "through the GPU, which updates them",
+    ),
+    *(
+        Setting(
+            option, f"--{option.replace('_', '-')}", _constant(False), _offloads_by(option),
+            reason, is_void=True,
+        )
+        for option, reason in (
+            ("overlap_cpu_optimizer_d2h_h2d", "copies overlap with updates and the next forward"),
+            ("use_torch_optimizer_for_cpu_offload", "nothing is updated on the CPU"),
+            (CORES_OFFLOAD, "megatron-core would make an optimizer that updates on the CPU"),
+        )
     ),
     Setting(
         CORES_LATE_STEP, f"--{CORES_LATE_STEP.replace('_', '-')}", _constant(False),

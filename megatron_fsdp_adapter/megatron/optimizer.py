@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.transformer.module import param_is_not_shared
 
 from ..core.engine.engine import FsdpEngine
@@ -27,11 +26,11 @@ from ..sharding.local_optimizer import adopt, initialize_state
 from ..sharding.memory import local_shards, park_state, take_state, trim
 from ..sharding.problems import raise_problems
 from ..sharding.streamed_optimizer import shards_over
-from . import clipping, emerging, hybrid_optimizer, optimizer_state
+from . import clipping, emerging, optimizer_state
 from .inner import our_chunks, ours_among
 from .options import optimizer_pairs, support
 from .options.ddp_options import MXFP8_BUFFER, OFFLOAD
-from .options.support import is_on
+from .options.support import CORES_OFFLOAD, is_on
 from .seams import core_api
 
 # In the place of core's functions (`seams/table.py`).
@@ -57,7 +56,7 @@ def _param_groups(
             *(emerging.problems(asked) if asked else ()),
             *dict.fromkeys(itertools.chain(*pairs)),
             *_precision_problems(given, ours),
-            *hybrid_optimizer.problems(given, engines),
+            *_offload_problems(given, engines),
         ],
     )
     _complete(config)
@@ -86,10 +85,10 @@ def _warn_of_unmatched(
 
 
 _NEEDED: Mapping[str, bool] = {
-    "use_distributed_optimizer": True, MXFP8_BUFFER: False, OFFLOAD: False
+    "use_distributed_optimizer": True, MXFP8_BUFFER: False, OFFLOAD: False, CORES_OFFLOAD: False
 }
 """Without the first core would make an optimizer that steps on DTensors. With the second it would
-never tell the wrapper that weights have changed. The third is the DDP config's here."""
+never tell the wrapper that weights have changed. The last two are the DDP config's here."""
 
 
 def _complete(config: Any) -> None:
@@ -102,6 +101,16 @@ def _complete(config: Any) -> None:
         print(
             f"Megatron's optimizer with FullyShardedDataParallel: set for you: {said}", flush=True
         )
+
+
+def _offload_problems(config: Any, engines: Sequence[FsdpEngine]) -> list[str]:
+    """Where main weights are is decided when a model is wrapped."""
+    if not is_on(config, CORES_OFFLOAD) or all(engine.config.offload for engine in engines):
+        return []
+    return [
+        f"{CORES_OFFLOAD}=True: the model was wrapped with main weights and optimizer state on the "
+        f"device. Set {OFFLOAD}=True in the DDP config, and {CORES_OFFLOAD} to False."
+    ]
 
 
 def _precision_problems(config: Any, chunks: Sequence[Any]) -> list[str]:
@@ -132,7 +141,7 @@ def _precision_problems(config: Any, chunks: Sequence[Any]) -> list[str]:
         )
         if chosen not in (torch.float32, said)
     ]  # fmt: skip
-    if core_optimizer.USING_PYTORCH_OPTIMIZER and not is_on(config, hybrid_optimizer.OPTION):
+    if core_optimizer.USING_PYTORCH_OPTIMIZER:
         found.append(
             "use_precision_aware_optimizer=True: it is Transformer Engine's FusedAdam, which "
             "cannot be imported here; install Transformer Engine, or set it to False"
@@ -187,12 +196,9 @@ def _init(original: Callable[..., None], self: Any, optimizer: Any, config: Any,
     if not ours or optimizer is None:
         return
     engines = [chunk.engine for chunk in ours]
-    if isinstance(optimizer, HybridDeviceOptimizer):
-        hybrid_optimizer.adopt_hybrid(optimizer, engines)
-    else:
-        asked = emerging.asked_for(config)
-        made = shards_over(engines) if asked is None else emerging.shards_of(ours, asked)
-        adopt(optimizer, functools.partial(_begin_step, engines), made)
+    asked = emerging.asked_for(config)
+    made = shards_over(engines) if asked is None else emerging.shards_of(ours, asked)
+    adopt(optimizer, functools.partial(_begin_step, engines), made)
 
 
 def _begin_step(engines: Sequence[FsdpEngine], optimizer: Any) -> None:
@@ -379,8 +385,7 @@ def _save_state(original: Callable[..., Any], self: Any, is_loading: bool = Fals
     params = _params_by_name(self)
     state = original(self, is_loading)
     cut = optimizer_state.in_pieces(state[optimizer_state.STATE], params, self.halved_names)
-    meta = hybrid_optimizer.shown_options(state[optimizer_state.META], self.optimizer)
-    return {**state, optimizer_state.STATE: cut, optimizer_state.META: meta}
+    return {**state, optimizer_state.STATE: cut}
 
 
 def _load_state(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:

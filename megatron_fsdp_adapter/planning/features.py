@@ -15,7 +15,9 @@ from megatron_fsdp_adapter.cli.quantised_options import PLAIN, Quantisation, qua
 from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.diagnostics.memory import Precision
+from megatron_fsdp_adapter.megatron.options.ddp_options import OFFLOAD
 from megatron_fsdp_adapter.megatron.options.joining import UNIT_NUMEL
+from megatron_fsdp_adapter.megatron.options.support import CORES_OFFLOAD
 from megatron_fsdp_adapter.sharding.budget import GIB
 
 ADAM, MUON = "adam", "muon"
@@ -110,7 +112,7 @@ def features_of(options: Mapping[str, Any]) -> Features:
     wire = str(options.get("megatron_fsdp_grad_comm_dtype")).removeprefix("torch.")
     return Features(
         quantisation(options, "bf16"), options.get("optimizer") or ADAM,
-        bool(options.get("chunked_optimizer_state_offload")),
+        any(options.get(name) for name in (OFFLOAD, CORES_OFFLOAD)),
         (options.get("cpu_offloading_num_layers") or 0) if offloads else 0,
         float(options.get("fsdp_unsharded_budget_gib") or 0.0), wire in ("bf16", "bfloat16"),
         graphs, options.get(UNIT_NUMEL),
@@ -121,8 +123,6 @@ def features_of(options: Mapping[str, Any]) -> Features:
 UNMODELLED = {
     "tp_comm_overlap": "tensor parallel communication beside products: a plan without it is too "
     "slow by what it hides",
-    "optimizer_cpu_offload": "core's optimizer on the host; --chunked-optimizer-state-offload is "
-    "planned",
     "fp4_format": "FP4 products and weights: there are no numbers for them",
     "cuda_graph_modules": "graphs of parts of layers; those of whole layers and of an iteration "
     "are planned",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,12 +109,12 @@ def _target(param: Any, shown: DTensor | None, dtype: torch.dtype) -> DTensor:
     return dtensor_like(param, own)
 
 
-def load_options(group: dict[str, Any], saved: dict[str, Any], kept: Collection[str]) -> None:
-    """Gives a group the saved options but those in `kept`; what is a tensor is filled. A group
-    that had counted no step when it was saved has counted none then."""
+def load_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Gives a group the saved options; what is a tensor is filled. A group that had counted no step
+    when it was saved has counted none then."""
     missing = {COUNT: 0} if COUNT in group else {}
     for name, value in {**missing, **saved}.items():
-        if name in kept:
+        if name == "params":
             continue
         if isinstance(group.get(name), torch.Tensor):
             group[name].copy_(torch.as_tensor(value).view(group[name].shape))

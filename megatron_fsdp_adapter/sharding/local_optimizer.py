@@ -56,12 +56,10 @@ class LocalShards:
 
     copies_grads: whether it has been given copies of gradients, which end with the step.
     step_follows: whether gradients that are clipped are read by a step, and before by nobody.
-    counts_in_groups: whether the inner optimizer may count steps by parameter group.
     one_pass: the kernel in the inner optimizer, where it has one of ours.
     """
 
     step_follows = False
-    counts_in_groups = True
     one_pass: OnePassAdam | None = None
 
     def __init__(self, optimizer: Any, skip_empty: bool, decoupled: bool) -> None:
@@ -163,27 +161,16 @@ class LocalShards:
             state.clear()  # others may hold the same dict
             self.state.pop(self.local_of(param), None)
 
-    own_options: frozenset[str] = frozenset()
-    """Options of parameter groups that a load leaves alone."""
-
-    def parts(self, optimizer: Any) -> list[Any]:
-        """The optimizers that make and keep the state: `optimizer` itself, or those inside it."""
-        return [optimizer]
-
     def makes_own(self, group: dict[str, Any]) -> bool:
         """Whether the state of a parameter group is not the inner optimizer's to make."""
         return False
 
     def made_state(self, optimizer: Any) -> None:
-        """The parts have made state without a step, or a load or a program has written it."""
+        """State was made without a step, or a load or a program has written it."""
 
     def shown_state(self, param: Any, local: torch.Tensor, state: Entry) -> Entry:
         """What is shown, and saved, of a parameter's `state`: DTensors where it has its shape."""
         return shown(param, local, state)
-
-    def state_of_empty(self, local: torch.Tensor, names: Sequence[str]) -> dict[str, Any]:
-        """Of a shard that the inner optimizer is not given, moments of these names."""
-        return {name: torch.zeros_like(local, dtype=torch.float32) for name in names}
 
     def enter(self, optimizer: Any) -> None:
         """Makes the inner optimizer's parameters and state the local ones, until `leave`.
@@ -240,7 +227,7 @@ class LocalShards:
         and apex's FusedAdam count no step of a group without parameters, and ranks would differ in
         the count that they save."""
         own = self.locals_of(index)
-        if own or not self.pairs[index] or not self.counts_in_groups:
+        if own or not self.pairs[index]:
             return own
         if index not in self._counters:
             first = self.pairs[index][0][1]
@@ -366,8 +353,7 @@ def initialize_state(optimizer: Any) -> None:
     """State for every parameter, empty shards included, without taking a step: neither weights
     nor the step count change. For Adam and SGD, of torch, Transformer Engine or apex."""
     with _on_locals(optimizer) as shards:
-        for part in shards.parts(optimizer):
-            make_state(part, shards.makes_own)
+        make_state(optimizer, shards.makes_own)
         shards.made_state(optimizer)
         if shards.skip_empty:
             complete_empty_state(shards, optimizer)
@@ -379,7 +365,9 @@ def complete_empty_state(shards: LocalShards, optimizer: Any) -> None:
     for pairs in shards.pairs:
         for _, local in pairs:
             if local.numel() == 0 and not shards.state[local]:
-                shards.state[local] = shards.state_of_empty(local, moments_of(optimizer))
+                names = moments_of(optimizer)
+                empty = {n: torch.zeros_like(local, dtype=torch.float32) for n in names}
+                shards.state[local] = empty
 
 
 @torch.no_grad()
@@ -410,9 +398,8 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
     if not is_torch_optimizer(optimizer) or isinstance(optimizer, torch.optim.Adam):
         initialize_state(optimizer)
     load_values(optimizer, saved, given["state"])
-    kept = {"params", *optimizer._fsdp_shards.own_options}
     for group, saved_group in zip(current, saved, strict=True):
-        load_options(group, saved_group, kept)
+        load_options(group, saved_group)
     with _on_locals(optimizer) as shards:
         shards.made_state(optimizer)
         for group in filter(shards.makes_own, current):

@@ -36,7 +36,6 @@ KINDS: dict[str, Kind] = {
     "ours-ce-apart": Kind("ours-ce-rs with each layer a unit", ZERO_3, ZERO_3),
     "ours-stream": Kind("this package, main weights and moments in host memory, streamed through "
                         "the GPU", STRATEGIES, ZERO_3),
-    "ours-hybrid": Kind("this package, core's optimizer offload of everything", STRATEGIES, ZERO_3),
     "ours-muon": Kind("this package with Muon", STRATEGIES, ZERO_3),
     "ours-graph": Kind("this package, fixed slots, forward and backward in one CUDA graph",
                        STRATEGIES, ZERO_3),
@@ -165,7 +164,7 @@ OFFLOAD_ROWS = (
     "ours-ce-rs", "ours-ce-rs/half", "ours-ce-rs/all",
 )  # fmt: skip
 """Activations of no, half and all layers on the host."""
-OPTIMIZER_ROWS = ("ours:optim_grads_params", "ours-stream", "ours-hybrid", "ours-stream:optim")
+OPTIMIZER_ROWS = ("ours:optim_grads_params", "ours-stream", "ours-stream:optim")
 """Where the optimizer is. The last is for models whose gradients fit."""
 BUDGET_ROWS = (
     "ddp", "ours:optim_grads_params", "ours:optim_grads_params+5", "ours:optim_grads_params+10",

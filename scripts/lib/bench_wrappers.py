@@ -155,8 +155,6 @@ def row_options(subject: Subject, options: Options, machine: Machine | None = No
         nccl_ub=subject.kind in ("ours-ub", "ours-ce-ub"),
         fsdp_copy_engine_all_gather=subject.kind.startswith("ours-ce"),
         chunked_optimizer_state_offload=subject.kind == "ours-stream",
-        optimizer_cpu_offload=subject.kind == "ours-hybrid",
-        optimizer_offload_fraction=1.0 if subject.kind == "ours-hybrid" else 0.0,
         fsdp_copy_engine_reduce_scatter=subject.kind
         in ("ours-ce-rs", "ours-ce-apart", "ours-ce-graph", "ours-ce-layers"),
         ddp_bucket_size=options.ddp_bucket_size if subject.kind == "ddp" else None,

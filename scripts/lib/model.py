@@ -95,8 +95,6 @@ _OPTIMIZER_FIELDS = (
     "bf16",
     "use_distributed_optimizer",
     "overlap_param_gather",
-    "optimizer_cpu_offload",
-    "optimizer_offload_fraction",
 )
 _DDP_FIELDS = (
     "overlap_grad_reduce",
@@ -268,7 +266,6 @@ def build_optimizer(options: Options, model: torch.nn.Module) -> MegatronOptimiz
     """Core's optimizer for the wrapped model."""
     config = OptimizerConfig(
         **{**_chosen(options, _OPTIMIZER_FIELDS), **_muon_fields(options)},
-        overlap_cpu_optimizer_d2h_h2d=options.optimizer_cpu_offload,
         params_dtype=params_dtype(options),
         fp8_recipe=options.fp8_recipe if options.fp8_format is not None else None,
     )

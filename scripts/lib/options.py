@@ -155,8 +155,6 @@ class Options:
     megatron_fsdp_enable_fine_grained_param_gather: bool = option(
         False, "parts of a layer's experts are units of their own"
     )
-    optimizer_cpu_offload: bool = option(False, "core's optimizer offload: updated on the host")
-    optimizer_offload_fraction: float = option(0.0, "the part that it offloads")
     separate_all_gather_groups: bool = option(
         False, "with --use-megatron-fsdp: gather on process groups of its own"
     )

@@ -16,11 +16,9 @@ from tests.launch.launch_cases import recipe
 
 CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
 STREAMED = "chunked_optimizer_state_offload"
-ON_HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 
 BREAKING: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"optimizer": "sgd"}, STREAMED, "optimizer='sgd'"),
-    (ON_HOST, STREAMED, "optimizer_cpu_offload=True"),
 )
 """Of each pair: fields of the optimizer's config, the switch of the DDP config, what is named."""
 

@@ -67,10 +67,9 @@ TRIGGERS: dict[str, Values] = {
     "moe_mlp_glu_interleave_size": (32,),
     "moe_shared_expert_glu_interleave_size": (32,),
     # Optimizer config
-    "exp_avg_dtype": (torch.uint8, torch.bfloat16),
-    "exp_avg_sq_dtype": (torch.float16, torch.bfloat16),
-    "optimizer_offload_fraction": (1.5,),
-    "decoupled_weight_decay": (False,),
+    "exp_avg_dtype": (torch.uint8,),
+    "exp_avg_sq_dtype": (torch.float16,),
+    "optimizer_offload_fraction": (0.5,),
     "optimizer": ("soap", "lion", "muon", "sgd"),
 }
 """What breaks a rule; True for the options that are not listed."""
@@ -89,9 +88,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "moe_mlp_glu_interleave_size": {"tensor_model_parallel_size": 2},
     "moe_shared_expert_glu_interleave_size": {"expert_tensor_parallel_size": 2},
     "optimizer_offload_fraction": {"optimizer_cpu_offload": True},
-    "decoupled_weight_decay": {"optimizer_cpu_offload": True},
-    "exp_avg_dtype": {"optimizer_cpu_offload": True},
-    "exp_avg_sq_dtype": {"optimizer_cpu_offload": True},
     "optimizer": {
         "optimizer_cpu_offload": True, "use_precision_aware_optimizer": True, "fp16": True
     },

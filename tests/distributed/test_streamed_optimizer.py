@@ -254,12 +254,17 @@ def test_other_axes(name: str, world: int, strategy: str) -> None:
     run_ranks(_topology, world, name, strategy, OFFLOAD)
 
 
-def _refused(rank: int, world: int) -> None:
-    from tests.distributed.hybrid_device import offload, two_memories
+CORES = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+"""Megatron's own option, which asks for the same."""
 
+
+def _refused(rank: int, world: int) -> None:
     device = init_megatron()
-    with two_memories(), pytest.raises(ValueError, match="in host memory already"):
-        build_trainer(CASE, "optim", device, ddp=OFFLOAD, optimizer=offload())
+    with pytest.raises(ValueError, match="Set chunked_optimizer_state_offload=True in the DDP"):
+        build_trainer(CASE, "optim", device, optimizer=CORES)
+    with pytest.raises(ValueError, match="optimizer_offload_fraction=0.5: .* use 1.0"):
+        half = {**CORES, "optimizer_offload_fraction": 0.5}
+        build_trainer(CASE, "optim", device, ddp=OFFLOAD, optimizer=half)
     with pytest.raises(ValueError, match="optimizer='sgd' with chunked_optimizer_state_offload"):
         build_trainer(CASE, "optim", device, ddp=OFFLOAD, optimizer={"optimizer": "sgd"})
     config = optimizer_config(CASE)

@@ -1,7 +1,5 @@
 """The optimizer in host memory, on two GPUs: bits, memory on both sides, copies beside each other
 and beside the next forward, and how long a page lock takes.
-
-Core's optimizer offload is here too: it trains within bounds of the run without it.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     most_bytes,
     unit_bytes,
 )
-from tests.distributed.checks import Step, check_run, check_run_bits, free_run
+from tests.distributed.checks import Step, check_run_bits, free_run
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -42,10 +40,6 @@ WIDE = Case(
 UNEVEN = Case(num_layers=3, hidden=264, heads=4, ffn=680, vocab=1003, seq=64, bf16=True)
 STREAMED = {"chunked_optimizer_state_offload": True}
 LEFT = 8 << 20
-CORE = {
-    "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0,
-    "overlap_cpu_optimizer_d2h_h2d": True,
-}  # fmt: skip
 
 
 def same_bits(rank: int, world: int, strategy: str, wide: bool) -> None:
@@ -79,20 +73,6 @@ def _local_run(
         own = {name: param._local_tensor.detach().cpu().clone() for name, param in named}
         found.append(Step(loss, norm, {}, own))
     return found
-
-
-def cores_own(rank: int, world: int, strategy: str) -> None:
-    """Torch's AdamW on the host against the fused one: the same numbers, other roundings. In
-    float32: a main weight that rounds to another bf16 value changes more than bounds allow."""
-    device, case = init_megatron(), UNEVEN.but(adam_eps=1e-3, bf16=False)
-    plain = free_run(build_trainer(case, strategy, device), rank, 3, device)
-    for fraction in (0.5, 1.0):
-        options = {**CORE, "optimizer_offload_fraction": fraction}
-        trainer = build_trainer(case, strategy, device, optimizer=options)
-        inner = distributed_optimizer(trainer).optimizer
-        copies = list(inner.cpu_copys_map_gpu_param)
-        assert copies and all(copy.is_pinned() for copy in copies)
-        check_run(free_run(trainer, rank, 3, device), plain, f"{strategy}, {fraction}")
 
 
 def _formula(trainer: Trainer, rank: int) -> dict[str, int]:
@@ -238,7 +218,6 @@ def _plain_pages(nbytes: int) -> torch.Tensor:
 CHECKS: dict[str, Check] = {
     **{f"bits, {s}": Check(same_bits, (s, False)) for s in STRATEGIES},
     "bits, hidden 4096": Check(same_bits, ("optim_grads_params", True)),
-    **{f"core's, {s}": Check(cores_own, (s,)) for s in STRATEGIES},
     **{f"memory, {s}": Check(memory, (s,)) for s in ("optim", "optim_grads_params")},
     "copies beside compute": Check(copies_beside_compute),
     "updates beside the next forward": Check(updates_beside_the_next_forward),

@@ -117,6 +117,18 @@ def test_cores_flag_for_gathers_beside_a_second_optimizer_is_set_to_false() -> N
     assert validation.launch_problems(args, {}) == []
 
 
+def test_cores_flag_for_offload_of_the_optimizer_becomes_ours() -> None:
+    """As a user of Megatron-LM gives it, with what Megatron-LM asks for beside it."""
+    beside = {"overlap_cpu_optimizer_d2h_h2d": True, "use_torch_optimizer_for_cpu_offload": True}
+    args = _complete(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0, **beside)
+    assert args.chunked_optimizer_state_offload is True
+    assert not any(getattr(args, name) for name in ("optimizer_cpu_offload", *beside))
+    assert validation.launch_problems(args, {}) == []
+    part = _complete(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    [problem] = validation.launch_problems(part, {})
+    assert problem.startswith("optimizer_offload_fraction=0.5: ") and "use 1.0" in problem
+
+
 def test_the_rules_of_the_launch_are_these() -> None:
     assert {rule.option for rule in validation.LAUNCH_RULES} == set(BREAKING)
 

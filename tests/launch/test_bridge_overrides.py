@@ -69,6 +69,18 @@ def test_options_are_set_as_asked_for() -> None:
     assert not cfg.ddp.grad_reduce_in_fp32 and not cfg.mixed_precision.grad_reduce_in_fp32
 
 
+def test_cores_offload_of_the_optimizer_becomes_ours(capsys: Any) -> None:
+    cfg = recipe()
+    cfg.optimizer.optimizer_cpu_offload, cfg.optimizer.optimizer_offload_fraction = True, 1.0
+    apply_fsdp_overrides(cfg, environment={})
+    assert cfg.ddp.chunked_optimizer_state_offload and not cfg.optimizer.optimizer_cpu_offload
+    assert "optimizer.optimizer_cpu_offload" in capsys.readouterr().out
+    part = recipe()
+    part.optimizer.optimizer_cpu_offload, part.optimizer.optimizer_offload_fraction = True, 0.0
+    with pytest.raises(ValueError, match="optimizer_offload_fraction=0.0: .* use 1.0"):
+        apply_fsdp_overrides(part, environment={})
+
+
 def test_a_recipe_that_reduces_in_bf16_itself_no_longer_asks_for_float32(capsys: Any) -> None:
     """As some of Megatron-Bridge's own recipes: the wire dtype is set, and float32 left on."""
     cfg = recipe(ddp__megatron_fsdp_grad_comm_dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What is around the training of a cell: memories of two kinds, a user's hooks on what is saved,
+"""What is around the training of a cell: what a machine lacks, a user's hooks on what is saved,
 and the export of weights behind it."""
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from unittest import mock
 import torch
 
 from megatron_fsdp_adapter import export_weights
-from tests.distributed.hybrid_device import two_memories
 from tests.distributed.topologies import TopologyTrainer, plain_name
 from tests.engine.engine_cases import buffers_of
 from tests.host_copies import HostCopies
@@ -21,14 +20,11 @@ from .table import Cell
 
 @contextlib.contextmanager
 def memories(cell: Cell) -> Iterator[None]:
-    """Where there is no GPU the host stands for both memories, and its tensors are on no stream."""
-    with contextlib.ExitStack() as stack:
-        if not torch.cuda.is_available():
-            if cell["offload"] == "core":
-                stack.enter_context(two_memories())
-            if cell["ep_overlap"] == "on":
-                quiet = mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None)
-                stack.enter_context(quiet)
+    """Where there is no GPU tensors are on no stream."""
+    quiet: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if cell["ep_overlap"] == "on" and not torch.cuda.is_available():
+        quiet = mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None)
+    with quiet:
         yield
 
 

@@ -51,7 +51,7 @@ DIMENSIONS: Mapping[str, tuple[Value, ...]] = {
     "units": ("layers", "parts"),
     "joined": ("default", "pairs"),
     "ep_overlap": ("off", "on"),
-    "offload": ("none", "activations", "streamed", "core"),
+    "offload": ("none", "activations", "streamed"),
     "optimizer": ("adam", "muon", "adaptive_muon"),
 }
 
@@ -90,7 +90,7 @@ MEANING: Mapping[str, str] = {
     "they are; more than one layer has, with three layers, or two in a model chunk",
     "ep_overlap": "`overlap_moe_expert_parallel_comm`: core's schedule of parts of layers",
     "offload": "nothing; what autograd saves, by a user's hooks; main weights and moments, by "
-    "`chunked_optimizer_state_offload`, or by core's `optimizer_cpu_offload`",
+    "`chunked_optimizer_state_offload`",
     "optimizer": "`optimizer`; before 0.18, which has no `adaptive_muon`, that is `muon` too",
 }
 
@@ -219,7 +219,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "refused: offload of the optimizer in a graph", "a replay does not run the host's part",
-        lambda offload, graph: offload in ("streamed", "core") and graph == "on",
+        lambda offload, graph: offload == "streamed" and graph == "on",
     ),
     Rule(
         "refused: graphs of layers without slots", "a graph has addresses",
@@ -274,7 +274,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "refused: offload of Muon", "only Adam's state is streamed",
-        lambda optimizer, offload: optimizer in MUONS and offload in ("streamed", "core"),
+        lambda optimizer, offload: optimizer in MUONS and offload == "streamed",
     ),
     # What has no meaning.
     Rule(

@@ -38,7 +38,6 @@ from megatron_fsdp_adapter.sharding.budget import GIB
 from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
 from tests.distributed.exact import U_FLOAT32, gamma
 from tests.distributed.gpt import ddp_config, give_up, optimizer_config
-from tests.distributed.hybrid_device import offload
 from tests.distributed.topologies import (
     Topology,
     TopologyTrainer,
@@ -160,7 +159,6 @@ def build(
         optimizer_config(
             case, use_distributed_optimizer=ours or quantised,
             overlap_param_gather=ours and case.overlap,
-            **(offload() if cell["offload"] == "core" else {}),
             **(muon_options(cell) if ours else {}),
         ),
         chunks,

@@ -346,7 +346,6 @@ def test_a_budget_keeps_joined_layers_whole():
 @pytest.mark.parametrize(
     ("options", "named"),
     [({"tp_comm_overlap": True}, "tp_comm_overlap=True"), ({"fp4": "e2m1"}, "fp4='e2m1'"),
-     ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload=True"),
      ({"cuda_graph_modules": ["attn"]}, "cuda_graph_modules"),
      ({"cuda_graph_scope": "attn"}, "cuda_graph_scope='attn'")],
 )  # fmt: skip

@@ -124,7 +124,7 @@ class FsdpEngine:
         self._is_last_microbatch, self.knows_microbatches = True, False
         self.auto_sync = self.own_loop = self._has_frozen = self.calls_parts = False
         self._shown_before, self._active_root = Identity.OPTIMIZER, cast("str | None", None)
-        self._counts_calls, self.loads, self.exported_loads, self.writes = True, 0, -1, 0
+        self._counts_calls, self.loads, self.exported_loads = True, 0, -1
         self._forwards = self.in_flight = 0
         hooks.register(self, module, [plan.modules for plan in plans])
         self.show_optimizer_params()
@@ -449,7 +449,6 @@ class FsdpEngine:
         quantised ones are made anew, once, when raw parameters are shown. Collective then. loaded:
         those of parameters that are not trained, too. stepped: it was the step of an optimizer."""
         self.loads += loaded
-        self.writes += not stepped
         if not stepped:
             self.doubt_own_weights()
         if self.quantisation is not None:

@@ -10,8 +10,6 @@ from typing import Any
 from .ddp_options import OFFLOAD
 from .support import is_on
 
-CORES_OFFLOAD = "optimizer_cpu_offload"
-
 
 @dataclass(frozen=True)
 class Pair:
@@ -40,12 +38,6 @@ PAIRS: tuple[Pair, ...] = (
         lambda config: config.optimizer != "adam",
         OFFLOAD,
         "the state of 'adam' alone is streamed; use that, or set the latter to False",
-    ),
-    Pair(
-        CORES_OFFLOAD,
-        lambda config: is_on(config, CORES_OFFLOAD),
-        OFFLOAD,
-        "main weights and moments are in host memory already; set one of them to False",
     ),
 )
 

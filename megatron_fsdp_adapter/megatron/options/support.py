@@ -202,16 +202,16 @@ def _moment_dtype(option: str) -> Rule:
     )
 
 
-def _offloaded(option: str, wrong: Callable[[Any], bool], message: str) -> Rule:
-    """`option`, where it is there, must not be `wrong` with core's optimizer offload."""
-    return Rule(
-        option,
-        lambda config: (
-            is_on(config, "optimizer_cpu_offload")
-            and hasattr(config, option)
-            and wrong(getattr(config, option))
-        ),
-        message,
+CORES_OFFLOAD = "optimizer_cpu_offload"
+"""Megatron's option: it asks for what `chunked_optimizer_state_offload` is here."""
+
+
+def streams_all(config: Any) -> bool:
+    """Whether core's offload of the optimizer is asked for in a way that is supported."""
+    return (
+        is_on(config, CORES_OFFLOAD)
+        and config.optimizer == "adam"
+        and getattr(config, "optimizer_offload_fraction", 1.0) == 1.0
     )
 
 
@@ -233,11 +233,11 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
         lambda config: config.optimizer in EMERGING and is_on(config, "fp16"),
         "with fp16=True megatron-core does not have it either; use bf16, or 'adam'",
     ),
-    _offloaded(
+    Rule(
         "optimizer",
-        lambda name: name in EMERGING,
-        "with optimizer_cpu_offload=True it is 'adam', which is what would be updated there; use "
-        "that, or set the latter to False",
+        lambda config: is_on(config, CORES_OFFLOAD) and config.optimizer != "adam",
+        f"with {CORES_OFFLOAD}=True it is 'adam', whose state alone is streamed; use that, or set "
+        "the latter to False",
     ),
     Rule(
         "optimizer",
@@ -249,25 +249,14 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     ),
     _moment_dtype("exp_avg_dtype"),
     _moment_dtype("exp_avg_sq_dtype"),
-    _offloaded(
+    Rule(
         "optimizer_offload_fraction",
-        lambda fraction: not 0.0 <= fraction <= 1.0,
-        "it is the part of the parameters that is updated on the CPU; use 0.0 to 1.0",
-    ),
-    _offloaded(
-        "decoupled_weight_decay",
-        lambda decoupled: not decoupled,
-        "megatron-core updates on the CPU with AdamW alone; set it to True, or "
-        "optimizer_cpu_offload to False",
-    ),
-    *(
-        _offloaded(
-            option,
-            lambda dtype: dtype != torch.float32,
-            "moments are in the main weights' dtype, float32, where megatron-core offloads the "
-            "optimizer; leave it unset",
-        )
-        for option in ("exp_avg_dtype", "exp_avg_sq_dtype")
+        lambda config: (
+            is_on(config, CORES_OFFLOAD)
+            and getattr(config, "optimizer_offload_fraction", 1.0) != 1.0
+        ),
+        "the state of all parameters is in host memory, or of none, as updates are streamed unit "
+        f"by unit; use 1.0, or set {CORES_OFFLOAD} to False",
     ),
     off(
         "overlap_param_gather_with_optimizer_step",

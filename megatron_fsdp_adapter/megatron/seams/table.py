@@ -66,10 +66,6 @@ OPTIMIZER: tuple[Patch, ...] = (
     _step("sharded_state_dict", "optimizer:_sharded_state", "self, ..."),
     _step("sharded_param_state_fsdp_dtensor", "optimizer:_save_state", "self, is_loading"),
     _step("load_state_dict", "optimizer:_load_state", "self, state_dict"),
-    Patch(
-        f"{_OPTIMIZER}.cpu_offloading", "HybridDeviceOptimizer.__init__",
-        "megatron.hybrid_optimizer:make_on_locals", parameters=("self, params, ...",),
-    ),
     *(
         Patch(
             f"{_CORE}.transformer.{module}", f"{owner}.clip_qk", "megatron.qk_clip:clip_sharded",
