@@ -64,10 +64,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="write all samples")
     add("--plot", type=Path, metavar="FILE", help="write a bar chart (PNG)")
     add("--profile", type=Path, metavar="DIR", help="write a trace of one step of each of ours")
-    add("--one-thread", action="store_true", help="backward runs on the thread that calls it, not "
-        "on autograd's own for the device")  # fmt: skip
-    add("--profile-host", type=Path, metavar="DIR", help="write a table of the Python and C "
-        "functions that the first rank's host calls in a step of each")  # fmt: skip
     return parser
 
 
@@ -78,7 +74,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Settings, Options]:
     options = parse([*DEFAULTS, *preset, *LEARNING, *rest])
     plan = Plan(
         known.steps, known.warmup, known.repeats, known.num_microbatches, known.isolated,
-        known.profile, profile_host=known.profile_host, one_thread=known.one_thread,
+        known.profile,
     )  # fmt: skip
     subjects = parse_subjects(known.wrappers)
     if known.separate_all_gather_groups:
@@ -156,7 +152,6 @@ def _report(settings: Settings, options: Options, place, table) -> None:
         f"{dtype}, {options.transformer_impl}, {place.world_size} x {place.device.type}"
     )
     layout = "one wrapper at a time" if plan.isolated else "all wrappers interleaved"
-    layout += ", backward on the calling thread" if plan.one_thread else ""
     print(f"\n{title}\n{plan.repeats} rounds of {plan.steps} steps, {layout}")
     print(bench_report.table_text(table, unit), flush=True)
     if settings.plot is not None:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lib.bench_host import HostProfile
 from lib.bench_subjects import Plan, Subject
 from lib.bench_trace import Trace, read_trace
 from lib.bench_wrappers import Batch, Runner, build, forget_fp8
@@ -195,8 +194,7 @@ class Bench:
             names = ",".join(captured)
             raise ValueError(f"--wrappers {names}: core has one CUDA graph; add --isolated")
         results = [Result(subject) for subject in subjects]
-        with torch.autograd.set_multithreading_enabled(not self.plan.one_thread):
-            self._measure(results)
+        self._measure(results)
         return results
 
     def _measure(self, results: Sequence[Result]) -> None:
@@ -298,23 +296,9 @@ class Bench:
         """What is read after the timed steps."""
         if self.place.device.type == "cuda" and self.plan.host_steps:
             result.host = self.host_times(runner)
-        if self.plan.profile_host is not None:
-            self._profile_host(runner, self.plan.profile_host)
         if self.plan.profile is not None:
             result.trace = self._profile(runner, self.plan.profile)
         result.steps = runner.history()
-
-    def _profile_host(self, runner: Runner, folder: Path) -> None:
-        """The table of one block of steps on the first rank; the others take the same steps."""
-        host = HostProfile() if self.place.first else None
-        for _ in range(self.plan.steps):
-            self.synchronize()
-            if host is None:
-                self.step(runner)
-            else:
-                host.run(lambda: self.step(runner))
-        if host is not None:
-            host.write(folder, file_name(runner.subject), self.plan.steps)
 
     def _profile(self, runner: Runner, folder: Path) -> Trace | None:
         """A trace of one step on the first rank, and what it tells about a GPU; the others take

@@ -258,8 +258,6 @@ class Plan:
     isolated: only one wrapper (and the floor) exists at a time.
     profile: folder for a trace of one step of each of ours.
     host_steps: steps after the timed ones in which the host's launching is timed, on a GPU.
-    profile_host: folder for tables of what the host of the first rank does in steps of each.
-    one_thread: backward runs on the thread that calls it, and not on one of autograd's own.
     """
 
     steps: int = 5
@@ -269,8 +267,6 @@ class Plan:
     isolated: bool = False
     profile: Path | None = None
     host_steps: int = 3
-    profile_host: Path | None = None
-    one_thread: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "warmup", "repeats", "num_microbatches"):
