@@ -37,19 +37,16 @@ def unit_cost(strategy: str, layers: int, steps: int) -> float:
     with pretended_world(2):
         rig: Rig = build(setup, HostRuntime())
         engine = processor_time(rig.step, steps)
-        units = len(rig.engine.units)
     without = processor_time(lambda: bare(microbatch(0)).float().sum().backward(), steps)
-    return (engine - without) / units
+    return (engine - without) / len(rig.engine.units)
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--layers", type=int, default=16, help="default %(default)s")
     parser.add_argument("--steps", type=int, default=40, help="default %(default)s")
     given = parser.parse_args(arguments)
     for strategy in STRATEGIES:
-        cost = unit_cost(strategy, given.layers, given.steps)
-        print(f"{strategy:20} {1e6 * cost:8.0f} us a unit")
+        print(f"{strategy:20} {1e6 * unit_cost(strategy, 16, given.steps):8.0f} us a unit")
     return 0
 
 

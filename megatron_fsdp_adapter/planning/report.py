@@ -102,7 +102,7 @@ def plain_call(chosen: Configuration) -> str | None:
 
 
 def benchmark_row(chosen: Configuration) -> str | None:
-    """The row of scripts/benchmark_rows.py that measures it; None where it has none."""
+    """The row of scripts/benchmark.py that measures it; None where it has none."""
     parallel = chosen.parallel
     features = chosen.features
     if parallel != type(parallel)(expert=parallel.expert) or chosen.instances > 1:
@@ -139,7 +139,7 @@ def benchmark_command(wanted: Wanted, chosen: Configuration) -> str | None:
     name = shape.name.split(",")[0]
     preset = f"configs/{name}.yaml" if name in BENCHMARK_PRESETS else "THE_MODEL.yaml"
     options = {
-        "ranks": chosen.gpus, "rows": row, "out": "runs/plan", "preset": preset,
+        "ranks": chosen.gpus, "wrappers": row, "out": "runs/plan", "preset": preset,
         "num-layers": shape.gpt.num_layers, "seq-length": shape.seq_length,
         "micro-batch-size": chosen.microbatch,
         "num-microbatches": chosen.microbatches(wanted.global_batch),
@@ -150,7 +150,7 @@ def benchmark_command(wanted: Wanted, chosen: Configuration) -> str | None:
         options["suggested-communication-unit-size"] = chosen.features.unit_numel
     words = [f"--{name} {value}" for name, value in options.items()]
     words += ["--gradient-accumulation-fusion"] if chosen.fused else []
-    return " ".join(["python scripts/benchmark_rows.py", *words])
+    return " ".join(["python scripts/benchmark.py", *words])
 
 
 def plain(plan: Plan, top: int) -> dict[str, Any]:

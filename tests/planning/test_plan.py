@@ -322,7 +322,7 @@ def test_the_command_prints_a_table_flags_reasons_and_the_step(capsys):
                   "decoder.layers.0/dense", "casts of weights"):  # fmt: skip
         assert words in text
     assert "children_in_order" not in text and "layers were run" not in text  # all 4 were
-    found = re.search(r"to measure it +python (scripts/benchmark_rows.py .*)", text)
+    found = re.search(r"to measure it +python (scripts/benchmark.py .*)", text)
     for words in ("--preset configs/llama3-8b.yaml --num-layers 4 --seq-length 4096", "--ranks 2",
                   "--num-microbatches 1"):  # fmt: skip
         assert words in found[1]
