@@ -10,7 +10,7 @@ from megatron_fsdp_adapter.cli.estimate import GIB
 from megatron_fsdp_adapter.megatron.options.sizes import stage_layers
 
 from .configurations import POOLS, Configuration
-from .features import LATE_STEP, STEP_GRAPH, features_of
+from .features import features_of
 from .machine import GPUS, machine_named
 from .models import from_options
 from .prediction import predict
@@ -78,17 +78,6 @@ def advice(options: Mapping[str, Any], world_size: int, gpu: str) -> list[str]:
         lines.append(
             f"graphs of layers reserve {now.memory[POOLS] / GIB:.1f} GiB for activations, in a "
             "pool for each pass in flight, which nothing else can use"
-        )
-    if chosen.features.late_step:
-        lines.append(
-            f"{LATE_STEP} is planned as without: of {now.spent.get('optimizer', 0.0):.0f} ms of "
-            "updates it hides what would run beside gathers and idle time, nothing beside matrix "
-            "products"
-        )
-    if chosen.features.step_graph:
-        lines.append(
-            f"{STEP_GRAPH}: gradients keep their memory between steps, which is counted; its time "
-            "is planned as without: the host launches less, and Adam is the same kernel"
         )
     if now.peak_bytes > machine.gpu.memory_gib * GIB:
         lines.append(

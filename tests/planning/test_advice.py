@@ -77,14 +77,3 @@ def test_graphs_of_layers_say_what_their_pools_reserve_and_it_is_counted():
     (said,) = (line for line in lines if "graphs of layers reserve" in line)
     assert f"{4 * 4096 * 2 * kept / 2**30:.1f} GiB" in said
     assert not any("graphs of layers" in line for line in advice(plain, 4, "h200"))
-
-
-def test_a_step_that_is_late_or_in_a_graph_says_that_its_time_is_planned_as_without():
-    plain = {**MODEL, **FAST, "global_batch_size": 4}
-    for option, said in (
-        ("fsdp_overlap_param_gather_with_optimizer_step", "ms of updates it hides what would run"),
-        ("optimizer_cuda_graph", "gradients keep their memory between steps, which is counted"),
-    ):
-        lines = advice({**plain, option: True}, 4, "h200")
-        assert [said in line and "planned as without" in line for line in lines] == [True]
-    assert advice(plain, 4, "h200") == []
