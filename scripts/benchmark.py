@@ -3,44 +3,41 @@
     torchrun --nproc-per-node 2 scripts/benchmark.py --num-layers 4 --hidden-size 512 \
         --num-attention-heads 8 --seq-length 256 --micro-batch-size 1
     torchrun --nproc-per-node 8 scripts/benchmark.py --preset configs/llama3-8b.yaml --isolated
+    python scripts/benchmark.py --ranks 8 --out runs/8b --preset configs/llama3-8b.yaml
 
 All wrappers train one model on the same batches of random tokens, in one process a rank; the
-floor is forward and backward of each rank alone. Options beyond those of ``--help`` are those of
-pretrain_gpt.py (``--bf16``, ``--transformer-impl``, ``--micro-batch-size``, ...).
+floor is forward and backward of each rank alone. With --ranks, not started with torchrun, each
+wrapper has processes of its own, so that one that hangs, crashes or runs out of memory costs its
+own time and no other row; what --out holds already is not measured again. Options beyond those of
+--help are those of pretrain_gpt.py (--bf16, --transformer-impl, --micro-batch-size, ...).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 if int(os.environ.get("RANK", "0")) != 0:
     warnings.simplefilter("ignore")  # once is enough
 
-from lib.bench_subjects import DEFAULT, KINDS, Plan, Subject, parse_subjects
+from lib.bench_subjects import DEFAULT, KINDS, parse_subjects
 from lib.check import Machine, this_machine, validated
 from lib.options import Options, parse, read_preset
+from lib.ranks import run_ranks
 
 # What a benchmark does not need to be told. The preset comes after the first, the command line
 # after both: a preset's learning rate is for training with a warm-up, and makes two batches chaos.
 DEFAULTS = ("--train-iters=1", "--micro-batch-size=1")
 LEARNING = ("--lr=1e-5", "--min-lr=0", "--lr-warmup-iters=0")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The options of the benchmark itself."""
-
-    subjects: list[Subject]
-    plan: Plan
-    json: Path | None
-    plot: Path | None
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -59,40 +56,53 @@ def make_parser() -> argparse.ArgumentParser:
     add("--num-microbatches", type=int, default=1, help="microbatches of a step on each rank")
     add("--isolated", action="store_true", help="one wrapper (and the floor) at a time, for models "
         "that do not fit beside each other")  # fmt: skip
-    add("--separate-all-gather-groups", action="store_true", help="every wrapper of ours is "
-        "ours-ag")  # fmt: skip
+    add("--profile", metavar="DIR", help="write a trace of one step of each")
     add("--json", type=Path, metavar="FILE", help="write all samples")
-    add("--plot", type=Path, metavar="FILE", help="write a bar chart (PNG)")
-    add("--profile", type=Path, metavar="DIR", help="write a trace of one step of each of ours")
-    add("--one-thread", action="store_true", help="backward runs on the thread that calls it, not "
-        "on autograd's own for the device")  # fmt: skip
-    add("--profile-host", type=Path, metavar="DIR", help="write a table of the Python and C "
-        "functions that the first rank's host calls in a step of each")  # fmt: skip
+    add("--ranks", type=int, help="each wrapper in so many processes of its own, one a GPU")
+    add("--out", type=Path, default=Path("runs/benchmark"), help="with --ranks: folder for numbers "
+        "and logs")  # fmt: skip
+    add("--row-limit", type=float, default=120.0, help="with --ranks: seconds of one wrapper")
+    add("--time-limit", type=float, default=3600.0, help="with --ranks: seconds of all of them")
     return parser
 
 
-def parse_arguments(arguments: Sequence[str]) -> tuple[Settings, Options]:
-    """Raises ValueError or FileNotFoundError for what is not understood."""
-    known, rest = make_parser().parse_known_args(list(arguments))
-    preset = [] if known.preset is None else read_preset(known.preset)
+COUNTS = ("steps", "warmup", "repeats", "num_microbatches")
+
+
+def parse_arguments(arguments: Sequence[str], machine: Machine | None = None) -> argparse.Namespace:
+    """What the script is told, and as `subjects`, `options` and `machine` what that stands for;
+    `rest` are the words that a process of a row gets as well. `machine`: default that which this
+    process finds.
+
+    Raises ValueError or FileNotFoundError for what is not understood.
+    """
+    given, rest = make_parser().parse_known_args(list(arguments))
+    preset = [] if given.preset is None else read_preset(given.preset)
+    for name in (*COUNTS, "ranks", "row_limit", "time_limit"):
+        if getattr(given, name) is not None and getattr(given, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: must be above 0")
+    given.machine = machine or this_machine()
+    if given.ranks is not None:
+        given.isolated = True
+        given.machine = dataclasses.replace(given.machine, world_size=given.ranks)
     options = parse([*DEFAULTS, *preset, *LEARNING, *rest])
-    plan = Plan(
-        known.steps, known.warmup, known.repeats, known.num_microbatches, known.isolated,
-        known.profile, profile_host=known.profile_host, one_thread=known.one_thread,
-    )  # fmt: skip
-    subjects = parse_subjects(known.wrappers)
-    if known.separate_all_gather_groups:
-        subjects = list(dict.fromkeys(one.with_separate_gathers() for one in subjects))
-    return Settings(subjects, plan, known.json, known.plot), options
+    given.options = common_options(options, given.num_microbatches, given.machine)
+    given.subjects = parse_subjects(given.wrappers)
+    passed = (*COUNTS, "preset", "profile")
+    told = {f"--{name.replace('_', '-')}": getattr(given, name) for name in passed}
+    given.rest = [*(f"{name}={value}" for name, value in told.items() if value), *rest]
+    return given
 
 
-def common_options(
-    options: Options, num_microbatches: int, machine: Machine | None = None
-) -> Options:
+def settings(given: argparse.Namespace) -> dict[str, Any]:
+    """What the rows of a table have in common, as plain values."""
+    return {"plan": {name: getattr(given, name) for name in COUNTS},
+            "options": dataclasses.asdict(given.options)}  # fmt: skip
+
+
+def common_options(options: Options, num_microbatches: int, machine: Machine) -> Options:
     """The options of the model and the step; whatever concerns data, logs and checkpoints, and
-    what would make wrappers train differently (dropout) or wait for the host, is taken out.
-    `machine`: default that which this process finds."""
-    machine = machine or this_machine()
+    what would make wrappers train differently (dropout) or wait for the host, is taken out."""
     ranks = machine.world_size // options.tensor_model_parallel_size
     changed = dataclasses.replace(
         options,
@@ -107,72 +117,111 @@ def common_options(
     return validated(changed, machine)[0]
 
 
-def run(settings: Settings, options: Options) -> bool:
-    """Measures and reports. True if every wrapper that ran trained like the reference."""
-    # Imported here so that bad options are told at once: megatron-core takes seconds to import.
+def measure(given: argparse.Namespace) -> bool:
+    """Measures in this process group, and reports. True if every wrapper that ran trained alike."""
     from lib import bench_report, distributed
     from lib.bench_measure import Bench
 
-    plan = settings.plan
-    place = distributed.start(options)
+    place = distributed.start(given.options)
+
+    def note(results) -> None:
+        table = bench_report.rows(results, given, given.options)
+        if place.first and given.json is not None:
+            bench_report.write_json(given.json, table, settings(given), place.device)
+        if place.first and given.isolated:
+            print(bench_report.table_text(table[-1:]), file=sys.stderr, flush=True)
 
     def say(text: str) -> None:
         if place.first:
             print(text, file=sys.stderr, flush=True)
 
-    def note(results) -> None:
-        table = bench_report.rows(results, plan, options)
-        if place.first and settings.json is not None:
-            bench_report.write_json(settings.json, table, plan, options, place)
-        if plan.isolated:
-            say(bench_report.table_text(table[-1:], bench_report.unit_of(place)))
-
     try:
-        results = Bench(options, plan, place, say, note).run(settings.subjects)
-        table = bench_report.rows(results, plan, options)
+        results = Bench(given, given.options, place, say, note).run(given.subjects)
+        table = bench_report.rows(results, given, given.options)
         if place.first:
-            _report(settings, options, place, table)
-        return not any(getattr(row, "flag", False) for row in table)
+            print(f"{title(given)}\n{bench_report.table_text(table)}", flush=True)
+        return not any(row["flag"] for row in table)
     finally:
         distributed.stop()
 
 
-def _report(settings: Settings, options: Options, place, table) -> None:
+def measure_apart(given: argparse.Namespace) -> bool:
+    """Each wrapper in processes of its own, one after the other. Rows share no rounds: a ratio is
+    one of medians. True if all were measured and trained alike."""
     from lib import bench_report
+    from lib.bench_measure import Result, reason
+    from lib.bench_wrappers import row_options
 
-    plan = settings.plan
-    unit = bench_report.unit_of(place)
-    dtype = "bf16" if options.bf16 else "fp32"
+    results, begin = list[Result](), time.monotonic()
+    for subject in given.subjects:
+        numbers = given.out / f"{subject.file_name}.json"
+        words = ["--wrappers", subject.name, "--isolated", "--json", str(numbers), *given.rest]
+        left = min(given.row_limit, given.time_limit - (time.monotonic() - begin))
+        failure = None if left > 0 else "not begun: --time-limit is over"
+        try:
+            row_options(subject, given.options, given.machine)
+        except ValueError as error:
+            failure = reason(error)
+        row = earlier(given, numbers)
+        if row is None and failure is None:
+            numbers.unlink(missing_ok=True)
+            command, log = [sys.executable, __file__, *words], numbers.with_suffix(".log")
+            failure = run_ranks(command, given.machine.world_size, left, log) or "no numbers"
+            row = json.loads(numbers.read_text())["rows"][0] if numbers.is_file() else None
+        found = Result(subject, error=failure) if row is None else bench_report.from_plain(row)
+        results.append(found)
+        print(f"{subject.name}: {found.error or 'measured'}", file=sys.stderr, flush=True)
+    floors = {one.subject: median(one.seconds) for one in results if one.error is None}
+    for one in results:
+        base = floors.get(one.subject.floor)
+        one.floor_seconds = [] if base is None else [base] * len(one.seconds)
+    table = bench_report.rows(results, given, given.options)
+    text = f"{title(given)}\n{bench_report.table_text(table)}"
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "rows.txt").write_text(text + "\n")
+    print(text, flush=True)
+    return not any(row["flag"] or row["error"] for row in table)
+
+
+def earlier(given: argparse.Namespace, numbers: Path) -> dict[str, Any] | None:
+    """The row that an earlier call has measured there with the same options, if one has."""
+    if not numbers.is_file():
+        return None
+    content = json.loads(numbers.read_text())
+    same = all(content[name] == value for name, value in settings(given).items())
+    row: dict[str, Any] = content["rows"][0]
+    return row if same and not row["error"] else None
+
+
+def title(given: argparse.Namespace) -> str:
+    """What was measured, in two lines."""
+    options = given.options
     mlp = f"ffn {options.ffn_hidden_size}"
     if options.num_experts is not None:
         mlp = (
             f"{options.num_experts} experts of {options.moe_ffn_hidden_size}, "
             f"top {options.moe_router_topk}, EP {options.expert_model_parallel_size}"
         )
-    title = (
-        f"{options.num_layers} layers, hidden {options.hidden_size}, "
-        f"{mlp}, seq {options.seq_length}, "
-        f"{plan.num_microbatches} x {options.micro_batch_size} sequences, "
-        f"{dtype}, {options.transformer_impl}, {place.world_size} x {place.device.type}"
+    layout = "one wrapper at a time" if given.isolated else "all wrappers interleaved"
+    return (
+        f"\n{options.num_layers} layers, hidden {options.hidden_size}, {mlp}, "
+        f"seq {options.seq_length}, {given.num_microbatches} x {options.micro_batch_size} "
+        f"sequences, {'bf16' if options.bf16 else 'fp32'}, {options.transformer_impl}, "
+        f"{given.machine.world_size} x {options.distributed_backend}\n"
+        f"{given.repeats} rounds of {given.steps} steps, {layout}"
     )
-    layout = "one wrapper at a time" if plan.isolated else "all wrappers interleaved"
-    layout += ", backward on the calling thread" if plan.one_thread else ""
-    print(f"\n{title}\n{plan.repeats} rounds of {plan.steps} steps, {layout}")
-    print(bench_report.table_text(table, unit), flush=True)
-    if settings.plot is not None:
-        bench_report.plot(settings.plot, table, title, unit)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status: 0; 1 when a wrapper trained differently; 2 for options that cannot work."""
+    """Exit status: 0; 1 when a wrapper trained differently, or, with --ranks, was not measured; 2
+    for options that cannot work."""
     try:
-        settings, options = parse_arguments(arguments)
-        options = common_options(options, settings.plan.num_microbatches)
+        given = parse_arguments(arguments)
     except (ValueError, FileNotFoundError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"benchmark.py: {error}", file=sys.stderr)
         return 2
-    return 0 if run(settings, options) else 1
+    return 0 if (measure if given.ranks is None else measure_apart)(given) else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What is measured or trained on 2 GPUs or more: benchmark.py on the presets, the matrix, real training
 # scripts. (Tests: gpu_check.sh.) Each part has its own time limit, so that one that hangs does not
-# take the others with it; logs, tables and charts go to $OUT, short tables are printed last.
+# take the others with it; logs and tables go to $OUT, short tables are printed last.
 #
 #   OUT=folder bash scripts/gpu_bench.sh [part ...]
 #   parts: bench8b bench1b matrix norms trace fp8_rows fp8_curves dropin moe moe_overlap (the last two
@@ -52,7 +52,7 @@ bench() { # bench NAME SECONDS ARGUMENTS...
   local name=$1 limit=$2
   shift 2
   part "$name" "$limit" bash -c 'ranks "$PYTHON" scripts/benchmark.py "$@"' bench \
-    --json "$OUT/$name.json" --plot "$OUT/$name.png" --distributed-timeout-minutes 2 "$@"
+    --json "$OUT/$name.json" --distributed-timeout-minutes 2 "$@"
 }
 
 # FP8 with fused gradients at a real width, beside stock DDP; each pair of processes frees what the
@@ -98,17 +98,17 @@ do_trace() {
     --wrappers ours:optim_grads_params --profile "$OUT/trace" ${ARGS_8B:-}
 }
 
-# FP8 weights: all rows of the benchmark (again with the same OUT goes on), loss curves, memory.
+# FP8 weights: rows in processes of their own (again with the same OUT goes on), and loss curves.
 do_fp8_rows() {
   # shellcheck disable=SC2086
-  part "fp8_rows" 600 "$PYTHON" scripts/benchmark_rows.py --ranks 2 --rows fp8 --row-limit 90 \
+  part "fp8_rows" 600 "$PYTHON" scripts/benchmark.py --ranks 2 --row-limit 90 \
+    --wrappers "${FP8_ROWS:-floor@fp8w_tensorwise,ours:optim_grads_params@fp8w_tensorwise,ours-ce-rs@fp8w_tensorwise,ddp@fp8w_tensorwise,bundled@fp8w_tensorwise,ours-ce-graph@fp8w_tensorwise,floor@bf16,ours:optim_grads_params@bf16,ddp@bf16}" \
     --time-limit "${FP8_SECONDS:-570}" --out "$OUT/fp8_rows" --preset configs/llama3-8b.yaml \
     --num-layers 24 --steps 3 --warmup 3 --repeats 3 ${ARGS_FP8:-}
 }
 
 do_fp8_curves() {
-  part "fp8_curves" 240 "$PYTHON" scripts/fp8_loss_curves.py --ranks 2 --out "$OUT/fp8_curves" \
-    --time-limit 220
+  part "fp8_curves" 600 "$PYTHON" scripts/loss_curves.py --ranks 2 --runs fp8 --out "$OUT/fp8_curves"
 }
 
 do_dropin() { # prints its own verdict

@@ -19,8 +19,7 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,52 +29,17 @@ SPLITS = ("train", "valid")
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", ".git")
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Which files are read: those under `folder` that match `pattern`, up to `max_bytes`."""
-
-    folder: Path
-    pattern: str
-    max_bytes: int | None
-    valid_share: float
-
-    def __post_init__(self) -> None:
-        if not self.folder.is_dir():
-            raise FileNotFoundError(f"--input {self.folder}: no such folder; correct the path")
-        if self.max_bytes is not None and self.max_bytes < 1:
-            raise ValueError(f"--max-bytes {self.max_bytes} must be at least 1")
-        if not 0 < self.valid_share < 1:
-            raise ValueError(f"--valid-share {self.valid_share} must be between 0 and 1")
-
-
-@dataclass(frozen=True)
-class Written:
-    """One finished split: its prefix, documents and tokens (ends of documents included)."""
-
-    prefix: Path
-    documents: int
-    tokens: int
-
-
-def files_of(corpus: Corpus) -> list[Path]:
-    """Matching files in the order of their path, other packages and caches left out."""
-    return [
-        path
-        for path in sorted(corpus.folder.rglob(corpus.pattern))
-        if path.is_file()
-        and not set(path.relative_to(corpus.folder).parts[:-1]) & set(SKIPPED_FOLDERS)
-    ]
-
-
-def documents_of(corpus: Corpus) -> Iterator[bytes]:
-    """The bytes of each text file: not empty, and without a zero byte (which no text has).
+def documents_of(corpus: argparse.Namespace) -> Iterator[bytes]:
+    """The bytes of each matching text file, in the order of their path, other packages and caches
+    left out: not empty, and without a zero byte (which no text has).
 
     Stops before the document that would exceed `max_bytes`.
     """
     total = 0
-    for path in files_of(corpus):
-        content = path.read_bytes()
-        if not content or b"\0" in content:
+    for path in sorted(corpus.input.rglob(corpus.pattern)):
+        folders = path.relative_to(corpus.input).parts[:-1]
+        content = path.read_bytes() if path.is_file() else b""
+        if not content or b"\0" in content or {*folders} & {*SKIPPED_FOLDERS}:
             continue
         total += len(content)
         if corpus.max_bytes is not None and total > corpus.max_bytes:
@@ -87,17 +51,6 @@ def split_of(number: int, valid_share: float) -> str:
     """The split of document `number`: every (1/share)-th is for validation, spread evenly."""
     before, after = int(number * valid_share), int((number + 1) * valid_share)
     return "valid" if after > before else "train"
-
-
-def split_prefix(prefix: Path, split: str) -> Path:
-    """Where a split is written, without the endings."""
-    return prefix.with_name(f"{prefix.name}_{split}")
-
-
-def tokens_of(document: bytes) -> np.ndarray:
-    """uint16 ids: the bytes and the end of the document."""
-    ids = np.frombuffer(document, dtype=np.uint8).astype(np.uint16)
-    return np.append(ids, np.uint16(END_OF_DOCUMENT))
 
 
 def _temporary(prefix: Path, ending: str) -> Path:
@@ -116,8 +69,9 @@ def _require_writable(prefix: Path) -> None:
         ) from error
 
 
-def write_splits(corpus: Corpus, prefix: Path) -> list[Written]:
-    """Writes both splits and gives them their names when all of them are whole.
+def write_splits(corpus: argparse.Namespace) -> dict[Path, tuple[int, int]]:
+    """Writes both splits and gives them their names when all of them are whole: documents and
+    tokens (ends of documents included) by prefix.
 
     A crash leaves only files that end in ``.unfinished``; earlier data stays as it was. Raises
     ValueError if a split would be empty, or if the folder cannot be written to.
@@ -125,48 +79,46 @@ def write_splits(corpus: Corpus, prefix: Path) -> list[Written]:
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+    prefix = corpus.output_prefix
     _require_writable(prefix)
-    prefixes = {split: split_prefix(prefix, split) for split in SPLITS}
-    names = [(split, end) for split in SPLITS for end in (".bin", ".idx")]
-    temporary = {(split, end): _temporary(prefixes[split], end) for split, end in names}
+    prefixes = {split: prefix.with_name(f"{prefix.name}_{split}") for split in SPLITS}
+    names = [(path, end) for path in prefixes.values() for end in (".bin", ".idx")]
+    temporary = {(path, end): _temporary(path, end) for path, end in names}
     builders = {
-        split: IndexedDatasetBuilder(str(temporary[split, ".bin"]), dtype=np.uint16)
-        for split in SPLITS
+        path: IndexedDatasetBuilder(str(temporary[path, ".bin"]), dtype=np.uint16)
+        for path in prefixes.values()
     }
     try:
         for number, document in enumerate(documents_of(corpus)):
-            builder = builders[split_of(number, corpus.valid_share)]
-            builder.add_item(torch.from_numpy(tokens_of(document)))
+            builder = builders[prefixes[split_of(number, corpus.valid_share)]]
+            ids = np.frombuffer(document, dtype=np.uint8).astype(np.uint16)
+            builder.add_item(torch.from_numpy(np.append(ids, np.uint16(END_OF_DOCUMENT))))
             builder.end_document()
-        written = [
-            Written(
-                prefixes[split],
-                len(builder.sequence_lengths),
-                sum(builder.sequence_lengths),
-            )
-            for split, builder in builders.items()
-        ]
-        _require_documents(corpus, written)
-        for split, builder in builders.items():
-            builder.finalize(str(temporary[split, ".idx"]))
-        for split, end in names:  # the index last: it makes the pair readable
-            os.replace(temporary[split, end], f"{prefixes[split]}{end}")
+        lengths = {path: builder.sequence_lengths for path, builder in builders.items()}
+        written = {path: (len(found), sum(found)) for path, found in lengths.items()}
+        _require_documents(corpus, {path: count for path, (count, _) in written.items()})
+        for path, builder in builders.items():
+            builder.finalize(str(temporary[path, ".idx"]))
+        for path, end in names:  # the index last: it makes the pair readable
+            os.replace(temporary[path, end], f"{path}{end}")
     finally:
         for builder in builders.values():
             builder.data_file.close()
-        for path in temporary.values():
-            path.unlink(missing_ok=True)
+        for file in temporary.values():
+            file.unlink(missing_ok=True)
     for path in prefixes.values():
-        _forget_sample_index(path)
+        # GPTDataset keeps its sample index here under a name that does not depend on the content of
+        # the data, so an index of earlier data with this prefix would be taken for ours.
+        shutil.rmtree(path / "cache", ignore_errors=True)
     return written
 
 
-def _require_documents(corpus: Corpus, written: list[Written]) -> None:
-    empty = [item.prefix.name for item in written if item.documents == 0]
-    total = sum(item.documents for item in written)
+def _require_documents(corpus: argparse.Namespace, counts: Mapping[Path, int]) -> None:
+    empty = [path.name for path, count in counts.items() if count == 0]
+    total = sum(counts.values())
     if total == 0:
         raise ValueError(
-            f"--input {corpus.folder}: no text file matches --pattern {corpus.pattern!r} within "
+            f"--input {corpus.input}: no text file matches --pattern {corpus.pattern!r} within "
             f"--max-bytes {corpus.max_bytes}; change one of them"
         )
     if empty:
@@ -174,12 +126,6 @@ def _require_documents(corpus: Corpus, written: list[Written]) -> None:
             f"--valid-share {corpus.valid_share}: of {total} documents none is left for "
             f"{', '.join(empty)}; give more text or another share"
         )
-
-
-def _forget_sample_index(prefix: Path) -> None:
-    # GPTDataset keeps its sample index here under a name that does not depend on the content of
-    # the data, so an index of earlier data with this prefix would be taken for ours.
-    shutil.rmtree(prefix / "cache", ignore_errors=True)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -207,18 +153,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Exit status: 0, or 2 for input that cannot be used."""
     given = parse(arguments)
-    library = given.input is None
-    folder = Path(sysconfig.get_path("stdlib")) if library else given.input
-    pattern = given.pattern or ("*.py" if library else "*")
+    given.pattern = given.pattern or ("*" if given.input else "*.py")
+    given.input = given.input or Path(sysconfig.get_path("stdlib"))
     try:
-        corpus = Corpus(folder, pattern, given.max_bytes, given.valid_share)
-        written = write_splits(corpus, given.output_prefix)
+        if not given.input.is_dir():
+            raise FileNotFoundError(f"--input {given.input}: no such folder; correct the path")
+        if given.max_bytes is not None and given.max_bytes < 1:
+            raise ValueError(f"--max-bytes {given.max_bytes} must be at least 1")
+        if not 0 < given.valid_share < 1:
+            raise ValueError(f"--valid-share {given.valid_share} must be between 0 and 1")
+        written = write_splits(given)
     except (ValueError, FileNotFoundError) as error:
         print(f"prepare_data.py: {error}", file=sys.stderr)
         return 2
-    print(f"read {folder} ({pattern})")
-    for item in written:
-        print(f"{item.prefix}.bin, .idx: {item.documents:,} documents, {item.tokens:,} tokens")
+    print(f"read {given.input} ({given.pattern})")
+    for path, (documents, tokens) in written.items():
+        print(f"{path}.bin, .idx: {documents:,} documents, {tokens:,} tokens")
     return 0
 
 

@@ -22,6 +22,8 @@ from typing import NamedTuple
 MAGIC = 0xBA55ED50
 CONTAINER = struct.Struct("<IHHQ")
 """Magic, version (1), bytes of this header, bytes of all entries."""
+SIZE, SIZE_AT = struct.Struct("<Q"), 8
+"""The last of these."""
 ENTRY = struct.Struct("<HHIQ")
 """Kind, version, bytes of this header, bytes of the payload behind it."""
 ARCH = struct.Struct("<I")
@@ -39,14 +41,8 @@ class Entry(NamedTuple):
     size: int
 
 
-class Container(NamedTuple):
-    start: int
-    header: int
-    entries: tuple[Entry, ...]
-
-    @property
-    def size(self) -> int:
-        return self.header + sum(entry.size for entry in self.entries)
+Container = tuple[int, int, list[Entry]]
+"""Where it starts, where its entries start, and they."""
 
 
 def containers(data: bytes) -> Iterator[Container]:
@@ -56,7 +52,7 @@ def containers(data: bytes) -> Iterator[Container]:
         found = _container(data, at)
         if found is not None:
             yield found
-        after = at + (found.size if found is not None else 1)
+        after = at + 1 if found is None else found[1] + sum(entry.size for entry in found[2])
         at = data.find(MAGIC.to_bytes(4, "little"), after)
 
 
@@ -76,7 +72,7 @@ def _container(data: bytes, start: int) -> Container | None:
             return None
         entries.append(Entry(kind, ARCH.unpack_from(data, at + ARCH_AT)[0], at, own + payload))
         at += own + payload
-    return Container(start, header, tuple(entries))
+    return start, start + header, entries
 
 
 def used(entries: Sequence[Entry], arch: int) -> list[Entry]:
@@ -94,18 +90,15 @@ def prune(data: bytearray, arch: int) -> tuple[int, int]:
         ValueError: there is no fat binary, or nothing in any is for this architecture.
     """
     kept = gone = 0
-    for container in list(containers(bytes(data))):
-        stays = used(container.entries, arch)
+    for start, first, entries in list(containers(bytes(data))):
+        stays = used(entries, arch)
         if not stays:
             continue
         parts = b"".join(data[entry.start : entry.start + entry.size] for entry in stays)
-        start, header = container.start, container.header
-        magic, version, _, _ = CONTAINER.unpack_from(data, start)
-        CONTAINER.pack_into(data, start, magic, version, header, len(parts))
-        data[start + header : start + container.size] = parts.ljust(
-            container.size - header, b"\0"
-        )
-        kept, gone = kept + len(parts), gone + container.size - header - len(parts)
+        size = sum(entry.size for entry in entries)
+        SIZE.pack_into(data, start + SIZE_AT, len(parts))
+        data[first : first + size] = parts.ljust(size, b"\0")
+        kept, gone = kept + len(parts), gone + size - len(parts)
     if not kept:
         raise ValueError(
             f"--arch {arch}: the file has no code for it. Name one that it has, or another file."

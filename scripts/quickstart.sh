@@ -39,7 +39,7 @@ say "and resumed from its last checkpoint"
 train resumed --save "$out/checkpoints" --save-interval 40 --load "$out/checkpoints"
 
 say "are the losses of both the same?"
-"$python" scripts/compare_losses.py "$out/uninterrupted.jsonl" "$out/resumed.jsonl" \
+"$python" scripts/loss_curves.py --compare "$out/uninterrupted.jsonl" "$out/resumed.jsonl" \
   --png "$out/losses.png"
 
 say "memory of each strategy, bytes a rank"

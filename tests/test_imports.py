@@ -34,7 +34,6 @@ PARTS = (
     "launch",
     "prove",
     "cli.gpt",
-    "cli.graph_pools",
     "cli.joined_units",
     "cli.precision_options",
     "cli.quantised_options",

@@ -41,7 +41,7 @@ from megatron_fsdp_adapter.megatron.options.support import is_on
 from megatron_fsdp_adapter.sharding.budget import GIB, KeptUnits, kept_units
 from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
 
-from . import graph_pools, joined_units, quantised_options
+from . import joined_units, quantised_options
 from .estimate_text import render, unit_row
 from .gpt import (
     EMBEDDING,
@@ -109,11 +109,10 @@ class UnitKind:
 class Model:
     """A planned model: its kinds of units, on `num_shards` shards; `order`: all units, by name, as
     they compute, the root unit last. `slots`: what `slots_wanted` says. `quantised`: what becomes
-    of linear weights. `budget`: bytes for units that stay whole over a step. `pool`: bytes of a
-    layer in pools of CUDA graphs; `graphs`: whether layers are in any. `ahead`: elements that may
-    be gathered ahead of the unit that computes, if that is more than the next unit. `tensor`:
-    ranks over which dense matrices are split. `listing`: what it was planned of, and
-    `with_listing`, how another one is.
+    of linear weights. `budget`: bytes for units that stay whole over a step. `graphs`: whether
+    layers are in CUDA graphs. `ahead`: elements that may be gathered ahead of the unit that
+    computes, if that is more than the next unit. `tensor`: ranks over which dense matrices are
+    split. `listing`: what it was planned of, and `with_listing`, how another one is.
     """
 
     kinds: tuple[UnitKind, ...]
@@ -122,17 +121,11 @@ class Model:
     slots: Mapping[str, bool]
     quantised: Quantisation = PLAIN
     budget: int = 0
-    pool: int = 0
     ahead: int = 0
     graphs: bool = False
     tensor: int = 1
     listing: Sequence[Row] = field(default=(), repr=False)
     with_listing: Callable[[Sequence[Row]], Model] = field(kw_only=True, repr=False)
-
-    @property
-    def first_unit(self) -> str:
-        """The first that computes, the root unit aside."""
-        return self.order[0]
 
     @property
     def num_parameters(self) -> int:
@@ -308,8 +301,7 @@ def most_layers(
     """The largest number of transformer layers whose states fit in `limit` bytes at any time."""
 
     def needed(num_layers: int) -> int:
-        held = most_bytes(model.with_layers(num_layers).bytes_held(strategy, precision, rank))
-        return held + model.pool * num_layers
+        return most_bytes(model.with_layers(num_layers).bytes_held(strategy, precision, rank))
 
     # Every layer adds at least a shard of weights, gradients and state, so this is never too few.
     each = max(map(layers_of, model.order))
@@ -344,13 +336,12 @@ def estimate(
             "gathered_ahead": model.gathered_ahead(strategy, precision),
             "peak": most_bytes(held),
         }
-        pools = found["pools"] = model.pool * sum(map(is_layer, model.order))
         if model.budget:
             kept = model.kept(strategy, precision)
             found["kept"] = {"weights": kept.weights, "gradients": kept.grads, "bytes": kept.nbytes}
         if memory_gib is not None:
             limit = int(memory_gib * GIB)
-            found["fits"] = found["peak"] + pools <= limit
+            found["fits"] = found["peak"] <= limit
             found["most_layers"] = most_layers(model, strategy, precision, rank, limit)
         report["strategies"][strategy.name] = found
     return report
@@ -397,9 +388,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument(flag(UNIT_NUMEL), type=int, help="elements up to which layers are one unit; "
                      "0: each is one; default: as the wrapper joins them")
-    run.add_argument("--cuda-graph-impl", choices=("none", "local"), help="local: of layers")
-    run.add_argument("--micro-batch-size", type=int, help="of graphs; default 1")
-    run.add_argument(flag(graph_pools.IN_FLIGHT), type=int, help="of graphs; default 1")
     run.add_argument("--optimizer", choices=("adam", *sorted(MOMENTS)),
                      help="others than adam: of matrices alone")
     run.add_argument("--rank", type=int, default=None, help="default: the rank that holds most")
@@ -447,7 +435,8 @@ def _check(given: argparse.Namespace) -> None:
     budget = vars(given).get(BUDGET, 0.0)
     if not (math.isfinite(budget) and budget >= 0):
         raise ValueError(f"{flag(BUDGET)} {budget} must be 0 or more")
-    joined_units.check(vars(given))
+    if vars(given).get(UNIT_NUMEL, 0) < 0:
+        raise ValueError(f"{flag(UNIT_NUMEL)} {vars(given)[UNIT_NUMEL]} must be 0 or more")
     if given.memory_gib is not None and not given.memory_gib > 0:
         raise ValueError(f"--memory-gib {given.memory_gib} must be above 0")
 
@@ -472,11 +461,8 @@ def run(given: argparse.Namespace) -> str:
         padding_bound=given.padding_bound,
         max_segments=given.max_segments,
     )
-    pool = graph_pools.layer_pool_bytes(config_from(options), options, DTYPES[dtype].itemsize)
-    model = replace(model, pool=pool, graphs=pool > 0)
     chosen = vars(given).get("data_parallel_sharding_strategy")
     strategies = [STRATEGIES[chosen]] if chosen else list(STRATEGIES.values())
-    strategies = graph_pools.captured(strategies, model.slots, options)
     report = estimate(model, strategies, precision(vars(given)), given.rank, given.memory_gib)
     report["params_dtype"] = dtype
     report["quantised"] = quantised.name

@@ -13,7 +13,6 @@ TOTALS = {
     "held between steps": "between_steps",
     "and gathered ahead": "gathered_ahead",
     "held at most": "peak",
-    "and pools of graphs": "pools",
 }
 """Rows of the report below the kinds of buffers, and their names in `estimate`'s values."""
 
@@ -68,8 +67,6 @@ def _strategy_rows(
         if any(kind in entry["bytes"] for entry in found):
             rows.append((kind, life, *(_gib(entry["bytes"].get(kind, 0)) for entry in found)))
     for title, key in TOTALS.items():
-        if key == "pools" and not any(entry[key] for entry in found):
-            continue
         rows.append((title, "", *(_gib(entry[key]) for entry in found)))
     if any("kept" in entry for entry in found):
         for what in ("weights", "gradients"):

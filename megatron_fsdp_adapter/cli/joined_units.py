@@ -6,16 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from megatron_fsdp_adapter.core.engine.partition import TO
 from megatron_fsdp_adapter.diagnostics.memory import GATHERED_WEIGHTS, UNITS_IN_USE
-from megatron_fsdp_adapter.megatron.options.joining import UNIT_NUMEL
 from megatron_fsdp_adapter.sharding.joining import default_unit_numel
-
-from . import graph_pools
 
 PREFETCHED = torch.bfloat16.itemsize
 """Bytes of an element, by which the size of a joined unit limits what is gathered ahead."""
@@ -70,16 +66,6 @@ def joined(units: Mapping[str, Params], numel: int | None) -> dict[str, Params]:
 
 def _numel(params: Params) -> int:
     return sum(math.prod(shape) for _, shape, _ in params)
-
-
-def check(options: Mapping[str, Any]) -> None:
-    """ValueError unless units of as many elements as is asked for can be had."""
-    numel = options.get(UNIT_NUMEL, 0)
-    if numel < 0 or (numel and graph_pools.asks_for_pools(options)):
-        raise ValueError(
-            f"--suggested-communication-unit-size {numel}: give 0 or more, and not with "
-            "--cuda-graph-impl local, which captures each layer for itself"
-        )
 
 
 def gathered(

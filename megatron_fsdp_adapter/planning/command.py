@@ -3,10 +3,8 @@
     plan --preset llama3-8b --gpus 8 --gpu h100 --global-batch-size 128
     plan --hf-config model/config.json --gpus 64 --gpu h200 --global-batch-size 512 --explain
     plan --preset llama3-70b --global-batch-size 2048 --curve 64,128,256,512,1024 --gpu gb200
-    plan --measure machine.json            one layer and the network, under torchrun on GPUs
 
-No GPU and no weights are needed but for --measure. docs/plan.md says what is modelled, and how far
-off it was.
+No GPU and no weights are needed. docs/plan.md says what is modelled, and how far off it was.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ from megatron_fsdp_adapter.cli import quantised_options
 from megatron_fsdp_adapter.cli.gpt import MEANINGS, PRESETS, flag, read_options
 from megatron_fsdp_adapter.core.config import STRATEGIES
 
-from . import report, scale
+from . import report
 from .features import UNMODELLED, features_of
-from .machine import GPUS, NETWORKS, Machine, from_json, machine_named
+from .machine import GPUS, NETWORKS, machine_named
 from .models import from_hugging_face, from_options, shape_named
 from .search import Plan, Wanted, plan
-from .shapes import Parallel, Shape, layers_of
+from .shapes import Shape, layers_of
 
 FIXED = {
     "data_parallel_sharding_strategy": ("strategy", str),
@@ -68,7 +66,6 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--gpu", default="h200", choices=sorted(GPUS),
                      help="of which kind; default %(default)s")  # fmt: skip
     run.add_argument("--network", choices=sorted(NETWORKS), help="default: that of the GPU")
-    run.add_argument("--machine", metavar="FILE", help="what --measure has written")
     run.add_argument("--memory-gib", type=float, help="of a GPU; default: that of the GPU")
     run.add_argument("--global-batch-size", type=int, default=None, metavar="N",
                      help="sequences; default 16 a GPU")  # fmt: skip
@@ -83,11 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print the plan as JSON")
     out.add_argument("--explain", action="store_true", help="the step as the engine runs it")
-    out.add_argument("--plot", metavar="FILE", help="a picture of a step, or of the curve")
     out.add_argument("--curve", metavar="N,N,...", help="the best for each number of GPUs")
-    out.add_argument("--scale", metavar="N,N,...", help="what grows with the number of ranks")
-    out.add_argument("--measure", metavar="FILE", help="measures this machine, and writes FILE")
-    out.add_argument("--measure-small", action="store_true", help="tiny shapes, to try --measure")
     return parser
 
 
@@ -98,19 +91,11 @@ def _add_features(parser: argparse.ArgumentParser) -> None:
             told.add_argument(flag(name), metavar="NAME", help=text)
     told.add_argument("--fp8-param-gather", action="store_true",
                       help=quantised_options.SWITCHES["fp8_param_gather"])  # fmt: skip
-    told.add_argument("--optimizer", choices=["adam", "muon"], default="adam",
-                      help="default %(default)s")  # fmt: skip
-    told.add_argument("--chunked-optimizer-state-offload", action="store_true",
-                      help="main weights and state in host memory, streamed")  # fmt: skip
-    told.add_argument("--cpu-offloading-num-layers", type=int, default=0, metavar="N",
-                      help="layers whose activations are in host memory")  # fmt: skip
     told.add_argument("--fsdp-unsharded-budget-gib", type=float, default=0.0, metavar="GIB",
                       help="for units that stay whole over a step")  # fmt: skip
     told.add_argument("--suggested-communication-unit-size", type=int, metavar="N",
                       help="elements up to which neighbouring layers are one unit; 0: each is one; "
                       "default: as the wrapper joins them")  # fmt: skip
-    told.add_argument("--overlap-moe-expert-parallel-comm", action="store_true",
-                      help="exchanges between experts beside another microbatch")  # fmt: skip
     for name, what in UNMODELLED.items():
         told.add_argument(flag(name), nargs="?", const=True, help=f"not modelled: {what}")
     told.add_argument("--cuda-graph-impl", choices=["local"],
@@ -148,14 +133,8 @@ def _overridden(shape: Shape, chosen: Mapping[str, Any]) -> Shape:
     return replace(shape, name=name, gpt=gpt, seq_length=seq or shape.seq_length)
 
 
-def machine_of(given: argparse.Namespace) -> Machine:
-    if given.machine:
-        return from_json(given.machine)
-    return machine_named(given.gpu, given.network)
-
-
 def wanted_of(given: argparse.Namespace, gpus: int) -> Wanted:
-    machine = machine_of(given)
+    machine = machine_named(given.gpu, given.network)
     fixed = {
         field: getattr(given, name) for name, (field, _) in FIXED.items()
         if getattr(given, name) is not None
@@ -177,27 +156,9 @@ def _numbers(text: str) -> list[int]:
 
 def run(given: argparse.Namespace) -> str:
     """What the command prints. ValueError, FileNotFoundError or RuntimeError for what cannot be."""
-    if given.plot:
-        from .plot import check_matplotlib
-
-        check_matplotlib()
-    if given.measure:
-        from .measure import measure
-
-        return measure(given.measure, machine_of(given), given.measure_small)
-    if given.scale:
-        shape = shape_of(given)
-        rows = scale.scale_rows(
-            shape, _numbers(given.scale), Parallel(expert=given.expert_model_parallel_size or 1)
-        )
-        return "\n".join(report.aligned([scale.HEAD, *scale.render(shape.name, rows)]))
     if given.curve:
         return _curve(given, _numbers(given.curve))
     found = plan(wanted_of(given, given.gpus))
-    if given.plot:
-        from .plot import plot_step
-
-        plot_step(found.wanted, found.predictions[0], given.plot)
     if given.json:
         return json.dumps(report.plain(found, given.top), indent=2)
     text = report.render(found, given.top)
@@ -216,11 +177,6 @@ def _curve(given: argparse.Namespace, sizes: Sequence[int]) -> str:
             plans.append((gpus, plan(replace(wanted, tries=min(wanted.tries, CURVE_TRIES)))))
         except ValueError as error:
             plans.append((gpus, str(error)))
-    if given.plot:
-        from .plot import plot_curve
-
-        known = [(gpus, one.predictions[0]) for gpus, one in plans if isinstance(one, Plan)]
-        plot_curve(wanted_of(given, sizes[0]), known, given.plot)
     if given.json:
         return json.dumps([
             report.plain(one, 1) if isinstance(one, Plan) else {"gpus": gpus, "error": one}

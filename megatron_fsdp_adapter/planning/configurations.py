@@ -21,9 +21,6 @@ from megatron_fsdp_adapter.core.config import (
 from megatron_fsdp_adapter.diagnostics.memory import (
     BACKWARD_TO_STEP,
     FORWARD_TO_BACKWARD,
-    GATHERED_WEIGHTS,
-    IN_OPTIMIZER,
-    IN_STEP,
     KEPT_SHARD,
     LIFE,
     MAIN_WEIGHTS,
@@ -45,15 +42,12 @@ from .shapes import (
     Shape,
     activation_bytes,
     captured_bytes,
-    layer_bytes,
     listing,
 )
 from .timed_modules import EXPERTS
 
 ACTIVATIONS, RESERVED = "activations", "contexts, NCCL, fragments"
 POOLS = "pools of graphs of layers"
-AWAY_TOO_LATE = 2
-"""Layers whose activations are on the way to host memory, or back, at the most."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +80,7 @@ class Configuration:
                 f"num_distributed_optimizer_instances={self.instances} does not divide the "
                 f"{self.sharded_over} (experts: {self.experts_over}) data-parallel ranks"
             )
-        wrong = problem(
-            self.features, STRATEGIES[self.strategy], self.graph,
-            self.parallel.pipeline == 1 and not self.parallel.recompute, self.slots["weight_slots"],
-        )  # fmt: skip
+        wrong = problem(self.features, STRATEGIES[self.strategy], self.graph)
         if wrong is not None:
             raise ValueError(f"{self.name}: {wrong}")
 
@@ -149,7 +140,6 @@ class Configuration:
         return EngineConfig(
             row, MixedPrecisionPolicy(grad_comm_dtype=wire), poison_buffers=False,
             fp32_accumulation=features.bf16_wire and row.shard_main,
-            offload=features.streamed,
             shard_outer=self.outer_optim and self.instances > 1,
             prefetch_bytes=BF16 * (features.unit_numel or 0), whole=self._whole, **self.slots,
         )  # fmt: skip
@@ -237,16 +227,9 @@ def _stage_memory(
             held[KEPT_SHARD] = kept_shards(model, strategy)
         for kind in (MAIN_WEIGHTS, OPTIMIZER_STATE):
             held[kind] = -(-held.get(kind, 0) // chosen.instances)
-    if chosen.features.expert_overlap and microbatches > 1 and GATHERED_WEIGHTS in held:
-        held[GATHERED_WEIGHTS] *= 2  # two passes, each with a layer and the next one
-    in_flight = passes_in_flight(chosen, stage, microbatches)
+    in_flight = chosen.parallel.in_flight(stage, microbatches)
     fp8 = bool(chosen.features.quantised.name)
     activations = activation_bytes(shape, chosen.parallel, chosen.microbatch, in_flight, fp8)
-    away = chosen.features.host_layers - AWAY_TOO_LATE
-    if away > 0:
-        activations -= int(
-            away * layer_bytes(shape, chosen.parallel, chosen.microbatch, fp8=fp8)
-        )
     if chosen.features.layer_graphs:
         held[POOLS] = captured_bytes(shape, chosen.parallel, chosen.microbatch, in_flight, fp8)
         activations -= held[POOLS]
@@ -254,27 +237,18 @@ def _stage_memory(
     return at_its_most(held, activations, microbatches > 1)
 
 
-def passes_in_flight(chosen: Configuration, stage: int, microbatches: int) -> float:
-    """Microbatches of which a rank has activations at once."""
-    in_flight = chosen.parallel.in_flight(stage, microbatches)
-    return min(in_flight + chosen.features.expert_overlap, microbatches)
-
-
 def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[str, int]:
     """Of what a rank holds by kind, the kinds at the event at which they are most: the end of a
     forward, with all activations; the end of a backward, with gradients and buckets; the begin of a
-    forward, with a streamed optimizer; Muon's step. again: a forward finds gradients there."""
-    kept, grads, passing, saved, staged, stepping = (
+    forward. again: a forward finds gradients there."""
+    kept, grads, passing, saved = (
         {kind: n for kind, n in held.items() if LIFE.get(kind, PERSISTENT) == life}
-        for life in (PERSISTENT, BACKWARD_TO_STEP, UNIT_IN_USE, FORWARD_TO_BACKWARD, IN_STEP,
-                     IN_OPTIMIZER)
-    )  # fmt: skip
+        for life in (PERSISTENT, BACKWARD_TO_STEP, UNIT_IN_USE, FORWARD_TO_BACKWARD)
+    )
     weights = {kind: n for kind, n in passing.items() if kind != REDUCE_BUCKET}
     events = (
-        {**kept, **(grads if again else {}), **weights, **staged, **saved,
-         ACTIVATIONS: activations},
-        {**kept, **grads, **passing},
-        {**kept, **grads, **weights, **staged}, {**kept, **grads, **stepping},
+        {**kept, **(grads if again else {}), **weights, **saved, ACTIVATIONS: activations},
+        {**kept, **grads, **passing}, {**kept, **grads, **weights},
     )
     most = max(events, key=lambda kinds: sum(kinds.values()))
     return {kind: count for kind, count in most.items() if count}

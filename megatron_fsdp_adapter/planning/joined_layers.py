@@ -23,10 +23,7 @@ def unit_numel(
     """Elements up to which layers of a pipeline stage are joined, in each of its model chunks; 0
     for not at all. graph: of the iteration."""
     impl = FULL_ITERATION if graph else LOCAL if features.layer_graphs else None
-    options = Namespace(**{
-        "cuda_graph_impl": impl, joining.UNIT_NUMEL: features.unit_numel,
-        joining.PARTS_OF_LAYERS: features.expert_overlap, joining.STREAMED: features.streamed,
-    })  # fmt: skip
+    options = Namespace(**{"cuda_graph_impl": impl, joining.UNIT_NUMEL: features.unit_numel})
     numels = _layer_numels(shape, replace(parallel, virtual=1, context=1, recompute=False), stage)
     of_chunk = numels[: -(-len(numels) // parallel.virtual)]
     return joining.unit_numel(options, options, of_chunk)

@@ -1,17 +1,13 @@
 """What a machine takes for things: GPUs, their network, the host, and what they cost each other.
 
-The tables say where each number is from. A probe of one's own machine (`measure.py`) writes the
-same fields as JSON, which `--machine FILE` reads.
+The tables say where each number is from.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from .program import Kind
 
@@ -28,9 +24,6 @@ class Gpu:
             scale a tensor; fp8_in_blocks: of those, in parts, with scales of blocks.
         attention_tflops: causal attention, forward and backward together, counting half of the
             square.
-        iteration: parts of `product_tflops` that Newton-Schulz iterations reach, over the
-            operations that symmetry leaves.
-        to_host_gbps, from_host_gbps: GB/s of copies to and from page-locked memory.
         memory_tbps: what passes over memory reach, bytes read and written. kernel_us: from one
             kernel to the next on a stream.
         sustained: how much slower products are where they are all that runs, for the limit of
@@ -51,15 +44,7 @@ class Gpu:
     sustained: float = 1.0
     busy: float = 0.75
     fp8_in_blocks: float = 0.9
-    iteration: float = 0.65
-    to_host_gbps: float = 52.0
-    from_host_gbps: float = 34.0
     source: str = ""
-
-    def __post_init__(self) -> None:
-        _positive(self, ("memory_gib", "peak_tflops", "product_tflops", "fp8_product_tflops",
-                         "grouped_tflops",
-                         "attention_tflops", "memory_tbps"))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,12 +69,6 @@ class Network:
     base_us: float = 15.0
     source: str = ""
 
-    def __post_init__(self) -> None:
-        _positive(self, ("domain", "rail_gbps", "hop_us", "rail_hop_us", "base_us"))
-        for name in ("link_gbps", "copy_gbps"):
-            if not getattr(self, name) or min(getattr(self, name).values()) <= 0:
-                raise ValueError(f"{name} of network {self.name}: give GB/s above 0 by ranks")
-
 
 @dataclass(frozen=True)
 class Contention:
@@ -106,11 +85,6 @@ class Contention:
     memory_beside_product: float = 2.9
     memory_beside_nccl: float = 1.46
 
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            if getattr(self, item.name) < 1.0:
-                raise ValueError(f"{item.name}={getattr(self, item.name)}: must be at least 1")
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -123,9 +97,6 @@ class Machine:
     host: float = 1.3
     straggle: float = 0.005
 
-    def __post_init__(self) -> None:
-        _positive(self, ("host",))
-
 
 @dataclass(frozen=True)
 class Group:
@@ -133,19 +104,6 @@ class Group:
 
     size: int
     in_domain: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.in_domain <= self.size:
-            raise ValueError(
-                f"in_domain={self.in_domain}: must be from 1 to the size of the group, {self.size}"
-            )
-
-
-def _positive(owner: Any, names: tuple[str, ...]) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{type(owner).__name__}.{name}={value}: must be above 0")
 
 
 def _reached(table: Mapping[int, float], ranks: int) -> float:
@@ -197,9 +155,6 @@ def _rate(kind: Kind, gpu: Gpu) -> float:
         Kind.FP8_GROUPED: gpu.grouped_tflops * gpu.fp8_product_tflops / gpu.product_tflops,
         Kind.BLOCK_PRODUCT: gpu.fp8_product_tflops * gpu.fp8_in_blocks,
         Kind.ATTENTION: gpu.attention_tflops,
-        Kind.ITERATION: gpu.product_tflops * gpu.iteration,
-        Kind.TO_HOST: gpu.to_host_gbps / 1e3,
-        Kind.FROM_HOST: gpu.from_host_gbps / 1e3,
     }
     return rates.get(kind, gpu.memory_tbps)
 
@@ -246,32 +201,8 @@ NETWORK_OF = {
 def machine_named(gpu: str, network: str | None = None) -> Machine:
     """From the tables; ValueError lists the rows."""
     if gpu not in GPUS:
-        raise ValueError(f"--gpu {gpu!r} is unknown: use one of {sorted(GPUS)}, or --machine FILE")
+        raise ValueError(f"--gpu {gpu!r} is unknown: use one of {sorted(GPUS)}")
     name = network or NETWORK_OF[gpu]
     if name not in NETWORKS:
         raise ValueError(f"--network {name!r} is unknown: use one of {sorted(NETWORKS)}")
     return Machine(GPUS[gpu], NETWORKS[name])
-
-
-def to_json(machine: Machine) -> str:
-    return json.dumps(asdict(machine), indent=2)
-
-
-def from_json(path: str) -> Machine:
-    """A machine that `--measure` has written. FileNotFoundError or ValueError, naming the file."""
-    file = Path(path)
-    if not file.is_file():
-        raise FileNotFoundError(f"--machine {path}: no such file")
-    try:
-        content = json.loads(file.read_text())
-        network = content["network"]
-        for name in ("link_gbps", "copy_gbps"):
-            network[name] = {int(ranks): gbps for ranks, gbps in network[name].items()}
-        return Machine(
-            Gpu(**content["gpu"]), Network(**network), Contention(**content["contention"]),
-            content["host"], content.get("straggle", 0.005),
-        )  # fmt: skip
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"--machine {path}: not what --measure writes ({error!r}); write it anew"
-        ) from error

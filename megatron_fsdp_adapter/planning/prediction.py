@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .configurations import Configuration, groups, kept_rows, memory, planned
-from .features import MUON
 from .joined_layers import layers_of_unit, unit_numel
 from .machine import Machine
-from .muon import muon_work
 from .program import Program
-from .shapes import BF16, DENSE, EXPERT, Shape, layer_bytes, layers_of, units, waits_for_longer
+from .shapes import BF16, Shape, layers_of, units, waits_for_longer
 from .step import StepSetup, record_step
 from .timing import EXPOSED, HOST, STEP, Timeline, time_program, time_windows
 
@@ -160,27 +158,19 @@ def program_of(
     """Two steps of a rank of a stage, of which so many layers are run: the last ones, since of a
     mixture the first may be dense."""
     features = chosen.features
-    mine = units(
-        shape, chosen.parallel, chosen.microbatch, stage, features.quantised,
-        joined=features.optimizer != MUON,
-    )
+    mine = units(shape, chosen.parallel, chosen.microbatch, stage, features.quantised)
     numbers = [unit.name for unit in mine if unit.name.startswith("decoder.layers.")]
     left_out = set(numbers[: len(numbers) - layers])
     mine = [unit for unit in mine if unit.name not in left_out]
     used = {domain for unit in mine for _, _, domain in unit.params}
     shards = {name: sizes for name, sizes in chosen.shards.items() if name in used}
     warmup = warmup_of(chosen, stage, microbatches)
-    ranks = (chosen.shards[name][0] for name in (DENSE, EXPERT))
-    muon = None if features.optimizer != MUON else muon_work(
-        shape, chosen.parallel, stage, *ranks, chosen.engine.strategy.shard_main)  # fmt: skip
     setup = StepSetup(
         chosen.engine, shards, microbatches, warmup, separate_gathers=chosen.separate_gathers,
         copy_gathers=chosen.copies, copy_reduces=chosen.copies, fused=chosen.fused,
         graph=chosen.graph, layer_graphs=features.layer_graphs,
-        weight_format=features.quantised.weights, muon=muon, streamed=features.streamed,
-        host_layers=features.host_layers,
-        host_bytes=layer_bytes(shape, chosen.parallel, chosen.microbatch),
-        rows=kept_rows(shape, chosen, stage), expert_overlap=features.expert_overlap,
+        weight_format=features.quantised.weights,
+        rows=kept_rows(shape, chosen, stage),
         unit_numel=unit_numel(shape, chosen.parallel, features, chosen.graph, stage),
     )  # fmt: skip
     return record_step(mine, setup)

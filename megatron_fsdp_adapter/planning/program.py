@@ -19,10 +19,7 @@ class Kind(enum.Enum):
     FP8_GROUPED = "grouped FP8 matrix product"
     BLOCK_PRODUCT = "FP8 matrix product of blocks"
     ATTENTION = "attention"
-    ITERATION = "Newton-Schulz iteration"
     MEMORY = "memory pass"
-    TO_HOST = "copy to host memory"
-    FROM_HOST = "copy from host memory"
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
@@ -32,7 +29,6 @@ class Kind(enum.Enum):
 PRODUCTS = (
     Kind.PRODUCT, Kind.GROUPED, Kind.FP8_PRODUCT, Kind.FP8_GROUPED, Kind.BLOCK_PRODUCT,
 )  # fmt: skip
-HOST_COPIES = (Kind.TO_HOST, Kind.FROM_HOST)
 COLLECTIVES = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.EXCHANGE)
 
 

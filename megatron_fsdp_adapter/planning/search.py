@@ -13,7 +13,7 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 
 from .configurations import Configuration, memory
 from .features import NO_FEATURES, Features, problem
-from .guesses import Split
+from .guesses import at_least_bytes, seconds
 from .machine import Machine
 from .models import split_problems
 from .prediction import Prediction, predict
@@ -48,10 +48,6 @@ class Wanted:
         for name in ("gpus", "global_batch", "tries"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
-        if self.features.expert_overlap and self.shape.experts is None:
-            raise ValueError(
-                "--overlap-moe-expert-parallel-comm: the model has no experts; leave it out"
-            )
         if not self.memory_gib > 0:
             raise ValueError(f"--memory-gib {self.memory_gib}: must be above 0")
 
@@ -69,9 +65,9 @@ def _powers(limit: int) -> list[int]:
     return [2**i for i in range(20) if 2**i <= limit]
 
 
-def splits(wanted: Wanted) -> Iterator[Split]:
+def splits(wanted: Wanted) -> Iterator[Configuration]:
     """Every way to split the model over the GPUs that the fixed options leave, whether it fits or
-    not."""
+    not, as a configuration with nothing else chosen."""
     shape, domain = wanted.shape, wanted.machine.network.domain
     heads = shape.gpt.query_groups
     tensors = [n for n in _powers(min(8, domain, wanted.gpus)) if heads % n == 0]
@@ -79,8 +75,6 @@ def splits(wanted: Wanted) -> Iterator[Split]:
     experts = [1]
     if shape.experts is not None:
         experts = [n for n in _powers(shape.experts.number) if shape.experts.number % n == 0]
-    if wanted.features.expert_overlap:
-        experts = [n for n in experts if n > 1]
     choices = product(tensors, pipelines, experts, (False, True), (1, 2, 4))
     for tensor, pipeline, expert, recompute, micro in choices:
         if wanted.gpus % (tensor * pipeline) or not _is(wanted, "microbatch", micro):
@@ -91,10 +85,7 @@ def splits(wanted: Wanted) -> Iterator[Split]:
             if not told or shape.gpt.num_layers < pipeline * virtual:
                 continue
             if not split_problems(shape, parallel, wanted.gpus, micro, wanted.global_batch):
-                yield Split(
-                    shape, wanted.machine, wanted.gpus, wanted.global_batch, parallel, micro,
-                    wanted.features,
-                )  # fmt: skip
+                yield Configuration(wanted.gpus, parallel, microbatch=micro)
 
 
 def _is(wanted: Wanted, name: str, value: object) -> bool:
@@ -102,19 +93,18 @@ def _is(wanted: Wanted, name: str, value: object) -> bool:
     return wanted.fixed.get(name, value) == value
 
 
-def candidates(wanted: Wanted, split: Split) -> Iterator[Configuration]:
+def candidates(wanted: Wanted, split: Configuration) -> Iterator[Configuration]:
     """Every configuration of a way to split."""
     for strategy in STRATEGIES:
         if _is(wanted, "strategy", strategy):
-            for chosen in _of(wanted, split.parallel, strategy, split.microbatch):
+            for chosen in _of(wanted, replace(split, strategy=strategy)):
                 if _is(wanted, "instances", chosen.instances):
                     yield chosen
 
 
-def _of(
-    wanted: Wanted, parallel: Parallel, strategy: str, micro: int
-) -> Iterator[Configuration]:
-    base = Configuration(wanted.gpus, parallel, strategy, microbatch=micro)
+def _of(wanted: Wanted, base: Configuration) -> Iterator[Configuration]:
+    """Those of a strategy."""
+    parallel, strategy = base.parallel, base.strategy
     over = base.sharded_over
     if over == base.experts_over == 1 and strategy != "optim":
         return  # nothing is sharded, whatever it is called
@@ -122,14 +112,12 @@ def _of(
     instances = sorted({1, *(over // n for n in (inside, 8 * inside, 64 * inside) if 0 < n < over)})
     graphs = [False, True] if parallel.pipeline == 1 and wanted.shape.experts is None else [False]
     told, row = wanted.features, STRATEGIES[strategy]
-    plain = parallel.pipeline == 1 and not parallel.recompute
     for count, graph, wire in product(instances, graphs, {told.bf16_wire, wanted.bf16_wire}):
         if over % count or base.experts_over % count:
             continue
         features = replace(told, bf16_wire=wire)
-        if problem(features, row, graph, plain) is not None:
+        if problem(features, row, graph) is not None:
             continue
-        fixed = problem(features, row, graph, plain, fixed=True) is not None
         for split in {False, count > 1 and strategy != "no_shard"}:
             chosen = replace(
                 base, instances=count, outer_optim=split, graph=graph, features=features,
@@ -137,7 +125,7 @@ def _of(
             )  # fmt: skip
             yield chosen
             near = strategy == "optim_grads_params" and over // count <= inside and over > 1
-            if near and not fixed:
+            if near:
                 yield replace(chosen, copies=True, separate_gathers=False)
 
 
@@ -148,33 +136,22 @@ def plan(wanted: Wanted) -> Plan:
         ValueError: none fits, or the options leave none.
     """
     known: list[tuple[float, Configuration]] = []
-    too_large: dict[str, tuple[float, Configuration | None]] = {}
-    limit = wanted.memory_gib * GIB
-    seen, best, reserved = False, math.inf, wanted.machine.gpu.reserved_gib * GIB
-    for split in sorted(splits(wanted), key=lambda one: one.least_seconds):
-        if split.least_seconds > HOPELESS * best:
-            break
-        if split.least_bytes + reserved > limit and seen:
+    too_large: dict[str, tuple[float, str]] = {}
+    limit, seen = wanted.memory_gib * GIB, False
+    for chosen in (one for split in splits(wanted) for one in candidates(wanted, split)):
+        seen, needed = True, _at_least(wanted, chosen)
+        if needed > limit:
+            large = needed, chosen.name
+            too_large[chosen.strategy] = min(too_large.get(chosen.strategy, large), large)
             continue
-        for chosen in candidates(wanted, split):
-            seen = True
-            needed = split.at_least_bytes(chosen) + reserved
-            if needed > limit:
-                before = too_large.get(chosen.strategy, (float("inf"), None))
-                if needed < before[0]:
-                    too_large[chosen.strategy] = needed, chosen
-                continue
-            guess = split.seconds(chosen)
-            best = min(best, guess)
-            known.append((guess, chosen))
+        count = chosen.microbatches(wanted.global_batch)
+        known.append((seconds(wanted.shape, chosen, wanted.machine, count), chosen))
     if not seen:
         raise ValueError(_why_none(wanted))
     found, refused = _run_best(wanted, known, limit)
-    if wanted.tries >= FEW_TRIES:
-        _add_sharded_alone(wanted, limit, found, refused)
-    for strategy, (needed, large) in too_large.items():
-        if large and not any(one.configuration.strategy == strategy for one in found):
-            refused.append((large.name, f"states and activations need {needed / GIB:.0f} GiB"))
+    for strategy, (needed, name) in too_large.items():
+        if not any(one.configuration.strategy == strategy for one in found):
+            refused.append((name, f"states and activations need {needed / GIB:.0f} GiB"))
     if not found:
         least, name = _least(wanted)
         raise ValueError(
@@ -201,49 +178,27 @@ def _why_none(wanted: Wanted) -> str:
     )  # fmt: skip
 
 
-def _add_sharded_alone(
-    wanted: Wanted, limit: float, found: list[Prediction], refused: list[tuple[str, str]]
-) -> None:
-    """Weights sharded over all ranks, with no other parallelism but of experts: what a user of FSDP
-    compares with, though it may be hopeless."""
-    def is_alone(one: Configuration) -> bool:
-        return one.strategy == "optim_grads_params" and one.parallel.tensor == (
-            one.parallel.pipeline) == 1
-
-    if any(is_alone(one.configuration) for one in found):
-        return
-    choices = [
-        (split.seconds(chosen), chosen, split.at_least_bytes(chosen)) for split in splits(wanted)
-        if split.parallel.tensor == split.parallel.pipeline == 1
-        for chosen in candidates(wanted, split) if is_alone(chosen) and not chosen.graph
-    ]
-    reserved = wanted.machine.gpu.reserved_gib * GIB
-    choices.sort(key=lambda entry: entry[0])
-    may_fit = [chosen for _, chosen, needed in choices if needed + reserved <= limit][:ASKED]
-    for chosen in may_fit:
-        if _held(wanted, chosen) <= limit:
-            found.append(predict(wanted.shape, chosen, wanted.machine, wanted.global_batch))
-            return
-    if choices:
-        needed, chosen = min(((needed, chosen) for _, chosen, needed in choices),
-                             key=lambda entry: entry[0])  # fmt: skip
-        refused.insert(0, (chosen.name, f"{(needed + reserved) / GIB:.0f} GiB or more"))
-
-
 def _least(wanted: Wanted) -> tuple[float, str]:
     """Bytes of the configuration that needs fewest, and its name. Those that might are asked in the
     order of what they need at least, until one needs less than any other can."""
     bounds = sorted(
-        ((split.at_least_bytes(chosen), chosen) for split in splits(wanted)
+        ((_at_least(wanted, chosen), chosen) for split in splits(wanted)
          for chosen in candidates(wanted, split)),
         key=lambda entry: (entry[0], len(entry[1].name)),
     )  # fmt: skip
     best = (math.inf, "")
     for bound, chosen in bounds[:ASKED]:
-        if bound + wanted.machine.gpu.reserved_gib * GIB >= best[0]:
+        if bound >= best[0]:
             break
         best = min(best, (_held(wanted, chosen), chosen.name))
     return best
+
+
+def _at_least(wanted: Wanted, chosen: Configuration) -> float:
+    """Bytes, without planning."""
+    count = chosen.microbatches(wanted.global_batch)
+    reserved = wanted.machine.gpu.reserved_gib * GIB
+    return at_least_bytes(wanted.shape, chosen, count) + reserved
 
 
 def _held(wanted: Wanted, chosen: Configuration) -> float:

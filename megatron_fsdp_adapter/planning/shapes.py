@@ -229,15 +229,13 @@ def _experts(shape: Shape, number: int, parallel: Parallel) -> list[Row]:
 
 def units(
     shape: Shape, parallel: Parallel, microbatch: int, stage: int = 0,
-    quantised: Quantisation = PLAIN, joined: bool = True,
+    quantised: Quantisation = PLAIN,
 ) -> list[UnitWork]:
     """The units of a stage's rank with their work for one microbatch of `microbatch` sequences.
-    quantised: what becomes of the layers' matrix products and weights. joined: the weights of a
-    rank's experts are one parameter, which lies as they do and is planned faster; not where each is
-    a matrix of an optimizer's."""
+    quantised: what becomes of the layers' matrix products and weights. The weights of a rank's
+    experts are one parameter, which lies as they do and is planned faster."""
     params: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
-    rows = listing(shape, parallel, stage)
-    for unit, fqn, full, domain in _joined(rows) if joined else rows:
+    for unit, fqn, full, domain in _joined(listing(shape, parallel, stage)):
         params.setdefault(unit, []).append((fqn, full, domain))
     tokens = microbatch * shape.seq_length / parallel.context
     found = []

@@ -16,22 +16,16 @@ from megatron_fsdp_adapter.core.config import EngineConfig, Strategy
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import ROOT, TO, partition
-from megatron_fsdp_adapter.core.engine.unit import Unit
 from megatron_fsdp_adapter.core.layout.format import WeightFormat
 from megatron_fsdp_adapter.core.topology import OUTER_DIM, SHARD_DIM, Axis, ShardDomain, mesh_over
 from megatron_fsdp_adapter.sharding.joining import join_units
 
-from .muon import MuonWork
 from .program import Program
-from .timed_modules import ActivationsOnHost, LayerModule, UnitModel, UnitWork, flat_name, full_name
+from .timed_modules import LayerModule, UnitModel, UnitWork, flat_name, full_name
 from .timed_optimizer import (
     ONE_PASS,
-    GroupMatrices,
-    TimedStream,
-    UnitHeld,
     Widths,
     write_adam,
-    write_muon,
     write_norm,
 )
 from .timed_quantised import TimedParams
@@ -53,10 +47,7 @@ class StepSetup:
         layer_graphs: those of each layer are; gathers and reductions are launched.
         weight_format: that linear weights are kept and gathered in, None for `dtype`.
         rows: strategies of units, by name, that keep more than the engine's.
-        muon: what Muon has to do, None for Adam. streamed: Adam's state is in host memory.
-        host_layers: of the first layers activations are in host memory, host_bytes of each.
         unit_numel: elements up to which neighbouring layers are joined to a unit.
-        expert_overlap: exchanges between experts run beside another microbatch's layers.
     """
 
     engine: EngineConfig
@@ -75,12 +66,7 @@ class StepSetup:
     state_bytes: int = 8
     weight_format: WeightFormat | None = None
     rows: Mapping[str, Strategy] = field(default_factory=dict)
-    muon: MuonWork | None = None
-    streamed: bool = False
-    host_layers: int = 0
-    host_bytes: float = 0.0
     unit_numel: int = 0
-    expert_overlap: bool = False
 
     @property
     def widths(self) -> Widths:
@@ -140,8 +126,6 @@ class _Run:
     runtime: TimedRuntime
     model: UnitModel
     engine: FsdpEngine
-    held: list[UnitHeld]
-    stream: TimedStream | None = None
     _waiting: list[torch.Tensor] = field(default_factory=list)
 
     def forward(self) -> None:
@@ -165,11 +149,9 @@ class _Run:
             runtime.mark("microbatch")
             runtime.part = "forward"
             if index + warmup < count:
-                self.model.exchanges.overlap(setup.expert_overlap and index > 0)
                 self.forward()
             self.engine.is_last_microbatch = index == count - 1
             runtime.part = "backward"
-            self.model.exchanges.overlap(setup.expert_overlap and index < count - 1)
             self.backward()
         runtime.mark("finish")
         runtime.part = "finish"
@@ -183,15 +165,10 @@ class _Run:
     def _optimizer(self) -> None:
         """What this rank's optimizer updates."""
         runtime, setup, widths = self.runtime, self.setup, self.setup.widths
-        numel = sum(unit.numel for unit in self.held)
-        in_adam = setup.one_pass and setup.muon is None
-        write_norm(runtime, numel, widths, setup.clips and not in_adam)
-        if self.stream is not None:
-            self.stream.walk()
-        elif setup.muon is not None:
-            write_muon(runtime, self.held, setup.muon, widths)
-        else:
-            write_adam(runtime, numel, widths)
+        groups = (group for unit in self.engine.units for group in unit.groups)
+        numel = sum(group.held.layout.shard_numel for group in groups)
+        write_norm(runtime, numel, widths, setup.clips and not setup.one_pass)
+        write_adam(runtime, numel, widths)
 
 
 def record_step(units: Sequence[UnitWork], setup: StepSetup, steps: int = 2) -> Program:
@@ -228,8 +205,6 @@ def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
     layers = [child for child in model.children_in_order if isinstance(child, LayerModule)]
     for layer in layers:
         layer.replayed = setup.layer_graphs
-    if setup.host_layers:
-        ActivationsOnHost(runtime, layers, setup.host_layers, setup.host_bytes)
     of_domain = {
         f"children_in_order.{i}.{flat_name(fqn)}": domain
         for i, unit in enumerate(units) for fqn, _, domain in unit.params
@@ -265,27 +240,7 @@ def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
         make_communicator=_Maker(setup, runtime, domains),  # type: ignore[arg-type]
         quantised=TimedParams(runtime, form) if form is not None else None,
     )  # fmt: skip
-    held = [_held(unit, setup) for unit in engine.units]
-    stream = TimedStream(runtime, engine, held, setup.widths) if setup.streamed else None
-    return _Run(setup, runtime, model, engine, held, stream)
-
-
-def _held(unit: Unit, setup: StepSetup) -> UnitHeld:
-    """What this rank updates of a unit."""
-    widths, muon = setup.widths, setup.muon
-    found, moved = list[GroupMatrices](), 0
-    for group in unit.groups:
-        each = widths.state + (widths.main if group.main_on_host else 0)
-        moved += group.held.layout.shard_numel * each
-        if muon is None:
-            continue
-        made = [muon.matrices(full_name(s.fqns[0]), s.shape) for s in group.layout.specs]
-        numel = sum(group.main_items[index].numel() for index, some in enumerate(made) if some)
-        if any(made):
-            matrices = tuple(one for some in made for one in some)
-            found.append(GroupMatrices(group.domain.name, matrices, numel))
-    held = sum(group.held.layout.shard_numel for group in unit.groups)
-    return UnitHeld(unit.name, held, moved, tuple(found))
+    return _Run(setup, runtime, model, engine)
 
 
 @dataclass

@@ -134,11 +134,6 @@ class TimedRuntime:
         self._live[key] = nbytes
         self._bytes.append((len(self._operations), total))
 
-    def hold(self, nbytes: int) -> None:
-        """Buffers that the runtime was not asked for, which stay."""
-        total = (self._bytes[-1][1] if self._bytes else 0) + nbytes
-        self._bytes.append((len(self._operations), total))
-
     def synchronize(self) -> None:
         """Nothing runs."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE
 
 from .machine import Contention, Group, Machine, collective_seconds, operation_seconds
-from .program import COLLECTIVES, HOST_COPIES, PRODUCTS, Kind, Operation, Program
+from .program import COLLECTIVES, PRODUCTS, Kind, Operation, Program
 
 EXPOSED, IDLE, HOST = "exposed", "idle", "waits for the host"
 
@@ -53,7 +53,7 @@ class _State:
     left: dict[int, float] = field(default_factory=dict)
 
 
-COMPUTES = (*PRODUCTS, Kind.ATTENTION, Kind.ITERATION)
+COMPUTES = (*PRODUCTS, Kind.ATTENTION)
 
 STEP = ("step", 1)
 """The second step: the first one learns the order of units."""
@@ -220,8 +220,6 @@ def _rates(state: _State, cost: Contention) -> dict[int, float]:
 
 def _slowed(one: Operation, other: Operation, cost: Contention) -> float:
     """How many times as long `one` takes beside `other`."""
-    if one.kind in HOST_COPIES or other.kind in HOST_COPIES:
-        return 1.0  # a hundredth of the device's bandwidth
     computes = other.kind in COMPUTES
     communicates = other.kind in COLLECTIVES
     if one.kind in COMPUTES:
@@ -284,7 +282,6 @@ def _purposes(
     if late:
         return [HOST]
     carried = [operations[i] for i in running if operations[i].kind in COLLECTIVES]
-    carried = carried or [operations[i] for i in running if operations[i].kind in HOST_COPIES]
     if carried:
         return [f"{EXPOSED} {carried[0].kind.value}"]
     return [IDLE]

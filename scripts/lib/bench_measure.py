@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import re
 import sys
 import time
 import traceback
-import warnings
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lib.bench_host import HostProfile
-from lib.bench_subjects import Plan, Subject
-from lib.bench_trace import Trace, read_trace
+from lib import distributed
+from lib.bench_subjects import STEP, Subject
+from lib.bench_trace import budget, read_events
 from lib.bench_wrappers import Batch, Runner, build, forget_fp8
 from lib.data import vocabulary
 from lib.distributed import Place
@@ -34,155 +34,49 @@ from lib.options import Options
 BATCH_POOL = 2
 """Different batches a rank cycles through. Few, so that the model learns them and the loss falls:
 on ever new random tokens it would stay at the start, whatever a wrapper did to the weights."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one wrapper alone, the largest of any rank; None where it cannot be known.
-
-    held: in live tensors between two steps, gradients forgotten.
-    peak, reserved: the most that the CUDA caching allocator had in tensors, and from the device.
-    device: in use on the device, by whatever, after the steps (NCCL's buffers and contexts too).
-    """
-
-    held: int
-    peak: int | None = None
-    reserved: int | None = None
-    device: int | None = None
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Seconds of a step on the clock, and of processor time."""
-
-    clock: float
-    cpu: float
+HOST_STEPS = 3
+"""Steps after the timed ones in which the host's launching is timed, on a GPU."""
 
 
 @dataclass
 class Result:
     """All that is known of one wrapper. `seconds` and `floor_seconds` are samples of the same
-    rounds; `error` tells why there are none. `steps` holds (loss of this rank, norm) of each step.
-    `host` is seconds of the host in forward and backward, and in the optimizer, of one step;
-    `cpu_seconds` is processor time of one step, all threads of the busiest rank: on a machine that
-    others use it is steadier than time on the clock. `trace` is known on the first rank of a GPU
-    run that was asked for a profile."""
+    rounds; `error` says why there are none. `steps` holds (loss of this rank, norm) of each step.
+    `memory`, on a GPU, is bytes of this wrapper alone, the largest of any rank: `held` in tensors
+    between two steps, gradients forgotten, `peak` and `reserved`, the most that the caching
+    allocator had in tensors, and from the device. `cpu_seconds` is processor time of one step, all
+    threads of the busiest rank: on a machine that others use it is steadier than time on the clock.
+    `host` is seconds of the host in forward and backward, and in the optimizer, of one step.
+    `trace` is known on the first rank of a GPU run that was asked for a profile."""
 
     subject: Subject
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     floor_seconds: list[float] = field(default_factory=list)
-    memory: Memory | None = None
-    host: tuple[float, float] | None = None
-    steps: list[tuple[float, float | None]] = field(default_factory=list)
-    left_behind: int = 0
-    trace: Trace | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+    host: list[float] | None = None
+    steps: list[list[float | None]] = field(default_factory=list)
+    trace: dict[str, float] | None = None
     error: str | None = None
 
 
 class Bench:
-    """Args:
-    options: what all wrappers have in common.
-    say: prints a line of progress (first rank only).
-    note: is given the results there are, each time one is complete. A run that is cut short has
-        told what it knows.
+    """Measures wrappers in this process group.
+
+    Args:
+        given: how often, as `benchmark.make_parser` has it.
+        options: what all wrappers have in common.
+        say: prints a line of progress (first rank only).
+        note: is given the results there are, each time one is complete.
     """
 
     def __init__(
-        self,
-        options: Options,
-        plan: Plan,
-        place: Place,
-        say: Callable[[str], None],
+        self, given: Namespace, options: Options, place: Place, say: Callable[[str], None],
         note: Callable[[Sequence[Result]], None] = lambda results: None,
-    ) -> None:
-        self.options, self.plan, self.place, self.say = options, plan, place, say
+    ) -> None:  # fmt: skip
+        self.options, self.given, self.place, self.say = options, given, place, say
         self.note = note
-        self.pool = make_batches(options, plan.num_microbatches, place)
-
-    # Pieces
-
-    def step(self, runner: Runner) -> None:
-        """The next step of `runner`, on the batch that is next in its own order."""
-        runner.step(self.pool[len(runner.losses) % len(self.pool)])
-
-    def synchronize(self) -> None:
-        if self.place.device.type == "cuda":
-            torch.cuda.synchronize(self.place.device)
-
-    def block(self, runner: Runner) -> Sample:
-        """One block, on the slowest rank."""
-        self.synchronize()
-        dist.barrier()
-        self.synchronize()
-        started, cpu_started = time.perf_counter(), time.process_time()
-        for _ in range(self.plan.steps):
-            self.step(runner)
-        self.synchronize()
-        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_started
-        return Sample(self.largest(seconds / self.plan.steps), self.largest(cpu / self.plan.steps))
-
-    def largest(self, value: float) -> float:
-        tensor = torch.tensor([value], dtype=torch.float64, device=self.place.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return float(tensor.item())
-
-    def host_times(self, runner: Runner) -> tuple[float, float]:
-        """Seconds until the host has launched forward and backward, and the optimizer step, each
-        on an idle device: medians. Where the device's queue fills up, its waiting is included."""
-        samples = []
-        for _ in range(self.plan.host_steps):
-            self.synchronize()
-            dist.barrier()
-            self.synchronize()
-            started = time.perf_counter()
-            total = runner.forward_backward(self.pool[len(runner.losses) % len(self.pool)])
-            launched = time.perf_counter() - started
-            self.synchronize()
-            started = time.perf_counter()
-            norm = runner.optimize()
-            samples.append((launched, time.perf_counter() - started))
-            runner.losses.append(total[0] / total[1])
-            runner.norms.append(norm)
-        middle = len(samples) // 2
-        forward, optimizer = (sorted(column)[middle] for column in zip(*samples, strict=True))
-        return self.largest(forward), self.largest(optimizer)
-
-    def probed(self, subject: Subject) -> tuple[Runner, Memory]:
-        """Builds a wrapper, warms it up, and reads its memory: nothing else may be alive."""
-        forget_fp8()
-        before = free_memory(self.place.device)
-        reserved = _reserved(self.place.device)
-        runner = build(subject, self.options, self.place)
-        if self.place.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.place.device)
-        for _ in range(self.plan.warmup):
-            self.step(runner)
-        self.synchronize()
-        peaks = _cuda_peaks(self.place.device, before, reserved)
-        runner.zero()
-        engine = getattr(runner.model, "engine", None)
-        if engine is not None:
-            engine.gather.updates.settle()  # a step may have returned before its updates are over
-        held = live_bytes(self.place.device) - before
-        rest = (None if peak is None else int(self.largest(peak)) for peak in peaks)
-        return runner, Memory(int(self.largest(held)), *rest)
-
-    def attempt(self, result: Result, task: Callable[[], Any]) -> Any:
-        """`task()`, or None with the reason in `result` when it failed on any rank."""
-        value, error = None, None
-        try:
-            value = task()
-        except Exception as raised:
-            error = reason(raised)
-            where = f"{result.subject.name} failed on rank {self.place.rank}"
-            print(f"{where}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        errors: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-        result.error = next((one for one in errors if one is not None), None)
-        return value if result.error is None else None
-
-    # The two ways to measure
+        self.pool = make_batches(options, given.num_microbatches, place)
 
     def run(self, subjects: Sequence[Subject]) -> list[Result]:
         """Measures all of them. A wrapper that cannot run has a result that says why.
@@ -190,26 +84,65 @@ class Bench:
         Raises:
             ValueError: a wrapper in a CUDA graph beside others: core has one graph a process.
         """
-        captured = [subject.name for subject in subjects if subject.is_captured]
-        if captured and not self.plan.isolated:
-            names = ",".join(captured)
+        names = ",".join(subject.name for subject in subjects if subject.captures == STEP)
+        if names and not self.given.isolated:
             raise ValueError(f"--wrappers {names}: core has one CUDA graph; add --isolated")
         results = [Result(subject) for subject in subjects]
-        with torch.autograd.set_multithreading_enabled(not self.plan.one_thread):
-            self._measure(results)
-        return results
-
-    def _measure(self, results: Sequence[Result]) -> None:
-        subjects = [result.subject for result in results]
         self._warm_libraries(subjects)
-        if self.plan.isolated:
+        if self.given.isolated:
             for number, result in enumerate(results, start=1):
                 floor = result.subject.floor
-                self._alone(result, with_floor=floor in subjects and result.subject != floor)
+                beside = [floor] if floor in subjects and result.subject != floor else []
+                self._attempt(result, lambda r=result, b=beside: self._alone(r, b))
+                free_memory(self.place.device)
                 self.note(results[:number])
         else:
             self._together(results)
             self.note(results)
+        return results
+
+    def _attempt(self, result: Result, task: Callable[[], Any]) -> None:
+        """`task()`, with the reason in `result` when it failed on any rank."""
+        self.say(f"{result.subject.name}: building, warming up")
+        error = None
+        try:
+            task()
+        except Exception as raised:
+            error = reason(raised)
+            print(f"{result.subject.name} failed on rank {self.place.rank}:\n"
+                  f"{traceback.format_exc()}", file=sys.stderr, flush=True)  # fmt: skip
+        errors: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+        result.error = next((one for one in errors if one is not None), None)
+
+    def _alone(self, result: Result, beside: Sequence[Subject]) -> None:
+        """One wrapper, and beside it a floor of its own."""
+        runner = self._probed(result)
+        try:
+            runners = [runner, *map(self._warm, beside)]
+            samples = self._rounds(runners)
+            _take(result, samples[0])
+            if beside or result.subject == result.subject.floor:
+                result.floor_seconds = [clock for clock, _ in samples[-1]]
+            del runners
+            self._finish(result, runner)
+        finally:
+            runner.close()
+
+    def _together(self, results: Sequence[Result]) -> None:
+        """First each wrapper alone, for its memory and to learn whether it runs; then all."""
+        for result in results:
+            self._attempt(result, lambda r=result: self._probed(r).close())
+            free_memory(self.place.device)
+        able = [result for result in results if result.error is None]
+        self.say("all wrappers together: building, warming up")
+        runners = [self._warm(result.subject) for result in able]
+        for result, runner, mine in zip(able, runners, self._rounds(runners), strict=True):
+            _take(result, mine)
+            self._finish(result, runner)
+        seconds = {result.subject: result.seconds for result in able}
+        for result in able:
+            result.floor_seconds = seconds.get(result.subject.floor, [])
 
     def _warm_libraries(self, subjects: Sequence[Subject]) -> None:
         """Steps of the bare model, in each precision: compiled kernels and the libraries'
@@ -218,136 +151,115 @@ class Bench:
         has the length that the first model of the process had."""
         if self.place.device.type != "cuda":
             return
-        self.say("warming up libraries")
         counted = self.options.recompute_granularity or self.options.num_experts
         layers = self.options.num_layers if counted else 1
         options = dataclasses.replace(self.options, num_layers=layers)
-        for floor_subject in dict.fromkeys(subject.floor for subject in subjects):
-            floor = build(floor_subject, options, self.place)
+        for one in dict.fromkeys(subject.floor for subject in subjects):
+            floor = build(one, options, self.place)
             for _ in self.pool:  # a second size of the experts' inputs compiles once more
-                self.step(floor)
-            self.synchronize()
+                self._step(floor)
             del floor
             free_memory(self.place.device)
 
-    def _alone(self, result: Result, with_floor: bool) -> None:
-        """One wrapper, and beside it a floor of its own."""
-        self.say(f"{result.subject.name}: building, warming up")
-        baseline = free_memory(self.place.device)
-        self.attempt(result, lambda: self._alone_samples(result, with_floor))
-        result.left_behind = free_memory(self.place.device) - baseline
+    def _warm(self, subject: Subject) -> Runner:
+        runner = build(subject, self.options, self.place)
+        for _ in range(self.given.warmup):
+            self._step(runner)
+        return runner
 
-    def _alone_samples(self, result: Result, with_floor: bool) -> None:
-        runner, result.memory = self.probed(result.subject)
-        try:
-            self._samples_beside_floor(result, runner, with_floor)
-        finally:
-            runner.close()
+    def _probed(self, result: Result) -> Runner:
+        """Builds a wrapper, warms it up, and reads its memory: nothing else may be alive."""
+        device, cuda = self.place.device, torch.cuda
+        forget_fp8()
+        before = free_memory(device)
+        if device.type != "cuda":
+            return self._warm(result.subject)
+        reserved = cuda.memory_reserved(device)
+        cuda.reset_peak_memory_stats(device)
+        runner = self._warm(result.subject)
+        cuda.synchronize(device)
+        found = {"peak": cuda.max_memory_allocated(device) - before,
+                 "reserved": cuda.max_memory_reserved(device) - reserved}  # fmt: skip
+        runner.zero()
+        found["held"] = live_bytes(device) - before
+        result.memory = {
+            kind: int(distributed.largest(count, self.place)) for kind, count in found.items()
+        }
+        return runner
 
-    def _samples_beside_floor(self, result: Result, runner: Runner, with_floor: bool) -> None:
-        runners = [runner]
-        if with_floor:
-            floor = build(result.subject.floor, self.options, self.place)
-            for _ in range(self.plan.warmup):
-                self.step(floor)
-            runners.append(floor)
-        samples = self._rounds(runners)
-        _take(result, samples[0])
-        if with_floor or result.subject == result.subject.floor:
-            result.floor_seconds = [sample.clock for sample in samples[-1]]
-        runners.clear()
-        self._finish(result, runner)
-
-    def _together(self, results: Sequence[Result]) -> None:
-        """First each wrapper alone, for its memory and to learn whether it runs; then all."""
-        for result in results:
-            self.say(f"{result.subject.name}: memory")
-            baseline = free_memory(self.place.device)
-            result.memory = self.attempt(result, lambda r=result: self._probed_and_closed(r))
-            result.left_behind = free_memory(self.place.device) - baseline
-        able = [result for result in results if result.error is None]
-        self.say("all wrappers together: building, warming up")
-        runners = [build(result.subject, self.options, self.place) for result in able]
-        for runner in runners:
-            for _ in range(self.plan.warmup):
-                self.step(runner)
-        samples = self._rounds(runners)
-        for result, runner, mine in zip(able, runners, samples, strict=True):
-            _take(result, mine)
-            self._finish(result, runner)
-        seconds = {result.subject: result.seconds for result in able}
-        for result in able:
-            result.floor_seconds = seconds.get(result.subject.floor, [])
-
-    def _probed_and_closed(self, result: Result) -> Memory:
-        runner, memory = self.probed(result.subject)
-        runner.close()
-        return memory
-
-    def _rounds(self, runners: Sequence[Runner]) -> list[list[Sample]]:
-        """Samples of each runner, one a round."""
-        columns: list[list[Sample]] = [[] for _ in runners]
-        for number in range(self.plan.repeats):
-            self.say(f"round {number + 1} of {self.plan.repeats}")
+    def _rounds(self, runners: Sequence[Runner]) -> list[list[tuple[float, float]]]:
+        """Samples of each runner, one a round: seconds on the clock, and of processor time."""
+        columns: list[list[tuple[float, float]]] = [[] for _ in runners]
+        for number in range(self.given.repeats):
+            self.say(f"round {number + 1} of {self.given.repeats}")
             for offset in range(len(runners)):
                 index = (number + offset) % len(runners)
-                columns[index].append(self.block(runners[index]))
+                columns[index].append(self._block(runners[index]))
         return columns
+
+    def _block(self, runner: Runner) -> tuple[float, float]:
+        self._synchronize()
+        started, cpu_started = time.perf_counter(), time.process_time()
+        for _ in range(self.given.steps):
+            self._step(runner)
+        self._synchronize(barrier=False)
+        spent = time.perf_counter() - started, time.process_time() - cpu_started
+        clock, cpu = (distributed.largest(one / self.given.steps, self.place) for one in spent)
+        return clock, cpu
+
+    def _step(self, runner: Runner) -> None:
+        """The next step of `runner`, on the batch that is next in its own order."""
+        runner.step(self.pool[len(runner.losses) % len(self.pool)])
+
+    def _synchronize(self, barrier: bool = True) -> None:
+        if self.place.device.type == "cuda":
+            torch.cuda.synchronize(self.place.device)
+        if barrier:
+            dist.barrier()
+            self._synchronize(barrier=False)
 
     def _finish(self, result: Result, runner: Runner) -> None:
         """What is read after the timed steps."""
-        if self.place.device.type == "cuda" and self.plan.host_steps:
-            result.host = self.host_times(runner)
-        if self.plan.profile_host is not None:
-            self._profile_host(runner, self.plan.profile_host)
-        if self.plan.profile is not None:
-            result.trace = self._profile(runner, self.plan.profile)
+        on_gpu = self.place.device.type == "cuda"
+        if on_gpu:
+            samples = [self._launches(runner) for _ in range(HOST_STEPS)]
+            columns = [median(column) for column in zip(*samples, strict=True)]
+            result.host = [distributed.largest(one, self.place) for one in columns]
+        if self.given.profile is not None:
+            result.trace = self._profile(runner, Path(self.given.profile), on_gpu)
         result.steps = runner.history()
 
-    def _profile_host(self, runner: Runner, folder: Path) -> None:
-        """The table of one block of steps on the first rank; the others take the same steps."""
-        host = HostProfile() if self.place.first else None
-        for _ in range(self.plan.steps):
-            self.synchronize()
-            if host is None:
-                self.step(runner)
-            else:
-                host.run(lambda: self.step(runner))
-        if host is not None:
-            host.write(folder, file_name(runner.subject), self.plan.steps)
+    def _launches(self, runner: Runner) -> tuple[float, float]:
+        """Seconds until the host has launched forward and backward, and the optimizer's step, each
+        on an idle device. Where the device's queue fills up, its waiting is included."""
+        self._synchronize()
+        started = time.perf_counter()
+        runner.forward_backward(self.pool[len(runner.losses) % len(self.pool)])
+        launched = time.perf_counter() - started
+        self._synchronize(barrier=False)
+        started = time.perf_counter()
+        runner.optimize()
+        return launched, time.perf_counter() - started
 
-    def _profile(self, runner: Runner, folder: Path) -> Trace | None:
-        """A trace of one step on the first rank, and what it tells about a GPU; the others take
-        the same steps."""
-        # Markers tell streams apart, and kernels of a CUDA graph run on streams of its own.
-        runner.marked = (
-            self.place.device.type == "cuda"
-            and self.plan.num_microbatches == 1
-            and not runner.subject.is_captured
-        )
+    def _profile(self, runner: Runner, folder: Path, on_gpu: bool) -> dict[str, float] | None:
+        """A trace of one step on the first rank, and what it tells of a GPU; the others take the
+        same step."""
         if not self.place.first:
-            self.step(runner)
+            self._step(runner)
             return None
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.place.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        kinds = torch.profiler.ProfilerActivity
+        activities = [kinds.CPU, kinds.CUDA] if on_gpu else [kinds.CPU]
         with torch.profiler.profile(activities=activities) as profiler:
-            self.step(runner)
-            self.synchronize()
+            self._step(runner)
+            self._synchronize(barrier=False)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{file_name(runner.subject)}.json.gz"
+        path = folder / f"{runner.subject.file_name}.json.gz"
         profiler.export_chrome_trace(str(path))
-        return read_trace(path) if self.place.device.type == "cuda" else None
+        return budget(read_events(path)) if on_gpu else None
 
 
-def file_name(subject: Subject) -> str:
-    """Of what is written about one wrapper, without an ending."""
-    return re.sub(r"[:@/]", "-", subject.name)
-
-
-def _take(result: Result, samples: Sequence[Sample]) -> None:
-    result.seconds = [sample.clock for sample in samples]
-    result.cpu_seconds = [sample.cpu for sample in samples]
+def _take(result: Result, samples: Sequence[tuple[float, float]]) -> None:
+    result.seconds, result.cpu_seconds = (list(one) for one in zip(*samples, strict=True))
 
 
 def make_batches(options: Options, microbatches: int, place: Place) -> list[list[Batch]]:
@@ -369,48 +281,12 @@ def make_batches(options: Options, microbatches: int, place: Place) -> list[list
     return [[one() for _ in range(microbatches)] for _ in range(BATCH_POOL)]
 
 
-def _reserved(device: torch.device) -> int:
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-
-
-def _cuda_peaks(
-    device: torch.device, before: int, reserved: int
-) -> tuple[int | None, int | None, int | None]:
-    """(allocated, reserved, in use on the device), less what another wrapper had left behind."""
-    if device.type != "cuda":
-        return None, None, None
-    free, total = torch.cuda.mem_get_info(device)
-    return (
-        torch.cuda.max_memory_allocated(device) - before,
-        torch.cuda.max_memory_reserved(device) - reserved,
-        total - free - reserved,
-    )
-
-
 def live_bytes(device: torch.device) -> int:
-    """Bytes in live tensors: the allocator's count on CUDA; on the host the storages of all
-    tensors that Python's collector knows, each once."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return torch.cuda.memory_allocated(device)
-    storages: dict[int, int] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some objects of torch warn when they are looked at
-        tensors = [value for value in gc.get_objects() if isinstance(value, torch.Tensor)]
-    for tensor in tensors:
-        _note_storage(tensor, storages)
-        if tensor.is_leaf:
-            _note_storage(tensor.grad, storages)
-    return sum(storages.values())
-
-
-def _note_storage(tensor: torch.Tensor | None, storages: dict[int, int]) -> None:
-    local = getattr(tensor, "_local_tensor", tensor)
-    if local is None or local.device.type != "cpu" or local.layout != torch.strided:
-        return
-    storage = local.untyped_storage()
-    if storage.nbytes() > 0:
-        storages[storage.data_ptr()] = storage.nbytes()
+    """Bytes in live tensors, as CUDA's allocator counts them; 0 on the CPU, where nothing does."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device)
 
 
 def free_memory(device: torch.device) -> int:
@@ -423,13 +299,6 @@ def free_memory(device: torch.device) -> int:
 
 
 def reason(error: Exception) -> str:
-    """One line that tells what is wrong."""
+    """One line that says what is wrong."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300]
-
-
-def as_plain(result: Result) -> dict[str, Any]:
-    """For JSON."""
-    values = dataclasses.asdict(result)
-    values["subject"] = result.subject.name
-    return values

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib import moe_rules
 from lib.options import Options, flag
 from megatron_fsdp_adapter.cli.gpt import default_ffn_hidden_size
 
 BYTE_VOCABULARY = 256
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,6 @@ class Machine:
     max_connections: str | None = None
 
 
-@dataclass(frozen=True)
-class Rule:
-    """``broken(options, machine)`` tells when; ``text`` is formatted with o=options, m=machine."""
-
-    broken: Callable[[Options, Machine], bool]
-    text: str
-
-
 def data_parallel_size(options: Options, machine: Machine) -> int:
     """Ranks that hold the same tensor-parallel part; 0 if the sizes do not divide."""
     tensor = max(options.tensor_model_parallel_size, 1)
@@ -48,7 +38,8 @@ def data_parallel_size(options: Options, machine: Machine) -> int:
 # Options that are None until they are known, in the order in which they depend on each other.
 DERIVED: tuple[tuple[str, Callable[[Options, Machine], Any]], ...] = (
     ("ffn_hidden_size", lambda o, m: default_ffn_hidden_size(o.hidden_size, o.swiglu)),
-    *moe_rules.DERIVED,
+    ("moe_ffn_hidden_size", lambda o, m: o.ffn_hidden_size),
+    ("expert_tensor_parallel_size", lambda o, m: o.tensor_model_parallel_size),
     ("kv_channels", lambda o, m: o.hidden_size // max(o.num_attention_heads, 1)),
     ("max_position_embeddings", lambda o, m: o.seq_length),
     (
@@ -80,27 +71,12 @@ FORCED: tuple[tuple[str, Any, Callable[[Options, Machine], bool], str], ...] = (
     ),
 )
 
-CHOICES = {
-    **moe_rules.CHOICES,
-    "position_embedding_type": ("learned_absolute", "rope", "none"),
-    "normalization": ("LayerNorm", "RMSNorm"),
-    "transformer_impl": ("local", "transformer_engine"),
-    "cross_entropy_fusion_impl": ("native", "te"),
-    "optimizer": ("adam", "muon"),
-    "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root"),
-    "recompute_granularity": ("full", "selective", None),
-    "fp8_format": ("hybrid", "e4m3", None),
-    "fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8"),
-    "fp8_amax_compute_algo": ("most_recent", "max"),
-    "recompute_method": ("uniform", "block", None),
-    "data_parallel_sharding_strategy": STRATEGIES,
-    "distributed_backend": ("nccl", "gloo"),
-    "tokenizer_type": ("ByteLevelTokenizer", "NullTokenizer"),
-    "ckpt_format": ("fsdp_dtensor",),
-}
-
 AT_LEAST: dict[str, float] = {
-    **moe_rules.AT_LEAST,
+    **dict.fromkeys(
+        ("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "expert_model_parallel_size",
+         "expert_tensor_parallel_size"), 1,
+    ),
+    "moe_aux_loss_coeff": 0,
     "suggested_communication_unit_size": 0,
     **dict.fromkeys(
         (
@@ -148,28 +124,20 @@ AT_LEAST: dict[str, float] = {
     ),
 }
 
-def _overlaps_need(o: Options) -> bool:
-    return not o.use_megatron_fsdp and not (o.use_distributed_optimizer and o.overlap_grad_reduce)
-
-
-def _nothing_to_evaluate_on(o: Options) -> bool:
-    evaluates = o.eval_iters > 0 and o.eval_interval is not None
-    return evaluates and bool(o.train_data_path) and not o.valid_data_path
-
-
-RULES = (
+RULES: tuple[tuple[Callable[[Options, Machine], bool], str], ...] = (
+    # when it is broken, what is said then (o: options, m: machine, d: data-parallel ranks)
     # Model
-    Rule(
+    (
         lambda o, m: o.hidden_size % o.num_attention_heads != 0,
         "--hidden-size {o.hidden_size} is not a multiple of --num-attention-heads "
         "{o.num_attention_heads}: change one of them",
     ),
-    Rule(
+    (
         lambda o, m: o.group_query_attention and o.num_attention_heads % o.num_query_groups != 0,
         "--num-query-groups {o.num_query_groups} does not divide --num-attention-heads "
         "{o.num_attention_heads}: change one of them",
     ),
-    Rule(
+    (
         lambda o, m: (
             (o.num_query_groups if o.group_query_attention else o.num_attention_heads)
             % o.tensor_model_parallel_size
@@ -178,157 +146,222 @@ RULES = (
         "--tensor-model-parallel-size {o.tensor_model_parallel_size} does not divide the number "
         "of key/value heads: change one of them",
     ),
-    Rule(
+    (
         lambda o, m: (o.max_position_embeddings or 0) < o.seq_length,
         "--max-position-embeddings {o.max_position_embeddings} is less than --seq-length "
         "{o.seq_length}: raise it",
     ),
-    Rule(
+    (
         lambda o, m: max(o.hidden_dropout, o.attention_dropout) >= 1,
         "--hidden-dropout {o.hidden_dropout} and --attention-dropout {o.attention_dropout} must "
         "be below 1",
     ),
-    Rule(
+    (
         lambda o, m: o.transformer_impl == "transformer_engine"
         and not (m.transformer_engine and m.cuda),
         "--transformer-impl transformer_engine needs a GPU and an installed Transformer Engine: "
         "use --transformer-impl local",
     ),
-    Rule(
+    (
         lambda o, m: o.cross_entropy_loss_fusion and not m.cuda,
         "--cross-entropy-loss-fusion is compiled for the GPU: leave it out on the CPU",
     ),
-    Rule(
+    (
         lambda o, m: o.gradient_accumulation_fusion and not m.cuda,
         "--gradient-accumulation-fusion needs CUDA kernels: leave it out on the CPU",
     ),
     # Batches and schedule
-    Rule(
+    (
         lambda o, m: data_parallel_size(o, m) == 0,
         "--tensor-model-parallel-size {o.tensor_model_parallel_size} does not divide the number "
         "of processes {m.world_size}: change one of them",
     ),
-    Rule(
+    (
         lambda o, m: data_parallel_size(o, m) > 0
         and (o.global_batch_size or 0) % (o.micro_batch_size * data_parallel_size(o, m)) != 0,
         "--global-batch-size {o.global_batch_size} is not a multiple of --micro-batch-size "
         "{o.micro_batch_size} x {d} data-parallel ranks: use a multiple of {u}",
     ),
-    Rule(
+    (
         lambda o, m: o.min_lr > o.lr,
         "--min-lr {o.min_lr} is more than --lr {o.lr}: lower it",
     ),
-    Rule(
+    (
         lambda o, m: o.lr_warmup_iters >= (o.lr_decay_iters or 0),
         "--lr-warmup-iters {o.lr_warmup_iters} is not less than --lr-decay-iters "
         "{o.lr_decay_iters} (default --train-iters): lower it",
     ),
     # Precision and memory
-    Rule(
+    (
         lambda o, m: o.grad_reduce_in_bf16 and not o.bf16,
         "--grad-reduce-in-bf16 without --bf16: gradients of an fp32 model are reduced in fp32; "
         "leave it out",
     ),
-    Rule(
+    (
         lambda o, m: o.fp8_format is not None and o.transformer_impl != "transformer_engine",
         "--fp8-format {o.fp8_format} with --transformer-impl {o.transformer_impl}: FP8 products "
         "are TE's; use --transformer-impl transformer_engine, on a GPU, or leave it out",
     ),
-    Rule(
+    (
         lambda o, m: o.fp8_format is not None and not o.bf16,
         "--fp8-format {o.fp8_format} without --bf16: what is not FP8 is bf16; give --bf16",
     ),
-    Rule(
+    (
         lambda o, m: o.fp8_format is None and o.fp8_param_gather,
         "--fp8-param-gather without --fp8-format: nothing would multiply FP8 weights; give "
         "--fp8-format hybrid, or leave it out",
     ),
-    Rule(
+    (
         lambda o, m: o.recompute_granularity == "full"
         and (o.recompute_method is None or o.recompute_num_layers is None),
         "--recompute-granularity full needs --recompute-method (uniform or block) and "
         "--recompute-num-layers",
     ),
-    Rule(
+    (
         lambda o, m: o.recompute_granularity != "full"
         and (o.recompute_method is not None or o.recompute_num_layers is not None),
         "--recompute-method and --recompute-num-layers only go with --recompute-granularity full",
     ),
     # Parallelism
-    Rule(
+    (
         lambda o, m: o.distributed_backend == "nccl" and not m.cuda,
         "--distributed-backend nccl, but there is no CUDA: use gloo",
     ),
-    Rule(
+    (
         lambda o, m: o.distributed_backend == "gloo" and m.cuda,
         "--distributed-backend gloo, but there is a GPU: use nccl, or hide the GPUs "
         "(CUDA_VISIBLE_DEVICES='') to train on the CPU",
     ),
-    Rule(
+    (
         lambda o, m: o.sequence_parallel and o.tensor_model_parallel_size == 1,
         "--sequence-parallel with --tensor-model-parallel-size 1: leave it out",
     ),
-    Rule(
-        lambda o, m: o.overlap_param_gather and _overlaps_need(o),
+    (
+        lambda o, m: o.overlap_param_gather
+        and not o.use_megatron_fsdp
+        and not (o.use_distributed_optimizer and o.overlap_grad_reduce),
         "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
     ),
-    Rule(
+    (
         lambda o, m: o.num_distributed_optimizer_instances > 1 and not o.use_distributed_optimizer,
         "--num-distributed-optimizer-instances {o.num_distributed_optimizer_instances} needs "
         "--use-distributed-optimizer",
     ),
-    *(Rule(*row) for row in moe_rules.ROWS),
-    Rule(
+    (
+        lambda o, m: o.num_experts is None and o.expert_model_parallel_size > 1,
+        "--expert-model-parallel-size {o.expert_model_parallel_size} without --num-experts: give "
+        "the number of experts, or leave it out",
+    ),
+    (
+        lambda o, m: (o.num_experts or 0) % o.expert_model_parallel_size != 0,
+        "--expert-model-parallel-size {o.expert_model_parallel_size} does not divide "
+        "--num-experts {o.num_experts}: change one of them",
+    ),
+    (
+        lambda o, m: o.num_experts is not None
+        and m.world_size % (o.expert_model_parallel_size * o.expert_tensor_parallel_size) != 0,
+        "--expert-model-parallel-size {o.expert_model_parallel_size} x "
+        "--expert-tensor-parallel-size {o.expert_tensor_parallel_size} does not divide the number "
+        "of processes {m.world_size}: change one of them",
+    ),
+    (
+        lambda o, m: o.num_experts is not None and o.moe_router_topk > o.num_experts,
+        "--moe-router-topk {o.moe_router_topk} is more than --num-experts {o.num_experts}: lower "
+        "it",
+    ),
+    (
+        lambda o, m: (
+            o.num_experts is not None
+            and o.tensor_model_parallel_size > 1
+            and not o.sequence_parallel
+        ),
+        "--num-experts with --tensor-model-parallel-size {o.tensor_model_parallel_size} needs "
+        "--sequence-parallel",
+    ),
+    (
+        lambda o, m: o.moe_grouped_gemm and o.transformer_impl != "transformer_engine",
+        "--moe-grouped-gemm needs --transformer-impl transformer_engine: leave it out",
+    ),
+    (
+        lambda o, m: o.moe_permute_fusion and not (m.cuda and m.transformer_engine),
+        "--moe-permute-fusion needs a GPU and an installed Transformer Engine: leave it out",
+    ),
+    (
+        lambda o, m: (
+            o.overlap_moe_expert_parallel_comm
+            and (o.expert_model_parallel_size == 1 or o.moe_token_dispatcher_type != "alltoall")
+        ),
+        "--overlap-moe-expert-parallel-comm needs --expert-model-parallel-size above 1 and "
+        "--moe-token-dispatcher-type alltoall: give both, or leave it out",
+    ),
+    (
+        lambda o, m: o.overlap_moe_expert_parallel_comm and not o.bf16,
+        "--overlap-moe-expert-parallel-comm needs --bf16: core refuses it otherwise",
+    ),
+    (
+        lambda o, m: o.delay_wgrad_compute and not o.overlap_moe_expert_parallel_comm,
+        "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm: give both, or leave it "
+        "out",
+    ),
+    (
+        lambda o, m: o.separate_all_gather_groups and not o.use_megatron_fsdp,
+        "--separate-all-gather-groups without --use-megatron-fsdp: stock DDP has one group; leave "
+        "it out",
+    ),
+    (
         lambda o, m: o.use_megatron_fsdp and o.ddp_bucket_size is not None,
         "--ddp-bucket-size with --use-megatron-fsdp has no effect: units take the place of "
         "buckets; leave it out",
     ),
-    Rule(
+    (
         lambda o, m: o.use_megatron_fsdp and m.max_connections == "1" and m.cuda,
         "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1, which keeps the communication of "
         "--use-megatron-fsdp from overlapping: unset it",
     ),
-    Rule(
+    (
         lambda o, m: o.init_model_with_meta_device and not o.use_megatron_fsdp,
         "--init-model-with-meta-device without --use-megatron-fsdp: nobody would make the weights; "
         "leave it out",
     ),
     # Checkpoints
-    Rule(
+    (
         lambda o, m: not o.use_megatron_fsdp and bool(o.save or o.load),
         "--save or --load without --use-megatron-fsdp: stock DDP is here to compare with; save its "
         "runs with Megatron-LM's own script, or give --use-megatron-fsdp",
     ),
-    Rule(
+    (
         lambda o, m: o.save is None and o.save_interval is not None,
         "--save-interval {o.save_interval} without --save: say where to save",
     ),
     # Data
-    Rule(
+    (
         lambda o, m: o.mock_data == bool(o.train_data_path),
         "give --train-data-path (made by scripts/prepare_data.py) or --mock-data, one of them",
     ),
-    Rule(
-        lambda o, m: _nothing_to_evaluate_on(o),
+    (
+        lambda o, m: o.eval_iters > 0
+        and o.eval_interval is not None
+        and bool(o.train_data_path)
+        and not o.valid_data_path,
         "--eval-iters {o.eval_iters}, but there is no validation data: give --valid-data-path "
         "or --eval-iters 0",
     ),
-    Rule(
+    (
         lambda o, m: o.tokenizer_type == "NullTokenizer" and o.vocab_size is None,
         "--tokenizer-type NullTokenizer needs --vocab-size",
     ),
-    Rule(
+    (
         lambda o, m: o.tokenizer_type == "ByteLevelTokenizer" and o.vocab_size is not None,
         "--vocab-size {o.vocab_size} with --tokenizer-type ByteLevelTokenizer, which has 256: "
         "leave it out, or use NullTokenizer",
     ),
-    Rule(
+    (
         lambda o, m: o.padded_vocab_size is not None
         and o.padded_vocab_size <= (o.vocab_size or BYTE_VOCABULARY),
         "--padded-vocab-size {o.padded_vocab_size} has no row for the end of a document: raise it "
         "above the vocabulary (256 for ByteLevelTokenizer, else --vocab-size)",
     ),
-    Rule(
+    (
         lambda o, m: (o.padded_vocab_size or 0) % o.tensor_model_parallel_size != 0,
         "--padded-vocab-size {o.padded_vocab_size} is not a multiple of "
         "--tensor-model-parallel-size {o.tensor_model_parallel_size}: raise it to one",
@@ -354,26 +387,13 @@ def _range_problems(options: Options) -> Iterator[str]:
         value = getattr(options, name)
         if value is not None and value < least:
             yield f"{flag(name)} {value} must be at least {least:g}"
-    for name, choices in CHOICES.items():
-        value = getattr(options, name)
-        if value not in choices:
-            names = ", ".join(choice for choice in choices if choice is not None)
-            yield f"{flag(name)} {value} is unknown: use one of {names}"
 
 
 def _prefixes(blend: Sequence[str] | None) -> Sequence[str]:
     """The prefixes of a --train-data-path, which may have a weight before each of them."""
     parts = blend or []
-    pairs = len(parts) % 2 == 0 and all(_is_number(part) for part in parts[::2])
+    pairs = len(parts) % 2 == 0 and all(part.replace(".", "", 1).isdigit() for part in parts[::2])
     return parts[1::2] if pairs else parts
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def missing_files(options: Options) -> list[str]:
@@ -402,7 +422,7 @@ def problems(options: Options, machine: Machine) -> list[str]:
         return found
     ranks = data_parallel_size(options, machine)
     values = {"o": options, "m": machine, "d": ranks, "u": options.micro_batch_size * ranks}
-    return [rule.text.format(**values) for rule in RULES if rule.broken(options, machine)]
+    return [text.format(**values) for broken, text in RULES if broken(options, machine)]
 
 
 def validated(options: Options, machine: Machine) -> tuple[Options, list[str]]:

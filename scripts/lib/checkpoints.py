@@ -73,7 +73,7 @@ def _state(
         "opt_param_scheduler": trainee.scheduler.state_dict(),
         "world_size": dist.get_world_size(),
         **asdict(progress),
-        "args": options.as_dict(),
+        "args": asdict(options),
     }
 
 

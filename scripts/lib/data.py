@@ -8,7 +8,8 @@ samples consumed so far.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,32 +25,17 @@ from megatron_fsdp_adapter.cli.gpt import padded_rows
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """What GPTDataset asks a tokenizer for. Ids 0 .. tokens-1 are text, `eod` comes after them.
+def vocabulary(options: Options) -> SimpleNamespace:
+    """What GPTDataset asks a tokenizer for: 256 bytes, or --vocab-size ids, and an end of document.
 
     Data is tokenized before training, so nothing here reads text. `pad` is no id of any text.
     """
-
-    name: str
-    tokens: int
-    pad: int = -1
-    unique_identifiers: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def eod(self) -> int:
-        return self.tokens
-
-    @property
-    def vocab_size(self) -> int:
-        return self.tokens + 1
-
-
-def vocabulary(options: Options) -> Vocabulary:
-    """The vocabulary of the data: 256 bytes, or --vocab-size ids, and an end of document."""
     tokens = BYTE_VOCABULARY if options.vocab_size is None else options.vocab_size
-    name = options.tokenizer_type
-    return Vocabulary(name, tokens, unique_identifiers={"class": name, "tokens": tokens})
+    names = {"class": options.tokenizer_type, "tokens": tokens}
+    return SimpleNamespace(
+        name=options.tokenizer_type, vocab_size=tokens + 1, eod=tokens, pad=-1,
+        unique_identifiers=names,
+    )  # fmt: skip
 
 
 def padded_vocab_size(options: Options) -> int:
@@ -60,21 +46,16 @@ def padded_vocab_size(options: Options) -> int:
     return padded_rows(vocabulary(options).vocab_size, multiple)
 
 
-def evaluations(options: Options) -> int:
-    """How often a run evaluates, its end included."""
-    if options.eval_interval is None or options.eval_iters == 0:
-        return 0
-    return options.train_iters // options.eval_interval + 1
-
-
 def build_datasets(options: Options) -> tuple[Any, Any]:
     """(training, validation) datasets; the second is None when the run does not evaluate.
 
     Collective: rank 0 builds the sample index first, the others read it.
     """
     batch = options.global_batch_size
-    assert batch is not None  # filled in by check.resolve
-    valid = evaluations(options) * options.eval_iters * batch
+    evaluations = 0  # the end of the run is one
+    if options.eval_interval is not None:
+        evaluations = options.train_iters // options.eval_interval + 1
+    valid = evaluations * options.eval_iters * batch
     sizes = [options.train_iters * batch, valid, 0]
     blend: dict[str, Any] = {}
     if options.train_data_path:

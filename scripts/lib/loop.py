@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from lib.data import batches, build_datasets
 from lib.distributed import Place, largest
 from lib.model import Trainee
 from lib.options import Options
-from lib.report import Reporter, Step, now, peak_memory
+from lib.report import Log, peak_memory
 
 Batches = Iterator[dict[str, torch.Tensor]]
 
@@ -66,45 +67,28 @@ def run_schedule(
     return total
 
 
-def train_step(
-    trainee: Trainee, data: Batches, progress: Progress, options: Options
-) -> tuple[Step, Progress]:
-    """One optimizer step, and how far the run is after it."""
-    started = now()
+def train_step(trainee: Trainee, data: Batches, options: Options) -> dict[str, Any]:
+    """One optimizer step, as it is logged; loss is the mean over the global batch's tokens."""
+    started = time.perf_counter()
     trainee.model.zero_grad_buffer()
     trainee.optimizer.zero_grad()
-    total = run_schedule(trainee, data, options)
-    updated, grad_norm, _ = trainee.optimizer.step()
+    loss, tokens = run_schedule(trainee, data, options).tolist()
+    updated, norm, _ = trainee.optimizer.step()
     if updated:
-        assert options.global_batch_size is not None
         trainee.scheduler.step(increment=options.global_batch_size)
-    loss, tokens = (float(value) for value in total.tolist())
-    progress = dataclasses.replace(
-        progress,
-        iteration=progress.iteration + 1,
-        consumed_samples=progress.consumed_samples + (options.global_batch_size or 0),
-    )
-    step = Step(
-        iteration=progress.iteration,
-        consumed_samples=progress.consumed_samples,
-        loss=loss / max(tokens, 1.0),
-        grad_norm=float(grad_norm) if updated and grad_norm is not None else None,
-        learning_rate=get_canonical_lr_for_logging(trainee.optimizer.param_groups) or 0.0,
-        seconds=now() - started,
-        tokens=(options.global_batch_size or 0) * options.seq_length,
-    )
-    if options.check_for_nan_in_loss_and_grad:
-        _require_finite(step)
-    return step, progress
-
-
-def _require_finite(step: Step) -> None:
-    """Raises RuntimeError, on every rank, where training has diverged."""
-    if not (math.isfinite(step.loss) and math.isfinite(step.grad_norm or 0.0)):
+    found = {
+        "loss": loss / max(tokens, 1.0),
+        "grad_norm": float(norm) if updated and norm is not None else None,
+        "learning_rate": get_canonical_lr_for_logging(trainee.optimizer.param_groups) or 0.0,
+        "seconds": time.perf_counter() - started,
+    }
+    finite = math.isfinite(found["loss"]) and math.isfinite(found["grad_norm"] or 0.0)
+    if options.check_for_nan_in_loss_and_grad and not finite:
         raise RuntimeError(
-            f"iteration {step.iteration}: loss {step.loss}, gradient norm {step.grad_norm}: lower "
-            "--lr, or give --no-check-for-nan-in-loss-and-grad to go on"
+            f"loss {found['loss']}, gradient norm {found['grad_norm']}: lower --lr, or give "
+            "--no-check-for-nan-in-loss-and-grad to go on"
         )
+    return found
 
 
 def evaluate(trainee: Trainee, data: Batches, options: Options) -> float:
@@ -116,60 +100,47 @@ def evaluate(trainee: Trainee, data: Batches, options: Options) -> float:
             total += run_schedule(trainee, data, options, forward_only=True).double().cpu()
     trainee.model.train()
     loss, tokens = total.tolist()
-    return loss / max(tokens, 1.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Due:
-    """What is to be done after a step."""
-
-    log: bool
-    evaluate: bool
-    save: bool
-    stop: bool
-
-
-def due(iteration: int, options: Options, can_evaluate: bool) -> Due:
-    """What follows step `iteration`. The last step is always logged, evaluated and saved."""
-
-    def divides(interval: int | None) -> bool:
-        return interval is not None and iteration % interval == 0
-
-    last = iteration >= options.train_iters
-    stop = last or divides(options.exit_interval)
-    return Due(
-        log=stop or divides(options.log_interval),
-        evaluate=can_evaluate and (last or divides(options.eval_interval)),
-        save=options.save is not None and (stop or divides(options.save_interval)),
-        stop=stop,
-    )
+    return float(loss / max(tokens, 1.0))
 
 
 def train(trainee: Trainee, options: Options, place: Place, progress: Progress) -> Progress:
-    """Trains from `progress` to --train-iters or --exit-interval."""
+    """Trains from `progress` to --train-iters or --exit-interval. The last step is always logged,
+    evaluated and saved."""
     training, validation = build_datasets(options)
     data = batches(training, progress.consumed_samples, options, place)
     valid_data = None
     if validation is not None:
         valid_data = batches(validation, progress.consumed_valid_samples, options, place)
-    with contextlib.closing(Reporter(options, place, progress.iteration)) as reporter:
+    batch = options.global_batch_size
+    seconds, logged = 0.0, progress.iteration
+    with contextlib.closing(Log(options, place, progress.iteration)) as log:
         while progress.iteration < options.train_iters:
-            step, progress = train_step(trainee, data, progress, options)
-            reporter.step(step)
-            todo = due(progress.iteration, options, valid_data is not None)
-            if todo.log:
-                reporter.interval(step, largest(peak_memory(place.device), place))
-            if todo.evaluate:
-                assert valid_data is not None
-                reporter.validation(progress.iteration, evaluate(trainee, valid_data, options))
-                samples = options.eval_iters * (options.global_batch_size or 0)
-                progress = dataclasses.replace(
-                    progress,
-                    consumed_valid_samples=progress.consumed_valid_samples + samples,
-                )
-            if todo.save:
+            step = train_step(trainee, data, options)
+            done = progress.iteration + 1
+            progress = dataclasses.replace(
+                progress, iteration=done, consumed_samples=progress.consumed_samples + batch
+            )
+            log.write(iteration=done, consumed_samples=progress.consumed_samples, **step)
+            seconds += step["seconds"]
+            last = done >= options.train_iters
+            stop = last or _divides(options.exit_interval, done)
+            if stop or _divides(options.log_interval, done):
+                rate = (done - logged) * batch * options.seq_length / seconds
+                log.interval(done, rate, step, largest(peak_memory(place.device), place))
+                seconds, logged = 0.0, done
+            if valid_data is not None and (last or _divides(options.eval_interval, done)):
+                loss = evaluate(trainee, valid_data, options)
+                log.line(f"iteration {done} | validation loss {loss:.6f}")
+                log.write(iteration=done, validation_loss=loss)
+                samples = progress.consumed_valid_samples + options.eval_iters * batch
+                progress = dataclasses.replace(progress, consumed_valid_samples=samples)
+            if options.save is not None and (stop or _divides(options.save_interval, done)):
                 checkpoints.save(trainee, progress, options)
-                reporter.line(f"iteration {progress.iteration} | saved to {options.save}")
-            if todo.stop:
+                log.line(f"iteration {done} | saved to {options.save}")
+            if stop:
                 break
     return progress
+
+
+def _divides(interval: int | None, iteration: int) -> bool:
+    return interval is not None and iteration % interval == 0

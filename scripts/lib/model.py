@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from lib.data import padded_vocab_size
 from lib.distributed import Place, side_stream
-from lib.options import Options
+from lib.options import DDP, EXPERTS, FP8, FSDP, MODEL, OPTIMIZER, Options, chosen
 from megatron_fsdp_adapter.megatron.local_spec import local_block_spec
 from megatron_fsdp_adapter.megatron.options.ddp_config import (
     DistributedDataParallelConfig as FsdpConfig,
@@ -41,84 +41,6 @@ from megatron_fsdp_adapter.megatron.options.ddp_config import (
 from megatron_fsdp_adapter.megatron.process_groups import create_all_gather_groups
 from megatron_fsdp_adapter.megatron.seams import patches
 from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
-
-# Options that a core config takes under the same name.
-_TRANSFORMER_FIELDS = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "ffn_hidden_size",
-    "kv_channels",
-    "normalization",
-    "hidden_dropout",
-    "attention_dropout",
-    "bias_dropout_fusion",
-    "cross_entropy_loss_fusion",
-    "cross_entropy_fusion_impl",
-    "gradient_accumulation_fusion",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "tensor_model_parallel_size",
-    "sequence_parallel",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "calculate_per_token_loss",
-    "bf16",
-    "init_model_with_meta_device",
-)
-_MOE_FIELDS = (
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_token_dispatcher_type",
-    "moe_grouped_gemm",
-    "moe_permute_fusion",
-    "overlap_moe_expert_parallel_comm",
-    "delay_wgrad_compute",
-)
-_FP8_FIELDS = (
-    "fp8_recipe",
-    "fp8_amax_history_len",
-    "fp8_amax_compute_algo",
-)
-_OPTIMIZER_FIELDS = (
-    "optimizer",
-    "lr",
-    "min_lr",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "clip_grad",
-    "bf16",
-    "use_distributed_optimizer",
-    "overlap_param_gather",
-)
-_DDP_FIELDS = (
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "use_distributed_optimizer",
-    "num_distributed_optimizer_instances",
-    "use_megatron_fsdp",
-    "reduce_scatter_with_fp32_accumulation",
-    "fp8_param_gather",
-)
-
-FIXED_BUFFERS = (
-    "nccl_ub",
-    "fsdp_double_buffer",
-    "fsdp_copy_engine_all_gather",
-    "fsdp_copy_engine_reduce_scatter",
-)
-
-OURS_ALONE = (
-    "suggested_communication_unit_size",
-    "chunked_optimizer_state_offload",
-    "fsdp_unsharded_budget_gib",
-    "megatron_fsdp_enable_fine_grained_param_gather",
-)
 
 
 @dataclass(frozen=True)
@@ -132,10 +54,6 @@ class Trainee:
     parameters: int
 
 
-def _chosen(options: Options, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in names}
-
-
 def params_dtype(options: Options) -> torch.dtype:
     """The compute dtype."""
     return torch.bfloat16 if options.bf16 else torch.float32
@@ -144,12 +62,12 @@ def params_dtype(options: Options) -> torch.dtype:
 def transformer_config(options: Options) -> TransformerConfig:
     """Core's model configuration."""
     dtype = params_dtype(options)
-    fields = _chosen(options, _TRANSFORMER_FIELDS)
+    fields = chosen(options, MODEL)
     if options.num_experts is not None:  # core warns about, or refuses, some of them without it
-        fields |= {"num_moe_experts": options.num_experts, **_chosen(options, _MOE_FIELDS)}
+        fields |= {"num_moe_experts": options.num_experts, **chosen(options, EXPERTS)}
     if options.fp8_format is not None:
         fields |= {"fp8": options.fp8_format, "fp8_param": options.fp8_param_gather}
-        fields |= _chosen(options, _FP8_FIELDS)
+        fields |= chosen(options, FP8)
     fused = options.bias_swiglu_fusion if options.swiglu else options.bias_gelu_fusion
     has_bias = not options.disable_bias_linear
     return TransformerConfig(
@@ -208,7 +126,7 @@ def ddp_config(options: Options) -> DistributedDataParallelConfig:
         # Chunks of a ring collective shrink with the number of ranks and must stay large.
         bucket = max(40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size())
     common: dict[str, Any] = dict(
-        **_chosen(options, _DDP_FIELDS),
+        **chosen(options, DDP),
         bucket_size=bucket if options.overlap_grad_reduce else None,
         check_for_nan_in_grad=options.check_for_nan_in_loss_and_grad,
     )
@@ -218,31 +136,24 @@ def ddp_config(options: Options) -> DistributedDataParallelConfig:
         )
     return FsdpConfig(
         **common,
-        data_parallel_sharding_strategy=options.data_parallel_sharding_strategy,
         megatron_fsdp_grad_comm_dtype=torch.bfloat16 if options.grad_reduce_in_bf16 else None,
-        **_chosen(options, (*FIXED_BUFFERS, *OURS_ALONE)),
+        **chosen(options, FSDP),
     )
-
-
-def _groups_with_gathers_apart() -> ProcessGroupCollection:
-    """The groups of `parallel_state`, and others of the same ranks for gathers. Collective."""
-    return create_all_gather_groups(ProcessGroupCollection.use_mpu_process_groups())
 
 
 def wrap(
     options: Options, config: TransformerConfig, module: torch.nn.Module, place: Place
 ) -> torch.nn.Module:
-    """The model in this package's FullyShardedDataParallel or in core's DDP."""
+    """The model in this package's FullyShardedDataParallel or in core's DDP. Collective."""
     wrapper: Any = DistributedDataParallel
     arguments: dict[str, Any] = {}
     if options.use_megatron_fsdp:
         from megatron_fsdp_adapter import FullyShardedDataParallel
 
         wrapper = FullyShardedDataParallel
-        arguments["pg_collection"] = (
-            _groups_with_gathers_apart() if options.separate_all_gather_groups else None
-        )
-
+    if options.separate_all_gather_groups:
+        groups = create_all_gather_groups(ProcessGroupCollection.use_mpu_process_groups())
+        arguments["pg_collection"] = groups
     with side_stream(place):
         return wrapper(
             config=config,
@@ -265,7 +176,7 @@ def _muon_fields(options: Options) -> dict[str, Any]:
 def build_optimizer(options: Options, model: torch.nn.Module) -> MegatronOptimizer:
     """Core's optimizer for the wrapped model."""
     config = OptimizerConfig(
-        **{**_chosen(options, _OPTIMIZER_FIELDS), **_muon_fields(options)},
+        **{**chosen(options, OPTIMIZER), **_muon_fields(options)},
         params_dtype=params_dtype(options),
         fp8_recipe=options.fp8_recipe if options.fp8_format is not None else None,
     )
@@ -295,15 +206,14 @@ def build_scheduler(options: Options, optimizer: MegatronOptimizer) -> Optimizer
     )
 
 
-def connect(config: TransformerConfig, trainee: Trainee, options: Options) -> None:
+def connect(config: TransformerConfig, model: Any, optimizer: MegatronOptimizer) -> None:
     """Tells core's schedules how to scale the loss, delay and finish the gradient reduction.
 
     Reads the wrapper's own ddp_config: FSDP switches overlaps on that its strategy needs.
     """
-    model, used = trainee.model, trainee.model.ddp_config
-    config.grad_scale_func = trainee.optimizer.scale_loss
+    config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    if used.overlap_grad_reduce:
+    if model.ddp_config.overlap_grad_reduce:
         config.no_sync_func = model.no_sync
         config.grad_sync_func = model.start_grad_sync
 
@@ -325,6 +235,5 @@ def build(options: Options, place: Place) -> Trainee:
     model.train()
     optimizer = build_optimizer(options, model)
     scheduler = build_scheduler(options, optimizer)
-    trainee = Trainee(model, config, optimizer, scheduler, parameters)
-    connect(config, trainee, options)
-    return trainee
+    connect(config, model, optimizer)
+    return Trainee(model, config, optimizer, scheduler, parameters)

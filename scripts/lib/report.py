@@ -1,4 +1,4 @@
-"""What a run tells: log lines and JSON lines, on the first rank."""
+"""What a run writes: log lines and JSON lines, on the first rank."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import os
 import resource
 import sys
-import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,6 @@ import torch
 
 from lib.distributed import Place
 from lib.options import Options
-
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Step:
-    """One training step. `loss` is the mean over the global batch's tokens; None: not updated."""
-
-    iteration: int
-    consumed_samples: int
-    loss: float
-    grad_norm: float | None
-    learning_rate: float
-    seconds: float
-    tokens: int
 
 
 def peak_memory(device: torch.device) -> int:
@@ -40,71 +24,43 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-class Reporter:
+class Log:
     """Writes what the options ask for; on ranks other than the first every method does nothing."""
 
     def __init__(self, options: Options, place: Place, start_iteration: int) -> None:
-        self._options = options
-        self._on = place.first
-        self._log: Any = None
-        self._since = (0.0, 0)  # seconds and tokens since the last line
+        self._last, self._on, self._file = options.train_iters, place.first, None
         if self._on and options.loss_log_file is not None:
-            self._log = _open_log(Path(options.loss_log_file), start_iteration)
+            self._file = _open_log(Path(options.loss_log_file), start_iteration)
 
     def line(self, text: str) -> None:
         """A line of the log."""
         if self._on:
             print(text, flush=True)
 
-    def step(self, step: Step) -> None:
-        """Called after every step."""
-        seconds, tokens = self._since
-        self._since = (seconds + step.seconds, tokens + step.tokens)
-        record = {
-            "iteration": step.iteration,
-            "consumed_samples": step.consumed_samples,
-            "loss": step.loss,
-            "grad_norm": step.grad_norm,
-            "learning_rate": step.learning_rate,
-            "seconds": step.seconds,
-        }
-        self._record(record)
+    def write(self, **record: Any) -> None:
+        """A line of the file."""
+        if self._file is not None:
+            # json writes a float with as many digits as it takes to read the same float back.
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
 
-    def interval(self, step: Step, peak_bytes: float) -> None:
-        """Called after every --log-interval steps, with the largest peak of any rank."""
-        seconds, tokens = self._since
-        self._since = (0.0, 0)
-        rate = tokens / seconds if seconds else 0.0
-        norm = "skipped" if step.grad_norm is None else f"{step.grad_norm:.4f}"
+    def interval(
+        self, iteration: int, rate: float, step: Mapping[str, Any], peak_bytes: float
+    ) -> None:
+        """After every --log-interval steps: tokens a second since the last one, what the last step
+        logged, and the largest peak of any rank."""
+        norm = "skipped" if step["grad_norm"] is None else f"{step['grad_norm']:.4f}"
         self.line(
-            f"iteration {step.iteration}/{self._options.train_iters} | "
-            f"samples {step.consumed_samples} | loss {step.loss:.6f} | grad norm {norm} | "
-            f"lr {step.learning_rate:.3e} | {rate:,.0f} tokens/s | "
-            f"peak memory {peak_bytes / GIB:.2f} GiB"
+            f"iteration {iteration}/{self._last} | loss {step['loss']:.6f} | grad norm {norm} | "
+            f"lr {step['learning_rate']:.3e} | {rate:,.0f} tokens/s | "
+            f"peak memory {peak_bytes / 2**30:.2f} GiB"
         )
-        self._record(
-            {
-                "iteration": step.iteration,
-                "tokens_per_second": rate,
-                "peak_memory_bytes": int(peak_bytes),
-            }
-        )
-
-    def validation(self, iteration: int, loss: float) -> None:
-        """Called after every evaluation."""
-        self.line(f"iteration {iteration} | validation loss {loss:.6f}")
-        self._record({"iteration": iteration, "validation_loss": loss})
+        self.write(iteration=iteration, tokens_per_second=rate, peak_memory_bytes=int(peak_bytes))
 
     def close(self) -> None:
         """Finishes the file."""
-        if self._log is not None:
-            self._log.close()
-
-    def _record(self, record: dict[str, Any]) -> None:
-        if self._log is not None:
-            # json writes a float with as many digits as it takes to read the same float back.
-            self._log.write(json.dumps(record) + "\n")
-            self._log.flush()
+        if self._file is not None:
+            self._file.close()
 
 
 def _open_log(path: Path, start_iteration: int) -> Any:
@@ -121,8 +77,3 @@ def _open_log(path: Path, start_iteration: int) -> Any:
     temporary.write_text("".join(line + "\n" for line in kept))
     os.replace(temporary, path)
     return path.open("a")
-
-
-def now() -> float:
-    """Seconds, for differences."""
-    return time.perf_counter()

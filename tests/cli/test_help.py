@@ -15,7 +15,7 @@ from megatron_fsdp_adapter import __version__
 from megatron_fsdp_adapter.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ("prepare_data", "benchmark", "pretrain_gpt")
+SCRIPTS = ("prepare_data", "benchmark", "pretrain_gpt", "host_times", "loss_curves")
 Captured = pytest.CaptureFixture[str]
 
 

@@ -318,7 +318,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
         group.ParamGroup, "write_own_weights", lambda self: None, "not written yet",
     ),
     "other ranks' slices not gathered": (
-        gather.GatherPipeline, "_all_gather", lambda self, unit, use: [], "not written yet",
+        gather.GatherPipeline, "_all_gather", lambda self, unit: [], "not written yet",
     ),
     "bucket freed before its reduction": (
         reduce.ReducePipeline, "_retire", _released_at_once, "without waiting for reduce",

@@ -30,7 +30,7 @@ ENDING_S = 12.0
 """Before the time is up, all that runs is ended, and the table is written."""
 LEAST_S = 60.0
 """With less time left no file is begun: its processes would not get as far as a test."""
-MATRIX_CELLS = ("--array", "gpu_dp", "--match", "step=graph")
+MATRIX_CELLS = ("--array", "gpu_dp", "--match", "graph=on")
 
 
 @dataclass
@@ -107,7 +107,7 @@ def matrix_lines(options: argparse.Namespace) -> list[dict[str, object]]:
     """The file of results of the matrix, as lines of a journal."""
     from tests.matrix import cells, results, table
 
-    wanted = [c for c in cells.cached("gpu_dp") if "step=graph" in table.name_of(c)]
+    wanted = [c for c in cells.cached("gpu_dp") if "graph=on" in table.name_of(c)]
     lines: list[dict[str, object]] = [{"test": f"{MATRIX}::{table.name_of(c)}"} for c in wanted]
     for one in results.read(options.matrix):
         outcome = journal.PASSED if one.status == results.PASSED else journal.FAILED

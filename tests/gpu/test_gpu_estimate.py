@@ -61,7 +61,7 @@ def measured(
     device = init_megatron()
     place = Place(rank, world, rank, world, device)
     arguments = [*words, *(RECOMPUTE if again else ())]
-    options = benchmark.common_options(benchmark.parse_arguments(arguments)[1], 1)
+    options = benchmark.parse_arguments(arguments).options
     pool = make_batches(options, 1, place)
 
     def trained(layers: int) -> Any:

@@ -216,6 +216,6 @@ def test_an_outcome_is_there_when_its_check_has_ended_and_the_rest_can_be_closed
 def test_the_cells_of_the_matrix_are_a_part(tmp_path: Path) -> None:
     found = gpu.state(gpu.parse(["--results", str(tmp_path / "r.jsonl"), "--only", MATRIX]))
     cells = found[MATRIX].tests
-    assert len(cells) > 8 and all("step=graph" in name for name in cells)
+    assert len(cells) > 8 and all("graph=on" in name for name in cells)
     command = gpu.command_of(found[MATRIX], gpu.parse([]), 100.0)
     assert command[:4] == [sys.executable, "-m", "tests.matrix", "run"]

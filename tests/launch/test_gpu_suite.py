@@ -151,14 +151,12 @@ def test_every_test_is_given_what_it_takes(suite: Mapping[str, types.ModuleType]
 
 ON_THE_HOST: Mapping[str, tuple[str, ...]] = {
     "test_gpu_export": ("export, optim", "released, slots"),
-    "test_gpu_first": ("eager",),
     "test_gpu_habits": ("no_sync by hand", "evaluation by the schedule"),
     "test_gpu_muon": ("Megatron's, optim", "time of steps"),
     "test_gpu_numerics": ("same bits", "sees a scale", "strategies agree"),
     "test_gpu_optimizer_offload": ("bits, hidden 4096",),
     "test_gpu_precision": ("optim, bf16 communication, fp32 sums",),
     "test_gpu_slots": ("double buffer",),
-    "test_gpu_updates": ("bits, optim",),
 }
 """Checks that need neither CUDA nor Transformer Engine: one or two for each function that they
 call. Others need graphs, NCCL's memory, TE's layers, or what an allocator says."""

@@ -27,7 +27,7 @@ from megatron_fsdp_adapter.planning.prediction import predict, program_of
 from megatron_fsdp_adapter.planning.program import COLLECTIVES, PRODUCTS, Kind
 from megatron_fsdp_adapter.planning.report import bridge_overrides, megatron_flags
 from megatron_fsdp_adapter.planning.search import Wanted, plan
-from megatron_fsdp_adapter.planning.shapes import Parallel, units, with_layers
+from megatron_fsdp_adapter.planning.shapes import Parallel, listing, units, with_layers
 from megatron_fsdp_adapter.planning.step import StepSetup
 
 pytestmark = pytest.mark.once
@@ -90,14 +90,11 @@ def test_a_format_without_numbers_is_an_error_that_lists_those_with():
      (replace(PLAIN, copies=True, graph=True, features=FP8), 2, 280.2, 55.79),
      (replace(PLAIN, copies=True, graph=True, features=FP8, fused=True), 2, 269.1, 55.85),
      (replace(PLAIN, features=Features(Quantisation(BLOCK128))), 2, 319.0, 50.80),
-     (replace(PLAIN, features=FP8), 8, 1069.0, 61.52),
-     (with_features(host_layers=12), 4, 730.7, 57.10),
-     (with_features(host_layers=23), 4, 1440.2, 49.73)],
+     (replace(PLAIN, features=FP8), 8, 1069.0, 61.52)],
 )  # fmt: skip
 def test_time_and_peak_are_what_was_measured(chosen, batch, ms, gib, monkeypatch):
     """Before Adam's kernel was one that clips."""
     monkeypatch.setattr(prediction, "StepSetup", partial(StepSetup, one_pass=False))
-    chosen = replace(chosen, microbatch=2) if chosen.features.host_layers else chosen
     found = predict(LAYERS, chosen, replace(H200, host=1.35), batch)
     assert found.ms == pytest.approx(ms, rel=0.1)
     assert found.peak_bytes / GIB - H200.gpu.reserved_gib == pytest.approx(gib, rel=0.07)
@@ -117,48 +114,6 @@ def test_a_budget_keeps_the_units_that_estimate_says_and_saves_their_communicati
     assert times[-1] == pytest.approx(every, rel=0.02)
 
 
-def test_activations_go_to_the_host_once_and_come_back_once():
-    found = amounts(step_of(with_features(host_layers=2)))
-    assert found[Kind.TO_HOST] == found[Kind.FROM_HOST] > 0
-    with pytest.raises(ValueError, match="the last one's are needed"):
-        step_of(with_features(host_layers=4))
-    with pytest.raises(ValueError, match="without pipelines"):
-        with_features(host_layers=2).__class__(
-            2, replace(PLAIN.parallel, recompute=True), features=Features(host_layers=2)
-        )
-
-
-def test_a_streamed_optimizer_moves_twelve_bytes_each_way_under_the_next_forward():
-    chosen = with_features(streamed=True)
-    operations = step_of(chosen)
-    held = planned(SHAPE, chosen).bytes_held(
-        STRATEGIES[chosen.strategy], chosen.features.precision, 0
-    )
-    moved = amounts(operations)
-    assert moved[Kind.TO_HOST] == moved[Kind.FROM_HOST]
-    assert moved[Kind.TO_HOST] == pytest.approx(held["offloaded optimizer"], rel=0.001)
-    assert not any(one.read for one in operations if one.kind is Kind.TO_HOST)
-    quantised = step_of(with_features(streamed=True, quantised=Quantisation(PER_TENSOR)))
-    assert [one.read for one in quantised if one.kind is Kind.TO_HOST][-1]
-    bus = moved[Kind.TO_HOST] / H200.gpu.from_host_gbps / 1e6
-    plain, streamed = (predict(SHAPE, one, H200, 8).ms for one in (PLAIN, chosen))
-    assert plain < streamed < plain + bus
-    less, more = (sum(memory(SHAPE, one, H200, 1).values()) for one in (chosen, PLAIN))
-    assert less < more
-
-
-def test_muons_rows_travel_to_owners_and_back_and_adam_has_the_rest():
-    found = amounts(step_of(with_features(optimizer="muon")))
-    matrices = 4 * SHAPE.active_numel(0)
-    assert found[Kind.EXCHANGE] == pytest.approx(2 * 2 * matrices / 2, rel=0.001)
-    assert found[Kind.ITERATION] > 0
-    alone = amounts(step_of(replace(with_features(optimizer="muon"), gpus=1)))
-    assert alone[Kind.EXCHANGE] == 0
-    assert alone[Kind.ITERATION] == pytest.approx(2 * found[Kind.ITERATION], rel=0.1)
-    adam = [one for one in step_of(with_features(optimizer="muon")) if one.label == "Adam"]
-    assert len(adam) == 1
-
-
 def test_graphs_of_layers_leave_the_host_what_is_around_them():
     eager, layers, whole = (
         sum(one.host for one in step_of(chosen))
@@ -170,28 +125,24 @@ def test_graphs_of_layers_leave_the_host_what_is_around_them():
 def test_options_of_megatron_are_features_and_come_back_as_flags():
     options = {
         "fp8_format": "hybrid", "fp8_recipe": "blockwise", "fp8_param_gather": True,
-        "fsdp_unsharded_budget_gib": 4.0, "cpu_offloading": True, "cpu_offloading_num_layers": 3,
+        "fsdp_unsharded_budget_gib": 4.0,
     }  # fmt: skip
     found = features_of(options)
-    assert found.quantised.weights is BLOCK128 and found.host_layers == 3
+    assert found.quantised.weights is BLOCK128 and found.budget_gib == 4.0
     text = megatron_flags(SHAPE, replace(PLAIN, features=found))
     for words in (
         "--fp8-recipe blockwise", "--fp8-param-gather", "--fsdp-unsharded-budget-gib 4.0",
-        "--cpu-offloading-num-layers 3",
     ):  # fmt: skip
         assert words in text
-    muon = with_features(optimizer="muon", bf16_wire=True)
-    assert "--optimizer muon" in megatron_flags(SHAPE, muon)
-    assert bridge_overrides(SHAPE, muon).startswith("refused with optimizer='muon'")
     wire = with_features(bf16_wire=True)
     assert "megatron_fsdp_grad_comm_dtype=bf16" in bridge_overrides(SHAPE, wire)
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
-    [({"optimizer": "lion"}, "use 'adam' or 'muon'"), ({"budget_gib": -1.0}, "use 0 or more"),
-     ({"optimizer": "muon", "streamed": True}, "leave one out"),
-     ],
+    [({"budget_gib": -1.0}, "use 0 or more"),
+     ({"unit_numel": 9, "layer_graphs": True}, "leave it out"),
+     ({"unit_numel": -1}, "0 or more")],
 )  # fmt: skip
 def test_features_that_exclude_each_other_are_an_error(given, reason):
     with pytest.raises(ValueError, match=reason):
@@ -207,63 +158,16 @@ def test_a_plan_with_features_tries_only_what_goes_with_them():
     assert all(one.configuration.features.budget_gib == 1.0 for one in found.predictions)
 
 
-def test_experts_joined_in_one_parameter_take_as_long():
+def test_experts_are_joined_in_one_parameter_with_all_their_elements():
     shape = replace(with_layers(shape_named("mixtral-8x7b"), 4), seq_length=4096)
-    chosen = Configuration(8, Parallel(expert=2), separate_gathers=True)
-    joined = predict(shape, chosen, H200, 8)
-    rows = units(shape, chosen.parallel, 1, joined=False)
-    assert len(rows[1].params) > len(units(shape, chosen.parallel, 1)[1].params)
-    assert sum(math.prod(full) for _, full, _ in rows[1].params) == sum(
-        math.prod(full) for _, full, _ in units(shape, chosen.parallel, 1)[1].params
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prediction, "units", lambda *args, joined: units(*args, joined=False))
-        assert predict(shape, chosen, H200, 8).ms == pytest.approx(joined.ms, rel=0.02)
+    rows, joined = listing(shape, Parallel(expert=2)), units(shape, Parallel(expert=2), 1)
+    params = [full for unit in joined for _, full, _ in unit.params]
+    assert len(params) < len(rows)
+    assert sum(map(math.prod, params)) == sum(math.prod(full) for _, _, full, _ in rows)
 
 
 def test_products_that_are_fp8_are_products():
     assert {Kind.FP8_PRODUCT, Kind.FP8_GROUPED, Kind.BLOCK_PRODUCT} < set(PRODUCTS)
-
-
-MIXTRAL = replace(with_layers(shape_named("mixtral-8x7b"), 4), seq_length=4096)
-EXPERTS = Configuration(2, Parallel(expert=2), separate_gathers=True)
-OVERLAPPED = replace(EXPERTS, features=Features(expert_overlap=True))
-
-
-def exchanges_of(chosen: Configuration, microbatches: int) -> Counter:
-    program = program_of(MIXTRAL, chosen, microbatches, 0, 4)
-    begin = [count for name, count in program.marks if name == "step"][1]
-    operations = program.operations[begin:]
-    return Counter(one.role for one in operations if one.group == "expert parallel")
-
-
-def test_exchanges_of_experts_run_beside_another_microbatch_where_there_is_one():
-    assert exchanges_of(EXPERTS, 3) == {"compute": 3 * 2 * 4 * 2}
-    assert exchanges_of(OVERLAPPED, 1) == {"compute": 2 * 4 * 2}
-    # The first forward and the last backward are alone.
-    assert exchanges_of(OVERLAPPED, 3) == {"compute": 2 * 4 * 2, "exchange": 2 * 2 * 4 * 2}
-    alone, beside = (predict(MIXTRAL, one, H200, 8) for one in (EXPERTS, OVERLAPPED))
-    of_model = "exposed all-to-all of the model"
-    assert beside.ms < alone.ms and beside.spent[of_model] < alone.spent[of_model] / 2
-
-
-def test_overlapped_experts_have_activations_of_two_microbatches():
-    alone, two = (
-        memory(MIXTRAL, replace(one, strategy="optim"), H200, 4)["activations"]
-        for one in (EXPERTS, OVERLAPPED)
-    )
-    logits = 6 * 4096 * MIXTRAL.vocabulary
-    assert two - logits == 2 * (alone - logits)
-    assert "--overlap-moe-expert-parallel-comm" in megatron_flags(SHAPE, OVERLAPPED)
-    alone, two = (
-        memory(MIXTRAL, one, H200, 4)["gathered weights"] for one in (EXPERTS, OVERLAPPED)
-    )
-    assert two == 2 * alone
-    for given in ({"copies": True}, {"graph": True}):
-        with pytest.raises(ValueError, match="experts overlap without"):
-            replace(OVERLAPPED, **given)
-    with pytest.raises(ValueError, match="has no experts"):
-        Wanted(SHAPE, H200, 2, 2, 140.0, {}, features=OVERLAPPED.features)
 
 
 TWO_LAYERS = 300_000_000
@@ -307,8 +211,7 @@ def test_small_layers_are_joined_by_default_as_the_wrapper_joins_them(monkeypatc
     apart = with_features(unit_numel=0)
     assert "--suggested-communication-unit-size 0" in megatron_flags(SHAPE, apart)
     for chosen in (
-        apart, replace(PLAIN, graph=True), with_features(streamed=True),
-        with_features(layer_graphs=True),
+        apart, replace(PLAIN, graph=True), with_features(layer_graphs=True),
         replace(PLAIN, parallel=Parallel(pipeline=2)),
     ):  # fmt: skip
         assert not any(" to " in name for name in planned(shape, chosen).order), chosen.name
@@ -346,6 +249,11 @@ def test_a_budget_keeps_joined_layers_whole():
 @pytest.mark.parametrize(
     ("options", "named"),
     [({"tp_comm_overlap": True}, "tp_comm_overlap=True"), ({"fp4": "e2m1"}, "fp4='e2m1'"),
+     ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload=True"),
+     ({"chunked_optimizer_state_offload": True}, "chunked_optimizer_state_offload=True"),
+     ({"optimizer": "muon"}, "optimizer='muon'"), ({"cpu_offloading": True}, "cpu_offloading"),
+     ({"cpu_offloading_num_layers": 3}, "cpu_offloading_num_layers=3"),
+     ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm=True"),
      ({"cuda_graph_modules": ["attn"]}, "cuda_graph_modules"),
      ({"cuda_graph_scope": "attn"}, "cuda_graph_scope='attn'")],
 )  # fmt: skip
@@ -353,6 +261,10 @@ def test_what_is_not_modelled_is_refused_by_name(options, named):
     with pytest.raises(ValueError, match=f"{named}.* is not modelled.*leave it out"):
         features_of(options)
     assert features_of(dict.fromkeys(options) | {"cuda_graph_scope": "full"}) == Features()
+
+
+MIXTRAL = replace(with_layers(shape_named("mixtral-8x7b"), 4), seq_length=4096)
+EXPERTS = Configuration(2, Parallel(expert=2), separate_gathers=True)
 
 
 def test_experts_of_one_rank_are_planned_whole():

@@ -15,9 +15,9 @@ RECIPES = ("current", "block128")
 
 def quantised_cells(ranks: int) -> list[str]:
     """The cells of the CPU array, in bf16, with weights that are there when they are wrapped, as
-    the emulated library knows no meta device, and steps behind which no update goes on."""
+    the emulated library knows no meta device."""
     found = [
-        name_of({**cell, "precision": "bf16", "start": "usual", "step": "plain"})
+        name_of({**cell, "precision": "bf16", "start": "usual"})
         for cell in cells.cached("cpu")
         if cell["ranks"] == ranks
     ]

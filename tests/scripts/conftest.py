@@ -47,7 +47,7 @@ def train(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
     folder = tmp_path_factory.mktemp("logs")
 
     def run(name: str, *flags: str, processes: int = 1) -> Log:
-        from compare_losses import read_log
+        from loss_curves import read_log
 
         log = folder / f"{name}.jsonl"
         done = run_script(

@@ -25,8 +25,8 @@ def container(*entries: bytes) -> bytes:
 
 def listed(data: bytes) -> list[list[tuple[int, int, bytes]]]:
     return [
-        [(e.kind, e.arch, data[e.start + e.size - 8 : e.start + e.size]) for e in one.entries]
-        for one in prune_fatbins.containers(data)
+        [(e.kind, e.arch, data[e.start + e.size - 8 : e.start + e.size]) for e in entries]
+        for _, _, entries in prune_fatbins.containers(data)
     ]
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from itertools import chain
 from pathlib import Path
 
@@ -59,9 +60,10 @@ def test_bytes_in_are_bytes_out(folder: Path, tmp_path: Path) -> None:
 
 
 def test_size_cap_and_order(folder: Path, tmp_path: Path) -> None:
-    corpus = prepare_data.Corpus(folder, "*.txt", 500, 0.5)
+    corpus = Namespace(input=folder, pattern="*.txt", max_bytes=500)
     taken = list(prepare_data.documents_of(corpus))
-    everything = list(prepare_data.documents_of(prepare_data.Corpus(folder, "*.txt", None, 0.5)))
+    corpus.max_bytes = None
+    everything = list(prepare_data.documents_of(corpus))
     assert 0 < len(taken) < len(everything) == 20
     assert taken == everything[: len(taken)] and sum(map(len, taken)) <= 500
 
@@ -86,10 +88,10 @@ def test_crash_leaves_earlier_data(
     before = {path.name: path.read_bytes() for path in tmp_path.glob("d_*.*")}
     assert len(before) == 4
 
-    def tokens_then_crash(document: bytes) -> np.ndarray:
+    def split_then_crash(number: int, valid_share: float) -> str:
         raise OSError("disk full")
 
-    monkeypatch.setattr(prepare_data, "tokens_of", tokens_then_crash)
+    monkeypatch.setattr(prepare_data, "split_of", split_then_crash)
     with pytest.raises(OSError, match="disk full"):
         _run(*arguments)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("d_*.*")} == before

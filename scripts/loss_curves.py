@@ -1,0 +1,212 @@
+"""Loss curves: compare two logs bit for bit, or train a small GPT in several ways.
+
+    python scripts/loss_curves.py --compare runs/first.jsonl runs/second.jsonl --png losses.png
+    python scripts/loss_curves.py --ranks 2 --out runs/fp8-curves --runs fp8
+    python scripts/loss_curves.py --ranks 2 --out runs/muon-curves --runs muon \
+        --config configs/muon-cpu.yaml --run-limit 3000                      # without GPUs
+
+Runs are wrappers of benchmark.py in a precision, with a seed, on the source of Python's standard
+library; ours in bf16 with Adam is what the others are held against, and the spread of its seeds is
+what they may differ by. Each run is a call of pretrain_gpt.py, whose options are taken too. What
+--out holds already is not trained again. Not started with torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import prepare_data
+from lib.bench_subjects import RECIPES, Subject, parse_subjects
+from lib.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS, LAST = "ours:optim_grads_params", 20
+"""What others are held against, in bf16; steps at the end whose losses are averaged."""
+SETS = {
+    "fp8": ",".join([
+        f"{OURS}@bf16#1,{OURS}@bf16#2,{OURS}@bf16#3,{OURS}@fp8_tensorwise#1",
+        *(f"{OURS}@fp8w_{recipe}#1,ddp@fp8w_{recipe}#1" for recipe in RECIPES),
+    ]),
+    "muon": f"{OURS}@bf16#1,ours-muon:optim_grads_params@bf16#1",
+}  # fmt: skip
+Log = dict[int, dict[str, Any]]
+"""Iteration -> all that was logged of it."""
+
+
+def read_log(path: Path) -> Log:
+    """A log of `pretrain_gpt.py --loss-log-file`. FileNotFoundError names one that is not there."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"loss log {path} does not exist: train with --loss-log-file {path} first"
+        )
+    merged: Log = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        merged.setdefault(int(record["iteration"]), {}).update(record)
+    return merged
+
+
+NUMBERS = ("loss", "grad_norm", "validation_loss")
+
+
+def differences(first: Log, second: Log) -> list[str]:
+    """A line for each iteration that only one run has, or where a number differs in any bit."""
+    pairs = [(n, first.get(n, {}), second.get(n, {})) for n in sorted({*first, *second})]
+    return [
+        f"iteration {n}: {name} {one.get(name)!r} and {other.get(name)!r}"
+        for n, one, other in pairs for name in NUMBERS if one.get(name) != other.get(name)
+    ]  # fmt: skip
+
+
+def draw(logs: Mapping[str, Log], path: Path) -> None:
+    """Loss over iterations, one curve a run, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for label, log in logs.items():
+        steps = sorted(step for step, record in log.items() if "loss" in record)
+        axes.plot(steps, [log[step]["loss"] for step in steps], linewidth=0.9, label=label)
+    axes.set(xlabel="iteration", ylabel="training loss (nats per byte)")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def parse_runs(text: str) -> dict[str, tuple[Subject, int]]:
+    """Reads "ours:optim@bf16#1,ddp@fp8w_delayed#1"; ValueError names what is not understood."""
+    runs = {}
+    for name in SETS.get(text, text).split(","):
+        wrapper, _, seed = name.partition("#")
+        subjects = parse_subjects(wrapper)
+        trained = subjects[0].is_ours or subjects[0].kind == "ddp"
+        if len(subjects) > 1 or not seed.isdigit() or subjects[0].captures or not trained:
+            raise ValueError(
+                f"--runs {name}: must be ours or ddp, without graphs, a precision and a seed, as "
+                f"{OURS}@fp8w_delayed#1"
+            )
+        runs[name] = subjects[0], int(seed)
+    return runs
+
+
+def words_of(subject: Subject, seed: int) -> list[str]:
+    """Flags of pretrain_gpt.py that select it."""
+    options = {
+        "use_megatron_fsdp": subject.is_ours, "seed": seed, "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True, "overlap_param_gather": True,
+        "data_parallel_sharding_strategy": subject.strategy, **subject.options(),
+    }  # fmt: skip
+    words = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            words.append(f"--{flag}={value}")
+    return words
+
+
+def table_text(logs: Mapping[str, Log]) -> tuple[str, bool]:
+    """A line for each run, and whether none is further from ours in bf16 with its seed than the
+    seeds of that are from each other."""
+    finals = {
+        name: fmean([one["loss"] for _, one in sorted(log.items()) if "loss" in one][-LAST:])
+        for name, log in logs.items()
+    }
+    bases = {name: final for name, final in finals.items() if name.startswith(f"{OURS}@bf16#")}
+    spread = max(bases.values(), default=0.0) - min(bases.values(), default=0.0)
+    lines = [f"| run | mean loss of the last {LAST} steps | validation | less bf16, same seed |",
+             "|---|---|---|---|"]  # fmt: skip
+    inside = True
+    for name, log in logs.items():
+        base = bases.get(f"{OURS}@bf16#{name.partition('#')[2]}")
+        apart = "" if base is None or name in bases else f"{finals[name] - base:+.4f}"
+        inside = inside and (not apart or len(bases) < 2 or abs(float(apart)) <= spread)
+        valid = [one["validation_loss"] for one in log.values() if "validation_loss" in one]
+        last = f"{valid[-1]:.4f}" if valid else ""
+        lines.append(f"| {name} | {finals[name]:.4f} | {last} | {apart} |")
+    return "\n".join([*lines, f"spread of the seeds of bf16: {spread:.4f}"]), inside
+
+
+def train(given: argparse.Namespace, rest: Sequence[str]) -> tuple[dict[str, Log], int]:
+    """The logs, and 0; 1 when a run failed or is further from bf16 than its seeds are from each
+    other. ValueError if there is no text."""
+    runs, prefix = parse_runs(given.runs), given.out / "data" / "text"
+    text = ["--output-prefix", str(prefix), "--max-bytes", "20000000"]
+    if not Path(f"{prefix}_valid.idx").is_file() and prepare_data.main(text):
+        raise ValueError(f"--out {given.out}: no text could be made there")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # ours and DDP: the same kernels
+    logs, failed = {}, []
+    for name, (subject, seed) in runs.items():
+        path = given.out / f"{subject.file_name}-seed{seed}.jsonl"
+        unfinished = path.with_suffix(".unfinished")
+        command = [
+            sys.executable, str(ROOT / "scripts" / "pretrain_gpt.py"), f"--config={given.config}",
+            f"--train-data-path={prefix}_train", f"--valid-data-path={prefix}_valid",
+            f"--data-cache-path={given.out / 'data' / 'cache'}", f"--loss-log-file={unfinished}",
+            *words_of(subject, seed), *rest,
+        ]  # fmt: skip
+        if not path.is_file():
+            failure = run_ranks(command, given.ranks, given.run_limit, path.with_suffix(".log"))
+            if failure is not None:
+                failed.append(f"{name}: not trained: {failure}")
+                continue
+            os.replace(unfinished, path)
+        logs[name] = read_log(path)
+    table, inside = table_text(logs)
+    table = "\n".join([table, *failed])
+    (given.out / "table.md").write_text(table + "\n")
+    print(table)
+    return logs, int(bool(failed) or not inside)
+
+
+def compare(first: Log, second: Log) -> int:
+    """0 if the logs agree, 1 with the first differences if not."""
+    found = differences(first, second)
+    if found:
+        print("\n".join(found[:10]), file=sys.stderr)
+        return 1
+    print(f"{len(first)} iterations: losses and gradient norms are equal bit for bit")
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status: 0; 1 for what differs or failed; 2 for options that cannot work."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--compare", type=Path, nargs=2, metavar="LOG", help="two logs, in place of training")
+    add("--png", type=Path, help="where to draw the curves")
+    add("--out", type=Path, default=Path("runs/curves"), help="folder for text, logs and table")
+    add("--runs", default="fp8", help=f"{', '.join(SETS)}, or WRAPPER@PRECISION#SEED, ...")
+    add("--ranks", type=int, default=2, help="processes of a run; one a GPU")
+    add("--config", default=ROOT / "configs" / "fp8-small.yaml", help="preset of the model")
+    add("--run-limit", type=float, default=300.0, help="seconds of one run")
+    given, rest = parser.parse_known_args(list(arguments))
+    try:
+        if given.compare:
+            logs = {str(path): read_log(path) for path in given.compare}
+            status = compare(*(logs[str(path)] for path in given.compare))
+        else:
+            logs, status = train(given, rest)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"loss_curves.py: {error}", file=sys.stderr)
+        return 2
+    if given.png:
+        draw(logs, given.png)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
