@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from multiprocessing import forkserver, resource_tracker
 
 import pytest
@@ -9,6 +10,7 @@ from tests import strays
 
 MARK = pytest.StashKey[str]()
 LEFT = pytest.StashKey[list[str]]()
+GUARD = pytest.StashKey[subprocess.Popen[bytes]]()
 GRACE_S = 5.0
 """For processes that are about to end when the last test has."""
 
@@ -36,6 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[MARK], os.environ[strays.VARIABLE] = strays.new_mark()
+    config.stash[GUARD] = strays.guard(config.stash[MARK])
 
 
 def _is_of_the_interpreter(pid: int, words: str) -> bool:
@@ -47,6 +50,8 @@ def _is_of_the_interpreter(pid: int, words: str) -> bool:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """No process outlives the tests: the run fails, and says which did."""
+    with session.config.stash[GUARD] as guard:
+        guard.kill()
     left = strays.left_behind(session.config.stash[MARK], GRACE_S, _is_of_the_interpreter)
     session.config.stash[LEFT] = [f"{pid}: {words}" for pid, words in left.items()]
     strays.end(left)

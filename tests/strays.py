@@ -3,6 +3,8 @@ environment.
 
 Children inherit the mark through any number of parents, and keep it when these end; other runs on
 the same machine have other marks. A run inside of a run adds a mark of its own behind the outer.
+
+Started as a program, with a mark: ends all that have it when its standard input has ended.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import contextlib
 import os
 import secrets
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -89,3 +93,16 @@ def end_all(mark: str) -> None:
             return
         end(found)
         time.sleep(0.2)
+
+
+def guard(mark: str) -> subprocess.Popen[bytes]:
+    """A process that ends all that have the mark as soon as this process has ended, however that
+    did: killed, too, when it can end nothing itself. It does nothing if it is killed before."""
+    return subprocess.Popen(
+        [sys.executable, __file__, mark], stdin=subprocess.PIPE, start_new_session=True
+    )
+
+
+if __name__ == "__main__":
+    sys.stdin.buffer.read()
+    end_all(sys.argv[1])

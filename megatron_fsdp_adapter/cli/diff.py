@@ -45,8 +45,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def render(found: Difference, shown: int | None = SHOWN) -> str:
-    """The difference as text, with at most `shown` lines of each kind."""
-    return "\n".join(_lines(found, shown)) or "the same"
+    """The difference as text, with at most `shown` lines of each kind, and the verdict."""
+    lines = [*_lines(found, shown)]
+    return "\n".join([*lines, "diff: they differ (above)" if lines else "diff: the same"])
 
 
 def _lines(found: Difference, shown: int | None) -> Iterator[str]:

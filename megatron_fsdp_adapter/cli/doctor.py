@@ -58,7 +58,8 @@ def bindings() -> dict[str, Any]:
     try:
         installation.install()
     except ModuleNotFoundError as error:
-        return {"error": f"{error.name} is not installed"}
+        return {"error": f"{error.name} is not installed: no name of Megatron can be rebound. "
+                "Install megatron-core."}  # fmt: skip
     except RuntimeError as error:
         return {"error": str(error)}
     try:
@@ -182,6 +183,7 @@ def settings(given: argparse.Namespace) -> dict[str, Any]:
             near = longer[:2] or difflib.get_close_matches(name, sorted(known), 2)
             remedy = f"Did you mean {' or '.join(near)}?" if near else "Leave it out."
             wrong.append(f"--set {name}={chosen[name]}: no option that is read here. {remedy}")
+    wrong += [f"--set {line}" for line in sizes.not_above_zero(chosen)]
     if wrong:
         raise ValueError("\n".join(wrong))
     return chosen
@@ -191,7 +193,7 @@ def _assignment(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
     name = name.removeprefix("--").replace("-", "_")
     if not separator:
-        raise ValueError(f"--set {text}: write option=value")
+        raise ValueError(f"--set {text}: it has no value. Write option=value.")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
@@ -210,7 +212,27 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
     report["bindings"] = bindings()
     if found is not None:
         report["configuration"] = found
+    report["verdict"] = verdict(report)
     return report
+
+
+def problems(report: Mapping[str, Any]) -> list[str]:
+    """All of the report that has to change before a run can start."""
+    missing = report["bindings"].get("error")
+    return [*([missing] if missing else ()), *report.get("configuration", {}).get("refuses", ())]
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """The report in one line."""
+    wrong, found = len(problems(report)), report.get("configuration")
+    if wrong:
+        said = f"refused, {wrong} to change (above)"
+    elif found is None:
+        said = "nothing is wrong here; no configuration was given"
+    else:
+        said = "nothing is refused" + (", and nothing is changed" if "note" in found else "")
+    harmful = ", ".join(row["variable"] for row in report["environment"])
+    return f"doctor: {said}" + (f"; variables that hurt: {harmful} (above)" if harmful else "")
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -228,7 +250,7 @@ def render(report: Mapping[str, Any]) -> str:
     lines += _bindings_lines(report["bindings"])
     if "configuration" in report:
         lines += _configuration_lines(report["configuration"])
-    return "\n".join(lines)
+    return "\n".join([*lines, report["verdict"]])
 
 
 def _bindings_lines(found: Mapping[str, Any]) -> list[str]:
@@ -250,15 +272,8 @@ def _configuration_lines(found: Mapping[str, Any]) -> list[str]:
     lines += [f"  {name:<22} {value}" for name, value in found["groups"].items()]
     if found["advises"]:
         lines += ["configuration: plan expects", *(f"  - {line}" for line in found["advises"])]
-    refuses = found["refuses"]
-    lines += ["configuration: refuses", *([f"  - {line}" for line in refuses] or ["  nothing"])]
-    verdict = f"refused, {len(refuses)} to change (above)" if refuses else "nothing is refused"
-    return [*lines, f"doctor: {verdict}"]
-
-
-def _world_size_told() -> int | None:
-    told = os.environ.get("WORLD_SIZE")
-    return int(told) if told else None
+    refuses = [f"  - {line}" for line in found["refuses"]]
+    return [*lines, "configuration: refuses", *(refuses or ["  nothing"])]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -268,7 +283,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
-        "--world-size", type=int, default=_world_size_told(),
+        "--world-size", type=int, default=os.environ.get("WORLD_SIZE") or None,
         help="ranks of the run; default WORLD_SIZE; without either nothing is said that depends "
         "on it",
     )  # fmt: skip
@@ -283,10 +298,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the report. Returns 0, 1 if the configuration is refused (or, with --prove, differs),
-    2 for bad input."""
+    """Prints the report. Returns 0, 1 if something has to change: what is refused, or missing (with
+    --prove: if something differs), 2 for bad input."""
     given = _parser().parse_args(argv)
     try:
+        if given.world_size is not None and given.world_size < 1:
+            raise ValueError(f"--world-size {given.world_size}: there are no ranks. Use 1 or more.")
         if given.prove:
             return prove.main(given, settings(given))
         report = examine(given)
@@ -294,7 +311,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"doctor: {error}", file=sys.stderr)
         return 2
     print(json.dumps(report, indent=2, default=_plain) if given.json else render(report))
-    return int(bool(report.get("configuration", {}).get("refuses")))
+    return int(bool(problems(report)))
 
 
 def _plain(value: Any) -> str:

@@ -102,10 +102,11 @@ def main(
         try:
             rows = run.prove(plan, "nccl" if room.cuda else "gloo", given.timeout, given.poison)
         except ranks.RanksError as error:
-            print(f"doctor --prove: a rank failed, nothing is proven\n{error}", file=sys.stderr)
+            said = "doctor --prove: a rank failed (above), nothing is proven"
+            print(f"{error}\n{said}", file=sys.stderr)
             return 1
         if given.json:
             print(json.dumps(report.as_values(recipe, plan, rows), indent=2))
         else:
-            print(report.render(plan, rows), flush=True)
+            print(f"{report.render(plan, rows)}\n{report.verdict(rows)}", flush=True)
     return 0 if all(row.holds for row in rows) else 1

@@ -76,13 +76,13 @@ def examine(folder: Path, jobs: int = 1, quiet: bool = True) -> dict[str, Any]:
 def render(report: dict[str, Any]) -> str:
     """The report as text."""
     size = f"{report['files']} files, {report['bytes'] / 2**30:.3f} GiB"
-    lines = [f"{report['folder']}: {size}, {'intact' if report['intact'] else 'DAMAGED'}"]
+    lines = [f"{report['folder']}: {size}"]
     lines += [f"  {problem['text']}" for problem in report["problems"][:_SHOWN]]
     hidden = len(report["problems"]) - _SHOWN
     lines += [f"  and {hidden} more (--json has them all)"] if hidden > 0 else []
     if report["without_digest"]:
         lines.append(f"  not checked, added after the save: {', '.join(report['without_digest'])}")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"verify: {'intact' if report['intact'] else 'DAMAGED (above)'}"])
 
 
 def _problems(folder: Path, found: Sequence[digests.Problem]) -> list[dict[str, Any]]:

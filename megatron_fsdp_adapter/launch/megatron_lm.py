@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -40,6 +42,8 @@ FSDP_FLAG = "--use-megatron-fsdp"
 ARGUMENTS = "megatron.training.arguments"
 GPU = torch.device("cuda")
 SECONDS_FOR_RANK_0 = 60.0
+REPORT = "TORCHELASTIC_ERROR_FILE"
+"""Names the file that torchrun reads a rank's error from, to print it last."""
 NO_GPU = (
     "there is no CUDA device, and Megatron-LM's own arguments ask one for its capability; without "
     "a GPU, train with scripts/pretrain_gpt.py, or prove this command line with `python -m "
@@ -407,10 +411,15 @@ def is_first_rank() -> bool:
 
 
 def refuse(message: str) -> NoReturn:
-    """Ends the process with status 2, after rank 0 has printed `message`. Other ranks of torchrun,
-    which ends all when one has ended, leave it the time to do so."""
+    """Ends the process with status 2, after rank 0 has printed `message`, and left it for the
+    report that torchrun ends with. Other ranks of torchrun, which ends all when one has ended,
+    leave it the time to do so."""
     if is_first_rank():
         print(message, file=sys.stderr, flush=True)
+        if REPORT in os.environ:
+            extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+            report = {"message": {"message": message, "extraInfo": extra}}
+            Path(os.environ[REPORT]).write_text(json.dumps(report))
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(SECONDS_FOR_RANK_0)
     raise SystemExit(2)

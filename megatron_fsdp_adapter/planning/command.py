@@ -80,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print the plan as JSON")
     out.add_argument("--explain", action="store_true", help="the step as the engine runs it")
+    out.add_argument("--plot", metavar="FILE", help="a picture of a step, or of the curve")
     out.add_argument("--curve", metavar="N,N,...", help="the best for each number of GPUs")
     return parser
 
@@ -156,9 +157,17 @@ def _numbers(text: str) -> list[int]:
 
 def run(given: argparse.Namespace) -> str:
     """What the command prints. ValueError, FileNotFoundError or RuntimeError for what cannot be."""
+    if given.plot:
+        from .plot import check_matplotlib
+
+        check_matplotlib()
     if given.curve:
         return _curve(given, _numbers(given.curve))
     found = plan(wanted_of(given, given.gpus))
+    if given.plot:
+        from .plot import plot_step
+
+        plot_step(found.wanted, found.predictions[0], given.plot)
     if given.json:
         return json.dumps(report.plain(found, given.top), indent=2)
     text = report.render(found, given.top)
@@ -177,6 +186,11 @@ def _curve(given: argparse.Namespace, sizes: Sequence[int]) -> str:
             plans.append((gpus, plan(replace(wanted, tries=min(wanted.tries, CURVE_TRIES)))))
         except ValueError as error:
             plans.append((gpus, str(error)))
+    if given.plot:
+        from .plot import plot_curve
+
+        known = [(one.wanted, one.predictions[0]) for _, one in plans if isinstance(one, Plan)]
+        plot_curve(known, given.plot)
     if given.json:
         return json.dumps([
             report.plain(one, 1) if isinstance(one, Plan) else {"gpus": gpus, "error": one}

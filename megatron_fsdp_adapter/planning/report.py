@@ -77,6 +77,25 @@ def bridge_overrides(shape: Shape, chosen: Configuration) -> str:
     return " ".join(map(shlex.quote, words))
 
 
+PLAIN_ARGUMENTS = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy")
+
+
+def plain_call(chosen: Configuration) -> str | None:
+    """The call of `fully_shard_model`; None where the model itself is split, which that does not
+    do. What has no argument there is said."""
+    parallel = chosen.parallel
+    if parallel.tensor * parallel.pipeline * parallel.context * parallel.expert > 1:
+        return None
+    options = ddp_options(chosen)
+    outer = options.pop("num_distributed_optimizer_instances", None)
+    axes = (outer, chosen.gpus // outer) if outer else (chosen.gpus,)
+    known = ", ".join(f"{k}={v!r}" for k, v in options.items() if k in PLAIN_ARGUMENTS)
+    others = [name for name in options if name not in PLAIN_ARGUMENTS]
+    text = (f"fully_shard_model(module, init_device_mesh('cuda', {axes}), "
+            f"fsdp_unit_modules=['THE_LAYER'], {known})")  # fmt: skip
+    return f"{text}  # without {', '.join(others)}: Megatron's only" if others else text
+
+
 def benchmark_row(chosen: Configuration) -> str | None:
     """The row of scripts/benchmark.py that measures it; None where it has none."""
     parallel = chosen.parallel
@@ -160,6 +179,7 @@ def _plain_row(shape: Shape, one: Prediction) -> dict[str, Any]:
         "limit": one.limit,
         "megatron_lm": megatron_flags(shape, chosen),
         "megatron_bridge": bridge_overrides(shape, chosen),
+        "fully_shard_model": plain_call(chosen),
         "benchmark_row": benchmark_row(chosen),
     }
 
@@ -187,28 +207,81 @@ def render(plan: Plan, top: int) -> str:
         f"global batch {wanted.global_batch:,} x {wanted.shape.seq_length:,} tokens, "
         f"{wanted.memory_gib:g} GiB a GPU",
         *(f"not counted: {line}" for line in wanted.shape.left_out),
-        "", *aligned(rows), "",
+        "", *aligned(rows), *_legend(plan.predictions[:top]), "",
         "the first one: peak memory: " + _largest(best.memory, 1 / GIB, "GiB"),
-        "               time: " + _largest(
-            {name: ms for name, ms in best.spent.items() if name != "products"}, 1.0, "ms"
-        ),
+        "               time: " + _largest(_times(best.spent), 1.0, "ms"),
+        *_margin(plan),
         f"  Megatron-LM        {megatron_flags(wanted.shape, best.configuration)}",
         f"  Megatron-Bridge    {bridge_overrides(wanted.shape, best.configuration)}",
     ]  # fmt: skip
+    call = plain_call(best.configuration)
+    if call is not None:
+        lines.append(f"  plain PyTorch      {call}")
     command = benchmark_command(wanted, best.configuration)
     if command is not None:
         lines.append(f"  to measure it      {command}")
     others = [(one.configuration.name, _slower(one, plan)) for one in plan.predictions[top:]]
-    names: dict[str, list[str]] = {}
-    for name, reason in plan.refused:
-        names.setdefault(reason, []).append(name)
-    for reason, (first, *more) in names.items():
-        others.append((f"{first}, and {len(more)} like it" if more else first, reason))
-    lines += ["", "why not"] if others else []
-    lines += [f"  {name}: {reason}" for name, reason in others[:REASONS]]
-    if len(others) > REASONS:
-        lines.append(f"  and {len(others) - REASONS} more (--json names them)")
+    reasons = [*others, *_together(plan.refused)]
+    if reasons:
+        lines += ["", "why not"]
+    lines += [f"  {name}: {reason}" for name, reason in reasons[:REASONS]]
+    if len(reasons) > REASONS:
+        lines.append(f"  and {len(reasons) - REASONS} more (--json names them)")
     return "\n".join(lines)
+
+
+LEGEND = {
+    "compute": "nothing but forward and backward is 5% of a step",
+    "exposed": 'communication that no kernel hides; "of the model": of tensor, context or expert '
+    "parallelism",
+    "waits for the host": "the GPU is idle until the host has launched its kernels",
+    "pipeline bubble": "stages wait for the first and the last microbatch",
+    "optimizer": "the update of main weights",
+    "norm": "the norm of the gradients",
+}
+"""What `limit` calls the largest part of a step beside forward and backward, and what it is."""
+
+
+def _legend(rows: Sequence[Prediction]) -> list[str]:
+    return [
+        f"  limited by {name}: {what}" for name, what in LEGEND.items()
+        if any(one.limit.startswith(name) for one in rows)
+    ]
+
+
+TIGHT, AS_FAST = 0.95, 1.02
+"""Parts of the memory from which on a prediction's error may not fit; times the first one's time
+that count as equal."""
+
+
+def _margin(plan: Plan) -> list[str]:
+    """A line where the first configuration leaves little memory, with one that leaves more."""
+    limit, first = plan.wanted.memory_gib * GIB, plan.predictions[0]
+    if first.peak_bytes <= TIGHT * limit:
+        return []
+    left = f"{(limit - first.peak_bytes) / GIB:.1f} of {plan.wanted.memory_gib:g} GiB"
+    said = f"               margin: {left} are left, and predicted peaks were off by up to 7%"
+    for one in plan.predictions[1:]:
+        if one.peak_bytes <= TIGHT * limit and one.ms <= AS_FAST * first.ms:
+            return [f"{said}; {(limit - one.peak_bytes) / GIB:.1f} with {one.configuration.name}, "
+                    f"{one.ms / first.ms - 1:.1%} slower"]  # fmt: skip
+    return [f"{said}; --memory-gib plans for less"]
+
+
+def _together(refused: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Configurations that one reason refuses, as one: the first, and how many more."""
+    names: dict[str, list[str]] = {}
+    for name, reason in refused:
+        names.setdefault(reason, []).append(name)
+    return [
+        (first if not more else f"{first}, and {len(more)} like it", reason)
+        for reason, (first, *more) in names.items()
+    ]
+
+
+def _times(spent: Mapping[str, float]) -> dict[str, float]:
+    """Without what is part of another."""
+    return {name: ms for name, ms in spent.items() if name != "products"}
 
 
 def _largest(parts: Mapping[str, float], factor: float, unit: str) -> str:

@@ -144,14 +144,15 @@ def plan(wanted: Wanted) -> Plan:
             large = needed, chosen.name
             too_large[chosen.strategy] = min(too_large.get(chosen.strategy, large), large)
             continue
-        count = chosen.microbatches(wanted.global_batch)
-        known.append((seconds(wanted.shape, chosen, wanted.machine, count), chosen))
+        known.append((_guess(wanted, chosen), chosen))
     if not seen:
         raise ValueError(_why_none(wanted))
     found, refused = _run_best(wanted, known, limit)
+    if wanted.tries >= FEW_TRIES:
+        _add_sharded_alone(wanted, limit, found, refused)
     for strategy, (needed, name) in too_large.items():
         if not any(one.configuration.strategy == strategy for one in found):
-            refused.append((name, f"states and activations need {needed / GIB:.0f} GiB"))
+            refused.append((name, f"states and activations need {math.ceil(needed / GIB)} GiB"))
     if not found:
         least, name = _least(wanted)
         raise ValueError(
@@ -176,6 +177,39 @@ def _why_none(wanted: Wanted) -> str:
         + (f" with {told}" if told else "")
         + f": {reason}"
     )  # fmt: skip
+
+
+def _add_sharded_alone(
+    wanted: Wanted, limit: float, found: list[Prediction], refused: list[tuple[str, str]]
+) -> None:
+    """Adds weights sharded over all ranks with no other parallelism but of experts, which a user of
+    FSDP compares with, to what was found, or to what was refused with the bytes it needs."""
+
+    def is_alone(one: Configuration) -> bool:
+        only_sharded = one.parallel.tensor == one.parallel.pipeline == 1
+        return only_sharded and one.strategy == "optim_grads_params"
+
+    if any(is_alone(one.configuration) for one in found):
+        return
+    choices = [
+        (_guess(wanted, chosen), _at_least(wanted, chosen), chosen)
+        for split in splits(wanted) if split.parallel.tensor == split.parallel.pipeline == 1
+        for chosen in candidates(wanted, split) if is_alone(chosen) and not chosen.graph
+    ]  # fmt: skip
+    choices.sort(key=lambda entry: entry[0])
+    for chosen in [chosen for _, needed, chosen in choices if needed <= limit][:ASKED]:
+        if _held(wanted, chosen) <= limit:
+            found.append(predict(wanted.shape, chosen, wanted.machine, wanted.global_batch))
+            return
+    if choices:
+        _, needed, chosen = min(choices, key=lambda entry: entry[1])
+        refused.insert(0, (chosen.name, f"{math.ceil(needed / GIB)} GiB or more"))
+
+
+def _guess(wanted: Wanted, chosen: Configuration) -> float:
+    """Seconds of a step, without planning it."""
+    count = chosen.microbatches(wanted.global_batch)
+    return seconds(wanted.shape, chosen, wanted.machine, count)
 
 
 def _least(wanted: Wanted) -> tuple[float, str]:
@@ -242,7 +276,7 @@ def _run_best(
             continue
         held = _held(wanted, chosen)
         if held > limit:
-            refused.append((chosen.name, f"{held / GIB:.0f} GiB at its most"))
+            refused.append((chosen.name, f"peak memory {math.ceil(held / GIB)} GiB"))
             times[kind] -= 1
             continue
         found.append(predict(wanted.shape, chosen, wanted.machine, wanted.global_batch))

@@ -67,13 +67,16 @@ def _lines(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
         )
         if not row.holds and row.remark:
             yield f"          {row.remark}"
-    wrong = [row for row in rows if not row.holds]
-    yield f"{len(rows) - len(wrong)} of {len(rows)} comparisons hold: " + (
-        "DIFFERS" if wrong else "proven"
-    )
     cause = compare.conclusion(rows)
     if cause is not None:
         yield cause
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """The table in one line."""
+    holds = sum(row.holds for row in rows)
+    said = "proven" if holds == len(rows) else "DIFFERS (above)"
+    return f"doctor --prove: {holds} of {len(rows)} comparisons hold: {said}"
 
 
 def as_values(recipe: Recipe, plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:

@@ -46,7 +46,8 @@ def _raise_under_compilation() -> None:
     would only make it fall back to running the module without a graph."""
     raise RuntimeError(
         "torch.compile of a wrapped model: gathering changes storage that a compiled graph does "
-        "not see; compile functions inside the layers, or nothing"
+        "not see. Compile what is inside: layers of a model for fully_shard_model, functions of "
+        "Megatron's layers."
     )
 
 

@@ -156,7 +156,7 @@ def test_inspect_refuses_what_is_no_checkpoint(tmp_path: Path, capsys: Captured)
 def test_diff_of_the_same_is_the_same(saved: Path, tmp_path: Path, capsys: Captured) -> None:
     changed(tmp_path / "b")
     assert main(["diff", str(saved), str(tmp_path / "b")]) == 0
-    assert capsys.readouterr().out == "the same\n"
+    assert capsys.readouterr().out == "diff: the same\n"
 
 
 def test_diff_finds_one_element(saved: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -199,6 +199,7 @@ def test_diff_lists_keys_shapes_dtypes_and_objects(tmp_path: Path, capsys: Captu
     for line in ("only in A (1)\n  only", "only in B (1)\n  new", "s: (2,), (3,)",
                  "d: float32, float64", "objects with other values (1)\n  o"):  # fmt: skip
         assert line in text, text
+    assert text.splitlines()[-1] == "diff: they differ (above)"
 
 
 @pytest.mark.parametrize("command", ["convert", "inspect", "diff"])

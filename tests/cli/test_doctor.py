@@ -13,6 +13,7 @@ import torch
 from megatron.core.optimizer import optimizer_config
 
 from megatron_fsdp_adapter.cli import doctor, machine
+from megatron_fsdp_adapter.launch import installation
 from megatron_fsdp_adapter.megatron.options.support import EMERGING
 from megatron_fsdp_adapter.megatron.seams.table import installed
 
@@ -139,10 +140,44 @@ def test_text_has_every_section(capsys: Any, monkeypatch: pytest.MonkeyPatch) ->
     for line in ("versions", "machine", "environment", "  CUDA_LAUNCH_BLOCKING=1: ",
                  "configuration: refuses", "  - defer_embedding_wgrad_compute=True: "):  # fmt: skip
         assert f"\n{line}" in f"\n{text}"
-    assert text.splitlines()[-1] == "doctor: refused, 1 to change (above)"
+    hurts = "variables that hurt: CUDA_LAUNCH_BLOCKING (above)"
+    assert text.splitlines()[-1] == f"doctor: refused, 1 to change (above); {hurts}"
     assert sum("rebind" in line or "rebound" in line for line in text.splitlines()) == 1
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING")
     assert doctor.main(["--set", "data_parallel_sharding_strategy=optim"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "doctor: nothing is refused"
+    assert doctor.main([]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "doctor: nothing is wrong here; no configuration was given"
+
+
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError(name="megatron"), RuntimeError("this Megatron has no such name")]
+)
+def test_whatever_is_an_error_gives_status_1(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Also of the installation, with and without a configuration."""
+
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(installation, "install", fails)
+    for words in ((), ("--set", "data_parallel_sharding_strategy=optim")):
+        assert doctor.main(words) == 1
+        text = capsys.readouterr().out
+        assert (str(error) or "megatron is not installed") in text
+        assert text.splitlines()[-1] == "doctor: refused, 1 to change (above)"
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-2", "2.5", "True"])
+def test_a_size_that_is_no_whole_number_above_0_is_one_line(capsys: Any, value: str) -> None:
+    words = ("--world-size", "8", "--set", f"tensor_model_parallel_size={value}")
+    assert doctor.main(words) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    told = f"--set tensor_model_parallel_size={value}: it is a whole number above 0. Write one"
+    assert line.startswith(f"doctor: {told}")
+    assert doctor.main(["--world-size", value if value == "0" else "-2"]) == 2
 
 
 def test_an_option_counts_under_the_name_that_the_config_has(capsys: Any) -> None:
@@ -156,7 +191,7 @@ def test_bad_input_is_one_line(capsys: Any, tmp_path: Path) -> None:
     assert doctor.main(["--set", "nothing"]) == 2
     assert doctor.main([str(tmp_path / "absent.py")]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "doctor: --set nothing: write option=value",
+        "doctor: --set nothing: it has no value. Write option=value.",
         f"doctor: no such script: {tmp_path / 'absent.py'}",
     ]
 

@@ -323,6 +323,7 @@ COMPILED: dict[str, tuple[bool, bool, dict[str, Any], dict[str, Any]]] = {
     "layers of one unit": (True, False, {}, {"fsdp_unit_modules": []}),
     "after wrapping": (False, False, {}, {}),
     "by a function after wrapping": (False, True, {}, {}),
+    "the whole model": (True, True, {}, {}),
 }
 """Whether before wrapping, whether by torch.compile(layer), its options and those of wrapping."""
 
@@ -333,7 +334,9 @@ def _trains_compiled(name: str | None) -> tuple[list[float], list[torch.Tensor]]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     module = net()
-    if name and before:
+    if name and "whole" in name:
+        module = torch.compile(module, backend="aot_eager")  # type: ignore[assignment]
+    elif name and before:
         _compiled(module.blocks, as_function, **how)
     model = fully_shard_model(module, **options)
     if name and not before:

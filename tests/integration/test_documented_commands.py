@@ -3,7 +3,8 @@ has a mark that says why not.
 
     ```bash            runs by default         ```python          runs by default
     ```bash slow       runs with --full        ```python plain    runs behind what it goes on from
-    ```bash gpu        does not run here       ```python sketch   compiles, its imports are there
+    ```bash gpu        does not run here       ```python sharded  runs behind a model of that
+                                               ```python sketch   compiles, its imports are there
 
 Blocks of one document run in a folder of their own, one after the other. Nothing of them is changed
 but what stands for something of the reader's: a path to Megatron-LM's script, and `...` behind it.
@@ -43,6 +44,7 @@ BASH_MARKS = {
 }
 PYTHON_MARKS = {
     "plain": "goes on from a plain model, a mesh and data",
+    "sharded": "goes on from a sharded model and its optimizer",
     "sketch": "names the reader's own model and optimizer: compiles",
     "bridge": "needs Megatron-Bridge: compiles",
 }
@@ -86,7 +88,14 @@ sharded = fully_shard_model(build(), mesh, fsdp_unit_modules=[Block])
 matrices = [param for param in sharded.parameters() if param.ndim == 2]
 rest = [param for param in sharded.parameters() if param.ndim != 2]
 """
-AFTER_PLAIN = "\ndist.destroy_process_group()\n"
+SHARDED = f"""{PLAIN}
+from megatron_fsdp_adapter import export_shards, export_weights
+model = sharded
+optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+"""
+BEFORE = {"plain": PLAIN, "sharded": SHARDED}
+"""What a block with a mark goes on from."""
+AFTER = "\ndist.destroy_process_group()\n"
 
 
 @dataclass(frozen=True)
@@ -238,10 +247,11 @@ def test_documented_python_works(block: Block, folder_of: Folder) -> None:
     resolve_imports(tree, ("megatron.bridge",) if "bridge" in block.marks else ())
     for name in names_of_the_package(block.text):
         importlib.import_module(name)
-    if not block.runs(frozenset({"", "plain"})):
+    if not block.runs(frozenset({"", *BEFORE})):
         return
-    plain = "plain" in block.marks
-    text = f"{PLAIN}{block.text}{AFTER_PLAIN}" if plain else block.text
+    text = block.text
+    for mark in block.marks:
+        text = f"{BEFORE[mark]}{text}{AFTER}"
     folder = folder_of(block.document)
     (folder / "meeting").unlink(missing_ok=True)
     (folder / "block.py").write_text(text)

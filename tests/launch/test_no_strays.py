@@ -76,6 +76,43 @@ def test_ranks_of_a_run_that_is_killed_end_with_all_they_started(
         strays.end_all(mark)
 
 
+ORPHAN = """
+import os, signal
+from multiprocessing import get_context
+if __name__ == "__main__":
+    manager = get_context("spawn").Manager()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+IS_ENDED = """
+import os, pathlib, subprocess, sys, time
+def test_it_is_ended():
+    middle = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
+    subprocess.run([sys.executable, "-c", middle], check=True)
+    assert subprocess.run([sys.executable, "orphan.py"]).returncode == -9
+    pathlib.Path("begun").touch()
+    ENDS
+"""
+"""Leaves a process in a session of its own, and one of spawn_main, without their parents."""
+
+
+@pytest.mark.parametrize("ends", ["time.sleep(600)", "os._exit(9)"])
+def test_orphans_of_a_run_that_is_ended_in_a_test_end_with_it(tmp_path: Path, ends: str) -> None:
+    """Killed from outside, or without a session's end, as a time limit of pytest-timeout ends."""
+    (tmp_path / "orphan.py").write_text(ORPHAN)
+    text = IS_ENDED.replace("ENDS", ends)
+    process, mark = begun(tmp_path, text, "from tests.conftest import *\n")
+    try:
+        wait_for((tmp_path / "begun").exists)
+        if "sleep" in ends:
+            words = " ".join(strays.marked(mark).values())
+            assert "sleep 600" in words and "spawn_main" in words, words
+            process.send_signal(signal.SIGKILL)
+        assert process.wait(60) != 0
+        wait_for(lambda: not strays.marked(mark), 10.0)
+    finally:
+        strays.end_all(mark)
+
+
 def test_what_ranks_have_started_ends_with_them(tmp_path: Path) -> None:
     """A rank is ended as soon as it has answered, before it could end its own processes."""
     text = RUNS_RANKS.replace("METHOD", "forkserver").replace("ENDS", "True")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib.util
 import json
 import re
 import shlex
@@ -19,7 +21,7 @@ from megatron_fsdp_adapter.cli.estimate import plan_model
 from megatron_fsdp_adapter.cli.gpt import PRESETS, config_from
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.diagnostics.memory import LIFE, PERSISTENT, Precision
-from megatron_fsdp_adapter.planning import command, prediction
+from megatron_fsdp_adapter.planning import command, prediction, report, search
 from megatron_fsdp_adapter.planning.configurations import (
     ACTIVATIONS,
     Configuration,
@@ -31,7 +33,7 @@ from megatron_fsdp_adapter.planning.configurations import (
 from megatron_fsdp_adapter.planning.machine import Group, machine_named
 from megatron_fsdp_adapter.planning.models import from_hugging_face, from_options, shape_named
 from megatron_fsdp_adapter.planning.prediction import predict
-from megatron_fsdp_adapter.planning.report import bridge_overrides, megatron_flags
+from megatron_fsdp_adapter.planning.report import bridge_overrides, megatron_flags, plain_call
 from megatron_fsdp_adapter.planning.search import NOT_LAUNCH_BOUND, Wanted, candidates, plan, splits
 from megatron_fsdp_adapter.planning.shapes import (
     Parallel,
@@ -346,6 +348,46 @@ def test_configurations_that_one_reason_refuses_are_one_line(capsys):
     assert "why not" in text and "like it: " in text
 
 
+def test_a_first_choice_that_leaves_little_memory_says_so_with_one_that_leaves_more():
+    found = plan(wanted())
+    first, *_, last = sorted(found.predictions, key=lambda one: -one.peak_bytes)
+    last = replace(last, ms=1.01 * first.ms)
+    tight = replace(found.wanted, memory_gib=1.01 * first.peak_bytes / GIB)
+    [line] = report._margin(replace(found, wanted=tight, predictions=[first, last]))
+    assert "GiB are left" in line and f"with {last.configuration.name}, 1.0% slower" in line
+    [line] = report._margin(replace(found, wanted=tight, predictions=[first]))
+    assert line.endswith("--memory-gib plans for less")
+    assert report._margin(found) == []
+
+
+def test_weights_sharded_alone_are_in_the_table_or_among_the_reasons():
+    """What a user of FSDP compares with, however much slower or larger it is."""
+    given = wanted(shape=with_layers(shape_named("llama3-70b"), 8), fixed={}, tries=6)
+    found: list[prediction.Prediction] = []
+    refused: list[tuple[str, str]] = []
+    search._add_sharded_alone(given, 140 * GIB, found, refused)
+    [one] = found
+    assert one.configuration.parallel.tensor == one.configuration.parallel.pipeline == 1
+    assert one.configuration.strategy == "optim_grads_params" and not refused
+    search._add_sharded_alone(given, 140 * GIB, found, refused)
+    assert len(found) == 1, "it was there"
+    search._add_sharded_alone(given, 8 * GIB, [], refused)
+    [(name, reason)] = refused
+    assert name.startswith("optim_grads_params") and reason.endswith("GiB or more")
+    assert any(one.configuration == found[0].configuration for one in plan(given).predictions)
+
+
+def test_the_plain_call_has_its_mesh_and_units_and_is_not_of_split_models():
+    call = plain_call(Configuration(8, strategy="optim_grads"))
+    assert call.startswith("fully_shard_model(module, init_device_mesh('cuda', (8,)), "
+                           "fsdp_unit_modules=['THE_LAYER'], data_parallel")  # fmt: skip
+    ast.parse(call)
+    outer = plain_call(Configuration(64, instances=8, outer_optim=True))
+    assert "init_device_mesh('cuda', (8, 8))" in outer and "'optim'" in outer
+    for parallel in (Parallel(tensor=2), Parallel(pipeline=2), Parallel(expert=2)):
+        assert plain_call(Configuration(8, parallel)) is None
+
+
 def test_the_command_prints_json(capsys):
     status, text = run(capsys, *SMALL, "--json")
     best = json.loads(text)["configurations"][0]
@@ -371,6 +413,44 @@ def test_a_curve_has_a_row_for_each_number_of_gpus(capsys):
 def test_bad_input_is_one_line_that_names_it(capsys, words, reason):
     status, text = run(capsys, *words)
     assert status == 2 and reason in text and "Traceback" not in text
+
+
+def test_without_matplotlib_a_plot_is_one_clear_error(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    status, text = run(capsys, *SMALL, "--plot", str(tmp_path / "x.png"))
+    assert status == 2 and "matplotlib is not installed" in text
+
+
+def test_pictures_say_what_they_show(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from megatron_fsdp_adapter.planning import plot
+
+    drawn, axes_of = [], plot._axes
+    monkeypatch.setattr(plot, "_axes", lambda: drawn.append(axes_of()) or drawn[-1])
+    words = [word if word != "4" else "32" for word in SMALL]
+    pictures = [str(tmp_path / name) for name in ("step.png", "curve.png")]
+    assert run(capsys, *words, "--tries", "1", "--plot", pictures[0])[0] == 0
+    assert run(capsys, *SMALL, "--tries", "1", "--curve", "1,2", "--plot", pictures[1])[0] == 0
+    without = [w for w in SMALL[:-4] if w not in ("--global-batch-size", "--gpus", "2")]
+    assert run(capsys, *without, "1", "--curve", "1,2", "--plot", pictures[1])[0] == 0
+    (_, step), (_, curve), (_, grows) = drawn
+    assert "H200, 16 sequences of 4,096 tokens a GPU: the" in grows.get_title()
+    steps = grows.figure.axes[1]
+    assert steps.get_ylim()[0] == 0 and steps.get_yscale() == "linear", "1% is no steep rise"
+    monkeypatch.setattr(plot, "MANY", 0)
+    assert run(capsys, *without, "1", "--curve", "1,2", "--plot", pictures[1])[0] == 0
+    assert drawn[-1][1].figure.axes[1].get_yscale() == "log"
+    title = "llama3-8b, 32 layers, H200, 2 sequences of 4,096 tokens, 2 GPUs"
+    assert step.get_title().startswith(title)
+    assert "1 of 1 microbatches, 7 of 32 layers" in step.get_title()
+    named = step.get_legend_handles_labels()[1]
+    assert {"forward", "backward", "optimizer", "reduce"} <= set(named)
+    assert len(named) == len(set(named)) and step.get_xlabel() == "ms" and step.get_ylabel()
+    low, high = curve.get_ylim()
+    best = max(curve.get_lines()[0].get_ydata())
+    assert low == 0 and best < high < 1.3 * best and "llama3-8b" in curve.get_title()
+    assert [axes.get_ylabel() for axes in curve.figure.axes] == ["MFU, %", "seconds a step"]
+    assert [label.get_text() for label in curve.get_xticklabels()] == ["1", "2"]
 
 
 def test_models_of_hugging_face_have_megatrons_sizes(tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_fsdp_adapter.cli import doctor
-from megatron_fsdp_adapter.prove import compare, run, source
+from megatron_fsdp_adapter.prove import compare, ranks, run, source
 from megatron_fsdp_adapter.prove.compare import Row
 from megatron_fsdp_adapter.prove.shrink import Room, shrink
 from tests.prove import faults
@@ -45,7 +45,20 @@ def test_the_documented_preset_is_proven(capsys: pytest.CaptureFixture[str]) -> 
     [command] = re.findall(r"python -m megatron_fsdp_adapter doctor (--prove --preset .*)", page)
     status = doctor.main([*shlex.split(command), "--ranks=2", "--steps=1", "--more=1"])
     out = capsys.readouterr().out
-    assert status == 0 and "step 1  gradients of" in out and "hold: proven" in out
+    assert status == 0 and "step 1  gradients of" in out
+    assert re.fullmatch(r"doctor --prove: (\d+) of \1 .* hold: proven", out.splitlines()[-1])
+
+
+def test_a_rank_that_fails_is_said_in_the_last_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*unused: Any) -> list[Row]:
+        raise ranks.RanksError("rank 1\nTraceback")
+
+    monkeypatch.setattr(run, "prove", fails)
+    assert doctor.main(["--prove", "--preset=llama3-8b"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "doctor --prove: a rank failed (above), nothing is proven"
 
 
 FAULTS = [

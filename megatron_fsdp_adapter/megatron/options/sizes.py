@@ -29,6 +29,14 @@ OTHER_LAYERS = ("hybrid_layer_pattern", "hybrid_override_pattern", "encoder_num_
 
 NAMES = (*FIRST, *LAST, *VIRTUAL, PER_VIRTUAL, *EXPERTS, *GROUP, *OTHER_LAYERS)
 
+WHOLE = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
+    "num_distributed_optimizer_instances", "num_layers", "hidden_size", "num_attention_heads",
+    "seq_length", "micro_batch_size", "global_batch_size", *VIRTUAL,
+)  # fmt: skip
+"""Options that are whole numbers above 0, or absent."""
+
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 """What the stages of a layout are made of, and how its string writes each."""
 
@@ -171,6 +179,9 @@ def size_problems(options: Options, world_size: int | None) -> list[str]:
     """Everything that Megatron would find not to divide, one line each: `option=value: what is
     wrong. What to do.` world_size: ranks of the run; None where it is not known, and what depends
     on it is not checked."""
+    found = not_above_zero(options)
+    if found:  # nothing divides by these
+        return found
     found = [*_width_problems(options), *_expert_problems(options)]
     chunks = None
     if options.get("num_layers") and not any(options.get(name) for name in OTHER_LAYERS):
@@ -181,6 +192,15 @@ def size_problems(options: Options, world_size: int | None) -> list[str]:
     if world_size is not None:
         found += _world_problems(options, world_size, len(chunks[0]) if chunks else 1)
     return found
+
+
+def not_above_zero(options: Options) -> list[str]:
+    """One line for each size that is no whole number above 0."""
+    told = {name: options[name] for name in WHOLE if options.get(name) is not None}
+    return [
+        f"{name}={size}: it is a whole number above 0. Write one, or leave it out."
+        for name, size in told.items() if type(size) is not int or size < 1
+    ]  # fmt: skip
 
 
 def _width_problems(options: Options) -> Iterator[str]:

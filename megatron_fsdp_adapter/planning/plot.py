@@ -1,0 +1,120 @@
+"""Pictures of a step and of a curve. matplotlib is no requirement of this package."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+from .prediction import Prediction
+from .report import layers_run, second_step
+from .search import Wanted
+from .shapes import layers_of
+from .timed_runtime import COMPUTE
+
+PARTS = {"forward": "tab:blue", "backward": "tab:orange", "optimizer": "tab:purple"}
+"""Colors of what the compute stream does, by part of a step."""
+STREAMS = {"gather": "tab:green", "reduce": "tab:red"}
+"""Colors of other streams."""
+OTHER = "tab:gray"
+MANY = 4
+"""Times the shortest step, from which on the axis of steps is logarithmic. Below, it begins at 0:
+1% must not look like a multiple."""
+
+
+def check_matplotlib() -> None:
+    """ValueError where it is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot: matplotlib is not installed; install it, or use --json")
+
+
+def _axes() -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(figsize=(14, 4))
+
+
+def _model(first: Wanted, *others: Wanted) -> str:
+    """Model, GPU and batch; of several batches their part of each GPU."""
+    same = all(one.global_batch == first.global_batch for one in others)
+    batch = f"{first.global_batch if same else first.global_batch / first.gpus:,.10g}"
+    return (f"{first.shape.name}, {first.machine.gpu.name}, {batch} sequences of "
+            f"{first.shape.seq_length:,} tokens{'' if same else ' a GPU'}")  # fmt: skip
+
+
+def step_title(wanted: Wanted, one: Prediction) -> str:
+    """What the picture of a step shows: of many layers and microbatches, the few that were run."""
+    chosen, timeline = one.configuration, one.timeline
+    if timeline is None:
+        raise ValueError("--plot: there is no timeline")
+    begin = second_step(timeline)
+    marks = [name for name, count in timeline.program.marks if count >= begin]
+    shown, every = marks.count("microbatch"), chosen.microbatches(wanted.global_batch)
+    layers, stage = layers_run(timeline), len(layers_of(wanted.shape, chosen.parallel, 0))
+    return (f"{_model(wanted)}, {chosen.gpus:,} GPUs: {chosen.name}\n"
+            f"{shown} of {every} microbatches, {layers} of {stage} layers of a rank; the whole "
+            f"step takes {one.ms:,.0f} ms")  # fmt: skip
+
+
+def plot_step(wanted: Wanted, one: Prediction, path: str) -> None:
+    """The step that was run: a row for each stream, forward and backward in colors of their own."""
+    title, timeline = step_title(wanted, one), one.timeline
+    assert timeline is not None
+    figure, axes = _axes()
+    roles = list(dict.fromkeys(item.role for item in timeline.program.operations))
+    named = set()
+    for row, role in enumerate(roles):
+        spans: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for item, start, end in zip(
+            timeline.program.operations, timeline.starts, timeline.ends, strict=True
+        ):
+            if item.role == role and timeline.begin <= start and end <= timeline.end:
+                name = item.part if role == COMPUTE and item.part in PARTS else role
+                name = "other kernels" if name == COMPUTE else name
+                color = PARTS.get(name) or STREAMS.get(name, OTHER)
+                span = (1e3 * (start - timeline.begin), 1e3 * (end - start))
+                spans.setdefault((name, color), []).append(span)
+        for (name, color), drawn in spans.items():
+            label = "_" if name in named else name
+            named.add(name)
+            axes.broken_barh(drawn, (row - 0.4, 0.8), color=color, lw=0, label=label)
+    axes.set_yticks(range(len(roles)), roles)
+    axes.set_ylabel("stream")
+    axes.set_xlabel("ms")
+    axes.set_xlim(0, 1e3 * (timeline.end - timeline.begin))
+    axes.set_title(title)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path, bbox_inches="tight", dpi=120)
+
+
+def plot_curve(points: Sequence[tuple[Wanted, Prediction]], path: str) -> None:
+    """MFU and time of a step against the number of GPUs."""
+    if not points:
+        raise ValueError("--plot: no number of GPUs of --curve has a configuration that fits")
+    from matplotlib import ticker
+
+    figure, axes = _axes()
+    asked = [wanted for wanted, _ in points]
+    sizes = [wanted.gpus for wanted in asked]
+    axes.plot(sizes, [100 * one.mfu for _, one in points], "o-", label="MFU")
+    axes.set_ylim(0, 115 * max(one.mfu for _, one in points))
+    axes.set_ylabel("MFU, %")
+    other, seconds = axes.twinx(), [one.ms / 1e3 for _, one in points]
+    other.plot(sizes, seconds, "s--", color="tab:red", label="step")
+    other.set_ylabel("seconds a step")
+    if max(seconds) > MANY * min(seconds):
+        other.set_yscale("log")
+        other.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        other.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
+        other.yaxis.set_minor_formatter(ticker.NullFormatter())
+    else:
+        other.set_ylim(0, 1.5 * max(seconds))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.set_xlabel("GPUs")
+    axes.set_title(f"{_model(*asked)}: the best configuration of each number of GPUs")
+    figure.legend(loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=2)
+    figure.savefig(path, bbox_inches="tight", dpi=120)
