@@ -111,7 +111,7 @@ def test_every_weight_is_gathered_inside_the_graph_though_it_was_current(
     gathered: list[int] = []
     pipeline = trainer.wrapper.engine.gather
     launch = pipeline.launch
-    pipeline.launch = lambda unit, use: (gathered.append(unit.ordinal), launch(unit, use))[1]  # type: ignore
+    pipeline.launch = lambda unit: (gathered.append(unit.ordinal), launch(unit))[1]  # type: ignore
     capture(trainer, flag, 1)
     wanted = {unit.ordinal for unit in trainer.wrapper.engine.units if unit.groups}
     assert set(gathered) == wanted
