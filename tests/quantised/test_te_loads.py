@@ -41,8 +41,9 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.distributed.launch import run_ranks
+from tests.quantised.arithmetic import e4m3
 from tests.quantised.te_checks import own_group, same
-from tests.quantised.te_extension import FOLDERS, RELEASES, bytes_of, standing_in
+from tests.quantised.te_extension import FOLDERS, RELEASES, standing_in
 from tests.quantised.te_modules import KNOWS
 from tests.quantised.te_scaling import scale_layers
 from tests.quantised.test_te_wrapper import check_weights, quantise_layers
@@ -210,7 +211,7 @@ def check_found_scales(trainer: Trainer, where: str) -> None:
             same(param._quantizer.scale.view(1), scale, f"{where}, {name}, scale")
             same(KNOWS.scales(param)[0].view(1), inverse, f"{where}, {name}, its inverse")
             rows = KNOWS.fields(param)["rowwise"]
-            same(rows, bytes_of(rounded * scale), f"{where}, {name}, bytes")
+            same(rows, e4m3(rounded * scale), f"{where}, {name}, bytes")
         engine.gather.release(unit)
 
 

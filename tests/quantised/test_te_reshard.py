@@ -29,8 +29,9 @@ from tests.distributed.topologies import (
     build_topology_trainer,
     init_topology,
 )
+from tests.quantised.arithmetic import e4m3
 from tests.quantised.te_checks import own_group, same
-from tests.quantised.te_extension import FOLDERS, bytes_of, standing_in
+from tests.quantised.te_extension import FOLDERS, standing_in
 from tests.quantised.te_modules import KNOWS
 from tests.quantised.te_scaling import LENGTH, quantise_weight, scale_layers, scaled_linears
 from tests.quantised.te_weights import quantizer, te_quantise
@@ -112,7 +113,7 @@ def check_bytes(trainer: TopologyTrainer, recipe: str, group: Any, where: str) -
                 name, param = f"{number}.{plain_name(entry.fqns[0])}", entry.param
                 mine, label = KNOWS.fields(param), f"{where}, {name}"
                 if recipe == "delayed":
-                    wanted = {"rowwise": bytes_of(weights[name] * param._quantizer.scale)}
+                    wanted = {"rowwise": e4m3(weights[name] * param._quantizer.scale)}
                 else:
                     other: Any = quantizer(recipe, torch.tensor([1.0, 0.0])).make_empty(
                         param.shape, dtype=param.dtype, device="cpu"
