@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.extensions import transformer_engine as extension
+from megatron.core.pipeline_parallel import fine_grained_activation_offload
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.megatron import activation_offload
 from megatron_fsdp_adapter.megatron.options import validation
 from tests.distributed.gpt import Case, build_model, ddp_config
 
@@ -58,7 +58,7 @@ def test_core_asks_us_of_each_tensor(one_rank: torch.device) -> None:
     wrapped = _wrap(one_rank)
     wrapped.engine.sync_weights(wait=True)
     weight = wrapped.module.module.output_layer.weight
-    handler = activation_offload.ChunkOffloadHandler
+    handler = fine_grained_activation_offload.ChunkOffloadHandler
     asked = SimpleNamespace(
         min_offloaded_tensor_size=1, _can_manage_tensor_for_offload=lambda tensor: True
     )
