@@ -38,7 +38,6 @@ BASH_MARKS = {
     "slow": "minutes: runs with --full",
     "megatron-lm": "needs a checkout of Megatron-LM: runs with --full and MEGATRON_LM_PATH",
     "gpu": "needs GPUs",
-    "bridge": "needs Megatron-Bridge",
     "install": "makes environments, or downloads packages",
     "tests": "runs this suite",
 }
