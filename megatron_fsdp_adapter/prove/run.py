@@ -8,7 +8,6 @@ the others saved, and goes on.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -283,8 +282,3 @@ def _compare_step(plan: Plan, run: str, rank: int, number: int) -> list[Row]:
 def _weights_before(plan: Plan, run: str, rank: int, number: int) -> dict[str, torch.Tensor]:
     found = _read(plan.trace(run, rank, number - 1))
     return found[3] if isinstance(found, tuple) else found
-
-
-def scratch() -> tempfile.TemporaryDirectory[str]:
-    """A folder for traces and checkpoints, gone when closed."""
-    return tempfile.TemporaryDirectory(prefix="prove-")

@@ -45,10 +45,6 @@ def _adam(original: Callable[..., Any] = _refuse) -> one_pass_adam.OnePassAdam:
     return one_pass_adam.OnePassAdam(original, one_pass_adam.kernel_of)
 
 
-def _on_device(value: float, dtype: torch.dtype = FLOAT32) -> torch.Tensor:
-    return torch.full((1,), value, dtype=dtype, device="cuda")
-
-
 def _scale(grads: list[torch.Tensor], factor: float | None) -> None:
     """In float32, as core's clipping."""
     for grad in grads:
