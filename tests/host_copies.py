@@ -44,7 +44,7 @@ class HostCopies:
         if any(part.untyped_storage()._cdata in self.forbidden for part in _parts(tensor)):
             self.found.append(tuple(tensor.shape))
             return tensor
-        # Not a table that is used again and again, nor the quantised weight that Transformer
+        # Not a table that is used again and again, nor the quantized weight that Transformer
         # Engine keeps for the next microbatch.
         if tensor.requires_grad and type(tensor) in PLAIN:
             self._originals.append(tensor.detach())
@@ -60,6 +60,6 @@ class HostCopies:
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor, or those that it is made of, for example a quantised one's."""
+    """The tensor, or those that it is made of, for example a quantized one's."""
     parts = [one for one in vars(tensor).values() if type(one) is torch.Tensor]
     return parts if type(tensor) not in PLAIN else [tensor]

@@ -23,7 +23,7 @@ PARTS = (
     "core.engine",
     "checkpoint",
     "diagnostics",
-    "quantised",
+    "quantized",
     "sharding",
     "plain",
     "megatron.seams",
@@ -36,7 +36,7 @@ PARTS = (
     "cli.gpt",
     "cli.joined_units",
     "cli.precision_options",
-    "cli.quantised_options",
+    "cli.quantized_options",
     "cli.estimate_text",
     "cli.estimate",
     "planning",
@@ -54,7 +54,7 @@ BUNDLED_IMPORTERS = {f"{PACKAGE}/megatron/seams/table.py", "scripts/lib/bench_bu
 MAX_FILE, MAX_FUNCTION, MAX_CORE = 500, 60, 7071
 """4,400 lines of core until the engine outgrew one file (a module of its own for backward passes
 has imports, arguments and attributes to state) and until ranks compared what they launch (some 200
-lines). Quantised weights are some 800 more: formats, planes, when they are made, and what is asked
+lines). Quantized weights are some 800 more: formats, planes, when they are made, and what is asked
 of who makes them. Memory that goes away between steps is some 240, hooks on what
 autograd saves some 150, an optimizer in host memory some 150 and its
 updates under the next forward some 140, an all-to-all of uneven pieces 14,

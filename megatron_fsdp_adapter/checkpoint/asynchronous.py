@@ -106,10 +106,10 @@ class BackgroundWriter:
     first, whose copy is overwritten."""
 
     def __init__(self) -> None:
-        """Raises ValueError if torch.distributed is not initialised."""
+        """Raises ValueError if torch.distributed is not initialized."""
         if not dist.is_initialized():
             raise ValueError(
-                "torch.distributed is not initialised; call torch.distributed.init_process_group "
+                "torch.distributed is not initialized; call torch.distributed.init_process_group "
                 "first (a world of one is enough)"
             )
         group = dist.new_group(backend="gloo")
@@ -152,7 +152,7 @@ class AsyncSaver:
     """
 
     def __init__(self) -> None:
-        """Raises ValueError if torch.distributed is not initialised."""
+        """Raises ValueError if torch.distributed is not initialized."""
         self._background = BackgroundWriter()
         self._writing: Writing | None = None
 

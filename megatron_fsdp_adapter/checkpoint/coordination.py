@@ -81,7 +81,7 @@ def coordination(group: dist.ProcessGroup | None = None) -> Iterator[Coordinator
     Python objects, and through NCCL each would be copied to the GPU, would need the right current
     device, and would queue behind the communication of training. A gloo group is then made for
     the duration (a collective call: every rank must be here) and destroyed; pass `group` to
-    save that. Raises ValueError if torch.distributed is not initialised or `group` has no CPU
+    save that. Raises ValueError if torch.distributed is not initialized or `group` has no CPU
     backend.
     """
     if group is not None and not _has_cpu_backend(group):
@@ -92,7 +92,7 @@ def coordination(group: dist.ProcessGroup | None = None) -> Iterator[Coordinator
     chosen = dist.group.WORLD if group is None else group
     if chosen is None:
         raise ValueError(
-            "torch.distributed is not initialised; call torch.distributed.init_process_group "
+            "torch.distributed is not initialized; call torch.distributed.init_process_group "
             "first (a world of one is enough)"
         )
     temporary = not _has_cpu_backend(chosen)

@@ -43,7 +43,7 @@ EXTRA_STATE = "_extra_state"
 Megatron's format does. What a resume needs of it is stored as tensors, under `FP8_SCALING`."""
 
 FP8_SCALING = ".fp8_scaling"
-"""End of the keys of scales and histories of FP8's delayed scaling (`quantised/scaling.py`). Other
+"""End of the keys of scales and histories of FP8's delayed scaling (`quantized/scaling.py`). Other
 programs' checkpoints do not have them, and a model has no use for them with another recipe: a load
 goes without."""
 

@@ -204,7 +204,7 @@ def _unusable(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
         return ""
     if leaf.is_meta:
-        return "a tensor on the meta device has no data; materialise it first"
+        return "a tensor on the meta device has no data; materialize it first"
     if isinstance(leaf, DTensor) and not has_chunks(leaf) and not is_replicated(leaf):
         return (
             "a sharded DTensor that carries no chunks; copy_chunks from the parameter it was "

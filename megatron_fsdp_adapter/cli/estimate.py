@@ -25,13 +25,13 @@ from megatron_fsdp_adapter.core.layout import GroupLayout, ParamSpec, plan_group
 from megatron_fsdp_adapter.core.layout.format import WeightFormat
 from megatron_fsdp_adapter.diagnostics.memory import (
     GATHERED_WEIGHTS,
-    QUANTISED_COPIES,
+    QUANTIZED_COPIES,
     Precision,
     bytes_between_steps,
     held_by_rank,
     model_bytes,
     most_bytes,
-    quantised_both_ways,
+    quantized_both_ways,
     unit_bytes,
     with_slots,
 )
@@ -41,7 +41,7 @@ from megatron_fsdp_adapter.megatron.options.support import is_on
 from megatron_fsdp_adapter.sharding.budget import GIB, KeptUnits, kept_units
 from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
 
-from . import joined_units, quantised_options
+from . import joined_units, quantized_options
 from .estimate_text import render, unit_row
 from .gpt import (
     EMBEDDING,
@@ -67,7 +67,7 @@ from .precision_options import (
     matrices_of_muon,
     precision,
 )
-from .quantised_options import PLAIN, Quantisation, quantisation
+from .quantized_options import PLAIN, Quantization, quantization
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -90,7 +90,7 @@ class UnitKind:
     """Units that hold parameters of the same shapes, hence have the same layouts.
 
     All parameters of a dense model have one dtype and are trained, so a unit is one group, and one
-    more of quantised weights. linear_numel: elements of what matrix products multiply by.
+    more of quantized weights. linear_numel: elements of what matrix products multiply by.
     """
 
     names: tuple[str, ...]
@@ -108,7 +108,7 @@ class UnitKind:
 @dataclass(frozen=True)
 class Model:
     """A planned model: its kinds of units, on `num_shards` shards; `order`: all units, by name, as
-    they compute, the root unit last. `slots`: what `slots_wanted` says. `quantised`: what becomes
+    they compute, the root unit last. `slots`: what `slots_wanted` says. `quantized`: what becomes
     of linear weights. `budget`: bytes for units that stay whole over a step. `graphs`: whether
     layers are in CUDA graphs. `ahead`: elements that may be gathered ahead of the unit that
     computes, if that is more than the next unit. `tensor`: ranks over which dense matrices are
@@ -119,7 +119,7 @@ class Model:
     num_shards: int
     order: tuple[str, ...]
     slots: Mapping[str, bool]
-    quantised: Quantisation = PLAIN
+    quantized: Quantization = PLAIN
     budget: int = 0
     ahead: int = 0
     graphs: bool = False
@@ -182,13 +182,13 @@ class Model:
         return lambda layout: may and layout.num_shards == 1
 
     def _copies(self, units: Sequence[UnitKind]) -> dict[str, int]:
-        """What layers quantise of weights in the compute dtype, and autograd keeps from forward to
+        """What layers quantize of weights in the compute dtype, and autograd keeps from forward to
         backward: of all layers, or of the one that is computed again."""
-        form = self.quantised.products
+        form = self.quantized.products
         if form is None:
             return {}
-        copies = [quantised_both_ways(form, kind.linear_numel) for kind in units]
-        return {QUANTISED_COPIES: max(copies) if self.quantised.recomputes else sum(copies)}
+        copies = [quantized_both_ways(form, kind.linear_numel) for kind in units]
+        return {QUANTIZED_COPIES: max(copies) if self.quantized.recomputes else sum(copies)}
 
     def units(self) -> list[UnitKind]:
         """The kind of each unit in order, the root unit last."""
@@ -224,25 +224,25 @@ def plan_model(
     num_shards: int,
     dtype: torch.dtype,
     slots: Mapping[str, bool] = NO_SLOTS,
-    quantised: Quantisation = PLAIN,
+    quantized: Quantization = PLAIN,
     budget: int = 0,
     unit_numel: int | None = None,
     **planner: Any,
 ) -> Model:
-    """Plans every unit once per set of shapes. `slots`: what `slots_wanted` says; `quantised`: what
+    """Plans every unit once per set of shapes. `slots`: what `slots_wanted` says; `quantized`: what
     becomes of linear weights; `budget`: bytes for units that stay whole over a step; `unit_numel`:
     elements up to which layers are joined to units, and may be gathered ahead, None for the
     default; `planner`: options of `plan_listing`. ValueError for weights that cannot be represented
     in their format."""
     rows = [(unit, fqn, shape, num_shards) for unit, fqn, shape in gpt_parameter_listing(config)]
-    return plan_listing(rows, dtype, slots, quantised, budget, unit_numel, **planner)
+    return plan_listing(rows, dtype, slots, quantized, budget, unit_numel, **planner)
 
 
 def plan_listing(
     listing: Sequence[Row],
     dtype: torch.dtype,
     slots: Mapping[str, bool] = NO_SLOTS,
-    quantised: Quantisation = PLAIN,
+    quantized: Quantization = PLAIN,
     budget: int = 0,
     unit_numel: int | None = None,
     fused: bool = True,
@@ -263,7 +263,7 @@ def plan_listing(
         params = units[names[0]]
         groups: dict[tuple[WeightFormat | None, int], list[ParamSpec]] = {}
         for fqn, shape, shards in params:
-            form = quantised.weights if is_linear_weight(fqn) else None
+            form = quantized.weights if is_linear_weight(fqn) else None
             group = groups.setdefault((form, shards), [])
             spec = _spec(len(group), fqn, shape, dtype, form)
             group.append(replace(spec, from_autograd=not fused))
@@ -275,11 +275,11 @@ def plan_listing(
     order = sorted(units, key=lambda unit: unit == ROOT)
     num_shards = max(shards for _, _, _, shards in listing)
     planned = functools.partial(
-        plan_listing, dtype=dtype, slots=slots, quantised=quantised, budget=budget,
+        plan_listing, dtype=dtype, slots=slots, quantized=quantized, budget=budget,
         unit_numel=unit_numel, fused=fused, **planner,
     )  # fmt: skip
     return Model(
-        tuple(kinds), num_shards, tuple(order), slots, quantised, budget, ahead=unit_numel or 0,
+        tuple(kinds), num_shards, tuple(order), slots, quantized, budget, ahead=unit_numel or 0,
         listing=listing, with_listing=planned,
     )  # fmt: skip
 
@@ -378,9 +378,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for option, meaning in POLICY_OPTIONS.items():
         run.add_argument(flag(option), choices=list(POLICY_DTYPES), help=meaning)
-    for option, meaning in quantised_options.STRINGS.items():
+    for option, meaning in quantized_options.STRINGS.items():
         run.add_argument(flag(option), help=meaning)
-    switches = {**SWITCHES, **quantised_options.SWITCHES}
+    switches = {**SWITCHES, **quantized_options.SWITCHES}
     for option, meaning in switches.items():
         run.add_argument(flag(option), action="store_true", help=meaning)
     run.add_argument(
@@ -448,13 +448,13 @@ def run(given: argparse.Namespace) -> str:
     dtype = _dtype_name(options)
     if dtype not in DTYPES:
         raise ValueError(f"--params-dtype {dtype!r} is unknown: use one of {list(DTYPES)}")
-    quantised = quantisation(options, dtype)
+    quantized = quantization(options, dtype)
     model = plan_model(
         config_from(options),
         given.data_parallel_size,
         DTYPES[dtype],
         slots_wanted(given),
-        quantised,
+        quantized,
         int(vars(given).get(BUDGET, 0.0) * GIB),
         vars(given).get(UNIT_NUMEL, None if joins_by_default(given, given) else 0),
         fused=not is_on(given, UNFUSED),
@@ -465,10 +465,10 @@ def run(given: argparse.Namespace) -> str:
     strategies = [STRATEGIES[chosen]] if chosen else list(STRATEGIES.values())
     report = estimate(model, strategies, precision(vars(given)), given.rank, given.memory_gib)
     report["params_dtype"] = dtype
-    report["quantised"] = quantised.name
+    report["quantized"] = quantized.name
     if given.json:
         return json.dumps(report, indent=2)
-    described = f"{dtype} compute weights" + (f", {quantised.name}" if quantised.name else "")
+    described = f"{dtype} compute weights" + (f", {quantized.name}" if quantized.name else "")
     return render(report, described, given.memory_gib)
 
 

@@ -21,7 +21,7 @@ def unit_row(title: str, count: int, layout: GroupLayout) -> dict[str, Any]:
     """Of the flat buffer of a group, of so many units, in `estimate`'s values."""
     form = layout.format
     return {
-        "unit": f"{title}, {form.name}" if form.quantised else title,
+        "unit": f"{title}, {form.name}" if form.quantized else title,
         "count": count,
         "parameters": layout.item_numel,
         "padding": layout.padding_numel,

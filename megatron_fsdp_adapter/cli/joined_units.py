@@ -49,7 +49,7 @@ def with_layers(listing: Sequence[Row], count: int) -> list[Row]:
 
 
 def joined(units: Mapping[str, Params], numel: int | None) -> dict[str, Params]:
-    """`units`, of which neighbouring layers are one until it has `numel` elements, as the engine
+    """`units`, of which neighboring layers are one until it has `numel` elements, as the engine
     joins them; None for as many as it joins by default."""
     if numel is None:
         numel = default_unit_numel([_numel(units[unit]) for unit in units if is_layer(unit)])

@@ -117,7 +117,7 @@ class EngineConfig:
         poison_buffers: buffers hold NaN whenever they are handed out or given back, to find what
             reads or adds to what nobody wrote. For tests; on wherever the environment variable
             `MEGATRON_FSDP_ADAPTER_POISON` is 1.
-        keep_derived: what backward derives from kept quantised weights (transposes) stays until
+        keep_derived: what backward derives from kept quantized weights (transposes) stays until
             main weights change, and not only until the unit has run.
         offload: main weights and optimizer state are in host memory, where they are not needed
             there as compute weights; see `ParamGroup.main_on_host`.

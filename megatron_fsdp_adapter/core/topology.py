@@ -267,7 +267,7 @@ class FSDPDistributedIndex:
     def get_submesh(
         self, mesh_dim_names: str | Sequence[str], is_expert_parallel: bool = False
     ) -> DeviceMesh:
-        """The mesh over the named dims ("outer_fsdp_dp", "dp_cp", "tp", or neighbours among
+        """The mesh over the named dims ("outer_fsdp_dp", "dp_cp", "tp", or neighbors among
         them); ValueError for any other."""
         kind = self.domain(self._kind(is_expert_parallel)).name
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)

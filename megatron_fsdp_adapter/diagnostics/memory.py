@@ -18,7 +18,7 @@ from ..core.layout.group import GroupLayout
 from ..core.layout.spec import ParamSpec
 
 COMPUTE_WEIGHTS = "compute weights"
-QUANTISED_SHARD = "quantised shard"
+QUANTIZED_SHARD = "quantized shard"
 MAIN_WEIGHTS = "main weights"
 MAIN_GRADS = "main gradients"
 OPTIMIZER_STATE = "optimizer state"
@@ -29,7 +29,7 @@ WEIGHT_SLOTS = "weight slots"
 BUCKET_SLOTS = "bucket slots"
 RECEIVED_PIECES = "received pieces"
 TRANSPOSES = "transposes"
-QUANTISED_COPIES = "quantised copies of weights"
+QUANTIZED_COPIES = "quantized copies of weights"
 KEPT_SHARD = "shard of weights"
 STAGED = "staged optimizer state"
 MUONS_MATRICES = "matrices of Muon"
@@ -45,7 +45,7 @@ ON_HOST = "in host memory"
 
 LIFE: Mapping[str, str] = {
     COMPUTE_WEIGHTS: PERSISTENT,
-    QUANTISED_SHARD: PERSISTENT,
+    QUANTIZED_SHARD: PERSISTENT,
     MAIN_WEIGHTS: PERSISTENT,
     MAIN_GRADS: PERSISTENT,
     OPTIMIZER_STATE: PERSISTENT,
@@ -56,7 +56,7 @@ LIFE: Mapping[str, str] = {
     BUCKET_SLOTS: PERSISTENT,
     RECEIVED_PIECES: PERSISTENT,
     TRANSPOSES: UNIT_IN_USE,
-    QUANTISED_COPIES: FORWARD_TO_BACKWARD,
+    QUANTIZED_COPIES: FORWARD_TO_BACKWARD,
     KEPT_SHARD: PERSISTENT,
     STAGED: IN_STEP,
     MUONS_MATRICES: IN_OPTIMIZER,
@@ -65,7 +65,7 @@ LIFE: Mapping[str, str] = {
 """How long each kind lives. Between steps, gradients zeroed, only the persistent kinds exist."""
 
 UNITS_IN_USE = 2
-"""One unit computes while its neighbour is gathered or reduced."""
+"""One unit computes while its neighbor is gathered or reduced."""
 
 
 class StrategyRow(Protocol):
@@ -132,8 +132,8 @@ def held_by_rank(layout: GroupLayout) -> list[int]:
     return held
 
 
-def quantised_both_ways(form: WeightFormat, elements: int) -> int:
-    """Bytes of weights that are quantised for forward and backward: without columns they are there
+def quantized_both_ways(form: WeightFormat, elements: int) -> int:
+    """Bytes of weights that are quantized for forward and backward: without columns they are there
     once more, transposed."""
     return form.nbytes(elements) * (1 if form.has_columns else 2)
 
@@ -147,7 +147,7 @@ def group_bytes(
     Between steps the sum over the `PERSISTENT` kinds is exactly what the rank holds, once the
     optimizer has state. Main weights cost nothing where they are (a slice of) the compute
     weights: those are not sharded, and have the main dtype. A frozen group has weights only, its
-    main weights in the compute dtype. Backward derives the transposes of quantised weights without
+    main weights in the compute dtype. Backward derives the transposes of quantized weights without
     columns. whole: of a domain of one rank, of which nothing is sharded; gradients go between steps
     all the same.
     """
@@ -160,10 +160,10 @@ def group_bytes(
     form = layout.format
     held = {weights: form.nbytes(total)}
     if row.shard_weights and form.keeps_shards(trained):
-        held[QUANTISED_SHARD] = form.nbytes(shard)
-    if form.quantised and not form.has_columns:
+        held[QUANTIZED_SHARD] = form.nbytes(shard)
+    if form.quantized and not form.has_columns:
         held[TRANSPOSES] = form.nbytes(total)
-    if row.shard_weights or main != compute or form.quantised:
+    if row.shard_weights or main != compute or form.quantized:
         held[MAIN_WEIGHTS] = (shard if row.shard_main else total) * main.itemsize
     if not trained:
         return held
@@ -200,10 +200,10 @@ def _streamed(
     state_bytes: int,
 ) -> dict[str, int]:
     """`held` with the optimizer in host memory: main weights too, unless they have the compute
-    dtype or quantised weights are made of them. Flat buffers of `numel` elements."""
+    dtype or quantized weights are made of them. Flat buffers of `numel` elements."""
     left, moved, compute = dict(held), numel * state_bytes, layout.specs[0].dtype
     del left[OPTIMIZER_STATE]
-    if main != compute and not layout.format.quantised:
+    if main != compute and not layout.format.quantized:
         moved += left.pop(MAIN_WEIGHTS)
         if row.shard_weights:
             left[KEPT_SHARD] = layout.shard_numel * compute.itemsize
@@ -228,7 +228,7 @@ def model_bytes(root: Mapping[str, int], units: Sequence[Mapping[str, int]]) -> 
     """Most bytes at one time by kind, from the `unit_bytes` of the root unit and all others.
 
     Of the kinds that a unit holds only while in use, the two largest units exist at once; of what
-    is updated, neighbours, from the root on. The root unit's gathered weights stay beside them
+    is updated, neighbors, from the root on. The root unit's gathered weights stay beside them
     through forward and backward. Transposes go with the unit's backward: there are those of one
     unit.
     """

@@ -23,7 +23,7 @@ from ..core.config import MixedPrecisionPolicy
 from ..core.engine.engine import FsdpEngine
 from ..core.topology import DENSE
 from ..diagnostics.description import describe
-from ..quantised import TransformerEngineParams
+from ..quantized import TransformerEngineParams
 from ..sharding.budget import GIB
 from ..sharding.building import build_engine, keeping_whole
 from ..sharding.export_source import Source
@@ -42,7 +42,7 @@ from ..sharding.sharded_module import (
 from . import optimizer_seam, schedule_plans
 from .captures import Captures
 from .construction_problems import construction_problems
-from .core_init import core_initialisers
+from .core_init import core_initializers
 from .domains import SHARED_EMBEDDING, ModelDomains, whole_domains_of
 from .exported import export_source
 from .fp8 import CACHE_OPTION, begin_delayed_scaling, switch_off_weight_cache
@@ -84,7 +84,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
     Raises:
         ValueError: an unsupported option (all are listed at once), a unit class that matches
             nothing, no trainable parameter, groups that are missing or disagree, modules on the
-            meta device that cannot be initialised, ranks whose models differ.
+            meta device that cannot be initialized, ranks whose models differ.
         CommunicationError, RuntimeError: another rank failed or is late; unsupported megatron-core.
     """
 
@@ -103,10 +103,10 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         super().__init__(config=config, module=module)
         self._placements = Placements(module_placements or {})
         self.device, self.ddp_config = target_device(module, device), ddp_config
-        self._initialiser_of = core_initialisers(config)
+        self._initializer_of = core_initializers(config)
         index, problems = construction_problems(
             config, ddp_config, module, fsdp_unit_modules, device, pg_collection,
-            target=self.device, placements=self._placements, initialiser_of=self._initialiser_of,
+            target=self.device, placements=self._placements, initializer_of=self._initializer_of,
         )  # fmt: skip
         raise_problems("FullyShardedDataParallel", problems)
         assert index is not None  # or there were problems
@@ -126,8 +126,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         forced = ddp_options.forced_options(ddp_config, config)
         for option, value in forced.items():
             setattr(ddp_config, option, value)
-        quantises = capability.recipe_of(config) is not None
-        if asks_fusion(config) or (quantises and self.engine.config.strategy.shard_weights):
+        quantizes = capability.recipe_of(config) is not None
+        if asks_fusion(config) or (quantizes and self.engine.config.strategy.shard_weights):
             forced |= {CACHE_OPTION: True} if switch_off_weight_cache(module) else {}
         self.module = ShardedModule(config, module, self.engine)
         decoupled = bool(getattr(ddp_config, "megatron_fsdp_use_decoupled_grad", False))
@@ -139,7 +139,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             mark(pair, self.engine, self.megatron_fsdp_dist_index)
         # RNG states are left alone: nothing here draws numbers, so they are as the caller seeded
         # them. Copying the first tensor-parallel rank's to the others, as is done elsewhere after
-        # materialising weights, would give all of them the same dropout in what they split.
+        # materializing weights, would give all of them the same dropout in what they split.
         register_state_dict_hooks(self.module, self.engine)
         refuse_conversions(self, self.engine)
         self._announce(forced)
@@ -163,7 +163,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             plans, module, self.config, engine_config, by_name, self.device,
             ddp_options.unsharded_budget(self.ddp_config),
         )
-        quantised = any(key.quantised for plan in plans for key in plan.groups)
+        quantized = any(key.quantized for plan in plans for key in plan.groups)
         self._slot_memory = staging_options.slot_memory(
             self.ddp_config, domains.index, self.device
         )
@@ -174,10 +174,10 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             by_name,
             engine_config,
             self.device,
-            self._initialiser_of,
+            self._initializer_of,
             grad_check=chosen_check(self.ddp_config),
             allocate_slots=None if self._slot_memory is None else self._slot_memory.allocate,
-            quantised=TransformerEngineParams() if quantised else None,
+            quantized=TransformerEngineParams() if quantized else None,
         )
         domains.broadcast_left_alone(module)
         begin_delayed_scaling(module, self.config)
@@ -197,7 +197,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         said = (
             f"FullyShardedDataParallel: strategy {engine.config.strategy.name} over {axis.size} "
             f"ranks, {len(engine.units)} units ({', '.join(self.fsdp_unit_modules)}, root), "
-            f"{numel} parameters{self._quantised()}, {100 * padding / numel:.2f}% padding; "
+            f"{numel} parameters{self._quantized()}, {100 * padding / numel:.2f}% padding; "
             "main weights "
             f"{_dtype_name(engine.config.policy.main_params_dtype)}"
             f"{' in host memory' if engine.config.offload else ''}, gradients reduced in "
@@ -230,15 +230,15 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
             f"{count} units, for {kept.nbytes / GIB:.3f} of {budget / GIB:g} GiB; "
         )
 
-    def _quantised(self) -> str:
+    def _quantized(self) -> str:
         """How many of the parameters of this rank are, in which format. Said also if there are none
         though they were asked for: layers that are not Transformer Engine's make none."""
-        groups = [group for group in self.engine.groups if group.key.quantised]
+        groups = [group for group in self.engine.groups if group.key.quantized]
         if not groups and not is_on(self.config, ddp_options.FP8_PARAM):
             return ""
         numel = sum(group.layout.item_numel for group in groups)
         formats = sorted({group.key.format.name for group in groups})
-        return f" ({numel} of them quantised{': ' if formats else ''}{', '.join(formats)})"
+        return f" ({numel} of them quantized{': ' if formats else ''}{', '.join(formats)})"
 
     def describe(self) -> str:
         """A table of the domains and of every parameter with the domain that it belongs to."""

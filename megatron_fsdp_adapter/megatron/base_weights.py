@@ -31,7 +31,7 @@ from megatron_fsdp_adapter.checkpoint.vocabulary import is_table
 from megatron_fsdp_adapter.core.layout.ranges import Box
 from megatron_fsdp_adapter.megatron.seams.table import BRIDGE
 from megatron_fsdp_adapter.megatron.tensor_parallel import tensor_parallel_mode
-from megatron_fsdp_adapter.quantised.start import values_follow
+from megatron_fsdp_adapter.quantized.start import values_follow
 from megatron_fsdp_adapter.sharding.sharded_module import ShardedStateDict
 
 FORMAT = "fsdp_dtensor"

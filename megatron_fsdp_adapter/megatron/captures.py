@@ -10,7 +10,7 @@ the capture, and after one what it was after it:
     at its end                  the streams are back, the gradients stay attached, in storage that
                                 is theirs for good: each replay overwrites it
     outside                     gradients are forgotten only by an eager training step; weights are
-                                not gathered ahead; quantised ones are made anew as soon as their
+                                not gathered ahead; quantized ones are made anew as soon as their
                                 main weights have changed
 """
 
@@ -80,8 +80,8 @@ class Captures:
             if group.key.requires_grad:
                 group.grad.keep()
         self.captured = True
-        if self._engine.quantisation is not None:
-            self._engine.quantisation.at_once = True
+        if self._engine.quantization is not None:
+            self._engine.quantization.at_once = True
 
     def keeps_gradients(self) -> bool:
         """Gradients should be forgotten. True if that has to wait, as a replay may follow."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..core.topology import FSDPDistributedIndex
-from ..sharding.materialize import InitialiserOf, meta_problems
+from ..sharding.materialize import InitializerOf, meta_problems
 from ..sharding.module_problems import module_problems
 from ..sharding.placement import Placements
 from . import activation_offload, schedule_plans
@@ -36,7 +36,7 @@ def construction_problems(
     *,
     target: torch.device,
     placements: Placements,
-    initialiser_of: InitialiserOf,
+    initializer_of: InitializerOf,
 ) -> tuple[FSDPDistributedIndex | None, list[str]]:
     """The index over the process groups, None only if there are problems, and the problems. The
     first arguments are the constructor's; `target`: the device of the buffers. Collective where
@@ -53,7 +53,7 @@ def construction_problems(
             placements.manages,
         ),
         *model_problems(module, config, ddp_config),
-        *meta_problems(module, config.init_model_with_meta_device, initialiser_of),
+        *meta_problems(module, config.init_model_with_meta_device, initializer_of),
         *placements.problems(module),
         *arguments.group_problems(config, arguments.group_ranks(pg_collection)),
     ]  # fmt: skip

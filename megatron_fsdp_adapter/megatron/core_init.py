@@ -1,4 +1,4 @@
-"""How the modules of megatron-core that have no `reset_parameters` are initialised.
+"""How the modules of megatron-core that have no `reset_parameters` are initialized.
 
 Core's own linear layers and embeddings draw their weights in their constructors and keep nothing
 of how. The rows here draw the same numbers in the same way, by the functions of the config that the
@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import nn
 
-from ..sharding.materialize import Initialiser, InitialiserOf, own_initialiser
+from ..sharding.materialize import Initializer, InitializerOf, own_initializer
 from .seams import core_api
 
 Fill = Callable[[torch.Tensor], Any]
@@ -124,11 +124,11 @@ DRAWN_BY_ITS_HOLDER = (nn.Linear, nn.Embedding)
 draw from another distribution."""
 
 
-def core_initialisers(config: Any) -> InitialiserOf:
-    """The initialisers of a model of core with this `TransformerConfig`: the rows above, then
+def core_initializers(config: Any) -> InitializerOf:
+    """The initializers of a model of core with this `TransformerConfig`: the rows above, then
     `reset_parameters`, which Transformer Engine's modules, torch's and core's norms have."""
 
-    def initialiser_of(module: nn.Module, parent: nn.Module | None) -> Initialiser | None:
+    def initializer_of(module: nn.Module, parent: nn.Module | None) -> Initializer | None:
         for kind, row in ROWS:
             if isinstance(module, kind):
                 return functools.partial(row, config)
@@ -138,6 +138,6 @@ def core_initialisers(config: Any) -> InitialiserOf:
             return None
         if type(module).__name__ == "TELinear" and core_api.marks_whole_weights(type(module)):
             return _marked_whole
-        return own_initialiser(module, parent)
+        return own_initializer(module, parent)
 
-    return initialiser_of
+    return initializer_of

@@ -13,7 +13,7 @@ from torch import nn
 from ..core.runtime.comm import Communicator
 from ..core.runtime.registered import zero_cta_options
 from ..core.topology import DENSE, EXPERT, FSDPDistributedIndex, ShardDomain
-from ..quantised import stored_in
+from ..quantized import stored_in
 from ..sharding.made_groups import mirror_group
 from ..sharding.placement import LEAVE, Placements
 from .options import ddp_options, staging_options

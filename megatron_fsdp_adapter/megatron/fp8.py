@@ -1,8 +1,8 @@
 """FP8 compute of Transformer Engine with parameters in bf16.
 
-TE quantises a weight when a layer is called and, told which microbatch is the first of a step,
+TE quantizes a weight when a layer is called and, told which microbatch is the first of a step,
 keeps the result for the others. With sharded weights that would keep an FP8 copy of the whole
-model on every rank, so the keeping is switched off: each call quantises what was gathered for it.
+model on every rank, so the keeping is switched off: each call quantizes what was gathered for it.
 Core has an option for that, `disable_parameter_transpose_cache`, which its TE layers copy from the
 config when they are made.
 
@@ -11,9 +11,9 @@ TE overwrites `main_grad`, told that it is not, it adds, whatever else it is tol
 called twice in the first microbatch would lose its second call's gradient (backward comes to that
 one first), and a bucket that every microbatch fills anew would be added to. Told nothing, it does
 what `wgrad_probe` has seen. So with fused gradients the cache is off under every strategy, at the
-price of quantising kept weights once for each microbatch.
+price of quantizing kept weights once for each microbatch.
 
-What autograd saves of one call stays: the quantised weights of layers between their forward and
+What autograd saves of one call stays: the quantized weights of layers between their forward and
 their backward. Recomputing activations frees those too.
 """
 
@@ -24,13 +24,13 @@ from typing import Any
 from megatron.core.fp8_utils import get_fp8_recipe
 from torch import nn
 
-from ..quantised.scaling import begin_scaling
+from ..quantized.scaling import begin_scaling
 
 CACHE_OPTION = "disable_parameter_transpose_cache"
 
 
 def switch_off_weight_cache(module: nn.Module) -> bool:
-    """Makes every TE layer below `module` quantise its weights at each call. Whether there was one
+    """Makes every TE layer below `module` quantize its weights at each call. Whether there was one
     that did not."""
     layers = [child for child in module.modules() if getattr(child, CACHE_OPTION, None) is False]
     for layer in layers:
@@ -40,7 +40,7 @@ def switch_off_weight_cache(module: nn.Module) -> bool:
 
 def begin_delayed_scaling(module: nn.Module, config: Any) -> None:
     """Makes the state that a checkpoint of delayed scaling is loaded into, also where weights are
-    not quantised: TE's layers make theirs in their first forward."""
+    not quantized: TE's layers make theirs in their first forward."""
     if config.fp8 and config.fp8_recipe == "delayed":
         recipe = get_fp8_recipe(config)
         if recipe is not None:  # without TE there are no such layers

@@ -18,7 +18,7 @@ import torch
 
 from ..core.engine.direct import GradWriter
 from ..core.engine.partition import ManagedParam
-from ..quantised import format_of
+from ..quantized import format_of
 from .wgrad_probe import Observed
 
 
@@ -34,7 +34,7 @@ def grad_writer(
 
     Args:
         is_fresh: every backward begins with a bucket that holds nothing (gradients are sharded).
-        observe: what a module with weights of a dtype, quantised or not, does to `main_grad`; None
+        observe: what a module with weights of a dtype, quantized or not, does to `main_grad`; None
             without `gradient_accumulation_fusion`.
 
     Raises:
@@ -43,9 +43,9 @@ def grad_writer(
     param = managed.param
     if observe is None or param.ndim != 2 or not param.requires_grad:
         return GradWriter.AUTOGRAD
-    is_quantised = format_of(managed) is not None
+    is_quantized = format_of(managed) is not None
     writers = {
-        _writer_that(observe(owner, param.dtype, is_quantised), is_fresh, type(owner).__name__)
+        _writer_that(observe(owner, param.dtype, is_quantized), is_fresh, type(owner).__name__)
         for owner, _ in managed.slots
         if fuses(owner)
     }

@@ -20,7 +20,7 @@ class ParamAndGradBuffer:
     """What Megatron's optimizer calls on `param_and_grad_buffer`."""
 
     parameter_groups: tuple[()] = ()
-    """Read only to find quantised parameters, of which core need not know."""
+    """Read only to find quantized parameters, of which core need not know."""
 
     def __init__(
         self, engine: FsdpEngine, slots: RegisteredMemory | None, use_decoupled_grad: bool
@@ -30,7 +30,7 @@ class ParamAndGradBuffer:
 
     def copy_main_weights_to_model_weights(self) -> None:
         """The optimizer has stepped: gathered weights are outdated. The cast itself happens in
-        the next gather, straight into the gather buffer; quantised weights are made when the next
+        the next gather, straight into the gather buffer; quantized weights are made when the next
         pass begins.
 
         Raises:

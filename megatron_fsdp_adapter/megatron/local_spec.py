@@ -26,7 +26,7 @@ class TorchAttention(torch.nn.Module):
     """Scaled dot product attention from torch, with core's `core_attention` interface.
 
     Core's own DotProductAttention keeps the whole score matrix and, without fused kernels, masks
-    and normalises it in separate steps: several times slower on a CPU. Causal or unmasked,
+    and normalizes it in separate steps: several times slower on a CPU. Causal or unmasked,
     grouped queries, dropout. No packed sequences, no bias, no context parallelism.
     """
 

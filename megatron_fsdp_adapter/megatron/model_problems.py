@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..core.engine.partition import ManagedParam, managed_params
-from ..quantised import format_of
+from ..quantized import format_of
 from .fused_wgrad import asks_fusion, fuses
 from .options.ddp_options import FP8_PARAM, FP8_PARAM_GATHER, gathers_parts
 from .options.support import is_on
@@ -48,10 +48,10 @@ def _formats_that_do_not_fit(module: nn.Module, config: Any, ddp_config: Any) ->
     """Weights in formats that are not supported, or in none where gathers of them are asked for. A
     pipeline stage may have layers in bf16 alone, so the model config counts too."""
     try:
-        quantised = [one.fqns[0] for one in managed_params(module) if format_of(one) is not None]
+        quantized = [one.fqns[0] for one in managed_params(module) if format_of(one) is not None]
     except (ValueError, NotImplementedError) as error:
         return [str(error)]
-    if not is_on(ddp_config, FP8_PARAM_GATHER) or is_on(config, FP8_PARAM) or quantised:
+    if not is_on(ddp_config, FP8_PARAM_GATHER) or is_on(config, FP8_PARAM) or quantized:
         return []
     return [
         f"{FP8_PARAM_GATHER}=True: this model's weights are not quantized, as they were made with "

@@ -116,7 +116,7 @@ def _check_instances(groups: Mapping[str, dist.ProcessGroup | None], instances: 
                 f"ddp_config.num_distributed_optimizer_instances={instances}: the "
                 f"{len(all_ranks)} ranks {all_ranks} of {GROUP_SOURCES[everyone_role][0]} should "
                 f"be shared out over {instances} instances, but the shard group "
-                f"{GROUP_SOURCES[shard_role][0]} has ranks {ranks}; initialise the groups with "
+                f"{GROUP_SOURCES[shard_role][0]} has ranks {ranks}; initialize the groups with "
                 f"num_distributed_optimizer_instances={instances}"
             )
 
@@ -131,7 +131,7 @@ def _outer_group(
     if len(found) != instances:
         raise ValueError(
             f"ddp_config.num_distributed_optimizer_instances={instances}: inter_dist_opt should "
-            f"have one rank of each instance, and has ranks {found}; initialise the groups with "
+            f"have one rank of each instance, and has ranks {found}; initialize the groups with "
             f"num_distributed_optimizer_instances={instances}"
         )
     return outer

@@ -26,14 +26,14 @@ from ..core.engine.partition import (
     unit_modules,
 )
 from ..core.topology import ShardDomain
-from ..quantised import format_of
+from ..quantized import format_of
 from ..sharding.budget import KeptUnits, kept_units, policy_precision
 from ..sharding.unit_classes import classes_of
 from .activation_offload import sets_hooks_inside_units
 from .domains import ModelDomains, domain_name
 from .fused_wgrad import asks_fusion, grad_writer
 from .tensor_parallel import mark_tensor_parallel, tensor_parallel_mode
-from .wgrad_probe import Observer, precisions_of, quantised_precision, read_by_operations
+from .wgrad_probe import Observer, precisions_of, quantized_precision, read_by_operations
 
 DEFAULT_UNIT_MODULES: tuple[type[nn.Module], ...] = (TransformerLayer, MambaLayer)
 LOOK_UPS = {LanguageModelEmbedding, VocabParallelEmbedding, nn.Embedding, nn.Dropout}
@@ -192,6 +192,6 @@ def _observer(
     policy = engine_config.policy
     written = policy.comm_dtype if engine_config.strategy.shard_grads else policy.grads_dtype
     return Observer(
-        precisions_of(config), written, device, quantised_precision(config),
+        precisions_of(config), written, device, quantized_precision(config),
         read_by_operations(module), sets_hooks_inside_units(config),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """What a module with a fused weight gradient does to `main_grad`: seen, not believed.
 
 Whether a fused product overwrites `main_grad` or adds to it depends on the module's class, on the
-precision and on the release of Transformer Engine: 2.11 asks the *quantised* weight for the flag
+precision and on the release of Transformer Engine: 2.11 asks the *quantized* weight for the flag
 in some layers, which never has it; 2.20 reads the flag in forward. A bucket that is taken for
 overwritten and was added to holds garbage, and nothing says so. So a small module of each class
 runs once in a process, in each precision that the model computes in, on a `main_grad` whose
@@ -76,7 +76,7 @@ UNKNOWN = Observed(adds=True)
 @dataclass(frozen=True)
 class Precision:
     """What a model computes in: a name, equal for equal precisions, a context for forwards, and
-    one for making modules, whose weights are quantised in some."""
+    one for making modules, whose weights are quantized in some."""
 
     name: str
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, compare=False)
@@ -120,7 +120,7 @@ def _te_operation(name: str, *sizes: int, **options: Any) -> Callable[..., nn.Mo
 
 
 class _MegatronLinear(nn.Module):
-    """The product of Megatron's own layers, without their initialisation and their groups."""
+    """The product of Megatron's own layers, without their initialization and their groups."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -324,16 +324,16 @@ def _copy_of_table(table: Any) -> Any:
 
 def precisions_of(config: Any) -> tuple[Precision, ...]:
     """What layers of a model with this `TransformerConfig` may compute in, if their weights are not
-    quantised. Some stay in the weights' dtype under FP8: the output layer, and the first and last
+    quantized. Some stay in the weights' dtype under FP8: the output layer, and the first and last
     ones if asked for."""
-    quantised = quantised_precision(config)
-    if quantised is None:
+    quantized = quantized_precision(config)
+    if quantized is None:
         return (Precision("weights"),)
-    return Precision("weights"), Precision(f"{quantised.name} compute", quantised.context)
+    return Precision("weights"), Precision(f"{quantized.name} compute", quantized.context)
 
 
-def quantised_precision(config: Any) -> Precision | None:
-    """What layers compute in whose weights are quantised: the recipe of the model's config, and
+def quantized_precision(config: Any) -> Precision | None:
+    """What layers compute in whose weights are quantized: the recipe of the model's config, and
     nothing else, as Transformer Engine cannot fuse where it makes such weights whole first. None
     without a recipe."""
     asked = recipe_of(config)
@@ -344,8 +344,8 @@ def quantised_precision(config: Any) -> Precision | None:
     recipe = without_reductions(getattr(core, f"get_{option}_recipe")(config))
     return Precision(
         f"{option.upper()} {getattr(config, option)} {name}",
-        functools.partial(_quantised, recipe),
-        functools.partial(_quantised_weights, recipe),
+        functools.partial(_quantized, recipe),
+        functools.partial(_quantized_weights, recipe),
     )
 
 
@@ -359,7 +359,7 @@ def without_reductions(recipe: Any) -> Any:
     return alone
 
 
-def _quantised(recipe: Any) -> AbstractContextManager[Any]:
+def _quantized(recipe: Any) -> AbstractContextManager[Any]:
     import transformer_engine.pytorch as te
 
     if hasattr(te, "autocast"):
@@ -367,7 +367,7 @@ def _quantised(recipe: Any) -> AbstractContextManager[Any]:
     return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
 
 
-def _quantised_weights(recipe: Any) -> AbstractContextManager[Any]:
+def _quantized_weights(recipe: Any) -> AbstractContextManager[Any]:
     import transformer_engine.pytorch as te
 
     name = "quantized_model_init" if hasattr(te, "quantized_model_init") else "fp8_model_init"
@@ -398,7 +398,7 @@ def observed_once(
 class Observer:
     """What modules of a model do to `main_grad`, which is of `main_dtype`.
 
-    precisions: of modules whose weights are not quantised; quantised: of others. by_operations: as
+    precisions: of modules whose weights are not quantized; quantized: of others. by_operations: as
     `read_by_operations`: of these, what holds for the operation as well. hooks_inside:
     hooks on what autograd saves are set inside of units.
     """
@@ -406,12 +406,12 @@ class Observer:
     precisions: tuple[Precision, ...]
     main_dtype: torch.dtype
     device: torch.device
-    quantised: Precision | None = None
+    quantized: Precision | None = None
     by_operations: frozenset[int] = frozenset()
     hooks_inside: bool = False
 
     def __call__(
-        self, owner: nn.Module, dtype: torch.dtype, is_quantised: bool = False
+        self, owner: nn.Module, dtype: torch.dtype, is_quantized: bool = False
     ) -> Observed:
         """What holds in every precision that `owner`, with weights of (nominal) `dtype`, may
         compute in. ValueError where it cannot write into `main_dtype`."""
@@ -426,9 +426,9 @@ class Observer:
                 "megatron_fsdp_grad_comm_dtype unset, or set gradient_accumulation_fusion=False "
                 "(--no-gradient-accumulation-fusion)"
             )
-        if is_quantised and self.quantised is None:
+        if is_quantized and self.quantized is None:
             return UNKNOWN
-        precisions = (self.quantised,) if is_quantised and self.quantised else self.precisions
+        precisions = (self.quantized,) if is_quantized and self.quantized else self.precisions
         names = [name, OPERATIONS.get(name)] if id(owner) in self.by_operations else [name]
         seen = [
             observed_once(each, precision, dtype, self.main_dtype, self.device.type)

@@ -30,12 +30,12 @@ from ..core.engine.partition import only_looks_up, partition, unit_modules
 from ..core.topology import DENSE, FSDPDistributedIndex
 from ..diagnostics.description import describe
 from ..diagnostics.grad_check import GradCheck
-from ..quantised import TransformerEngineParams, format_of
+from ..quantized import TransformerEngineParams, format_of
 from ..sharding.budget import GIB
 from ..sharding.building import build_engine, keeping_whole
 from ..sharding.export_source import Described, Source, beside_engine
 from ..sharding.local_optimizer import LocalShards, adopt, end_step
-from ..sharding.materialize import meta_problems, own_initialiser, target_device
+from ..sharding.materialize import meta_problems, own_initializer, target_device
 from ..sharding.module_problems import module_problems
 from ..sharding.muon.torch_muon import is_torch_muon, muon_shards
 from ..sharding.problems import raise_problems
@@ -206,8 +206,8 @@ def _engine(
     engine = build_engine(
         "fully_shard_model", module, plans, dict(index.domains),
         keeping_whole(config, index.domains),
-        target_device(module, None), own_initialiser, grad_check=check,
-        quantised=TransformerEngineParams(),
+        target_device(module, None), own_initializer, grad_check=check,
+        quantized=TransformerEngineParams(),
     )
     if named is None:
         _announce(module, list(units.values()), engine)
@@ -254,7 +254,7 @@ def _raise_problems(
     on_meta: bool,
 ) -> None:
     found = module_problems(module, classes, None, main)
-    found += meta_problems(module, on_meta, own_initialiser)
+    found += meta_problems(module, on_meta, own_initializer)
     raise_problems("fully_shard_model", found)
 
 
@@ -280,9 +280,9 @@ def fully_shard_model(
 
     Args:
         module: on its device, in the dtypes that it computes in, weights of Transformer Engine's
-            layers also quantised (`fp8_model_init`). All ranks get the first one's weights. With
+            layers also quantized (`fp8_model_init`). All ranks get the first one's weights. With
             `init_model_with_meta_device` it may be on the meta device: modules are then
-            initialised by their `reset_parameters`, in module order, one unit at a time.
+            initialized by their `reset_parameters`, in module order, one unit at a time.
         mesh: the ranks to shard over: a 1-D device mesh or a process group (default: the world);
             or a 2-D mesh (outer axis, shard axis), in which shards are replicated along the first
             or, with `outer_dp_sharding_strategy="optim"`, split again.

@@ -4,7 +4,7 @@
     plan --hf-config model/config.json --gpus 64 --gpu h200 --global-batch-size 512 --explain
     plan --preset llama3-70b --global-batch-size 2048 --curve 64,128,256,512,1024 --gpu gb200
 
-No GPU and no weights are needed. docs/plan.md says what is modelled, and how far off it was.
+No GPU and no weights are needed. docs/plan.md says what is modeled, and how far off it was.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_fsdp_adapter.cli import quantised_options
+from megatron_fsdp_adapter.cli import quantized_options
 from megatron_fsdp_adapter.cli.gpt import MEANINGS, PRESETS, flag, read_options
 from megatron_fsdp_adapter.core.config import STRATEGIES
 
 from . import report
-from .features import UNMODELLED, features_of
+from .features import UNMODELED, features_of
 from .machine import GPUS, NETWORKS, machine_named
 from .models import from_hugging_face, from_options, shape_named
 from .search import Plan, Wanted, plan
@@ -87,18 +87,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_features(parser: argparse.ArgumentParser) -> None:
     told = parser.add_argument_group("features (as told, never searched for)")
-    for name, text in quantised_options.STRINGS.items():
+    for name, text in quantized_options.STRINGS.items():
         if name.startswith("fp8"):
             told.add_argument(flag(name), metavar="NAME", help=text)
     told.add_argument("--fp8-param-gather", action="store_true",
-                      help=quantised_options.SWITCHES["fp8_param_gather"])  # fmt: skip
+                      help=quantized_options.SWITCHES["fp8_param_gather"])  # fmt: skip
     told.add_argument("--fsdp-unsharded-budget-gib", type=float, default=0.0, metavar="GIB",
                       help="for units that stay whole over a step")  # fmt: skip
     told.add_argument("--suggested-communication-unit-size", type=int, metavar="N",
-                      help="elements up to which neighbouring layers are one unit; 0: each is one; "
+                      help="elements up to which neighboring layers are one unit; 0: each is one; "
                       "default: as the wrapper joins them")  # fmt: skip
-    for name, what in UNMODELLED.items():
-        told.add_argument(flag(name), nargs="?", const=True, help=f"not modelled: {what}")
+    for name, what in UNMODELED.items():
+        told.add_argument(flag(name), nargs="?", const=True, help=f"not modeled: {what}")
     told.add_argument("--cuda-graph-impl", choices=["local"],
                       help="each layer in CUDA graphs of its own; graphs of an iteration are "
                       "planned")  # fmt: skip

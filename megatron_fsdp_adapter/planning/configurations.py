@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 
 from megatron_fsdp_adapter.cli.estimate import GIB, Model, plan_listing
-from megatron_fsdp_adapter.cli.quantised_options import Quantisation
+from megatron_fsdp_adapter.cli.quantized_options import Quantization
 from megatron_fsdp_adapter.core.config import (
     STRATEGIES,
     EngineConfig,
@@ -171,27 +171,27 @@ def planned(shape: Shape, chosen: Configuration, stage: int = 0) -> Model:
     dense, expert = (chosen.shards[name][0] for name in (DENSE, EXPERT))
     features = chosen.features
     split = replace(chosen.parallel, virtual=1, context=1, recompute=False)
-    quantised = replace(features.quantised, recomputes=chosen.parallel.recompute)
+    quantized = replace(features.quantized, recomputes=chosen.parallel.recompute)
     model = _planned(
-        shape, split, stage, dense, expert, features.quantised,
+        shape, split, stage, dense, expert, features.quantized,
         unit_numel(shape, chosen.parallel, features, chosen.graph, stage), chosen.fused,
     )
     return replace(
-        model, slots=chosen.slots, quantised=quantised, budget=features.budget,
+        model, slots=chosen.slots, quantized=quantized, budget=features.budget,
         graphs=features.layer_graphs, tensor=split.tensor, ahead=features.unit_numel or 0,
     )
 
 
 @lru_cache(maxsize=512)
 def _planned(
-    shape: Shape, split: Parallel, stage: int, dense: int, expert: int, quantised: Quantisation,
+    shape: Shape, split: Parallel, stage: int, dense: int, expert: int, quantized: Quantization,
     unit_numel: int, fused: bool,
 ) -> Model:
     shards = {DENSE: dense, EXPERT: expert}
     listed = listing(shape, split, stage)
     rows = [(unit, fqn, full, shards[domain]) for unit, fqn, full, domain in listed]
     return plan_listing(
-        rows, torch.bfloat16, quantised=quantised, unit_numel=unit_numel, fused=fused
+        rows, torch.bfloat16, quantized=quantized, unit_numel=unit_numel, fused=fused
     )
 
 
@@ -228,7 +228,7 @@ def _stage_memory(
         for kind in (MAIN_WEIGHTS, OPTIMIZER_STATE):
             held[kind] = -(-held.get(kind, 0) // chosen.instances)
     in_flight = chosen.parallel.in_flight(stage, microbatches)
-    fp8 = bool(chosen.features.quantised.name)
+    fp8 = bool(chosen.features.quantized.name)
     activations = activation_bytes(shape, chosen.parallel, chosen.microbatch, in_flight, fp8)
     if chosen.features.layer_graphs:
         held[POOLS] = captured_bytes(shape, chosen.parallel, chosen.microbatch, in_flight, fp8)
@@ -255,7 +255,7 @@ def at_its_most(held: Mapping[str, int], activations: int, again: bool) -> dict[
 
 
 def groups(chosen: Configuration, machine: Machine) -> dict[str, Group]:
-    """Where the ranks of each axis are: tensor parallel ranks are neighbours, then context and data
+    """Where the ranks of each axis are: tensor parallel ranks are neighbors, then context and data
     parallel ones (of an instance first), then stages."""
     domain = machine.network.domain
     parallel = chosen.parallel

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.cli.quantised_options import PLAIN, Quantisation, quantisation
+from megatron_fsdp_adapter.cli.quantized_options import PLAIN, Quantization, quantization
 from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.diagnostics.memory import Precision
@@ -22,12 +22,12 @@ ADAM = "adam"
 
 @dataclass(frozen=True)
 class Features:
-    """quantised: matrix products and weights of layers in FP8. budget_gib: for units that stay
+    """quantized: matrix products and weights of layers in FP8. budget_gib: for units that stay
     whole over a step. bf16_wire: gradients travel in bf16 and are summed in fp32. layer_graphs:
     each layer in CUDA graphs of its own. unit_numel: neighboring layers are joined to units of so
     many elements, 0: each is one, None: as the wrapper joins them by default."""
 
-    quantised: Quantisation = PLAIN
+    quantized: Quantization = PLAIN
     budget_gib: float = 0.0
     bf16_wire: bool = False
     layer_graphs: bool = False
@@ -64,7 +64,7 @@ class Features:
     def words(self) -> tuple[str, ...]:
         """For a table."""
         found = {
-            self.quantised.name: bool(self.quantised.name),
+            self.quantized.name: bool(self.quantized.name),
             f"budget {self.budget_gib:g} GiB": self.budget_gib > 0,
             "bf16 wire": self.bf16_wire,
             "layer graphs": self.layer_graphs,
@@ -80,16 +80,16 @@ NO_FEATURES = Features()
 def features_of(options: Mapping[str, Any]) -> Features:
     """Of Megatron's options, by their names; what is unset is off. ValueError for what is unknown
     or cannot be combined."""
-    refuse_unmodelled(options)
+    refuse_unmodeled(options)
     wire = str(options.get("megatron_fsdp_grad_comm_dtype")).removeprefix("torch.")
     return Features(
-        quantisation(options, "bf16"),
+        quantization(options, "bf16"),
         float(options.get("fsdp_unsharded_budget_gib") or 0.0), wire in ("bf16", "bfloat16"),
         str(options.get("cuda_graph_impl")) == "local", options.get(UNIT_NUMEL),
     )  # fmt: skip
 
 
-UNMODELLED = {
+UNMODELED = {
     "tp_comm_overlap": "tensor parallel communication beside products: a plan without it is too "
     "slow by what it hides",
     "optimizer_cpu_offload": "an optimizer on the host; `estimate` counts its memory",
@@ -112,20 +112,20 @@ OTHER_NAMES = {
 WHOLE = ("full", "full_iteration", "full_iteration_inference")
 
 
-def refuse_unmodelled(options: Mapping[str, Any]) -> None:
-    """ValueError for what is set and not modelled, by name."""
+def refuse_unmodeled(options: Mapping[str, Any]) -> None:
+    """ValueError for what is set and not modeled, by name."""
     if options.get("optimizer") not in (None, ADAM):
         raise ValueError(
-            f"optimizer={options['optimizer']!r} is not modelled: Adam's step is; leave it out, or "
+            f"optimizer={options['optimizer']!r} is not modeled: Adam's step is; leave it out, or "
             "see `estimate`, which counts the memory of others"
         )
-    for name in (*UNMODELLED, *OTHER_NAMES):
+    for name in (*UNMODELED, *OTHER_NAMES):
         value = options.get(name)
         parts = value if isinstance(value, (list, tuple)) else [value] if value else []
         parts = [part for part in parts if str(getattr(part, "name", part)) not in WHOLE]
         if parts:
-            what = UNMODELLED[OTHER_NAMES.get(name, name)]
-            raise ValueError(f"{name}={value!r} is not modelled: {what}; leave it out")
+            what = UNMODELED[OTHER_NAMES.get(name, name)]
+            raise ValueError(f"{name}={value!r} is not modeled: {what}; leave it out")
 
 
 def ddp_options(features: Features) -> dict[str, Any]:
@@ -144,10 +144,10 @@ def ddp_options(features: Features) -> dict[str, Any]:
 def model_options(features: Features) -> dict[str, Any]:
     """Of the model's config and the run."""
     options: dict[str, Any] = {}
-    form = features.quantised.weights or features.quantised.products
+    form = features.quantized.weights or features.quantized.products
     if form is not None:
         options |= {"fp8_format": "hybrid", "fp8_recipe": RECIPE_OF[form.name]}
-    if features.quantised.weights is not None:
+    if features.quantized.weights is not None:
         options["fp8_param_gather"] = True
     if features.layer_graphs:
         options["cuda_graph_impl"] = "local"
@@ -155,7 +155,7 @@ def model_options(features: Features) -> dict[str, Any]:
 
 
 RECIPE_OF = {PER_TENSOR.name: "tensorwise", BLOCK128.name: "blockwise", MXFP8.name: "mxfp8"}
-"""A recipe for each format that products are modelled of."""
+"""A recipe for each format that products are modeled of."""
 
 
 def problem(features: Features, strategy: Strategy, graph: bool) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megatron_fsdp_adapter.cli.quantised_options import Quantisation
+from megatron_fsdp_adapter.cli.quantized_options import Quantization
 from megatron_fsdp_adapter.core.config import STRATEGIES
 
 from .configurations import Configuration, groups
@@ -26,12 +26,12 @@ from .shapes import (
 
 @lru_cache(maxsize=4096)
 def stage_seconds(
-    shape: Shape, parallel: Parallel, microbatch: int, quantised: Quantisation, gpu: Gpu
+    shape: Shape, parallel: Parallel, microbatch: int, quantized: Quantization, gpu: Gpu
 ) -> float:
     """Computing a microbatch on the slowest stage: layers cannot be cut, and the last has the
     loss."""
     tokens = microbatch * shape.seq_length / parallel.context
-    *layer, _ = layer_work(shape, parallel, tokens, shape.gpt.num_layers - 1, quantised)
+    *layer, _ = layer_work(shape, parallel, tokens, shape.gpt.num_layers - 1, quantized)
     own, head = (
         sum(
             operation_seconds(work.kind, work.amount, gpu, work.kernels)
@@ -51,7 +51,7 @@ def seconds(shape: Shape, chosen: Configuration, machine: Machine, count: int) -
     optimizer."""
     parallel, row, gpu = chosen.parallel, STRATEGIES[chosen.strategy], machine.gpu
     where = groups(chosen, machine)
-    each = stage_seconds(shape, parallel, chosen.microbatch, chosen.features.quantised, gpu)
+    each = stage_seconds(shape, parallel, chosen.microbatch, chosen.features.quantized, gpu)
     compute, layers = count * each, max(1, shape.gpt.num_layers // parallel.pipeline)
     link, own = _link(shape, chosen, machine, layers, count), 0.0
     if parallel.tensor > 1:
@@ -77,7 +77,7 @@ def _link(
     gathers = (2 * count if row.shard_weights else 1) if row.shard_main else 0
     reduces = count if row.shard_grads else 1
     wire, weight = 2 if chosen.features.bf16_wire else 4, 2
-    if chosen.features.quantised.weights:
+    if chosen.features.quantized.weights:
         weight = 1
     link = 0.0
     for domain, elements in _numel(shape, chosen.parallel).items():
@@ -107,7 +107,7 @@ def at_least_bytes(shape: Shape, chosen: Configuration, count: int) -> float:
         if count > 1 or not row.shard_grads:
             total += 4 * (part if row.shard_grads else elements)
         if not row.shard_weights:
-            total += (1 if features.quantised.weights else 2) * elements
+            total += (1 if features.quantized.weights else 2) * elements
     return total
 
 

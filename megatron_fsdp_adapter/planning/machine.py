@@ -49,7 +49,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Network:
-    """Two levels: an NVLink domain, and rail-optimised links between domains, one a GPU.
+    """Two levels: an NVLink domain, and rail-optimized links between domains, one a GPU.
 
     Attributes:
         domain: GPUs of one NVLink domain. link_gbps: GB/s that a GPU's ring reaches inside, by the

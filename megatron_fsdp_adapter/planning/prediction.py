@@ -158,7 +158,7 @@ def program_of(
     """Two steps of a rank of a stage, of which so many layers are run: the last ones, since of a
     mixture the first may be dense."""
     features = chosen.features
-    mine = units(shape, chosen.parallel, chosen.microbatch, stage, features.quantised)
+    mine = units(shape, chosen.parallel, chosen.microbatch, stage, features.quantized)
     numbers = [unit.name for unit in mine if unit.name.startswith("decoder.layers.")]
     left_out = set(numbers[: len(numbers) - layers])
     mine = [unit for unit in mine if unit.name not in left_out]
@@ -169,7 +169,7 @@ def program_of(
         chosen.engine, shards, microbatches, warmup, separate_gathers=chosen.separate_gathers,
         copy_gathers=chosen.copies, copy_reduces=chosen.copies, fused=chosen.fused,
         graph=chosen.graph, layer_graphs=features.layer_graphs,
-        weight_format=features.quantised.weights,
+        weight_format=features.quantized.weights,
         rows=kept_rows(shape, chosen, stage),
         unit_numel=unit_numel(shape, chosen.parallel, features, chosen.graph, stage),
     )  # fmt: skip

@@ -110,10 +110,10 @@ def benchmark_row(chosen: Configuration) -> str | None:
         kind = "ours-ce-layers" if chosen.copies else "ours-layers"
     name = f"{kind}:{chosen.strategy}"
     name += f"+{features.budget_gib:g}" if features.budget_gib else ""
-    form = features.quantised.weights or features.quantised.products
+    form = features.quantized.weights or features.quantized.products
     if form is None:
         return name
-    return f"{name}@fp8{'w' if features.quantised.weights else ''}_{RECIPE_OF[form.name]}"
+    return f"{name}@fp8{'w' if features.quantized.weights else ''}_{RECIPE_OF[form.name]}"
 
 
 BENCHMARK_PRESETS = ("llama-1.5b", "llama3-8b", "llama-13b", "llama-30b")

@@ -18,7 +18,7 @@ from megatron_fsdp_adapter.cli.gpt import (
     GptConfig,
     gpt_parameter_listing,
 )
-from megatron_fsdp_adapter.cli.quantised_options import PLAIN, Quantisation
+from megatron_fsdp_adapter.cli.quantized_options import PLAIN, Quantization
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 
 from .program import Kind
@@ -229,10 +229,10 @@ def _experts(shape: Shape, number: int, parallel: Parallel) -> list[Row]:
 
 def units(
     shape: Shape, parallel: Parallel, microbatch: int, stage: int = 0,
-    quantised: Quantisation = PLAIN,
+    quantized: Quantization = PLAIN,
 ) -> list[UnitWork]:
     """The units of a stage's rank with their work for one microbatch of `microbatch` sequences.
-    quantised: what becomes of the layers' matrix products and weights. The weights of a rank's
+    quantized: what becomes of the layers' matrix products and weights. The weights of a rank's
     experts are one parameter, which lies as they do and is planned faster."""
     params: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
     for unit, fqn, full, domain in _joined(listing(shape, parallel, stage)):
@@ -245,7 +245,7 @@ def units(
     for name, mine in params.items():
         if name.startswith("decoder.layers."):
             forward, backward, host = layer_work(
-                shape, parallel, tokens, int(name.split(".")[2]), quantised
+                shape, parallel, tokens, int(name.split(".")[2]), quantized
             )
         elif name == head:
             forward, backward = head_work(shape, parallel, tokens)
@@ -270,7 +270,7 @@ def _joined(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def layer_work(
-    shape: Shape, parallel: Parallel, tokens: float, number: int, quantised: Quantisation
+    shape: Shape, parallel: Parallel, tokens: float, number: int, quantized: Quantization
 ) -> tuple[tuple[Work, ...], tuple[Work, ...], float]:
     """Of a rank: forward and backward of a layer for so many tokens, and what the host takes."""
     gpt, tensor = shape.gpt, parallel.tensor
@@ -284,7 +284,7 @@ def layer_work(
     sent = tokens * BF16 * gpt.hidden_size * (shape.experts.topk if moe and shape.experts else 0)
     moved = PERMUTED * sent / tensor
     element = tokens * BF16 * (gpt.hidden_size + width / 3) / tensor
-    product, of_groups = products_of(quantised)
+    product, of_groups = products_of(quantized)
     forward = [
         Work(product, 2 * tokens * dense / tensor), Work(Kind.ATTENTION, attention),
         Work(of_groups, 2 * tokens * grouped / tensor),
@@ -297,7 +297,7 @@ def layer_work(
         Work(Kind.MEMORY, BACKWARD_PASSES * element + moved, kernels=BACKWARD_KERNELS),
     ]  # fmt: skip
     if product is not Kind.PRODUCT:
-        casts = _casts(shape, tokens / tensor, width, (dense + grouped) / tensor, quantised)
+        casts = _casts(shape, tokens / tensor, width, (dense + grouped) / tensor, quantized)
         forward.append(casts[0])
         backward.insert(0, casts[1])
     whole = tokens * gpt.hidden_size * BF16
@@ -319,9 +319,9 @@ def layer_work(
     return tuple(forward), tuple(backward), host
 
 
-def products_of(quantised: Quantisation) -> tuple[Kind, Kind]:
+def products_of(quantized: Quantization) -> tuple[Kind, Kind]:
     """Kinds of a layer's dense and grouped products. ValueError for formats without numbers."""
-    form = quantised.weights or quantised.products
+    form = quantized.weights or quantized.products
     if form is None:
         return Kind.PRODUCT, Kind.GROUPED
     if form.name not in _PRODUCTS:
@@ -339,7 +339,7 @@ _PRODUCTS = {
 
 
 def _casts(
-    shape: Shape, tokens: float, width: float, weights: float, quantised: Quantisation
+    shape: Shape, tokens: float, width: float, weights: float, quantized: Quantization
 ) -> tuple[Work, Work]:
     """What a layer's products read in FP8 is cast: inputs in forward, gradients of outputs in
     backward, each along rows and along columns, and weights that are kept in the compute dtype. A
@@ -350,9 +350,9 @@ def _casts(
     gate = 2 if gpt.swiglu else 1
     inputs = 2 * gpt.hidden_size + heads + width
     outputs = heads + kv + 2 * gpt.hidden_size + gate * width
-    form = quantised.weights or quantised.products
+    form = quantized.weights or quantized.products
     passes = (BF16 if form is PER_TENSOR else 0) + BF16 + 2
-    cast = weights if quantised.weights is None else 0.0
+    cast = weights if quantized.weights is None else 0.0
     return (
         Work(Kind.MEMORY, passes * (tokens * inputs + cast), kernels=CAST_KERNELS),
         Work(Kind.MEMORY, passes * tokens * outputs, kernels=CAST_KERNELS),

@@ -28,7 +28,7 @@ from .timed_optimizer import (
     write_adam,
     write_norm,
 )
-from .timed_quantised import TimedParams
+from .timed_quantized import TimedParams
 from .timed_runtime import TimedCommunicator, TimedRuntime
 
 
@@ -47,7 +47,7 @@ class StepSetup:
         layer_graphs: those of each layer are; gathers and reductions are launched.
         weight_format: that linear weights are kept and gathered in, None for `dtype`.
         rows: strategies of units, by name, that keep more than the engine's.
-        unit_numel: elements up to which neighbouring layers are joined to a unit.
+        unit_numel: elements up to which neighboring layers are joined to a unit.
     """
 
     engine: EngineConfig
@@ -238,7 +238,7 @@ def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
     engine = FsdpEngine(
         model, plans, domains, setup.engine, runtime,  # type: ignore[arg-type]
         make_communicator=_Maker(setup, runtime, domains),  # type: ignore[arg-type]
-        quantised=TimedParams(runtime, form) if form is not None else None,
+        quantized=TimedParams(runtime, form) if form is not None else None,
     )  # fmt: skip
     return _Run(setup, runtime, model, engine)
 

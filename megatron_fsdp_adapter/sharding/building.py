@@ -16,7 +16,7 @@ from ..core.runtime.device import make_runtime
 from ..core.topology import ShardDomain
 from ..diagnostics.fault_report import FaultReport
 from .agreement import check_same_model
-from .materialize import InitialiserOf, Materializer
+from .materialize import InitializerOf, Materializer
 
 
 def has_one_rank(domain: ShardDomain) -> bool:
@@ -43,11 +43,11 @@ def build_engine(
     domains: Mapping[str, ShardDomain],
     config: EngineConfig,
     device: torch.device,
-    initialiser_of: InitialiserOf,
+    initializer_of: InitializerOf,
     **options: Any,
 ) -> FsdpEngine:
     """The engine over `plans`, on `device`, once all ranks are found to have the same model and the
-    device has made it. Collective. `subject` names the wrapper in errors; `initialiser_of` gives
+    device has made it. Collective. `subject` names the wrapper in errors; `initializer_of` gives
     values to what is on the meta device; `options` are further ones of the engine.
 
     Raises:
@@ -56,14 +56,14 @@ def build_engine(
     """
     runtime = make_runtime(device)
     # On whatever stream: core makes another one the current one while it builds the first model
-    # whose layers are to be captured, and what it has initialised before may still be queued.
+    # whose layers are to be captured, and what it has initialized before may still be queued.
     runtime.synchronize()
     check_same_model(subject, plans, config, domains)
     report = FaultReport(plans, domains, config)
     with report.building():
         engine = FsdpEngine(
             module, list(plans), domains, config, runtime, report.communicator,
-            prepare=Materializer(module, plans, device, initialiser_of), **options,
+            prepare=Materializer(module, plans, device, initializer_of), **options,
         )
     report.engine_made(engine)
     return engine

@@ -23,8 +23,8 @@ from ..core.engine.identity import ParamPair
 from ..core.engine.memory import COMPUTE, MAIN
 from ..core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from ..core.runtime.comm import Communicator
-from ..quantised import dequantised
-from ..quantised.blocks import in_blocks
+from ..quantized import dequantized
+from ..quantized.blocks import in_blocks
 from .export_source import Described, Source, sources
 from .problems import raise_problems
 from .unit_copies import SCALE, WEIGHT, Planes, Wanted, add_scale, cast_to, unit_copies
@@ -32,7 +32,7 @@ from .unit_copies import SCALE, WEIGHT, Planes, Wanted, add_scale, cast_to, unit
 ALL, CHANGED, TRAINED = "all", "changed", "trained"
 MODEL, STAGE = "model", "stage"
 SCALE_SUFFIX = "_scale_inv"
-"""Of the name of what a quantised weight's bytes are multiplied by."""
+"""Of the name of what a quantized weight's bytes are multiplied by."""
 SCALES = (SCALE, "rowwise_scales")
 
 Entry = tuple[str, torch.Tensor]
@@ -57,7 +57,7 @@ def export_weights(
     dtype: torch.dtype | None = torch.bfloat16,
     which: str = ALL,
     scope: str = MODEL,
-    quantised: bool = False,
+    quantized: bool = False,
     fp8: Callable[[str], bool] | None = None,
 ) -> Named:
     """(name, whole tensor) of every weight, unit by unit in unit order, then of what is in no unit:
@@ -77,21 +77,21 @@ def export_weights(
             was last exported; "trained": without frozen weights and buffers (adapters alone, say).
         scope: "model": every rank gets all tensors. "stage": those of its pipeline stage, and of
             its experts; nothing is sent between stages.
-        quantised: quantised weights come as the bytes that modules compute with, under the weight's
+        quantized: quantized weights come as the bytes that modules compute with, under the weight's
             name, and what to multiply them by, under that name with `_scale_inv`: one number, one
             for each 128 x 128 elements, or (uint8, exponents) for each 32 of a row.
         fp8: names, as they are exported, of matrices that are cast to bytes with one scale for each
             128 x 128 elements, where they are not bytes already.
 
     Raises:
-        ValueError: before anything is gathered: an option with a wrong value, quantised weights
+        ValueError: before anything is gathered: an option with a wrong value, quantized weights
             that cannot be joined.
     """
     chunks = sources(model)
     _check(hf_config, which, scope, dtype)
     for source in chunks:
-        source.engine.memory.check("export_weights", [MAIN, *([COMPUTE] if quantised else [])])
-    plan = _Plan(dtype, quantised, scope == MODEL, fp8)
+        source.engine.memory.check("export_weights", [MAIN, *([COMPUTE] if quantized else [])])
+    plan = _Plan(dtype, quantized, scope == MODEL, fp8)
     exported = [_Chunk(source, which, plan) for source in chunks]
     found = [line for chunk in exported for line in chunk.problems()]
     raise_problems("export_weights", found)
@@ -133,7 +133,7 @@ def _check(hf_config: Any, which: str, scope: str, dtype: torch.dtype | None) ->
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
         found.append(
             f"dtype={dtype}: main weights are cast to it without scales; use torch.bfloat16, "
-            "float16, float32 or None, and quantised=True for the bytes of quantised weights"
+            "float16, float32 or None, and quantized=True for the bytes of quantized weights"
         )
     raise_problems("export_weights", found)
 
@@ -196,7 +196,7 @@ class _Plan:
     """What is exported of each chunk. everything: whether also what other ranks have."""
 
     dtype: torch.dtype | None
-    quantised: bool
+    quantized: bool
     everything: bool
     fp8: Callable[[str], bool] | None = None
 
@@ -221,7 +221,7 @@ class _Chunk:
         self.frozen_too, self.buffers_too = _with_frozen(source, which), which != TRAINED
         self.device = source.engine.runtime.device
         self.loads = source.engine.loads
-        self.wanted = Wanted(self._is_chosen, plan.dtype, plan.quantised)
+        self.wanted = Wanted(self._is_chosen, plan.dtype, plan.quantized)
         self._described = {id(pair): source.describe(pair) for pair in source.engine.pairs}
         self._others = self._names_of_experts()
 
@@ -258,8 +258,8 @@ class _Chunk:
         """One line for each weight that cannot be exported as asked."""
         found = []
         for described, shape, format in self._listed():
-            if self.plan.quantised and format is not None:
-                found += _quantised_problems(described, shape, format)
+            if self.plan.quantized and format is not None:
+                found += _quantized_problems(described, shape, format)
         return found
 
     def _listed(self) -> Iterator[tuple[Described, tuple[int, ...], Any]]:
@@ -267,7 +267,7 @@ class _Chunk:
             described = self._described[id(pair)]
             if self._is_chosen(pair.group) and not self._is_left_out(described):
                 shape = pair.group.layout.specs[pair.index].shape
-                yield described, shape, pair.group.key.quantised
+                yield described, shape, pair.group.key.quantized
         for described, tensor in self._rest():
             yield described, tuple(tensor.shape), None
 
@@ -325,7 +325,7 @@ class _Chunk:
 
     def _cast(self, described: Described, tensor: torch.Tensor) -> torch.Tensor:
         """What a tensor of the rest stands for, as a copy."""
-        value = dequantised(tensor).detach()
+        value = dequantized(tensor).detach()
         return value.to(self._dtype(described, tensor), copy=True)
 
     def shards(self) -> Iterator[WeightShard]:
@@ -378,16 +378,16 @@ def _whole_shape(described: Described, shape: tuple[int, ...]) -> tuple[int, ...
     return tuple(n * parts if dim == split else n for dim, n in enumerate(shape))
 
 
-def _quantised_problems(
+def _quantized_problems(
     described: Described, shape: tuple[int, ...], format: Any
 ) -> list[str]:
     parts, name = described.parts, described.name
     if parts > 1 and format is PER_TENSOR:
-        return [f"quantised=True: {name} has a scale on each tensor-parallel rank"]
+        return [f"quantized=True: {name} has a scale on each tensor-parallel rank"]
     block, split = _block(format), described.split or 0
     if parts > 1 and (shape[0] // described.halves, *shape[1:])[split] % block[split]:
         return [
-            f"quantised=True: tensor parallelism leaves {shape} of {name}, which are no whole "
+            f"quantized=True: tensor parallelism leaves {shape} of {name}, which are no whole "
             f"blocks of {block[0]} x {block[1]}"
         ]
     return []
@@ -399,7 +399,7 @@ def _block(format: Any) -> tuple[int, int]:
 
 def _trimmed(pair: ParamPair, planes: Planes) -> Planes:
     """Without the padding that scales of blocks are kept with."""
-    if pair.group.key.quantised is BLOCK128 and SCALE in planes:
+    if pair.group.key.quantized is BLOCK128 and SCALE in planes:
         rows, columns = pair.group.layout.specs[pair.index].shape
         planes[SCALE] = planes[SCALE][: -(-rows // 128), : -(-columns // 128)].contiguous()
     return planes

@@ -1,4 +1,4 @@
-"""Neighbouring layers as one unit: which are joined, and how many where nobody says."""
+"""Neighboring layers as one unit: which are joined, and how many where nobody says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Measured (docs/performance.md) with layers of 61M elements, joined by two to uni
 
 
 def join_units(plans: Sequence[UnitPlan], numel: int) -> list[UnitPlan]:
-    """`plans`, of which neighbours are joined until a unit has `numel` elements: small ones cost
+    """`plans`, of which neighbors are joined until a unit has `numel` elements: small ones cost
     the host as much as large ones. Joined are modules of one list, of one class, that backward
     reads alike, of which none is inside another unit or has one inside."""
     found: list[UnitPlan] = []
@@ -27,7 +27,7 @@ def join_units(plans: Sequence[UnitPlan], numel: int) -> list[UnitPlan]:
 
 
 def default_unit_numel(layer_numels: Sequence[int]) -> int:
-    """Elements up to which neighbouring layers are joined where nobody says; 0 for not at all.
+    """Elements up to which neighboring layers are joined where nobody says; 0 for not at all.
 
     At most `JOINED_NUMEL`, and a sixteenth of all layers, beyond which a layer is joined to no
     further one: so at least eight units remain, none with more than an eighth of the elements.

@@ -13,7 +13,7 @@ COUNT = "step"
 
 
 def _init_torch_state(optimizer: Any, group: dict[str, Any]) -> None:
-    """torch's own initialisation of a group's state, which it runs at the start of a step. It
+    """torch's own initialization of a group's state, which it runs at the start of a step. It
     skips parameters without a gradient, so each one stands in as its own for the moment."""
     before = [local.grad for local in group["params"]]
     for local in group["params"]:

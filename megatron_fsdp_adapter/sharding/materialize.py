@@ -1,6 +1,6 @@
 """Parameters on the meta device get memory and values, one unit at a time.
 
-A model that is built on the meta device takes no memory. Its modules are initialised here in the
+A model that is built on the meta device takes no memory. Its modules are initialized here in the
 order of the module tree, just before the unit that they belong to is sharded, so that at most one
 unit is whole at any time beside the shards. That is also the order in which their constructors
 would have drawn random numbers: where a module draws in `reset_parameters` what it draws in its
@@ -19,17 +19,17 @@ from torch import nn
 
 from ..core.engine.partition import UnitPlan
 
-Initialiser = Callable[[nn.Module, Mapping[str, nn.Parameter]], None]
+Initializer = Callable[[nn.Module, Mapping[str, nn.Parameter]], None]
 """Gives values to all parameters and buffers that a module holds itself, not those below it. It is
 also given the parameters as they were, whose marks the new ones do not have yet."""
 
-InitialiserOf = Callable[[nn.Module, nn.Module | None], Initialiser | None]
-"""The initialiser of a module, from the module and the one that holds it; None if there is none."""
+InitializerOf = Callable[[nn.Module, nn.Module | None], Initializer | None]
+"""The initializer of a module, from the module and the one that holds it; None if there is none."""
 
 OPTION = "init_model_with_meta_device"
 
 
-def own_initialiser(module: nn.Module, parent: nn.Module | None) -> Initialiser | None:
+def own_initializer(module: nn.Module, parent: nn.Module | None) -> Initializer | None:
     """`reset_parameters`, torch's name for it, where the module has one."""
     if not callable(getattr(module, "reset_parameters", None)):
         return None
@@ -60,9 +60,9 @@ def _parent(module: nn.Module, name: str) -> nn.Module | None:
     return module.get_submodule(name.rpartition(".")[0]) if name else None
 
 
-def meta_problems(module: nn.Module, allowed: bool, initialiser_of: InitialiserOf) -> list[str]:
+def meta_problems(module: nn.Module, allowed: bool, initializer_of: InitializerOf) -> list[str]:
     """One line if parameters are on the meta device though that is not asked for, or naming all
-    modules that cannot initialise what they hold there."""
+    modules that cannot initialize what they hold there."""
     holders = [(name, child) for name, child in module.named_modules() if any(_held(child))]
     if holders and not allowed:
         name, child = holders[0]
@@ -74,13 +74,13 @@ def meta_problems(module: nn.Module, allowed: bool, initialiser_of: InitialiserO
         f"{name or 'the module itself'} ({type(child).__name__}: "
         f"{', '.join(tensor for tensor, _ in _held(child))})"
         for name, child in holders
-        if initialiser_of(child, _parent(module, name)) is None
+        if initializer_of(child, _parent(module, name)) is None
     ]
     if not helpless:
         return []
     return [
         f"{OPTION}=True: {len(helpless)} modules hold parameters or buffers on the meta device and "
-        "cannot initialise them: they have no reset_parameters (or one that core does not use): "
+        "cannot initialize them: they have no reset_parameters (or one that core does not use): "
         f"{'; '.join(helpless)}. Give their classes one that fills what they hold themselves, "
         "build these modules on a device, or switch the option off"
     ]
@@ -92,13 +92,13 @@ def _unfilled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return empty.fill_(float("nan")) if empty.is_floating_point() else empty.zero_()
 
 
-def initialise(name: str, module: nn.Module, device: torch.device, run: Initialiser) -> None:
+def initialize(name: str, module: nn.Module, device: torch.device, run: Initializer) -> None:
     """Gives everything that `module` holds itself on the meta device memory on `device`, and
     values by `run`. Parameters that are not on the meta device, tied ones for instance, keep
     theirs.
 
     `run` sees fresh parameters without marks, as a constructor would: some of TE's and core's
-    initialisers refuse to mark a parameter twice, and some put new objects in place.
+    initializers refuse to mark a parameter twice, and some put new objects in place.
 
     Raises:
         ValueError: `run` left something as it was, or changed its shape or dtype.
@@ -140,7 +140,7 @@ def _check(name: str, wanted: torch.Tensor, made: torch.Tensor | None) -> None:
 
 def _take_over(original: nn.Parameter, made: nn.Parameter) -> None:
     """Gives `original` the content of `made` and the marks of both. Those of `made` win: TE says
-    how a weight is split only when it initialises it, and Megatron writes its defaults before."""
+    how a weight is split only when it initializes it, and Megatron writes its defaults before."""
     marks = {**original.__dict__, **made.__dict__}
     made = nn.Parameter(made.detach(), original.requires_grad)
     torch.utils.swap_tensors(original, made)
@@ -149,10 +149,10 @@ def _take_over(original: nn.Parameter, made: nn.Parameter) -> None:
 
 
 class Materializer:
-    """Initialises what is on the meta device below `module`, unit by unit: called with each plan
+    """Initializes what is on the meta device below `module`, unit by unit: called with each plan
     before it is sharded, the root unit's last.
 
-    Modules that come before a unit's last one are initialised with it, whatever unit they belong
+    Modules that come before a unit's last one are initialized with it, whatever unit they belong
     to, so that random numbers are drawn in module order: what the root unit holds of them waits,
     whole, until that is sharded.
     """
@@ -162,9 +162,9 @@ class Materializer:
         module: nn.Module,
         plans: Sequence[UnitPlan],
         device: torch.device,
-        initialiser_of: InitialiserOf,
+        initializer_of: InitializerOf,
     ) -> None:
-        self._device, self._initialiser_of = device, initialiser_of
+        self._device, self._initializer_of = device, initializer_of
         self._waiting = [
             (name, child, _parent(module, name))
             for name, child in module.named_modules()
@@ -190,8 +190,8 @@ class Materializer:
         while self._done < until:
             name, child, parent = self._waiting[self._done]
             self._waiting[self._done] = ("", nn.Identity(), None)
-            run = self._initialiser_of(child, parent)
+            run = self._initializer_of(child, parent)
             if run is None:
-                raise ValueError(f"{OPTION}=True: {name} cannot initialise itself")
-            initialise(name, child, self._device, run)
+                raise ValueError(f"{OPTION}=True: {name} cannot initialize itself")
+            initialize(name, child, self._device, run)
             self._done += 1

@@ -15,7 +15,7 @@ from ..core.engine.engine import FsdpEngine
 from ..core.engine.memory import KINDS, MAIN
 from ..core.runtime.device import Runtime
 from ..core.runtime.parking import ParkingLot, Storages
-from ..quantised import memory_of
+from ..quantized import memory_of
 from .export_source import Source, sources
 from .local_optimizer import LocalShards
 from .problems import raise_problems
@@ -28,7 +28,7 @@ def release_memory(
     model: Any, optimizer: Any = None, *, keep: str | Collection[str] = ()
 ) -> dict[str, int]:
     """Gives the wrapper's memory on the device back, also to other processes; returns the bytes of
-    each kind. Main weights, parameters that were left alone, quantised weights and the optimizer's
+    each kind. Main weights, parameters that were left alone, quantized weights and the optimizer's
     state go to pinned memory of the host, which is kept for the next time. Compute weights that
     main weights give, gradient buffers, buckets and slots are dropped. Gradients are forgotten, as
     `zero_grad` does. Using the model or the optimizer is an error until `return_memory`. To be
@@ -39,7 +39,7 @@ def release_memory(
     Args:
         model: what `FullyShardedDataParallel` or `fully_shard_model` gave, or a list of chunks.
         optimizer: the sharded one, or Megatron's; without it, its state stays.
-        keep: kinds that stay: "main_weights" (all that `export_weights` needs, unless quantised),
+        keep: kinds that stay: "main_weights" (all that `export_weights` needs, unless quantized),
             "compute_weights", "gradients", "slots", "optimizer".
 
     Raises:

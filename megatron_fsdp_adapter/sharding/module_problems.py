@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..quantised.start import outdated_values
+from ..quantized.start import outdated_values
 from .unit_classes import unit_problems
 
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,7 +81,7 @@ def _parameter(param: nn.Parameter) -> str:
     if isinstance(param, DTensor):
         return (
             f"it is a DTensor, {param.placements} over {param.device_mesh}; ranks hold different "
-            "parts of it already. Wrap the module before it is parallelised, or use Megatron's "
+            "parts of it already. Wrap the module before it is parallelized, or use Megatron's "
             "tensor-parallel layers"
         )
     if param.layout is not torch.strided:

@@ -22,7 +22,7 @@ from megatron_fsdp_adapter.core.topology import Axis
 @dataclass(frozen=True, eq=False)
 class ModuleWeight:
     """The weight of `pair`, one of `engine`. `shape` is that of the module's own parameter (one
-    tensor-parallel slice); `dtype` the compute dtype, that of values for a quantised one; `device`
+    tensor-parallel slice); `dtype` the compute dtype, that of values for a quantized one; `device`
     where modules compute, main weights may be in host memory."""
 
     pair: ParamPair

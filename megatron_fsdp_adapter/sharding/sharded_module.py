@@ -19,8 +19,8 @@ from ..core.engine.engine import FsdpEngine
 from ..core.engine.guard import unchecked
 from ..core.engine.identity import ParamPair
 from ..core.uneven_dtensor import whole_tensor
-from ..quantised import attributes_of_class, dequantised
-from ..quantised.scaling import Scaling, scaling_of
+from ..quantized import attributes_of_class, dequantized
+from ..quantized.scaling import Scaling, scaling_of
 from .model_state import (
     checkpoint_form,
     chosen_form,
@@ -134,7 +134,7 @@ class ShardedStateDict(OneOfItsKind, nn.Module):
                 value = whole_tensor(params[key])  # type: ignore[arg-type]
                 value = value if ref.layout.specs[ref.index].shape else value.view(())
             elif isinstance(value, torch.Tensor):
-                value = dequantised(value).clone()
+                value = dequantized(value).clone()
             if cpu_offload and isinstance(value, torch.Tensor):
                 value = value.cpu()
             found[key.removeprefix("module.")] = value
@@ -142,7 +142,7 @@ class ShardedStateDict(OneOfItsKind, nn.Module):
 
     def checkpoint_state_dict(self, keep_vars: bool = False) -> dict[str, Any]:
         """The same values under the names, and in the pieces, that a checkpoint has on every rank
-        (`checkpoint.names`). Pieces are views of the main weights. Quantised parameters that were
+        (`checkpoint.names`). Pieces are views of the main weights. Quantized parameters that were
         left alone are what they stand for.
 
         Raises ValueError naming the parameters that tensor parallelism splits in a way that a
@@ -151,10 +151,10 @@ class ShardedStateDict(OneOfItsKind, nn.Module):
         params = self._params_by_key()
         plain = super().state_dict(keep_vars=keep_vars)
         for key, scaling in self._scalings(params).items():
-            plain[key] = scaling.record(self.engine.will_quantise(scaling.trained))
+            plain[key] = scaling.record(self.engine.will_quantize(scaling.trained))
         form = checkpoint_form(plain, self._checkpoint_names(params))
         state = values_of(form, params, plain)
-        return state if keep_vars else {key: dequantised(value) for key, value in state.items()}
+        return state if keep_vars else {key: dequantized(value) for key, value in state.items()}
 
     def checkpoint_keys(self) -> frozenset[str]:
         """The keys of `checkpoint_state_dict`."""
@@ -256,7 +256,7 @@ def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
 
 def _copy_attributes(raw: nn.Parameter, optimizer: nn.Parameter) -> None:
     """Whoever groups, clips, reduces or names parameters may go by any attribute: all are copied,
-    but those of the engine and those by which a class of quantised tensors keeps its values. What
+    but those of the engine and those by which a class of quantized tensors keeps its values. What
     `optimizer` has already stays."""
     left_out = {*OF_RAW, *attributes_of_class(raw), *vars(optimizer)}
     for name, value in vars(raw).items():

@@ -18,7 +18,7 @@ stored. The first two are loaded when a step's backwards are over, while gradien
 their norm is taken.
 
 Where the user writes the loop, who may read main weights as soon as a step returns, and where
-quantised weights are made of all of them at once, a step waits until everything is over.
+quantized weights are made of all of them at once, a step waits until everything is over.
 
 It hangs on the hook in front of a step that shards hang on anyway: all units are stepped there, and
 the step that was asked for finds groups without parameters. An optimizer around the inner one was
@@ -256,7 +256,7 @@ class StreamedShards(LocalShards):
     def _may_be_late(self) -> bool:
         """Whether a step may return before its updates are over: everybody who reads what they
         write asks the engine first, and nothing is lost with the step."""
-        asks = not any(engine.own_loop or engine.quantisation for engine in self._engines)
+        asks = not any(engine.own_loop or engine.quantization for engine in self._engines)
         return asks and not self.copies_grads
 
     def _walk(self, optimizer: Any) -> None:

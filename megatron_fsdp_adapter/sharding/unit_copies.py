@@ -29,7 +29,7 @@ from ..core.runtime.comm import Pair
 from ..core.runtime.device import COMPUTE, GATHER, storage_bytes
 
 WEIGHT, SCALE = "weight", "scale"
-"""Names of what is copied of a weight that is not quantised, and of a scale that no plane has."""
+"""Names of what is copied of a weight that is not quantized, and of a scale that no plane has."""
 
 ROWS = ("rowwise", "rowwise_scales")
 """Planes that forward reads."""
@@ -41,17 +41,17 @@ Planes = dict[str, torch.Tensor]
 class Wanted:
     """Which weights are copied, and in what.
 
-    dtype: of floating-point weights; None for that of the main weights. quantised: whether
-    quantised weights are copied as the bytes and scales of forward.
+    dtype: of floating-point weights; None for that of the main weights. quantized: whether
+    quantized weights are copied as the bytes and scales of forward.
     """
 
     group: Callable[[ParamGroup], bool]
     dtype: torch.dtype | None
-    quantised: bool
+    quantized: bool
 
     def planes(self, group: ParamGroup) -> list[tuple[Plane, list[torch.Tensor]]]:
         """What is copied of a group's weights, with what this rank holds of each segment."""
-        if self.quantised and group.key.quantised:
+        if self.quantized and group.key.quantized:
             return [(one.plane, one.held) for one in group.planes if one.plane.name in ROWS]
         dtype = cast_to(group.main_dtype, self.dtype)
         return [(Plane(WEIGHT, dtype), _source(group, dtype))]
@@ -131,7 +131,7 @@ def unit_copies(
 
 
 def add_scale(planes: Planes, scales: list[torch.Tensor]) -> None:
-    """Adds a copy of what every rank has beside the planes of a quantised weight."""
+    """Adds a copy of what every rank has beside the planes of a quantized weight."""
     if scales:
         scale = scales[0]  # one number of a vector, with strides that `clone` keeps
         copy = torch.empty(scale.shape, dtype=scale.dtype, device=scale.device)

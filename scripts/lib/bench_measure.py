@@ -1,6 +1,6 @@
 """Times and memory of wrappers: interleaved blocks of steps, one wrapper's memory at a time.
 
-A *block* is a number of steps between two synchronisations; its time per step is one sample. All
+A *block* is a number of steps between two synchronizations; its time per step is one sample. All
 ranks start a block together, and the slowest rank's time counts. Within a round every wrapper
 runs one block, in an order that rotates from round to round, so that a slow moment of the machine
 hits all alike, and ratios are taken within a round.

@@ -141,7 +141,7 @@ def _different_weights(rank: int, world: int) -> None:
         assert all(torch.equal(found[name], expected[name]) for name in expected), strategy
 
 
-def test_ranks_that_were_initialised_differently_get_the_first_ranks_weights() -> None:
+def test_ranks_that_were_initialized_differently_get_the_first_ranks_weights() -> None:
     """`broadcast_params` comes too late for sharded weights: it would spread shards."""
     run_ranks(_different_weights, WORLD)
 

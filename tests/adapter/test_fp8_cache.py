@@ -1,4 +1,4 @@
-"""TE's cache of quantised weights under FP8 compute. TE itself: tests/gpu/test_gpu_fp8.py."""
+"""TE's cache of quantized weights under FP8 compute. TE itself: tests/gpu/test_gpu_fp8.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
 DEVICE = torch.device("cpu")
 
 
-class QuantisingLinear(nn.Linear):
+class QuantizingLinear(nn.Linear):
     """What core's TE layers have: the option, copied from the config when they are made."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class QuantisingLinear(nn.Linear):
 
 
 def test_every_layer_that_caches_is_told_not_to() -> None:
-    layers = nn.Sequential(QuantisingLinear(), nn.Sequential(QuantisingLinear()), nn.Linear(3, 3))
+    layers = nn.Sequential(QuantizingLinear(), nn.Sequential(QuantizingLinear()), nn.Linear(3, 3))
     assert switch_off_weight_cache(layers)
     told = [getattr(m, "disable_parameter_transpose_cache", None) for m in layers.modules()]
     assert told == [None, True, None, True, None]
@@ -45,7 +45,7 @@ def test_it_is_switched_off_and_said_where_weights_are_sharded_or_gradients_fuse
     monkeypatch.setattr(units, "precisions_of", lambda config: (Precision("weights"),))
     monkeypatch.setattr(capability, "reason_against", lambda recipe, device: None)
     model = build_model(CASE, DEVICE)
-    layer = model.decoder.layers[0].mlp.extra = QuantisingLinear()  # type: ignore[union-attr]
+    layer = model.decoder.layers[0].mlp.extra = QuantizingLinear()  # type: ignore[union-attr]
     model.config.fp8 = fp8  # type: ignore[assignment,union-attr]
     model.config.gradient_accumulation_fusion = fused  # type: ignore[union-attr]
     FullyShardedDataParallel(model.config, ddp_config(CASE, strategy), model)

@@ -15,7 +15,7 @@ from megatron_fsdp_adapter.megatron.emerging import KINDS
 from megatron_fsdp_adapter.megatron.muon import FUSED, is_muons, table
 from megatron_fsdp_adapter.megatron.seams import core_api
 from megatron_fsdp_adapter.sharding.muon.matrices import row_blocks
-from megatron_fsdp_adapter.sharding.muon.newton_schulz import coefficients_of, orthogonalised
+from megatron_fsdp_adapter.sharding.muon.newton_schulz import coefficients_of, orthogonalized
 from tests.distributed.gpt import (
     Case,
     Trainer,
@@ -109,7 +109,7 @@ def test_marks_and_classes_decide(one_rank: torch.device) -> None:
     assert trainer.optimizer.step()[0]
 
 
-HONOURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+HONORED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "momentum": ({"muon_momentum": 0.5}, {"momentum": 0.5}),
     "nesterov": ({NESTEROV: True}, {"nesterov": True}),
     "fewer steps": ({"muon_num_ns_steps": 2}, {"coefficients": coefficients_of("quintic", 2)}),
@@ -130,11 +130,11 @@ HONOURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Options of the config, and what they are to `Reference`."""
 
 
-@pytest.mark.parametrize("name", HONOURED)
-def test_each_option_of_muon_is_honoured(one_rank: torch.device, name: str) -> None:
+@pytest.mark.parametrize("name", HONORED)
+def test_each_option_of_muon_is_honored(one_rank: torch.device, name: str) -> None:
     """Two steps, of which the second tells of momentum. What the option changes is far more than
     the bound; the last one changes nothing."""
-    options, changed = HONOURED[name]
+    options, changed = HONORED[name]
     if not all(hasattr(OptimizerConfig, option) for option in options):
         pytest.skip(f"this core has no {list(options)}")
     case = CASE.but(clip=0.0, bias=False)
@@ -176,7 +176,7 @@ def test_fused_attention_is_split_as_core_reads_it(gated: bool) -> None:
         start = sum(parts[:number])
         as_read = fused.view(2, -1, 40)[:, start : start + height].reshape(-1, 40)
         assert torch.equal(taken, as_read)
-        found = orthogonalised(taken[None], coefficients_of("quintic", 5))[0]
+        found = orthogonalized(taken[None], coefficients_of("quintic", 5))[0]
         assert (torch.linalg.svdvals(found) - 1).abs().max() < 0.35
 
 

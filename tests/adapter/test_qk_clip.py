@@ -127,7 +127,7 @@ def test_core_finds_the_layers_where_a_training_loop_calls_it(one_rank: torch.de
 def test_the_engine_is_told_once_for_each_layer_that_is_clipped(
     one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Quantised weights are made anew only then. What is told costs copies in host memory, and is
+    """Quantized weights are made anew only then. What is told costs copies in host memory, and is
     a load where weights are frozen."""
     trainer = build_trainer(CASE, "optim_grads_params", one_rank, _turn_on)
     told: list[bool] = []

@@ -127,7 +127,7 @@ def test_neither_a_model_nor_a_checkpoint_has_to_have_any(
     has_not = saved(without, tmp_path / "has not") / "iter_0000001"
     load(without, has)
     before = own(with_state)
-    load(with_state, has_not)  # of weights that are not quantised: Transformer Engine measures
+    load(with_state, has_not)  # of weights that are not quantized: Transformer Engine measures
     assert all(torch.equal(value, before[name]) for name, value in own(with_state).items())
 
 

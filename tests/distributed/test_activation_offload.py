@@ -41,7 +41,7 @@ from tests.distributed.topologies import (
 from tests.engine.engine_cases import buffers_of
 from tests.host_copies import HostCopies
 from tests.host_offload import Copied, core_offloads_on_the_host, te_offloads_on_the_host
-from tests.quantised.te_extension import FOLDERS
+from tests.quantized.te_extension import FOLDERS
 
 CASE = Case(num_layers=4, hidden=24, ffn=40, seq=8)
 CONTIGUOUS = ("attn_norm", "qkv_linear", "mlp_norm")

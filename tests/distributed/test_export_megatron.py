@@ -18,7 +18,7 @@ from megatron_fsdp_adapter.checkpoint.convert.training_state import common_name,
 from megatron_fsdp_adapter.checkpoint.names import split_depth
 from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
 from megatron_fsdp_adapter.prove.build import wire_schedule
-from megatron_fsdp_adapter.quantised.blocks import in_blocks
+from megatron_fsdp_adapter.quantized.blocks import in_blocks
 from tests.distributed.gpt import STRATEGIES, Case, ddp_config, optimizer_config
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_export_plain import assert_same, from_shards

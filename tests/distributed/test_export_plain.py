@@ -227,7 +227,7 @@ def test_only_what_changed_is_exported_if_asked_for() -> None:
     ("options", "named"),
     [
         ({"which": "new"}, "which='new'"), ({"scope": "rank"}, "scope='rank'"),
-        ({"dtype": torch.float8_e4m3fn}, "quantised=True"), ({"dtype": torch.int8}, "dtype="),
+        ({"dtype": torch.float8_e4m3fn}, "quantized=True"), ({"dtype": torch.int8}, "dtype="),
         ({"hf_config": {"model_type": "llama"}}, "hf_config: .* export_hf_weights of Megatron"),
     ],
 )  # fmt: skip

@@ -173,7 +173,7 @@ def _plain_accumulation(rank: int, world: int) -> None:
 
 
 def _explicit_sync(rank: int, world: int) -> None:
-    """Without automatic synchronisation gradients appear when they are asked for: by `sync`, by
+    """Without automatic synchronization gradients appear when they are asked for: by `sync`, by
     `finish_grad_sync`, or by the step."""
     for strategy in STRATEGIES:
         model = fully_shard_model(
@@ -265,7 +265,7 @@ def _all(rank: int, world: int) -> None:
 
 
 def test_optimizers_and_habits_of_plain_training_loops() -> None:
-    """Elementwise optimizers of torch; accumulation, explicit synchronisation, state dicts, errors,
+    """Elementwise optimizers of torch; accumulation, explicit synchronization, state dicts, errors,
     and units of classes that are not given or given as strings."""
     run_ranks(_all, 2)
 

@@ -56,7 +56,7 @@ def _init(order: str, sizes: dict[str, int]) -> ProcessGroupCollection:
 
 
 def _ranks_anew(size: int, rank: int) -> list[int]:
-    """What one gets by splitting the world in one fixed order: neighbours form a group."""
+    """What one gets by splitting the world in one fixed order: neighbors form a group."""
     start = rank // size * size
     return list(range(start, start + size))
 

@@ -1,4 +1,4 @@
-"""`suggested_communication_unit_size`: neighbouring layers as one unit."""
+"""`suggested_communication_unit_size`: neighboring layers as one unit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A start on the meta device: the weights of a start without it, one unit at a time, and errors
-that name what cannot be initialised (traps I1, I2)."""
+that name what cannot be initialized (traps I1, I2)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel, fully_shard_model
-from megatron_fsdp_adapter.megatron.core_init import core_initialisers
-from megatron_fsdp_adapter.sharding.materialize import initialise, own_initialiser
+from megatron_fsdp_adapter.megatron.core_init import core_initializers
+from megatron_fsdp_adapter.sharding.materialize import initialize, own_initializer
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -166,7 +166,7 @@ def _refused(rank: int, world: int) -> None:
 
 
 class Splitting(nn.Module):
-    """Says how its weight is split when it initialises it, and puts a new object in its place, as
+    """Says how its weight is split when it initializes it, and puts a new object in its place, as
     Transformer Engine's layers do."""
 
     def __init__(self) -> None:
@@ -179,26 +179,26 @@ class Splitting(nn.Module):
         self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0
 
 
-def test_marks_of_the_initialiser_win_over_defaults_and_the_object_stays() -> None:
+def test_marks_of_the_initializer_win_over_defaults_and_the_object_stays() -> None:
     with torch.device("meta"):
         module = Splitting()
     weight = module.weight
     weight.tensor_model_parallel, weight.partition_dim, weight.allreduce = False, -1, False
-    run = own_initialiser(module, None)
+    run = own_initializer(module, None)
     assert run is not None
-    initialise("it", module, torch.device("cpu"), run)
+    initialize("it", module, torch.device("cpu"), run)
     assert module.weight is weight and weight.tolist() == [2.0] * 3
     marks = (weight.tensor_model_parallel, weight.partition_dim, weight.allreduce)
     assert marks == (True, 0, False)
 
 
-def test_what_cannot_be_initialised_is_one_error() -> None:
+def test_what_cannot_be_initialized_is_one_error() -> None:
     """All modules at once, before any collective; what `reset_parameters` left out, too."""
     run_ranks(_refused, 1)
 
 
 class Block(nn.Module):
-    """Notes how many bytes are alive when it is initialised."""
+    """Notes how many bytes are alive when it is initialized."""
 
     seen: list[int] = []  # noqa: RUF012, of all blocks
 
@@ -286,7 +286,7 @@ def test_plain_module_starts_unit_by_unit_with_the_same_weights() -> None:
 
 
 class _Linear(nn.Linear):
-    """Marks its weight when it initialises it, as Transformer Engine's do."""
+    """Marks its weight when it initializes it, as Transformer Engine's do."""
 
     def __init__(self, whole: bool) -> None:
         super().__init__(3, 2, bias=False, device="meta")
@@ -318,8 +318,8 @@ def test_weights_that_every_tensor_parallel_rank_has_whole_are_counted_as_core_c
     if marks:
         kind = type("TELinear", (_MarkingLinear,), {"__init__": _MarkingLinear.__init__})
     linear = kind(whole)
-    run = core_initialisers(None)(linear, None)
+    run = core_initializers(None)(linear, None)
     assert run is not None
-    initialise("layer", linear, torch.device("cpu"), run)
+    initialize("layer", linear, torch.device("cpu"), run)
     assert linear.weight.tensor_model_parallel is not (whole and marks)
     assert not linear.weight.is_meta and hasattr(linear.weight, "sequence_parallel") is whole

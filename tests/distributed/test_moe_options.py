@@ -231,7 +231,7 @@ def train_with_reruns(rank: int, world: int, strategies: tuple[str, ...]) -> lis
     "strategies", (STRATEGIES[1::2], pytest.param(STRATEGIES[::2], marks=pytest.mark.full))
 )
 def test_a_step_that_core_runs_again_gives_what_one_run_gives(strategies: tuple[str, ...]) -> None:
-    """Gradients were finalised once already, of tokens of which some had been dropped."""
+    """Gradients were finalized once already, of tokens of which some had been dropped."""
     calls = run_ranks(train_with_reruns, 4, strategies, timeout=300)
     assert calls == [[2 * STEPS] * len(strategies)] * 4
 

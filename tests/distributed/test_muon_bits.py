@@ -17,7 +17,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_fsdp_adapter.prove.whole import plain_name
-from megatron_fsdp_adapter.sharding.muon.newton_schulz import coefficients_of, orthogonalised
+from megatron_fsdp_adapter.sharding.muon.newton_schulz import coefficients_of, orthogonalized
 from tests.distributed.gpt import STRATEGIES
 from tests.distributed.launch import run_ranks
 from tests.distributed.muon_reference import Reference, is_muons, own_part, tensor_group
@@ -125,7 +125,7 @@ def expected(cell: Cell, config: Any, name: str, pair: Any, steps: int) -> torch
             of.parts_of(name, weight), of.parts_of(name, momentum), strict=True
         ):
             matrix = part.reshape(-1, weight.shape[1]).to(cell.dtype)
-            [found] = orthogonalised(matrix[None], QUINTIC)
+            [found] = orthogonalized(matrix[None], QUINTIC)
             target.add_(found.view(part.shape), alpha=-LR * of.scale(*matrix.shape))
     return weight
 

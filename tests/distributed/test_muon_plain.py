@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.sharding.muon.newton_schulz import coefficients_of, orthogonalised
+from megatron_fsdp_adapter.sharding.muon.newton_schulz import coefficients_of, orthogonalized
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, net, tokens
 from tests.distributed.test_fully_shard import full_weights
@@ -120,7 +120,7 @@ def expected_of_given() -> dict[str, torch.Tensor]:
                 continue
             momentum = momenta.setdefault(name, torch.zeros_like(grad)).lerp_(grad, 0.1)
             update = grad.lerp(momentum, 0.9).bfloat16()
-            direction = orthogonalised(update[None], coefficients_of("simple", 5))[0].float()
+            direction = orthogonalized(update[None], coefficients_of("simple", 5))[0].float()
             factor = max(1, grad.shape[0] / grad.shape[1]) ** 0.5
             param.data.mul_(1 - LR * 0.1)
             param.data.add_(direction, alpha=-LR * factor)

@@ -22,8 +22,8 @@ from tests.distributed.gpt import (
 )
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_release_memory import buffers, states
-from tests.quantised import emulated
-from tests.quantised.emulated import PLANES, emulated_parameter
+from tests.quantized import emulated
+from tests.quantized.emulated import PLANES, emulated_parameter
 
 CASE = Case(num_layers=3, bf16=True, tied=True, swiglu=True, bias=False, microbatches=2)
 
@@ -130,10 +130,10 @@ def test_weights_that_are_left_alone_go_and_return() -> None:
     run_ranks(_trains_on, 1, "optim_grads_params", ("left alone",), timeout=400)
 
 
-def _quantised(rank: int, world: int) -> None:
+def _quantized(rank: int, world: int) -> None:
     device, made = init_megatron(), []
 
-    def quantise(model: torch.nn.Module) -> None:
+    def quantize(model: torch.nn.Module) -> None:
         freeze(model)
         layer = model.module.decoder.layers[0].mlp.linear_fc1
         found = emulated_parameter(layer.weight.detach(), "mxfp8").requires_grad_(False)
@@ -142,7 +142,7 @@ def _quantised(rank: int, world: int) -> None:
         made.append(found)
 
     trainer = build_trainer(
-        CASE.but(hidden=64, ffn=64), "optim", device, quantise,
+        CASE.but(hidden=64, ffn=64), "optim", device, quantize,
         module_placements={"decoder.layers.0": "leave"},
     )
     [weight], MXFP8Tensor.copies = made, 0
@@ -171,8 +171,8 @@ class MXFP8Tensor(emulated.MXFP8Tensor):
         return super().dequantize(dtype)
 
 
-def test_quantised_weights_that_are_left_alone_go_without_a_copy_of_their_values() -> None:
-    run_ranks(_quantised, 1)
+def test_quantized_weights_that_are_left_alone_go_without_a_copy_of_their_values() -> None:
+    run_ranks(_quantized, 1)
 
 
 @pytest.mark.full

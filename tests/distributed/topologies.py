@@ -184,7 +184,7 @@ def model_config(
         "pipeline_model_parallel_size": topology.pp,
         "virtual_pipeline_model_parallel_size": topology.vpp,
         "microbatch_group_size_per_vp_stage": case.microbatches if topology.vpp else None,
-        # With two stages both neighbours of a rank are the same one: batched sends would be
+        # With two stages both neighbors of a rank are the same one: batched sends would be
         # received in the wrong order, activations as gradients. Megatron-LM refuses that.
         "overlap_p2p_comm": topology.vpp is not None,
         "batch_p2p_comm": topology.vpp is None,
@@ -270,7 +270,7 @@ def vary(model: torch.nn.Module, seed: int, chunk: int) -> None:
             kept = getattr(param, "_high_precision_init_val", None)
             if kept is None:
                 param.add_(noise.to(param.dtype), alpha=0.02)
-            else:  # a quantised weight, which is made of that value
+            else:  # a quantized weight, which is made of that value
                 kept.add_(noise.to(kept), alpha=0.02)
                 param.quantize_(kept.to(param.device))
 

@@ -18,7 +18,7 @@ def _scale(params: Iterable[Any], factor: float) -> None:
         param.mul_(factor)
 
 
-def initialised_after_wrapping(side: Side) -> None:
+def initialized_after_wrapping(side: Side) -> None:
     def init(module: nn.Module) -> None:
         _scale(module.parameters(recurse=False), 0.5)
 
@@ -147,7 +147,7 @@ def layers_frozen_in_turn(side: Side) -> None:
 LOOPS: Mapping[str, Loop] = {
     loop.__name__: loop
     for loop in (
-        initialised_after_wrapping, averaged_weights_evaluated, clamped, adversaries,
+        initialized_after_wrapping, averaged_weights_evaluated, clamped, adversaries,
         adversaries_cleared_late, layers_frozen_in_turn,
     )
 }  # fmt: skip

@@ -23,13 +23,13 @@ from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam, partition
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, FSDPDistributedIndex
 from megatron_fsdp_adapter.diagnostics.grad_check import GradCheck
-from megatron_fsdp_adapter.quantised import format_of
+from megatron_fsdp_adapter.quantized import format_of
 from megatron_fsdp_adapter.sharding.building import keeping_whole
 from megatron_fsdp_adapter.sharding.joining import join_units
 from tests.engine.fused_linear import FusedLinear
 from tests.engine.pretended import PretendCommunicator
 from tests.engine.recording import RecordingRuntime
-from tests.quantised.emulated import CountingParams, EmulatedTensor, quantise_linears
+from tests.quantized.emulated import CountingParams, EmulatedTensor, quantize_linears
 
 HIDDEN, VOCAB, BATCH, SEQ = 6, 11, 2, 5
 
@@ -49,7 +49,7 @@ class Setup:
     layers' maps write their weight gradients by themselves: a `GradWriter` that does. `slots`:
     transient buffers are in fixed memory. `joined`: elements up to which layers are joined to a
     unit. `own`: strategies that units have in turn, in place of the model's. `whole`: what is of a
-    domain of one rank is kept whole. `recipe`: how the layers' maps are quantised, none of them by
+    domain of one rank is kept whole. `recipe`: how the layers' maps are quantized, none of them by
     default."""
 
     strategy: str = "optim_grads_params"
@@ -215,14 +215,14 @@ def make_net(setup: Setup) -> Net:
     torch.manual_seed(0)
     model = Net(setup).to(setup.dtype)
     if setup.recipe is not None:
-        quantise_linears(model.layers, setup.recipe)
+        quantize_linears(model.layers, setup.recipe)
         if setup.tied:
             model.layers[-1].up.weight = model.layers[0].up.weight
     return model
 
 
 def began_with(model: Net) -> dict[str, torch.Tensor]:
-    """Values of parameters, or of the planes of quantised ones, copied, by name."""
+    """Values of parameters, or of the planes of quantized ones, copied, by name."""
     found = {}
     for name, param in model.named_parameters():
         if isinstance(param, EmulatedTensor):
@@ -242,7 +242,7 @@ class Rig:
     model: Any
     runtime: Any
     engine: FsdpEngine
-    quantised: CountingParams = field(default_factory=CountingParams)
+    quantized: CountingParams = field(default_factory=CountingParams)
     labels: dict[int, str] = field(default_factory=dict)
     initial: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -364,7 +364,7 @@ def initial_outputs(
             full = torch.zeros(plane.full.tensor.shape, dtype=plane.full.tensor.dtype)
             for index, managed in enumerate(group.managed):
                 extent = plane.plane.range(group.layout.item_range(index))
-                name = managed.fqns[0] + (f":{plane.plane.name}" if group.key.quantised else "")
+                name = managed.fqns[0] + (f":{plane.plane.name}" if group.key.quantized else "")
                 full[extent.start : extent.stop] = began[name].reshape(-1)
             inner = full if plane.shard is plane.full else plane.shard.tensor.clone()
             for output, _ in plane.outer_pairs:
@@ -445,7 +445,7 @@ def build(
             model, plans, domains, config, runtime,
             lambda group, device: communicator(group, rig.initial_part, rig.report),
             None if setup.check_by is None else GradCheck(setup.check_by == "parameter"),
-            quantised=rig.quantised,
+            quantized=rig.quantized,
         )
     rig.initial = dict(initial_outputs(rig.engine, began))
     for label, flat in buffers_of(rig.engine):

@@ -15,7 +15,7 @@ import torch
 from triton.runtime import interpreter
 
 from megatron_fsdp_adapter.core.runtime import triton_sums
-from tests.quantised.interpreted import convert
+from tests.quantized.interpreted import convert
 
 
 def in_order(rows: torch.Tensor, before: torch.Tensor, accumulate: bool) -> torch.Tensor:

@@ -13,9 +13,9 @@ been handed over:
     temporary        to that role (this is what keeping tensors alive until an event is for)
 
 Uses conflict where their bytes overlap: a gather in place may fill the other ranks' slices while
-this rank's slice is read. All storages are checked, not only labelled ones: program order makes
+this rank's slice is read. All storages are checked, not only labeled ones: program order makes
 compute's own activations conflict-free, so this adds no noise, and it catches a gradient or a cast
-copy that crosses roles unnoticed. Only labelled buffers are written to the log. Reading bytes that
+copy that crosses roles unnoticed. Only labeled buffers are written to the log. Reading bytes that
 are released, or that were allocated and not written yet, is an error on any role.
 
 What it cannot see: the host waiting for the device (`.item()`) orders nothing here, on purpose, as
@@ -195,7 +195,7 @@ class RecordingRuntime:
         others: names of streams that the model has beside the engine's roles.
 
     Attributes:
-        log: what happened to labelled buffers and events, in host order.
+        log: what happened to labeled buffers and events, in host order.
     """
 
     host_waits = False  # as on CUDA

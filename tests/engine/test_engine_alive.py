@@ -18,7 +18,7 @@ def weight_bytes(rig: Rig) -> dict[str, int]:
     return {unit.name: unit.weight_bytes for unit in rig.engine.units}
 
 
-def neighbours(rig: Rig) -> int:
+def neighbors(rig: Rig) -> int:
     """Bytes of the two largest units in a row, of those that use weights one after another."""
     sizes = weight_bytes(rig)
     order = [rig.engine.units[i].name for i in rig.engine.order._known[prefetch.FORWARD]]
@@ -37,7 +37,7 @@ def test_root_and_two_units_are_gathered_at_once(recompute, microbatches):
     assert max(len(units) for units in history) == 3
     assert all("root" in units for units in history if len(units) == 3)
     assert max(sum(units.values()) for units in history) == (
-        weight_bytes(rig)["root"] + neighbours(rig)
+        weight_bytes(rig)["root"] + neighbors(rig)
     )
 
 

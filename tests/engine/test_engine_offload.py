@@ -107,14 +107,14 @@ def test_every_copy_is_ordered_and_bits_are_those_without_offload(
     ids=lambda variant: ",".join(variant),
 )  # fmt: skip
 def test_variants(strategy: str, variant: dict[str, Any]) -> None:
-    """Main weights that are compute weights, have their dtype, or are quantised, stay on the
+    """Main weights that are compute weights, have their dtype, or are quantized, stay on the
     device."""
     setup = Setup(strategy, **variant)
     plain, ours = run(setup, "steps"), run(setup.but(offload=True), "steps")
     expected, found = plain.weights(), ours.weights()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     for group in ours.engine.groups:
-        stays = group.main_dtype == group.key.dtype or group.key.quantised is not None
+        stays = group.main_dtype == group.key.dtype or group.key.quantized is not None
         assert group.main_on_host == (group.key.requires_grad and not stays)
 
 

@@ -183,7 +183,7 @@ WAITS: dict[Site, tuple[str, str]] = {
     ("_finish",): (ZERO_1, "steps"),
     # the release of weights behind their use
     ("_drop",): (ZERO_3, "steps"),
-    # gathers behind initialisation, the optimizer's writes, and those of nobody who says so
+    # gathers behind initialization, the optimizer's writes, and those of nobody who says so
     ("follow_compute", "invalidate"): (ZERO_3, "weights_written"),
     # the optimizer's writes behind gathers that nobody waited for
     ("quiesce",): (ZERO_3, "layers_skipped"),
@@ -243,8 +243,8 @@ def _functions_that_wait() -> set[str]:
 
 def test_no_wait_of_the_engine_is_left_out_above():
     """But that for the comparison of launches, which the host alone does, and streams never:
-    without it nothing is found (tests/distributed/test_launches.py); that of quantised weights,
-    which are not here (tests/quantised/test_quantised_engine.py); that of domains of one rank
+    without it nothing is found (tests/distributed/test_launches.py); that of quantized weights,
+    which are not here (tests/quantized/test_quantized_engine.py); that of domains of one rank
     (tests/engine/test_engine_whole.py); and those for updates that go on
     (tests/engine/test_engine_offload.py)."""
     elsewhere = {"compare", "catch_up", "launch", "order_compute", "_take_back"}

@@ -56,7 +56,7 @@ def test_offloaded_activations_train_to_the_same_bits(variant: str, strategy: st
             assert torch.equal(found[name], value), (scenario, name)
 
 
-def test_quantised_weights_stay_where_they_are() -> None:
+def test_quantized_weights_stay_where_they_are() -> None:
     for recipe in ("current", "mxfp8"):
         setup = Setup(recipe=recipe)
         expected = _trained(setup, "microbatches", offloads=False)

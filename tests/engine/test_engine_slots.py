@@ -48,7 +48,7 @@ def test_units_inside_layers_take_turns_in_slots_of_their_own():
         )
     )
 )
-def test_every_unit_fits_and_neighbours_do_not_share(case):
+def test_every_unit_fits_and_neighbors_do_not_share(case):
     kinds, sizes = case
     plan = plan_slots(kinds, sizes)
     assert all(sizes[i] <= plan.nbytes[slot] for i, slot in enumerate(plan.slot_of))

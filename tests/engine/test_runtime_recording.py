@@ -271,7 +271,7 @@ def test_works_are_waited_for_where_they_were_submitted():
     assert len(done) == 2 and runtime.log[-1].role == REDUCE
 
 
-def test_the_log_has_labelled_buffers_only(bench):
+def test_the_log_has_labeled_buffers_only(bench):
     torch.ones(3) + 1
     bench.flat[2:4].add_(1)
     bench.runtime.mark("here")

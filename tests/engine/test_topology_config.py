@@ -100,7 +100,7 @@ def test_the_tensor_parallel_mesh(world):
 
 
 def test_an_outer_axis_and_every_mesh_over_it():
-    """8 ranks: outer 2 x shards 2 x tensor 2, tensor-parallel ranks being neighbours."""
+    """8 ranks: outer 2 x shards 2 x tensor 2, tensor-parallel ranks being neighbors."""
     with pretended_world(8, rank=5):
         shard, outer, tensor = (dist.new_group(ranks) for ranks in ([5, 7], [1, 5], [4, 5]))
         index = index_of(

@@ -52,7 +52,7 @@ class _Product(torch.autograd.Function):
             "asks in backward": getattr(weight, "overwrite_main_grad", False),
             "asks what it saved": getattr(saved, "overwrite_main_grad", False),
             "asks in forward": ctx.early,
-            "asks the quantised weight": False,
+            "asks the quantized weight": False,
             "adds": False,
             "always overwrites": True,
         }
@@ -84,7 +84,7 @@ SEEN = {
     "asks in backward": Observed(adds=True, told_in_backward=True, told_in_forward=True),
     "asks what it saved": Observed(adds=True, told_in_backward=True, deaf_under_hooks=True),
     "asks in forward": Observed(adds=True, told_in_backward=False, told_in_forward=True),
-    "asks the quantised weight": Observed(adds=True),
+    "asks the quantized weight": Observed(adds=True),
     "adds": Observed(adds=True),
     "always overwrites": Observed(adds=False, told_in_backward=False, told_in_forward=True),
     "writes nothing": Observed(adds=False),
@@ -214,18 +214,18 @@ def test_each_class_is_run_once_in_each_precision(makers: dict[str, Maker]) -> N
 
 
 def test_what_holds_in_one_precision_only_does_not_hold(makers: dict[str, Maker]) -> None:
-    """As with Transformer Engine 2.11: in FP8 the flag is looked for on the quantised weight."""
-    quantised = []
+    """As with Transformer Engine 2.11: in FP8 the flag is looked for on the quantized weight."""
+    quantized = []
 
     @contextmanager
     def context() -> Any:
-        quantised.append(True)
+        quantized.append(True)
         yield
-        quantised.pop()
+        quantized.pop()
 
     class Fickle(Fusing):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.habits = ("adds",) * 2 if quantised else ("asks in backward",) * 2
+            self.habits = ("adds",) * 2 if quantized else ("asks in backward",) * 2
             return super().forward(x)
 
     makers[NAME] = Maker(lambda **options: Fickle("adds"))
@@ -248,7 +248,7 @@ def test_hooks_inside_of_units_are_reckoned_with_from_the_start(makers: dict[str
         assert grad_writer(managed, True, observer) is expected
 
 
-def test_modules_of_quantised_weights_are_made_with_such_weights(makers: dict[str, Maker]) -> None:
+def test_modules_of_quantized_weights_are_made_with_such_weights(makers: dict[str, Maker]) -> None:
     """Transformer Engine 2.11 looks for the flag on the weight that it computes with: where that is
     the parameter itself, it is there."""
     entered: list[str] = []

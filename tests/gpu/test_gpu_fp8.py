@@ -65,8 +65,8 @@ def _trainer(strategy: str | None, recipe: str, case: Case, device: torch.device
 
 
 def trains_like_ddp(rank: int, world: int, strategy: str, recipe: str) -> str:
-    """With one microbatch where sharded weights are quantised anew in each: delayed scaling then
-    looks at a history of other lengths than stock DDP's, which quantises once a step."""
+    """With one microbatch where sharded weights are quantized anew in each: delayed scaling then
+    looks at a history of other lengths than stock DDP's, which quantizes once a step."""
     device = init_megatron()
     again = (strategy, recipe) == ("optim_grads_params", "delayed")
     case = CASE.but(microbatches=1) if again else CASE
@@ -102,7 +102,7 @@ def same_run_twice(rank: int, world: int) -> None:
 
 def keeps_no_fp8_model(rank: int, world: int) -> str:
     """Between steps a sharded model in FP8 holds what it holds in bf16 and TE's amax histories,
-    not the bytes of its weights in FP8; no layer has a workspace of quantised weights."""
+    not the bytes of its weights in FP8; no layer has a workspace of quantized weights."""
     device = init_megatron()
     held = {}
     for recipe in (None, "delayed"):

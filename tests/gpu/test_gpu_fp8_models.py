@@ -1,4 +1,4 @@
-"""Kinds of models with quantised weights, on two GPUs: Megatron's wrapper against stock DDP with
+"""Kinds of models with quantized weights, on two GPUs: Megatron's wrapper against stock DDP with
 `fp8_param_gather`, bytes, scales and main weights bit for bit.
 
     python -m pytest -q -rA tests/gpu/test_gpu_fp8_models.py
@@ -24,8 +24,8 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.gpu.gpu_ranks import Check, Outcomes
-from tests.gpu.test_gpu_fp8_params import CASE, quantised_of, trainer_of
-from tests.quantised.te_checks import same
+from tests.gpu.test_gpu_fp8_params import CASE, quantized_of, trainer_of
+from tests.quantized.te_checks import same
 
 STEPS = 4
 
@@ -43,7 +43,7 @@ def freezes_matrices(model: torch.nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """count: quantised weights; case: changes of the case; options: of the model config; ddp: of
+    """count: quantized weights; case: changes of the case; options: of the model config; ddp: of
     the DDP config."""
 
     count: int
@@ -86,17 +86,17 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Noted:
-    """Of one wrapper after a step, copied: bytes and scales of quantised weights, main weights, the
+    """Of one wrapper after a step, copied: bytes and scales of quantized weights, main weights, the
     step's loss, and that of an evaluation behind it."""
 
-    quantised: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    quantized: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     mains: Mapping[str, torch.Tensor]
     losses: tuple[Any, ...] = ()
 
 
 def _noted(trainer: Trainer, losses: tuple[Any, ...] = ()) -> Noted:
     mains = {name: value.clone() for name, value in trainer.params().items()}
-    return Noted(quantised_of(trainer), mains, losses)
+    return Noted(quantized_of(trainer), mains, losses)
 
 
 def trained(
@@ -130,15 +130,15 @@ def trains_as_ddp(rank: int, world: int, name: str, recipe: str, strategy: str) 
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         label = f"{name}, {recipe}, {strategy}, after {step} steps"
         assert mine.losses == other.losses, (label, mine.losses, other.losses)
-        assert mine.quantised.keys() == other.quantised.keys(), label
-        assert len(mine.quantised) == kind.count, label
-        for key, (data, scales) in mine.quantised.items():
-            same(data, other.quantised[key][0], f"{label}, bytes of {key}")
-            same(scales, other.quantised[key][1], f"{label}, scales of {key}")
+        assert mine.quantized.keys() == other.quantized.keys(), label
+        assert len(mine.quantized) == kind.count, label
+        for key, (data, scales) in mine.quantized.items():
+            same(data, other.quantized[key][0], f"{label}, bytes of {key}")
+            same(scales, other.quantized[key][1], f"{label}, scales of {key}")
         assert mine.mains.keys() == other.mains.keys(), label
         for key, main in mine.mains.items():
             # DDP has none of frozen weights, but what their bytes stand for.
-            if key not in mine.quantised or kind.change is not freezes_matrices:
+            if key not in mine.quantized or kind.change is not freezes_matrices:
                 same(main, other.mains[key], f"{label}, main weights of {key}")
     return f"{kind.count} weights, losses {[note.losses for note in ours[1:]]}"
 

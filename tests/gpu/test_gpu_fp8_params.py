@@ -1,5 +1,5 @@
-"""Quantised weights in training, on two GPUs: Megatron's wrapper against stock DDP with
-`fp8_param_gather`, which quantises with Transformer Engine's own function.
+"""Quantized weights in training, on two GPUs: Megatron's wrapper against stock DDP with
+`fp8_param_gather`, which quantizes with Transformer Engine's own function.
 
     python -m pytest -q -rA tests/gpu/test_gpu_fp8_params.py
 """
@@ -25,7 +25,7 @@ from megatron_fsdp_adapter import export_weights
 from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.megatron.seams import patches
 from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
-from megatron_fsdp_adapter.quantised.tables import BLOCK
+from megatron_fsdp_adapter.quantized.tables import BLOCK
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -37,7 +37,7 @@ from tests.distributed.gpt import (
     train_step,
 )
 from tests.gpu.gpu_ranks import Check, Outcomes
-from tests.quantised.te_checks import same
+from tests.quantized.te_checks import same
 
 CASE = Case(
     num_layers=2, hidden=256, heads=4, ffn=640, vocab=256, seq=64, batch=2, bf16=True, swiglu=True,
@@ -53,15 +53,15 @@ def trainer_of(
     case: Case, recipe: str, strategy: str | None, device: torch.device,
     options: Mapping[str, Any] = MappingProxyType({}),
     change: Callable[[torch.nn.Module], None] = lambda model: None,
-    quantised: bool = True, more: Mapping[str, Any] = MappingProxyType({}),
+    quantized: bool = True, more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Trainer:
-    """A GPT of TE's layers whose weights are quantised from the start, or not, `quantised` says.
+    """A GPT of TE's layers whose weights are quantized from the start, or not, `quantized` says.
     `options`: fields of the model config; `change`: the bare model; `more`: fields of the DDP
     config."""
     torch.manual_seed(case.seed)
     model_parallel_cuda_manual_seed(case.seed)
     config: Any = model_config(case)
-    config.fp8, config.fp8_recipe, config.fp8_param = "hybrid", recipe, quantised
+    config.fp8, config.fp8_recipe, config.fp8_param = "hybrid", recipe, quantized
     config.fp8_amax_history_len, config.fp8_amax_compute_algo = 16, "max"
     for name, value in options.items():
         setattr(config, name, value)
@@ -72,7 +72,7 @@ def trainer_of(
         share_embeddings_and_output_weights=case.tied, position_embedding_type=case.positions,
     ).to(device)
     change(model)
-    ddp = {"fp8_param_gather": quantised, **more}
+    ddp = {"fp8_param_gather": quantized, **more}
     return make_trainer(Float16Module(config, model), case, strategy, ddp)
 
 
@@ -82,8 +82,8 @@ def plain_name(name: str) -> str:
     return name
 
 
-def quantised_of(trainer: Trainer) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Bytes and scales of every quantised weight, copied, by name. What fills up the scales of
+def quantized_of(trainer: Trainer) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Bytes and scales of every quantized weight, copied, by name. What fills up the scales of
     blocks to a multiple of four is nobody's."""
     found = {}
 
@@ -104,7 +104,7 @@ def quantised_of(trainer: Trainer) -> dict[str, tuple[torch.Tensor, torch.Tensor
     for unit in engine.units:
         engine.gather.need(unit)
         for group in unit.groups:
-            for entry in group.managed if group.key.quantised else ():
+            for entry in group.managed if group.key.quantized else ():
                 note(entry.fqns[0], entry.param)
         engine.gather.release(unit)
     return found
@@ -113,8 +113,8 @@ def quantised_of(trainer: Trainer) -> dict[str, tuple[torch.Tensor, torch.Tensor
 def compare(
     ours: Trainer, theirs: Trainer, label: str, count: int = 4 * CASE.num_layers
 ) -> int:
-    """Bits of all quantised weights and main weights."""
-    mine, other = quantised_of(ours), quantised_of(theirs)
+    """Bits of all quantized weights and main weights."""
+    mine, other = quantized_of(ours), quantized_of(theirs)
     assert mine.keys() == other.keys() and len(mine) == count, (label, sorted(mine))
     for name, (data, scales) in mine.items():
         same(data, other[name][0], f"{label}, bytes of {name}")
@@ -175,7 +175,7 @@ def fused_trains_as_ddp(
     theirs = trainer_of(case, recipe, None, device)
     with mock.patch.dict(os.environ, {"MEGATRON_FSDP_ADAPTER_POISON": "1"}):
         ours = trainer_of(case, recipe, strategy, device)
-    writers = {p.managed.writer for p in ours.wrapper.engine.pairs if p.group.key.quantised}
+    writers = {p.managed.writer for p in ours.wrapper.engine.pairs if p.group.key.quantized}
     assert GradWriter.AUTOGRAD not in writers, writers
     compare(ours, theirs, f"{recipe}, {strategy}, made")
     furthest, is_exact = 0.0, True
@@ -216,20 +216,20 @@ def holds_bytes(rank: int, world: int, recipe: str) -> str:
     # What the first trainer had leaves by and by, some of it after `before` was read.
     assert 0.99 * expected < held < 1.02 * expected + 2**22, (held, expected)
     for group in groups:
-        for param in group.params if group.key.quantised else ():
+        for param in group.params if group.key.quantized else ():
             for name in ("_transpose", "_columnwise_data"):
                 assert param.__dict__.get(name) is None, name
     return f"{held / 2**20:.1f} MiB held, {expected / 2**20:.1f} by the sum of buffers"
 
 
 def exports_its_bytes(rank: int, world: int, recipe: str) -> str:
-    """`export_weights(quantised=True)` of bytes that nobody keeps has those that are gathered."""
+    """`export_weights(quantized=True)` of bytes that nobody keeps has those that are gathered."""
     device = init_megatron()
     trainer = trainer_of(CASE, recipe, "optim_grads_params", device)
     for step in range(2):
         train_step(trainer, batches(CASE, step, rank, device))
-    exported = dict(export_weights(trainer.wrapper, quantised=True))
-    gathered = quantised_of(trainer)
+    exported = dict(export_weights(trainer.wrapper, quantized=True))
+    gathered = quantized_of(trainer)
     for name, (data, _) in gathered.items():
         same(exported[name].view(torch.uint8), data.view(torch.uint8), f"{recipe} {name}")
     return f"{len(gathered)} weights"
@@ -262,5 +262,5 @@ HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 
 @pytest.mark.skipif(not HAS_TE, reason="Transformer Engine is not installed")
 @pytest.mark.parametrize("name", CHECKS)
-def test_quantised_weights_train_as_under_ddp(name: str) -> None:
+def test_quantized_weights_train_as_under_ddp(name: str) -> None:
     OUTCOMES.expect(name)

@@ -24,16 +24,16 @@ from megatron_fsdp_adapter.checkpoint import (
 from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
 from tests.distributed.gpt import Trainer, batches, init_megatron, train_step
 from tests.gpu.gpu_ranks import Check, Outcomes
-from tests.gpu.test_gpu_fp8_params import CASE, RECIPES, quantised_of, trainer_of
-from tests.quantised.te_checks import same
+from tests.gpu.test_gpu_fp8_params import CASE, RECIPES, quantized_of, trainer_of
+from tests.quantized.te_checks import same
 
 SAVED = "optim_grads_params"
 
 
 def bits_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Main weights, bytes and scales of quantised ones, and what delayed scaling knows."""
+    """Main weights, bytes and scales of quantized ones, and what delayed scaling knows."""
     found = trainer.params()
-    for name, (data, scales) in quantised_of(trainer).items():
+    for name, (data, scales) in quantized_of(trainer).items():
         found |= {f"{name}, bytes": data, f"{name}, scales": scales}
     state = trainer.wrapper.state_dict_for_save_checkpoint()
     return found | {key: value for key, value in state.items() if key.endswith(FP8_SCALING)}
@@ -45,13 +45,13 @@ def compare(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], label
         same(mine[name], value, f"{label}, {name}")
 
 
-def resumes(rank: int, world: int, recipe: str, quantised: bool) -> str:
+def resumes(rank: int, world: int, recipe: str, quantized: bool) -> str:
     device = init_megatron()
     folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
 
     def made(strategy: str, seed: int) -> Trainer:
-        return trainer_of(CASE.but(seed=seed), recipe, strategy, device, quantised=quantised)
+        return trainer_of(CASE.but(seed=seed), recipe, strategy, device, quantized=quantized)
 
     def steps(trainer: Trainer, first: int) -> list[Any]:
         return [
@@ -79,7 +79,7 @@ def resumes(rank: int, world: int, recipe: str, quantised: bool) -> str:
     return f"{len(records)} records, losses {losses}"
 
 
-CHECKS = {f"{recipe}, quantised weights": Check(resumes, (recipe, True)) for recipe in RECIPES}
+CHECKS = {f"{recipe}, quantized weights": Check(resumes, (recipe, True)) for recipe in RECIPES}
 CHECKS |= {f"{recipe}, bf16 weights": Check(resumes, (recipe, False))
            for recipe in ("delayed", "tensorwise")}  # fmt: skip
 OUTCOMES = Outcomes(CHECKS, timeout_s=400.0)

@@ -1,4 +1,4 @@
-"""Quantised weights: bytes and scales that this package's kernels make of main weights are those of
+"""Quantized weights: bytes and scales that this package's kernels make of main weights are those of
 Transformer Engine's, bit for bit; on one GPU, or on two.
 
     python -m pytest -q -rA tests/gpu/test_gpu_fp8_weights.py
@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from tests.gpu.gpu_ranks import Check, Outcomes
-from tests.quantised.te_checks import (
+from tests.quantized.te_checks import (
     host_is_the_device,
     nothing_waits,
     ranks_are_te,
     shards_are_the_whole,
 )
-from tests.quantised.te_modules import (
+from tests.quantized.te_modules import (
     MODULES,
     modules_compute_from_buffers,
-    quantisers_are_te,
+    quantizers_are_te,
 )
-from tests.quantised.te_weights import NASTY, RECIPES
+from tests.quantized.te_weights import NASTY, RECIPES
 
 GPUS = 1
 
@@ -45,7 +45,7 @@ CHECKS |= {
     for kind in ("cut", "first rank only", "wide")
 }
 CHECKS |= {
-    f"quantisers are TE's, {recipe}": Check(quantisers_are_te, (recipe,)) for recipe in RECIPES
+    f"quantizers are TE's, {recipe}": Check(quantizers_are_te, (recipe,)) for recipe in RECIPES
 }
 CHECKS |= {
     f"modules compute from buffers, {recipe}, {name}": Check(
@@ -61,5 +61,5 @@ OUTCOMES = Outcomes(
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_quantised_weights_are_those_of_te(name: str) -> None:
+def test_quantized_weights_are_those_of_te(name: str) -> None:
     OUTCOMES.expect(name)

@@ -1,4 +1,4 @@
-"""Neighbouring layers as one unit on GPUs: the bits of units of their own."""
+"""Neighboring layers as one unit on GPUs: the bits of units of their own."""
 
 from __future__ import annotations
 

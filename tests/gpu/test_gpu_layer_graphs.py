@@ -133,8 +133,8 @@ def _trainer(cell: Cell, device: torch.device, captured: bool, **optimizer: Any)
         position_embedding_type="rope", share_embeddings_and_output_weights=False,
     ).to(device)
     torch.cuda.manual_seed(4321)  # dropout draws from here on
-    quantised = {"fp8_param_gather": True} if cell.options.get("fp8_param") else {}
-    ddp = {"check_for_nan_in_grad": True, **quantised, **cell.ddp}
+    quantized = {"fp8_param_gather": True} if cell.options.get("fp8_param") else {}
+    ddp = {"check_for_nan_in_grad": True, **quantized, **cell.ddp}
     return make_trainer(Float16Module(config, model), case, cell.strategy, ddp, optimizer)
 
 

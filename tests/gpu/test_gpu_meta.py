@@ -126,9 +126,9 @@ def test_weights_are_drawn_from_the_same_distributions() -> None:
     run_ranks(_same_start, 2, timeout=300, backend="nccl")
 
 
-def _same_quantised_start(rank: int, world: int, recipe: str) -> None:
+def _same_quantized_start(rank: int, world: int, recipe: str) -> None:
     """Mean and deviation of the main weights are those of a start without the meta device, whose
-    main weights are values from before quantisation; the loss is that of an untrained model."""
+    main weights are values from before quantization; the loss is that of an untrained model."""
     from tests.distributed.gpt import init_megatron
 
     init_megatron()
@@ -136,8 +136,8 @@ def _same_quantised_start(rank: int, world: int, recipe: str) -> None:
     starts = []
     for meta in (True, False):
         wrapper = _wrap(build(2, meta, fp8="hybrid", fp8_recipe=recipe, fp8_param=True))
-        quantised = [pair for pair in wrapper.engine.pairs if pair.group.key.quantised]
-        assert len(quantised) == 8, "four matrices a layer"
+        quantized = [pair for pair in wrapper.engine.pairs if pair.group.key.quantized]
+        assert len(quantized) == 8, "four matrices a layer"
         starts.append(_spread(wrapper))
         with torch.no_grad():
             loss = wrapper(tokens, tokens, None, labels=tokens).float().mean().item()
@@ -146,6 +146,6 @@ def _same_quantised_start(rank: int, world: int, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ("delayed", "tensorwise", "blockwise"))
-def test_quantised_weights_are_made_unit_by_unit(recipe: str) -> None:
+def test_quantized_weights_are_made_unit_by_unit(recipe: str) -> None:
     pytest.importorskip("transformer_engine")
-    run_ranks(_same_quantised_start, 2, recipe, timeout=300, backend="nccl")
+    run_ranks(_same_quantized_start, 2, recipe, timeout=300, backend="nccl")

@@ -14,7 +14,7 @@ from megatron_fsdp_adapter.sharding.muon import symmetric
 from megatron_fsdp_adapter.sharding.muon.newton_schulz import (
     coefficients_of,
     cost,
-    orthogonalised,
+    orthogonalized,
 )
 from megatron_fsdp_adapter.sharding.muon.symmetric import symmetric_product
 from tests.gpu.gpu_ranks import Check, Outcomes
@@ -50,22 +50,22 @@ def products(rank: int, world: int, shape: tuple[int, int]) -> str:
         norm = wanted.norm()
         theirs = float((exact(x).double() - wanted).norm() / norm)
         given = x if shape == (small, large) else x.T.contiguous()
-        got = orthogonalised(given[None], QUINTIC)[0]
+        got = orthogonalized(given[None], QUINTIC)[0]
         got = got if shape == (small, large) else got.T
         ours = float((got.double() - wanted).norm() / norm)
         assert ours <= max(1.1 * theirs, 3e-3), (kind, ours, theirs)
         found.append(f"{kind} off by {ours:.5f}, plain bf16 by {theirs:.5f}")
         del wanted
     given = noise.bfloat16() if shape == (small, large) else noise.T.contiguous().bfloat16()
-    both = orthogonalised(torch.stack([given, given.flip(0)]), QUINTIC)
-    alone = orthogonalised(given[None], QUINTIC)
+    both = orthogonalized(torch.stack([given, given.flip(0)]), QUINTIC)
+    alone = orthogonalized(given[None], QUINTIC)
     found.append(f"same bits in a batch: {torch.equal(both[:1], alone)}")
     del both, alone
     for _ in range(2):  # a warm-up, and what counts: with one wait for the device in ten
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(10):
-            orthogonalised(given[None], QUINTIC)
+            orthogonalized(given[None], QUINTIC)
         launched = time.perf_counter() - began
         torch.cuda.synchronize()
         spent = (time.perf_counter() - began) / 10

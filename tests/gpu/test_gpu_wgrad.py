@@ -33,7 +33,7 @@ from tests.gpu.gpu_ranks import Check, Outcomes
 
 RECIPES = ("bf16", "tensorwise", "delayed", "blockwise")
 WEIGHTS = ("tensorwise weights", "delayed weights", "blockwise weights")
-"""The same recipes, and weights that are quantised from the start. Training with them:
+"""The same recipes, and weights that are quantized from the start. Training with them:
 test_gpu_fp8_params.py."""
 CLASSES = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 SIZE, TOKENS = 256, 128
@@ -51,14 +51,14 @@ def _recipe(name: str) -> Any:
 def context_of(name: str) -> Callable[[], AbstractContextManager[Any]]:
     if name == "bf16":
         return nullcontext
-    return functools.partial(wgrad_probe._quantised, _recipe(name))
+    return functools.partial(wgrad_probe._quantized, _recipe(name))
 
 
 def precision_of(name: str) -> Precision:
     recipe = name.removesuffix(" weights")
     if name not in WEIGHTS:
         return Precision(name, context_of(name))
-    made = functools.partial(wgrad_probe._quantised_weights, _recipe(recipe))
+    made = functools.partial(wgrad_probe._quantized_weights, _recipe(recipe))
     return Precision(name, context_of(recipe), made)
 
 
@@ -229,7 +229,7 @@ def guarantee_removed_is_seen(rank: int, world: int) -> str:
     return "; ".join(seen)
 
 
-def is_run_with_quantised_weights(rank: int, world: int, name: str, recipe: str) -> str:
+def is_run_with_quantized_weights(rank: int, world: int, name: str, recipe: str) -> str:
     """Its protocol is seen, not taken to be "adds" for want of a run, and it keeps to one."""
     seen = wgrad_probe.observe(
         MAKERS[f"transformer_engine.{name}"], precision_of(recipe), torch.bfloat16, torch.float32,
@@ -241,7 +241,7 @@ def is_run_with_quantised_weights(rank: int, world: int, name: str, recipe: str)
 
 CHECKS = {
     **{
-        f"{name}, {recipe}": Check(is_run_with_quantised_weights, (name, recipe))
+        f"{name}, {recipe}": Check(is_run_with_quantized_weights, (name, recipe))
         for name in CLASSES
         for recipe in WEIGHTS
     },

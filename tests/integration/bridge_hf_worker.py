@@ -206,7 +206,7 @@ def check_memory(folder: Path, tp: int) -> None:
 
 
 def check_meta(folder: Path) -> None:
-    """A model that is made on the meta device is initialised and sharded unit by unit, and then
+    """A model that is made on the meta device is initialized and sharded unit by unit, and then
     takes its weights; a folder that is saved from it is the one it came from."""
     state_of = functools.partial(load_file, folder / "model.safetensors")
     hf_model("qwen2", folder)

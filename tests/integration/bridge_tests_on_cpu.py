@@ -58,7 +58,7 @@ def pytest_collection_finish(session: Any) -> None:
     on_cpu.put_views(("tests.functional_tests", "conftest", *own))
     for module in {item.module for item in session.items}:
         module.create_fsdp_config_container = _small(module.create_fsdp_config_container)
-        module.initialize_distributed = _initialise
+        module.initialize_distributed = _initialize
 
 
 def _small(make: Any) -> Any:
@@ -74,6 +74,6 @@ def _small(make: Any) -> Any:
     return made
 
 
-def _initialise() -> None:
+def _initialize() -> None:
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")

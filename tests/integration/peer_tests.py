@@ -53,10 +53,10 @@ def pytest_configure(config: Any) -> None:
 
 def _pretend_cuda() -> None:
     on_cpu.prepare_megatron_lm(Path(os.environ["MEGATRON_LM_PATH"]))
-    initialise, move = dist.init_process_group, torch.Tensor.to
+    initialize, move = dist.init_process_group, torch.Tensor.to
 
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
-        initialise("gloo", *args, **kwargs)
+        initialize("gloo", *args, **kwargs)
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return move(self, *("cpu" if arg == "cuda" else arg for arg in args), **kwargs)

@@ -167,7 +167,7 @@ def test_adapters_may_start_from_a_folder_of_any_format(tmp_path: Path, file: st
             apply_fsdp_overrides(recipe(**changed), environment={})
 
 
-def test_recipes_of_quantised_weights_are_accepted() -> None:
+def test_recipes_of_quantized_weights_are_accepted() -> None:
     """As Megatron-Bridge's mixed precision leaves them when training starts; the buffer that MXFP8
     weights share with gradients elsewhere is not asked for any more."""
     buffer = "reuse_grad_buf_for_mxfp8_param_ag"

@@ -12,7 +12,7 @@ gradient of the first step
       of the compute dtype;
     - with bf16 on the wire a rounding for the cast and one for each rank;
     - FP8: a flipped rounding moves a tensor's scale, and with it every element by a rounding of
-      E5M2, the dtype of gradients. The recipe `delayed` quantises sharded weights in every
+      E5M2, the dtype of gradients. The recipe `delayed` quantizes sharded weights in every
       microbatch, stock DDP's once a step.
 norm of all gradients
     The same, by the triangle inequality. With FP8 1%: the roundings of many tensors are of either
@@ -25,7 +25,7 @@ later steps, and the movement of the weights
     add their own roundings, since main weights that differ a little may round differently.
 FP8 weights
     As FP8 with bf16 weights, but that the first step may be off by nothing where sums have one
-    order (`is_exact`): both begin with the same bytes, and quantise them once a step.
+    order (`is_exact`): both begin with the same bytes, and quantize them once a step.
 movement of Muon's weights
     One Newton-Schulz step is a polynomial of the singular values, whose slope is largest at zero:
     an error of a gradient is at most so many times as large in the update, relative to the update

@@ -363,7 +363,7 @@ RULES: tuple[Rule, ...] = (
         lambda graph, layers: graph == "on" and layers in WITH_EXPERTS,
     ),
     Rule(
-        "core: graph and PP", "sends between stages are followed by a synchronisation of the host",
+        "core: graph and PP", "sends between stages are followed by a synchronization of the host",
         lambda graph, pp: graph == "on" and pp > 1,
     ),
     Rule(

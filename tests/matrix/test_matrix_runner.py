@@ -21,7 +21,7 @@ from tests.matrix.table import cell_named, name_of
 from tests.matrix.training import Finding
 
 BOUND = 1e-3
-BEHAVIOUR: Mapping[str, str] = {
+BEHAVIOR: Mapping[str, str] = {
     "cpu strategy=optim": "is off on the last rank",
     "cpu strategy=optim_grads": "raises on all ranks",
     "cpu strategy=no_shard": "raises on the last rank",
@@ -39,26 +39,26 @@ SETTING = Setting("tiny", "cpu", poison=False)
 
 
 def _check(cell: Any, width: str, groups: Any) -> dict[str, Finding]:
-    behaviour, last = BEHAVIOUR[name_of(cell)], dist.get_rank() == dist.get_world_size() - 1
+    behavior, last = BEHAVIOR[name_of(cell)], dist.get_rank() == dist.get_world_size() - 1
     error = 0.0
-    if behaviour == "raises on all ranks" or (behaviour == "raises on the last rank" and last):
+    if behavior == "raises on all ranks" or (behavior == "raises on the last rank" and last):
         raise RuntimeError("as it should")
-    if behaviour == "ends a rank" and last:
+    if behavior == "ends a rank" and last:
         os._exit(3)
-    if behaviour == "hangs":
+    if behavior == "hangs":
         time.sleep(1000)
-    if behaviour == "is off on the last rank" and last:
+    if behavior == "is off on the last rank" and last:
         error = 0.5
-    if behaviour == "is not a number" and last:
+    if behavior == "is not a number" and last:
         error = float("nan")
     dist.barrier()
     return {"gradient": Finding(error, BOUND, "a weight")}
 
 
-def _outcomes(behaviours: set[str], folder: Path) -> dict[str, results.Result]:
-    """By behaviour, of the cells that behave so and one that passes, which is the last. Each has
+def _outcomes(behaviors: set[str], folder: Path) -> dict[str, results.Result]:
+    """By behavior, of the cells that behave so and one that passes, which is the last. Each has
     one result, and a second run finds nothing to do."""
-    cells = [cell_named(name) for name, does in BEHAVIOUR.items() if does in behaviours]
+    cells = [cell_named(name) for name, does in BEHAVIOR.items() if does in behaviors]
     cells.append(cell_named("cpu overlap=off"))
     path = folder / "results.jsonl"
     found = run(cells, SETTING, path, folder / "notes", slowest_s=10.0, check=_check)
@@ -66,8 +66,8 @@ def _outcomes(behaviours: set[str], folder: Path) -> dict[str, results.Result]:
     assert found[-1].status == PASSED
     assert run(cells, SETTING, path, folder / "notes", check=_check) == found
     for result in found:
-        assert result.status == STATUS.get(BEHAVIOUR[result.cell], RAISED), result
-    return {BEHAVIOUR[result.cell]: result for result in found}
+        assert result.status == STATUS.get(BEHAVIOR[result.cell], RAISED), result
+    return {BEHAVIOR[result.cell]: result for result in found}
 
 
 def test_a_cell_that_fails_or_raises_or_ends_a_rank_ends_only_itself(
@@ -77,7 +77,7 @@ def test_a_cell_that_fails_or_raises_or_ends_a_rank_ends_only_itself(
         {"is off on the last rank", "is not a number", "raises on all ranks", "ends a rank"},
         tmp_path,
     )
-    said = {behaviour: "\n".join(result.problems) for behaviour, result in found.items()}
+    said = {behavior: "\n".join(result.problems) for behavior, result in found.items()}
     assert "off by 5.00e-01, 1.00e-03 allowed (rank 1: a weight)" in said["is off on the last rank"]
     assert "gradient: off by nan" in said["is not a number"]
     assert "RuntimeError: as it should (matrix/test_matrix_runner" in said["raises on all ranks"]
@@ -88,7 +88,7 @@ def test_a_cell_that_fails_or_raises_or_ends_a_rank_ends_only_itself(
 @pytest.mark.full
 def test_a_cell_that_hangs_ends_only_itself(tmp_path: Path) -> None:
     found = _outcomes({"raises on the last rank", "hangs"}, tmp_path)
-    said = {behaviour: "\n".join(result.problems) for behaviour, result in found.items()}
+    said = {behavior: "\n".join(result.problems) for behavior, result in found.items()}
     assert "rank 0 did not end" in said["hangs"] and "_check" in said["hangs"]
     alone = said["raises on the last rank"]
     assert "rank 1: RuntimeError: as it should (matrix/test_matrix_runner.py" in alone

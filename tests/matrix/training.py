@@ -137,7 +137,7 @@ def build(
     strategy = cell["strategy"]
     wrap: Any = DistributedDataParallel if strategy is None else FullyShardedDataParallel
     ours = strategy is not None
-    quantised = has_fp8_weights(cell["precision"])
+    quantized = has_fp8_weights(cell["precision"])
     ddp = (
         ddp_config(
             case, str(strategy),
@@ -147,7 +147,7 @@ def build(
         if ours
         else DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=False,
-            use_distributed_optimizer=quantised, fp8_param_gather=quantised,
+            use_distributed_optimizer=quantized, fp8_param_gather=quantized,
         )
     )  # fmt: skip
     chunks = [
@@ -157,7 +157,7 @@ def build(
         _check_joined(cell, chunks)
     optimizer = get_megatron_optimizer(
         optimizer_config(
-            case, use_distributed_optimizer=ours or quantised,
+            case, use_distributed_optimizer=ours or quantized,
             overlap_param_gather=ours and case.overlap,
             **(muon_options(cell) if ours else {}),
         ),
@@ -247,8 +247,8 @@ def _updated(trainer: TopologyTrainer) -> float:
 def trained_reference(
     cell: Cell, width: str, groups: Groups, rounded: bool = False
 ) -> Record:
-    """Stock DDP of the cell, three steps; collective. It quantises weights as often as ours, where
-    that keeps nothing quantised: delayed scaling looks at the history of earlier casts. `rounded`:
+    """Stock DDP of the cell, three steps; collective. It quantizes weights as often as ours, where
+    that keeps nothing quantized: delayed scaling looks at the history of earlier casts. `rounded`:
     gradients are rounded to bf16 before each update."""
     with memories({**cell, **REFERENCE}):
         return _recorded(cell, width, groups, rounded)

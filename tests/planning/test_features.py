@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.cli.estimate import plan_model
-from megatron_fsdp_adapter.cli.quantised_options import NVFP4, Quantisation
+from megatron_fsdp_adapter.cli.quantized_options import NVFP4, Quantization
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.planning import prediction
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.once
 H200 = machine_named("h200")
 SHAPE = replace(with_layers(shape_named("llama3-8b"), 4), seq_length=4096)
 LAYERS = replace(with_layers(shape_named("llama3-8b"), 24), seq_length=4096)
-FP8 = Features(Quantisation(PER_TENSOR))
+FP8 = Features(Quantization(PER_TENSOR))
 GIB = 1 << 30
 PLAIN = Configuration(2, fused=False)
 
@@ -70,9 +70,9 @@ def test_fp8_weights_halve_what_is_gathered_of_them_and_all_products_but_the_hea
 
 @pytest.mark.parametrize("form", [PER_TENSOR, BLOCK128, MXFP8])
 def test_formats_are_run_by_the_engine_and_counted_like_estimate_does(form):
-    chosen = replace(PLAIN, features=Features(Quantisation(form)))
+    chosen = replace(PLAIN, features=Features(Quantization(form)))
     assert any(one.kind in (Kind.FP8_PRODUCT, Kind.BLOCK_PRODUCT) for one in step_of(chosen))
-    theirs = plan_model(SHAPE.gpt, 2, torch.bfloat16, quantised=Quantisation(form))
+    theirs = plan_model(SHAPE.gpt, 2, torch.bfloat16, quantized=Quantization(form))
     row, precision = STRATEGIES["optim_grads_params"], chosen.features.precision
     mine = planned(SHAPE, chosen).bytes_held(row, precision, 0)
     assert mine == theirs.bytes_held(row, precision, 0)
@@ -80,7 +80,7 @@ def test_formats_are_run_by_the_engine_and_counted_like_estimate_does(form):
 
 def test_a_format_without_numbers_is_an_error_that_lists_those_with():
     with pytest.raises(ValueError, match="nvfp4 weights.*mxfp8"):
-        step_of(replace(PLAIN, features=Features(Quantisation(products=NVFP4))))
+        step_of(replace(PLAIN, features=Features(Quantization(products=NVFP4))))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_format_without_numbers_is_an_error_that_lists_those_with():
      (replace(PLAIN, copies=True, features=FP8), 2, 292.8, 55.75),
      (replace(PLAIN, copies=True, graph=True, features=FP8), 2, 280.2, 55.79),
      (replace(PLAIN, copies=True, graph=True, features=FP8, fused=True), 2, 269.1, 55.85),
-     (replace(PLAIN, features=Features(Quantisation(BLOCK128))), 2, 319.0, 50.80),
+     (replace(PLAIN, features=Features(Quantization(BLOCK128))), 2, 319.0, 50.80),
      (replace(PLAIN, features=FP8), 8, 1069.0, 61.52)],
 )  # fmt: skip
 def test_time_and_peak_are_what_was_measured(chosen, batch, ms, gib, monkeypatch):
@@ -128,7 +128,7 @@ def test_options_of_megatron_are_features_and_come_back_as_flags():
         "fsdp_unsharded_budget_gib": 4.0,
     }  # fmt: skip
     found = features_of(options)
-    assert found.quantised.weights is BLOCK128 and found.budget_gib == 4.0
+    assert found.quantized.weights is BLOCK128 and found.budget_gib == 4.0
     text = megatron_flags(SHAPE, replace(PLAIN, features=found))
     for words in (
         "--fp8-recipe blockwise", "--fp8-param-gather", "--fsdp-unsharded-budget-gib 4.0",
@@ -257,8 +257,8 @@ def test_a_budget_keeps_joined_layers_whole():
      ({"cuda_graph_modules": ["attn"]}, "cuda_graph_modules"),
      ({"cuda_graph_scope": "attn"}, "cuda_graph_scope='attn'")],
 )  # fmt: skip
-def test_what_is_not_modelled_is_refused_by_name(options, named):
-    with pytest.raises(ValueError, match=f"{named}.* is not modelled.*leave it out"):
+def test_what_is_not_modeled_is_refused_by_name(options, named):
+    with pytest.raises(ValueError, match=f"{named}.* is not modeled.*leave it out"):
         features_of(options)
     assert features_of(dict.fromkeys(options) | {"cuda_graph_scope": "full"}) == Features()
 

@@ -37,7 +37,7 @@ NOT_SERVED = {
     "pipeline_parallel.hybrid_cp_schedule": "hybrid context parallelism",
     "resharding": "weight transfer between GPUs",
     "ssm": "no GPT",
-    "tensor_parallel.generalized_tensor_parallelism": "weights rematerialised on a side stream",
+    "tensor_parallel.generalized_tensor_parallelism": "weights rematerialized on a side stream",
     "transformer.cuda_graphs": "CUDA graphs",
     "transformer.experimental_attention_variant.dsa_cudnn_kernels": "kernels of cuDNN",
     "transformer.moe.paged_stash": "static buffers of a GPU",

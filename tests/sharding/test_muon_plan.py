@@ -36,7 +36,7 @@ def test_no_rank_has_more_than_the_mean_and_one_matrix(costs: list[int], ranks: 
     assert largest <= sum(costs) / ranks + max(costs, default=0)
 
 
-def test_equal_matrices_of_neighbouring_units_have_different_owners() -> None:
+def test_equal_matrices_of_neighboring_units_have_different_owners() -> None:
     assert owners.assign([5] * 8, 4) == (0, 1, 2, 3, 0, 1, 2, 3)
     assert owners.imbalance([5] * 8, owners.assign([5] * 8, 4), 4) == 1.0
 
@@ -81,7 +81,7 @@ def test_a_vector_is_no_matrix() -> None:
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 80))
-def test_stages_are_neighbours_within_the_limit(numels: list[int], limit: int) -> None:
+def test_stages_are_neighbors_within_the_limit(numels: list[int], limit: int) -> None:
     found = stages_of(numels, limit)
     assert [n for part in found for n in numels[part]] == numels
     for part, after in zip(found, [*found[1:], None][: len(found)], strict=True):

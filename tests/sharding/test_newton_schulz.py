@@ -17,7 +17,7 @@ from megatron_fsdp_adapter.sharding.muon.newton_schulz import (
     Coefficients,
     coefficients_of,
     cost,
-    orthogonalised,
+    orthogonalized,
     restarts_of,
 )
 from megatron_fsdp_adapter.sharding.muon.symmetric import symmetric_product
@@ -66,7 +66,7 @@ def test_half_precision_is_as_near_to_float64_as_plain_steps_in_bf16(
         x = matrix.bfloat16()
         exact = plain(x.double(), coefficients)
         theirs = (plain(x, coefficients) - exact).norm()
-        ours = orthogonalised((x if wide else x.T.contiguous())[None], coefficients)[0]
+        ours = orthogonalized((x if wide else x.T.contiguous())[None], coefficients)[0]
         error = ((ours if wide else ours.T) - exact).norm()
         # 0.3% is what bf16's rounding of the result alone comes to.
         assert error <= max(1.1 * theirs, 3e-3 * exact.norm()), (kind, error, theirs)
@@ -78,8 +78,8 @@ def test_a_tall_matrix_is_as_exact_as_its_transpose(ratio: int) -> None:
     small meets errors that the next ones multiply."""
     coefficients = coefficients_of("quintic", 5)
     x = inputs(128, 128 * ratio)["one direction"].bfloat16()
-    wide = orthogonalised(x[None], coefficients)[0]
-    tall = orthogonalised(x.T.contiguous()[None], coefficients)[0].T
+    wide = orthogonalized(x[None], coefficients)[0]
+    tall = orthogonalized(x.T.contiguous()[None], coefficients)[0].T
     exact = plain(x.double(), coefficients)
     assert (tall - exact).norm() <= 1.02 * (wide - exact).norm()
 
@@ -91,7 +91,7 @@ def test_singular_values_become_about_one(
 ) -> None:
     torch.manual_seed(shape[1])
     x = torch.randn(shape).to(dtype)
-    found = orthogonalised(x, coefficients_of("quintic", 5)).float()
+    found = orthogonalized(x, coefficients_of("quintic", 5)).float()
     assert (torch.linalg.svdvals(found) - 1).abs().max() < 0.35
     left, _, right = torch.linalg.svd(x.float(), full_matrices=False)
     assert (found - left @ right).abs().max() < 0.35
@@ -106,7 +106,7 @@ def test_torch_muon_computes_the_same() -> None:
         x = torch.randn(shape)
         [coefficients] = COEFFICIENTS["simple"]
         theirs = reference(x, coefficients, 5, 1e-7)
-        ours = orthogonalised(x.bfloat16()[None], coefficients_of("simple", 5))[0]
+        ours = orthogonalized(x.bfloat16()[None], coefficients_of("simple", 5))[0]
         assert (ours - theirs).abs().max() < 0.05 * theirs.abs().max()
 
 
@@ -119,29 +119,29 @@ def test_a_matrix_has_the_same_result_in_every_batch(
     torch.manual_seed(1)
     x = torch.randn(5, *shape).to(dtype)
     steps = coefficients_of("quintic", 5)
-    alone = torch.cat([orthogonalised(one[None], steps) for one in x])
-    assert torch.equal(orthogonalised(x, steps), alone)
+    alone = torch.cat([orthogonalized(one[None], steps) for one in x])
+    assert torch.equal(orthogonalized(x, steps), alone)
 
 
 def test_what_is_given_is_kept_unless_its_memory_may_be_written() -> None:
     torch.manual_seed(2)
     x, steps = torch.randn(2, 9, 20).bfloat16(), coefficients_of("simple", 5)
     kept = x.clone()
-    found = orthogonalised(x, steps)
+    found = orthogonalized(x, steps)
     assert torch.equal(x, kept)
-    assert torch.equal(orthogonalised(x, steps, in_place=True), found)
+    assert torch.equal(orthogonalized(x, steps, in_place=True), found)
 
 
 def test_zeros_stay_zeros() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         zeros = torch.zeros(1, 4, 6, dtype=dtype)
-        assert not orthogonalised(zeros, coefficients_of("simple", 5)).any()
+        assert not orthogonalized(zeros, coefficients_of("simple", 5)).any()
 
 
 def test_what_is_not_finite_is_not_hidden() -> None:
     x = torch.ones(1, 4, 6, dtype=torch.bfloat16)
     x[0, 1, 1] = float("nan")
-    assert orthogonalised(x, coefficients_of("simple", 5)).isnan().any()
+    assert orthogonalized(x, coefficients_of("simple", 5)).isnan().any()
 
 
 def test_unknown_coefficients_are_refused() -> None:
@@ -150,7 +150,7 @@ def test_unknown_coefficients_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         coefficients_of("simple", 0)
     with pytest.raises(ValueError, match=r"\(batch, rows, columns\)"):
-        orthogonalised(torch.zeros(2, 2), coefficients_of("simple", 1))
+        orthogonalized(torch.zeros(2, 2), coefficients_of("simple", 1))
 
 
 def test_costs_are_those_of_the_products_that_are_computed() -> None:

@@ -6,7 +6,7 @@
 Weights and buckets lie in slots, so that a replay finds them where the capture did. Each graph is
 captured where its pass comes to it for the first time, in the middle of a training step, and then
 replayed: nothing is warmed up on made-up data or written that an eager step does not write, and
-autograd, fused weight gradients and quantisers are what they are in that step.
+autograd, fused weight gradients and quantizers are what they are in that step.
 
 What a graph reads of others is copied into memory of its own; or is read where it is, if the call
 in front of it in the same pass has left it there. Inputs, outputs and gradients are known by

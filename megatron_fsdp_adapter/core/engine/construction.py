@@ -14,19 +14,19 @@ from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from .group import ParamGroup, plan_layout
 from .partition import UnitPlan
-from .quantised import QuantisedParams
+from .quantized import QuantizedParams
 from .staging import AllocateSlots, Slots, plan_weights_and_buckets, unit_staging
 from .unit import Phase, Unit
 
 
 def broadcast_weights(
-    plan: UnitPlan, quantised: QuantisedParams | None, *axes: Mapping[str, Communicator]
+    plan: UnitPlan, quantized: QuantizedParams | None, *axes: Mapping[str, Communicator]
 ) -> dict[nn.Parameter, torch.Tensor]:
     """Gives all ranks of a domain the first rank's weights, along one axis after the other. Every
-    rank keeps other rows, so ranks that were initialised differently would otherwise shard a model
+    rank keeps other rows, so ranks that were initialized differently would otherwise shard a model
     that none of them had.
 
-    Returns what main weights of quantised parameters begin as: the values that those were made
+    Returns what main weights of quantized parameters begin as: the values that those were made
     from, or, not preserved, what they stand for. Their bytes stay what they are: making them anew
     would not give the same where somebody has made them from rounded values."""
     values = {}
@@ -35,13 +35,13 @@ def broadcast_weights(
             mine = [axis[key.domain] for axis in axes if key.domain in axis]
             for communicator in mine:
                 communicator.carries = f"parameter {entry.fqns[0]} of unit {plan.name}"
-            if quantised is None or not key.quantised:
+            if quantized is None or not key.quantized:
                 _broadcast(entry.param.data, mine)
                 continue
-            fields = list(quantised.fields(entry.param).values())
-            for tensor in (*fields, *quantised.scales(entry.param)):
+            fields = list(quantized.fields(entry.param).values())
+            for tensor in (*fields, *quantized.scales(entry.param)):
                 _broadcast(tensor, mine)
-            value = quantised.high_precision(entry.param)
+            value = quantized.high_precision(entry.param)
             if value is None:
                 value = entry.param.dequantize()
             value = values[entry.param] = value.detach().to(fields[0].device)
@@ -57,13 +57,13 @@ def _broadcast(tensor: torch.Tensor, communicators: Sequence[Communicator]) -> N
         tensor.copy_(whole)
 
 
-def check_known(plans: Sequence[UnitPlan], quantised: QuantisedParams | None) -> None:
-    """ValueError if there are quantised weights, and nobody who knows them."""
-    formats = {key.format.name for plan in plans for key in plan.groups if key.quantised}
-    if formats and quantised is None:
+def check_known(plans: Sequence[UnitPlan], quantized: QuantizedParams | None) -> None:
+    """ValueError if there are quantized weights, and nobody who knows them."""
+    formats = {key.format.name for plan in plans for key in plan.groups if key.quantized}
+    if formats and quantized is None:
         raise ValueError(
-            f"quantised=None, and the plans have weights of formats {sorted(formats)}: give the "
-            "engine the QuantisedParams of the library that made them"
+            f"quantized=None, and the plans have weights of formats {sorted(formats)}: give the "
+            "engine the QuantizedParams of the library that made them"
         )
 
 
@@ -112,9 +112,9 @@ def build_units(
     plans: Sequence[UnitPlan], domains: Mapping[str, ShardDomain], config: EngineConfig,
     runtime: Runtime, allocate: AllocateSlots,
     make_ready: Callable[[UnitPlan], dict[nn.Parameter, torch.Tensor]],
-    quantised: QuantisedParams | None,
+    quantized: QuantizedParams | None,
 ) -> list[Unit]:  # fmt: skip
-    """One unit at a time, resharded at once, so that initialisation needs no more than the shards
+    """One unit at a time, resharded at once, so that initialization needs no more than the shards
     and one unit beside the module's own weights. make_ready: `values` of a plan's `ParamGroup`s."""
     weights, buckets = make_slots(plans, domains, config, allocate)
     units = []
@@ -125,10 +125,10 @@ def build_units(
             staging = unit_staging(runtime, ordinal, own, weights, buckets)
             groups += [ParamGroup(
                 f"{plan.name}/{key.domain}", key, managed, domains[key.domain], own,
-                staging, quantised if key.quantised else None, values,
+                staging, quantized if key.quantized else None, values,
             )]  # fmt: skip
         strategy = config.for_unit(plan.strategy).strategy
-        units.append(Unit(plan, ordinal, groups, strategy, quantised))
+        units.append(Unit(plan, ordinal, groups, strategy, quantized))
         if not units[-1].keeps_weights:
             units[-1].advance(Phase.SHARDED)
             units[-1].release_weights()

@@ -32,8 +32,8 @@ from .launches import LaunchComparison
 from .memory import KINDS, MAIN, READ, EngineMemory
 from .partition import UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
-from .quantisation import make_quantisation
-from .quantised import QuantisedParams
+from .quantization import make_quantization
+from .quantized import QuantizedParams
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
 from .reduction import plan_reduction
 from .saved import SavedTensors
@@ -57,7 +57,7 @@ class FsdpEngine:
         allocate_slots: makes the memory of fixed slots, for which the configuration asks; by
             default ordinary memory.
         prepare: called with each plan before its parameters are read, to give them their values.
-        quantised: knows the parameters whose format in the plans is a quantised one.
+        quantized: knows the parameters whose format in the plans is a quantized one.
 
     After construction the module tree shows optimizer parameters.
 
@@ -84,9 +84,9 @@ class FsdpEngine:
         grad_check: GradCheck | None = None,
         allocate_slots: AllocateSlots | None = None,
         prepare: Callable[[UnitPlan], None] = lambda plan: None,
-        quantised: QuantisedParams | None = None,
+        quantized: QuantizedParams | None = None,
     ) -> None:
-        check_known(plans, quantised)
+        check_known(plans, quantized)
         self.config, self.runtime = config, runtime
         runtime.poison = config.poison_buffers
         used = {d: domains[d] for d in dict.fromkeys(k.domain for p in plans for k in p.groups)}
@@ -98,10 +98,10 @@ class FsdpEngine:
 
         def make_ready(plan: UnitPlan) -> dict[nn.Parameter, torch.Tensor]:
             prepare(plan)
-            return broadcast_weights(plan, quantised, outer, reduces)
+            return broadcast_weights(plan, quantized, outer, reduces)
 
         allocate = allocate_slots or ordinary_memory(runtime.device)
-        self.units = build_units(plans, used, config, runtime, allocate, make_ready, quantised)
+        self.units = build_units(plans, used, config, runtime, allocate, make_ready, quantized)
         self.root = self.units[-1]
         self.order = PrefetchOrder(
             len(self.units), [u.ordinal for u in self.units if not u.backward_reads_weights]
@@ -116,7 +116,7 @@ class FsdpEngine:
             config, runtime, reductions, reduces, outer, self.launches, grad_check, received
         )
         self.memory = EngineMemory(self.units, received, allocate_slots is None, runtime)
-        self.quantisation = make_quantisation(self.groups, quantised, self.gather)
+        self.quantization = make_quantization(self.groups, quantized, self.gather)
         self.backward = BackwardPass(self.units, config, self.gather, self.reduce)
         self.pairs = make_pairs(self.groups)
         self.switch = IdentitySwitch(self.pairs)
@@ -172,8 +172,8 @@ class FsdpEngine:
             self.show_optimizer_params()
 
     def _take_over(self) -> None:
-        if self.quantisation is not None:
-            self.quantisation.catch_up(unsaid=self.own_loop)
+        if self.quantization is not None:
+            self.quantization.catch_up(unsaid=self.own_loop)
         self.gather.invalidate()
         if self.own_loop:
             self.doubt_own_weights()
@@ -446,27 +446,27 @@ class FsdpEngine:
     @torch.no_grad()
     def main_weights_changed(self, loaded: bool = False, stepped: bool = False) -> None:
         """The optimizer, or a load, has written main weights: gathered weights are outdated, and
-        quantised ones are made anew, once, when raw parameters are shown. Collective then. loaded:
+        quantized ones are made anew, once, when raw parameters are shown. Collective then. loaded:
         those of parameters that are not trained, too. stepped: it was the step of an optimizer."""
         self.loads += loaded
         if not stepped:
             self.doubt_own_weights()
-        if self.quantisation is not None:
-            self.quantisation.changed(loaded, needed=self.switch.shown is Identity.RAW)
+        if self.quantization is not None:
+            self.quantization.changed(loaded, needed=self.switch.shown is Identity.RAW)
         self.gather.invalidate()
 
     @torch.no_grad()
     def bring_up_to_date(self) -> None:
-        """Main weights may be read after this, and quantised weights are what they say, in each
+        """Main weights may be read after this, and quantized weights are what they say, in each
         rank's own rows. Collective if main weights have changed."""
         self.gather.updates.settle()
-        if self.quantisation is not None and self.switch.shown is Identity.OPTIMIZER:
-            self.quantisation.catch_up(unsaid=self.own_loop)
+        if self.quantization is not None and self.switch.shown is Identity.OPTIMIZER:
+            self.quantization.catch_up(unsaid=self.own_loop)
 
-    def will_quantise(self, trained: bool) -> bool:
-        """Whether quantised weights, those that are trained or the others, are made anew before a
+    def will_quantize(self, trained: bool) -> bool:
+        """Whether quantized weights, those that are trained or the others, are made anew before a
         forward reads them."""
-        pending = self.quantisation is not None and self.quantisation.is_pending(trained)
+        pending = self.quantization is not None and self.quantization.is_pending(trained)
         return pending or (self.own_loop and trained)
 
     @torch.no_grad()

@@ -97,7 +97,7 @@ class GatherPipeline:
         self.start(unit)
         if unit.gathered is not None:
             self._finish(unit)
-        if unit.quantised:
+        if unit.quantized:
             unit.prepare()
 
     def start(self, unit: Unit) -> None:
@@ -224,7 +224,7 @@ class GatherPipeline:
         found = unit.take_written()
         if not unit.keeps_weights:
             self._drop(unit)
-        elif unit.quantised and not self.config.keep_derived:
+        elif unit.quantized and not self.config.keep_derived:
             unit.drop_derived()
         refuse_writes(found)
 

@@ -7,9 +7,9 @@
     bucket       is grad *      is grad *        full, transient  full, transient
 
 `weights` are the planes of the group's format: one in the compute dtype, which holds the raw
-parameters, or those that the fields of quantised parameters are in. `main` is what the optimizer
+parameters, or those that the fields of quantized parameters are in. `main` is what the optimizer
 updates; where its dtype is the weights' and the weights are kept, it *is* this rank's slice of
-them. Scales of quantised weights are made when main weights have changed (`quantisation.py`), and
+them. Scales of quantized weights are made when main weights have changed (`quantization.py`), and
 so are their bytes where they are kept; optim_grads_params casts trained ones at every gather.
 Backward writes gradients into `collected`: the bucket where gradients are sharded, else the kept
 gradients. The reduction moves the bucket to `grad`, and the optimizer reads this rank's rows of
@@ -51,7 +51,7 @@ from .guard import unchecked
 from .offloaded import OffloadedBuffer
 from .partition import GroupKey, ManagedParam
 from .planes import Parts, WeightPlane
-from .quantised import PlanesWriter, QuantisedParams, QuantisedWeight
+from .quantized import PlanesWriter, QuantizedParams, QuantizedWeight
 from .staging import UnitStaging, bucket_dtype
 
 
@@ -69,11 +69,11 @@ class ParamGroup:
     """The parameters of one unit that share domain, dtype and `requires_grad`.
 
     Construction moves the parameters' values into the group's buffers and makes each raw
-    parameter's `.data`, or the fields of a quantised one, a view of them for life. Afterwards the
+    parameter's `.data`, or the fields of a quantized one, a view of them for life. Afterwards the
     weights are present (the caller releases them).
 
     Args:
-        quantised: knows the parameters, where the format is a quantised one.
+        quantized: knows the parameters, where the format is a quantized one.
         values: what main weights begin as, by parameter; those without begin as the weights.
 
     Attributes:
@@ -83,7 +83,7 @@ class ParamGroup:
         full, inner, held: of the group's buffer everything, what this rank has of it after a
             reduction over the shard axis, and what its optimizer updates.
         planes: of the compute weights; keeps_shard: whether this rank's shard of them stays between
-            gathers, where they are sharded; write_planes: writes this rank's part of quantised
+            gathers, where they are sharded; write_planes: writes this rank's part of quantized
             planes that do not stay.
         held_weights, main_segments: `held` of each segment, in both dtypes; the former is empty
             where main weights are not cast to weights.
@@ -110,7 +110,7 @@ class ParamGroup:
         domain: ShardDomain,
         config: EngineConfig,
         staging: UnitStaging,
-        quantised: QuantisedParams | None = None,
+        quantized: QuantizedParams | None = None,
         values: Mapping[nn.Parameter, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self.name, self.key, self.domain, self.config = name, key, domain, config
@@ -131,7 +131,7 @@ class ParamGroup:
         self.write_planes: Callable[[], None] | None = None
         self._writer: PlanesWriter | None = None
         with torch.no_grad():
-            self._build_weights(quantised)
+            self._build_weights(quantized)
             self._build_main(runtime, values)
             if key.requires_grad:
                 self._build_grads(runtime)
@@ -166,21 +166,21 @@ class ParamGroup:
     @property
     def main_is_weight(self) -> bool:
         """Whether the main weights are a slice of the kept compute weights."""
-        same = self.main_dtype == self.key.dtype and self.key.quantised is None
+        same = self.main_dtype == self.key.dtype and self.key.quantized is None
         return same and self.keeps_weights
 
     @property
     def main_on_host(self) -> bool:
         """Not where they are the compute weights, or those in another dtype of the same size; nor
-        where quantised weights are made of them, all at once, on the device."""
+        where quantized weights are made of them, all at once, on the device."""
         trained = self.config.offload and self.key.requires_grad
-        return trained and self.key.quantised is None and self.main_dtype != self.key.dtype
+        return trained and self.key.quantized is None and self.main_dtype != self.key.dtype
 
     def offloaded(self, dtype: torch.dtype) -> OffloadedBuffer:
         """Host memory for an element of each that main weights have, with its twin."""
         return OffloadedBuffer(self.held, dtype, self.staging.runtime)
 
-    def _build_weights(self, quantised: QuantisedParams | None) -> None:
+    def _build_weights(self, quantized: QuantizedParams | None) -> None:
         # With an outer axis a shard is kept so that that is gathered once a step and not at every
         # use: it is the slow network. Keeping it otherwise was tried (docs/performance.md): a
         # gather then copies this rank's own piece, which costs what the cast does.
@@ -194,30 +194,30 @@ class ParamGroup:
         )
         self.weights = [plane.full for plane in self.planes]
         for index, param in enumerate(self.params):
-            if quantised is None:
+            if quantized is None:
                 view = self.planes[0].items[index]
                 view.copy_(param.data)
                 param.data = view
             else:
                 views = {plane.plane.name: plane.items[index] for plane in self.planes}
-                fields = quantised.fields(param)
+                fields = quantized.fields(param)
                 copy_each(list(views.values()), [fields[name] for name in views])
-                quantised.point(param, views)
+                quantized.point(param, views)
         for plane in self.planes:
             plane.take_shard()
-        self.held_weights = [] if quantised is not None else self.planes[0].held
+        self.held_weights = [] if quantized is not None else self.planes[0].held
         self._write_held = Copies(self.held_weights)
         gathered = [] if self.is_whole else self.planes
         self.gather_pairs = [pair for plane in gathered for pair in plane.gather_pairs]
         self.outer_pairs = [pair for plane in self.planes for pair in plane.outer_pairs]
 
-    def quantised_weights(self, into: PlaneItems) -> list[QuantisedWeight]:
-        """This rank's rows of each parameter, where the format is a quantised one; in the planes of
+    def quantized_weights(self, into: PlaneItems) -> list[QuantizedWeight]:
+        """This rank's rows of each parameter, where the format is a quantized one; in the planes of
         the group, unless others are given."""
         layout, rank, format = self.held.layout, self.held.rank, self.key.format
         own = {plane.plane.name: plane.held_items for plane in self.planes}
         return [
-            QuantisedWeight(
+            QuantizedWeight(
                 entry.param, entry.fqns[0], format, layout.shard_range(index, rank).start,
                 self.main_items[index], self.keeps_shard or self.keeps_weights,
                 {name: items[index] for name, items in (into or own).items()},
@@ -226,14 +226,14 @@ class ParamGroup:
         ]
 
     def cast_at_gathers(self, writer: PlanesWriter) -> None:
-        """Every gather casts what this rank holds of quantised weights, which nobody keeps."""
-        self._writer, self.write_planes = writer, writer(self.quantised_weights({}))
+        """Every gather casts what this rank holds of quantized weights, which nobody keeps."""
+        self._writer, self.write_planes = writer, writer(self.quantized_weights({}))
 
     def planes_written_into(self, items: PlaneItems) -> Callable[[], None]:
         """What casts the same into planes elsewhere: `items` are this rank's of every parameter."""
         if self._writer is None:
-            raise RuntimeError(f"{self.name}: it keeps its quantised weights")
-        return self._writer(self.quantised_weights(items))
+            raise RuntimeError(f"{self.name}: it keeps its quantized weights")
+        return self._writer(self.quantized_weights(items))
 
     def _full_items(self, buffer: FlatBuffer) -> list[torch.Tensor]:
         items = items_in(buffer, self.full, self.full)
@@ -254,7 +254,7 @@ class ParamGroup:
         self.main_segments = segments_in(self.main, stored, self.held)
         self.main_items = items_in(self.main, stored, self.held)
         self.device_items = self.main_items if self.staged is None else self.staged.twin_items
-        if self.key.quantised:
+        if self.key.quantized:
             for index, param in enumerate(self.params):
                 rows = self.held.layout.shard_range(index, self.held.rank)
                 own = values[param].reshape(-1)[rows.start : rows.stop]
@@ -316,7 +316,7 @@ class ParamGroup:
 
     def write_own_weights(self) -> None:
         """Casts the main weights into what this rank holds of the compute weights, where those are
-        not quantised and kept. From host memory only if nobody has done so since they were
+        not quantized and kept. From host memory only if nobody has done so since they were
         written."""
         if self.write_planes is not None:
             self.write_planes()
@@ -427,7 +427,7 @@ def plan_layout(
 ) -> GroupLayout:
     """The layout of the parameters of one group, over all shards of their main weights."""
     return plan_group(
-        [entry.spec(index, key.quantised) for index, entry in enumerate(managed)],
+        [entry.spec(index, key.quantized) for index, entry in enumerate(managed)],
         domain.axis.size * (domain.outer_size if splits_outer(domain, config) else 1),
         padding_bound=config.padding_bound,
         max_segments=config.max_segments,

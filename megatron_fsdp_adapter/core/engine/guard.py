@@ -122,7 +122,7 @@ def _not_gathered(action: Any, param: Any) -> RuntimeError:
 
 
 _OF_THE_OBJECT = ("shape", "size", "dtype", "device", "is_cuda", "is_cpu")
-"""What classes of quantised tensors look up in their fields."""
+"""What classes of quantized tensors look up in their fields."""
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """An engine's memory, by what it is for: given back between two steps, and taken again.
 
 Main weights go to the host. Compute weights that a gather makes anew are dropped; so are gradients,
-buckets and slots. Quantised weights go to the host: their bytes are not a matter of main weights
+buckets and slots. Quantized weights go to the host: their bytes are not a matter of main weights
 alone. Storages are given back and taken again under the tensors, as gathers do it: whatever holds a
 view of a buffer keeps it. Addresses change, which only CUDA graphs and registrations with NCCL know
 of: those are refused, and left where they are.
@@ -48,7 +48,7 @@ class EngineMemory:
         found[SLOTS] = [(slot, ()) for slot in self._slots()]
         for group in (group for unit in self._units for group in unit.groups):
             for plane in group.planes:
-                kept = plane.held if group.key.quantised and not group.write_planes else []
+                kept = plane.held if group.key.quantized and not group.write_planes else []
                 if plane.shard is not plane.full:
                     found[COMPUTE].append((plane.shard.tensor, kept))
                 elif group.main_is_weight:

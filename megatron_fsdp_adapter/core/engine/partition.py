@@ -35,23 +35,23 @@ Slot = tuple[nn.Module, str]
 @dataclass(frozen=True)
 class GroupKey:
     """What the parameters of one group have in common. dtype: of the compute weights, nominal
-    where they are quantised. quantised: their format; None if that is `dtype`."""
+    where they are quantized. quantized: their format; None if that is `dtype`."""
 
     domain: str
     dtype: torch.dtype
     requires_grad: bool
-    quantised: WeightFormat | None = None
+    quantized: WeightFormat | None = None
 
     @cached_property
     def format(self) -> WeightFormat:
         """How they are represented."""
-        return self.quantised or plain(self.dtype)
+        return self.quantized or plain(self.dtype)
 
     @property
     def represented(self) -> str:
-        """In words: the dtype, and the format of what is quantised."""
+        """In words: the dtype, and the format of what is quantized."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return dtype if self.quantised is None else f"{dtype} as {self.quantised.name}"
+        return dtype if self.quantized is None else f"{dtype} as {self.quantized.name}"
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class ManagedParam:
         with unchecked():
             return getattr(self.param, "grad_dtype", self.param.dtype) == self.param.dtype
 
-    def spec(self, index: int, quantised: WeightFormat | None = None) -> ParamSpec:
+    def spec(self, index: int, quantized: WeightFormat | None = None) -> ParamSpec:
         """What the layout planner needs to know. Shards are cut between rows of dim 0, or granules
-        of a quantised format."""
+        of a quantized format."""
         shape = tuple(self.param.shape)
         return ParamSpec(
             index=index,
@@ -83,8 +83,8 @@ class ManagedParam:
             shape=shape,
             dtype=self.param.dtype,
             requires_grad=self.param.requires_grad,
-            granularity=(quantised or plain(self.param.dtype)).granularity(shape),
-            quantised=quantised,
+            granularity=(quantized or plain(self.param.dtype)).granularity(shape),
+            quantized=quantized,
             from_autograd=self.writer is GradWriter.AUTOGRAD and self.has_grads_of_its_dtype,
         )
 

@@ -2,7 +2,7 @@
 `save_on_cpu`, offload of activations): tensors in the engine's buffers are kept from them.
 
 Such hooks copy what is saved to the host, and weights are saved by nearly every operation: as the
-parameter, as a view of it, or as a plane of a quantised one. A copy would be a whole model on the
+parameter, as a view of it, or as a plane of a quantized one. A copy would be a whole model on the
 host, made anew in each forward; the buffer itself takes no memory while its unit is resharded, and
 a view of it reads the weights that backward has gathered again.
 

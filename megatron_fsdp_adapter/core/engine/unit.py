@@ -13,7 +13,7 @@ from megatron_fsdp_adapter.core.config import Strategy
 from .group import ParamGroup
 from .guard import GatheredParameter, PresentParameter, ReshardedParameter, set_classes
 from .partition import UnitPlan
-from .quantised import QuantisedParams
+from .quantized import QuantizedParams
 
 
 class Phase(enum.Enum):
@@ -50,7 +50,7 @@ class Unit:
     outdated: whether main weights have changed since they were last gathered.
     updated: event after which they have, where a step's update of them may still run;
         behind_update: whether the gather that was launched last waits for it.
-    quantised: the parameters whose weights are.
+    quantized: the parameters whose weights are.
     keeps_weights: whether all weights stay while it does not compute.
     keeps_grads, reduces_each: whether gradients of any group add up over microbatches; whether
         those of any are reduced in each.
@@ -58,7 +58,7 @@ class Unit:
 
     def __init__(
         self, plan: UnitPlan, ordinal: int, groups: list[ParamGroup], strategy: Strategy,
-        knows: QuantisedParams | None = None,
+        knows: QuantizedParams | None = None,
     ) -> None:
         self.name = name = plan.name
         self.ordinal, self.groups, self.inside = ordinal, groups, plan.inside
@@ -81,8 +81,8 @@ class Unit:
         slots = [one.staging.weight_slot for one in gathered]
         self.weight_slot = slots[0] if slots else None
         self.phase = Phase.READY
-        quantised = [group for group in groups if group.key.quantised]
-        self.quantised = [param for group in quantised for param in group.params]
+        quantized = [group for group in groups if group.key.quantized]
+        self.quantized = [param for group in quantized for param in group.params]
         self._knows = knows
         params = [(group, param) for group in groups for param in group.params]
         self._lossy = [param for group, param in params if not group.main_is_weight]
@@ -129,7 +129,7 @@ class Unit:
             set_classes(self._own_classes)
             self._versions = self._count_writes()
         elif phase is Phase.SHARDED:
-            if self.quantised:
+            if self.quantized:
                 self.drop_derived()
             set_classes(self._guarding)
         self.phase = phase
@@ -147,17 +147,17 @@ class Unit:
         return [param._fsdp_label for param, then, since in both if then != since]  # type: ignore[attr-defined]
 
     def _guard_of(self, group: ParamGroup, original: type) -> type:
-        if group.key.quantised and self._knows is not None:
+        if group.key.quantized and self._knows is not None:
             return self._knows.guard_class(original)
         return ReshardedParameter
 
     def prepare(self) -> None:
         """A pass reads the weights, which are there, next."""
-        for param in self.quantised:
+        for param in self.quantized:
             self._knows.prepare(param)  # type: ignore[union-attr]
 
     def scales_of(self, param: nn.Parameter) -> list[torch.Tensor]:
-        """What every rank has of a quantised parameter beside its planes."""
+        """What every rank has of a quantized parameter beside its planes."""
         return self._knows.scales(param)  # type: ignore[union-attr]
 
     def release_weights(self) -> None:
@@ -174,7 +174,7 @@ class Unit:
 
     def drop_derived(self) -> None:
         """What was made of the weights is old, or needed no more."""
-        for param in self.quantised:
+        for param in self.quantized:
             self._knows.drop_derived(param)  # type: ignore[union-attr]
 
 
@@ -189,7 +189,7 @@ def _label(group: ParamGroup, unit: str) -> None:
     for entry in group.managed:
         entry.param._fsdp_label = f"parameter {entry.fqns[0]} of {unit}"  # type: ignore[attr-defined]
     for plane in group.planes:
-        name = f" ({plane.plane.name})" if group.key.quantised else ""
+        name = f" ({plane.plane.name})" if group.key.quantized else ""
         plane.full.label = f"the gathered weights{name} of {unit}"
     if group.key.requires_grad:
         group.bucket.label = f"the reduce bucket of {unit}"

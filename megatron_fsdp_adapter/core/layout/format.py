@@ -1,7 +1,7 @@
 """In which form a group's compute weights exist: the flat buffers beside each other, its *planes*,
 and where shards may be cut.
 
-A weight in the compute dtype is one plane. A quantised weight has bytes, and scales of blocks of
+A weight in the compute dtype is one plane. A quantized weight has bytes, and scales of blocks of
 its elements, in planes of their own. All planes of a group share one layout: a plane has one
 element for each block of the weight, blocks lie inside granules, and granules inside shards, so
 that a shard of a plane is the plane of the shard.
@@ -102,7 +102,7 @@ class WeightFormat:
                 )
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         """Whether the planes are anything but the weights, in the compute dtype."""
         return self.name != PLAIN
 
@@ -116,7 +116,7 @@ class WeightFormat:
         cast into the buffer of every gather: that costs what copying a kept shard there does, and
         no memory. Frozen weights are cast once, and so are weights with columns, which are two
         casts."""
-        return self.quantised and (self.has_columns or not trained)
+        return self.quantized and (self.has_columns or not trained)
 
     def nbytes(self, elements: int) -> int:
         """Bytes of all planes for so many elements of a flat buffer."""

@@ -103,7 +103,7 @@ class GroupLayout:
             raise ValueError(f"{name}: a group has one dtype and one requires_grad")
         if spec.format != first.format:
             raise ValueError(f"{name}: a group has one format")
-        if spec.format.quantised and self.align % spec.format.align:
+        if spec.format.quantized and self.align % spec.format.align:
             raise ValueError(f"{name}: aligned to {self.align} elements, not as {spec.format.name}")
         if not 0 <= placement.segment < len(self.segments):
             raise ValueError(f"{name}: segment {placement.segment} does not exist")

@@ -2,7 +2,7 @@
 
 A *granule* is a run of consecutive elements that a shard boundary must never cut. Its length, the
 granularity, is an integer per parameter: `row_granularity(shape)` (the default: one row of
-dim 0), a multiple of it (block quantisation), the whole tensor (optimizers that need all of a
+dim 0), a multiple of it (block quantization), the whole tensor (optimizers that need all of a
 matrix) or 1 (element cut).
 """
 
@@ -30,7 +30,7 @@ class ParamSpec:
     shape: the shape on this rank's model-parallel slice, before data-parallel sharding;
     granularity: elements of one granule; it must divide the number of elements, and be whole
     granules of the format;
-    quantised: the format of the compute weights, None if that is `dtype`;
+    quantized: the format of the compute weights, None if that is `dtype`;
     from_autograd: its gradients come from autograd alone, in `dtype`, as far as is known.
     Raises ValueError for anything else.
     """
@@ -41,7 +41,7 @@ class ParamSpec:
     dtype: torch.dtype
     requires_grad: bool
     granularity: int
-    quantised: WeightFormat | None = None
+    quantized: WeightFormat | None = None
     from_autograd: bool = False
 
     def __post_init__(self) -> None:
@@ -58,16 +58,16 @@ class ParamSpec:
                 f"{self.fqns[0]}: granularity {self.granularity} does not divide the "
                 f"{self.numel} elements of shape {self.shape}"
             )
-        if self.quantised and self.granularity % self.quantised.granularity(self.shape):
+        if self.quantized and self.granularity % self.quantized.granularity(self.shape):
             raise ValueError(
                 f"{self.fqns[0]}: granularity {self.granularity} cuts granules of format "
-                f"{self.quantised.name} in shape {self.shape}"
+                f"{self.quantized.name} in shape {self.shape}"
             )
 
     @cached_property
     def format(self) -> WeightFormat:
         """How the compute weights are represented."""
-        return self.quantised or plain(self.dtype)
+        return self.quantized or plain(self.dtype)
 
     @property
     def numel(self) -> int:

@@ -31,7 +31,7 @@ from torch import nn
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.memory import MAIN
 from megatron_fsdp_adapter.megatron.seams.table import CONVERSION
-from megatron_fsdp_adapter.quantised.start import values_follow
+from megatron_fsdp_adapter.quantized.start import values_follow
 from megatron_fsdp_adapter.sharding.module_weights import ModuleWeight, module_weights
 from megatron_fsdp_adapter.sharding.sharded_module import forget_scalings
 

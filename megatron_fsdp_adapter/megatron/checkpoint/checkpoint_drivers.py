@@ -134,7 +134,7 @@ def _load(
     missing = sorted({key for found in seen for key in found.missing})
     if missing:
         lines.append(
-            f"{len(missing)} keys are not in {folder} and stay as this run initialised them, since "
+            f"{len(missing)} keys are not in {folder} and stay as this run initialized them, since "
             f"strict_fsdp_dtensor_load is off: {', '.join(missing)}"
         )
     if ranks.rank == 0:

@@ -93,7 +93,7 @@ def group_problems(config: Any, ranks: Ranks) -> list[str]:
 def _sizes_unlike_config(config: Any, ranks: Ranks) -> list[str]:
     return [
         f"{row.option}={getattr(config, row.option, 1)}, but the {row.name} process group has "
-        f"{len(ranks[row.name])} ranks {list(ranks[row.name])}: initialise the groups with the "
+        f"{len(ranks[row.name])} ranks {list(ranks[row.name])}: initialize the groups with the "
         "sizes of the model config"
         for row in GROUP_ROWS
         if row.option and row.name in ranks

@@ -98,7 +98,7 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(
         "use_megatron_fsdp",
         lambda config: not config.use_megatron_fsdp,
-        "Megatron's optimizer, gradient finalisation and checkpoints take their FSDP path only if "
+        "Megatron's optimizer, gradient finalization and checkpoints take their FSDP path only if "
         "it is set; set it to True",
     ),
     Rule(
@@ -193,7 +193,7 @@ OFFLOAD = joining.STREAMED
 def forced_options(ddp_config: Any, config: Any) -> dict[str, bool]:
     """What must be set in a config that has no problems and is not, with its values: the overlaps
     that the strategy needs; the distributed optimizer, by which core picks process groups; what
-    follows from quantised weights. As in Megatron-LM main, whoever asks for this wrapper need not
+    follows from quantized weights. As in Megatron-LM main, whoever asks for this wrapper need not
     ask for that as well. `config` is the model's."""
     strategy = strategy_named(ddp_config.data_parallel_sharding_strategy)
     needed = {"use_distributed_optimizer": True, **forced_overlaps(strategy)}
@@ -221,7 +221,7 @@ TRANSPOSES = "keep_fp8_transpose_cache"
 
 
 def keeps_transposes(ddp_config: Any) -> bool:
-    """Whether what backward derives from quantised weights stays until weights change: asked for,
+    """Whether what backward derives from quantized weights stays until weights change: asked for,
     and weights are kept. Of sharded weights it would be a copy of the whole model on every rank."""
     strategy = strategy_named(ddp_config.data_parallel_sharding_strategy)
     return is_on(ddp_config, TRANSPOSES) and not strategy.shard_weights

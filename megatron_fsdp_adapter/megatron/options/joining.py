@@ -1,4 +1,4 @@
-"""Which neighbouring layers are joined to one unit: as many as the option says, and where it says
+"""Which neighboring layers are joined to one unit: as many as the option says, and where it says
 nothing, so many as `default_unit_numel` does, unless something else asks for single layers."""
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
     ),
     _is_not_none(
         "quant_recipe",
-        "it quantises the layers that it names by recipes that are supported only as fp8_recipe, "
+        "it quantizes the layers that it names by recipes that are supported only as fp8_recipe, "
         "for the whole model; leave it unset",
     ),
     off(

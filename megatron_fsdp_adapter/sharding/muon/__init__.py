@@ -1,5 +1,5 @@
 """Muon on shards: momentum stays in rows, where Adam's moments would be, and each matrix is whole
-on one rank, its owner, for as long as it takes to orthogonalise it.
+on one rank, its owner, for as long as it takes to orthogonalize it.
 
 `newton_schulz.py` what is computed of a matrix;  `matrices.py` which matrices a parameter is made
 of, and which of their elements each rank holds;  `owners.py` who computes which;  `plan.py` what

@@ -35,7 +35,7 @@ device alone, and alone their bits do not depend on how many a rank owns."""
 Sources = dict[tuple[int, int], list[tuple[Piece, torch.Tensor]]]
 """What has arrived of each matrix, by parameter and matrix."""
 
-Orthogonalise = Callable[[torch.Tensor], torch.Tensor]
+Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
 """Of a batch of matrices, (batch, rows, columns)."""
 
 
@@ -161,7 +161,7 @@ class StageExchange:
         copy_each(targets, pieces)
         self._exchange(source, self._plan.sent, self._plan.received)
 
-    def compute(self, orthogonalise: Orthogonalise) -> None:
+    def compute(self, orthogonalize: Orthogonalize) -> None:
         """Waits for the matrices that this rank owns, and starts to send their updates back."""
         received = self._arrived()
         sources: Sources = {}
@@ -172,7 +172,7 @@ class StageExchange:
         for run, target in _cut(updates, self._plan.returned):
             targets.setdefault((run.param, run.matrix), []).append((run.piece, target))
         for shape, keys in self._batches:
-            found = orthogonalise(self._received_batch(shape, keys, sources))
+            found = orthogonalize(self._received_batch(shape, keys, sources))
             for key, panels in self._panels_of(found, keys):
                 copy_each(
                     [target for _, target in targets[key]],

@@ -86,11 +86,11 @@ def restarts_of(steps: int, rows: int, columns: int) -> tuple[int, ...]:
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of what `orthogonalised` makes of matrices of a dtype."""
+    """Of what `orthogonalized` makes of matrices of a dtype."""
     return torch.float32 if dtype == torch.float32 else torch.float16
 
 
-def orthogonalised(
+def orthogonalized(
     matrices: torch.Tensor, coefficients: Sequence[Coefficients], eps: float = EPS,
     in_place: bool = False,
 ) -> torch.Tensor:  # fmt: skip

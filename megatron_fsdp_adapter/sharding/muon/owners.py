@@ -1,4 +1,4 @@
-"""Who orthogonalises which matrix: a pure function of the costs, equal on every rank."""
+"""Who orthogonalizes which matrix: a pure function of the costs, equal on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def assign(costs: Sequence[int], ranks: int) -> tuple[int, ...]:
     """The owner of each matrix: the most costly first, each to the rank with the least so far.
 
     Matrices of one cost keep their order, and each cost begins with another rank, so that those of
-    one unit, and of neighbouring ones, which are exchanged one after the other, lie on different
+    one unit, and of neighboring ones, which are exchanged one after the other, lie on different
     ranks. No rank has more than the mean and one matrix.
     Parts of a cost that are smaller were rejected: a matrix that several ranks share costs as much
     on each of them, or an exchange in every step of the iteration. ValueError without ranks.

@@ -22,7 +22,7 @@ one stage. Every rank has the mean in its place: a rank may receive more, or les
 
 
 def stages_of(numels: Sequence[int], limit: int = STAGE_NUMEL) -> list[slice]:
-    """Which parameters, of these elements, are exchanged together: neighbours up to `limit`."""
+    """Which parameters, of these elements, are exchanged together: neighbors up to `limit`."""
     found, start, total = list[slice](), 0, 0
     for index, numel in enumerate(numels):
         if index > start and total + numel > limit:
@@ -49,7 +49,7 @@ def sent_before(sizes: Sequence[int], limit: int = IN_FLIGHT) -> tuple[int, ...]
 def step_bytes(groups: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> int:
     """Bytes that a rank takes in a step, at most, with products in half precision. groups: of each
     group of each unit, the ranks that exchange its matrices, and their whole shapes. Counted are
-    rows in flight, on average; of the stage that is computed what is orthogonalised here, in
+    rows in flight, on average; of the stage that is computed what is orthogonalized here, in
     float32, and, if this rank owns all of it, all of it in the dtype of the wire; the largest
     matrix twice, and four of its Gram matrix's size."""
     stages = [

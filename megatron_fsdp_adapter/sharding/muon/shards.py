@@ -45,7 +45,7 @@ class SecondMoment:
 class MuonOptions:
     """How a parameter group is updated; lr and weight decay are the group's own.
 
-    momentum: m <- momentum m + (1 - momentum) g; nesterov: what is orthogonalised is the same sum
+    momentum: m <- momentum m + (1 - momentum) g; nesterov: what is orthogonalized is the same sum
     of g and the new m, and m without; coefficients: of each Newton-Schulz step; scale: of a
     matrix's rows and columns, the factor on its update; dtype: of the products and on the wire;
     second: of adaptive Muon.
@@ -230,7 +230,7 @@ class MuonShards(OwnSteps):
             first = options(stage.entries[0].group)
             stage.exchange.compute(  # type: ignore[union-attr]
                 functools.partial(
-                    newton_schulz.orthogonalised, coefficients=first.coefficients, eps=first.eps,
+                    newton_schulz.orthogonalized, coefficients=first.coefficients, eps=first.eps,
                     in_place=True,
                 )
             )
@@ -240,7 +240,7 @@ class MuonShards(OwnSteps):
             self._apply(stages[-1], groups, options)
 
     def _send(self, stage: Stage, options: Callable[[int], MuonOptions]) -> None:
-        """Adds the gradients to the momentum, and sends what is to be orthogonalised."""
+        """Adds the gradients to the momentum, and sends what is to be orthogonalized."""
         stage.trained = []
         rows: list[torch.Tensor | None] = []
         for entry in stage.entries:

@@ -1,0 +1,94 @@
+"""Quantized weights of the timed runtime: planes without memory, casts that are written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from megatron_fsdp_adapter.core.engine.guard import ReshardedParameter
+from megatron_fsdp_adapter.core.engine.quantized import QuantizedWeight
+from megatron_fsdp_adapter.core.layout.format import PER_TENSOR, WeightFormat
+
+from .program import Kind
+from .timed_runtime import TimedRuntime
+
+
+class TimedParams:
+    """`QuantizedParams` of ordinary parameters on the meta device. What a cast, or the transpose
+    that backward derives, reads and writes is a memory pass."""
+
+    def __init__(self, runtime: TimedRuntime, format: WeightFormat) -> None:
+        self._runtime, self._format = runtime, format
+        self._derived: set[int] = set()
+
+    def fields(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
+        shape = tuple(param.shape)
+        return {
+            plane.name: torch.empty(plane.shape(shape), dtype=plane.dtype, device="meta")
+            for plane in self._format.planes
+        }
+
+    def scales(self, param: nn.Parameter) -> list[torch.Tensor]:
+        return []
+
+    def high_precision(self, param: nn.Parameter) -> torch.Tensor | None:
+        return param.detach()
+
+    def point(self, param: nn.Parameter, views: Mapping[str, torch.Tensor]) -> None:
+        """Nobody reads them."""
+
+    def prepare(self, param: nn.Parameter) -> None:
+        is_backward = self._runtime.part == "backward"
+        if self._format.has_columns or not is_backward or id(param) in self._derived:
+            return
+        self._derived.add(id(param))
+        self._runtime.write(Kind.MEMORY, 2 * param.numel(), label="transposes of FP8 weights")
+
+    def drop_derived(self, param: nn.Parameter) -> None:
+        self._derived.discard(id(param))
+
+    def guard_class(self, original: type) -> type:
+        return ReshardedParameter
+
+    def quantizer(self, format: WeightFormat, weights: Sequence[QuantizedWeight]) -> TimedQuantizer:
+        return TimedQuantizer(self._runtime, format, weights)
+
+
+class TimedQuantizer:
+    """`Quantizer`: a pass over main weights for the largest values, where there are any to agree
+    upon, and one that writes planes."""
+
+    def __init__(
+        self, runtime: TimedRuntime, format: WeightFormat, weights: Sequence[QuantizedWeight]
+    ) -> None:
+        self._runtime, self._format, self._weights = runtime, format, tuple(weights)
+        agreed = not any("scales" in plane.name for plane in format.planes)
+        self.amax_numel = sum(self._maxima(weight) for weight in weights) if agreed else 0
+
+    def _maxima(self, weight: QuantizedWeight) -> int:
+        if self._format is PER_TENSOR:
+            return 1
+        return max(1, weight.param.numel() // 128**2)
+
+    def bind(self, amaxes: torch.Tensor) -> None:
+        """They have no values."""
+
+    def begin(self) -> None:
+        if self.amax_numel:
+            nbytes = sum(weight.main.nbytes for weight in self._weights)
+            self._runtime.write(Kind.MEMORY, nbytes, label="largest values of weights")
+
+    def finish(self) -> None:
+        self._write([weight for weight in self._weights if weight.kept])
+
+    def writer(self, weights: Sequence[QuantizedWeight]) -> Callable[[], None]:
+        return lambda: self._write(weights)
+
+    def _write(self, weights: Sequence[QuantizedWeight]) -> None:
+        nbytes = sum(
+            weight.main.nbytes + sum(plane.nbytes for plane in weight.planes.values())
+            for weight in weights
+        )
+        self._runtime.write(Kind.MEMORY, nbytes, label=f"casts to {self._format.name}")

@@ -1,0 +1,60 @@
+"""Which options of Transformer Engine's recipes weights cannot be made with; an error names one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, WeightFormat
+
+DTYPE = "kFloat8E4M3"
+"""Of the elements, as TE calls it."""
+
+OPTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    BLOCK128.name: {"w_block_scaling_dim": (2,)},
+    # Backward would read rows, which was not run.
+    MXFP8.name: {"enable_2d_quantization": (False,), "backward_override": (None,)},
+}
+"""By format: what options of a recipe may be, where it has them."""
+
+SETTINGS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
+    BLOCK128.name: {"block_scaling_dim": (2, "w_block_scaling_dim=2")},
+    MXFP8.name: {"with_2d_quantization": (False, "enable_2d_quantization=False")},
+}
+"""By format: what a quantizer may be set to, where it has the setting, and the recipe that says so.
+"""
+
+
+def check_recipe(recipe: Any, format: WeightFormat, where: str) -> None:
+    """NotImplementedError for an option that is not supported."""
+    for option, values in OPTIONS.get(format.name, {}).items():
+        value = getattr(recipe, option, values[0])
+        if value not in values:
+            raise NotImplementedError(
+                f"{where}: {option}={value!r} of recipe {type(recipe).__name__} is not supported "
+                f"for weights that are quantized to {format.name}; use {option}={values[0]!r}"
+            )
+
+
+def check_quantizer(param: nn.Parameter, format: WeightFormat, name: str) -> None:
+    """NotImplementedError for a weight that was made otherwise than main weights are cast."""
+    quantizer: Any = param._quantizer  # type: ignore[attr-defined]
+    for setting, (wanted, remedy) in SETTINGS.get(format.name, {}).items():
+        value = getattr(quantizer, setting, wanted)
+        if value != wanted:
+            raise NotImplementedError(
+                f"parameter {name} was quantized with {setting}={value!r}, which is not supported "
+                f"for weights that are quantized to {format.name}; use {remedy}"
+            )
+    if quantizer.dtype.name != DTYPE:
+        raise NotImplementedError(
+            f"parameter {name} is quantized to {quantizer.dtype.name}; weights that are quantized "
+            f"to {format.name} are {DTYPE}"
+        )
+    if getattr(param, "_with_gemm_swizzled_scales", False):
+        raise NotImplementedError(
+            f"parameter {name} has scales in the order of matrix products, which have no rows that "
+            "could be sharded; make it by a quantizer with optimize_for_gemm=False"
+        )

@@ -1,0 +1,409 @@
+"""Casts to E4M3 bytes of the rows that this rank holds of many weights.
+
+Every pass over all weights is one launch on CUDA (Triton), and nothing waits for the device: what
+a pass needs of each weight lies in a table on the device, amaxes and scales never leave it. Without
+Triton, and on the host, torch does the same weight by weight, to the same bits.
+
+The arithmetic is Transformer Engine's for main weights, bit for bit: an element is rounded to the
+weight's nominal dtype first, NaN does not count for an amax, a scale is 448 / amax rounded once (1
+where the amax is 0 or not finite, the largest float32 where the quotient is not finite), values
+saturate, and NaN is the byte 0x7F.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType, ModuleType
+from typing import TypeVar
+
+import torch
+
+from megatron_fsdp_adapter.core.runtime.kernels import kernel_or_warning
+
+from .tables import BLOCK, CHUNK, GROUP, HINT, MAX, Table
+
+MAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """What this rank has of one weight of `shape`: its elements from `start` on.
+
+    main: (n,) main weights, contiguous, n may be 0; bytes: (n,) uint8, what they become.
+    ValueError for anything else.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    main: torch.Tensor
+    bytes: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.main.dtype not in MAIN_DTYPES or self.bytes.dtype != torch.uint8:
+            raise ValueError(
+                f"main weights of {self.main.dtype} and bytes of {self.bytes.dtype}: what is cast "
+                f"is one of {MAIN_DTYPES} to torch.uint8"
+            )
+        if self.main.dim() != 1 or self.bytes.shape != self.main.shape:
+            raise ValueError(
+                f"main {tuple(self.main.shape)} and bytes {tuple(self.bytes.shape)} must both be "
+                "(n,)"
+            )
+        if not (self.main.is_contiguous() and self.bytes.is_contiguous()):
+            raise ValueError("main weights and bytes must be contiguous")
+        if not 0 <= self.start <= math.prod(self.shape) - self.numel:
+            raise ValueError(f"{self.numel} elements from {self.start} are not in {self.shape}")
+
+    @property
+    def numel(self) -> int:
+        return self.main.numel()
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.main, self.bytes
+
+    @property
+    def rows(self) -> range:
+        """The rows of the matrix; ValueError if it is none, or the elements are not whole rows."""
+        columns = self.shape[-1]
+        if len(self.shape) != 2 or self.start % columns or self.numel % columns:
+            raise ValueError(
+                f"{self.numel} elements from {self.start} of {self.shape}: not rows of a matrix"
+            )
+        return range(self.start // columns, (self.start + self.numel) // columns)
+
+
+@dataclass(frozen=True)
+class MxRows(OwnRows):
+    """With a scale for every 32 neighbors, both ways; all of a shard, nothing of other ranks'.
+
+    columns: (n,) uint8, the bytes of scales along columns; row_scales, column_scales: (n / 32)
+    uint8, exponents, of (rows, k / 32) and (rows / 32, k). ValueError unless rows and k are
+    multiples of 32.
+    """
+
+    columns: torch.Tensor
+    row_scales: torch.Tensor
+    column_scales: torch.Tensor
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rows.start % GROUP or len(self.rows) % GROUP or self.shape[1] % GROUP:
+            raise ValueError(
+                f"rows {self.rows.start} to {self.rows.stop} of {self.shape}: MXFP8 needs rows and "
+                f"columns in multiples of {GROUP}"
+            )
+        sizes = (self.numel, self.numel // GROUP, self.numel // GROUP)
+        for plane, size in zip(self.tensors[2:], sizes, strict=True):
+            if plane.shape != (size,) or plane.dtype != torch.uint8 or not plane.is_contiguous():
+                raise ValueError(f"a plane of {plane.shape}, {plane.dtype}: not ({size},) uint8")
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.main, self.bytes, self.columns, self.row_scales, self.column_scales
+
+
+def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Of the scales of blocks of a matrix: rows, and columns padded to a multiple of 4."""
+    return -(-shape[0] // BLOCK), -(-shape[1] // BLOCK // 4) * 4
+
+
+def write_scales(
+    amaxes: torch.Tensor,
+    scales: torch.Tensor,
+    inverses: torch.Tensor,
+    powers_of_two: bool = False,
+    epsilon: float = 0.0,
+) -> None:
+    """Of each amax (n) the scale and its inverse, all float32. `powers_of_two` rounds scales down
+    to one; an amax below `epsilon` counts as that."""
+    kernels = kernels_for(amaxes.device)
+    if kernels is not None:
+        kernels.scales(amaxes, scales, inverses, powers_of_two, epsilon)
+        return
+    sizes = torch.where(amaxes < epsilon, torch.full_like(amaxes, epsilon), amaxes)
+    # Not `MAX / sizes`: torch multiplies by the reciprocal then, and rounds twice.
+    found = torch.full_like(sizes, MAX).div_(sizes).clamp_max_(torch.finfo(torch.float32).max)
+    found.masked_fill_((sizes == 0) | ~sizes.isfinite(), 1.0)
+    if powers_of_two:
+        found = (found.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
+    scales.copy_(found)
+    torch.reciprocal(found, out=inverses)
+
+
+Kind = TypeVar("Kind", bound="Cast")
+NO_ROWS: Mapping[int, OwnRows] = MappingProxyType({})
+
+
+class Cast:
+    """The rows of many weights, with the table that kernels read, made when it is first needed.
+
+    Of planes that come and go (`only`) the table has offsets in their storages, and a kernel is
+    told where those begin when it runs: a table that is made anew has to go to the device.
+    """
+
+    def __init__(self, rows: Sequence[OwnRows], rounded: torch.dtype) -> None:
+        self.rows, self.rounded = tuple(rows), rounded
+        self.held = [index for index, own in enumerate(self.rows) if own.numel]
+        if len({(self.rows[i].main.dtype, self.rows[i].main.device) for i in self.held}) > 1:
+            raise ValueError("main weights that are cast together must have one dtype and device")
+        self._moves = False
+        self._table: Table | None = None
+        self._addresses: list[int] = []
+
+    def only(
+        self: Kind, chosen: Container[int], moves: bool, rows: Mapping[int, OwnRows] = NO_ROWS
+    ) -> Kind:
+        """The same for those whose numbers are `chosen`, with the same places of their scales.
+        moves: planes are not always there; of those that are cast together each kind is in one
+        storage. rows: what stands in the place of rows with these numbers."""
+        made = copy.copy(self)
+        made.rows = tuple(rows.get(index, own) for index, own in enumerate(self.rows))
+        made.held = [index for index in self.held if index in chosen]
+        made._table, made._addresses, made._moves = None, [], moves
+        return made
+
+    def bases(self) -> list[int]:
+        """What is to be added to each plane's addresses in the table."""
+        planes = self.rows[self.held[0]].tensors[1:]
+        return [plane.untyped_storage().data_ptr() if self._moves else 0 for plane in planes]
+
+    def _numbers(self, index: int) -> tuple[list[int], int]:
+        """What kernels must know of a weight, sizes last, and how many programs it takes."""
+        own = self.rows[index]
+        return [index, own.numel], -(-own.numel // CHUNK)
+
+    def _kernels(self) -> ModuleType | None:
+        return kernels_for(self.rows[self.held[0]].main.device) if self.held else None
+
+    def table(self) -> Table:
+        """Made anew when memory has moved."""
+        addresses = [
+            address for index in self.held for address in self._places(self.rows[index].tensors)
+        ]
+        if self._table is None or addresses != self._addresses:
+            self._table, self._addresses = self._make_table(addresses), addresses
+        return self._table
+
+    def _places(self, tensors: tuple[torch.Tensor, ...]) -> list[int]:
+        main, *planes = tensors
+        if self._moves:
+            return [main.data_ptr(), *(int(plane.storage_offset()) for plane in planes)]
+        return [tensor.data_ptr() for tensor in tensors]
+
+    def _make_table(self, addresses: list[int]) -> Table:
+        first = self.rows[self.held[0]].main
+        each = len(addresses) // len(self.held)
+        found = [self._numbers(index) for index in self.held]
+        where = [addresses[at : at + each] for at in range(0, len(addresses), each)]
+        lines = [numbers + places for (numbers, _), places in zip(found, where, strict=True)]
+        counts = torch.tensor([count for _, count in found])
+        line = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        within = torch.arange(len(line)) - (counts.cumsum(0) - counts)[line]
+        size = len(found[0][0]) - 1
+        return Table(
+            torch.tensor(lines).to(first.device),
+            torch.stack([line, within], 1).to(torch.int32).to(first.device),
+            first.dtype,
+            self.rounded,
+            all(value % HINT == 0 for one in lines for value in one[size : size + 3]),
+        )
+
+
+class TensorCast(Cast):
+    """One scale a weight: scales and amaxes are (weights,) float32."""
+
+    @property
+    def amax_numel(self) -> int:
+        return len(self.rows)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each weight's part of flat scales, (1,)."""
+        return list(flat.split(1))
+
+    def begin(self, amaxes: torch.Tensor) -> None:
+        """Raises each amax to that of this rank's rows."""
+        self._run(None, amaxes)
+
+    def finish(self, scales: torch.Tensor, amaxes: torch.Tensor | None = None) -> None:
+        """Writes all bytes; raises `amaxes` in the same pass, for scales that do not come of it."""
+        self._run(scales, amaxes)
+
+    def _run(self, scales: torch.Tensor | None, amaxes: torch.Tensor | None) -> None:
+        kernels = self._kernels()
+        if kernels is not None:
+            kernels.tensors(self.table(), self.bases(), scales, amaxes)
+            return
+        for index in self.held:
+            own = self.rows[index]
+            values = round_to(own.main, self.rounded)
+            if amaxes is not None:
+                torch.maximum(amaxes[index], sizes_of(values).amax(), out=amaxes[index])
+            if scales is not None:
+                own.bytes.copy_(e4m3_of(values * scales[index]))
+
+
+class BlockCast(Cast):
+    """One scale for each block of 128 rows and columns. scales and amaxes are flat float32: those
+    of one weight after the other, each of `scales_shape`. Shards may be cut at any row.
+
+    Two passes, with the maxima over ranks between them. The first one writes amaxes, and on CUDA
+    the bytes of blocks that this rank has all of: their scales need nobody else. Most blocks are of
+    that kind, and main weights are read once for them. Not of planes that come and go: their bytes
+    are written by the second pass."""
+
+    def __init__(
+        self, rows: Sequence[OwnRows], rounded: torch.dtype, powers_of_two: bool = True,
+        epsilon: float = 0.0,
+    ) -> None:
+        super().__init__(rows, rounded)
+        self.powers_of_two, self.epsilon = powers_of_two, epsilon
+        self.shapes = [scales_shape(own.shape) for own in self.rows]
+        sizes = [math.prod(shape) for shape in self.shapes]
+        self.amax_numel = sum(sizes)
+        self.firsts = [sum(sizes[:index]) for index in range(len(sizes))]
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each weight's part of flat scales, in its shape."""
+        return [
+            flat[first : first + math.prod(shape)].view(shape)
+            for first, shape in zip(self.firsts, self.shapes, strict=True)
+        ]
+
+    def _numbers(self, index: int) -> tuple[list[int], int]:
+        own, rows = self.rows[index], self.rows[index].rows
+        bands = (rows.stop - 1) // BLOCK + 1 - rows.start // BLOCK
+        numbers = [self.firsts[index], self.shapes[index][1], rows.start, len(rows), own.shape[1]]
+        return numbers, bands * -(-own.shape[1] // BLOCK)
+
+    def _make_table(self, addresses: list[int]) -> Table:
+        """With the programs of blocks that this rank has all of first."""
+        table = super()._make_table(addresses)
+        own = [self.rows[index] for index in self.held]
+        numbers = torch.tensor([
+            [one.rows.start, one.rows.stop, -(-one.shape[1] // BLOCK), one.shape[0]] for one in own
+        ])  # fmt: skip
+        line, within = table.work.cpu().long().unbind(1)
+        start, stop, across, last = numbers[line].unbind(1)
+        top = (start // BLOCK + within // across) * BLOCK
+        whole = (top >= start) & (torch.minimum(top + BLOCK, last) <= stop) & (not self._moves)
+        order = torch.cat([whole.nonzero(), (~whole).nonzero()]).view(-1)
+        work = table.work[order.to(table.work.device)]
+        return replace(table, work=work, whole=int(whole.sum()))
+
+    def begin(self, amaxes: torch.Tensor) -> None:
+        """Of each block that this rank has a part of, the amax of that part. Others stay."""
+        kernels = self._kernels()
+        if kernels is not None:
+            kernels.begin_blocks(self.table(), amaxes, self.powers_of_two, self.epsilon)
+            return
+        for index in self.held:
+            own, rows = self.rows[index], self.rows[index].rows
+            across, down = self._blocks(index)
+            values = round_to(own.main, self.rounded).view(len(rows), -1)
+            places = down[:, None] * self.shapes[index][1] + across
+            bands = slice(rows.start // BLOCK, (rows.stop - 1) // BLOCK + 1)
+            part = self.views(amaxes)[index]
+            part[bands, : -(-own.shape[1] // BLOCK)] = 0.0
+            part.view(-1).scatter_reduce_(0, places.view(-1), sizes_of(values).view(-1), "amax")
+
+    def finish(self, scales: torch.Tensor) -> None:
+        """Writes the bytes that are left. scales: of the amaxes of all ranks, by `write_scales`
+        with the same options."""
+        kernels = self._kernels()
+        if kernels is not None:
+            kernels.finish_blocks(self.table(), self.bases(), scales)
+            return
+        for index in self.held:
+            own = self.rows[index]
+            across, down = self._blocks(index)
+            values = round_to(own.main, self.rounded).view(len(own.rows), -1)
+            factors = self.views(scales)[index][down][:, across]
+            own.bytes.copy_(e4m3_of(values * factors).view(-1))
+
+    def _blocks(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The column of its block for each column, and the row of its block for each row."""
+        own, device = self.rows[index], self.rows[index].main.device
+        down = torch.arange(own.rows.start, own.rows.stop, device=device) // BLOCK
+        return torch.arange(own.shape[1], device=device) // BLOCK, down
+
+
+class MxCast(Cast):
+    """MXFP8: scales are powers of two, of 32 neighbors, so that a shard's are its own."""
+
+    def __init__(self, rows: Sequence[MxRows], rounded: torch.dtype) -> None:
+        super().__init__(rows, rounded)
+
+    def _numbers(self, index: int) -> tuple[list[int], int]:
+        own, rows = self.rows[index], self.rows[index].rows
+        return [own.shape[1]], len(rows) // GROUP * -(-own.shape[1] // BLOCK)
+
+    def cast(self) -> None:
+        """Writes bytes and scales, both ways."""
+        kernels = self._kernels()
+        if kernels is not None:
+            kernels.groups(self.table())
+            return
+        for index in self.held:
+            own = self.rows[index]
+            _, by_row, by_column, row_scales, column_scales = own.tensors
+            values = round_to(own.main, self.rounded).view(-1, own.shape[1])
+            sizes = sizes_of(values)
+            rows = _exponents(sizes.view(len(values), -1, GROUP).amax(2))
+            columns = _exponents(sizes.view(-1, GROUP, own.shape[1]).amax(1))
+            row_scales.copy_(rows.view(-1))
+            column_scales.copy_(columns.view(-1))
+            factors = _powers(rows).repeat_interleave(GROUP, 1)
+            by_row.copy_(e4m3_of(values * factors).view(-1))
+            factors = _powers(columns).repeat_interleave(GROUP, 0)
+            by_column.copy_(e4m3_of(values * factors).view(-1))
+
+
+def round_to(main: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return main.to(dtype).to(torch.float32)
+
+
+def sizes_of(values: torch.Tensor) -> torch.Tensor:
+    return values.abs().nan_to_num_(nan=0.0, posinf=math.inf)
+
+
+def e4m3_of(values: torch.Tensor) -> torch.Tensor:
+    found = values.clamp(-MAX, MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return found.masked_fill_(values.isnan(), 0x7F)
+
+
+def _exponents(amaxes: torch.Tensor) -> torch.Tensor:
+    """E8M0, rounded up, of amax / 448; 0xFE for infinity."""
+    values = amaxes * (1.0 / MAX)
+    bits = values.view(torch.int32)
+    exponent, fraction = bits >> 23, bits & 0x7FFFFF
+    up = (fraction > 0) & (exponent != 0xFE) & ~((exponent == 0) & (fraction <= 0x400000))
+    return (exponent + up).clamp_max_(0xFE).to(torch.uint8)
+
+
+def _powers(exponents: torch.Tensor) -> torch.Tensor:
+    """Of E8M0 exponents the inverse, in float32."""
+    bits = (0xFE - exponents.to(torch.int32)) << 23
+    return bits.masked_fill_(exponents == 0xFE, 0x400000).view(torch.float32)
+
+
+@functools.cache
+def kernels_for(device: torch.device) -> ModuleType | None:
+    """The kernels; None on the host, and where Triton cannot be used."""
+    if device.type != "cuda":
+        return None
+
+    def tried() -> ModuleType:
+        from . import triton_e4m3 as kernels
+
+        one = torch.ones(1, device=device)
+        kernels.scales(one, one, one.clone(), False, 0.0)
+        return kernels
+
+    return kernel_or_warning(
+        tried, "weights are quantized by torch, one by one, which takes several times as long"
+    )

@@ -1,0 +1,270 @@
+"""Which fields Transformer Engine's quantized tensors keep their values in, and which format that
+is. Field names are those of TE 2.11 to 2.20."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_fsdp_adapter.core.engine.guard import resharded_class
+from megatron_fsdp_adapter.core.engine.partition import ManagedParam
+from megatron_fsdp_adapter.core.engine.quantized import QuantizedWeight, Quantizer
+from megatron_fsdp_adapter.core.layout.format import (
+    BLOCK128,
+    MXFP8,
+    PER_TENSOR,
+    WeightFormat,
+)
+
+from .checks import check_quantizer, check_recipe
+from .columns import mx_columns, padded, padded_shape
+from .quantizers import make_quantizer
+
+HIGH_PRECISION = "_high_precision_init_val"
+OF_HIGH_PRECISION = (HIGH_PRECISION, "get_high_precision_init_val", "clear_high_precision_init_val")
+"""The value before quantization, and two methods of the object: a parameter that was swapped for
+another has those of the other one."""
+_OF_QUANTIZED = ("_quantizer", "_dtype", "_requires_grad")
+"""What their base class has, as the releases before 2.12 do not say in annotations."""
+VIEWS = "_fsdp_planes"
+"""On a parameter: by field, the views of gathered planes, where a field may be something else."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A class of TE's quantized tensors.
+
+    format: of the weights; planes: the field of each plane; scales: fields that every rank has;
+    derived: what TE derives from planes, with the values that stand for "not there"; padded: rows
+    and columns that TE has the scales of a plane in multiples of.
+    """
+
+    format: WeightFormat
+    planes: Mapping[str, str]
+    scales: tuple[str, ...] = ()
+    derived: Mapping[str, Any] = field(default_factory=dict)
+    padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def guarded(self) -> tuple[str, ...]:
+        """Fields that hold nothing while weights are not gathered."""
+        return (*self.planes.values(), *(name for name in self.derived if name != INVALID))
+
+
+INVALID = "_transpose_invalid"
+KINDS = {
+    "Float8Tensor": Kind(
+        PER_TENSOR, {"rowwise": "_data"}, ("_scale_inv",), {"_transpose": None, INVALID: True}
+    ),
+    "Float8BlockwiseQTensor": Kind(
+        BLOCK128, {"rowwise": "_rowwise_data"}, ("_rowwise_scale_inv",),
+        {"_columnwise_data": None, "_columnwise_scale_inv": None},
+    ),
+    "MXFP8Tensor": Kind(
+        MXFP8,
+        {
+            "rowwise": "_rowwise_data", "rowwise_scales": "_rowwise_scale_inv",
+            "columnwise": "_columnwise_data", "columnwise_scales": "_columnwise_scale_inv",
+        },
+        padded={"rowwise_scales": (128, 4), "columnwise_scales": (4, 128)},
+    ),
+}  # fmt: skip
+UNKNOWN = ("NVFP4Tensor", "HybridQuantizedTensor", "GroupedTensor")
+"""TE's other classes of quantized tensors."""
+
+RECIPES = {
+    "delayed": PER_TENSOR,
+    "float8_current_scaling": PER_TENSOR,
+    "float8_block_scaling": BLOCK128,
+    "mxfp8": MXFP8,
+}
+"""What a recipe makes of weights, by the method of TE's recipes that says which one it is."""
+
+
+def kind_of(cls: type) -> Kind | None:
+    """None for tensors that are not quantized; NotImplementedError for TE's other classes."""
+    for base in cls.__mro__:
+        if base.__name__ in KINDS:
+            return KINDS[base.__name__]
+        if base.__name__ in UNKNOWN:
+            raise NotImplementedError(
+                f"weights in Transformer Engine's {base.__name__} are not supported; use one of "
+                f"{sorted(KINDS)}, that is the recipes delayed, tensorwise, blockwise or "
+                "mxfp8"
+            )
+    return None
+
+
+def format_of(managed: ManagedParam) -> WeightFormat | None:
+    """In which format a parameter is quantized, or will be once it is made, if it is on the meta
+    device. None if it is not. ValueError, NotImplementedError for what is not supported."""
+    param, name = managed.param, managed.fqns[0]
+    kind = kind_of(type(param))
+    if kind is not None:
+        check_quantizer(param, kind.format, name)
+        for owner, _ in managed.slots:
+            recipe = getattr(owner, "fp8_meta", {}).get("recipe")
+            check_recipe(recipe, kind.format, f"parameter {name}")
+        return kind.format
+    if param.is_meta:
+        return next(filter(None, (_format_in(*slot) for slot in managed.slots)), None)
+    return None
+
+
+def _format_in(owner: nn.Module, name: str) -> WeightFormat | None:
+    """Of the parameter `name` of a module whose parameters are made later."""
+    about = getattr(owner, "param_init_meta", {}).get(name)
+    if about is None or not getattr(owner, "primary_weights_in_fp8", False):
+        return None
+    if about.fp8_meta_index is None:
+        return None
+    recipe: Any = owner.fp8_meta["recipe"]  # type: ignore[index]
+    found = [format for method, format in RECIPES.items() if getattr(recipe, method)()]
+    if len(found) != 1:
+        raise NotImplementedError(
+            f"{type(owner).__name__}.{name} will be quantized by {type(recipe).__name__}, which is "
+            f"not supported; use a recipe that is one of {sorted(RECIPES)}"
+        )
+    check_recipe(recipe, found[0], f"{type(owner).__name__}.{name}")
+    return found[0]
+
+
+def stored_in(param: nn.Parameter) -> list[torch.Tensor]:
+    """The tensors that have the value of a parameter, quantized or not, to be written in place.
+    What is derived from them is dropped."""
+    kind = kind_of(type(param))
+    if kind is None:
+        return [param.data]
+    for name, value in kind.derived.items():
+        setattr(param, name, value)
+    planes = [getattr(param, name) for name in kind.planes.values()]
+    return [tensor for tensor in (*planes, *_scales(param, kind)) if tensor is not None]
+
+
+def attributes_of_class(param: nn.Parameter) -> frozenset[str]:
+    """Names of the attributes that a class of quantized tensors keeps on its objects, none for
+    another class: every other one was put there by whoever has the parameter."""
+    kind = kind_of(type(param))
+    if kind is None:
+        return frozenset()
+    annotated = (inspect.get_annotations(base) for base in type(param).__mro__)
+    fields = (*kind.planes.values(), *kind.scales, *kind.derived, *OF_HIGH_PRECISION)
+    return frozenset(itertools.chain(fields, _OF_QUANTIZED, *annotated))
+
+
+def memory_of(param: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a parameter's memory is in, quantized or not, with what is derived from
+    them; without scales that every rank has."""
+    kind = kind_of(type(param))
+    found = [param] if kind is None else [getattr(param, name, None) for name in kind.guarded]
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+def dequantized(value: Any) -> Any:
+    """A quantized tensor as what it stands for, in its nominal dtype; anything else as it is."""
+    return value if kind_of(type(value)) is None else value.dequantize()
+
+
+class TransformerEngineParams:
+    """`QuantizedParams` over TE's classes. Its C++ compares classes exactly: a parameter that is
+    guarded can be given to none of its functions, and none is called here."""
+
+    def fields(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
+        kind, kept = _kind(param), param.__dict__.get(VIEWS, {})
+        if not kept and any(getattr(param, name) is None for name in kind.planes.values()):
+            _make_columns(param)
+        found = {}
+        for plane in kind.format.planes:
+            name = kind.planes[plane.name]
+            value = kept[name] if name in kept else getattr(param, name)
+            found[plane.name] = value[tuple(map(slice, plane.shape(tuple(param.shape))))]
+        return found
+
+    def scales(self, param: nn.Parameter) -> list[torch.Tensor]:
+        return _scales(param, _kind(param))
+
+    def high_precision(self, param: nn.Parameter) -> torch.Tensor | None:
+        value = param.__dict__.get(HIGH_PRECISION)
+        for name in OF_HIGH_PRECISION:
+            param.__dict__.pop(name, None)
+        return value
+
+    def point(self, param: nn.Parameter, views: Mapping[str, torch.Tensor]) -> None:
+        kind = _kind(param)
+        fields = {name: views[plane] for plane, name in kind.planes.items()}
+        for name, view in fields.items():
+            setattr(param, name, view)
+        if kind.padded:
+            setattr(param, VIEWS, fields)
+        self.drop_derived(param)
+        self._say_usages(param)
+
+    def prepare(self, param: nn.Parameter) -> None:
+        """Scales as TE reads them: where the shape wants padding, padded copies."""
+        kind = _kind(param)
+        views: Mapping[str, torch.Tensor] = param.__dict__.get(VIEWS, {})
+        self._say_usages(param)
+        for plane in kind.format.planes if views else ():
+            name, multiples = kind.planes[plane.name], kind.padded.get(plane.name, (1, 1))
+            view = views[name]
+            shape = padded_shape((view.shape[0], view.shape[1]), multiples)
+            setattr(param, name, padded(view, multiples) if shape != view.shape else view)
+
+    @staticmethod
+    def _say_usages(param: nn.Parameter) -> None:
+        """TE derives the columns of a weight in forward if its quantizer says that they are used,
+        and in backward whatever that says. Set every time: TE puts another quantizer there when a
+        recipe changes."""
+        param._quantizer.set_usage(rowwise=True, columnwise=False)  # type: ignore[attr-defined]
+
+    def drop_derived(self, param: nn.Parameter) -> None:
+        views: Mapping[str, torch.Tensor] = param.__dict__.get(VIEWS, {})
+        for name, value in (*_kind(param).derived.items(), *views.items()):
+            setattr(param, name, value)
+
+    def guard_class(self, original: type) -> type:
+        kind = kind_of(original)
+        assert kind is not None, original
+        return resharded_class(original, kind.guarded)
+
+    def quantizer(self, format: WeightFormat, weights: Sequence[QuantizedWeight]) -> Quantizer:
+        return make_quantizer(format, weights)
+
+
+def _make_columns(param: Any) -> None:
+    """Fields of an MXFP8 weight that was made where no gradients are recorded: TE leaves columns
+    out then. ValueError if nothing is there to make them of."""
+    value = param.__dict__.get(HIGH_PRECISION)
+    if not isinstance(value, torch.Tensor) or param._rowwise_data is None:
+        raise ValueError(
+            f"a weight of class {type(param).__name__} and shape {tuple(param.shape)} was made "
+            "without columns, as TE does under torch.no_grad(), and its value before it was "
+            "quantized is not there to make them of: use preserve_high_precision_init_val=True"
+        )
+    data, scales = mx_columns(value.to(param.dtype), param._rowwise_data)
+    multiples = KINDS["MXFP8Tensor"].padded["columnwise_scales"]
+    param._columnwise_data, param._columnwise_scale_inv = data, padded(scales, multiples)
+
+
+def _scales(param: nn.Parameter, kind: Kind) -> list[torch.Tensor]:
+    """With the scale that delayed scaling has for the next cast."""
+    found = [getattr(param, name) for name in kind.scales]
+    quantizer: Any = param._quantizer  # type: ignore[attr-defined]
+    return [*found, quantizer.scale] if is_delayed(quantizer) else found
+
+
+def is_delayed(quantizer: Any) -> bool:
+    """Whether it quantizes with a scale of earlier steps, and notes what it sees."""
+    return type(quantizer).__name__ == "Float8Quantizer"
+
+
+def _kind(param: nn.Parameter) -> Kind:
+    kind = kind_of(type(param))
+    assert kind is not None, type(param)
+    return kind

@@ -1,0 +1,81 @@
+"""Whether the values that weights were quantized from are still those that their bytes stand for.
+
+Transformer Engine keeps the value before quantization beside a weight, for main weights to begin
+as. A load into the weight makes other bytes and leaves that value as it was: main weights would
+begin as what the layer was initialized with, and the first step would bring it back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_fsdp_adapter.core.layout.format import BLOCK128, PER_TENSOR
+
+from .params import HIGH_PRECISION, kind_of
+from .tables import BLOCK
+
+ROWS = 64
+"""How many rows of a weight are looked at."""
+FAR = 0.5
+"""Of the norm: more than rounding to 8 bits does, less than two weights that are unrelated differ
+by."""
+FINEST = 2.0**-9
+"""The least positive value in E4M3, by whose size rounding may be wrong however small weights are.
+"""
+
+
+def outdated_values(module: nn.Module, is_managed: Callable[[str], bool]) -> list[str]:
+    """One line for each weight that was written after it was quantized. MXFP8, with scales of 32
+    elements, is not looked at."""
+    return [
+        f"parameter {name}: its bytes were written after it was made, and the value that is kept "
+        f"beside it ({HIGH_PRECISION}), which main weights begin as, was not; load weights after "
+        "wrapping, or, to begin with what the bytes stand for, rounded as they are, call its "
+        "clear_high_precision_init_val()"
+        for name, param in module.named_parameters()
+        if is_managed(name) and HIGH_PRECISION in param.__dict__ and _is_outdated(param)
+    ]
+
+
+@torch.no_grad()
+def _is_outdated(param: Any) -> bool:
+    kind = kind_of(type(param))
+    if kind is None or kind.format not in (PER_TENSOR, BLOCK128):
+        return False
+    value = param.__dict__[HIGH_PRECISION]
+    rows = torch.linspace(0, len(value) - 1, min(ROWS, len(value))).long()
+    scales = getattr(param, kind.scales[0])
+    at = rows.to(scales.device)
+    if kind.format is BLOCK128:
+        scales = scales[at // BLOCK].repeat_interleave(BLOCK, 1)[:, : value.shape[1]]
+    data = getattr(param, kind.planes["rowwise"])[at].view(torch.float8_e4m3fn).float()
+    kept = value[rows.to(value.device)].to(scales.device, torch.float32)
+    finest = (scales * FINEST).expand_as(kept).norm()
+    return bool((data * scales - kept).norm() > FAR * kept.norm() + finest)
+
+
+@contextmanager
+def values_follow(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, what is copied into a quantized weight is also copied to the value that is kept
+    beside it, unrounded."""
+    params = {id(param): param for module in modules for param in module.parameters()}
+    kept = [param for param in params.values() if HIGH_PRECISION in param.__dict__]
+    for param in kept:
+        param.__dict__["copy_"] = functools.partial(_copy_both, param)
+    try:
+        yield
+    finally:
+        for param in kept:
+            del param.__dict__["copy_"]
+
+
+@torch.no_grad()
+def _copy_both(param: Any, source: torch.Tensor, *options: Any, **more: Any) -> Any:
+    param.__dict__[HIGH_PRECISION].copy_(source)
+    return type(param).copy_(param, source, *options, **more)

@@ -1,0 +1,32 @@
+"""What kernels that cast the rows of many weights are told of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MAX = 448.0
+BLOCK = 128
+"""Rows and columns of the blocks that share a scale."""
+GROUP = 32
+"""Neighbors in a row, or in a column, that share a scale in MXFP8."""
+CHUNK = 16384
+"""Elements that one program of a pass takes, where there are no blocks."""
+HINT = 16
+"""Kernels load and store vectors where addresses (in bytes) and sizes are multiples of this."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What kernels read. lines: int64, one a weight: its own numbers, then its addresses, in the
+    order of `OwnRows.tensors`. work: int32, line and number within the weight of each program, of
+    which the first `whole` have all of a block; aligned: addresses and sizes are multiples of
+    `HINT`."""
+
+    lines: torch.Tensor
+    work: torch.Tensor
+    main: torch.dtype
+    rounded: torch.dtype
+    aligned: bool
+    whole: int = 0

@@ -1,0 +1,232 @@
+"""The options that make quantized weights and compute: what follows from them, what they ask of the
+device, and what is said. Training with them: tests/quantized, tests/gpu/test_gpu_fp8_params.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.enums import Fp4Recipe, Fp8Recipe
+from megatron.core.optimizer import get_megatron_optimizer
+
+from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.launch import megatron_lm
+from megatron_fsdp_adapter.megatron.options import capability, ddp_options
+from megatron_fsdp_adapter.megatron.options.support import FP4_RECIPES, FP8_RECIPES
+from tests.distributed.gpt import (
+    Case,
+    batches,
+    build_model,
+    build_trainer,
+    ddp_config,
+    optimizer_config,
+    train_step,
+)
+
+CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
+GPU = torch.device("cuda", 0)
+NAMES = {
+    "delayed": "fp8", "tensorwise": "fp8", "blockwise": "fp8_block_scaling", "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}  # fmt: skip
+"""What TE calls what a recipe needs."""
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    yield
+
+
+def asks(recipe: str = "delayed") -> SimpleNamespace:
+    """Fields as core's configs have them, whose recipes are members of its enums too."""
+    if recipe in FP4_RECIPES:
+        return SimpleNamespace(fp8=None, fp4="e2m1", fp4_recipe=Fp4Recipe(recipe))
+    return SimpleNamespace(fp8="hybrid", fp8_recipe=Fp8Recipe(recipe), fp4=None)
+
+
+def pretend_te(monkeypatch: pytest.MonkeyPatch, older: bool, able: bool = False) -> list[str]:
+    """A Transformer Engine that is asked, under the names of its releases. Returns what it was
+    asked about.
+
+    Checked against pytorch/fp8.py of 2.3, whose functions take nothing, and
+    pytorch/quantization.py of 2.11, whose reason has to be asked for.
+    """
+    asked: list[str] = []
+    package, deprecated = ModuleType("transformer_engine.pytorch"), ModuleType("fp8")
+    for question in set(NAMES.values()):
+
+        def check(question: str = question) -> tuple[bool, str]:
+            asked.append(question)
+            return able, "" if able else f"no {question} before compute capability 10.0"
+
+        def is_available(return_reason: bool = False, check: Any = check) -> Any:
+            return check() if return_reason else check()[0]
+
+        if older:
+            setattr(deprecated, f"check_{question}_support", check)
+        else:
+            setattr(package, f"is_{question}_available", is_available)
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", package)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", deprecated)
+    return asked
+
+
+@pytest.mark.parametrize("older", (False, True))
+@pytest.mark.parametrize("recipe", NAMES)
+def test_what_the_device_cannot_compute_names_it_the_recipe_and_the_reason(
+    recipe: str, older: bool, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = pretend_te(monkeypatch, older)
+    option, value = ("fp4", "e2m1") if recipe == "nvfp4" else ("fp8", "hybrid")
+    assert capability.device_problems(asks(recipe), GPU) == [
+        f"{option}={value!r} with {option}_recipe={recipe!r}: NVIDIA H200 (compute capability 9.0) "
+        f"cannot compute it: no {NAMES[recipe]} before compute capability 10.0; use another "
+        f"recipe, or leave {option} unset"
+    ]
+    assert asked == [NAMES[recipe]]
+
+
+def test_what_it_can_compute_is_no_problem(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = pretend_te(monkeypatch, older=False, able=True)
+    assert capability.device_problems(asks(), GPU) == [] and asked == ["fp8"]
+    assert capability.device_problems(SimpleNamespace(), GPU) == [] and len(asked) == 1
+    assert capability.device_problems(asks("custom"), GPU) == [], "refused by a rule"
+
+
+def test_a_release_that_cannot_be_asked_and_none_at_all_are_named(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_te(monkeypatch, older=False)
+    monkeypatch.delattr(sys.modules["transformer_engine.pytorch"], "is_mxfp8_available")
+    [line] = capability.device_problems(asks("mxfp8"), GPU)
+    assert "cannot be asked" in line and "check_mxfp8_support" in line
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    [line] = capability.device_problems(asks(), GPU)
+    assert "Transformer Engine cannot be asked" in line
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_without_a_gpu_it_is_one_early_error(one_rank: torch.device, recipe: str) -> None:
+    model = build_model(CASE, one_rank)
+    vars(model.config).update(vars(asks(recipe)))
+    with pytest.raises(ValueError) as caught:
+        FullyShardedDataParallel(model.config, ddp_config(CASE, "optim_grads_params"), model)
+    lines = str(caught.value).split("\n")[1:]
+    assert len(lines) == 1 and f"_recipe={recipe!r}: device cpu cannot compute it" in lines[0]
+
+
+def test_all_of_cores_recipes_but_the_users_own_are_accepted() -> None:
+    assert {recipe.value for recipe in Fp8Recipe} - {"custom"} == set(FP8_RECIPES)
+    assert {recipe.value for recipe in Fp4Recipe} - {"custom"} == set(FP4_RECIPES)
+    assert set(capability.QUESTIONS) == {*FP8_RECIPES, *FP4_RECIPES} == set(NAMES)
+
+
+# Options that follow from others.
+
+
+def wrapped(
+    one_rank: torch.device, strategy: str, monkeypatch: pytest.MonkeyPatch, param: bool = True,
+    **ddp: Any,
+) -> tuple[Any, FullyShardedDataParallel]:
+    """The DDP config and a wrapper over a model whose config says that weights are quantized; none
+    of its layers' are, as on a pipeline stage whose layers all stay in bf16."""
+    monkeypatch.setattr(capability, "reason_against", lambda recipe, device: None)
+    model, options = build_model(CASE, one_rank), ddp_config(CASE, strategy, ddp)
+    vars(model.config).update(vars(asks()), fp8_param=param)
+    return options, FullyShardedDataParallel(model.config, options, model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_option_asks_for_quantized_weights(
+    strategy: str, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    options, _ = wrapped(one_rank, strategy, monkeypatch)
+    assert options.fp8_param_gather
+    said = capsys.readouterr().out
+    assert said.count("fp8_param_gather=True") == 1
+    assert "(0 of them quantized)" in said, "layers that are not TE's make none"
+
+
+def test_gathers_of_quantized_weights_that_are_not_quantized_are_refused(
+    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = "fp8_param_gather=True: .* make the model with fp8_param=True"
+    with pytest.raises(ValueError, match=refused):
+        wrapped(one_rank, "optim", monkeypatch, False, fp8_param_gather=True)
+
+
+def test_weights_in_nvfp4_are_refused_and_its_products_are_not(
+    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capability, "reason_against", lambda recipe, device: None)
+    model, options = build_model(CASE, one_rank), ddp_config(CASE, "optim", {})
+    vars(model.config).update(vars(asks("nvfp4")))
+    FullyShardedDataParallel(model.config, options, model)
+    model = build_model(CASE, one_rank)
+    vars(model.config).update(vars(asks("nvfp4")), fp4_param=True)
+    options.fp4_param_gather = True
+    with pytest.raises(ValueError) as caught:
+        FullyShardedDataParallel(model.config, options, model)
+    for option in ("fp4_param", "fp4_param_gather"):
+        assert f"{option}=True: weights are not kept or gathered in NVFP4" in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_transposes_are_kept_where_weights_are(
+    strategy: str, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    options, wrapper = wrapped(one_rank, strategy, monkeypatch, keep_fp8_transpose_cache=True)
+    kept = strategy != "optim_grads_params"
+    assert wrapper.engine.config.keep_derived is kept is options.keep_fp8_transpose_cache
+    assert ("keep_fp8_transpose_cache=False" in capsys.readouterr().out) is not kept
+    plain = ddp_config(CASE, strategy)
+    assert ddp_options.engine_config(plain).keep_derived is False
+
+
+def test_there_is_no_buffer_that_mxfp8_weights_share_with_gradients(
+    one_rank: torch.device, capsys: Any
+) -> None:
+    """Core's optimizer would fill that, and never tell the wrapper that weights have changed."""
+    name = "reuse_grad_buf_for_mxfp8_param_ag"
+    plain = build_trainer(CASE, "optim_grads_params", one_rank)
+    trainer = build_trainer(CASE, "optim_grads_params", one_rank, ddp={name: True})
+    assert f"{name}=False" in capsys.readouterr().out
+    assert not getattr(trainer.wrapper.ddp_config, name)
+    config = optimizer_config(CASE)
+    setattr(config, name, True)
+    trainer.optimizer = get_megatron_optimizer(
+        config, [trainer.wrapper], use_gloo_process_groups=False
+    )
+    groups = trainer.optimizer.param_groups, plain.optimizer.param_groups
+    for group, other in zip(*groups, strict=True):
+        group.update(lr=other["lr"], weight_decay=other["weight_decay"])
+    assert not getattr(config, name)
+    said = [line for line in capsys.readouterr().out.splitlines() if name in line]
+    assert said == [
+        f"Megatron's optimizer with FullyShardedDataParallel: set for you: {name}=False"
+    ]
+    for step in range(3):
+        data = batches(CASE, step, 0, one_rank)
+        assert train_step(trainer, data) == train_step(plain, data), step
+
+
+def test_megatron_lms_loop_does_not_look_for_that_buffer() -> None:
+    """Also where its flag was written: there is nothing that it could ask for."""
+    args = SimpleNamespace(
+        data_parallel_sharding_strategy="optim_grads_params",
+        reuse_grad_buf_for_mxfp8_param_ag=True,
+    )
+    flag = "--reuse-grad-buf-for-mxfp8-param-ag"
+    changes = megatron_lm.complete(args, ["--use-megatron-fsdp", flag])
+    assert args.reuse_grad_buf_for_mxfp8_param_ag is False
+    assert [change.option for change in changes].count(flag) == 1

@@ -1,0 +1,112 @@
+"""The same training without an engine: one unsharded process, main weights of its own, whole
+weights quantized whenever main weights have changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.engine.engine_cases import Setup, make_net, microbatch
+from tests.quantized.emulated import EmulatedTensor, quantize_whole
+
+
+class PlainQuantizedRig:
+    """The surface of `engine_cases.Rig`. Data of `ranks` ranks; `separately`: the gradients of each
+    microbatch are added up over ranks first, as with sharded gradients; `rolls`: delayed scales
+    move with every forward."""
+
+    def __init__(
+        self, setup: Setup, ranks: int = 1, separately: bool = False, rolls: bool = True
+    ) -> None:
+        self.setup, self.ranks, self.separately, self.rolls = setup, ranks, separately, rolls
+        self.model = make_net(setup)
+        self.params = dict(self.model.named_parameters())
+        self.main = {
+            name: getattr(param, "_high_precision_init_val", param).detach().float().clone()
+            for name, param in self.params.items()
+        }
+        self.grads: dict[str, torch.Tensor] = {}
+
+    def loss(self, index: int = 0) -> torch.Tensor:
+        return self.model(microbatch(index)).float().square().mean()  # type: ignore[no-any-return]
+
+    def forward_backward(self, microbatches: int = 1, first: int = 0) -> None:
+        indices = range(first, first + microbatches)
+        orders = [[(i, r) for r in range(self.ranks)] for i in indices]
+        if not self.separately:
+            orders = [[(i, r) for i in indices] for r in range(self.ranks)]
+        for order in orders:
+            total: dict[str, torch.Tensor] = {}
+            for index, rank in order:
+                self.loss(index + 100 * rank).backward()
+                self.roll()
+                self._add(total, self._taken())
+            self._add(self.grads, total)
+
+    def _taken(self) -> dict[str, torch.Tensor]:
+        found = {n: p.grad.float() for n, p in self.params.items() if p.grad is not None}
+        for param in self.params.values():
+            param.grad = None
+        return found
+
+    @staticmethod
+    def _add(total: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:
+        for name, value in more.items():
+            total[name] = total[name] + value if name in total else value
+
+    def roll(self) -> None:
+        for param in self.params.values():
+            if isinstance(param, EmulatedTensor) and self.rolls:
+                param._quantizer.roll()
+
+    def evaluate(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.loss(77)
+
+    def zero(self) -> None:
+        self.grads = {}
+        self._taken()
+
+    def finish(self) -> None:
+        """Gradients are where they are."""
+
+    def sync(self, wait: bool) -> None:
+        """There is one copy of the weights."""
+
+    def last(self, is_last: bool) -> None:
+        """Gradients always accumulate."""
+
+    @torch.no_grad()
+    def optimizer_step(self) -> None:
+        self._add(self.grads, self._taken())
+        for name, grad in self.grads.items():
+            self.main[name].sub_(grad / self.ranks, alpha=0.1)
+        self._follow(frozen=False)
+
+    def step(self, microbatches: int = 1, sync: bool = True) -> None:
+        self.zero()
+        self.forward_backward(microbatches)
+        self.optimizer_step()
+
+    @torch.no_grad()
+    def load(self) -> None:
+        for value in self.main.values():
+            value.mul_(0.5)
+        self._follow(frozen=True)
+
+    write = load
+
+    def _follow(self, frozen: bool) -> None:
+        for name, param in self.params.items():
+            if isinstance(param, EmulatedTensor):
+                if param.requires_grad or frozen:
+                    quantize_whole(param, self.main[name].to(self.main_dtype(param)))
+            else:
+                param.copy_(self.main[name])
+
+    def main_dtype(self, param: torch.Tensor) -> torch.dtype:
+        return torch.float32 if param.requires_grad else param.dtype
+
+    def weights(self) -> dict[str, Any]:
+        return {name: value.clone() for name, value in self.main.items()}

@@ -1,0 +1,91 @@
+"""Modules with the state of Transformer Engine's own, by the methods of its base class: those that
+make and keep what delayed scaling knows. The class itself cannot be imported without a GPU's parts.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+METHODS = (
+    "adjust_amax_history_length", "set_meta_tensor", "init_fp8_meta_tensors", "init_fp8_metadata",
+    "_update_weight_quantizers", "fast_setattr", "get_quantizer_roles",
+)  # fmt: skip
+
+
+def base_class(folder: Path) -> type:
+    """With the methods of the release in `folder`."""
+    import transformer_engine.pytorch.tensor.float8_tensor  # noqa: F401  TE's imports go in a ring
+    from transformer_engine.pytorch import quantization
+    from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
+
+    source = (folder / "transformer_engine/pytorch/module/base.py").read_text()
+    found = next(
+        node for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == "TransformerEngineBaseModule"
+    )
+    found.bases, found.decorator_list = [ast.Name("Module", ast.Load())], []
+    found.body = [
+        node for node in found.body if isinstance(node, ast.FunctionDef) and node.name in METHODS
+    ]
+    names = dict(vars(quantization))
+    names |= {"Module": nn.Module, "F": nn.functional, "warnings": warnings}
+    names |= {"QuantizedTensorStorage": QuantizedTensorStorage}
+    flags = __future__.annotations.compiler_flag
+    tree = ast.fix_missing_locations(ast.Module([found], []))
+    exec(compile(tree, "base.py", "exec", flags, True), names)
+    return names["TransformerEngineBaseModule"]  # type: ignore[no-any-return]
+
+
+class Index:
+    """Of a weight among what its module quantizes, as TE 2.11 has it: an enumeration of C++."""
+
+    def __index__(self) -> int:
+        return 1
+
+
+def make_linear(folder: Path) -> Any:
+    """A linear layer in bf16 as it is after its construction."""
+    made = base_class(folder)()
+    made.weight = nn.Parameter(torch.randn(32, 32).bfloat16())
+    made.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=Index())}
+    made.fp8_meta = {"fp8_checkpoint": False}
+    made.fp8 = made.fp8_parameters = made.fp8_calibration = False
+    made.fp8_initialized = made.fp8_meta_tensors_initialized = False
+    made.quantizers = {"scaling_fwd": {}, "scaling_bwd": {}}
+    made._fp8_workspaces = {}
+    made._get_weight_tensors = lambda: [made.weight]
+    made._get_weight_quantizers = lambda: [made.quantizers["scaling_fwd"][1]]
+    return made
+
+
+@contextmanager
+def computing(recipe: Any, parameters: bool) -> Iterator[None]:
+    """As in a forward under `autocast`, or, with `parameters`, where modules are made with
+    quantized weights."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
+
+    answers = {
+        "is_fp8_enabled": not parameters, "with_fp8_parameters": parameters,
+        "is_fp8_calibration": False, "get_fp8_recipe": recipe, "get_fp8_group": None,
+    }  # fmt: skip
+    create = functools.partial(RecipeState.create, device="cpu")
+    with (
+        mock.patch.multiple(
+            FP8GlobalStateManager,
+            **{name: staticmethod(lambda value=value: value) for name, value in answers.items()},
+        ),
+        mock.patch.object(RecipeState, "create", staticmethod(create)),
+    ):
+        yield

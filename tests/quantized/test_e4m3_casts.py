@@ -1,0 +1,183 @@
+"""Casts of the rows of many weights: every element against arithmetic one by one, and the kernels,
+interpreted, against torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fsdp_adapter.quantized import e4m3
+from megatron_fsdp_adapter.quantized.columns import mx_columns, padded
+from megatron_fsdp_adapter.quantized.e4m3 import (
+    BlockCast,
+    MxRows,
+    OwnRows,
+    TensorCast,
+    kernels_for,
+    scales_shape,
+    write_scales,
+)
+from tests.quantized import arithmetic, float64
+from tests.quantized.te_checks import SCALE, Shard, quantize
+from tests.quantized.te_extension import Extension, amax_of, scale_of
+from tests.quantized.te_weights import NASTY, Case, random_case
+
+ROOT = Path(__file__).parents[2]
+PLANES = ("rowwise", "columnwise", "rowwise_scales", "columnwise_scales")
+
+
+def whole(case: Case, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes, and inverses of scales, of a weight that nobody has cut."""
+    values = case.mains[index].bfloat16().float()
+    if case.recipe in ("current", "delayed"):
+        found = SCALE if case.recipe == "delayed" else scale_of(amax_of(values), False, 0.0)
+        scale = torch.tensor([found])
+        return arithmetic.e4m3(values * scale), torch.ones(1) / scale
+    scale = torch.ones(scales_shape(tuple(values.shape)))
+    factors = torch.ones_like(values)
+    for row in range(0, values.shape[0], 128):
+        for column in range(0, values.shape[1], 128):
+            part = (slice(row, row + 128), slice(column, column + 128))
+            found = scale_of(amax_of(values[part]), True, 0.0)
+            scale[row // 128, column // 128] = factors[part] = found
+    return arithmetic.e4m3(values * factors), torch.ones(1) / scale.view(-1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(["current", "delayed", "blockwise"]), st.integers(0, 1 << 20),
+    st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from(list(NASTY)),
+)  # fmt: skip
+def test_bytes_of_shards_are_those_of_whole_weights(recipe, seed, dtype, nasty):
+    case = random_case(recipe, seed, dtype, nasty, "cpu")
+    shards = [Shard(case, number, 64) for number in range(case.shards)]
+    inverses = quantize(recipe, shards)["inverses"]
+    expected = [whole(case, index) for index in range(len(case.mains))]
+    assert torch.equal(inverses, torch.cat([scale for _, scale in expected]))
+    for shard in shards:
+        shard.check_untouched()
+        for own, (start, stop), (data, _) in zip(shard.rows, shard.ranges, expected, strict=True):
+            assert torch.equal(own.bytes, data.view(-1)[start:stop])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1 << 20), st.sampled_from(list(NASTY)))
+def test_mxfp8_of_shards_is_that_of_whole_weights_in_float64(seed, nasty):
+    """And so is what the extension's stand-in computes."""
+    case = random_case("mxfp8", seed, torch.float32, nasty, "cpu")
+    shards = [Shard(case, number, 64) for number in range(case.shards)]
+    quantize("mxfp8", shards)
+    for shard in shards:
+        shard.check_untouched()
+    for index, main in enumerate(case.mains):
+        planes = float64.mxfp8(main.bfloat16())
+        expected = [planes[name].view(-1) for name in PLANES]
+        m, k = main.shape
+        values = main.bfloat16().view(-1)
+        amaxes = torch.zeros(m, k // 32), torch.zeros(m // 32, k)
+        Extension.mxfp8_scaling_compute_partial_amax(values, *amaxes, m, k, 0)
+        scales = [torch.zeros(amax.shape, dtype=torch.uint8) for amax in amaxes]
+        Extension.multi_tensor_compute_scale_inv_e8m0(0, None, [amaxes, scales])
+        data = [torch.zeros(m * k, dtype=torch.uint8) for _ in scales]
+        Extension.mxfp8_scaling_partial_cast(values, *data, *scales, m, k, 0)
+        for found, plane in zip([*data, *scales], expected, strict=True):
+            assert torch.equal(found.view(-1), plane)
+        for number, plane in enumerate(expected, 1):
+            parts = [shard.rows[index].tensors[number] for shard in shards]
+            assert torch.equal(torch.cat(parts), plane)
+
+
+@pytest.mark.parametrize("nasty", [name for name in NASTY if name != "NaN"])
+def test_the_emulated_library_computes_the_same_mxfp8(nasty):
+    for seed in range(5):
+        for main in random_case("mxfp8", seed, torch.float32, nasty, "cpu").mains:
+            value = main.bfloat16()
+            expected, found = float64.mxfp8(value), arithmetic.mxfp8(value.float())
+            assert all(torch.equal(found[name], expected[name]) for name in PLANES)
+
+
+def test_columns_of_mxfp8_that_were_left_out_are_made_of_the_value():
+    value = torch.randn(64, 96).bfloat16()
+    data, scales = mx_columns(value, torch.empty(0, dtype=torch.uint8))
+    expected = float64.mxfp8(value)
+    assert torch.equal(data, expected["columnwise"])
+    assert torch.equal(scales, expected["columnwise_scales"])
+
+
+def test_scales_are_filled_up_with_zeros():
+    scales = torch.ones(3, 5, dtype=torch.uint8)
+    found = padded(scales, (4, 8))
+    assert found.shape == (4, 8) and torch.equal(found[:3, :5], scales) and found.sum() == 15
+
+
+@pytest.mark.parametrize("powers", [False, True])
+def test_a_scale_is_one_division_rounded_once(powers):
+    special = torch.tensor([0.0, math.inf, math.nan, 1e-40, 3e38])
+    amaxes = torch.cat([torch.rand(3000) * 10, special])
+    scales, inverses = torch.empty(2, len(amaxes)).unbind()
+    write_scales(amaxes, scales, inverses, powers, epsilon=1e-3)
+    expected = [1.0 if math.isnan(a) else scale_of(a, powers, 1e-3) for a in amaxes.tolist()]
+    assert scales.tolist() == expected
+    assert torch.equal(inverses, torch.ones_like(scales) / scales)
+
+
+def test_a_table_is_made_anew_when_memory_has_moved():
+    own = OwnRows((4, 16), 0, torch.randn(64), torch.zeros(64, dtype=torch.uint8))
+    cast = TensorCast([own, OwnRows((4, 16), 0, torch.randn(0), own.bytes[:0])], torch.bfloat16)
+    table = cast.table()
+    assert cast.table() is table and table.lines.tolist() == [
+        [0, 64, own.main.data_ptr(), own.bytes.data_ptr()]
+    ]
+    moved = torch.zeros(65, dtype=torch.uint8)[1:]
+    own.bytes.set_(moved.untyped_storage(), 1, (64,))  # type: ignore[call-overload]
+    assert cast.table() is not table and not cast.table().aligned
+
+
+def test_what_cannot_be_cast_is_an_error():
+    main, data = torch.randn(64), torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="64 elements from 1 are not in"):
+        OwnRows((4, 16), 1, main, data)
+    with pytest.raises(ValueError, match=r"torch.float64.*what is cast"):
+        OwnRows((4, 16), 0, main.double(), data)
+    with pytest.raises(ValueError, match=r"must both be \(n,\)"):
+        OwnRows((4, 16), 0, main, data[:32])
+    with pytest.raises(ValueError, match="contiguous"):
+        OwnRows((4, 16), 0, main[::2], data[::2])
+    with pytest.raises(ValueError, match="not rows of a matrix"):
+        BlockCast([OwnRows((4, 32), 8, main, data)], torch.bfloat16).begin(torch.zeros(4))
+    with pytest.raises(ValueError, match="MXFP8 needs rows and columns in multiples of 32"):
+        MxRows((4, 16), 0, main, data, data, data[:2], data[:2])
+    with pytest.raises(ValueError, match=r"Size\(\[16\]\).*not \(32,\) uint8"):
+        planes = [torch.zeros(size, dtype=torch.uint8) for size in (1024, 1024, 32, 16)]
+        MxRows((32, 32), 0, torch.randn(1024), *planes)
+    with pytest.raises(ValueError, match="one dtype and device"):
+        rows = [OwnRows((4, 16), 0, one, data) for one in (main, main.bfloat16())]
+        TensorCast(rows, torch.bfloat16)
+
+
+def test_where_triton_cannot_run_torch_casts_and_a_warning_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, e4m3.__name__.replace("e4m3", "triton_e4m3"), raising=False)
+    with pytest.warns(UserWarning, match="quantized by torch.*Triton cannot be used here"):
+        assert kernels_for.__wrapped__(torch.device("cuda")) is None
+    assert kernels_for(torch.device("cpu")) is None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_kernels_write_what_torch_writes():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.quantized.interpreted"], cwd=ROOT, capture_output=True,
+        text=True, timeout=300, env={**os.environ, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and len(lines) == 18, done.stderr
+    assert all(line.endswith(": 0 bytes differ") for line in lines), done.stdout

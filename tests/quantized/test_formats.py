@@ -1,0 +1,263 @@
+"""Formats: what they refuse; and shards quantized by themselves are whole weights quantized."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer, Held, items_in, segments_in
+from megatron_fsdp_adapter.core.engine.partition import partition
+from megatron_fsdp_adapter.core.engine.quantized import QuantizedWeight
+from megatron_fsdp_adapter.core.layout import (
+    BLOCK128,
+    MXFP8,
+    PER_TENSOR,
+    GroupLayout,
+    ParamSpec,
+    Plane,
+    WeightFormat,
+    plain,
+    plan_group,
+)
+from megatron_fsdp_adapter.core.runtime.device import HostRuntime
+from megatron_fsdp_adapter.quantized import TransformerEngineParams, format_of
+from tests.quantized.emulated import (
+    RECIPES,
+    emulated_parameter,
+    field_of,
+    make,
+    quantizer_of,
+    whole_fields,
+)
+
+Shape = tuple[int, int]
+BYTES = torch.uint8
+
+
+def planned(shapes: Sequence[Shape], format: WeightFormat, shards: int) -> GroupLayout:
+    specs = [
+        ParamSpec(i, (f"w{i}",), shape, torch.bfloat16, True, format.granularity(shape), format)
+        for i, shape in enumerate(shapes)
+    ]
+    return plan_group(specs, shards)
+
+
+class Shards:
+    """Every rank's part of the weights of one group, each quantized by itself. Scales that all
+    ranks have are each rank's own."""
+
+    def __init__(self, values: Sequence[torch.Tensor], recipe: str, shards: int) -> None:
+        self.values, self.format, runtime = values, RECIPES[recipe], HostRuntime()
+        shapes = [(value.shape[0], value.shape[1]) for value in values]
+        self.layout = planned(shapes, self.format, shards)
+        self.buffers, self.params, self.quantizers = [], [], []  # type: ignore[var-annotated]
+        for rank in range(shards):
+            held = Held(self.layout, rank)
+            buffers = {
+                plane.name: FlatBuffer(plane.numel(self.layout.shard_numel), BYTES, runtime)
+                for plane in self.format.planes
+            }
+            planes = {
+                plane.name: items_in(buffers[plane.name], held, held, plane)
+                for plane in self.format.planes
+            }
+            params = [emulated_parameter(value.to(torch.bfloat16), recipe) for value in values]
+            weights = [
+                self._weight(rank, index, param, {n: each[index] for n, each in planes.items()})
+                for index, param in enumerate(params)
+            ]
+            self.buffers.append(buffers)
+            self.params.append(params)
+            self.quantizers.append(TransformerEngineParams().quantizer(self.format, weights))
+
+    def _weight(
+        self, rank: int, index: int, param: nn.Parameter, planes: dict[str, torch.Tensor]
+    ) -> QuantizedWeight:
+        rows = self.layout.shard_range(index, rank)
+        main = self.values[index].reshape(-1)[rows.start : rows.stop]
+        main = main.view(self.layout.local_shape(index, rank))
+        return QuantizedWeight(param, f"w{index}", self.format, rows.start, main, True, planes)
+
+    def quantize(self) -> None:
+        vectors = [torch.full((q.amax_numel,), torch.nan) for q in self.quantizers]
+        for quantizer, vector in zip(self.quantizers, vectors, strict=True):
+            if vector.numel():
+                quantizer.bind(vector)
+            quantizer.begin()
+        largest = torch.stack(vectors).amax(0)
+        for quantizer, vector in zip(self.quantizers, vectors, strict=True):
+            vector.copy_(largest)
+            quantizer.finish()
+
+    def gathered(self, plane: Plane) -> list[torch.Tensor]:
+        """The plane of each weight, as a gather of every rank's shard makes it."""
+        full = FlatBuffer(plane.numel(self.layout.total_numel), BYTES, HostRuntime())
+        whole = Held(self.layout.with_shards(1), 0)
+        for rank, buffers in enumerate(self.buffers):
+            held = Held(self.layout, rank)
+            parts = zip(
+                segments_in(full, whole, held, plane),
+                segments_in(buffers[plane.name], held, held, plane),
+                strict=True,
+            )
+            for output, source in parts:
+                output.copy_(source)
+        return items_in(full, whole, whole, plane)
+
+
+def check(values: Sequence[torch.Tensor], recipe: str, shards: int) -> Shards:
+    """Gathered planes, and scales on every rank, are those of the whole weights."""
+    made = Shards(values, recipe, shards)
+    made.quantize()
+    gathered = {plane.name: made.gathered(plane) for plane in made.format.planes}
+    for index, value in enumerate(values):
+        quantizer = quantizer_of(recipe, scale=made.params[0][index]._quantizer.scale)
+        expected = whole_fields(value, quantizer, torch.bfloat16)
+        for name, planes in gathered.items():
+            shape = next(p for p in made.format.planes if p.name == name).shape(tuple(value.shape))
+            whole = expected.pop(field_of(recipe, name))
+            assert torch.equal(planes[index].view(shape), whole), name
+        for field, scale in expected.items():
+            for params in made.params:
+                assert torch.equal(params[index].__dict__[field], scale), field
+    return made
+
+
+def some_weights(seed: int, sizes: int = 5) -> list[torch.Tensor]:
+    """Of shapes that all formats have whole blocks of, with rows and elements of unlike sizes."""
+    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    values = []
+    for _ in range(choose.randint(1, 4)):
+        shape = 32 * choose.randint(1, sizes), 32 * choose.randint(1, sizes)
+        value = torch.randn(shape, generator=generator) * 10.0 ** choose.uniform(-3, 1)
+        value.view(-1)[::97] *= 50
+        value[: shape[0] // 3] *= 1e-4
+        values.append(value)
+    return values
+
+
+@pytest.mark.parametrize("shards", range(1, 9))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_shards_quantized_by_themselves_are_the_whole_weight_quantized(recipe, shards):
+    """Over 10 x 40 layouts."""
+    for seed in range(10):
+        made = check(some_weights(seed + 100 * shards), recipe, shards)
+        for plane in made.format.planes:
+            for segment in made.layout.segments:
+                assert plane.nbytes(segment.offset) % 16 == 0
+                assert plane.nbytes(segment.shard_numel) % 16 == 0
+
+
+@pytest.mark.parametrize("shards", [64, 512])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_many_ranks_of_which_most_have_no_rows_of_a_weight(recipe, shards):
+    made = check(some_weights(7, 3), recipe, shards)
+    assert any(made.layout.shard_range(0, rank).empty for rank in range(shards))
+
+
+EXTREMES = {
+    "zeros": lambda value: value.zero_(),
+    "one block of zeros": lambda value: value[:32].zero_(),
+    "tiny": lambda value: value.mul_(1e-40),
+    "huge": lambda value: value.clamp_(-1, 1).mul_(3e38),
+    "infinite": lambda value: value.view(-1)[77:78].fill_(torch.inf),
+}
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_values_at_the_ends_of_float32(recipe, extreme):
+    values = [value.clone() for value in some_weights(3)]
+    EXTREMES[extreme](values[0])
+    check(values, recipe, 3)
+
+
+def test_bytes_of_rounded_and_unrounded_main_weights_differ():
+    """Why quantizers round to the compute dtype first."""
+    value = torch.randn(256, 256)
+    quantizer = quantizer_of("current")
+    rounded = whole_fields(value, quantizer, torch.bfloat16)["_data"]
+    assert 0.005 < (whole_fields(value, quantizer, torch.float32)["_data"]
+                    != rounded).float().mean() < 0.05  # fmt: skip
+
+
+# What cannot be cut.
+
+
+@pytest.mark.parametrize("shards", [2, 5])
+def test_a_weight_whose_rows_do_not_make_granules_lies_on_one_shard(shards):
+    values = [torch.randn(40, 64), torch.randn(48, 64), torch.randn(7, 32)]
+    made = check(values, "block128", shards)
+    assert [len(made.layout.holders(index)) == 1 for index in (0, 2)] == [True, True]
+    assert [BLOCK128.cuts(tuple(v.shape)) for v in values] == [False, True, False]
+
+
+def test_what_lies_whole_on_one_shard_is_said():
+    module = nn.Linear(32, 40)
+    module.weight = emulated_parameter(module.weight.detach(), "block128")
+    with pytest.warns(UserWarning, match="parameter weight: 40 rows are no multiple of 16"):
+        plans = partition(module, {}, domain_of=lambda *_: "dense", format_of=format_of)
+    keys = list(plans[-1].groups)
+    assert [key.quantized for key in keys] == [BLOCK128, None]
+    assert [key.format for key in keys] == [BLOCK128, plain(torch.float32)]
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (64, 48)])
+def test_a_weight_without_whole_blocks_is_refused_by_name(shape):
+    module = nn.Module()
+    module.weight = nn.Parameter(make(shape, torch.bfloat16, quantizer_of("mxfp8"), {}))
+    with pytest.raises(ValueError, match="parameter weight in format mxfp8.*no whole blocks"):
+        partition(module, {}, domain_of=lambda *_: "dense", format_of=format_of)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no planes": ({"planes": ()}, "not a format"),
+    "two of a name": ({"planes": (Plane("a", BYTES), Plane("a", BYTES))}, "not a format"),
+    "no rows": ({"rows": 0}, "not a format"),
+    "cut": ({"planes": (Plane("a", BYTES, (32, 1)),), "rows": 16, "align": 512}, "cut block"),
+    "unaligned": ({"planes": (Plane("a", BYTES),), "align": 8}, "not aligned to 16 bytes"),
+    "blocks across shards": ({"planes": (Plane("a", BYTES, (1, 32)),)}, "not aligned"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_formats_that_contradict_themselves_are_refused(name):
+    options, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        WeightFormat("mine", **{"planes": (Plane("a", BYTES),), **options})
+
+
+def test_planes_are_refused_that_are_none_and_ranges_that_cut_blocks():
+    with pytest.raises(ValueError, match="not a plane"):
+        Plane("a", BYTES, (0, 1))
+    with pytest.raises(ValueError, match="33 elements are no whole blocks"):
+        Plane("a", BYTES, (1, 32)).numel(33)
+    with pytest.raises(ValueError, match="no whole blocks of 1 x 32"):
+        Plane("a", BYTES, (1, 32)).shape((4, 5, 32))
+
+
+def test_a_layout_has_one_format_and_its_alignment_and_granules():
+    specs = [
+        ParamSpec(i, (f"w{i}",), (64, 32), torch.bfloat16, True, 1024, format)
+        for i, format in enumerate((MXFP8, BLOCK128))
+    ]
+    with pytest.raises(ValueError, match="one format"):
+        plan_group(specs, 2)
+    with pytest.raises(ValueError, match="aligned to 16 elements, not as mxfp8"):
+        plan_group(specs[:1], 2, align=16)
+    with pytest.raises(ValueError, match="cuts granules of format mxfp8"):
+        ParamSpec(0, ("w",), (64, 32), torch.bfloat16, True, 32, MXFP8)
+
+
+@pytest.mark.parametrize(
+    ("format", "numbers"),
+    [(plain(torch.bfloat16), 2.0), (plain(torch.float32), 4.0), (PER_TENSOR, 1.0), (BLOCK128, 1.0),
+     (MXFP8, 2.0625)],
+)  # fmt: skip
+def test_bytes_an_element(format, numbers):
+    assert format.nbytes(1024) == numbers * 1024

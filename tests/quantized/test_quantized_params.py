@@ -1,0 +1,220 @@
+"""Quantized weights of the engine in one process: what may be read of them and when, what is
+derived from them, and their bytes; what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.engine import saved
+from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.core.engine.partition import partition
+from megatron_fsdp_adapter.core.engine.unit import Phase
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE, HostRuntime, storage_bytes
+from megatron_fsdp_adapter.diagnostics.description import param_rows
+from megatron_fsdp_adapter.diagnostics.memory import (
+    LIFE,
+    OPTIMIZER_STATE,
+    PERSISTENT,
+    Precision,
+    group_bytes,
+)
+from megatron_fsdp_adapter.quantized import format_of
+from megatron_fsdp_adapter.sharding.agreement import model_lines
+from tests.engine.engine_cases import Rig, Setup, build, domains_of, make_net, units_of
+from tests.engine.pretended import pretended_world
+from tests.engine.recording import RecordingRuntime
+from tests.quantized.emulated import RECIPES, EmulatedTensor, Float8Tensor
+
+ZERO_1, ZERO_3 = "optim", "optim_grads_params"
+
+
+@pytest.fixture
+def world():
+    with pretended_world(2):
+        yield
+
+
+# Guards.
+
+READS = {
+    "field": lambda param: param._rowwise_data,
+    "dequantize": lambda param: param.dequantize(),
+    "sum": lambda param: param + 1,
+    "usage": lambda param: param.update_usage(rowwise_usage=True),
+    "copy": lambda param: param.clone(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reading_a_weight_that_is_not_there_names_it(world, strategy, read):
+    """Kept weights, too, between a step and their gather."""
+    rig = build(Setup(strategy, recipe="block128"))
+    rig.step(sync=False)
+    rig.engine.show_raw_params()
+    with pytest.raises(RuntimeError, match=r"layers.1.up.weight of unit layers.1.*phase SHARDED"):
+        READS[read](rig.model.layers[1].up.weight)
+
+
+def test_what_says_nothing_about_values_can_be_read(world):
+    rig = build(Setup(recipe="mxfp8"))
+    rig.engine.show_raw_params()
+    weight = rig.model.layers[1].up.weight
+    assert weight.shape == (96, 32) and weight.numel() == 96 * 32 and weight.is_leaf
+    assert weight.dtype == torch.bfloat16 and weight.device == torch.device("cpu")
+    assert weight.requires_grad and weight.grad is None and "layers.1.up.weight" in repr(weight)
+    assert isinstance(weight, nn.Parameter) and isinstance(weight, EmulatedTensor)
+
+
+def test_in_forward_and_backward_a_weight_is_of_its_own_class(world):
+    rig = build(Setup(recipe="current"))
+    seen = []
+    up = rig.model.layers[1].up
+    up.register_forward_hook(lambda module, *_: seen.append(type(module.weight)))
+    rig.loss().backward()
+    assert seen == [Float8Tensor]
+    assert type(up.weight) is not Float8Tensor, "and another one after it"
+    pair = next(p for p in rig.engine.pairs if p.managed.fqns == ("layers.1.up.weight",))
+    classes = {type(p.raw) for p in rig.engine.pairs if isinstance(p.raw, EmulatedTensor)}
+    assert len(classes) == 1 and type(pair.raw) in classes, "one guard for all of a class"
+
+
+# What is derived.
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_transposes_are_made_in_backward_and_dropped_behind_it(world, strategy, keep):
+    if keep and STRATEGIES[strategy].shard_weights:
+        with pytest.raises(ValueError, match="keep_derived=True with optim_grads_params"):
+            Setup(strategy, recipe="current", keep_derived=True).config  # noqa: B018
+        return
+    rig = build(Setup(strategy, recipe="current", keep_derived=keep))
+    rig.step()
+    weight = next(p.raw for p in rig.engine.pairs if p.managed.fqns == ("layers.2.up.weight",))
+    seen = []
+
+    def derived() -> bool:
+        return weight.__dict__["_transpose"] is not None
+
+    rig.model.layers[2].up.register_forward_hook(lambda *_: seen.append(derived()))
+    rig.zero()
+    rig.last(False)
+    rig.loss().backward()
+    assert derived() is keep and seen == [False], "not in forward"
+    rig.last(True)
+    rig.loss().backward()
+    assert seen == [False, keep]
+    rig.finish()
+    rig.optimizer_step()
+    assert not derived(), "of old weights"
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_live_storages_are_those_of_the_formula(strategy, recipe):
+    with pretended_world(4, 2):
+        rig = build(Setup(strategy, recipe=recipe, world=4, rank=2, layers=2))
+        row, precision = STRATEGIES[strategy], Precision(state_bytes=0)
+        by_group = [group_bytes(g.layout, row, precision, 2) for g in rig.engine.groups]
+        rig.step(sync=False)
+        rig.zero()
+        rig.engine.gather.release_all()
+        expected = sum(
+            count for held in by_group for kind, count in held.items()
+            if LIFE[kind] == PERSISTENT and kind != OPTIMIZER_STATE
+        )  # fmt: skip
+        assert live_bytes(rig) == expected
+        if row.shard_weights:
+            unit = rig.engine.units[1]
+            rig.engine.show_raw_params()
+            rig.engine.gather.need(unit)
+            gathered = sum(held.get("gathered weights", 0) for held in by_unit(rig, unit, by_group))
+            present = {u.name for u in rig.engine.units if u.phase is not Phase.SHARDED}
+            for other in rig.engine.units:
+                if other is not unit:
+                    rig.engine.gather.release(other)
+            assert live_bytes(rig) == expected + gathered, present
+
+
+def by_unit(rig: Rig, unit: Any, by_group: list[dict[str, int]]) -> list[dict[str, int]]:
+    return [by_group[rig.engine.groups.index(group)] for group in unit.groups]
+
+
+def live_bytes(rig: Rig) -> int:
+    """Of all flat buffers of all groups, each storage once."""
+    found = {}
+    for group in rig.engine.groups:
+        flats = [f for plane in group.planes for f in plane.buffers]
+        flats += [group.main.tensor, *(
+            (group.grad.tensor, group.bucket.tensor) if group.key.requires_grad else ())]
+        for flat in flats:
+            found[flat.untyped_storage()._cdata] = storage_bytes(flat)
+    return sum(found.values())
+
+
+def test_autograd_keeps_the_parameter_and_no_copy_of_it(world, monkeypatch):
+    """What backward reads of a weight is in the unit's buffers, which hooks are not shown."""
+    monkeypatch.setattr(saved, "is_owned", lambda value: False)
+    rig = build(Setup(recipe="current"))
+    kept: list[torch.Tensor] = []
+
+    def pack(value: torch.Tensor) -> torch.Tensor:
+        kept.append(value)
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        rig.loss()
+    weights = [value for value in kept if isinstance(value, EmulatedTensor)]
+    assert len(weights) == 8
+    raw = {id(pair.raw) for pair in rig.engine.pairs}
+    assert all(id(value) in raw for value in weights)
+    assert not [v for v in kept if v.shape[-2:] in ((96, 32), (32, 96)) and type(v) is torch.Tensor]
+
+
+# Refusals.
+
+
+def test_quantized_weights_that_nobody_knows_are_refused(world):
+    setup = Setup(recipe="current")
+    model = make_net(setup)
+    plans = partition(model, units_of(model), domain_of=lambda *_: "dense", format_of=format_of)
+    with pytest.raises(ValueError, match=r"quantized=None.*per_tensor"):
+        FsdpEngine(model, plans, domains_of(setup), setup.config, HostRuntime())
+
+
+def test_quantizing_runs_on_the_compute_stream(world, monkeypatch):
+    rig = build(Setup(recipe="current"))
+    roles = []
+    original = RecordingRuntime.submit
+    monkeypatch.setattr(
+        RecordingRuntime, "submit",
+        lambda self, role, *tasks: (roles.append(role), original(self, role, *tasks))[1],
+    )
+    rig.load()
+    rig.engine.show_raw_params()
+    assert roles[0] == COMPUTE
+
+
+def test_ranks_compare_formats_and_buffers_say_which_plane_they_are(world):
+    setup = Setup(recipe="mxfp8")
+    model = make_net(setup)
+    plans = partition(model, units_of(model), domain_of=lambda *_: "dense", format_of=format_of)
+    lines = [line for line in model_lines(plans, setup.config) if "layers.0.up" in line]
+    assert any("up.weight (96, 32) bfloat16 as mxfp8 trained" in line for line in lines)
+    assert any("up.bias (96,) bfloat16 trained" in line for line in lines)
+    engine = build(setup).engine
+    dtypes = {row.name: row.dtype for row in param_rows(engine)}
+    assert dtypes["layers.0.up.weight"] == "bfloat16 as mxfp8"
+    assert dtypes["layers.0.up.bias"] == "bfloat16"
+    labels = {full.label for group in engine.groups for full in group.weights}
+    assert "the gathered weights (columnwise_scales) of unit layers.1" in labels
+    assert "the gathered weights of unit layers.1" in labels

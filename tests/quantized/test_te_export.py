@@ -1,0 +1,153 @@
+"""Quantized weights of a live model: exported as the bytes and scales that modules compute with,
+and back bit for bit after their memory was given back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter import (
+    export_weights,
+    fully_shard_model,
+    fully_shard_optimizer,
+    release_memory,
+    return_memory,
+)
+from megatron_fsdp_adapter.core.engine.memory import COMPUTE, MAIN
+from tests.distributed.gpt import (
+    STRATEGIES,
+    Trainer,
+    batches,
+    build_trainer,
+    forward_backward,
+    init_megatron,
+    train_step,
+)
+from tests.distributed.launch import run_ranks
+from tests.quantized import test_te_engine
+from tests.quantized.te_checks import own_group, same
+from tests.quantized.te_extension import FOLDERS, standing_in
+from tests.quantized.te_modules import KNOWS
+from tests.quantized.te_weights import RECIPES
+from tests.quantized.test_te_engine import RATE, Layer, Net, loss_of
+from tests.quantized.test_te_wrapper import CASE, quantize_layers
+
+pytestmark = pytest.mark.skipif(
+    not FOLDERS, reason="TRANSFORMER_ENGINE_PYTHON names no folder with Transformer Engine's files"
+)
+
+
+def computed_with(engine: Any, recipe: str) -> dict[str, torch.Tensor]:
+    """Gathered bytes and scales by name, as modules see them."""
+    found = {}
+    engine.show_raw_params()
+    for unit in engine.units:
+        engine.gather.need(unit)
+        for group in unit.groups:
+            for entry in group.managed if group.key.quantized else ():
+                name = entry.fqns[0].removeprefix("module.")
+                fields = KNOWS.fields(entry.param)
+                found[name] = fields["rowwise"].clone().view(torch.float8_e4m3fn)
+                scale = fields.get("rowwise_scales", (*KNOWS.scales(entry.param), None)[0])
+                rows, columns = entry.param.shape
+                if recipe == "blockwise":
+                    scale = scale[: -(-rows // 128), : -(-columns // 128)]
+                found[name + "_scale_inv"] = scale.clone()
+        engine.gather.release(unit)
+    return found
+
+
+def _exported(rank: int, world: int, folder: str, strategy: str) -> None:
+    device = init_megatron()
+    with standing_in(Path(folder)):
+        group = own_group(rank, world)
+        for recipe in RECIPES:
+            trainer, plain = (
+                build_trainer(
+                    CASE, strategy, device, lambda model, r=recipe: quantize_layers(model, r, group)
+                )
+                for _ in range(2)
+            )
+            for step in range(3):
+                data = batches(CASE, step, rank, device)
+                assert train_step(trainer, data) == train_step(plain, data), (recipe, step)
+                label = f"{recipe} {strategy} {step}"
+                _check(trainer, recipe, label)
+                release_memory(trainer.wrapper, trainer.optimizer, keep=[MAIN, COMPUTE])
+                if step:  # before a forward brings them up to date
+                    dict(export_weights(trainer.wrapper, quantized=True))
+                release_memory(trainer.wrapper, trainer.optimizer)
+                return_memory(trainer.wrapper, trainer.optimizer)
+            mine, theirs = (
+                computed_with(one.wrapper.engine, recipe) for one in (trainer, plain)
+            )
+            for name, value in mine.items():
+                same(value.float(), theirs[name].float(), f"{recipe} {name}")
+            forward_backward(trainer, batches(CASE, 3, rank, device))
+
+
+def _check(trainer: Trainer, recipe: str, label: str) -> None:
+    values = dict(export_weights(trainer.wrapper, dtype=torch.float32))
+    mains = trainer.params()
+    for name, value in values.items():
+        same(value, mains[f"module.{name}" if f"module.{name}" in mains else name], label)
+    found = dict(export_weights(trainer.wrapper, quantized=True))
+    expected = computed_with(trainer.wrapper.engine, recipe)
+    assert len(expected) == 8 * CASE.num_layers and expected.keys() < found.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, (label, name)
+        same(found[name].float(), value.float(), f"{label} {name}")
+        if recipe == "blockwise" and name.endswith("_scale_inv"):
+            bytes_of = found[name.removesuffix("_scale_inv")].float()
+            rows, columns = bytes_of.shape
+            scales = value.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+            stood = values[name.removesuffix("_scale_inv")]
+            assert (bytes_of * scales - stood).abs().max() <= 0.08 * stood.abs().max()
+    for name in values.keys() - expected.keys():
+        assert found[name].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[2:])
+@pytest.mark.parametrize("folder", FOLDERS[:1], ids=lambda folder: folder.name)
+def test_bytes_and_scales_are_those_that_modules_compute_with(
+    folder: Path, strategy: str
+) -> None:
+    run_ranks(_exported, 2, str(folder), strategy, timeout=500)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_bytes_and_scales_in_every_strategy(folder: Path, strategy: str) -> None:
+    run_ranks(_exported, 2, str(folder), strategy, timeout=900)
+
+
+def _plain(rank: int, world: int, folder: str, strategy: str) -> None:
+    with standing_in(Path(folder)):
+        test_te_engine.ALONE[:] = [own_group(rank, world)]
+        for recipe in ("current", "blockwise", "mxfp8"):
+            model = fully_shard_model(
+                Net(recipe), fsdp_unit_modules=[Layer], data_parallel_sharding_strategy=strategy
+            )
+            optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=RATE))
+            for step in range(2):
+                before = dict(export_weights(model, quantized=True))
+                loss_of(model, step, rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found = dict(export_weights(model, quantized=True))  # nobody has asked for them yet
+                expected = computed_with(model.engine, recipe)
+                changed = 0
+                for name, value in expected.items():
+                    same(found[name].float(), value.float(), f"{recipe} {strategy} {step} {name}")
+                    changed += not torch.equal(before[name].float(), value.float())
+                assert changed > 0
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("folder", FOLDERS[:1], ids=lambda folder: folder.name)
+def test_bytes_are_made_of_the_main_weights_of_the_last_step(folder: Path, strategy: str) -> None:
+    run_ranks(_plain, 2, str(folder), strategy, timeout=300)
