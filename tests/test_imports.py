@@ -26,8 +26,8 @@ PARTS = (
     "quantized",
     "sharding",
     "plain",
-    "megatron.seams",
-    "megatron.inner",
+    "megatron.compat",
+    "megatron.inner_module",
     "megatron.options",
     "megatron.checkpoint",
     "megatron",
@@ -48,7 +48,7 @@ are in none, import what they like, when it is asked for."""
 MEGATRON_IMPORTERS = ("megatron", "launch", "prove")
 """Packages whose files may import Megatron."""
 
-BUNDLED_IMPORTERS = {f"{PACKAGE}/megatron/seams/table.py", "scripts/lib/bench_bundled.py"}
+BUNDLED_IMPORTERS = {f"{PACKAGE}/megatron/compat/table.py", "scripts/lib/bench_bundled.py"}
 """Files that may name the engine that is bundled with Megatron: one rebinds it, one measures it."""
 
 MAX_FILE, MAX_FUNCTION, MAX_CORE = 500, 60, 7071
@@ -161,7 +161,7 @@ def test_imports_go_one_way():
 def test_warnings_are_those_of_one_rank():
     """But for one about files, which the rank that deletes them gives."""
     found = {path for path, text in PACKAGE_SOURCES.items() if "warnings.warn(" in text}
-    assert found == {"core/runtime/said.py", "checkpoint/folders.py"}
+    assert found == {"core/runtime/rank_warnings.py", "checkpoint/folders.py"}
 
 
 def modules_that_import_each_other(files: dict[str, str]) -> set[str]:
@@ -224,11 +224,11 @@ REVERSED = [
     ("core/engine/unit.py", "import importlib\nimportlib.import_module('megatron.core')"),
     ("checkpoint/dcp.py", "from ..megatron.adapter import FullyShardedDataParallel"),
     ("checkpoint/dcp.py", "from megatron.training import checkpointing"),
-    ("diagnostics/fault_report.py", "from ..megatron.captures import Captures"),
+    ("diagnostics/fault_report.py", "from ..megatron.full_iteration_graphs import FullIterationGraphs"),
     ("sharding/building.py", "from ..plain import fully_shard"),
     ("plain/fully_shard.py", "from megatron.core import parallel_state"),
     ("megatron/options/settings.py", "from ..optimizer import install"),
-    ("megatron/options/cuda_graphs.py", "from ..captures import Captures"),
+    ("megatron/options/cuda_graphs.py", "from ..captures import FullIterationGraphs"),
     ("megatron/optimizer.py", "from ..launch.installation import install"),
     ("cli/estimate.py", "import megatron.core"),
 ]

@@ -27,13 +27,13 @@ import torch
 
 from megatron_fsdp_adapter.cli import gpt, machine, prove
 from megatron_fsdp_adapter.launch import installation, megatron_lm, runner
+from megatron_fsdp_adapter.megatron.compat import patches, releases
+from megatron_fsdp_adapter.megatron.compat.table import NAMES
 from megatron_fsdp_adapter.megatron.options import sizes, support, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
-from megatron_fsdp_adapter.megatron.seams import patches, releases
-from megatron_fsdp_adapter.megatron.seams.table import NAMES
 from megatron_fsdp_adapter.planning import advice
 from megatron_fsdp_adapter.planning.machine import GPUS
-from megatron_fsdp_adapter.prove import shrink, source
+from megatron_fsdp_adapter.prove import scale_down, source
 
 PACKAGES = (
     "megatron-fsdp-adapter", "megatron-core", "megatron-bridge", "transformer-engine", "torch",
@@ -125,7 +125,7 @@ def _of_this_core() -> dict[str, Any]:
     megatron-core that is here has them: by these rules tell what Megatron-LM can do, whose
     arguments have the same names."""
     try:
-        from megatron_fsdp_adapter.megatron.seams import core_api
+        from megatron_fsdp_adapter.megatron.compat import core_api
     except ModuleNotFoundError:  # no megatron-core, which `bindings` reports
         return {}
     fields = core_api.optimizer_defaults()
@@ -159,15 +159,15 @@ def known_options() -> set[str]:
     """Names that `--set` may have: fields of the configs of the megatron-core that is here, and
     arguments of Megatron-LM that are read. Empty without megatron-core."""
     try:
+        from megatron_fsdp_adapter.megatron.compat import core_api
         from megatron_fsdp_adapter.megatron.options.ddp_config import DistributedDataParallelConfig
-        from megatron_fsdp_adapter.megatron.seams import core_api
     except ModuleNotFoundError:  # which `bindings` reports
         return set()
     fields = dataclasses.fields
     return {
         *core_api.config_fields(), *(one.name for one in fields(DistributedDataParallelConfig)),
-        *(one.name for one in fields(gpt.GptConfig)), *source.ALIASES, *shrink.SIZES,
-        *shrink.UNSUPPORTED, *(row.option for row in shrink.DROPPED), *validation.known_arguments(),
+        *(one.name for one in fields(gpt.GptConfig)), *source.ALIASES, *scale_down.SIZES,
+        *scale_down.UNSUPPORTED, *(row.option for row in scale_down.DROPPED), *validation.known_arguments(),
         *sizes.NAMES, *(row.option for row in megatron_lm.SETTINGS), *ARGUMENTS,
     }  # fmt: skip
 

@@ -35,11 +35,11 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     unit_bytes,
     with_slots,
 )
-from megatron_fsdp_adapter.megatron.options.joining import UNIT_NUMEL, joins_by_default
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
 from megatron_fsdp_adapter.megatron.options.support import is_on
-from megatron_fsdp_adapter.sharding.budget import GIB, KeptUnits, kept_units
-from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
+from megatron_fsdp_adapter.megatron.options.unit_grouping import UNIT_NUMEL, joins_by_default
+from megatron_fsdp_adapter.sharding.unsharded_budget import GIB, UnshardedUnits, unsharded_units
+from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 
 from . import joined_units, quantized_options
 from .estimate_text import render, unit_row
@@ -150,7 +150,7 @@ class Model:
         """Bytes by kind on `rank`."""
         every = self.units()
         rows = self.kept(strategy, precision).rows
-        whole = self.is_whole(strategy)
+        whole = self.is_single_rank(strategy)
         held = {
             (id(kind), row): unit_bytes(kind.layouts, row, precision, rank, whole)
             for kind, row in {(id(k), r): (k, r) for k, r in zip(every, rows, strict=True)}.values()
@@ -168,15 +168,15 @@ class Model:
             **self.slots,
         )
 
-    def kept(self, strategy: Strategy, precision: Precision) -> KeptUnits:
+    def kept(self, strategy: Strategy, precision: Precision) -> UnshardedUnits:
         """What of which units the budget keeps whole over a step."""
         every = self.units()
         forward_only = [at for at, kind in enumerate(every) if EMBEDDING in kind.names]
-        whole = self.is_whole(strategy)
+        whole = self.is_single_rank(strategy)
         layouts = [[one for one in kind.layouts if not whole(one)] for kind in every]
-        return kept_units(layouts, strategy, precision, self.budget, forward_only)
+        return unsharded_units(layouts, strategy, precision, self.budget, forward_only)
 
-    def is_whole(self, strategy: Strategy) -> Callable[[GroupLayout], bool]:
+    def is_single_rank(self, strategy: Strategy) -> Callable[[GroupLayout], bool]:
         """Whether a group's domain has one rank; of layers in graphs those of experts alone may."""
         may = strategy.shard_grads and not (self.graphs and self.num_shards == 1)
         return lambda layout: may and layout.num_shards == 1
@@ -208,7 +208,7 @@ class Model:
             return 0
         first_and_root = 0, len(self.order) - 1
         units, rows = self.units(), self.kept(strategy, precision).rows
-        whole = self.is_whole(strategy)
+        whole = self.is_single_rank(strategy)
         held = (unit_bytes(units[at].layouts, rows[at], precision, 0, whole)
                 for at in first_and_root)  # fmt: skip
         return sum(one.get(GATHERED_WEIGHTS, 0) for one in held)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_fsdp_adapter.core.layout import GroupLayout
 from megatron_fsdp_adapter.diagnostics.memory import LIFE
-from megatron_fsdp_adapter.sharding.budget import GIB
+from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 
 TOTALS = {
     "held between steps": "between_steps",

@@ -1,5 +1,5 @@
 """Layers that are joined to units (`suggested_communication_unit_size`, or by default): which, and
-what is gathered ahead of them. The engine joins modules (`join_units`); here there are names and
+what is gathered ahead of them. The engine joins modules (`group_layers`); here there are names and
 shapes alone."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 from megatron_fsdp_adapter.core.engine.partition import TO
 from megatron_fsdp_adapter.diagnostics.memory import GATHERED_WEIGHTS, UNITS_IN_USE
-from megatron_fsdp_adapter.sharding.joining import default_unit_numel
+from megatron_fsdp_adapter.sharding.unit_grouping import default_unit_numel
 
 PREFETCHED = torch.bfloat16.itemsize
 """Bytes of an element, by which the size of a joined unit limits what is gathered ahead."""

@@ -23,7 +23,7 @@ import torch
 
 from megatron_fsdp_adapter.cli import gpt
 from megatron_fsdp_adapter.prove import ranks, report, run, source
-from megatron_fsdp_adapter.prove.shrink import Room, shrink
+from megatron_fsdp_adapter.prove.scale_down import Room, shrink
 
 GLOO_RANKS = 4
 """Processes that a proof without GPUs takes at most, unless it is told."""

@@ -106,7 +106,7 @@ class EngineConfig:
         prefetch_bytes: weights, in bytes, that may be gathered ahead of the unit that computes;
             the next unit is gathered ahead whatever its size.
         fp32_accumulation: a reduce-scatter sends the communication dtype and sums in float32.
-        exchange_gradients: a reduce-scatter is an all-to-all, which copy engines can do, into fixed
+        all_to_all_gradients: a reduce-scatter is an all-to-all, which copy engines can do, into fixed
             memory, and a sum in the order of the ranks. `fp32_accumulation` is one anyway.
         scale_before_sum: the domain's scale is applied to what is communicated; otherwise to what
             came out of the reduction, which is smaller and rounds once.
@@ -134,7 +134,7 @@ class EngineConfig:
     overlap_param_gather: bool = True
     prefetch_bytes: int = 0
     fp32_accumulation: bool = False
-    exchange_gradients: bool = False
+    all_to_all_gradients: bool = False
     scale_before_sum: bool = False
     padding_bound: float = 0.01
     max_segments: int = 4
@@ -163,9 +163,9 @@ class EngineConfig:
                 f"{self.policy.comm_dtype} and main gradients in {self.policy.grads_dtype}: it is "
                 "for a reduce-scatter of bfloat16 into float32"
             )
-        if self.exchange_gradients and not (self.strategy.shard_grads and self.bucket_slots):
+        if self.all_to_all_gradients and not (self.strategy.shard_grads and self.bucket_slots):
             raise ValueError(
-                f"exchange_gradients=True with {self.strategy.name}, bucket_slots="
+                f"all_to_all_gradients=True with {self.strategy.name}, bucket_slots="
                 f"{self.bucket_slots}: it is for buckets in fixed slots; set bucket_slots=True and "
                 "use a strategy that shards gradients"
             )
@@ -186,7 +186,7 @@ class EngineConfig:
             self,
             strategy=strategy,
             weight_slots=self.weight_slots and strategy.shard_weights,
-            exchange_gradients=self.exchange_gradients and strategy.shard_grads,
+            all_to_all_gradients=self.all_to_all_gradients and strategy.shard_grads,
         )
 
     def for_group(self, strategy: Strategy | None, domain: str) -> EngineConfig:
@@ -210,7 +210,7 @@ class EngineConfig:
         """Whether buckets may hold gradients in the dtype that autograd gives them, where that is
         narrower than the communication dtype: an exchange sums in float32, as if each had been
         cast before, and what is scaled afterwards is not rounded to that dtype."""
-        return self.exchange_gradients and not self.scale_before_sum
+        return self.all_to_all_gradients and not self.scale_before_sum
 
     @property
     def sums_in_fp32_help(self) -> bool:

@@ -53,9 +53,9 @@ def _row(pair: ParamPair, unit: str) -> ParamRow:
         name=" = ".join(pair.managed.fqns),
         unit=unit,
         domain=pair.group.key.domain,
-        shape=tuple(pair.optimizer.shape),
-        local_shape=tuple(pair.optimizer._local_tensor.shape),  # type: ignore[attr-defined]
-        tensor_parallel=getattr(pair.raw, "_tensor_parallel_mode", "replicated"),
+        shape=tuple(pair.sharded.shape),
+        local_shape=tuple(pair.sharded._local_tensor.shape),  # type: ignore[attr-defined]
+        tensor_parallel=getattr(pair.unsharded, "_tensor_parallel_mode", "replicated"),
         dtype=pair.group.key.represented,
         trained=pair.group.key.requires_grad,
     )

@@ -132,10 +132,10 @@ class NamedCommunicator(Communicator):
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         return self._named(REDUCE, super().all_reduce, tensors)
 
-    def all_max(self, tensor: torch.Tensor) -> list[Any]:
+    def all_reduce_max(self, tensor: torch.Tensor) -> list[Any]:
         # Launches are compared by whole numbers, the scales of weights are fractions.
         action = AGREE if tensor.is_floating_point() else COMPARE
-        return self._named(action, super().all_max, tensor)
+        return self._named(action, super().all_reduce_max, tensor)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         self._named(BROADCAST, super().broadcast, tensor)
@@ -175,7 +175,7 @@ def memory_plan(
         own,
         weight_slots=config.weight_slots,
         bucket_slots=config.bucket_slots,
-        exchange_gradients=config.exchange_gradients,
+        all_to_all_gradients=config.all_to_all_gradients,
         scale_before_sum=config.scale_before_sum,
     )
     lines = [f"{kind}: {_size(nbytes)}" for kind, nbytes in totals.items()]
@@ -266,7 +266,7 @@ class FaultReport:
         if engine is not None:
             return {
                 unit.name: [
-                    (group.held.layout, group.held.rank, group.is_whole) for group in unit.groups
+                    (group.held.layout, group.held.rank, group.is_single_rank) for group in unit.groups
                 ]
                 for unit in engine.units
             }

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from ..core.config import STRATEGIES
-from ..core.engine.staging import bucket_bytes, plan_weights_and_buckets
+from ..core.engine.buffer_pool import bucket_bytes, plan_weights_and_buckets
 from ..core.layout.format import WeightFormat
 from ..core.layout.group import GroupLayout
 from ..core.layout.spec import ParamSpec
@@ -215,12 +215,12 @@ def unit_bytes(
     row: StrategyRow,
     precision: Precision,
     rank: int,
-    is_whole: Callable[[GroupLayout], bool] = lambda layout: False,
+    is_single_rank: Callable[[GroupLayout], bool] = lambda layout: False,
 ) -> dict[str, int]:
-    """Sum of `group_bytes` over the groups of one unit. is_whole: whether one is of a domain of one
+    """Sum of `group_bytes` over the groups of one unit. is_single_rank: whether one is of a domain of one
     rank."""
     return _sum(
-        group_bytes(layout, row, precision, rank, is_whole(layout)) for layout in groups
+        group_bytes(layout, row, precision, rank, is_single_rank(layout)) for layout in groups
     )
 
 
@@ -257,7 +257,7 @@ def with_slots(
     *,
     weight_slots: bool,
     bucket_slots: bool,
-    exchange_gradients: bool,
+    all_to_all_gradients: bool,
     scale_before_sum: bool = False,
 ) -> dict[str, int]:
     """`model_bytes` with slots in place of the transient buffers that are in them, and with what an
@@ -270,7 +270,7 @@ def with_slots(
     comm, rows = precision.comm, rows or [strategy] * len(units)
     of_units = list(zip(rows, units, strict=True))
     collected = [(row.shard_grads or comm != precision.grad) and bool(u) for row, u in of_units]
-    exact = exchange_gradients and not scale_before_sum
+    exact = all_to_all_gradients and not scale_before_sum
     narrows = [exact and row.shard_grads for row in rows]
     gathered = [row.shard_weights and bool(u) for row, u in of_units]
     weights, buckets = plan_weights_and_buckets(
@@ -281,7 +281,7 @@ def with_slots(
         totals[WEIGHT_SLOTS] = sum(weights.nbytes)
     if bucket_slots and strategy.shard_grads and totals.pop(REDUCE_BUCKET, None) is not None:
         totals[BUCKET_SLOTS] = sum(buckets.nbytes)
-    if exchange_gradients and strategy.shard_grads:
+    if all_to_all_gradients and strategy.shard_grads:
         sizes = [
             (max((bucket_bytes(one, comm, narrow) for one in unit), default=0), has)
             for unit, narrow, has in zip(units, narrows, collected, strict=True)

@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.megatron.seams import patches, releases
-from megatron_fsdp_adapter.megatron.seams.patches import ModuleView, Patch, makes, stands
+from megatron_fsdp_adapter.megatron.compat import patches, releases
+from megatron_fsdp_adapter.megatron.compat.patches import ModuleView, Patch, makes, stands
 
 _CORE = "megatron.core"
 _RANDOM = f"{_CORE}.tensor_parallel.random"

@@ -1,15 +1,15 @@
 """Putting our wrapper, and all that goes with it, in the places where Megatron holds its own.
 
-What is replaced is a table (`megatron/seams/table.py`). While installed, Megatron's bundled engine
+What is replaced is a table (`megatron/compat/table.py`). While installed, Megatron's bundled engine
 cannot be used in this process: its own code calls helpers that now are ours, so constructing its
 wrapper is an error. That error shows a name that was out of reach, or else the first step does
-(`megatron/wiring.py`).
+(`megatron/no_sync_check.py`).
 """
 
 from __future__ import annotations
 
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import ALL
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import ALL
 
 
 def install() -> None:
@@ -22,7 +22,7 @@ def install() -> None:
     with every name that it lacks.
     """
     # Imported late: it imports megatron.core, and importing install must not.
-    from megatron_fsdp_adapter.megatron.supported import require_supported_core
+    from megatron_fsdp_adapter.megatron.core_support import require_supported_core
 
     require_supported_core(ALL)
     patches.install(ALL)

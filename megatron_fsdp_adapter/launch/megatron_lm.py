@@ -23,6 +23,8 @@ from typing import Any, NoReturn
 import torch
 
 from ..core.config import STRATEGIES
+from ..megatron.compat import patches, releases
+from ..megatron.compat.patches import Patch
 from ..megatron.options import capability, cuda_graphs, layer_graphs
 from ..megatron.options.ddp_options import MXFP8_BUFFER, OFFLOAD
 from ..megatron.options.settings import Change, format_changes
@@ -34,8 +36,6 @@ from ..megatron.options.validation import (
     launch_options,
     launch_problems,
 )
-from ..megatron.seams import patches, releases
-from ..megatron.seams.patches import Patch
 
 CORES_LATE_STEP = "overlap_param_gather_with_optimizer_step"
 FSDP_FLAG = "--use-megatron-fsdp"

@@ -1,7 +1,7 @@
 """Offload of activations that core does inside of units (`fine_grained_activation_offloading`).
 
 Its hooks on what autograd saves are set while a module of a layer runs, where the engine's sieve is
-below them (`core/engine/saved.py`). Before 0.19 it copies whatever is large enough, and marks
+below them (`core/engine/saved_tensors.py`). Before 0.19 it copies whatever is large enough, and marks
 parameters to be left, which views of them do not inherit. So its question is answered here.
 `cpu_offloading` sets its hooks around whole layers, which the sieve sees.
 """
@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from ..core.engine.saved import is_owned
+from ..core.engine.saved_tensors import is_owned
 from .options.support import is_on
 
 FINE_GRAINED = "fine_grained_activation_offloading"

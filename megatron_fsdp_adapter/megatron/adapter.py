@@ -24,10 +24,8 @@ from ..core.engine.engine import FsdpEngine
 from ..core.topology import DENSE
 from ..diagnostics.description import describe
 from ..quantized import TransformerEngineParams
-from ..sharding.budget import GIB
-from ..sharding.building import build_engine, keeping_whole
+from ..sharding.building import build_engine, with_single_rank_domains
 from ..sharding.export_source import Source
-from ..sharding.joining import join_units, layer_numels
 from ..sharding.materialize import target_device
 from ..sharding.memory import trim
 from ..sharding.placement import Placements
@@ -39,23 +37,25 @@ from ..sharding.sharded_module import (
     refuse_conversions,
     register_state_dict_hooks,
 )
+from ..sharding.unit_grouping import group_layers, layer_numels
+from ..sharding.unsharded_budget import GIB
 from . import optimizer_seam, schedule_plans
-from .captures import Captures
 from .construction_problems import construction_problems
 from .core_init import core_initializers
+from .core_support import require_supported_core
 from .domains import SHARED_EMBEDDING, ModelDomains, whole_domains_of
-from .exported import export_source
-from .fp8 import CACHE_OPTION, begin_delayed_scaling, switch_off_weight_cache
+from .export_adapter import export_source
+from .full_iteration_graphs import FullIterationGraphs
 from .fused_wgrad import asks_fusion
 from .grad_checks import chosen_check
-from .inner import ParamAndGradBuffer, ShardedModule
+from .inner_module import ParamAndGradBuffer, ShardedModule
 from .layer_graphs import LayerCaptures
-from .marks import mark
-from .options import capability, ddp_options, joining, staging_options
+from .no_sync_check import NoSyncCheck
+from .options import capability, ddp_options, staging_options, unit_grouping
 from .options.support import is_on
-from .supported import require_supported_core
-from .units import chosen_units, plan_units, with_kept_units
-from .wiring import WiringCheck
+from .param_attributes import mark
+from .te_weight_cache import CACHE_OPTION, begin_delayed_scaling, switch_off_weight_cache
+from .units import chosen_units, plan_units, with_unsharded_units
 
 
 def _dtype_name(dtype: torch.dtype | None) -> str:
@@ -119,10 +119,10 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.process_groups = pg_collection
         self.tp_group, self.force_all_reduce = index.tp_group, False
         self.engine = self._build_engine(module, fsdp_unit_modules)
-        self.captures = Captures(self.engine)
+        self.captures = FullIterationGraphs(self.engine)
         self._layers = LayerCaptures(self.engine, module, config)
         # As the training loop set it: what the strategy forces below, the loop does not see.
-        self._wiring = WiringCheck(bool(ddp_config.overlap_grad_reduce) and installed)
+        self._wiring = NoSyncCheck(bool(ddp_config.overlap_grad_reduce) and installed)
         forced = ddp_options.forced_options(ddp_config, config)
         for option, value in forced.items():
             setattr(ddp_config, option, value)
@@ -155,11 +155,11 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         plans = plan_units(module, units, self.config, engine_config, domains)
         # Whoever names classes has said what a unit is.
         layers = layer_numels(plans) if unit_classes is None else []
-        plans = join_units(plans, joining.unit_numel(self.config, self.ddp_config, layers))
-        self._joined = joining.described(plans)
+        plans = group_layers(plans, unit_grouping.unit_numel(self.config, self.ddp_config, layers))
+        self._joined = unit_grouping.described(plans)
         by_name = domains.by_name()
-        engine_config = keeping_whole(engine_config, by_name, whole_domains_of(self.config))
-        plans, self._kept = with_kept_units(
+        engine_config = with_single_rank_domains(engine_config, by_name, whole_domains_of(self.config))
+        plans, self._kept = with_unsharded_units(
             plans, module, self.config, engine_config, by_name, self.device,
             ddp_options.unsharded_budget(self.ddp_config),
         )
@@ -219,7 +219,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
     def _kept_whole(self) -> str:
         """What is not sharded: of domains of one rank, and what a budget keeps over a step."""
         budget, kept = ddp_options.unsharded_budget(self.ddp_config), self._kept
-        whole = (group.key.domain for group in self.engine.groups if group.is_whole)
+        whole = (group.key.domain for group in self.engine.groups if group.is_single_rank)
         alone = {name.split(",")[0] for name in whole}
         said = f"whole, on one rank: {', '.join(sorted(alone))} parameters; " if alone else ""
         if not budget:
@@ -312,7 +312,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
 
     def _shared_embeddings(self) -> list[nn.Parameter]:
         return [
-            pair.optimizer
+            pair.sharded
             for pair in self.engine.pairs
             if pair.group.key.domain == SHARED_EMBEDDING
         ]
@@ -354,13 +354,13 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
 
     def synchronize_param_gather(self) -> None:
         """No gather is pending and optimizer parameters are shown after this."""
-        self.engine.show_optimizer_params()
+        self.engine.to_sharded()
 
     def stop_communication(self) -> None:
         """Nothing is in flight and optimizer parameters are shown after this. Gradients that were
         already consumed are not reduced again."""
         self.engine.runtime.synchronize()
-        self.engine.show_optimizer_params()
+        self.engine.to_sharded()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
         """Loads what `state_dict` returned; see `ShardedModule.load_state_dict`."""

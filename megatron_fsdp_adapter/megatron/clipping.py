@@ -14,8 +14,8 @@ from megatron.core.optimizer.clip_grads import (
 )
 
 from ..sharding.local_optimizer import LocalPair, LocalShards
-from .inner import our_chunks
-from .seams import core_api
+from .compat import core_api
+from .inner_module import our_chunks
 
 EPS = 1e-6
 """What core adds to a norm before it divides by it."""

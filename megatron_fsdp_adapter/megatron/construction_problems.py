@@ -13,6 +13,7 @@ from ..sharding.materialize import InitializerOf, meta_problems
 from ..sharding.module_problems import module_problems
 from ..sharding.placement import Placements
 from . import activation_offload, schedule_plans
+from .compat import core_api
 from .domains import read_index
 from .model_problems import model_problems
 from .options import (
@@ -23,7 +24,6 @@ from .options import (
     layer_graphs,
     validation,
 )
-from .seams import core_api
 
 
 def construction_problems(

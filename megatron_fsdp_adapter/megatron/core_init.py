@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import nn
 
 from ..sharding.materialize import Initializer, InitializerOf, own_initializer
-from .seams import core_api
+from .compat import core_api
 
 Fill = Callable[[torch.Tensor], Any]
 Params = Mapping[str, nn.Parameter]

@@ -14,7 +14,7 @@ from ..core.runtime.comm import Communicator
 from ..core.runtime.registered import zero_cta_options
 from ..core.topology import DENSE, EXPERT, FSDPDistributedIndex, ShardDomain
 from ..quantized import stored_in
-from ..sharding.made_groups import mirror_group
+from ..sharding.duplicate_groups import duplicate_group
 from ..sharding.placement import LEAVE, Placements
 from .options import ddp_options, staging_options
 from .options.cuda_graphs import captures_layers
@@ -68,7 +68,7 @@ def read_index(
         for end in staging_options.copy_engine_roles(ddp_config) if not found else ():
             for role in GATHER_SOURCES:
                 name, options = f"{role}_{end}", zero_cta_options()
-                groups[name] = mirror_group(groups[role], name, options=options)
+                groups[name] = duplicate_group(groups[role], name, options=options)
         index = build_index(
             groups,
             device=device,

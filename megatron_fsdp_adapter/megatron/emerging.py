@@ -19,7 +19,7 @@ from megatron.core import optimizer as core_optimizer
 from ..core.engine.identity import ParamPair
 from ..sharding.local_optimizer import LocalShards
 from . import lion, muon
-from .inner import ours_among
+from .inner_module import ours_among
 from .options.support import ADAPTIVE, EMERGING, LION, MUON
 
 Groups = Sequence[dict[str, Any]]
@@ -112,7 +112,7 @@ def shards_of(chunks: Sequence[Any], asked: Any) -> Callable[[Any, bool, bool], 
     return kind.shards_of(chunks, asked, lambda group: group.get(MARK) == kind.mark)
 
 
-# In the place of core's functions (`seams/table.py`).
+# In the place of core's functions (`compat/table.py`).
 
 
 def _make_as_adam(

@@ -4,7 +4,7 @@ that `wgrad_probe` has seen, and Megatron's matrix product for them where apex i
 Megatron's own linear layers call apex's `fused_weight_gradient_mlp_cuda`, and refuse to be built
 with the option, which is on by default, where apex is not installed: the output layer of every
 model is one of them, also of models made of Transformer Engine layers. Transformer Engine's matrix
-product, or torch's, is put in the place of a missing apex (`seams/table.py`).
+product, or torch's, is put in the place of a missing apex (`compat/table.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..core.engine.direct import GradWriter
 from ..core.engine.partition import ManagedParam
+from ..core.engine.wgrad import WgradProtocol
 from ..quantized import format_of
 from .wgrad_probe import Observed
 
@@ -26,7 +26,7 @@ def grad_writer(
     managed: ManagedParam,
     is_fresh: bool,
     observe: Callable[[Any, torch.dtype, bool], Observed] | None,
-) -> GradWriter:
+) -> WgradProtocol:
     """Who writes the gradient of `managed`, from the modules that hold it.
 
     Only matrices are written by modules. Where the holders differ, all of them add to what was
@@ -42,7 +42,7 @@ def grad_writer(
     """
     param = managed.param
     if observe is None or param.ndim != 2 or not param.requires_grad:
-        return GradWriter.AUTOGRAD
+        return WgradProtocol.AUTOGRAD
     is_quantized = format_of(managed) is not None
     writers = {
         _writer_that(observe(owner, param.dtype, is_quantized), is_fresh, type(owner).__name__)
@@ -56,10 +56,10 @@ def grad_writer(
     if getattr(param, "zero_out_wgrad", False) or (
         not writers and getattr(param, "shared_embedding", False)
     ):
-        writers.add(GradWriter.ACCUMULATES)
+        writers.add(WgradProtocol.ACCUMULATES)
     if len(writers) > 1:
-        return GradWriter.ACCUMULATES
-    return writers.pop() if writers else GradWriter.AUTOGRAD
+        return WgradProtocol.ACCUMULATES
+    return writers.pop() if writers else WgradProtocol.AUTOGRAD
 
 
 def asks_fusion(config: Any) -> bool:
@@ -78,15 +78,15 @@ def fuses(owner: Any) -> bool:
     )  # fmt: skip
 
 
-def _writer_that(seen: Observed, is_fresh: bool, name: str) -> GradWriter:
+def _writer_that(seen: Observed, is_fresh: bool, name: str) -> WgradProtocol:
     """The fastest protocol that modules of class `name` were seen to keep to."""
-    if seen.told_in_backward:
-        is_deaf = seen.deaf_under_hooks
-        return GradWriter.OVERWRITES_UNHOOKED if is_deaf else GradWriter.OVERWRITES
+    if seen.overwrites_in_backward:
+        is_deaf = seen.ignores_flag_under_hooks
+        return WgradProtocol.OVERWRITES_UNHOOKED if is_deaf else WgradProtocol.OVERWRITES
     if seen.told_in_forward and is_fresh:
-        return GradWriter.OVERWRITES_ALWAYS
+        return WgradProtocol.OVERWRITES_ALWAYS
     if seen.adds:
-        return GradWriter.ACCUMULATES
+        return WgradProtocol.ACCUMULATES
     raise ValueError(
         f"gradient_accumulation_fusion=True: {name} neither adds its weight gradient to main_grad "
         f"nor overwrites it when told to ({seen}); set gradient_accumulation_fusion=False "

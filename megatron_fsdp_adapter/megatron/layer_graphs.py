@@ -26,7 +26,7 @@ from torch import nn
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.layer_graphs import LayerGraphs
 from ..core.runtime.graphs import CudaGraphs, Graphs
-from ..sharding.budget import GIB
+from ..sharding.unsharded_budget import GIB
 from .options.cuda_graphs import captures_layers, modules_asked_for
 
 _MANAGER = "cudagraph_manager"

@@ -14,8 +14,8 @@ from typing import Any
 from ..core.engine.identity import ParamPair
 from ..sharding.lion import LionRule, LionShards
 from ..sharding.local_optimizer import LocalShards
+from .compat import core_api
 from .options.support import LION
-from .seams import core_api
 
 OTHERS = "is_embedding_or_output_parameter"
 """Core's mark of matrices that are Adam's."""
@@ -48,7 +48,7 @@ def betas(config: Any) -> tuple[float, float]:
 def is_lions(pair: ParamPair) -> bool:
     """Whether core gives a weight to Lion, and not to Adam."""
     shape = pair.group.layout.specs[pair.index].layout_shape
-    is_matrix = len(shape) == 2 and not getattr(pair.raw, OTHERS, False)
+    is_matrix = len(shape) == 2 and not getattr(pair.unsharded, OTHERS, False)
     return is_matrix or not core_api.MAKES_EMERGING
 
 

@@ -53,7 +53,7 @@ def problems(config: Any) -> list[str]:
 def is_muons(pair: ParamPair) -> bool:
     """The one place that decides: a trained matrix of more than one row and column that is no
     embedding, output layer or router, nor said to be none of Muon's (`use_muon` False on it)."""
-    raw = pair.raw
+    raw = pair.unsharded
     shape = pair.group.layout.specs[pair.index].layout_shape
     owner, _ = pair.managed.slots[0]
     kinds = {cls.__name__ for cls in type(owner).__mro__}
@@ -132,7 +132,7 @@ def shards_of(
     rule = MuonRule(
         is_muon=has_mark,
         options=lambda group: options,
-        heights=lambda pair: heights(around[id(pair.optimizer)], split_qkv, pair),
+        heights=lambda pair: heights(around[id(pair.sharded)], split_qkv, pair),
     )
     made = {ranks: group for c in chunks for ranks, group in c.muon_groups.items()}
     return functools.partial(MuonShards, [chunk.engine for chunk in chunks], rule, made)

@@ -20,20 +20,20 @@ from megatron.core import optimizer as core_optimizer
 from megatron.core.transformer.module import param_is_not_shared
 
 from ..core.engine.engine import FsdpEngine
-from ..core.runtime.said import warn
+from ..core.runtime.rank_warnings import warn
 from ..core.topology import TP_DIM
 from ..sharding.local_optimizer import adopt, initialize_state
 from ..sharding.memory import local_shards, park_state, take_state, trim
 from ..sharding.problems import raise_problems
 from ..sharding.streamed_optimizer import shards_over
 from . import clipping, emerging, optimizer_state
-from .inner import our_chunks, ours_among
+from .compat import core_api
+from .inner_module import our_chunks, ours_among
 from .options import optimizer_pairs, support
 from .options.ddp_options import MXFP8_BUFFER, OFFLOAD
 from .options.support import CORES_OFFLOAD, is_on
-from .seams import core_api
 
-# In the place of core's functions (`seams/table.py`).
+# In the place of core's functions (`compat/table.py`).
 
 
 def _param_groups(
@@ -287,12 +287,12 @@ def _replicas(chunks: Sequence[Any]) -> set[int]:
     too, and misses some where the sizes differ."""
     found = set()
     for chunk in chunks:
-        is_whole = not chunk.engine.config.strategy.shard_main
+        is_single_rank = not chunk.engine.config.strategy.shard_main
         for pair in chunk.engine.pairs:
             domain = pair.group.domain
-            is_duplicate = not _is_split(pair.optimizer) and _tensor_parallel_rank(domain.mesh) != 0
-            if is_duplicate or (is_whole and domain.axis.rank != 0):
-                found.add(id(pair.optimizer))
+            is_duplicate = not _is_split(pair.sharded) and _tensor_parallel_rank(domain.mesh) != 0
+            if is_duplicate or (is_single_rank and domain.axis.rank != 0):
+                found.add(id(pair.sharded))
     return found
 
 
@@ -381,7 +381,7 @@ def _save_state(original: Callable[..., Any], self: Any, is_loading: bool = Fals
         return original(self, is_loading)
     initialize_state(self.optimizer)
     for chunk in self.model_chunks:
-        chunk.engine.show_optimizer_params()
+        chunk.engine.to_sharded()
     params = _params_by_name(self)
     state = original(self, is_loading)
     cut = optimizer_state.in_pieces(state[optimizer_state.STATE], params, self.halved_names)

@@ -1,4 +1,4 @@
-"""How long Megatron has our functions (`seams/table.py`): from `install()` until `uninstall()`. A
+"""How long Megatron has our functions (`compat/table.py`): from `install()` until `uninstall()`. A
 wrapper that is constructed without it needs those of the optimizer as well; they stay for as long
 as such a wrapper lives."""
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.core import optimizer as core_optimizer
 
-from .seams import patches
-from .seams.table import LATE, OPTIMIZER, installed
+from .compat import patches
+from .compat.table import LATE, OPTIMIZER, installed
 
 _LIVING = "__megatron_fsdp_adapter_wrappers__"
 """An attribute of core's optimizer package: the wrappers that want the functions there."""

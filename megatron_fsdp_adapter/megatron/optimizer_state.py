@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.names import HALVES, GlobalNames, global_names
 from ..checkpoint.parts import join_parts, part_of
-from ..sharding.made_state import COUNT
+from ..sharding.optimizer_state_init import COUNT
 
 STATE, META = "state", "param_to_group_meta"
 
@@ -36,7 +36,7 @@ def parameter_names(chunks: Sequence[Any]) -> dict[Any, str]:
     """
     named: dict[Any, str] = {}
     for chunk in chunks:
-        chunk.engine.show_optimizer_params()
+        chunk.engine.to_sharded()
         names = global_names(chunk)
         for local, param in chunk.named_parameters():
             named[param] = names.of(local)

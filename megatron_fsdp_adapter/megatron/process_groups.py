@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ..core.topology import FSDPDistributedIndex
-from ..sharding.made_groups import mirror_group
-from .seams import core_api
+from ..sharding.duplicate_groups import duplicate_group
+from .compat import core_api
 
 GROUP_SOURCES: Mapping[str, tuple[str, ...]] = {
     # role in the index -> attributes of ProcessGroupCollection, first present one wins
@@ -98,7 +98,7 @@ def read_groups(
     groups = groups_from_parallel_state(instances)
     for role, name in GATHER_SOURCES.items() if separate_gathers else ():
         if groups[f"{role}_ag"] is None:
-            groups[f"{role}_ag"] = mirror_group(groups[role], name)
+            groups[f"{role}_ag"] = duplicate_group(groups[role], name)
     return groups
 
 
@@ -180,7 +180,7 @@ def create_all_gather_groups(pg_collection: Any, timeout: timedelta | None = Non
     groups = groups_of(pg_collection)
     for role, attribute in GATHER_SOURCES.items():
         mirrored = groups[role] if getattr(pg_collection, attribute, None) is None else None
-        created = mirror_group(mirrored, attribute, timeout)
+        created = duplicate_group(mirrored, attribute, timeout)
         if created is not None:
             setattr(pg_collection, attribute, created)
     return pg_collection

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..checkpoint.parts import held_range
 from ..core.layout.spec import row_granularity
-from .inner import ShardedModule
+from .inner_module import ShardedModule
 
 _CORE_CLIP_QK = core_qk_clip.clip_qk
 LAYERS = "decoder"
@@ -64,7 +64,7 @@ def clip_sharded(original: Callable[[Any], None], attention: Any) -> None:
     clipped = any(bool((factors != 1).any()) for _, factors in columns)
     if not _on_any_rank(clipped, attention.pg_collection.tp, engine.runtime.device):
         return
-    engine.show_optimizer_params()
+    engine.to_sharded()
     weights: list[Any] = [layer.weight for layer, _ in columns]
     for weight, (_, factors) in zip(weights, columns, strict=True):
         _multiply_rows(weight, factors)

@@ -22,13 +22,13 @@ from torch import nn
 
 from ..core.config import STRATEGIES
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.parts import PartsOfPass
 from ..core.engine.prefetch import BACKWARD, FORWARD
+from ..core.engine.scheduled_pass import ScheduledPass
 from ..core.engine.unit import Unit
 from .options.cuda_graphs import captures_iteration
-from .options.joining import PARTS_OF_LAYERS, UNIT_NUMEL, asked_numel
 from .options.staging_options import slots_wanted
 from .options.support import is_on
+from .options.unit_grouping import PARTS_OF_LAYERS, UNIT_NUMEL, asked_numel
 
 BUILD = "build_schedule_plan"
 OPTION, DELAY = PARTS_OF_LAYERS, "delay_wgrad_compute"
@@ -106,10 +106,10 @@ class _Passes:
     ) -> None:
         self._layers, self.stages = layers, sum(map(len, layers))
         self._foreign = frozenset(foreign)
-        self.forward = PartsOfPass(
+        self.forward = ScheduledPass(
             engine, [stage for layer in layers for stage in layer], throughout, FORWARD
         )
-        self.backward = PartsOfPass(
+        self.backward = ScheduledPass(
             engine, [stage for layer in layers[::-1] for stage in layer], throughout,
             BACKWARD, self._streams_follow,
         )
@@ -202,7 +202,7 @@ def watch_plans(
 
 
 def _watch(plan: Any, model: Any, engine: FsdpEngine) -> None:
-    engine.show_raw_params()
+    engine.to_unsharded()
     unit_of = {
         id(param): unit for unit in engine.units for group in unit.groups for param in group.params
     }

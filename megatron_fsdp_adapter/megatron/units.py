@@ -27,8 +27,8 @@ from ..core.engine.partition import (
 )
 from ..core.topology import ShardDomain
 from ..quantized import format_of
-from ..sharding.budget import KeptUnits, kept_units, policy_precision
 from ..sharding.unit_classes import classes_of
+from ..sharding.unsharded_budget import UnshardedUnits, policy_precision, unsharded_units
 from .activation_offload import sets_hooks_inside_units
 from .domains import ModelDomains, domain_name
 from .fused_wgrad import asks_fusion, grad_writer
@@ -144,7 +144,7 @@ def plan_units(
     )
 
 
-def with_kept_units(
+def with_unsharded_units(
     plans: Sequence[UnitPlan],
     module: nn.Module,
     config: Any,
@@ -152,7 +152,7 @@ def with_kept_units(
     domains: Mapping[str, ShardDomain],
     device: torch.device,
     budget: int,
-) -> tuple[list[UnitPlan], KeptUnits]:
+) -> tuple[list[UnitPlan], UnshardedUnits]:
     """`plans`, of units of which some stay whole over a step, for `budget` bytes, and which those
     are. Modules that write weight gradients by themselves write into kept ones where gradients
     are: in those units, and of domains that are whole anyway, on which the budget is not spent."""
@@ -165,7 +165,7 @@ def with_kept_units(
     ]
     precision = policy_precision(engine_config)
     forward_only = [at for at, plan in enumerate(plans) if not plan.backward_reads_weights]
-    kept = kept_units(layouts, engine_config.strategy, precision, budget, forward_only)
+    kept = unsharded_units(layouts, engine_config.strategy, precision, budget, forward_only)
     found = []
     for plan, row in zip(plans, kept.rows, strict=True):
         if row != engine_config.strategy:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..core.runtime.said import warn
+from ..core.runtime.rank_warnings import warn
 from .options.capability import recipe_of
 
 SIZE = 128
@@ -41,32 +41,32 @@ class Observed:
     """What modules of one class did.
 
     adds: without being told anything, they add to `main_grad`.
-    told_in_backward: they overwrite where `get_main_grad()` sets `overwrite_main_grad`, and add
+    overwrites_in_backward: they overwrite where `get_main_grad()` sets `overwrite_main_grad`, and add
     where it unsets it. told_in_forward: they overwrite where it was set before the forward.
-    deaf_under_hooks: what they are told in backward they hear only where no hooks are on what
+    ignores_flag_under_hooks: what they are told in backward they hear only where no hooks are on what
     autograd saves: they ask the saved weight, which then has no attributes.
     """
 
     adds: bool
-    told_in_backward: bool = False
+    overwrites_in_backward: bool = False
     told_in_forward: bool = False
-    deaf_under_hooks: bool = False
+    ignores_flag_under_hooks: bool = False
 
     def __and__(self, other: Observed) -> Observed:
         """What holds for both."""
-        told_in_backward = self.told_in_backward and other.told_in_backward
+        overwrites_in_backward = self.overwrites_in_backward and other.overwrites_in_backward
         return Observed(
             self.adds and other.adds,
-            told_in_backward,
+            overwrites_in_backward,
             self.told_in_forward and other.told_in_forward,
-            told_in_backward and (self.deaf_under_hooks or other.deaf_under_hooks),
+            overwrites_in_backward and (self.ignores_flag_under_hooks or other.ignores_flag_under_hooks),
         )
 
     def with_hooks_inside(self) -> Observed:
         """What holds where hooks on what is saved are set inside of units, which no engine sees."""
-        if not self.deaf_under_hooks:
+        if not self.ignores_flag_under_hooks:
             return self
-        return replace(self, told_in_backward=False, deaf_under_hooks=False)
+        return replace(self, overwrites_in_backward=False, ignores_flag_under_hooks=False)
 
 
 UNKNOWN = Observed(adds=True)
@@ -218,14 +218,14 @@ def observe(
     adds = _were_added_to(run(MARK))
     if not maker.can_be_told:
         return Observed(adds)
-    told_in_backward = _were_overwritten(run(float("nan"), in_backward=True)) and _were_added_to(
+    overwrites_in_backward = _were_overwritten(run(float("nan"), in_backward=True)) and _were_added_to(
         run(MARK, in_backward=False)
     )
     told_in_forward = _were_overwritten(run(float("nan"), in_forward=True))
     with saved_tensors_hooks(_as_it_is, _as_it_is):
-        heard = told_in_backward and _were_overwritten(run(float("nan"), in_backward=True))
+        heard = overwrites_in_backward and _were_overwritten(run(float("nan"), in_backward=True))
         told_in_forward &= _were_overwritten(run(float("nan"), in_forward=True))
-    return Observed(adds, told_in_backward, told_in_forward, told_in_backward and not heard)
+    return Observed(adds, overwrites_in_backward, told_in_forward, overwrites_in_backward and not heard)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

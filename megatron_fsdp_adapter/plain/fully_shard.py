@@ -31,8 +31,7 @@ from ..core.topology import DENSE, FSDPDistributedIndex
 from ..diagnostics.description import describe
 from ..diagnostics.grad_check import GradCheck
 from ..quantized import TransformerEngineParams, format_of
-from ..sharding.budget import GIB
-from ..sharding.building import build_engine, keeping_whole
+from ..sharding.building import build_engine, with_single_rank_domains
 from ..sharding.export_source import Described, Source, beside_engine
 from ..sharding.local_optimizer import LocalShards, adopt, end_step
 from ..sharding.materialize import meta_problems, own_initializer, target_device
@@ -50,6 +49,7 @@ from ..sharding.sharded_module import (
 from ..sharding.streamed_optimizer import OPTION, shards_over
 from ..sharding.unit_classes import OPTION as UNITS
 from ..sharding.unit_classes import classes_of, repeated_layers
+from ..sharding.unsharded_budget import GIB
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "SparseAdam")
 """Optimizers of torch whose step on rows is not the rows of their step on the whole tensor."""
@@ -67,7 +67,7 @@ class FullyShardedModel(GradSync, ShardedStateDict):
         self.module, self.engine = module, engine
         for pair in engine.pairs:
             mark_shard(pair)
-            pair.optimizer._fsdp_engine = weakref.ref(engine)  # type: ignore[attr-defined]
+            pair.sharded._fsdp_engine = weakref.ref(engine)  # type: ignore[attr-defined]
         register_state_dict_hooks(module, engine)
         refuse_conversions(self, engine)
 
@@ -205,7 +205,7 @@ def _engine(
     )
     engine = build_engine(
         "fully_shard_model", module, plans, dict(index.domains),
-        keeping_whole(config, index.domains),
+        with_single_rank_domains(config, index.domains),
         target_device(module, None), own_initializer, grad_check=check,
         quantized=TransformerEngineParams(),
     )
@@ -316,7 +316,7 @@ def fully_shard_model(
     index = _index_over(mesh, module, average_gradients, outer_dp_sharding_strategy)
     check = _grad_check(check_for_nan_in_grad, report_nan_in_param_grad)
     engine = _engine(module, fsdp_unit_modules, index, config, check)
-    engine.auto_sync, engine.own_loop = sync_model_each_microbatch, True
+    engine.auto_sync, engine.user_managed_loop = sync_model_each_microbatch, True
     return FullyShardedModel(module, engine)
 
 
@@ -356,7 +356,7 @@ def _complete_gradients(optimizer: Any) -> None:
     """Before a step."""
     for engine in _engines_now(optimizer):
         engine.complete_grads()
-        engine.show_optimizer_params()
+        engine.to_sharded()
 
 
 def _weights_changed(optimizer: Any, *unused: Any) -> None:

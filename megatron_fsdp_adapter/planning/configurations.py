@@ -146,7 +146,7 @@ class Configuration:
 
     @property
     def _whole(self) -> tuple[str, ...]:
-        """Domains of one rank, as `keeping_whole` would find them."""
+        """Domains of one rank, as `with_single_rank_domains` would find them."""
         kinds = (EXPERT,) if self.features.layer_graphs else (DENSE, EXPERT)
         shards = STRATEGIES[self.strategy].shard_grads
         return tuple(kind for kind in kinds if shards and self.shards[kind][0] == 1)
@@ -209,10 +209,10 @@ def memory(
 
 def kept_shards(model: Model, strategy: Strategy) -> int:
     """Bytes of the shards of weights that stay between gathers where an outer axis is split."""
-    is_whole = model.is_whole(strategy)
+    is_single_rank = model.is_single_rank(strategy)
     return sum(
         BF16 * layout.shard_numel * len(kind.names)
-        for kind in model.kinds for layout in kind.layouts if not is_whole(layout)
+        for kind in model.kinds for layout in kind.layouts if not is_single_rank(layout)
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from megatron_fsdp_adapter.cli import joined_units
-from megatron_fsdp_adapter.megatron.options import joining
+from megatron_fsdp_adapter.megatron.options import unit_grouping
 from megatron_fsdp_adapter.megatron.options.cuda_graphs import FULL_ITERATION, LOCAL
 
 from .features import Features
@@ -23,10 +23,10 @@ def unit_numel(
     """Elements up to which layers of a pipeline stage are joined, in each of its model chunks; 0
     for not at all. graph: of the iteration."""
     impl = FULL_ITERATION if graph else LOCAL if features.layer_graphs else None
-    options = Namespace(**{"cuda_graph_impl": impl, joining.UNIT_NUMEL: features.unit_numel})
+    options = Namespace(**{"cuda_graph_impl": impl, unit_grouping.UNIT_NUMEL: features.unit_numel})
     numels = _layer_numels(shape, replace(parallel, virtual=1, context=1, recompute=False), stage)
     of_chunk = numels[: -(-len(numels) // parallel.virtual)]
-    return joining.unit_numel(options, options, of_chunk)
+    return unit_grouping.unit_numel(options, options, of_chunk)
 
 
 @lru_cache(maxsize=512)

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from megatron_fsdp_adapter.cli.gpt import is_linear_weight
 from megatron_fsdp_adapter.core.config import EngineConfig, Strategy
-from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import ROOT, TO, partition
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.layout.format import WeightFormat
 from megatron_fsdp_adapter.core.topology import OUTER_DIM, SHARD_DIM, Axis, ShardDomain, mesh_over
-from megatron_fsdp_adapter.sharding.joining import join_units
+from megatron_fsdp_adapter.sharding.unit_grouping import group_layers
 
 from .program import Program
 from .timed_modules import LayerModule, UnitModel, UnitWork, flat_name, full_name
@@ -42,7 +42,7 @@ class StepSetup:
         copy_gathers, copy_reduces: carried by copy engines.
         fused: modules write weight gradients into the bucket.
         warmup: forwards in front of the first backward, as in a pipeline's stage.
-        clips: the optimizer scales gradients by the norm. one_pass: while Adam reads them.
+        clips: the optimizer scales gradients by the norm. fused_step: while Adam reads them.
         graph: forward and backward are replayed: the host launches nothing.
         layer_graphs: those of each layer are; gathers and reductions are launched.
         weight_format: that linear weights are kept and gathered in, None for `dtype`.
@@ -60,7 +60,7 @@ class StepSetup:
     copy_reduces: bool = False
     fused: bool = False
     clips: bool = True
-    one_pass: bool = True
+    fused_step: bool = True
     graph: bool = False
     layer_graphs: bool = False
     state_bytes: int = 8
@@ -73,7 +73,7 @@ class StepSetup:
         """Of what the optimizer reads and writes."""
         policy = self.engine.policy
         main = (policy.main_params_dtype or self.dtype).itemsize
-        adam = ONE_PASS if self.one_pass else 1.0
+        adam = ONE_PASS if self.fused_step else 1.0
         return Widths(policy.grads_dtype.itemsize, main, self.state_bytes, adam)
 
     def __post_init__(self) -> None:
@@ -167,7 +167,7 @@ class _Run:
         runtime, setup, widths = self.runtime, self.setup, self.setup.widths
         groups = (group for unit in self.engine.units for group in unit.groups)
         numel = sum(group.held.layout.shard_numel for group in groups)
-        write_norm(runtime, numel, widths, setup.clips and not setup.one_pass)
+        write_norm(runtime, numel, widths, setup.clips and not setup.fused_step)
         write_adam(runtime, numel, widths)
 
 
@@ -217,18 +217,18 @@ def _build(units: Sequence[UnitWork], setup: StepSetup) -> _Run:
     pairs = zip(model.children_in_order, units, strict=True)
     reads = {id(child): unit.backward_reads_weights for child, unit in pairs}
     form = setup.weight_format
-    writer = GradWriter.OVERWRITES if setup.fused else GradWriter.AUTOGRAD
+    writer = WgradProtocol.OVERWRITES if setup.fused else WgradProtocol.AUTOGRAD
     plans = partition(
         model, modules,
         domain_of=lambda param, fqn: of_domain[fqn],
         backward_reads_weights=lambda module: reads[id(module)],
-        writer_of=lambda managed: writer if managed.param.ndim > 1 else GradWriter.AUTOGRAD,
+        writer_of=lambda managed: writer if managed.param.ndim > 1 else WgradProtocol.AUTOGRAD,
         format_of=lambda managed: form if is_linear_weight(full_name(managed.fqns[0])) else None,
     )  # fmt: skip
     names = {f"children_in_order.{i}": unit.name for i, unit in enumerate(units)} | {ROOT: ROOT}
     plans = [
         replace(plan, name=TO.join(names[one] for one in plan.name.split(TO)))
-        for plan in join_units(plans, setup.unit_numel)
+        for plan in group_layers(plans, setup.unit_numel)
     ]
     plans = [replace(plan, strategy=setup.rows.get(plan.name)) for plan in plans]
     scale = 1.0 / max(inner * outer for inner, outer in setup.shards.values())

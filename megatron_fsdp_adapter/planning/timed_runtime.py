@@ -247,7 +247,7 @@ class TimedCommunicator:
     def all_reduce(self, tensors: Any) -> list[Any]:
         return self._write(Kind.ALL_REDUCE, list(tensors))
 
-    def all_max(self, tensor: torch.Tensor) -> list[Any]:
+    def all_reduce_max(self, tensor: torch.Tensor) -> list[Any]:
         return self._write(Kind.ALL_REDUCE, [tensor])
 
     def all_objects(self, value: Any) -> dict[int, Any]:

@@ -32,16 +32,16 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.core_api import batch_of_context_rank
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.local_spec import local_block_spec
 from megatron_fsdp_adapter.megatron.options.ddp_config import (
     DistributedDataParallelConfig as FsdpConfig,
 )
 from megatron_fsdp_adapter.megatron.options.validation import DTYPES
 from megatron_fsdp_adapter.megatron.process_groups import create_all_gather_groups
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.core_api import batch_of_context_rank
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
-from megatron_fsdp_adapter.prove.whole import plain_name, whole_values
+from megatron_fsdp_adapter.prove.gather_full import full_values, plain_name
 
 Options = Mapping[str, Any]
 SEED = 1234
@@ -253,13 +253,13 @@ class Trainer:
             return {name: _host(getattr(p, "main_param", p)) for name, p in self._named()}
         for chunk in self.chunks:
             chunk.stop_communication()
-        return whole_values(self._pairs(), lambda pair: _host(pair.optimizer._local_tensor))
+        return full_values(self._pairs(), lambda pair: _host(pair.sharded._local_tensor))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Whole reduced gradients, between the backwards and the optimizer's step; collective."""
         if not self.ours:
             return {name: _host(p.main_grad) for name, p in self._named() if p.requires_grad}
-        return whole_values(self._pairs(), _local_grad)
+        return full_values(self._pairs(), _local_grad)
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         for number, chunk in enumerate(self.chunks):
@@ -285,7 +285,7 @@ def _host(value: torch.Tensor) -> torch.Tensor:
 
 def _local_grad(pair: Any) -> torch.Tensor | None:
     """None of what is frozen."""
-    grad = pair.optimizer.grad
+    grad = pair.sharded.grad
     return None if grad is None else _host(grad._local_tensor)
 
 

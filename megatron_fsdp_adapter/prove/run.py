@@ -18,7 +18,7 @@ import torch
 from megatron_fsdp_adapter.core.config import POISON_VARIABLE
 from megatron_fsdp_adapter.prove import compare, ranks
 from megatron_fsdp_adapter.prove.compare import Row
-from megatron_fsdp_adapter.prove.shrink import Shrunk, reference_kind, routes_by_rounding
+from megatron_fsdp_adapter.prove.scale_down import ScaledDown, reference_kind, routes_by_rounding
 
 Options = Mapping[str, Any]
 
@@ -47,7 +47,7 @@ class Plan:
     """What to prove: steps before the save and after it; folder: of traces and checkpoints;
     prepare: called on every rank of ours before it builds (tests break the engine with it)."""
 
-    shrunk: Shrunk
+    shrunk: ScaledDown
     folder: Path
     steps: int = 3
     more: int = 2
@@ -119,7 +119,7 @@ def _load(plan: Plan, run: str, rank: int, options: Options, device: torch.devic
         for chunk in trainer.chunks:
             chunk.stop_communication()
             for pair in chunk.engine.pairs:
-                pair.optimizer._local_tensor.add_(1.0)
+                pair.sharded._local_tensor.add_(1.0)
     state = {**training_state(trainer.chunks, trainer.optimizer, is_loading=True), "iteration": 0}
     _, loaded = load_checkpoint(plan.folder / "checkpoint", state)
     load_training_state(trainer.chunks, loaded, trainer.optimizer)

@@ -143,7 +143,7 @@ def scaling_of(pair: ParamPair) -> Scaling | None:
             continue
         states = [getattr(owner, "fp8_meta", {}).get(key) for key, _ in DIRECTIONS]
         if all(hasattr(state, "amax_history") for state in states):
-            return Scaling(owner, pair.raw, _product(about), trained)
+            return Scaling(owner, pair.unsharded, _product(about), trained)
     return None
 
 

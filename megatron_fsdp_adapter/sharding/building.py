@@ -15,8 +15,8 @@ from ..core.engine.partition import UnitPlan
 from ..core.runtime.device import make_runtime
 from ..core.topology import ShardDomain
 from ..diagnostics.fault_report import FaultReport
-from .agreement import check_same_model
 from .materialize import InitializerOf, Materializer
+from .same_model import verify_same_model
 
 
 def has_one_rank(domain: ShardDomain) -> bool:
@@ -24,7 +24,7 @@ def has_one_rank(domain: ShardDomain) -> bool:
     return domain.axis.size == 1
 
 
-def keeping_whole(
+def with_single_rank_domains(
     config: EngineConfig, domains: Mapping[str, ShardDomain],
     may: Callable[[str], bool] = lambda name: True,
 ) -> EngineConfig:
@@ -58,7 +58,7 @@ def build_engine(
     # On whatever stream: core makes another one the current one while it builds the first model
     # whose layers are to be captured, and what it has initialized before may still be queued.
     runtime.synchronize()
-    check_same_model(subject, plans, config, domains)
+    verify_same_model(subject, plans, config, domains)
     report = FaultReport(plans, domains, config)
     with report.building():
         engine = FsdpEngine(

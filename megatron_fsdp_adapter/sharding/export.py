@@ -312,7 +312,7 @@ class _Chunk:
                         for plane, _ in self.wanted.planes(group)
                     }
                     if WEIGHT not in planes:
-                        add_scale(planes, unit.scales_of(pair.raw))
+                        add_scale(planes, unit.scales_of(pair.unsharded))
                         planes = {name: plane.to("meta") for name, plane in planes.items()}
                     yield self._described[id(pair)], _trimmed(pair, planes)
         for described, tensor in self._rest():

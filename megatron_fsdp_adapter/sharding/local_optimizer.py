@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import torch
 
-from ..core.runtime.parking import ParkingLot
-from .loaded_state import load_options, load_values
-from .made_state import is_torch_optimizer, make_state, moments_of
-from .one_pass_adam import OnePassAdam, install
+from ..core.runtime.host_stash import HostStash
+from .fused_adam import FusedAdamStep, install
+from .optimizer_state_init import is_torch_optimizer, make_state, moments_of
+from .optimizer_state_load import load_options, load_values
+from .optimizer_state_view import Entry, Shown, are_same, changed, is_same, shown, taken_over
 from .partial_steps import ending
-from .shown_state import Entry, Shown, are_same, changed, is_same, shown, taken_over
 
 Prepare = Callable[[Any], None]
 """Called with an optimizer before its step reads gradients."""
@@ -56,11 +56,11 @@ class LocalShards:
 
     copies_grads: whether it has been given copies of gradients, which end with the step.
     step_follows: whether gradients that are clipped are read by a step, and before by nobody.
-    one_pass: the kernel in the inner optimizer, where it has one of ours.
+    fused_step: the kernel in the inner optimizer, where it has one of ours.
     """
 
     step_follows = False
-    one_pass: OnePassAdam | None = None
+    fused_step: FusedAdamStep | None = None
 
     def __init__(self, optimizer: Any, skip_empty: bool, decoupled: bool) -> None:
         self.skip_empty, self.decoupled, self.copies_grads = skip_empty, decoupled, False
@@ -68,7 +68,7 @@ class LocalShards:
         self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._local_grads: dict[torch.Tensor, torch.Tensor | None] = {}
         self._shown: tuple[Any, list[Any]] | None = None
-        self.parked: ParkingLot | None = None
+        self.parked: HostStash | None = None
         self._clip: Clip | None = None
         self._known: dict[torch.Tensor, Shown] = {}
         self._counters: dict[int, torch.Tensor] = {}
@@ -135,8 +135,8 @@ class LocalShards:
         """A step begins, whose gradients are there."""
         self.enter(optimizer)
         self.set_local_grads()
-        if self.one_pass is not None:
-            self.one_pass.clip = self._factor()
+        if self.fused_step is not None:
+            self.fused_step.clip = self._factor()
 
     def _factor(self) -> torch.Tensor | None:
         """What the kernel multiplies gradients by, where that clips them."""
@@ -253,7 +253,7 @@ class LocalShards:
 
     def takes_clip(self, clip: Clip) -> bool:
         """Whether the next step clips what it updates by itself, in the kernel."""
-        if self.step_follows and self.one_pass is not None and clip.is_one and any(self.pairs):
+        if self.step_follows and self.fused_step is not None and clip.is_one and any(self.pairs):
             self._clip = clip
         return self._clip is not None
 
@@ -270,8 +270,8 @@ class LocalShards:
 
     def clear_local_grads(self) -> None:
         self._local_grads.clear()
-        if self.one_pass is not None:
-            self.one_pass.clip = None
+        if self.fused_step is not None:
+            self.fused_step.clip = None
         for pairs in self.pairs:
             for _, local in pairs:
                 local.grad = None
@@ -463,7 +463,7 @@ def adopt(
         if hasattr(optimizer, option):
             setattr(optimizer, option, value)
     shards = shards_class(optimizer, skip_empty, decoupled)
-    shards.one_pass = install(optimizer)
+    shards.fused_step = install(optimizer)
     optimizer._fsdp_shards = shards  # type: ignore[attr-defined]
     optimizer.__class__ = _local_class(type(optimizer))  # type: ignore[arg-type]
     if "step" in vars(optimizer):  # a scheduler's

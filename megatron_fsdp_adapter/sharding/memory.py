@@ -14,7 +14,7 @@ import torch
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.memory import KINDS, MAIN
 from ..core.runtime.device import Runtime
-from ..core.runtime.parking import ParkingLot, Storages
+from ..core.runtime.host_stash import HostStash, Storages
 from ..quantized import memory_of
 from .export_source import Source, sources
 from .local_optimizer import LocalShards
@@ -90,7 +90,7 @@ def release(engine: FsdpEngine, kinds: Sequence[str], more: Storages) -> dict[st
     somebody knows addresses."""
     engine.memory.check_free(kinds)
     if kinds and not engine.memory.away:
-        engine.show_optimizer_params()
+        engine.to_sharded()
         engine.zero_grads()
         engine.gather.invalidate()
         engine.runtime.synchronize()
@@ -100,7 +100,7 @@ def release(engine: FsdpEngine, kinds: Sequence[str], more: Storages) -> dict[st
 def take_back(engine: FsdpEngine, kinds: Sequence[str]) -> None:
     """Takes it back; whatever can be gathered is gathered anew."""
     engine.memory.take(kinds)
-    engine.doubt_own_weights()
+    engine.mark_main_weights_stale()
     engine.gather.invalidate()
 
 
@@ -137,7 +137,7 @@ def local_shards(optimizer: Any) -> list[LocalShards]:
 def park_state(shards: LocalShards, runtime: Runtime) -> int:
     """Gives the memory of an optimizer's state back; its bytes."""
     if shards.parked is None:
-        shards.parked = ParkingLot(runtime)
+        shards.parked = HostStash(runtime)
     storages = {OPTIMIZER: [(state, None) for state in shards.state_storages()]}
     return sum(shards.parked.park(storages).values())
 

@@ -30,7 +30,7 @@ def module_problems(
     not to be sharded, and may be anything."""
     return [
         *_sharded_already(module),
-        *_untrainable(module),
+        *_frozen(module),
         *_parameters(module, is_managed),
         *_sparse_gradients(module),
         *_tables_that_forwards_write(module, is_managed),
@@ -132,7 +132,7 @@ def _tables_that_forwards_write(
     ]
 
 
-def _untrainable(module: nn.Module) -> list[str]:
+def _frozen(module: nn.Module) -> list[str]:
     if any(param.requires_grad for param in module.parameters()):
         return []
     return [

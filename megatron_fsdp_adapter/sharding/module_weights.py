@@ -34,11 +34,11 @@ class ModuleWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.pair.raw.dtype
+        return self.pair.unsharded.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.pair.raw.device
+        return self.pair.unsharded.device
 
     @property
     def data(self) -> ModuleWeight:
@@ -106,5 +106,5 @@ def module_weights(engines: Iterable[FsdpEngine]) -> dict[int, ModuleWeight]:
     found = {}
     for engine in engines:
         for pair in engine.pairs:
-            found[id(pair.raw)] = found[id(pair.optimizer)] = ModuleWeight(pair, engine)
+            found[id(pair.unsharded)] = found[id(pair.sharded)] = ModuleWeight(pair, engine)
     return found

@@ -57,7 +57,7 @@ def refuse_compilation() -> None:
         _raise_under_compilation()
 
 
-class OneOfItsKind:
+class NotCopyable:
     """What a copy would not be: a module over flat buffers and process groups."""
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -74,7 +74,7 @@ class OneOfItsKind:
         )
 
 
-class GradSync(OneOfItsKind):
+class GradSync(NotCopyable):
     """Which backward of a step reduces, and who waits for it."""
 
     engine: FsdpEngine
@@ -107,7 +107,7 @@ class GradSync(OneOfItsKind):
             self.set_model_auto_sync(before)
 
 
-class ShardedStateDict(OneOfItsKind, nn.Module):
+class ShardedStateDict(NotCopyable, nn.Module):
     """A module whose state dict is of sharded weights."""
 
     engine: FsdpEngine
@@ -176,13 +176,13 @@ class ShardedStateDict(OneOfItsKind, nn.Module):
     def _params_by_key(self) -> dict[str, nn.Parameter]:
         """State-dict keys and their optimizer parameters. Keys are not parameter names: a
         Float16Module is a level in names and none in keys."""
-        self.engine.show_optimizer_params()
+        self.engine.to_sharded()
         entries = super().state_dict(keep_vars=True)
         return {key: value for key, value in entries.items() if hasattr(value, "fsdp_layout_ref")}
 
     def _scalings(self, params: Mapping[str, nn.Parameter]) -> dict[str, Scaling]:
         """Where delayed scaling has its state, by the key of a record beside the weight's."""
-        pairs = {id(pair.optimizer): pair for pair in self.engine.pairs}
+        pairs = {id(pair.sharded): pair for pair in self.engine.pairs}
         found = {key: scaling_of(pairs[id(param)]) for key, param in params.items()}
         return {key + FP8_SCALING: scaling for key, scaling in found.items() if scaling}
 
@@ -243,8 +243,8 @@ def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
     """Tells on an optimizer parameter what was put on the module's own, and, also to torch DCP,
     which rows of which tensor it is. `offset` is where this rank's tensor-parallel part begins in
     the whole tensor; None at the origin."""
-    param, held = pair.optimizer, pair.group.held
-    _copy_attributes(pair.raw, param)
+    param, held = pair.sharded, pair.group.held
+    _copy_attributes(pair.unsharded, param)
     rows = held.layout.shard_range(pair.index, held.rank)
     ref = LayoutRef(held.layout, pair.index, held.rank, offset)
     param.megatron_fsdp_slice = slice(rows.start, rows.stop)  # type: ignore[attr-defined]
@@ -272,7 +272,7 @@ def check_trained(engine: FsdpEngine) -> None:
         changed = [
             pair.managed.fqns[0]
             for pair in engine.pairs
-            if {pair.raw.requires_grad, pair.optimizer.requires_grad}
+            if {pair.unsharded.requires_grad, pair.sharded.requires_grad}
             != {pair.group.key.requires_grad}
         ]
     if changed:
@@ -337,7 +337,7 @@ def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
     def before_save(*_: Any) -> None:
         alive = ref()
         if alive is not None:
-            alive.show_optimizer_params()
+            alive.to_sharded()
 
     def before_load(
         child: nn.Module, state_dict: Any, prefix: str, metadata: Any, strict: bool,
@@ -347,7 +347,7 @@ def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
         if alive is not None:
             if metadata.get("assign_to_params_buffers", False):
                 raise ValueError(ASSIGN)
-            alive.show_optimizer_params()
+            alive.to_sharded()
             forget_scaling(alive, owned.get(id(child), ()), child, state_dict, prefix)
             errors += load_own(child, state_dict, prefix)
 
@@ -368,7 +368,7 @@ def register_state_dict_hooks(module: nn.Module, engine: FsdpEngine) -> None:
 
 def refuse_conversions(module: nn.Module, engine: FsdpEngine) -> None:
     """Makes `to`, `half` and the like raise in `module` and below, unless they change nothing."""
-    dtypes = frozenset(pair.raw.dtype for pair in engine.pairs)
+    dtypes = frozenset(pair.unsharded.dtype for pair in engine.pairs)
     for name, child in module.named_modules():
         where = f"{type(child).__name__} {name}".strip()
         child.__dict__["_apply"] = _apply_guard(child, dtypes, engine.runtime.device, where)

@@ -9,7 +9,7 @@
 A step of the inner optimizer becomes one for each unit, on that unit's tensors alone. Adam works
 element by element, so each number is what one step on all of them gives. Units are updated in the
 order of a forward pass, and a step returns when all that is queued: the next forward runs
-meanwhile, and waits for its units one by one (`core/engine/updates.py`). What a step reads on the
+meanwhile, and waits for its units one by one (`core/engine/deferred_updates.py`). What a step reads on the
 host, learning rates and counts of steps, it reads before it returns. Gradients are clipped with
 their unit's update.
 
@@ -36,17 +36,17 @@ from typing import Any
 import torch
 
 from ..checkpoint.chunks import dtensor_like
+from ..core.engine.deferred_updates import DeferredUpdates
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import ParamGroup
 from ..core.engine.identity import ParamPair
 from ..core.engine.offloaded import OffloadedBuffer
 from ..core.engine.unit import Unit
-from ..core.engine.updates import LateUpdates
 from ..core.runtime.device import COMPUTE, LOAD, STORE, UPDATE
 from .local_optimizer import Clip, LocalPair, LocalShards, complete_empty_state
-from .made_state import is_torch_class, make_state
+from .optimizer_state_init import is_torch_class, make_state
+from .optimizer_state_view import Entry, is_like, shown
 from .partial_steps import Options, options_of, plain_step, set_options, steps_in_steps
-from .shown_state import Entry, is_like, shown
 
 OPTION = "chunked_optimizer_state_offload"
 
@@ -61,7 +61,7 @@ class Stage:
     loaded and stored; loaded: an event, from the load on until the update is queued."""
 
     unit: Unit
-    updates: LateUpdates
+    updates: DeferredUpdates
     pairs: list[list[LocalPair]]
     groups: list[ParamGroup]
     buffers: list[OffloadedBuffer] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Stage:
 
     def release(self) -> None:
         for buffer in self.buffers:
-            buffer.twin.release()
+            buffer.device_buffer.release()
 
 
 class StreamedShards(LocalShards):
@@ -95,7 +95,7 @@ class StreamedShards(LocalShards):
         self, engines: Sequence[FsdpEngine], optimizer: Any, skip_empty: bool, decoupled: bool
     ) -> None:
         self._engines, self._runtime = engines, engines[0].runtime
-        self._pairs = {id(pair.optimizer): pair for engine in engines for pair in engine.pairs}
+        self._pairs = {id(pair.sharded): pair for engine in engines for pair in engine.pairs}
         self._host: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._stages: list[Stage] = []
         self._order: list[Stage] = []
@@ -147,13 +147,13 @@ class StreamedShards(LocalShards):
             for unit in engine.units:
                 found = [
                     pair for pair in engine.pairs
-                    if pair.group in unit.groups and id(pair.optimizer) in where
+                    if pair.group in unit.groups and id(pair.sharded) in where
                 ]
                 pairs: list[list[LocalPair]] = [[] for _ in self.pairs]
                 for pair in found:
-                    index, local = where[id(pair.optimizer)]
+                    index, local = where[id(pair.sharded)]
                     if local.numel() > 0 or not self.skip_empty:
-                        pairs[index].append((pair.optimizer, local))
+                        pairs[index].append((pair.sharded, local))
                 groups = list(dict.fromkeys(pair.group for pair in found))
                 if any(pairs):
                     yield Stage(unit, engine.gather.updates, pairs, groups), found
@@ -256,7 +256,7 @@ class StreamedShards(LocalShards):
     def _may_be_late(self) -> bool:
         """Whether a step may return before its updates are over: everybody who reads what they
         write asks the engine first, and nothing is lost with the step."""
-        asks = not any(engine.own_loop or engine.quantization for engine in self._engines)
+        asks = not any(engine.user_managed_loop or engine.quantization for engine in self._engines)
         return asks and not self.copies_grads
 
     def _walk(self, optimizer: Any) -> None:
@@ -309,7 +309,7 @@ class StreamedShards(LocalShards):
         for group, pairs in zip(optimizer.param_groups, stage.pairs, strict=True):
             group["params"] = [local for _, local in pairs]
 
-    def load_ahead(self, of: LateUpdates, after: Any) -> None:
+    def load_ahead(self, of: DeferredUpdates, after: Any) -> None:
         """When the last of several model chunks is told."""
         last = self._engines[-1].gather.updates
         if of is not last or not self._may_be_late() or self._walking:

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .adam_table import Update
-from .tensor_table import Lists, Table
+from .adam_update import Update
+from .multi_tensor import Lists, Table
 
 BLOCK, WARPS, STAGES = 1024, 8, 3
 """Elements that a program has in registers at a time, its warps, and loads under way. Chunks of

@@ -187,6 +187,6 @@ def _finish(
         for pair in pairs[group]:
             planes = {name: part.items[pair.index] for name, part in parts.items()}
             if WEIGHT not in planes:
-                add_scale(planes, copy.unit.scales_of(pair.raw))
+                add_scale(planes, copy.unit.scales_of(pair.unsharded))
             found.append((pair, planes))
     return found

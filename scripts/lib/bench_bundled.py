@@ -24,7 +24,7 @@ def _let_run_on_cpu() -> None:
     """What `enable_cpu_mode` does for the rest of core: CUDA's streams and devices are answered by
     the CPU in these modules, and the device mesh is one of CPUs. Idempotent."""
     from megatron_fsdp_adapter.launch.cpu_mode import CUDA_ANSWERS, make_view
-    from megatron_fsdp_adapter.megatron.seams.patches import ModuleView
+    from megatron_fsdp_adapter.megatron.compat.patches import ModuleView
 
     view = make_view()
     # It writes the current device into names such as "cuda:0", and only compares those.

@@ -34,13 +34,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from lib.data import padded_vocab_size
 from lib.distributed import Place, side_stream
 from lib.options import DDP, EXPERTS, FP8, FSDP, MODEL, OPTIMIZER, Options, chosen
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.local_spec import local_block_spec
 from megatron_fsdp_adapter.megatron.options.ddp_config import (
     DistributedDataParallelConfig as FsdpConfig,
 )
 from megatron_fsdp_adapter.megatron.process_groups import create_all_gather_groups
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 
 
 @dataclass(frozen=True)

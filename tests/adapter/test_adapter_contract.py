@@ -22,7 +22,7 @@ from megatron_fsdp_adapter import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from megatron_fsdp_adapter.megatron.inner import ShardedModule
+from megatron_fsdp_adapter.megatron.inner_module import ShardedModule
 from tests.distributed.gpt import (
     Case,
     Trainer,
@@ -462,7 +462,7 @@ def test_weights_of_the_last_step_are_never_read_in_silence(trainer: Trainer) ->
     forward_backward(trainer, data())
     trainer.optimizer.optimizer.step()
     trainer.wrapper.param_and_grad_buffer.copy_main_weights_to_model_weights()
-    trainer.wrapper.engine.show_raw_params()
+    trainer.wrapper.engine.to_unsharded()
     raw = get_attr_wrapped_model(trainer.wrapper, "decoder").layers[0].mlp.linear_fc1.weight
     with pytest.raises(RuntimeError, match="not gathered"):
         raw.sum()
@@ -481,8 +481,8 @@ def test_a_step_in_a_graph_is_an_error_as_its_replays_outdate_nothing(trainer: T
 
 
 def _main_weight(trainer: Trainer, raw: nn.Parameter) -> torch.Tensor:
-    pair = next(pair for pair in trainer.wrapper.engine.pairs if pair.raw is raw)
-    return full_all({"": pair.optimizer})[""]
+    pair = next(pair for pair in trainer.wrapper.engine.pairs if pair.unsharded is raw)
+    return full_all({"": pair.sharded})[""]
 
 
 def test_units_by_default_and_by_name() -> None:

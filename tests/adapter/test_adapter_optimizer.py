@@ -20,8 +20,8 @@ from megatron.core.optimizer.optimizer_config import (
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter import install, uninstall
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import OPTIMIZER
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import OPTIMIZER
 from tests.distributed.checks import free_run
 from tests.distributed.gpt import (
     STRATEGIES,

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter import release_memory, return_memory
 from megatron_fsdp_adapter.megatron.checkpoint import checkpoint_drivers
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import BRIDGE, BRIDGE_WEIGHTS, CONVERSION
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, BRIDGE_WEIGHTS, CONVERSION
 from tests.distributed.gpt import Case, Trainer, build_trainer, init_megatron
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron_fsdp_adapter.megatron.seams import core_api
+from megatron_fsdp_adapter.megatron.compat import core_api
 
 
 def test_groups_are_asked_for_ranks_that_hold_the_same_weights(

@@ -16,9 +16,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_fsdp_adapter.core.engine.unit import Phase
-from megatron_fsdp_adapter.megatron.captures import Captures
+from megatron_fsdp_adapter.megatron.compat import core_api
+from megatron_fsdp_adapter.megatron.full_iteration_graphs import FullIterationGraphs
 from megatron_fsdp_adapter.megatron.options import cuda_graphs, support
-from megatron_fsdp_adapter.megatron.seams import core_api
 from tests.distributed.checks import free_run, recorded_step
 from tests.distributed.gpt import (
     Case,
@@ -46,7 +46,7 @@ class Capturing:
 
 def capturing_trainer(strategy: str) -> tuple[Trainer, Capturing]:
     trainer, flag = build_trainer(CASE, strategy, CPU), Capturing()
-    trainer.wrapper.captures = Captures(trainer.wrapper.engine, flag)
+    trainer.wrapper.captures = FullIterationGraphs(trainer.wrapper.engine, flag)
     return trainer, flag
 
 
@@ -67,7 +67,7 @@ def captured_trainer(strategy: str) -> tuple[Trainer, Capturing]:
 
 
 def pieces(trainer: Trainer) -> list[torch.Tensor]:
-    return [pair.optimizer.grad._local_tensor for pair in trainer.wrapper.engine.pairs]
+    return [pair.sharded.grad._local_tensor for pair in trainer.wrapper.engine.pairs]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -165,7 +165,7 @@ def test_twenty_replays_with_evaluations_between_bind_no_gradient_anew(
     trainer, _ = captured_trainer(strategy)
 
     def gradients() -> list[tuple[int, int]]:
-        grads = [pair.optimizer.grad for pair in trainer.wrapper.engine.pairs]
+        grads = [pair.sharded.grad for pair in trainer.wrapper.engine.pairs]
         return [(id(grad), grad._local_tensor.data_ptr()) for grad in grads]
 
     bound = gradients()
@@ -192,9 +192,9 @@ def test_no_node_that_accumulates_a_gradient_outlives_its_graph(
     engine = trainer.wrapper.engine
 
     def nodes() -> list[Any]:
-        engine.show_raw_params()
+        engine.to_unsharded()
         engine.gather.gather_all()
-        return [get_gradient_edge(pair.raw).node for pair in engine.pairs]
+        return [get_gradient_edge(pair.unsharded).node for pair in engine.pairs]
 
     def mark(found: list[Any]) -> list[Any]:
         for node in found:

@@ -23,7 +23,7 @@ from tests.distributed.plain import Block, Net
 def two_fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     monkeypatch.setitem(comm.CAPABILITIES, "fake", comm.Capabilities(True, True))
-    monkeypatch.setattr(building, "check_same_model", lambda *_: None)
+    monkeypatch.setattr(building, "verify_same_model", lambda *_: None)
     monkeypatch.setattr(fault_report, "timeout_of", lambda *_: 60.0)
     yield
     dist.destroy_process_group()

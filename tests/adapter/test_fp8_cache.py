@@ -10,8 +10,8 @@ from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.megatron import units
-from megatron_fsdp_adapter.megatron.fp8 import switch_off_weight_cache
 from megatron_fsdp_adapter.megatron.options import capability
+from megatron_fsdp_adapter.megatron.te_weight_cache import switch_off_weight_cache
 from megatron_fsdp_adapter.megatron.wgrad_probe import Precision
 from tests.distributed.gpt import STRATEGIES, Case, build_model, ddp_config
 

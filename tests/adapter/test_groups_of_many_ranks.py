@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.sharding.made_groups import digest_of, everyones_groups
+from megatron_fsdp_adapter.sharding.duplicate_groups import digest_of, everyones_groups
 
 pytestmark = pytest.mark.once
 

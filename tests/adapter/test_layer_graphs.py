@@ -16,10 +16,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_fsdp_adapter.core.engine.layer_graphs import _Call
 from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.megatron import layer_graphs as wrapper_graphs
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.layer_graphs import LayerCaptures, take_off_managers
 from megatron_fsdp_adapter.megatron.options import cuda_graphs, layer_graphs
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     Case,

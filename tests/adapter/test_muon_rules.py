@@ -11,9 +11,9 @@ from megatron.core.optimizer import OptimizerConfig
 
 from megatron_fsdp_adapter.cli import precision_options
 from megatron_fsdp_adapter.diagnostics.memory import OPTIMIZER_STATE, Precision, group_bytes
+from megatron_fsdp_adapter.megatron.compat import core_api
 from megatron_fsdp_adapter.megatron.emerging import KINDS
 from megatron_fsdp_adapter.megatron.muon import FUSED, is_muons, table
-from megatron_fsdp_adapter.megatron.seams import core_api
 from megatron_fsdp_adapter.sharding.muon.matrices import row_blocks
 from megatron_fsdp_adapter.sharding.muon.newton_schulz import coefficients_of, orthogonalized
 from tests.distributed.gpt import (
@@ -52,7 +52,7 @@ def test_the_first_update_is_orthogonal_and_adam_has_the_rest(one_rank: torch.de
     state = trainer.optimizer.optimizer.state
     for name, pair in pairs_of(trainer).items():
         expected = {"momentum_buffer"} if is_muons(pair) else {"step", "exp_avg", "exp_avg_sq"}
-        assert set(state[pair.optimizer]) == expected, name
+        assert set(state[pair.sharded]) == expected, name
     text = table([trainer.wrapper], optimizer_config(CASE, **MUON))
     rows = [" ".join(line.split()) for line in text.splitlines()]
     attention = "decoder.layers.*.self_attention"
@@ -142,7 +142,7 @@ def test_each_option_of_muon_is_honored(one_rank: torch.device, name: str) -> No
     trainer = build_trainer(case, "optim", one_rank, optimizer={**exact, **options})
     numbers = case.lr, case.weight_decay, case.adam_eps, float("inf")
     references = [Reference(trainer.wrapper.config, *numbers, **kind) for kind in (changed, {})]
-    params = {name: pair.raw for name, pair in pairs_of(trainer).items()}
+    params = {name: pair.unsharded for name, pair in pairs_of(trainer).items()}
     for step in range(2):
         before = trainer.params()
         forward_backward(trainer, batches(case, step, 0, one_rank))

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.patches import NOTHING, Patch, stands
-from megatron_fsdp_adapter.megatron.seams.table import BRIDGE, LATE
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.patches import NOTHING, Patch, stands
+from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, LATE
 
 ROWS = [row for row in LATE if row.required is not False and row.default is NOTHING]
 Modules = dict[str, ModuleType]

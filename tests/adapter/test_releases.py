@@ -20,9 +20,9 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_fsdp_adapter import FullyShardedDataParallel, install, uninstall
 from megatron_fsdp_adapter.cli import doctor
-from megatron_fsdp_adapter.megatron.seams import core_api, patches, releases
-from megatron_fsdp_adapter.megatron.seams.patches import Patch
-from megatron_fsdp_adapter.megatron.seams.table import installed
+from megatron_fsdp_adapter.megatron.compat import core_api, patches, releases
+from megatron_fsdp_adapter.megatron.compat.patches import Patch
+from megatron_fsdp_adapter.megatron.compat.table import installed
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 OLDER = ("0.15.3", "0.16.0", "0.16.1rc0", "of no known version")

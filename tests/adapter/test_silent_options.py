@@ -18,8 +18,8 @@ from megatron.core.transformer.moe import experts
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.tensor_parallel import TensorParallelMode, tensor_parallel_mode
 from tests.distributed.gpt import (
     Case,

@@ -20,7 +20,7 @@ from megatron.core.transformer import fsdp_dtensor_checkpoint as core
 from torch.distributed import DeviceMesh
 
 from megatron_fsdp_adapter.launch import cpu_mode
-from megatron_fsdp_adapter.megatron.seams.patches import ModuleView
+from megatron_fsdp_adapter.megatron.compat.patches import ModuleView
 from tests.distributed.gpt import Case, Trainer, build_model, ddp_config, optimizer_config
 
 _PACKAGE = "megatron.core.distributed.fsdp"

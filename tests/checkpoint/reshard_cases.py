@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_fsdp_adapter.prove.whole import whole_values
+from megatron_fsdp_adapter.prove.gather_full import full_values
 from tests.distributed.gpt import Case
 from tests.distributed.topologies import (
     Topology,
@@ -149,10 +149,10 @@ def whole_state(trainer: TopologyTrainer) -> Whole:
     adam = trainer.optimizer.optimizer.state
     values = {"weight": trainer.weights()}
     for moment in ("exp_avg", "exp_avg_sq"):
-        values[moment] = whole_values(
-            trainer._pairs(), lambda pair, m=moment: local_of(adam[pair.optimizer][m])
+        values[moment] = full_values(
+            trainer._pairs(), lambda pair, m=moment: local_of(adam[pair.sharded][m])
         )
-    values["step"] = {n: adam[pair.optimizer]["step"].clone() for n, pair in trainer._pairs()}
+    values["step"] = {n: adam[pair.sharded]["step"].clone() for n, pair in trainer._pairs()}
     mine = [
         (_global_name(trainer, name), _tensor_parallel(name), what, value)
         for what, tensors in values.items()

@@ -19,10 +19,10 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_fsdp_adapter.checkpoint.convert.conversion import Options, convert
-from megatron_fsdp_adapter.megatron import base_weights
-from megatron_fsdp_adapter.megatron.base_weights import TensorParallel, load_plain
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import BASE_WEIGHTS, BRIDGE
+from megatron_fsdp_adapter.megatron import peft_base_weights
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import BASE_WEIGHTS, BRIDGE
+from megatron_fsdp_adapter.megatron.peft_base_weights import TensorParallel, load_plain
 from tests.checkpoint.convert_cases import save_fsdp
 from tests.checkpoint.reshard_cases import Split, case_of, trainer_of, whole_state
 from tests.checkpoint.test_reshard import ZERO1, ZERO3, _save, _split
@@ -159,7 +159,7 @@ def test_a_model_from_the_meta_device_is_refused_and_other_loads_are_bridges(
     groups = SimpleNamespace(tp=None)
     assert bridge._load_base_checkpoint("x", None, rank0=True, pg_collection=groups) == "its own"
     opened = SimpleNamespace(folder=tmp_path, state=SimpleNamespace(weights={}))
-    monkeypatch.setattr(base_weights, "open_state", lambda *_, **__: opened)
+    monkeypatch.setattr(peft_base_weights, "open_state", lambda *_, **__: opened)
     state = {"_model": [_Plain("meta")], "model": {}, "iteration": 3}
     with pytest.raises(ValueError, match="init_model_with_meta_device=False"):
         bridge._load_base_checkpoint(

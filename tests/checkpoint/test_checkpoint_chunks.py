@@ -204,10 +204,10 @@ def test_chunks_keep_no_tensor_alive(one_rank: None, cut: int) -> None:
 def test_a_deep_copy_is_saved_and_loaded_by_itself(one_rank: None) -> None:
     chunks = (((2, 0), (3, 5)),)
     tensor = uneven_dtensor(torch.zeros(3, 5), data_mesh(1), [Shard(0)], (7, 5), (5, 1), chunks)
-    twin = copy.deepcopy(tensor)
-    twin.__get_tensor_shard__(MetadataIndex("w", torch.Size((2, 0)))).fill_(3)
+    device_buffer = copy.deepcopy(tensor)
+    device_buffer.__get_tensor_shard__(MetadataIndex("w", torch.Size((2, 0)))).fill_(3)
     assert bool((tensor._local_tensor == 0).all())
-    assert read_chunks(twin) == chunks and math.prod(twin.to_local().shape) == 15
+    assert read_chunks(device_buffer) == chunks and math.prod(device_buffer.to_local().shape) == 15
 
 
 def test_only_a_dtensor_of_our_own_is_told_its_chunks(one_rank: None) -> None:

@@ -28,8 +28,8 @@ from torch.distributed import checkpoint as torch_dcp
 
 from megatron_fsdp_adapter.checkpoint import AsyncSaver, folders, load_checkpoint, save_checkpoint
 from megatron_fsdp_adapter.cli import verify
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import LM, SAVES
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import LM, SAVES
 from megatron_fsdp_adapter.prove.ranks import end_with_parent, rendezvous, running
 
 RANKS = 2

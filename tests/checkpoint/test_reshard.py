@@ -162,7 +162,7 @@ def _poison(trainer: TopologyTrainer) -> None:
     with torch.no_grad():
         for chunk in trainer.chunks:
             for pair in chunk.engine.pairs:
-                pair.optimizer._local_tensor.fill_(77)
+                pair.sharded._local_tensor.fill_(77)
             chunk.engine.main_weights_changed()
 
 

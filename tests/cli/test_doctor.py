@@ -14,8 +14,8 @@ from megatron.core.optimizer import optimizer_config
 
 from megatron_fsdp_adapter.cli import doctor, machine
 from megatron_fsdp_adapter.launch import installation
+from megatron_fsdp_adapter.megatron.compat.table import installed
 from megatron_fsdp_adapter.megatron.options.support import EMERGING
-from megatron_fsdp_adapter.megatron.seams.table import installed
 
 
 def report(capsys: Any, *argv: str, status: int = 0) -> dict[str, Any]:

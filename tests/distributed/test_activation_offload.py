@@ -18,8 +18,8 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from tests.distributed import gpt
 from tests.distributed.gpt import (
     STRATEGIES,

@@ -34,7 +34,7 @@ def _norm_and_reference(topology: Topology, strategy: str) -> tuple[float, float
     mine: dict[Any, float] = {}
     gradients = trainer.gradients()
     for name, pair in trainer._pairs():
-        place = coordinates(pair.raw, name, 0)
+        place = coordinates(pair.unsharded, name, 0)
         mine[place] = float(gradients[name].double().square().sum())
     pieces: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pieces, mine)

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.core.engine.direct import GradWriter
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.megatron import fused_wgrad, wgrad_probe
 from megatron_fsdp_adapter.megatron.wgrad_probe import (
     UNKNOWN,
@@ -31,9 +31,9 @@ from tests.distributed.launch import run_ranks
 CASE = Case()
 WIDTH, INNER, GROUPS = 12, 20, 3
 SEEN = {
-    GradWriter.OVERWRITES: Observed(adds=True, told_in_backward=True),
-    GradWriter.OVERWRITES_ALWAYS: Observed(adds=True, told_in_forward=True),
-    GradWriter.ACCUMULATES: Observed(adds=True),
+    WgradProtocol.OVERWRITES: Observed(adds=True, overwrites_in_backward=True),
+    WgradProtocol.OVERWRITES_ALWAYS: Observed(adds=True, told_in_forward=True),
+    WgradProtocol.ACCUMULATES: Observed(adds=True),
 }
 ENSURES = getattr(TEGroupedMLP, "_ensure_main_grad", None)
 """From 0.18 on core looks at `main_grad` before each forward, and sets a flag."""
@@ -117,7 +117,7 @@ class Layer(nn.Module):
         return x + self._fused_ops[0](x) * self.norm
 
 
-def gradients(strategy: str, writer: GradWriter | None) -> list[dict[str, torch.Tensor]]:
+def gradients(strategy: str, writer: WgradProtocol | None) -> list[dict[str, torch.Tensor]]:
     """Of this rank's rows in each of three steps of two microbatches, with an evaluation and a
     change of the weights between. writer: None for autograd."""
     config = model_config(CASE)
@@ -138,11 +138,11 @@ def gradients(strategy: str, writer: GradWriter | None) -> list[dict[str, torch.
         wrapper.finish_grad_sync()
         pairs = wrapper.engine.pairs
         found.append({
-            pair.managed.fqns[0]: pair.optimizer.grad._local_tensor.clone() for pair in pairs
+            pair.managed.fqns[0]: pair.sharded.grad._local_tensor.clone() for pair in pairs
         })  # fmt: skip
         with torch.no_grad():
             for pair in pairs:
-                pair.optimizer._local_tensor.sub_(pair.optimizer.grad._local_tensor)
+                pair.sharded._local_tensor.sub_(pair.sharded.grad._local_tensor)
         wrapper.start_param_sync()
         with torch.no_grad():
             wrapper(torch.randn(GROUPS, WIDTH, generator=generator))
@@ -181,14 +181,14 @@ def test_an_operation_is_tried_out_beside_the_layer_whose_weights_it_reads(
 
     def seen(name: str, *unused: Any) -> Observed:
         asked.append(name)
-        return Observed(adds=True, told_in_forward=".ops." not in name, told_in_backward=True)
+        return Observed(adds=True, told_in_forward=".ops." not in name, overwrites_in_backward=True)
 
     monkeypatch.setattr(wgrad_probe, "observed_once", seen)
     monkeypatch.setattr(wgrad_probe, "maker_name", lambda kind: "transformer_engine.GroupedLinear")
     layer = Layer(fused=True)
     at = (Precision("weights"),), torch.float32, torch.device("cpu")
     observer = Observer(*at, by_operations=read_by_operations(nn.Sequential(layer)))
-    both = Observed(adds=True, told_in_backward=True)
+    both = Observed(adds=True, overwrites_in_backward=True)
     assert observer(layer.linear_fc1, torch.float32) == both
     assert asked == ["transformer_engine.GroupedLinear", "transformer_engine.ops.GroupedLinear"]
     alone = Observer(*at, by_operations=read_by_operations(Layer(fused=False)))

@@ -10,10 +10,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fsdp_adapter.core.engine.direct import GradWriter
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.megatron import fused_wgrad
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from tests.distributed.checks import check_step, steps_from_reference
 from tests.distributed.gpt import STRATEGIES, Case, build_trainer, init_megatron
 from tests.distributed.launch import run_ranks
@@ -34,7 +34,7 @@ def _compare(rank: int, world: int) -> None:
             written = [
                 pair.managed.fqns[0]
                 for pair in ours["optim_grads_params"].wrapper.engine.pairs
-                if pair.managed.writer is GradWriter.ACCUMULATES
+                if pair.managed.writer is WgradProtocol.ACCUMULATES
             ]
             assert len(written) == 4 * case.num_layers + 1, written
             for strategy, mine, theirs in steps_from_reference(reference, ours, rank, 2, device):
@@ -48,12 +48,12 @@ def test_fused_and_unfused_stock_ddp_take_the_same_steps() -> None:
 
 def _forget_to_zero(rank: int, world: int) -> None:
     """What the comparison above must see: a bucket that is added to without having been zeroed."""
-    from megatron_fsdp_adapter.core.engine.direct import DirectGrads
+    from megatron_fsdp_adapter.core.engine.wgrad import FusedWgrad
 
-    def careless(self: DirectGrads, empty: bool) -> None:
+    def careless(self: FusedWgrad, empty: bool) -> None:
         self.is_open, self._written = True, set(self._adding)
 
-    DirectGrads.open = careless  # type: ignore[method-assign]
+    FusedWgrad.open = careless  # type: ignore[method-assign]
     _compare(rank, world)
 
 

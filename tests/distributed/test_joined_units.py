@@ -18,7 +18,7 @@ from megatron_fsdp_adapter.checkpoint import (
     save_checkpoint,
     training_state,
 )
-from megatron_fsdp_adapter.megatron.options.joining import (
+from megatron_fsdp_adapter.megatron.options.unit_grouping import (
     UNIT_NUMEL,
     prefetch_bytes,
     unit_numel,

@@ -17,7 +17,7 @@ from megatron_fsdp_adapter.cli import estimate
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group, row_granularity
 from megatron_fsdp_adapter.diagnostics.memory import Precision
-from megatron_fsdp_adapter.sharding.budget import GIB, OPTION, kept_units
+from megatron_fsdp_adapter.sharding.unsharded_budget import GIB, OPTION, unsharded_units
 from tests.distributed.gpt import Case, batches, build_trainer, init_megatron, train_step
 from tests.distributed.launch import run_ranks
 from tests.distributed.memory import measure
@@ -41,17 +41,17 @@ def layouts_of(rows: int, shards: int = 2) -> list[Any]:
 )
 def test_what_is_kept_is_within_the_budget_and_weights_come_first(sizes, budget, strategy):
     units, row, precision = [layouts_of(size) for size in sizes], STRATEGIES[strategy], Precision()
-    kept = kept_units(units, row, precision, budget)
+    kept = unsharded_units(units, row, precision, budget)
     assert 0 <= kept.nbytes <= budget and len(kept.rows) == len(units)
     assert kept.grads == 0 or kept.weights > 0
     if budget == 0:
         assert set(kept.rows) == {row}
-    everything = kept_units(units, row, precision, 1 << 40)
+    everything = unsharded_units(units, row, precision, 1 << 40)
     assert {one.name for one in everything.rows} == {ZERO_1}
-    assert kept_units(units, row, precision, everything.nbytes) == everything
+    assert unsharded_units(units, row, precision, everything.nbytes) == everything
     if everything.nbytes and kept.grads:  # no unit was left without weights that would have fitted
         cost = {
-            at: kept_units([one, []], row, precision, 1 << 40).nbytes
+            at: unsharded_units([one, []], row, precision, 1 << 40).nbytes
             for at, one in enumerate(units) if kept.rows[at].shard_weights
         }
         assert not cost or min(cost.values()) > 0
@@ -60,10 +60,10 @@ def test_what_is_kept_is_within_the_budget_and_weights_come_first(sizes, budget,
 def test_units_that_are_gathered_twice_come_before_those_gathered_once():
     """Six units of one size: the embedding is forward-only, the last one before the root stays."""
     units = [layouts_of(16) for _ in range(6)]
-    one = kept_units(units[:1] + [[]], STRATEGIES[ZERO_3], Precision(), 1 << 30)
+    one = unsharded_units(units[:1] + [[]], STRATEGIES[ZERO_3], Precision(), 1 << 30)
     weights = 16 * 8 * 2
     for count, expected in ((1, {5}), (3, {5, 1, 2}), (4, {5, 1, 2, 3}), (5, {5, 1, 2, 3, 0})):
-        kept = kept_units(units, STRATEGIES[ZERO_3], Precision(), count * weights, forward_only=[0])
+        kept = unsharded_units(units, STRATEGIES[ZERO_3], Precision(), count * weights, forward_only=[0])
         assert {at for at, row in enumerate(kept.rows) if not row.shard_weights} == expected
         assert kept.nbytes == count * weights
     assert one.nbytes == weights + 4 * (16 * 8 - 16 * 8 // 2)
@@ -71,10 +71,10 @@ def test_units_that_are_gathered_twice_come_before_those_gathered_once():
 
 def test_a_strategy_that_shards_nothing_has_nothing_to_keep():
     for name in (ZERO_1, "no_shard"):
-        kept = kept_units([layouts_of(8), []], STRATEGIES[name], Precision(), 1 << 30)
+        kept = unsharded_units([layouts_of(8), []], STRATEGIES[name], Precision(), 1 << 30)
         assert kept.nbytes == 0 and {row.name for row in kept.rows} == {name}
     with pytest.raises(ValueError, match=OPTION):
-        kept_units([layouts_of(8)], STRATEGIES[ZERO_3], Precision(), -1)
+        unsharded_units([layouts_of(8)], STRATEGIES[ZERO_3], Precision(), -1)
 
 
 def trained(

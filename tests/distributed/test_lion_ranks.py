@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import get_megatron_optimizer
 
-from megatron_fsdp_adapter.prove.whole import plain_name
+from megatron_fsdp_adapter.prove.gather_full import plain_name
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,

@@ -81,7 +81,7 @@ def _same_start(rank: int, world: int) -> None:
         for strategy in ("optim", "optim_grads_params") if name == "dense" else STRATEGIES[-1:]:
             ours, expected = (_wrapped(case, options, strategy, meta) for meta in (True, False))
             attributes = [
-                [sorted(vars(pair.raw)) for pair in one.engine.pairs] for one in (ours, expected)
+                [sorted(vars(pair.unsharded)) for pair in one.engine.pairs] for one in (ours, expected)
             ]
             assert attributes[0] == attributes[1], name
             weights = [full_all(dict(one.named_parameters())) for one in (ours, expected)]
@@ -103,7 +103,7 @@ def _same_start_split(rank: int, world: int) -> None:
         wrappers = [_wrapped(case, options, "optim_grads_params", meta) for meta in (True, False)]
         for ours, expected in zip(*(w.engine.pairs for w in wrappers), strict=True):
             label = f"{name}, {ours.managed.fqns[0]}"
-            local = [pair.optimizer._local_tensor for pair in (ours, expected)]
+            local = [pair.sharded._local_tensor for pair in (ours, expected)]
             assert torch.equal(*local), label
 
 

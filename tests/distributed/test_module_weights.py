@@ -31,7 +31,7 @@ def check_weights(strategy: str, outer: str | None, device: torch.device) -> Non
     values = {name: torch.randn(value.shape) for name, value in before.items()}
     for pair in engine.pairs:
         weight, name = ModuleWeight(pair, engine), pair.managed.fqns[0]
-        assert weight.shape == pair.raw.shape and weight.dtype == pair.raw.dtype
+        assert weight.shape == pair.unsharded.shape and weight.dtype == pair.unsharded.dtype
         assert torch.equal(weight.gather(), before[name])
         weight.data.copy_(values[name].double())
         assert torch.equal(weight.gather(), values[name])
@@ -42,7 +42,7 @@ def check_weights(strategy: str, outer: str | None, device: torch.device) -> Non
     assert all(torch.equal(after[name], value) for name, value in values.items())
     found = module_weights([engine])
     for pair in engine.pairs:
-        assert found[id(pair.raw)] is found[id(pair.optimizer)]
+        assert found[id(pair.unsharded)] is found[id(pair.sharded)]
 
 
 def check_all(rank: int, world: int, given: tuple[str | None, ...]) -> None:

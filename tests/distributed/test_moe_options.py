@@ -65,7 +65,7 @@ def only_activations_were_given(ours: TopologyTrainer, reference: TopologyTraine
     assert given, "the stand-in was not used"
     deep_ep_stand_in.GIVEN.clear()
     groups = [group for chunk in ours.chunks for u in chunk.engine.units for group in u.groups]
-    held = [pair.raw.untyped_storage().data_ptr() for _, pair in ours._pairs()]
+    held = [pair.unsharded.untyped_storage().data_ptr() for _, pair in ours._pairs()]
     held += [weights.tensor.untyped_storage().data_ptr() for g in groups for weights in g.weights]
     assert not given & (set(held) - {0})
 

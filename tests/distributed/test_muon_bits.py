@@ -16,7 +16,7 @@ import torch
 from megatron.core import parallel_state as ps
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_fsdp_adapter.prove.whole import plain_name
+from megatron_fsdp_adapter.prove.gather_full import plain_name
 from megatron_fsdp_adapter.sharding.muon.newton_schulz import coefficients_of, orthogonalized
 from tests.distributed.gpt import STRATEGIES
 from tests.distributed.launch import run_ranks
@@ -56,15 +56,15 @@ def check_strategy(cell: Cell, strategy: str, steps: int) -> None:
     for step in range(1, steps + 1):
         run_schedule(trainer, step)
         for name, pair in names.values():
-            if pair.optimizer.grad is not None:
+            if pair.sharded.grad is not None:
                 set_gradient(pair, own(pair, name, step))
         assert trainer.optimizer.step()[0]
     found = trainer.weights()
     compared = 0
     for local, (name, pair) in names.items():
-        if is_muons(name, pair.raw):
+        if is_muons(name, pair.unsharded):
             whole = expected(cell, trainer.chunks[0].config, name, pair, steps)
-            wanted = own_part(pair.raw, name, whole)
+            wanted = own_part(pair.unsharded, name, whole)
             difference = (found[local] - wanted).abs().max()
             label = f"{cell.topology.name}, {strategy}, {cell.ddp}: {name}"
             assert torch.equal(found[local], wanted), f"{label} is off by {difference:.1e}"
@@ -95,21 +95,21 @@ def counted_on(name: str, what: str, before: int) -> str:
 
 def made(pair: Any, name: str, step: int) -> torch.Tensor:
     """Of the whole parameter: its weight, for step 0, or gradient."""
-    shape = list(pair.raw.shape)
-    if getattr(pair.raw, "tensor_model_parallel", False):
-        shape[pair.raw.partition_dim] *= tensor_group(name).size()
+    shape = list(pair.unsharded.shape)
+    if getattr(pair.unsharded, "tensor_model_parallel", False):
+        shape[pair.unsharded.partition_dim] *= tensor_group(name).size()
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
     return torch.randn(shape, generator=generator) * 0.1
 
 
 def own(pair: Any, name: str, step: int) -> torch.Tensor:
     """This rank's part under tensor parallelism."""
-    return own_part(pair.raw, name, made(pair, name, step))
+    return own_part(pair.unsharded, name, made(pair, name, step))
 
 
 def set_gradient(pair: Any, value: torch.Tensor) -> None:
-    local = pair.optimizer.grad._local_tensor
-    held = pair.optimizer.megatron_fsdp_slice
+    local = pair.sharded.grad._local_tensor
+    held = pair.sharded.megatron_fsdp_slice
     local.copy_(value.reshape(-1)[held].view(local.shape))
 
 

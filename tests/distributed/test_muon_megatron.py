@@ -16,7 +16,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 
 from megatron_fsdp_adapter.megatron.muon import is_muons as rule_of
-from megatron_fsdp_adapter.prove.whole import plain_name
+from megatron_fsdp_adapter.prove.gather_full import plain_name
 from tests.distributed.checks import check_gradients, check_norm
 from tests.distributed.gpt import STRATEGIES
 from tests.distributed.launch import run_ranks
@@ -100,7 +100,7 @@ def assert_matrices_are_muons(trainer: TopologyTrainer) -> None:
     for chunk in trainer.chunks:
         for pair in chunk.engine.pairs:
             name = plain_name(pair.managed.fqns[0])
-            assert rule_of(pair) == is_muons(name, pair.raw), name
+            assert rule_of(pair) == is_muons(name, pair.unsharded), name
     of_muon = {id(p) for g in trainer.optimizer.param_groups if "optimizer" in g
                for p in g["params"]}  # fmt: skip
     found = {id(p.optimizer) for c in trainer.chunks for p in c.engine.pairs if rule_of(p)}

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.sharding import one_pass_adam, tensor_table
-from megatron_fsdp_adapter.sharding.adam_table import Update
-from megatron_fsdp_adapter.sharding.one_pass_adam import OnePassAdam
-from megatron_fsdp_adapter.sharding.tensor_table import chunks_of, is_aligned
+from megatron_fsdp_adapter.sharding import fused_adam, multi_tensor
+from megatron_fsdp_adapter.sharding.adam_update import Update
+from megatron_fsdp_adapter.sharding.fused_adam import FusedAdamStep
+from megatron_fsdp_adapter.sharding.multi_tensor import chunks_of, is_aligned
 from tests.distributed.checks import check_run_bits, recorded_step
 from tests.distributed.fused_adam import (
     FusedAdam,
@@ -70,13 +70,13 @@ def _tensors(count: int, dtype: torch.dtype = torch.float32) -> list[list[torch.
     return [[torch.rand(5 + n).to(dtype) for n in range(count)] for _ in range(4)]
 
 
-def _call(adam: OnePassAdam, lists: Any, step: int = 1) -> None:
+def _call(adam: FusedAdamStep, lists: Any, step: int = 1) -> None:
     adam(65536, None, lists, 1e-2, 0.9, 0.95, 1e-8, step, 1, 1, 0.1)
 
 
 def test_a_table_is_made_again_where_an_address_has_changed_and_kept_where_none_has() -> None:
     kernel = HostKernel()
-    adam, lists = OnePassAdam(multi_tensor_adam, lambda _: kernel), _tensors(3)
+    adam, lists = FusedAdamStep(multi_tensor_adam, lambda _: kernel), _tensors(3)
     for step in (1, 2):
         _call(adam, lists, step)
     lists[0][1] = torch.rand(6)
@@ -90,7 +90,7 @@ def test_a_table_is_made_again_where_an_address_has_changed_and_kept_where_none_
 
 def test_what_the_kernel_does_not_take_is_clipped_and_goes_to_the_optimizers_own() -> None:
     kernel = HostKernel()
-    adam = OnePassAdam(multi_tensor_adam, lambda _: kernel)
+    adam = FusedAdamStep(multi_tensor_adam, lambda _: kernel)
     half, wide = torch.float16, _tensors(2)
     mixed = [[wide[0][0], wide[0][1].bfloat16()], *wide[1:]]
     apart = [[torch.rand(10)[::2], wide[0][1]], *wide[1:]]
@@ -99,7 +99,7 @@ def test_what_the_kernel_does_not_take_is_clipped_and_goes_to_the_optimizers_own
         expected[0] = [grad * 0.25 for grad in expected[0]]
         adam.clip = torch.tensor([0.25])  # core's norm has a dimension from 0.17 on
         _call(adam, lists)
-        _call(OnePassAdam(multi_tensor_adam, lambda _: None), expected)
+        _call(FusedAdamStep(multi_tensor_adam, lambda _: None), expected)
         for row, other in zip(lists, expected, strict=True):
             assert all(map(torch.equal, row, other))
     assert not kernel.tables
@@ -107,16 +107,16 @@ def test_what_the_kernel_does_not_take_is_clipped_and_goes_to_the_optimizers_own
 
 def test_the_function_that_a_fused_adam_calls_is_replaced_and_no_other() -> None:
     made = FusedAdam([torch.nn.Parameter(torch.ones(3))])
-    adam = one_pass_adam.install(made)
+    adam = fused_adam.install(made)
     assert adam is not None and made.multi_tensor_adam is adam
-    assert one_pass_adam.install(torch.optim.AdamW([torch.ones(3)])) is None
+    assert fused_adam.install(torch.optim.AdamW([torch.ones(3)])) is None
 
 
 def test_a_step_that_is_captured_is_an_error() -> None:
     """A graph would read a table that goes when tensors move."""
     kernel = HostKernel()
-    adam = OnePassAdam(multi_tensor_adam, lambda _: kernel)
-    captured = mock.patch.object(tensor_table, "is_capturing", lambda device: True)
+    adam = FusedAdamStep(multi_tensor_adam, lambda _: kernel)
+    captured = mock.patch.object(multi_tensor, "is_capturing", lambda device: True)
     with captured, pytest.raises(RuntimeError, match="Take the step outside of the graph"):
         _call(adam, _tensors(2))
     assert not kernel.tables
@@ -130,7 +130,7 @@ def _off_by_a_hundredth(kernel: Any, at: int, table: Any, lists: Any, update: Up
 def test_the_kernel_is_tried_before_it_is_used_and_without_it_a_warning_says_what_is_done() -> None:
     """Triton is not where the tests run: a module stands for the kernel's."""
     name, kernel = "megatron_fsdp_adapter.sharding.triton_adam", HostKernel()
-    tried = one_pass_adam.tried
+    tried = fused_adam.tried
     with mock.patch.dict(sys.modules, {name: SimpleNamespace(update=kernel)}):  # type: ignore[dict-item]
         assert tried(CPU) is kernel
     assert [table.aligned for table in kernel.tables] == [True, False]
@@ -156,17 +156,17 @@ def _clipped_in_the_step(rank: int, world: int) -> None:
         for kernel in (None, HostKernel()):
             with (
                 transformer_engine_optimizer(),
-                mock.patch.object(one_pass_adam, "kernel_of", lambda _, found=kernel: found),
+                mock.patch.object(fused_adam, "kernel_of", lambda _, found=kernel: found),
             ):
                 trainer = build_trainer(CASE, strategy, device, ddp=ddp)
                 shards = distributed_optimizer(trainer).optimizer._fsdp_shards
                 if kernel is None:
-                    shards.one_pass = None  # clipped first, by core
+                    shards.fused_step = None  # clipped first, by core
                 data = [batches(CASE, number, rank, device) for number in range(3)]
                 runs.append([recorded_step(trainer, one) for one in data])
             if kernel is not None:
                 told = kernel.updates
-                assert shards.one_pass.clip is None and shards._clip is None
+                assert shards.fused_step.clip is None and shards._clip is None
         check_run_bits(runs[1], runs[0], strategy)
         assert told and all(update.clip is not None and update.clip < 0.9 for update in told)
 

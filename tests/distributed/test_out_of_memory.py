@@ -100,7 +100,7 @@ def test_the_plan_of_slots() -> None:
     names = ("1", "2", "3", ROOT)
     units = {name: [(one, 0, False)] for name, one in zip(names, layouts, strict=True)}
     row = STRATEGIES["optim_grads_params"]
-    slots = {"weight_slots": True, "bucket_slots": True, "exchange_gradients": True}
+    slots = {"weight_slots": True, "bucket_slots": True, "all_to_all_gradients": True}
     kinds = ["Linear"] * 3 + ["Sequential"]
     plan = memory_plan(units, EngineConfig(row, **slots), kinds)
     big, small = 128 * 64, 64 * 64

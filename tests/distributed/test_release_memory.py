@@ -206,7 +206,7 @@ def test_an_optimizer_that_is_not_sharded_is_named(one_rank: None) -> None:
 def test_memory_whose_addresses_a_graph_has_stays(one_rank: None) -> None:
     model, optimizer = sharded("optim")
     train(model, optimizer, 0)
-    model.engine.memory.held_by = "a CUDA graph"
+    model.engine.memory.pinned_by = "a CUDA graph"
     with pytest.raises(RuntimeError, match="a CUDA graph has addresses of main_weights"):
         release_memory(model, optimizer)
     assert all(map(storage_bytes, states(optimizer))), "nothing was released"

@@ -83,10 +83,10 @@ def _check_memory(trainer: Trainer) -> None:
     """Between steps nothing that belongs to the optimizer has memory on the device."""
     for group in trainer.wrapper.engine.groups:
         if group.staged is not None:
-            assert not group.staged.twin.allocated and group.main is group.staged.host
+            assert not group.staged.device_buffer.allocated and group.main is group.staged.host
     shards = distributed_optimizer(trainer).optimizer._fsdp_shards
     buffers = [buffer for stage in shards._stages for buffer in stage.buffers]
-    assert buffers and not any(buffer.twin.allocated for buffer in buffers)
+    assert buffers and not any(buffer.device_buffer.allocated for buffer in buffers)
 
 
 @pytest.mark.parametrize("name", ["bf16 weights"])

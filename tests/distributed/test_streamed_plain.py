@@ -119,8 +119,8 @@ def _broken(rank: int, world: int) -> None:
             optimizer.after = 2  # type: ignore[attr-defined]
             with pytest.raises(RuntimeError, match="broken"):
                 optimizer.step()
-            twins = [b.twin for stage in shards._stages for b in stage.buffers]
-            assert not any(twin.allocated for twin in twins)
+            twins = [b.device_buffer for stage in shards._stages for b in stage.buffers]
+            assert not any(device_buffer.allocated for device_buffer in twins)
             assert all(len(group["params"]) > 0 for group in optimizer.param_groups)
             with torch.no_grad():
                 for name, param in model.named_parameters():

@@ -63,7 +63,7 @@ def _evaluates_before_the_step(trainer: Trainer) -> None:
 def _by_bridge(trainer: Trainer) -> None:
     """An export with tasks of before, as for every refit of an engine that generates."""
     pairs = trainer.wrapper.engine.pairs
-    tasks = [Task(pair.managed.fqns[0], pair.raw) for pair in pairs]
+    tasks = [Task(pair.managed.fqns[0], pair.unsharded) for pair in pairs]
     with standing_in() as module:
         made = module.MegatronModelBridge()
         _read(dict(made.stream_weights_megatron_to_hf([trainer.wrapper], None, tasks)).values())

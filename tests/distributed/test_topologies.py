@@ -130,10 +130,10 @@ def check_layouts(trainer: TopologyTrainer) -> None:
     """Tensor-parallel ranks hold the same elements of every parameter, and the stages that share
     an embedding the same of that, empty shards included: core reduces shard by shard; collective.
     """
-    held = {name: pair.optimizer.megatron_fsdp_slice for name, pair in trainer._pairs()}
+    held = {name: pair.sharded.megatron_fsdp_slice for name, pair in trainer._pairs()}
     assert _everywhere_same(held, ps.get_tensor_model_parallel_group()), held
     embedding = [
-        (pair.optimizer.megatron_fsdp_slice, pair.optimizer._local_tensor.numel())
+        (pair.sharded.megatron_fsdp_slice, pair.sharded._local_tensor.numel())
         for _, pair in trainer._pairs()
         if pair.group.key.domain == SHARED_EMBEDDING
     ]

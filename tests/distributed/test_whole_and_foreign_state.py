@@ -314,10 +314,10 @@ def _copies_and_files(rank: int, world: int) -> None:
         optimizer = fully_shard_optimizer(torch.optim.AdamW(sharded.parameters()))
         sharded(batch(rank)).backward()
         optimizer.step()
-        twin = copy.deepcopy(optimizer.state_dict())
+        device_buffer = copy.deepcopy(optimizer.state_dict())
         moments = [optimizer.state[p]["exp_avg"].full_tensor() for p in sharded.parameters()]
         optimizer.step()
-        optimizer.load_state_dict(twin)
+        optimizer.load_state_dict(device_buffer)
         for param, moment in zip(sharded.parameters(), moments, strict=True):
             assert torch.equal(optimizer.state[param]["exp_avg"].full_tensor(), moment)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.topology import EXPERT
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
-from megatron_fsdp_adapter.sharding.budget import OPTION
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
+from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION
 from tests.distributed.checks import check_run_bits, check_same_bits, check_step, free_run
 from tests.distributed.gpt import Case, build_trainer, init_megatron
 from tests.distributed.launch import run_ranks

@@ -19,8 +19,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_fsdp_adapter import release_memory, return_memory
 from megatron_fsdp_adapter.core.engine.guard import unchecked
 from megatron_fsdp_adapter.core.engine.memory import KINDS
-from megatron_fsdp_adapter.megatron.captures import Captures
-from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
+from megatron_fsdp_adapter.megatron.full_iteration_graphs import FullIterationGraphs
+from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     Case,
@@ -128,7 +128,7 @@ def between(trainer: Trainer, schedule: Any, number: int, rank: int) -> list[flo
         trainer.wrapper.synchronize_param_gather()
         with torch.no_grad():
             for pair in engine.pairs:
-                pair.optimizer._local_tensor.mul_(1.25)
+                pair.sharded._local_tensor.mul_(1.25)
         inner = distributed_optimizer(trainer).optimizer
         release_memory(trainer.wrapper, inner, keep=list(KINDS))
         return_memory(trainer.wrapper, inner)
@@ -175,7 +175,7 @@ def graphed(
 ) -> tuple[Trainer, Any, Launches]:
     trainer = build_trainer(case, strategy, torch.device("cpu"), ddp=ddp)
     engine = trainer.wrapper.engine
-    trainer.wrapper.captures = Captures(engine, lambda: host.capturing)
+    trainer.wrapper.captures = FullIterationGraphs(engine, lambda: host.capturing)
     engine.runtime.is_capturing = lambda: host.capturing
     return trainer, HostIterations(host), Launches(trainer, host)
 

@@ -33,10 +33,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.launch import cpu_mode
+from megatron_fsdp_adapter.megatron.compat.core_api import batch_of_context_rank
 from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
-from megatron_fsdp_adapter.megatron.seams.core_api import batch_of_context_rank
 from megatron_fsdp_adapter.prove.build import coordinates, wire_schedule
-from megatron_fsdp_adapter.prove.whole import plain_name, whole_values
+from megatron_fsdp_adapter.prove.gather_full import full_values, plain_name
 
 from .checks import Step
 from .gpt import Case, batches, ddp_config, optimizer_config
@@ -292,13 +292,13 @@ class TopologyTrainer:
         """What this rank has of each weight, whole over data-parallel ranks; collective."""
         if self.strategy is None:
             return {n: p.detach().clone() for n, p in self._named(lambda chunk: chunk)}
-        return whole_values(self._pairs(), lambda pair: local_of(pair.optimizer))
+        return full_values(self._pairs(), lambda pair: local_of(pair.sharded))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The same of reduced gradients, between the backwards and the optimizer's step."""
         if self.strategy is None:
             return {n: p.main_grad.detach().clone() for n, p in self._named(lambda chunk: chunk)}
-        return whole_values(self._pairs(), lambda pair: local_of(pair.optimizer.grad))
+        return full_values(self._pairs(), lambda pair: local_of(pair.sharded.grad))
 
     def _named(self, of: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
         for number, chunk in enumerate(self.chunks):
@@ -317,8 +317,8 @@ class TopologyTrainer:
         for chunk in self.chunks:
             chunk.stop_communication()
         for name, pair in self._pairs():
-            local = pair.optimizer._local_tensor
-            held = pair.optimizer.megatron_fsdp_slice
+            local = pair.sharded._local_tensor
+            held = pair.sharded.megatron_fsdp_slice
             with torch.no_grad():
                 local.copy_(weights[name].reshape(-1)[held].view(local.shape))
         for chunk in self.chunks:

@@ -13,8 +13,8 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.topology import EXPERT
 from megatron_fsdp_adapter.megatron import optimizer as optimizer_seam
+from megatron_fsdp_adapter.megatron.compat.core_api import NORM_GRADIENTS
 from megatron_fsdp_adapter.megatron.domains import SHARED_EMBEDDING
-from megatron_fsdp_adapter.megatron.seams.core_api import NORM_GRADIENTS
 
 from .topologies import TopologyTrainer
 
@@ -30,7 +30,7 @@ def keep_tensor_parallel_gradients_apart(trainer: TopologyTrainer) -> None:
     """Norm weights seem to core not to be replicated over the sequence (trap T7)."""
     for chunk in trainer.chunks:
         for pair in chunk.engine.pairs:
-            pair.optimizer.sequence_parallel = False
+            pair.sharded.sequence_parallel = False
 
 
 def drop_embedding_gradient_of_last_stage(trainer: TopologyTrainer) -> None:
@@ -44,7 +44,7 @@ def drop_embedding_gradient_of_last_stage(trainer: TopologyTrainer) -> None:
         original(*args, **kwargs)
         for pair in chunk.engine.pairs:
             if pair.group.key.domain == SHARED_EMBEDDING:
-                pair.optimizer.main_grad._local_tensor.zero_()
+                pair.sharded.main_grad._local_tensor.zero_()
 
     chunk.finish_grad_sync = finish
 
@@ -52,7 +52,7 @@ def drop_embedding_gradient_of_last_stage(trainer: TopologyTrainer) -> None:
 def count_shared_embedding_twice(trainer: TopologyTrainer) -> None:
     for chunk in trainer.chunks:
         for pair in chunk.engine.pairs:
-            pair.optimizer.shared = False
+            pair.sharded.shared = False
 
 
 def count_replicas(trainer: TopologyTrainer) -> None:

@@ -18,14 +18,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig, MixedPrecisionPolicy
-from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam, partition
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, FSDPDistributedIndex
 from megatron_fsdp_adapter.diagnostics.grad_check import GradCheck
 from megatron_fsdp_adapter.quantized import format_of
-from megatron_fsdp_adapter.sharding.building import keeping_whole
-from megatron_fsdp_adapter.sharding.joining import join_units
+from megatron_fsdp_adapter.sharding.building import with_single_rank_domains
+from megatron_fsdp_adapter.sharding.unit_grouping import group_layers
 from tests.engine.fused_linear import FusedLinear
 from tests.engine.pretended import PretendCommunicator
 from tests.engine.recording import RecordingRuntime
@@ -46,7 +46,7 @@ class Setup:
     `down` maps over a domain of their own, of every second rank. `outer` instances of the model
     share `world` ranks out among them, and hold the same shards or, with `shard_outer`, parts.
     `check_by` looks for gradients that are not finite by "unit" or "parameter". `fused` lets the
-    layers' maps write their weight gradients by themselves: a `GradWriter` that does. `slots`:
+    layers' maps write their weight gradients by themselves: a `WgradProtocol` that does. `slots`:
     transient buffers are in fixed memory. `joined`: elements up to which layers are joined to a
     unit. `own`: strategies that units have in turn, in place of the model's. `whole`: what is of a
     domain of one rank is kept whole. `recipe`: how the layers' maps are quantized, none of them by
@@ -69,7 +69,7 @@ class Setup:
     outer: int = 1
     shard_outer: bool = False
     check_by: str | None = None
-    fused: GradWriter | None = None
+    fused: WgradProtocol | None = None
     slots: bool = False
     exchange: bool = False
     main_params: torch.dtype | None = torch.float32
@@ -107,7 +107,7 @@ class Setup:
             shard_outer=self.shard_outer,
             weight_slots=self.slots,
             bucket_slots=self.slots,
-            exchange_gradients=self.exchange,
+            all_to_all_gradients=self.exchange,
             fp32_accumulation=self.fp32_accumulation,
             scale_before_sum=self.scale_before_sum,
             keep_derived=self.keep_derived,
@@ -294,15 +294,15 @@ class Rig:
         self.engine.gather.begin_step()
         for pair in self.engine.pairs:
             if pair.grad is not None:
-                pair.optimizer._local_tensor.sub_(pair.grad._local_tensor, alpha=0.1)
+                pair.sharded._local_tensor.sub_(pair.grad._local_tensor, alpha=0.1)
         self.engine.main_weights_changed()
 
     @torch.no_grad()
     def write(self) -> None:
         """Writes the main weights that are shown: half of what they are."""
-        self.engine.show_optimizer_params()
+        self.engine.to_sharded()
         for pair in self.engine.pairs:
-            pair.optimizer._local_tensor.mul_(0.5)  # type: ignore[attr-defined]
+            pair.sharded._local_tensor.mul_(0.5)  # type: ignore[attr-defined]
 
     def load(self) -> None:
         """The same, as a load does."""
@@ -328,9 +328,9 @@ class Rig:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """This rank's rows of the main weights, by first name, copied."""
-        self.engine.show_optimizer_params()
+        self.engine.to_sharded()
         return {
-            pair.managed.fqns[0]: pair.optimizer._local_tensor.detach().clone()  # type: ignore[attr-defined]
+            pair.managed.fqns[0]: pair.sharded._local_tensor.detach().clone()  # type: ignore[attr-defined]
             for pair in self.engine.pairs
         }
 
@@ -410,9 +410,9 @@ def domain_of(setup: Setup, fqn: str) -> str:
     return EXPERT if setup.split and ".down." in fqn else DENSE
 
 
-def writer_of(setup: Setup, managed: ManagedParam) -> GradWriter:
+def writer_of(setup: Setup, managed: ManagedParam) -> WgradProtocol:
     fused = isinstance(managed.slots[0][0], FusedLinear) and managed.param.ndim == 2
-    return setup.fused if fused and setup.fused else GradWriter.AUTOGRAD
+    return setup.fused if fused and setup.fused else WgradProtocol.AUTOGRAD
 
 
 def build(
@@ -434,12 +434,12 @@ def build(
         writer_of=lambda managed: writer_of(setup, managed),
         format_of=format_of,
     )
-    plans = join_units(plans, setup.joined)
+    plans = group_layers(plans, setup.joined)
     if setup.own:
         turn = itertools.cycle(setup.own)
         plans = [replace(plan, strategy=STRATEGIES[next(turn)]) for plan in plans]
     domains = domains_of(setup)
-    config = keeping_whole(setup.config, domains) if setup.whole else setup.config
+    config = with_single_rank_domains(setup.config, domains) if setup.whole else setup.config
     with rig.watch():
         rig.engine = FsdpEngine(
             model, plans, domains, config, runtime,

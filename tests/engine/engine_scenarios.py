@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine.direct import GradWriter
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from tests.engine.engine_cases import Exploded, Setup, make_net, microbatch
 
 Scenario = Callable[[Any], None]
@@ -299,29 +299,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16_comm": {"comm_dtype": torch.bfloat16},
     "two_domains": {"split": True, "world": 4, "rank": 1},
     "two_instances": {"outer": 2, "world": 4, "rank": 1},
-    "overwrites": {"fused": GradWriter.OVERWRITES},
-    "overwrites_always": {"fused": GradWriter.OVERWRITES_ALWAYS},
-    "accumulates": {"fused": GradWriter.ACCUMULATES},
-    "fused_recompute": {"fused": GradWriter.OVERWRITES, "recompute": "non_reentrant"},
-    "fused_two_domains": {"fused": GradWriter.OVERWRITES, "split": True, "world": 4, "rank": 1},
+    "overwrites": {"fused": WgradProtocol.OVERWRITES},
+    "overwrites_always": {"fused": WgradProtocol.OVERWRITES_ALWAYS},
+    "accumulates": {"fused": WgradProtocol.ACCUMULATES},
+    "fused_recompute": {"fused": WgradProtocol.OVERWRITES, "recompute": "non_reentrant"},
+    "fused_two_domains": {"fused": WgradProtocol.OVERWRITES, "split": True, "world": 4, "rank": 1},
     "slots": {"slots": True},
     "slots_far_prefetch": {"slots": True, "prefetch_bytes": 1 << 20},
     "slots_exchange": {"slots": True, "exchange": True},
-    "slots_fused": {"slots": True, "fused": GradWriter.OVERWRITES},
+    "slots_fused": {"slots": True, "fused": WgradProtocol.OVERWRITES},
     "slots_recompute": {"slots": True, "recompute": "non_reentrant"},
     "slots_two_domains": {"slots": True, "split": True, "world": 4, "rank": 1},
     "kept": {"own": KEPT},
     "kept_slots": {"own": KEPT, "slots": True},
     "kept_bf16_comm": {"own": KEPT, "slots": True, "comm_dtype": torch.bfloat16},
     "kept_exchange": {"own": KEPT, "slots": True, "exchange": True},
-    "kept_fused": {"own": KEPT, "fused": GradWriter.ACCUMULATES},
+    "kept_fused": {"own": KEPT, "fused": WgradProtocol.ACCUMULATES},
     "kept_recompute": {"own": KEPT, "recompute": "non_reentrant"},
     "kept_instances": {"own": KEPT, "outer": 2, "shard_outer": True, "world": 4, "rank": 1},
     "whole": {"split": True, "whole": True},
     "whole_slots": {"split": True, "whole": True, "slots": True, "comm_dtype": torch.bfloat16},
     "whole_exchange": {"split": True, "whole": True, "slots": True, "exchange": True},
-    "whole_fused": {"split": True, "whole": True, "fused": GradWriter.ACCUMULATES},
-    "whole_overwrites": {"split": True, "whole": True, "fused": GradWriter.OVERWRITES},
+    "whole_fused": {"split": True, "whole": True, "fused": WgradProtocol.ACCUMULATES},
+    "whole_overwrites": {"split": True, "whole": True, "fused": WgradProtocol.OVERWRITES},
     "whole_recompute": {"split": True, "whole": True, "recompute": "non_reentrant"},
     "whole_kept": {"split": True, "whole": True, "own": KEPT},
     "whole_instances": {

@@ -80,7 +80,7 @@ class PretendCommunicator:
             tensor.mul_(self.size)
         return []
 
-    def all_max(self, tensor: torch.Tensor) -> list[Any]:
+    def all_reduce_max(self, tensor: torch.Tensor) -> list[Any]:
         tensor.mul_(1)
         return []
 

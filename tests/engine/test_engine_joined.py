@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.core.engine.partition import ROOT, partition, unit_modules
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from megatron_fsdp_adapter.sharding.joining import (
+from megatron_fsdp_adapter.sharding.unit_grouping import (
     JOINED_NUMEL,
     default_unit_numel,
-    join_units,
+    group_layers,
     layer_numels,
 )
 from tests.engine.engine_cases import Setup, build
@@ -82,7 +82,7 @@ def test_layers_are_joined_until_a_unit_has_the_elements():
     plans = partition(
         model, unit_modules(model, lambda child: True), domain_of=lambda param, fqn: "dense"
     )
-    names = [[plan.name for plan in join_units(plans, numel)] for numel in (0, 4, 5, 12, 1000)]
+    names = [[plan.name for plan in group_layers(plans, numel)] for numel in (0, 4, 5, 12, 1000)]
     apart = ["0", "1", "2", "3", "4", "5", "6", "7", ROOT]
     assert names[:2] == [apart, apart]
     assert names[2] == ["0", "1 to 2", "3 to 4", "5", "6", "7", ROOT]
@@ -97,7 +97,7 @@ def test_what_is_inside_another_unit_is_not_joined():
         model, unit_modules(model, lambda child: isinstance(child, torch.nn.Linear)
                             or child is pair), domain_of=lambda param, fqn: "dense",
     )  # fmt: skip
-    assert [plan.name for plan in join_units(plans, 100)] == ["0.0", "0.1", "1 to 2", ROOT]
+    assert [plan.name for plan in group_layers(plans, 100)] == ["0.0", "0.1", "1 to 2", ROOT]
 
 
 def lists(*widths: tuple[int, ...]) -> torch.nn.Module:
@@ -119,7 +119,7 @@ def plans_of(model: torch.nn.Module):
 def test_layers_of_two_lists_are_not_joined():
     """Of two towers, or the last layer and one that predicts further tokens: other modules run in
     between."""
-    names = [plan.name for plan in join_units(plans_of(lists((2, 2, 2), (2, 2))), 1000)]
+    names = [plan.name for plan in group_layers(plans_of(lists((2, 2, 2), (2, 2))), 1000)]
     assert names == [
         "embedding", "output_layer", "list0.0 to list0.2", "list1.0 to list1.1", ROOT
     ]  # fmt: skip

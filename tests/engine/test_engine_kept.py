@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron_fsdp_adapter.core.engine.staging import plan_slots
+from megatron_fsdp_adapter.core.engine.buffer_pool import plan_pool
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.engine.engine_cases import Rig, Setup, build
 from tests.engine.engine_scenarios import KEPT, SCENARIOS, PlainRig
@@ -113,10 +113,10 @@ def test_units_that_keep_take_no_slot():
     """Those that are left take turns; the first of four layers and the head keep theirs."""
     kinds = ["Embedding", *["Layer"] * 4, "Head", "NoneType"]
     sizes, takes = [90, 5, 6, 7, 8, 100, 3], [True, False, True, True, True, False, True]
-    plan = plan_slots(kinds, sizes, takes=takes)
+    plan = plan_pool(kinds, sizes, takes=takes)
     assert plan.nbytes == (8, 8, 90, 3)
     assert [plan.slot_of[at] for at in (0, 2, 3, 4, 6)] == [2, 0, 1, 0, 3]
-    assert plan_slots(kinds, sizes, takes=[False] * 7).nbytes == (0,)
+    assert plan_pool(kinds, sizes, takes=[False] * 7).nbytes == (0,)
 
 
 def test_kept_gradients_are_not_received_in_memory_of_slots():

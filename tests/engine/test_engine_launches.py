@@ -28,7 +28,7 @@ class Played:
     def __init__(self, number: int, other: Callable[[], tuple[str | None, Launched]]) -> None:
         self.ranks, self.other, self.asked = [0, number], other, 0
 
-    def all_max(self, pair: torch.Tensor) -> list[Any]:
+    def all_reduce_max(self, pair: torch.Tensor) -> list[Any]:
         number = self.other()[1].folded - (1 << 63)
         pair.copy_(torch.maximum(pair, torch.tensor([number, ~number])))
         return []
@@ -192,8 +192,8 @@ def test_every_collective_of_a_step_is_noted(setup: Setup) -> None:
     reported: list[str] = []
 
     class Reporting(PretendCommunicator):
-        def all_max(self, tensor: torch.Tensor) -> list[Any]:
-            reported.append("all_max")
+        def all_reduce_max(self, tensor: torch.Tensor) -> list[Any]:
+            reported.append("all_reduce_max")
             return []
 
     with pretended_world(setup.world):
@@ -217,7 +217,7 @@ def test_every_collective_of_a_step_is_noted(setup: Setup) -> None:
             else:
                 assert [n.split("/")[0] for n in noted] == [u.split("#")[0] for u in carried]
             sets = 1 + (setup.outer > 1) + setup.split
-            assert [line for line in reported if line == "all_max"] == ["all_max"] * sets
+            assert [line for line in reported if line == "all_reduce_max"] == ["all_reduce_max"] * sets
             last = max(i for i, line in enumerate(reported) if line.split()[0] in COLLECTIVES)
-            assert reported.index("all_max") > last
+            assert reported.index("all_reduce_max") > last
             assert rig.engine.launches._launched.count == 0

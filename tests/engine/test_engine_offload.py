@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.engine.deferred_updates import DeferredUpdates
 from megatron_fsdp_adapter.core.engine.gather import GatherPipeline
 from megatron_fsdp_adapter.core.engine.group import ParamGroup
 from megatron_fsdp_adapter.core.engine.offloaded import OffloadedBuffer
-from megatron_fsdp_adapter.core.engine.updates import LateUpdates
 from megatron_fsdp_adapter.core.runtime.device import (
     COMPUTE,
     GATHER,
@@ -41,7 +41,7 @@ def with_adam(setup: Setup, runtime: Any = None) -> Rig:
     pairs = [pair for pair in rig.engine.pairs if pair.grad is not None]
     for pair in rig.engine.pairs:
         mark_shard(pair)
-    optimizer = torch.optim.AdamW([pair.optimizer for pair in pairs], lr=0.1)
+    optimizer = torch.optim.AdamW([pair.sharded for pair in pairs], lr=0.1)
     with rig.watch():
         begin = rig.engine.gather.begin_step
         adopt(optimizer, lambda unused: begin(), shards_over([rig.engine]))
@@ -63,7 +63,7 @@ def _label(rig: Rig) -> None:
     for stage in shards._stages:
         unit = next(u.name for u in rig.engine.units if stage.groups[0] in u.groups)
         for number, buffer in enumerate(stage.buffers):
-            rig.runtime.label(buffer.twin.tensor, f"{unit}.twin{number}")
+            rig.runtime.label(buffer.device_buffer.tensor, f"{unit}.device_buffer{number}")
 
 
 def run(setup: Setup, scenario: str, runtime: Any = None) -> Rig:
@@ -71,7 +71,7 @@ def run(setup: Setup, scenario: str, runtime: Any = None) -> Rig:
         rig = with_adam(setup, runtime)
         with rig.watch():
             SCENARIOS[scenario](rig)
-            rig.engine.show_optimizer_params()
+            rig.engine.to_sharded()
         return rig
 
 
@@ -122,13 +122,13 @@ def test_twins_of_two_units_exist_at_once_and_none_between_steps() -> None:
     """The next unit is loaded before the one in front of it is updated."""
     rig = run(Setup(ZERO_3, offload=True), "steps")
     stages = rig.optimizer._fsdp_shards._stages  # type: ignore[attr-defined]
-    twins = [buffer.twin for stage in stages for buffer in stage.buffers]
-    assert len(stages) > 4 and not any(twin.allocated for twin in twins)
+    twins = [buffer.device_buffer for stage in stages for buffer in stage.buffers]
+    assert len(stages) > 4 and not any(device_buffer.allocated for device_buffer in twins)
     there: set[str] = set()
     most, ahead = 0, 0
     for entry in rig.runtime.log:
         unit, _, kind = entry.what.rpartition(".")
-        if not kind.startswith("twin"):
+        if not kind.startswith("device_buffer"):
             continue
         if entry.action == ALLOCATE:
             assert entry.role == LOAD
@@ -149,7 +149,7 @@ def test_the_first_units_are_loaded_when_the_backwards_are_over() -> None:
         expected = with_adam(Setup(ZERO_3))
 
         def loaded() -> list[str]:
-            return [s.unit.name for s in shards._stages if any(b.twin.allocated for b in s.buffers)]
+            return [s.unit.name for s in shards._stages if any(b.device_buffer.allocated for b in s.buffers)]
 
         with rig.watch():
             rig.step()
@@ -279,17 +279,17 @@ def test_who_reads_main_weights_waits_until_everything_is_back() -> None:
 
 
 def test_gradients_stay_until_they_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LateUpdates, "queued", _queued_and_not_said)
+    monkeypatch.setattr(DeferredUpdates, "queued", _queued_and_not_said)
     with pytest.raises(RaceError, match=r"release of .*\.grad without waiting for update"):
         run(Setup(ZERO_3, offload=True), "steps")
 
 
-def _queued_and_not_said(self: LateUpdates, unit: Any, event: Any) -> None:
+def _queued_and_not_said(self: DeferredUpdates, unit: Any, event: Any) -> None:
     unit.updated = event
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "not loaded": (OffloadedBuffer, "load", lambda self: self.twin.allocate()),
+    "not loaded": (OffloadedBuffer, "load", lambda self: self.device_buffer.allocate()),
     "not stored": (OffloadedBuffer, "store", lambda self: None),
     "compute weights not written": (ParamGroup, "write_own_from_twin", lambda self: None),
 }

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.core.engine.gather import GatherPipeline
-from megatron_fsdp_adapter.core.engine.parts import PartsOfPass
 from megatron_fsdp_adapter.core.engine.prefetch import BACKWARD, FORWARD
+from megatron_fsdp_adapter.core.engine.scheduled_pass import ScheduledPass
 from megatron_fsdp_adapter.core.engine.unit import Phase
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.engine.engine_cases import Rig, Setup, build, microbatch
 from tests.engine.pretended import LateCommunicator, pretended_world
@@ -32,8 +32,8 @@ class Passes:
         stages = [[units[name]] if name in units else [] for name in names]
         inside = {unit.ordinal for stage in stages for unit in stage}
         throughout = [unit for unit in rig.engine.units if unit.ordinal not in inside]
-        self.forward_pass = PartsOfPass(rig.engine, stages, throughout, FORWARD)
-        self.backward_pass = PartsOfPass(rig.engine, stages[::-1], throughout, BACKWARD)
+        self.forward_pass = ScheduledPass(rig.engine, stages, throughout, FORWARD)
+        self.backward_pass = ScheduledPass(rig.engine, stages[::-1], throughout, BACKWARD)
         self.value: Any = microbatch(index)
         self.graphs: list[tuple[Any, torch.Tensor]] = []
         self.grad: Any = None
@@ -192,7 +192,7 @@ def test_after_a_part_that_raises_the_next_step_is_like_any_other(world, strateg
 
 
 def test_modules_that_write_gradients_by_themselves(world):
-    rig = build(Setup(ZERO_3, fused=GradWriter.OVERWRITES))
+    rig = build(Setup(ZERO_3, fused=WgradProtocol.OVERWRITES))
     with rig.watch():
         step(rig)
         step(rig)

@@ -16,8 +16,8 @@ from megatron_fsdp_adapter.core.config import (
     strategy_named,
 )
 from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
-from megatron_fsdp_adapter.core.engine.direct import DirectGrads, GradWriter
 from megatron_fsdp_adapter.core.engine.group import ParamGroup
+from megatron_fsdp_adapter.core.engine.wgrad import FusedWgrad, WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime, fill_with_nan
 from tests.engine.engine_cases import Setup, build
 from tests.engine.engine_scenarios import SCENARIOS, VARIANTS
@@ -61,11 +61,11 @@ def test_a_poisoned_engine_trains_to_the_same_bits(
 def test_a_module_that_adds_to_a_bucket_that_nobody_cleared_is_seen(
     slots: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def careless(self: DirectGrads, empty: bool) -> None:
+    def careless(self: FusedWgrad, empty: bool) -> None:
         self.is_open, self._written = True, set(self._adding)
 
-    monkeypatch.setattr(DirectGrads, "open", careless)
-    setup = Setup(fused=GradWriter.ACCUMULATES, slots=slots)
+    monkeypatch.setattr(FusedWgrad, "open", careless)
+    setup = Setup(fused=WgradProtocol.ACCUMULATES, slots=slots)
     found = _weights(setup, "steps")
     assert any(value.isnan().any() for value in found.values())
 

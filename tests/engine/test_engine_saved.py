@@ -12,8 +12,8 @@ import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine.direct import GradWriter
-from megatron_fsdp_adapter.core.engine.saved import SavedTensors, is_owned, mark_owned
+from megatron_fsdp_adapter.core.engine.saved_tensors import SavedTensorFilter, is_owned, mark_owned
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.engine.engine_cases import Exploded, Rig, Setup, buffers_of, build
 from tests.engine.engine_scenarios import SCENARIOS, VARIANTS
@@ -92,14 +92,14 @@ def test_a_flag_that_hooks_hide_is_not_relied_on(
     monkeypatch.setenv("MEGATRON_FSDP_ADAPTER_POISON", "1")
     expected = _trained(Setup(strategy=strategy), "microbatches", offloads=False)
     monkeypatch.setattr(fused_linear, "FusedProduct", _Forgetful)
-    setup = Setup(strategy=strategy, fused=GradWriter.OVERWRITES_UNHOOKED)
+    setup = Setup(strategy=strategy, fused=WgradProtocol.OVERWRITES_UNHOOKED)
     plain = _trained(setup, "microbatches", offloads=False)
     found = _trained(setup, "microbatches", offloads=True)
     for name, value in expected.items():
         torch.testing.assert_close(plain[name], value, rtol=1e-2, atol=1e-3)
         assert torch.equal(found[name], plain[name]), name
     if STRATEGIES[strategy].shard_grads:  # or the case would show nothing
-        broken = setup.but(fused=GradWriter.OVERWRITES)
+        broken = setup.but(fused=WgradProtocol.OVERWRITES)
         found = _trained(broken, "microbatches", offloads=True)
         assert any(value.isnan().any() for value in found.values())
 
@@ -265,7 +265,7 @@ def test_an_interrupt_leaves_the_users_hooks_as_they_were() -> None:
 
 
 def test_hooks_are_replaced_and_nothing_is_put_where_none_are() -> None:
-    saved = SavedTensors()
+    saved = SavedTensorFilter()
     assert not saved.enter(1) and _depth() == 0
     saved.leave(1)
     with saved_tensors_hooks(lambda t: t, lambda t: t):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.core.engine import hooks
-from megatron_fsdp_adapter.core.engine.staging import plan_slots
+from megatron_fsdp_adapter.core.engine.buffer_pool import plan_pool
 from megatron_fsdp_adapter.core.engine.unit import Phase
 from tests.engine.engine_cases import Layer, Setup, build
 from tests.engine.pretended import pretended_world
@@ -19,15 +19,15 @@ GPT = ["Embedding", "Layer", "Layer", "Layer", "Layer", "Linear", "NoneType"]
 
 
 def test_layers_alternate_between_two_slots_and_the_ends_share_one():
-    plan = plan_slots(GPT, [90, 5, 6, 7, 8, 100, 3])
+    plan = plan_pool(GPT, [90, 5, 6, 7, 8, 100, 3])
     assert plan.slot_of == (2, 0, 1, 0, 1, 2, 3)
     assert plan.nbytes == (8, 8, 100, 3)
 
 
 def test_units_that_are_no_layers_have_slots_of_their_own():
-    assert plan_slots(["A", "B", "NoneType"], [1, 2, 0]).slot_of == (0, 1, 2)
-    assert plan_slots(["Layer", "Layer", "NoneType"], [4, 5, 0]).slot_of == (0, 1, 2)
-    middle = plan_slots(["E", "L", "L", "M", "L", "H", "NoneType"], [1] * 7)
+    assert plan_pool(["A", "B", "NoneType"], [1, 2, 0]).slot_of == (0, 1, 2)
+    assert plan_pool(["Layer", "Layer", "NoneType"], [4, 5, 0]).slot_of == (0, 1, 2)
+    middle = plan_pool(["E", "L", "L", "M", "L", "H", "NoneType"], [1] * 7)
     assert middle.slot_of == (2, 0, 1, 3, 0, 4, 5)
 
 
@@ -35,7 +35,7 @@ def test_units_inside_layers_take_turns_in_slots_of_their_own():
     """No unit computes in the slot of one that it is inside of."""
     kinds = [*["Layer", *["Expert"] * 3] * 3, "NoneType"]
     depths = [*[0, 1, 1, 1] * 3, 0]
-    plan = plan_slots(kinds, [*[9, 1, 2, 3] * 3, 5], depths)
+    plan = plan_pool(kinds, [*[9, 1, 2, 3] * 3, 5], depths)
     assert plan.slot_of == (0, 2, 3, 2, 1, 3, 2, 3, 0, 2, 3, 2, 4)
     assert plan.nbytes == (9, 9, 3, 3, 5)
 
@@ -50,7 +50,7 @@ def test_units_inside_layers_take_turns_in_slots_of_their_own():
 )
 def test_every_unit_fits_and_neighbors_do_not_share(case):
     kinds, sizes = case
-    plan = plan_slots(kinds, sizes)
+    plan = plan_pool(kinds, sizes)
     assert all(sizes[i] <= plan.nbytes[slot] for i, slot in enumerate(plan.slot_of))
     assert plan.slot_of[-1] not in plan.slot_of[:-1], "the root is there while any other is"
     repeated = [i for i, kind in enumerate(kinds[:-1]) if kinds[:-1].count(kind) >= 3]

@@ -54,7 +54,7 @@ def test_the_table_has_the_legal_transitions_only():
 
 def resharded(rig: Rig) -> nn.Parameter:
     """A raw parameter whose unit is SHARDED."""
-    return next(pair.raw for pair in rig.engine.pairs if "layers.1.up.weight" in pair.managed.fqns)
+    return next(pair.unsharded for pair in rig.engine.pairs if "layers.1.up.weight" in pair.managed.fqns)
 
 
 READS = {
@@ -113,7 +113,7 @@ def test_gathered_parameters_count_writes_and_call_no_python(world):
     assert seen[0].__torch_function__ is torch._C._disabled_torch_function_impl
     assert type(resharded(rig)) is ReshardedParameter
     unit = next(u for u in rig.engine.units if u.name == "layers.1")
-    rig.engine.show_raw_params()
+    rig.engine.to_unsharded()
     rig.engine.gather.need(unit)
     param = resharded(rig)
     assert type(param) is GatheredParameter and torch.isfinite(layer.up.weight).all()
@@ -133,7 +133,7 @@ def test_a_module_called_outside_its_unit_is_refused(world):
     """A child of a unit, which has no hooks of its own, sees resharded weights."""
     rig = build(Setup())
     rig.step()
-    rig.engine.show_raw_params()
+    rig.engine.to_unsharded()
     with pytest.raises(RuntimeError, match="call the module that owns it"):
         rig.model.layers[0].up(torch.ones(1, 6, dtype=torch.bfloat16))
 
@@ -179,11 +179,11 @@ def test_states_of_gradients_over_a_step(world, strategy):
     rig.finish()
     rig.finish()
     assert states() == {GradState.REDUCED}
-    assert all(pair.optimizer.grad is pair.grad for pair in rig.engine.pairs)
+    assert all(pair.sharded.grad is pair.grad for pair in rig.engine.pairs)
     rig.zero()
     rig.zero()
     assert states() == {GradState.EMPTY}
-    assert all(pair.optimizer.grad is None for pair in rig.engine.pairs)
+    assert all(pair.sharded.grad is None for pair in rig.engine.pairs)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -194,7 +194,7 @@ def test_units_that_no_backward_reached_have_gradients_of_zero(world, strategy):
     rig.forward_backward()
     rig.finish()
     for pair in rig.engine.pairs:
-        grad = pair.optimizer.grad._local_tensor  # type: ignore[union-attr]
+        grad = pair.sharded.grad._local_tensor  # type: ignore[union-attr]
         unused = pair.managed.fqns[0].startswith(("layers.1.", "layers.3."))
         assert grad.isfinite().all()
         if unused:
@@ -207,17 +207,17 @@ def test_gradients_without_any_backward_are_zero(world, strategy):
     rig.zero()
     rig.finish()
     for pair in rig.engine.pairs:
-        assert not pair.optimizer.grad._local_tensor.any()  # type: ignore[union-attr]
+        assert not pair.sharded.grad._local_tensor.any()  # type: ignore[union-attr]
 
 
 def test_frozen_parameters_have_no_gradient_and_no_buffers_for_it(world):
     rig = build(Setup(frozen=True))
     rig.step()
-    frozen = [pair for pair in rig.engine.pairs if not pair.raw.requires_grad]
+    frozen = [pair for pair in rig.engine.pairs if not pair.unsharded.requires_grad]
     assert {pair.managed.fqns[0].split(".")[1] for pair in frozen} == {"1", "2"}
     for pair in frozen:
-        assert pair.grad is None and pair.optimizer.grad is None
-        assert not pair.optimizer.requires_grad and not hasattr(pair.group, "bucket")
+        assert pair.grad is None and pair.sharded.grad is None
+        assert not pair.sharded.requires_grad and not hasattr(pair.group, "bucket")
 
 
 # Exceptions.
@@ -227,7 +227,7 @@ def assert_at_rest(rig: Rig) -> None:
     assert all(unit.phase is Phase.SHARDED for unit in rig.engine.units)
     assert not any(w.allocated for group in rig.engine.groups for w in group.weights)
     assert not any(group.bucket.allocated or group.grad.allocated for group in rig.engine.groups)
-    assert all(pair.raw.grad is None for pair in rig.engine.pairs)
+    assert all(pair.unsharded.grad is None for pair in rig.engine.pairs)
 
 
 @pytest.mark.parametrize("where", ["forward 0", "forward 3", "backward 0", "backward 3"])
@@ -283,22 +283,22 @@ def test_the_tree_shows_one_identity_or_the_other(world):
     rig.model.norm.register_forward_hook(
         lambda *_: seen.append((rig.model.embedding.weight, rig.model.head.weight))
     )
-    assert rig.model.embedding.weight is rig.model.head.weight is pair.optimizer
+    assert rig.model.embedding.weight is rig.model.head.weight is pair.sharded
     rig.loss().backward()
-    assert seen[0] == (pair.raw, pair.raw)
+    assert seen[0] == (pair.unsharded, pair.unsharded)
     rig.finish()
-    assert rig.model.embedding.weight is rig.model.head.weight is pair.optimizer
+    assert rig.model.embedding.weight is rig.model.head.weight is pair.sharded
 
 
 def test_raw_parameters_are_views_of_one_storage_for_life(world):
     """Also of the same address: backward reads what forward saved."""
     rig = build(Setup())
-    storages = [pair.raw.untyped_storage()._cdata for pair in rig.engine.pairs]
-    offsets = [pair.raw.storage_offset() for pair in rig.engine.pairs]
+    storages = [pair.unsharded.untyped_storage()._cdata for pair in rig.engine.pairs]
+    offsets = [pair.unsharded.storage_offset() for pair in rig.engine.pairs]
     rig.step()
     rig.evaluate()
-    assert [pair.raw.untyped_storage()._cdata for pair in rig.engine.pairs] == storages
-    assert [pair.raw.storage_offset() for pair in rig.engine.pairs] == offsets
+    assert [pair.unsharded.untyped_storage()._cdata for pair in rig.engine.pairs] == storages
+    assert [pair.unsharded.storage_offset() for pair in rig.engine.pairs] == offsets
 
 
 def test_a_forward_that_no_gradient_leaves_reshards_everything(world):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine.direct import GradWriter
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from tests.engine.engine_cases import HIDDEN, Setup, build
 from tests.engine.engine_scenarios import SCENARIOS
 from tests.engine.pretended import pretended_world
@@ -239,7 +239,7 @@ def test_gradients_of_inputs_alone_reduce_nothing(strategy):
 
 def test_gradients_of_inputs_alone_through_fused_weight_gradients_are_an_error():
     with pretended_world(2):
-        rig = build(Setup(fused=GradWriter.OVERWRITES))
+        rig = build(Setup(fused=WgradProtocol.OVERWRITES))
         x = torch.ones(2, HIDDEN, dtype=rig.setup.dtype, requires_grad=True)
         loss = rig.model.layers[1](x).float().sum()
         with pytest.raises(RuntimeError, match="switch gradient_accumulation_fusion off"):

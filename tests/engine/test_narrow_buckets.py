@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.config import EngineConfig
-from megatron_fsdp_adapter.core.engine.direct import GradWriter
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from megatron_fsdp_adapter.core.runtime.sums import sum_rows
 from megatron_fsdp_adapter.diagnostics.memory import (
@@ -28,7 +28,7 @@ EXCHANGE = Setup("optim_grads_params", world=3, rank=1, slots=True, exchange=Tru
 VARIANTS: dict[str, dict[str, Any]] = {
     "all from autograd": {},
     "weights that stay": {"strategy": "optim_grads"},
-    "layers write their own": {"fused": GradWriter.OVERWRITES},
+    "layers write their own": {"fused": WgradProtocol.OVERWRITES},
     "tied": {"tied": True},
     "recomputed": {"recompute": "reentrant"},
     "units that keep": {"own": ("optim", "optim_grads", "optim_grads_params")},
@@ -69,7 +69,7 @@ def bucket_dtypes(**changes: Any) -> dict[str, torch.dtype]:
 def test_where_it_would_round_buckets_have_the_dtype_of_the_wire():
     """What modules write by themselves is float32; scaled before the sum, bf16 would be rounded;
     without an exchange NCCL adds in the dtype that travels; a layer in float32 has float32."""
-    fused = bucket_dtypes(fused=GradWriter.OVERWRITES)
+    fused = bucket_dtypes(fused=WgradProtocol.OVERWRITES)
     assert fused["embedding"] == fused["head"] == BF16, fused
     assert fused["layers.0"] == FP32
     for changes in ({"scale_before_sum": True}, {"exchange": False}, {"dtype": FP32}):
@@ -86,7 +86,7 @@ def test_slots_and_received_pieces_are_those_of_the_formula(name):
         {REDUCE_BUCKET: 0}, [unit.name.split(".")[0] for unit in engine.units],
         [[group.layout for group in unit.groups] for unit in engine.units],
         setup.config.strategy, Precision(), rows,
-        weight_slots=True, bucket_slots=True, exchange_gradients=True,
+        weight_slots=True, bucket_slots=True, all_to_all_gradients=True,
     )  # fmt: skip
     memory = next(g.staging.buckets for g in engine.groups if g.staging.buckets).memory
     assert held[BUCKET_SLOTS] == sum(slot.numel() for slot in memory)

@@ -18,7 +18,7 @@ from megatron_fsdp_adapter.core.runtime.device import (
     HostRuntime,
     make_runtime,
 )
-from megatron_fsdp_adapter.core.runtime.said import warn
+from megatron_fsdp_adapter.core.runtime.rank_warnings import warn
 from tests.engine.pretended import pretended_world
 
 

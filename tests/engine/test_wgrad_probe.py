@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.megatron import wgrad_probe
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.fused_wgrad import grad_writer
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.wgrad_probe import (
     SIZE,
     UNKNOWN,
@@ -81,12 +81,12 @@ class Fusing(nn.Module):
 
 
 SEEN = {
-    "asks in backward": Observed(adds=True, told_in_backward=True, told_in_forward=True),
-    "asks what it saved": Observed(adds=True, told_in_backward=True, deaf_under_hooks=True),
-    "asks in forward": Observed(adds=True, told_in_backward=False, told_in_forward=True),
+    "asks in backward": Observed(adds=True, overwrites_in_backward=True, told_in_forward=True),
+    "asks what it saved": Observed(adds=True, overwrites_in_backward=True, ignores_flag_under_hooks=True),
+    "asks in forward": Observed(adds=True, overwrites_in_backward=False, told_in_forward=True),
     "asks the quantized weight": Observed(adds=True),
     "adds": Observed(adds=True),
-    "always overwrites": Observed(adds=False, told_in_backward=False, told_in_forward=True),
+    "always overwrites": Observed(adds=False, overwrites_in_backward=False, told_in_forward=True),
     "writes nothing": Observed(adds=False),
 }
 
@@ -231,7 +231,7 @@ def test_what_holds_in_one_precision_only_does_not_hold(makers: dict[str, Maker]
     makers[NAME] = Maker(lambda **options: Fickle("adds"))
     one = Observer((Precision("weights"),), torch.float32, CPU)
     both = Observer((Precision("weights"), Precision("FP8", context)), torch.float32, CPU)
-    assert one(ColumnParallel(), torch.float32).told_in_backward
+    assert one(ColumnParallel(), torch.float32).overwrites_in_backward
     assert both(ColumnParallel(), torch.float32) == Observed(adds=True)
 
 
@@ -239,7 +239,7 @@ def test_hooks_inside_of_units_are_reckoned_with_from_the_start(makers: dict[str
     """Such hooks no engine sees, and so nobody would clear the bucket when they are on."""
     makers[NAME] = _maker("asks what it saved")
     for hooks_inside, expected in (
-        (False, GradWriter.OVERWRITES_UNHOOKED), (True, GradWriter.ACCUMULATES),
+        (False, WgradProtocol.OVERWRITES_UNHOOKED), (True, WgradProtocol.ACCUMULATES),
     ):  # fmt: skip
         observer = Observer(
             (Precision("weights"),), torch.float32, CPU, hooks_inside=hooks_inside
@@ -267,7 +267,7 @@ def test_modules_of_quantized_weights_are_made_with_such_weights(makers: dict[st
     made, computed = (functools.partial(inside, name) for name in ("made", "computed"))
     fp8, weights = Precision("FP8", computed, made), (Precision("weights"),)
     observer = Observer(weights, torch.float32, CPU, fp8)
-    assert observer(ColumnParallel(), torch.float32, True).told_in_backward
+    assert observer(ColumnParallel(), torch.float32, True).overwrites_in_backward
     assert observer(ColumnParallel(), torch.float32) == Observed(adds=True)
     nobody_knows = Observer(weights, torch.float32, CPU)
     assert nobody_knows(ColumnParallel(), torch.float32, True) == UNKNOWN
@@ -310,10 +310,10 @@ class _Fused(ColumnParallel):
 WRITERS = {
     # what was seen: who writes, into a bucket that is fresh in each backward, and into one that
     # keeps the microbatches before
-    Observed(True, True, True): (GradWriter.OVERWRITES, GradWriter.OVERWRITES),
-    Observed(True, True, False, True): (GradWriter.OVERWRITES_UNHOOKED,) * 2,
-    Observed(True, False, True): (GradWriter.OVERWRITES_ALWAYS, GradWriter.ACCUMULATES),
-    Observed(True, False, False): (GradWriter.ACCUMULATES, GradWriter.ACCUMULATES),
+    Observed(True, True, True): (WgradProtocol.OVERWRITES, WgradProtocol.OVERWRITES),
+    Observed(True, True, False, True): (WgradProtocol.OVERWRITES_UNHOOKED,) * 2,
+    Observed(True, False, True): (WgradProtocol.OVERWRITES_ALWAYS, WgradProtocol.ACCUMULATES),
+    Observed(True, False, False): (WgradProtocol.ACCUMULATES, WgradProtocol.ACCUMULATES),
 }
 
 
@@ -334,7 +334,7 @@ def test_a_weight_of_two_kinds_of_modules_is_cleared_first() -> None:
     habits = {"one": Observed(True, True, True), "other": Observed(True, False, True)}
     owners = [SimpleNamespace(fuse_wgrad_accumulation=True, habit=name) for name in habits]
     writer = grad_writer(_managed(*owners), True, lambda owner, *rest: habits[owner.habit])
-    assert writer is GradWriter.ACCUMULATES
+    assert writer is WgradProtocol.ACCUMULATES
 
 
 def test_only_trained_matrices_of_fusing_modules_are_theirs_to_write() -> None:
@@ -345,5 +345,5 @@ def test_only_trained_matrices_of_fusing_modules_are_theirs_to_write() -> None:
         _managed(SimpleNamespace()), _managed(_Owner(), frozen=True), _managed(_Owner(), ndim=1),
         _managed(_Owner(fuse_wgrad_accumulation=False)),
     ):  # fmt: skip
-        assert grad_writer(managed, True, never) is GradWriter.AUTOGRAD
-    assert grad_writer(_managed(_Owner()), True, None) is GradWriter.AUTOGRAD
+        assert grad_writer(managed, True, never) is WgradProtocol.AUTOGRAD
+    assert grad_writer(_managed(_Owner()), True, None) is WgradProtocol.AUTOGRAD

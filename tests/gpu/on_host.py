@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.launch import cpu_mode
-from megatron_fsdp_adapter.megatron.seams.patches import ModuleView
+from megatron_fsdp_adapter.megatron.compat.patches import ModuleView
 from tests.distributed.gpt import Case
 from tests.gpu.gpu_ranks import Check
 

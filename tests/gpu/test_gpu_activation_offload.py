@@ -21,8 +21,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch.autograd.graph import save_on_cpu
 
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from tests.distributed import gpt
 from tests.distributed.gpt import (
     STRATEGIES,

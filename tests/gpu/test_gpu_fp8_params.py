@@ -22,9 +22,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 
 from megatron_fsdp_adapter import export_weights
-from megatron_fsdp_adapter.core.engine.direct import GradWriter
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.quantized.tables import BLOCK
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -100,7 +100,7 @@ def quantized_of(trainer: Trainer) -> dict[str, tuple[torch.Tensor, torch.Tensor
             note(name, param)
         return found
     engine = trainer.wrapper.engine
-    engine.show_raw_params()
+    engine.to_unsharded()
     for unit in engine.units:
         engine.gather.need(unit)
         for group in unit.groups:
@@ -176,7 +176,7 @@ def fused_trains_as_ddp(
     with mock.patch.dict(os.environ, {"MEGATRON_FSDP_ADAPTER_POISON": "1"}):
         ours = trainer_of(case, recipe, strategy, device)
     writers = {p.managed.writer for p in ours.wrapper.engine.pairs if p.group.key.quantized}
-    assert GradWriter.AUTOGRAD not in writers, writers
+    assert WgradProtocol.AUTOGRAD not in writers, writers
     compare(ours, theirs, f"{recipe}, {strategy}, made")
     furthest, is_exact = 0.0, True
     for step in range(STEPS):

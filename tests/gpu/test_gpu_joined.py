@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fsdp_adapter.megatron.options.joining import UNIT_NUMEL
+from megatron_fsdp_adapter.megatron.options.unit_grouping import UNIT_NUMEL
 from tests.distributed.checks import check_run_bits, free_run
 from tests.distributed.gpt import Case, build_trainer, init_megatron
 from tests.gpu.gpu_ranks import Check, Outcomes

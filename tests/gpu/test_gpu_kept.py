@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fsdp_adapter.sharding.budget import GIB, OPTION
+from megatron_fsdp_adapter.sharding.unsharded_budget import GIB, OPTION
 from tests.distributed.checks import check_run_bits, free_run
 from tests.distributed.gpt import Case, build_trainer, init_megatron
 from tests.gpu.gpu_ranks import Check, Outcomes

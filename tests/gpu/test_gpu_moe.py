@@ -33,8 +33,8 @@ from megatron.core.utils import is_te_min_version
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.launch import cpu_mode
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from tests.distributed.checks import relative
 from tests.distributed.gpt import (
     STRATEGIES,

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.config import EngineConfig
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from tests.distributed.checks import check_run_bits
 from tests.distributed.gpt import Case, build_trainer, init_megatron
 from tests.gpu.gpu_ranks import Check, Outcomes

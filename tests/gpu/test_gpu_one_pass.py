@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fsdp_adapter.sharding import local_optimizer, one_pass_adam
-from megatron_fsdp_adapter.sharding.adam_table import CHUNK
+from megatron_fsdp_adapter.sharding import fused_adam, local_optimizer
+from megatron_fsdp_adapter.sharding.adam_update import CHUNK
 from tests.distributed.checks import Step, check_run_bits
 from tests.distributed.gpt import Case, build_trainer, distributed_optimizer, init_megatron
 from tests.gpu.gpu_ranks import Check, Outcomes
@@ -41,8 +41,8 @@ def _refuse(*arguments: Any) -> None:
     raise AssertionError("the kernel did not take these")
 
 
-def _adam(original: Callable[..., Any] = _refuse) -> one_pass_adam.OnePassAdam:
-    return one_pass_adam.OnePassAdam(original, one_pass_adam.kernel_of)
+def _adam(original: Callable[..., Any] = _refuse) -> fused_adam.FusedAdamStep:
+    return fused_adam.FusedAdamStep(original, fused_adam.kernel_of)
 
 
 def _scale(grads: list[torch.Tensor], factor: float | None) -> None:
@@ -104,13 +104,13 @@ def trains_alike(rank: int, world: int, strategy: str, ddp: dict[str, Any]) -> s
     """With the kernel, and with Transformer Engine's behind core's clipping."""
     device = init_megatron()
     runs: list[list[Step]] = []
-    for install in (one_pass_adam.install, lambda optimizer: None):
+    for install in (fused_adam.install, lambda optimizer: None):
         with mock.patch.object(local_optimizer, "install", install):
             trainer = build_trainer(WIDE, strategy, device, ddp=ddp)
         shards = distributed_optimizer(trainer).optimizer._fsdp_shards
-        assert (shards.one_pass is None) == bool(runs)
+        assert (shards.fused_step is None) == bool(runs)
         steps = _local_run(trainer, rank, 3, device)
-        assert runs or shards.one_pass.tables.known, "nothing went through the kernel"
+        assert runs or shards.fused_step.tables.known, "nothing went through the kernel"
         runs.append(steps)
         del trainer, shards
         gc.collect()

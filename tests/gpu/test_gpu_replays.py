@@ -87,7 +87,7 @@ def twenty_replays(rank: int, world: int, strategy: str) -> str:
 
     def note_gradients(step: int) -> None:
         if step >= WARMUP:
-            grads = [pair.optimizer.grad for pair in trainer.wrapper.engine.pairs]
+            grads = [pair.sharded.grad for pair in trainer.wrapper.engine.pairs]
             seen.add(tuple((id(g), g._local_tensor.data_ptr()) for g in grads))
 
     found = _graphed(rank, trainer, MANY, note_gradients)

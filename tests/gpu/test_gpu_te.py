@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from tests.distributed import gpt
 from tests.distributed.checks import check_loss, check_norm, check_run_bits, free_run
 from tests.distributed.gpt import STRATEGIES, Case, build_trainer, init_megatron

@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig, MixedPrecisionPolicy
-from megatron_fsdp_adapter.core.engine.direct import GradWriter
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import partition, unit_modules
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import CudaRuntime
 from megatron_fsdp_adapter.core.topology import DENSE, FSDPDistributedIndex
 from megatron_fsdp_adapter.megatron import fused_wgrad, wgrad_probe
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.wgrad_probe import MAKERS, Observed, Observer, Precision
 from tests.gpu.gpu_ranks import Check, Outcomes
 
@@ -187,7 +187,7 @@ def _ours(
     found = {}
     for pair in engine.pairs:
         found[pair.managed.fqns[0]] = _whole(pair)
-    writers = {p.managed.writer.value for p in engine.pairs if p.raw.ndim == 2}
+    writers = {p.managed.writer.value for p in engine.pairs if p.unsharded.ndim == 2}
     return found, "/".join(sorted(writers))
 
 
@@ -218,11 +218,11 @@ def writes_what_ddp_writes(rank: int, world: int, name: str, recipe: str) -> str
 def guarantee_removed_is_seen(rank: int, world: int) -> str:
     """Taken for one that overwrites, a layer in FP8 adds to a bucket that nobody cleared."""
     seen = []
-    blind = Observed(adds=True, told_in_backward=True)
+    blind = Observed(adds=True, overwrites_in_backward=True)
     for name in ("LayerNormLinear", "LayerNormMLP"):
         with mock.patch.object(Observer, "__call__", lambda self, *asked: blind):
             found, writers = _ours(name, 1, "tensorwise", "optim_grads_params", 1, False)
-        assert writers == GradWriter.OVERWRITES.value
+        assert writers == WgradProtocol.OVERWRITES.value
         broken = [key for key, value in found.items() if value.isnan().any()]
         assert broken, f"{name}: nothing is NaN"
         seen.append(f"{name}: NaN in {len(broken)} of {len(found)}")
@@ -235,7 +235,7 @@ def is_run_with_quantized_weights(rank: int, world: int, name: str, recipe: str)
         MAKERS[f"transformer_engine.{name}"], precision_of(recipe), torch.bfloat16, torch.float32,
         torch.device("cuda", torch.cuda.current_device()),
     )  # fmt: skip
-    assert seen.adds or seen.told_in_backward or seen.told_in_forward, seen
+    assert seen.adds or seen.overwrites_in_backward or seen.told_in_forward, seen
     return str(seen)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.topology import EXPERT
-from megatron_fsdp_adapter.sharding.budget import OPTION
+from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION
 from tests.distributed.checks import relative
 from tests.distributed.gpt import Case, batches, train_step
 from tests.gpu import test_gpu_moe as moe
@@ -54,10 +54,10 @@ def _run(rank: int, dispatcher: str, strategy: str, ddp: Mapping[str, Any]) -> R
     engine = trainer.wrapper.engine
     experts = [group for group in engine.groups if group.key.domain == EXPERT]
     assert experts and all(group.bucket is group.grad for group in experts)
-    assert all(group.is_whole == (strategy == ZERO_3) for group in experts)
-    engine.show_optimizer_params()
+    assert all(group.is_single_rank == (strategy == ZERO_3) for group in experts)
+    engine.to_sharded()
     weights = {
-        pair.managed.fqns[0]: pair.optimizer._local_tensor.cpu().clone()
+        pair.managed.fqns[0]: pair.sharded._local_tensor.cpu().clone()
         for pair in engine.pairs if pair.group.key.domain == EXPERT
     }
     peak = torch.cuda.max_memory_allocated() / 2**30

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from tests.distributed.gpt import Case, batches, build_trainer, give_up, init_megatron, train_step
 from tests.gpu.test_gpu_fp8 import fp8_layers
 

@@ -171,7 +171,7 @@ def check_low_precision(folder: Path) -> None:
     for engine in engines_of(model):
         with torch.no_grad():
             for pair in engine.pairs:
-                pair.optimizer._local_tensor.add_(2**-13)
+                pair.sharded._local_tensor.add_(2**-13)
         engine.main_weights_changed()
     try:
         whole = dict(bridge.export_hf_weights([model], weight_dtype=torch.float32))

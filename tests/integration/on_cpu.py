@@ -24,7 +24,7 @@ import torch
 
 from megatron_fsdp_adapter.__main__ import main as run
 from megatron_fsdp_adapter.launch import cpu_mode
-from megatron_fsdp_adapter.megatron.seams.patches import ModuleView
+from megatron_fsdp_adapter.megatron.compat.patches import ModuleView
 
 sys.path.append(str(Path(__file__).parent))  # Megatron-LM has a `tests` of its own
 import warm_start

@@ -94,7 +94,7 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Future[str
 def test_importing_the_package_imports_no_megatron() -> str:
     return """
         import megatron_fsdp_adapter
-        from megatron_fsdp_adapter.megatron.seams.table import installed
+        from megatron_fsdp_adapter.megatron.compat.table import installed
         assert not megatron_modules() and not installed()
     """
 
@@ -149,8 +149,8 @@ def test_install_after_megatron_and_back() -> str:
 
         import megatron_fsdp_adapter.megatron
         from megatron_fsdp_adapter import install, uninstall
-        from megatron_fsdp_adapter.megatron.seams.patches import original as original_of
-        from megatron_fsdp_adapter.megatron.seams.table import WRAPPER, installed
+        from megatron_fsdp_adapter.megatron.compat.patches import original as original_of
+        from megatron_fsdp_adapter.megatron.compat.table import WRAPPER, installed
         from megatron_fsdp_adapter.megatron.checkpoint import megatron_names
         megatron_fsdp_adapter.megatron.FSDP = original
         wrapper = sys.modules[WRAPPER]
@@ -200,7 +200,7 @@ def test_install_after_megatron_and_back() -> str:
 def test_a_second_install_reaches_what_was_bound_in_between() -> str:
     return """
         from megatron_fsdp_adapter import install
-        from megatron_fsdp_adapter.megatron.seams.patches import original
+        from megatron_fsdp_adapter.megatron.compat.patches import original
         install()
         kept = [original(sys.modules[FSDP + ".mcore_fsdp_adapter"], "FullyShardedDataParallel")]
         for name in ("megatron.late", "verl.late"):
@@ -221,8 +221,8 @@ def test_a_megatron_without_the_engine_keeps_its_names() -> str:
                 if name.startswith(ENGINE + ".uneven_dtensor"):
                     raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         sys.meta_path.insert(0, Absent())
-        from megatron_fsdp_adapter.megatron.seams.patches import Patch, absent, missing
-        from megatron_fsdp_adapter.megatron.seams.table import NAMES
+        from megatron_fsdp_adapter.megatron.compat.patches import Patch, absent, missing
+        from megatron_fsdp_adapter.megatron.compat.table import NAMES
         assert ENGINE + ".uneven_dtensor.preprocess_state_dict_for_uneven_dtensor" in absent(NAMES)
         assert missing([Patch(ENGINE + ".uneven_dtensor", "x", len)]) == [
             ENGINE + ".uneven_dtensor.x"]
@@ -240,7 +240,7 @@ def test_another_megatron_core_is_told_what_it_lacks() -> str:
             if hasattr(MegatronOptimizer, name):
                 delattr(MegatronOptimizer, name)
         from megatron_fsdp_adapter import install
-        from megatron_fsdp_adapter.megatron.seams.table import installed
+        from megatron_fsdp_adapter.megatron.compat.table import installed
         try:
             install()
         except RuntimeError as error:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from megatron_fsdp_adapter.checkpoint import CheckpointError, folders, load_checkpoint, storage
 from megatron_fsdp_adapter.checkpoint.record import read_record
 from megatron_fsdp_adapter.megatron.checkpoint import background_saves
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import BRIDGE, SAVES
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, SAVES
 from tests.distributed.launch import run_ranks
 
 LM, QUEUES = "megatron.training.checkpointing", "megatron.training.async_utils"

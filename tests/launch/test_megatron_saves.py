@@ -20,8 +20,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from megatron_fsdp_adapter.checkpoint import digests, folders, load_checkpoint, record
 from megatron_fsdp_adapter.checkpoint.unpickling import Reader
 from megatron_fsdp_adapter.megatron.checkpoint import megatron_saves
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import BRIDGE, LM, SAVES
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import BRIDGE, LM, SAVES
 
 
 class StorageClient:

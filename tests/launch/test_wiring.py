@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_fsdp_adapter.megatron.wiring import WiringCheck
+from megatron_fsdp_adapter.megatron.no_sync_check import NoSyncCheck
 
 UNWIRED = SimpleNamespace(no_sync_func=None)
 WIRED = SimpleNamespace(no_sync_func=print)
 
 
 def test_second_microbatch_of_an_unwired_loop_raises() -> None:
-    check = WiringCheck(expected=True)
+    check = NoSyncCheck(expected=True)
     check.on_zero_grads()
     check.on_forward(UNWIRED, training=True)
     with pytest.raises(RuntimeError, match="no_sync_func=None"):
@@ -22,7 +22,7 @@ def test_second_microbatch_of_an_unwired_loop_raises() -> None:
 
 
 def test_steps_of_one_microbatch_need_no_wiring() -> None:
-    check = WiringCheck(expected=True)
+    check = NoSyncCheck(expected=True)
     for _ in range(3):
         check.on_zero_grads()
         check.on_forward(UNWIRED, training=True)
@@ -30,7 +30,7 @@ def test_steps_of_one_microbatch_need_no_wiring() -> None:
 
 @pytest.mark.parametrize("way", ("not expected", "wired", "no_sync", "evaluation", "no grad"))
 def test_no_false_alarm(way: str) -> None:
-    check = WiringCheck(expected=way != "not expected")
+    check = NoSyncCheck(expected=way != "not expected")
     if way == "no_sync":
         check.on_no_sync()
     for _ in range(3):

@@ -70,22 +70,22 @@ def test_cell(outcomes: Mapping[str, Result], cell: Cell) -> None:
 
 def _gradients_are_scaled(trainer: Any) -> None:
     for _, pair in trainer._pairs():
-        if pair.optimizer.grad is not None:
-            pair.optimizer.grad._local_tensor.mul_(1.3)
+        if pair.sharded.grad is not None:
+            pair.sharded.grad._local_tensor.mul_(1.3)
 
 
 def _one_element_is_lost(trainer: Any) -> None:
     """Of one shard, on one rank."""
     if dist.get_rank() == 1:
         _, pair = next(iter(trainer._pairs()))
-        local = pair.optimizer.grad._local_tensor.view(-1)
+        local = pair.sharded.grad._local_tensor.view(-1)
         local[local.abs().argmax()] = 0.0
 
 
 def _one_element_is_not_a_number(trainer: Any) -> None:
     if dist.get_rank() == 1:
         _, pair = next(iter(trainer._pairs()))
-        pair.optimizer.grad._local_tensor.view(-1)[-1] = float("nan")
+        pair.sharded.grad._local_tensor.view(-1)[-1] = float("nan")
 
 
 FAULTS: Mapping[str, Callable[[Any], None]] = {

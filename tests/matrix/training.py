@@ -28,14 +28,14 @@ from megatron_fsdp_adapter import (
     return_memory,
 )
 from megatron_fsdp_adapter.core.engine.partition import TO
-from megatron_fsdp_adapter.megatron.fp8 import switch_off_weight_cache
-from megatron_fsdp_adapter.megatron.options.joining import UNIT_NUMEL
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
+from megatron_fsdp_adapter.megatron.options.unit_grouping import UNIT_NUMEL
+from megatron_fsdp_adapter.megatron.te_weight_cache import switch_off_weight_cache
 from megatron_fsdp_adapter.prove.build import wire_schedule
-from megatron_fsdp_adapter.prove.whole import shard_groups
-from megatron_fsdp_adapter.sharding.budget import GIB
-from megatron_fsdp_adapter.sharding.budget import OPTION as BUDGET
+from megatron_fsdp_adapter.prove.gather_full import shard_groups
+from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
+from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 from tests.distributed.exact import U_FLOAT32, gamma
 from tests.distributed.gpt import ddp_config, give_up, optimizer_config
 from tests.distributed.topologies import (
@@ -346,7 +346,7 @@ def check_shards(
     for groups, pairs in by_groups.items():
         sums, peaks = [], []
         for name, pair in pairs:
-            held = pair.optimizer.megatron_fsdp_slice
+            held = pair.sharded.megatron_fsdp_slice
             local = local_of(pair).to(expected[name].device).reshape(-1).double()
             theirs = expected[name].reshape(-1)[held].double()
             size = theirs - base[name].reshape(-1)[held].double() if base else theirs
@@ -361,7 +361,7 @@ def check_shards(
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         rows = zip(pairs, added.tolist(), largest.tolist(), strict=True)
         for (name, pair), (error, size, count), (peak, of) in rows:
-            assert count == pair.raw.numel(), f"{name}: {count} of {pair.raw.numel()} are held"
+            assert count == pair.unsharded.numel(), f"{name}: {count} of {pair.unsharded.numel()} are held"
             found = Finding(_relative(math.sqrt(error), math.sqrt(size)), bound(name), name)
             _note(findings, measure, found)
             worst = Finding(_relative(peak, of), PEAK * bound(name), name)
@@ -430,7 +430,7 @@ def _measured(
     findings: Findings = {}
     check_shards(
         findings, "weights at the start", lambda name: 0.0, trainer,
-        lambda pair: pair.optimizer._local_tensor, reference.before,
+        lambda pair: pair.sharded._local_tensor, reference.before,
     )  # fmt: skip
     with _schedule(cell) as schedule, activations_kept(cell, trainer):
         _train(findings, bounds, trainer, reference, schedule)
@@ -443,7 +443,7 @@ def _measured(
             movement_of(cell, bounds, reference.gains.get(name)),
             SENSITIVITY * movement.get(name, 0.0),
         ),
-        trainer, lambda pair: pair.optimizer._local_tensor, reference.after, reference.before,
+        trainer, lambda pair: pair.sharded._local_tensor, reference.after, reference.before,
     )  # fmt: skip
     return findings
 
@@ -458,7 +458,7 @@ def _train(
         if step == 0:
             check_shards(
                 findings, "gradient", lambda name: bounds.gradient, trainer,
-                lambda pair: pair.optimizer.grad._local_tensor, reference.gradients,
+                lambda pair: pair.sharded.grad._local_tensor, reference.gradients,
             )  # fmt: skip
         norm = _updated(trainer)
         later = "" if step == 0 else ", later"

@@ -94,7 +94,7 @@ def test_a_format_without_numbers_is_an_error_that_lists_those_with():
 )  # fmt: skip
 def test_time_and_peak_are_what_was_measured(chosen, batch, ms, gib, monkeypatch):
     """Before Adam's kernel was one that clips."""
-    monkeypatch.setattr(prediction, "StepSetup", partial(StepSetup, one_pass=False))
+    monkeypatch.setattr(prediction, "StepSetup", partial(StepSetup, fused_step=False))
     found = predict(LAYERS, chosen, replace(H200, host=1.35), batch)
     assert found.ms == pytest.approx(ms, rel=0.1)
     assert found.peak_bytes / GIB - H200.gpu.reserved_gib == pytest.approx(gib, rel=0.07)

@@ -56,8 +56,8 @@ def load_rows_of_others() -> None:
         original(chunks, state, optimizer)
         for chunk in chunks:
             for pair in chunk.engine.pairs:
-                if UNIT in pair.managed.fqns[0] and pair.raw.ndim == 2:
-                    local = pair.optimizer._local_tensor
+                if UNIT in pair.managed.fqns[0] and pair.unsharded.ndim == 2:
+                    local = pair.sharded._local_tensor
                     with torch.no_grad():
                         local.copy_(local.roll(1, 0))
 

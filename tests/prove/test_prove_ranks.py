@@ -14,7 +14,7 @@ import pytest
 from megatron_fsdp_adapter.cli import doctor
 from megatron_fsdp_adapter.prove import compare, ranks, run, source
 from megatron_fsdp_adapter.prove.compare import Row
-from megatron_fsdp_adapter.prove.shrink import Room, shrink
+from megatron_fsdp_adapter.prove.scale_down import Room, shrink
 from tests.prove import faults
 
 MODEL: dict[str, Any] = {

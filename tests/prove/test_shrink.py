@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.prove import source
-from megatron_fsdp_adapter.prove.shrink import (
+from megatron_fsdp_adapter.prove.scale_down import (
     AXES,
     DROPPED,
     SIZES,

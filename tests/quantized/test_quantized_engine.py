@@ -150,7 +150,7 @@ def test_a_loop_of_the_users_own_may_write_without_saying_so(strategy):
     for own, same in ((True, True), (False, False)):
         with pretended_world(1):
             rig = build(setup, HostRuntime(), LateCommunicator)
-            rig.engine.own_loop = own
+            rig.engine.user_managed_loop = own
             SCENARIOS["weights_written"](rig)
             found = rig.weights()
         expected = plain.weights()
@@ -218,9 +218,9 @@ def test_what_was_wrapped_stays_as_it_was_until_the_first_step(world, strategy, 
     rig.loss().backward()
     rig.engine.gather.gather_all()
     for pair in rig.engine.pairs:
-        if isinstance(pair.raw, EmulatedTensor):
+        if isinstance(pair.unsharded, EmulatedTensor):
             name = pair.managed.fqns[0]
-            assert torch.equal(pair.raw.dequantize(), before[name].dequantize()), name
+            assert torch.equal(pair.unsharded.dequantize(), before[name].dequantize()), name
             rows = pair.group.held.layout.shard_range(pair.index, pair.group.held.rank)
             value = before[name]._high_precision_init_val.float() * 1.5  # type: ignore[attr-defined]
             main = pair.group.main_items[pair.index]
@@ -307,7 +307,7 @@ def test_maxima_are_one_reduction_a_domain_and_axis():
         reduced: list[tuple[int, int]] = []
         gathers = rig.engine.gather
         for axis in (*gathers.communicators.values(), *gathers.outer.values()):
-            axis.all_max = lambda vector, axis=axis: reduced.append((axis.size, vector.numel()))  # type: ignore[attr-defined, method-assign]
+            axis.all_reduce_max = lambda vector, axis=axis: reduced.append((axis.size, vector.numel()))  # type: ignore[attr-defined, method-assign]
         rig.load()
         rig.sync(wait=True)
     assert sorted(reduced) == [(2, 16), (2, 16), (2, 16), (4, 16)], "padded maps of 4 layers"

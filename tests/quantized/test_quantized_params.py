@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.engine import saved
+from megatron_fsdp_adapter.core.engine import saved_tensors
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import partition
 from megatron_fsdp_adapter.core.engine.unit import Phase
@@ -24,7 +24,7 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     group_bytes,
 )
 from megatron_fsdp_adapter.quantized import format_of
-from megatron_fsdp_adapter.sharding.agreement import model_lines
+from megatron_fsdp_adapter.sharding.same_model import model_lines
 from tests.engine.engine_cases import Rig, Setup, build, domains_of, make_net, units_of
 from tests.engine.pretended import pretended_world
 from tests.engine.recording import RecordingRuntime
@@ -56,14 +56,14 @@ def test_reading_a_weight_that_is_not_there_names_it(world, strategy, read):
     """Kept weights, too, between a step and their gather."""
     rig = build(Setup(strategy, recipe="block128"))
     rig.step(sync=False)
-    rig.engine.show_raw_params()
+    rig.engine.to_unsharded()
     with pytest.raises(RuntimeError, match=r"layers.1.up.weight of unit layers.1.*phase SHARDED"):
         READS[read](rig.model.layers[1].up.weight)
 
 
 def test_what_says_nothing_about_values_can_be_read(world):
     rig = build(Setup(recipe="mxfp8"))
-    rig.engine.show_raw_params()
+    rig.engine.to_unsharded()
     weight = rig.model.layers[1].up.weight
     assert weight.shape == (96, 32) and weight.numel() == 96 * 32 and weight.is_leaf
     assert weight.dtype == torch.bfloat16 and weight.device == torch.device("cpu")
@@ -80,8 +80,8 @@ def test_in_forward_and_backward_a_weight_is_of_its_own_class(world):
     assert seen == [Float8Tensor]
     assert type(up.weight) is not Float8Tensor, "and another one after it"
     pair = next(p for p in rig.engine.pairs if p.managed.fqns == ("layers.1.up.weight",))
-    classes = {type(p.raw) for p in rig.engine.pairs if isinstance(p.raw, EmulatedTensor)}
-    assert len(classes) == 1 and type(pair.raw) in classes, "one guard for all of a class"
+    classes = {type(p.unsharded) for p in rig.engine.pairs if isinstance(p.unsharded, EmulatedTensor)}
+    assert len(classes) == 1 and type(pair.unsharded) in classes, "one guard for all of a class"
 
 
 # What is derived.
@@ -96,7 +96,7 @@ def test_transposes_are_made_in_backward_and_dropped_behind_it(world, strategy, 
         return
     rig = build(Setup(strategy, recipe="current", keep_derived=keep))
     rig.step()
-    weight = next(p.raw for p in rig.engine.pairs if p.managed.fqns == ("layers.2.up.weight",))
+    weight = next(p.unsharded for p in rig.engine.pairs if p.managed.fqns == ("layers.2.up.weight",))
     seen = []
 
     def derived() -> bool:
@@ -135,7 +135,7 @@ def test_live_storages_are_those_of_the_formula(strategy, recipe):
         assert live_bytes(rig) == expected
         if row.shard_weights:
             unit = rig.engine.units[1]
-            rig.engine.show_raw_params()
+            rig.engine.to_unsharded()
             rig.engine.gather.need(unit)
             gathered = sum(held.get("gathered weights", 0) for held in by_unit(rig, unit, by_group))
             present = {u.name for u in rig.engine.units if u.phase is not Phase.SHARDED}
@@ -163,7 +163,7 @@ def live_bytes(rig: Rig) -> int:
 
 def test_autograd_keeps_the_parameter_and_no_copy_of_it(world, monkeypatch):
     """What backward reads of a weight is in the unit's buffers, which hooks are not shown."""
-    monkeypatch.setattr(saved, "is_owned", lambda value: False)
+    monkeypatch.setattr(saved_tensors, "is_owned", lambda value: False)
     rig = build(Setup(recipe="current"))
     kept: list[torch.Tensor] = []
 
@@ -175,7 +175,7 @@ def test_autograd_keeps_the_parameter_and_no_copy_of_it(world, monkeypatch):
         rig.loss()
     weights = [value for value in kept if isinstance(value, EmulatedTensor)]
     assert len(weights) == 8
-    raw = {id(pair.raw) for pair in rig.engine.pairs}
+    raw = {id(pair.unsharded) for pair in rig.engine.pairs}
     assert all(id(value) in raw for value in weights)
     assert not [v for v in kept if v.shape[-2:] in ((96, 32), (32, 96)) and type(v) is torch.Tensor]
 
@@ -200,7 +200,7 @@ def test_quantizing_runs_on_the_compute_stream(world, monkeypatch):
         lambda self, role, *tasks: (roles.append(role), original(self, role, *tasks))[1],
     )
     rig.load()
-    rig.engine.show_raw_params()
+    rig.engine.to_unsharded()
     assert roles[0] == COMPUTE
 
 

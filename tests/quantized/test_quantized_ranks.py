@@ -37,11 +37,11 @@ def forward_backward(rig: Rig, rank: int, microbatches: int, first: int) -> None
 def whole_mains(rig: Rig) -> dict[str, torch.Tensor]:
     """Main weights of all ranks that share them, put together. With a domain of its own a weight
     has other values in the ranks outside."""
-    rig.engine.show_optimizer_params()
+    rig.engine.to_sharded()
     own = []
     for pair in rig.engine.pairs:
         rows = pair.group.held.layout.shard_range(pair.index, pair.group.held.rank)
-        local = pair.optimizer._local_tensor.detach().float().reshape(-1)  # type: ignore[attr-defined]
+        local = pair.sharded._local_tensor.detach().float().reshape(-1)  # type: ignore[attr-defined]
         own.append((pair.managed.fqns[0], rows.start, local))
     sharing = {
         pair.managed.fqns[0]: rig.engine.gather.communicators[pair.group.key.domain].ranks
@@ -49,7 +49,7 @@ def whole_mains(rig: Rig) -> dict[str, torch.Tensor]:
     }  # fmt: skip
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
-    found = {pair.managed.fqns[0]: torch.empty(pair.raw.shape) for pair in rig.engine.pairs}
+    found = {pair.managed.fqns[0]: torch.empty(pair.unsharded.shape) for pair in rig.engine.pairs}
     for rank, pieces in enumerate(every):
         for name, start, values in pieces:
             if rank not in sharing.get(name, range(len(every))):
@@ -61,7 +61,7 @@ def whole_mains(rig: Rig) -> dict[str, torch.Tensor]:
 def gathered_fields(rig: Rig) -> dict[str, torch.Tensor]:
     """Every plane and scale of every quantized parameter, while its unit is gathered."""
     found = {}
-    rig.engine.show_raw_params()
+    rig.engine.to_unsharded()
     for unit in rig.engine.units:
         rig.engine.gather.need(unit)
         for group in unit.groups:

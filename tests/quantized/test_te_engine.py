@@ -166,18 +166,18 @@ def sharded(recipe: str, strategy: str, rank: int, world: int) -> FsdpEngine:
 @torch.no_grad()
 def optimizer_step(engine: FsdpEngine) -> None:
     for pair in engine.pairs:
-        pair.optimizer._local_tensor.sub_(pair.grad._local_tensor, alpha=RATE)  # type: ignore
+        pair.sharded._local_tensor.sub_(pair.grad._local_tensor, alpha=RATE)  # type: ignore
     engine.main_weights_changed()
 
 
 def compare(engine: FsdpEngine, whole: Whole, label: str) -> None:
-    engine.show_optimizer_params()
+    engine.to_sharded()
     for pair in engine.pairs:
         name, held = pair.managed.fqns[0], pair.group.held
         rows = held.layout.shard_range(pair.index, held.rank)
-        local = pair.optimizer._local_tensor.detach()  # type: ignore[attr-defined]
+        local = pair.sharded._local_tensor.detach()  # type: ignore[attr-defined]
         same(local, whole.mains[name].view(-1)[rows.start : rows.stop], f"{label}, main of {name}")
-    engine.show_raw_params()
+    engine.to_unsharded()
     for unit in engine.units:
         engine.gather.need(unit)
         for group in unit.groups:

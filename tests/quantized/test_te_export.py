@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(
 def computed_with(engine: Any, recipe: str) -> dict[str, torch.Tensor]:
     """Gathered bytes and scales by name, as modules see them."""
     found = {}
-    engine.show_raw_params()
+    engine.to_unsharded()
     for unit in engine.units:
         engine.gather.need(unit)
         for group in unit.groups:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.core.engine.direct import GradWriter
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.megatron import units
 from megatron_fsdp_adapter.megatron.wgrad_probe import Observed, Observer
 from tests.distributed.gpt import STRATEGIES, ddp_config, init_megatron, model_config
@@ -26,9 +26,9 @@ RECIPES = ("delayed", "current", "blockwise")
 BOUND = 2.0**-7
 """Relative: autograd adds up the calls of a microbatch in bf16."""
 SEEN = {
-    GradWriter.OVERWRITES: Observed(adds=True, told_in_backward=True),
-    GradWriter.OVERWRITES_ALWAYS: Observed(adds=True, told_in_forward=True),
-    GradWriter.ACCUMULATES: Observed(adds=True),
+    WgradProtocol.OVERWRITES: Observed(adds=True, overwrites_in_backward=True),
+    WgradProtocol.OVERWRITES_ALWAYS: Observed(adds=True, told_in_forward=True),
+    WgradProtocol.ACCUMULATES: Observed(adds=True),
 }
 
 pytestmark = pytest.mark.skipif(
@@ -76,14 +76,14 @@ class Twice(Layer):
 
 
 def gradients(
-    recipe: str, strategy: str, group: Any, writer: GradWriter | None
+    recipe: str, strategy: str, group: Any, writer: WgradProtocol | None
 ) -> dict[str, torch.Tensor]:
     """Of this rank's rows, after two steps of two microbatches. writer: None for autograd."""
     config = model_config(CASE)
     config.gradient_accumulation_fusion = writer is not None
     kept: Any = writer
-    if writer is GradWriter.OVERWRITES_ALWAYS and strategy in ("no_shard", "optim"):
-        kept = GradWriter.ACCUMULATES  # nobody knows in forward which write will be the first
+    if writer is WgradProtocol.OVERWRITES_ALWAYS and strategy in ("no_shard", "optim"):
+        kept = WgradProtocol.ACCUMULATES  # nobody knows in forward which write will be the first
     asked = []
 
     def observed(self: Observer, owner: Any, dtype: torch.dtype, is_quantized: bool) -> Observed:
@@ -92,7 +92,7 @@ def gradients(
 
     torch.manual_seed(5)
     Fused.fuse_wgrad_accumulation = writer is not None
-    Fused.told_in_forward = kept is GradWriter.OVERWRITES_ALWAYS
+    Fused.told_in_forward = kept is WgradProtocol.OVERWRITES_ALWAYS
     with (
         mock.patch.object(test_te_start, "Linear", Fused),
         mock.patch.object(test_te_start, "Layer", Twice),
@@ -101,7 +101,7 @@ def gradients(
         model = Model(config, recipe, "cpu", group)
         wrapper = FullyShardedDataParallel(config, ddp_config(CASE, strategy), model, [Twice])
     quantized = [pair for pair in wrapper.engine.pairs if pair.group.key.quantized]
-    assert {pair.managed.writer for pair in quantized} == {kept or GradWriter.AUTOGRAD}
+    assert {pair.managed.writer for pair in quantized} == {kept or WgradProtocol.AUTOGRAD}
     assert asked == [True] * (len(quantized) if writer else 0)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     for _ in range(2):
@@ -112,7 +112,7 @@ def gradients(
             wrapper(x.requires_grad_()).float().square().mean().backward()
         wrapper.finish_grad_sync()
     return {
-        pair.managed.fqns[0]: pair.optimizer.grad._local_tensor.clone()
+        pair.managed.fqns[0]: pair.sharded.grad._local_tensor.clone()
         for pair in wrapper.engine.pairs
     }
 
@@ -129,7 +129,7 @@ def _same_gradients(rank: int, world: int, folder: str) -> None:
                 assert grads.keys() == expected.keys()
                 for name, value in expected.items():
                     label = f"{strategy}, {recipe}, {writer.value}, {name}"
-                    same(grads[name], found[GradWriter.ACCUMULATES][name], label)
+                    same(grads[name], found[WgradProtocol.ACCUMULATES][name], label)
                     error = (grads[name] - value).norm() / value.norm().clamp(min=1e-9)
                     assert error < BOUND, f"{label}: off by {error:.3g}"
 

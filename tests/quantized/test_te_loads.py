@@ -27,8 +27,8 @@ from megatron_fsdp_adapter.checkpoint import (
 )
 from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import BRIDGE_WEIGHTS, CONVERSION
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import BRIDGE_WEIGHTS, CONVERSION
 from megatron_fsdp_adapter.quantized.e4m3 import write_scales
 from tests.distributed.gpt import (
     Case,
@@ -76,11 +76,11 @@ def with_torch(trainer: Trainer, weights: Weights) -> None:
 def in_place(trainer: Trainer, weights: Weights) -> None:
     """A write of this rank's rows, as torch DCP's, and what Megatron then calls."""
     engine = trainer.wrapper.engine
-    engine.show_optimizer_params()
+    engine.to_sharded()
     for pair in engine.pairs:
         name = pair.managed.fqns[0].removeprefix("module.")
-        local = pair.optimizer._local_tensor.detach()  # type: ignore[attr-defined]
-        rows = pair.optimizer.megatron_fsdp_slice  # type: ignore[attr-defined]
+        local = pair.sharded._local_tensor.detach()  # type: ignore[attr-defined]
+        rows = pair.sharded.megatron_fsdp_slice  # type: ignore[attr-defined]
         local.copy_(weights[name].view(-1)[rows].view(local.shape))
     trainer.wrapper.module.install_optimized_model_weights()
 
@@ -197,7 +197,7 @@ def test_bytes_are_those_of_what_was_loaded_whatever_loads_it(folder: Path, stra
 def check_found_scales(trainer: Trainer, where: str) -> None:
     """Each scale is 448 over the largest of its weight, rounded as the weight is; TE's too."""
     engine, mains = trainer.wrapper.engine, trainer.params()
-    engine.show_raw_params()
+    engine.to_unsharded()
     for unit in engine.units:
         engine.gather.need(unit)
         for param, name in [
@@ -287,8 +287,8 @@ def _left_alone(rank: int, world: int, folder: str, root: str) -> None:
         )
         train_step(trainer, batches(CASE, 0, rank, device))
         for pair in trainer.wrapper.engine.pairs:
-            assert pair.optimizer.small_lr
-            private = {n for n in vars(pair.optimizer) if n.startswith("_") and n in vars(pair.raw)}
+            assert pair.sharded.small_lr
+            private = {n for n in vars(pair.sharded) if n.startswith("_") and n in vars(pair.unsharded)}
             assert private - OF_WRAPPER == {"_mine"}, f"of TE: {private}"
         state = trainer.wrapper.state_dict_for_save_checkpoint()
         alone: dict[str, Any] = {

@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.core.engine.direct import GradWriter
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.table import FUSED_WGRAD
-from megatron_fsdp_adapter.prove.whole import whole_values
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
+from megatron_fsdp_adapter.prove.gather_full import full_values
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import Case
 from tests.distributed.launch import run_ranks
@@ -213,9 +213,9 @@ def quantizing(cell: Cell, group: Any) -> Change:
 def our_step(trainer: TopologyTrainer, number: int) -> tuple[float, Any, Any]:
     loss = run_schedule(trainer, number)
     trained = [(n, p) for n, p in trainer._pairs() if p.optimizer.requires_grad]
-    grads = whole_values(trained, lambda pair: local_of(pair.optimizer.grad))
+    grads = full_values(trained, lambda pair: local_of(pair.sharded.grad))
     trainer.optimizer.step()
-    return loss, grads, whole_values(trained, lambda pair: local_of(pair.optimizer))
+    return loss, grads, full_values(trained, lambda pair: local_of(pair.sharded))
 
 
 def _train(rank: int, world: int, folder: str, names: list[str]) -> None:
@@ -254,7 +254,7 @@ def _compare(cell: Cell, name: str, group: Any) -> None:
         for trainer in ours.values():
             pairs = [p for chunk in trainer.chunks for p in chunk.engine.pairs]
             writers = {p.managed.writer for p in pairs if p.group.key.quantized}
-            assert (GradWriter.ACCUMULATES in writers) is is_fused, f"{name}: {writers}"
+            assert (WgradProtocol.ACCUMULATES in writers) is is_fused, f"{name}: {writers}"
 
 
 def test_training_is_that_of_ddp_with_weights_that_te_quantized() -> None:

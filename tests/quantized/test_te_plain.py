@@ -36,7 +36,7 @@ def _train(rank: int, world: int, folder: str, strategy: str) -> None:
             optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=RATE))
             kinds = {group.key.quantized for group in model.engine.groups}
             assert len(kinds) == 2, "norms are not quantized"
-            assert all(pair.optimizer.dtype == torch.float32 for pair in model.engine.pairs)
+            assert all(pair.sharded.dtype == torch.float32 for pair in model.engine.pairs)
             for step in range(STEPS):
                 loss_of(model, step, rank).backward()
                 roll([param for unit in model.engine.units for param in unit.quantized])

@@ -106,7 +106,7 @@ def check_bytes(trainer: TopologyTrainer, recipe: str, group: Any, where: str) -
     weights, checked = trainer.weights(), 0
     for number, chunk in enumerate(trainer.chunks):
         engine = chunk.engine
-        engine.show_raw_params()
+        engine.to_unsharded()
         for unit in engine.units:
             engine.gather.need(unit)
             for entry in [e for g in unit.groups if g.key.quantized for e in g.managed]:

@@ -47,7 +47,7 @@ def bits_of(trainer: Trainer) -> Bits:
     delayed scaling knows."""
     found = trainer.params()
     engine = trainer.wrapper.engine
-    engine.show_raw_params()
+    engine.to_unsharded()
     for unit in engine.units:
         engine.gather.need(unit)
         for entry in [entry for g in unit.groups if g.key.quantized for entry in g.managed]:

@@ -91,8 +91,8 @@ def held(wrapper: FullyShardedDataParallel) -> dict[str, torch.Tensor]:
     """Planes and scales of gathered weights, and this rank's rows of main weights."""
     found = {}
     for pair in wrapper.engine.pairs:
-        found[f"main {pair.managed.fqns[0]}"] = pair.optimizer._local_tensor.clone()
-    wrapper.engine.show_raw_params()
+        found[f"main {pair.managed.fqns[0]}"] = pair.sharded._local_tensor.clone()
+    wrapper.engine.to_unsharded()
     for unit in wrapper.engine.units:
         wrapper.engine.gather.need(unit)
         for entry in [e for group in unit.groups if group.key.quantized for e in group.managed]:
@@ -116,8 +116,8 @@ def _same_start(rank: int, world: int, folder: str) -> None:
                 said = f"({numel} of them quantized: {FORMATS[recipe].name})"
                 assert said in ours._quantized(), label
                 for pair in ours.engine.pairs:
-                    assert not [name for name in vars(pair.raw) if "high_precision" in name], label
-                    assert pair.raw.ndim == 1 or pair.raw.partition_dim == 0, label
+                    assert not [name for name in vars(pair.unsharded) if "high_precision" in name], label
+                    assert pair.unsharded.ndim == 1 or pair.unsharded.partition_dim == 0, label
                 mine, theirs = held(ours), held(other)
                 assert mine.keys() == theirs.keys()
                 for name, value in mine.items():
@@ -134,8 +134,8 @@ def _mains_are_the_values_before(rank: int, world: int, folder: str) -> None:
         assert len(quantized) == 3 * len(SHAPES)
         torch.manual_seed(5)
         for pair in quantized:
-            drawn = nn.init.normal_(torch.empty(pair.raw.shape, dtype=torch.bfloat16))
-            same(pair.optimizer._local_tensor, drawn.float(), pair.managed.fqns[0])
+            drawn = nn.init.normal_(torch.empty(pair.unsharded.shape, dtype=torch.bfloat16))
+            same(pair.sharded._local_tensor, drawn.float(), pair.managed.fqns[0])
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)

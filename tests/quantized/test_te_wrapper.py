@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.engine.quantization import Quantization
-from megatron_fsdp_adapter.megatron.captures import Captures
+from megatron_fsdp_adapter.megatron.full_iteration_graphs import FullIterationGraphs
 from tests.adapter.test_cuda_graphs import Capturing
 from tests.distributed.gpt import (
     STRATEGIES,
@@ -59,7 +59,7 @@ def check_weights(trainer: Trainer, recipe: str, group: Any, label: str) -> int:
     """Gathered bytes and scales, against TE's function over whole main weights."""
     engine, checked = trainer.wrapper.engine, 0
     mains = {name.removeprefix("module."): value for name, value in trainer.params().items()}
-    engine.show_raw_params()
+    engine.to_unsharded()
     for unit in engine.units:
         engine.gather.need(unit)
         entries = [entry for g in unit.groups if g.key.quantized for entry in g.managed]
@@ -88,7 +88,7 @@ def _step_after_capture(trainer: Trainer, rank: int) -> None:
     """The optimizer's step behind an iteration that was captured: what follows may be a replay,
     in which nothing of Python runs."""
     flag = Capturing()
-    trainer.wrapper.captures = Captures(trainer.wrapper.engine, flag)
+    trainer.wrapper.captures = FullIterationGraphs(trainer.wrapper.engine, flag)
     flag.now = True
     trainer.wrapper.zero_grad_buffer()
     forward_backward(trainer, batches(CASE, 1, rank, torch.device("cpu")))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.launch import cpu_mode
-from megatron_fsdp_adapter.megatron.seams import patches
-from megatron_fsdp_adapter.megatron.seams.patches import Patch
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.patches import Patch
 
 CORE = Path(megatron.core.__file__).parent
 

@@ -20,7 +20,7 @@ def test_weights_are_read_when_every_stream_has_made_them(monkeypatch: pytest.Mo
             order.append("waited")
             super().synchronize()
 
-    compare, materializer = building.check_same_model, building.Materializer
+    compare, materializer = building.verify_same_model, building.Materializer
 
     def compared(*arguments: object) -> None:
         order.append("compared")
@@ -36,7 +36,7 @@ def test_weights_are_read_when_every_stream_has_made_them(monkeypatch: pytest.Mo
         return read
 
     monkeypatch.setattr(building, "make_runtime", Waited)
-    monkeypatch.setattr(building, "check_same_model", compared)
+    monkeypatch.setattr(building, "verify_same_model", compared)
     monkeypatch.setattr(building, "Materializer", reading)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -155,7 +155,7 @@ def whole_of(param: MuonParam) -> torch.Tensor:
     return torch.arange(param.rows * columns).view(param.rows, columns)
 
 
-def held_by(param: MuonParam, member: Member, whole: torch.Tensor) -> torch.Tensor:
+def pinned_by(param: MuonParam, member: Member, whole: torch.Tensor) -> torch.Tensor:
     """The member's rows of the parameter, flat: its part, and of that its shard."""
     if param.split is not None:
         whole = whole.chunk(param.parts, param.split)[member.part]
@@ -190,7 +190,7 @@ def _deliver(me: int, plan: StagePlan, plans, members, wholes, found) -> None:  
     for source, runs in enumerate(plan.received):
         assert runs_of(plans[source].sent[me]) == runs_of(runs)
         for sent, got in zip(plans[source].sent[me], runs, strict=True):
-            rows = held_by(plan.params[sent.param], members[source], wholes[sent.param])
+            rows = pinned_by(plan.params[sent.param], members[source], wholes[sent.param])
             panel = found[got.param][got.matrix][got.piece.panel]
             target = panel[got.piece.at : got.piece.at + got.numel]
             assert (target == -1).all(), "an element was sent twice"
@@ -198,7 +198,7 @@ def _deliver(me: int, plan: StagePlan, plans, members, wholes, found) -> None:  
 
 
 def _return(me: int, plan: StagePlan, plans, members, wholes, found) -> None:  # type: ignore[no-untyped-def]
-    own = [torch.full_like(held_by(p, members[me], w), -1)
+    own = [torch.full_like(pinned_by(p, members[me], w), -1)
            for p, w in zip(plan.params, wholes, strict=True)]  # fmt: skip
     for owner, runs in enumerate(plan.updates):
         assert runs_of(plans[owner].returned[me]) == runs_of(runs)
@@ -208,7 +208,7 @@ def _return(me: int, plan: StagePlan, plans, members, wholes, found) -> None:  #
             assert (target == -1).all(), "an element came back twice"
             target.copy_(values[run.piece.at : run.piece.at + run.numel])
     for param, whole, rows in zip(plan.params, wholes, own, strict=True):
-        assert torch.equal(rows, held_by(param, members[me], whole))
+        assert torch.equal(rows, pinned_by(param, members[me], whole))
 
 
 def runs_of(runs) -> list[tuple[int, int, int, int, int]]:  # type: ignore[no-untyped-def]

@@ -141,4 +141,4 @@ class BackwardPass:
             self.complete(unit)
             return
         with torch.no_grad():
-            self.late_seen |= self.reduce.take_late(unit)
+            self.late_seen |= self.reduce.reduce_late_grads(unit)

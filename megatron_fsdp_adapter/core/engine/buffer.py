@@ -12,7 +12,7 @@ from megatron_fsdp_adapter.core.layout.group import GroupLayout
 from megatron_fsdp_adapter.core.layout.ranges import FlatRange
 from megatron_fsdp_adapter.core.runtime.device import Runtime, fill_with_nan, storage_bytes
 
-from .saved import mark_owned
+from .saved_tensors import mark_owned
 
 LARGE = 1 << 20
 """Elements from which a tensor is copied by a kernel of its own."""

@@ -27,8 +27,8 @@ from torch import nn
 from megatron_fsdp_adapter.core.runtime.graphs import Graph, Graphs
 
 from .buffer import copy_each
-from .direct import DirectGrads
 from .group import ParamGroup
+from .wgrad import FusedWgrad
 
 _PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype)
 
@@ -98,7 +98,7 @@ class WrittenGrads:
     indices: tuple[int, ...]
 
     @property
-    def direct(self) -> DirectGrads:
+    def direct(self) -> FusedWgrad:
         return self.group.direct
 
     def put(self) -> None:

@@ -12,10 +12,10 @@ from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
+from .buffer_pool import AllocateSlots, BufferPool, plan_weights_and_buckets, unit_buffers
 from .group import ParamGroup, plan_layout
 from .partition import UnitPlan
 from .quantized import QuantizedParams
-from .staging import AllocateSlots, Slots, plan_weights_and_buckets, unit_staging
 from .unit import Phase, Unit
 
 
@@ -67,12 +67,12 @@ def check_known(plans: Sequence[UnitPlan], quantized: QuantizedParams | None) ->
         )
 
 
-def make_slots(
+def make_pools(
     plans: Sequence[UnitPlan],
     domains: Mapping[str, ShardDomain],
     config: EngineConfig,
     allocate: AllocateSlots,
-) -> tuple[Slots | None, Slots | None]:
+) -> tuple[BufferPool | None, BufferPool | None]:
     """Of weights and of buckets, as far as both are transient and slots are asked for."""
     strategy = config.strategy
     wanted = (
@@ -93,7 +93,7 @@ def make_slots(
     ]
     zipped = list(zip(own, layouts, strict=True))
     weights, buckets = (
-        Slots(slots, allocate) if want and any(slots.nbytes) else None
+        BufferPool(slots, allocate) if want and any(slots.nbytes) else None
         for want, slots in zip(
             wanted,
             plan_weights_and_buckets(
@@ -116,13 +116,13 @@ def build_units(
 ) -> list[Unit]:  # fmt: skip
     """One unit at a time, resharded at once, so that initialization needs no more than the shards
     and one unit beside the module's own weights. make_ready: `values` of a plan's `ParamGroup`s."""
-    weights, buckets = make_slots(plans, domains, config, allocate)
+    weights, buckets = make_pools(plans, domains, config, allocate)
     units = []
     for ordinal, plan in enumerate(plans):
         values, groups = make_ready(plan), []
         for key, managed in plan.groups.items():
             own = config.for_group(plan.strategy, key.domain)
-            staging = unit_staging(runtime, ordinal, own, weights, buckets)
+            staging = unit_buffers(runtime, ordinal, own, weights, buckets)
             groups += [ParamGroup(
                 f"{plan.name}/{key.domain}", key, managed, domains[key.domain], own,
                 staging, quantized if key.quantized else None, values,
@@ -140,7 +140,7 @@ def memory_of_exchanges(
 ) -> torch.Tensor | None:
     """Room for what is received in the largest bucket of a slot, used by one reduction after the
     other; None where there is no such bucket."""
-    if not config.exchange_gradients:
+    if not config.all_to_all_gradients:
         return None
     nbytes = [
         group.bucket.nbytes

@@ -15,8 +15,8 @@ from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from . import hooks
-from .attached import AttachedGrads
 from .backward import BackwardPass
+from .buffer_pool import AllocateSlots, ordinary_memory
 from .construction import (
     abandon,
     broadcast_weights,
@@ -27,17 +27,17 @@ from .construction import (
 from .gather import GatherPipeline
 from .group import GradState, ParamGroup
 from .guard import unchecked
-from .identity import Identity, IdentitySwitch, ParamPair, make_pairs
+from .identity import Identity, ParameterSwitch, ParamPair, make_pairs
 from .launches import LaunchComparison
 from .memory import KINDS, MAIN, READ, EngineMemory
+from .optimizer_grads import OptimizerGrads
 from .partition import UnitPlan
 from .prefetch import BACKWARD, FORWARD, PrefetchOrder
 from .quantization import make_quantization
 from .quantized import QuantizedParams
 from .reduce import REDUCED_STATES, GradCheck, ReducePipeline
 from .reduction import plan_reduction
-from .saved import SavedTensors
-from .staging import AllocateSlots, ordinary_memory
+from .saved_tensors import SavedTensorFilter
 from .unit import Unit
 
 MakeCommunicator = Callable[[Any, torch.device], Communicator]
@@ -66,7 +66,7 @@ class FsdpEngine:
         auto_sync: whether the last backward of a step also finishes its gradients.
         loads: how many times somebody has said that weights which are not trained were written;
             exported_loads: how many that were when everything was last exported.
-        own_loop: whether the training loop is the user's own, who may do with parameters and
+        user_managed_loop: whether the training loop is the user's own, who may do with parameters and
             gradients what torch allows: freeze, write, clear and hook them. A loop of Megatron's
             says by calls what it does, and is spared the looking.
         writes: how often main weights were written by something else than an optimizer's step: who
@@ -119,15 +119,15 @@ class FsdpEngine:
         self.quantization = make_quantization(self.groups, quantized, self.gather)
         self.backward = BackwardPass(self.units, config, self.gather, self.reduce)
         self.pairs = make_pairs(self.groups)
-        self.switch = IdentitySwitch(self.pairs)
-        self.grads, self.saved = AttachedGrads(self.pairs), SavedTensors()
+        self.switch = ParameterSwitch(self.pairs)
+        self.grads, self.saved = OptimizerGrads(self.pairs), SavedTensorFilter()
         self._is_last_microbatch, self.knows_microbatches = True, False
-        self.auto_sync = self.own_loop = self._has_frozen = self.calls_parts = False
-        self._shown_before, self._active_root = Identity.OPTIMIZER, cast("str | None", None)
+        self.auto_sync = self.user_managed_loop = self._has_frozen = self.calls_parts = False
+        self._shown_before, self._active_root = Identity.SHARDED, cast("str | None", None)
         self._counts_calls, self.loads, self.exported_loads = True, 0, -1
         self._forwards = self.in_flight = 0
         hooks.register(self, module, [plan.modules for plan in plans])
-        self.show_optimizer_params()
+        self.to_sharded()
         # What waits in a queue of the runtime refers to the runtime: a cycle, if not cut here.
         # The runtime is held weakly: finalize's registry would keep alive all that its queue
         # reaches: the engine itself, once a model config refers to the wrapper (`no_sync_func`).
@@ -150,18 +150,18 @@ class FsdpEngine:
 
     # Identities. Main weights may be read and written while optimizer parameters are shown.
 
-    def show_raw_params(self) -> None:
+    def to_unsharded(self) -> None:
         """Who had the optimizer parameters may have written them: older weights are outdated."""
-        if self.switch.shown is not Identity.RAW or self.memory.away:
+        if self.switch.shown is not Identity.UNSHARDED or self.memory.away:
             self.memory.check("using the model", READ)
-            self.switch.show(Identity.RAW, before=self._take_over)
+            self.switch.show(Identity.UNSHARDED, before=self._take_over)
 
-    def show_optimizer_params(self) -> None:
+    def to_sharded(self) -> None:
         self.memory.check("reading or writing main weights", [MAIN])
         self.gather.updates.settle()
-        self.switch.show(Identity.OPTIMIZER, before=self._give_up_raw)
+        self.switch.show(Identity.SHARDED, before=self._give_up_unsharded)
 
-    def _give_up_raw(self) -> None:
+    def _give_up_unsharded(self) -> None:
         self.gather.check_writes()
         self.gather.quiesce()
 
@@ -169,17 +169,17 @@ class FsdpEngine:
         """Shows optimizer parameters, unless a forward runs or waits for its backward."""
         idle = self._active_root is None and not self.backward.running
         if idle and self.in_flight <= 0 and not self.memory.away:
-            self.show_optimizer_params()
+            self.to_sharded()
 
     def _take_over(self) -> None:
         if self.quantization is not None:
-            self.quantization.catch_up(unsaid=self.own_loop)
+            self.quantization.catch_up(unsaid=self.user_managed_loop)
         self.gather.invalidate()
-        if self.own_loop:
-            self.doubt_own_weights()
+        if self.user_managed_loop:
+            self.mark_main_weights_stale()
             self._follow_user()
 
-    def doubt_own_weights(self) -> None:
+    def mark_main_weights_stale(self) -> None:
         """Main weights in host memory may have been written: the next gather reads them."""
         self.gather.updates.drop_loads()
         for group in self.groups:
@@ -205,9 +205,9 @@ class FsdpEngine:
         begins = not again and self._active_root in (None, name)
         if begins:
             self._shown_before = self.switch.shown
-            if self.own_loop and self._shown_before is Identity.RAW:
+            if self.user_managed_loop and self._shown_before is Identity.UNSHARDED:
                 self._follow_user()
-        self.show_raw_params()
+        self.to_unsharded()
         if begins:
             self._begin_forward()
             self._active_root, self.root.busy = name, True
@@ -241,9 +241,9 @@ class FsdpEngine:
             hooks.on_outputs_needed(output, hooks.grad_callback(self.pre_backward, self.root))
             return
         self.gather.release_all()
-        found = self._shown_before is Identity.OPTIMIZER
-        if self.own_loop and found and not torch.is_grad_enabled():
-            self.show_optimizer_params()
+        found = self._shown_before is Identity.SHARDED
+        if self.user_managed_loop and found and not torch.is_grad_enabled():
+            self.to_sharded()
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         """A unit's module is called, in forward or while recomputing in backward."""
@@ -251,7 +251,7 @@ class FsdpEngine:
             self._begin_backward()
             self.backward.recomputes(unit)
         else:
-            self.show_raw_params()
+            self.to_unsharded()
             if self._active_root is None or self._counts_calls:
                 unit.forward_calls += 1
             if 2 * unit.ordinal >= len(self.units):
@@ -296,7 +296,7 @@ class FsdpEngine:
         )
 
     def begin_accumulation(self) -> None:
-        if self.own_loop:
+        if self.user_managed_loop:
             self._follow_grads()
         self.grads.attached, self._forwards = False, 0
         # Without a pipeline a forward follows, unless this is the step's last microbatch. In a
@@ -354,10 +354,10 @@ class FsdpEngine:
         if not self.grads.attached and not self._is_idle:
             self.reduce_grads()
             # On how many ranks a backward has left gradients.
-            counts = self.own_loop and not self.config.strategy.shard_weights
+            counts = self.user_managed_loop and not self.config.strategy.shard_weights
             ran = self.reduce.count(began) if counts else None
             self.reduce.finish()
-            self.show_optimizer_params()
+            self.to_sharded()
             self.launches.compare()
             if ran is not None and not began and ran.item() == 0:
                 self.zero_grads()
@@ -365,11 +365,11 @@ class FsdpEngine:
             self.grads.attach()
             if self.reduce.check is not None:
                 self.reduce.check.raise_found()
-            if self.own_loop:
+            if self.user_managed_loop:
                 # Of several forwards that one backward has joined, each was counted.
                 self.in_flight = 0
                 self.grads.run_hooks()
-        self.show_optimizer_params()
+        self.to_sharded()
         self.gather.updates.load_ahead()
 
     @torch.no_grad()
@@ -381,7 +381,7 @@ class FsdpEngine:
         if not self.has_grads:
             if self.config.strategy.shard_weights or self.grads.given_by_user:
                 return
-            self.show_raw_params()
+            self.to_unsharded()
             self.gather.gather_all(as_forward=True)
         self.finish_grads()
 
@@ -415,7 +415,7 @@ class FsdpEngine:
     def zero_grads_of(self, params: Iterable[torch.Tensor]) -> None:
         """Forgets the gradients of these optimizer parameters."""
         ids = {id(param) for param in params}
-        chosen = [pair for pair in self.pairs if id(pair.optimizer) in ids]
+        chosen = [pair for pair in self.pairs if id(pair.sharded) in ids]
         if len(chosen) == sum(pair.grad is not None for pair in self.pairs):
             self.zero_grads()
         else:
@@ -450,9 +450,9 @@ class FsdpEngine:
         those of parameters that are not trained, too. stepped: it was the step of an optimizer."""
         self.loads += loaded
         if not stepped:
-            self.doubt_own_weights()
+            self.mark_main_weights_stale()
         if self.quantization is not None:
-            self.quantization.changed(loaded, needed=self.switch.shown is Identity.RAW)
+            self.quantization.changed(loaded, needed=self.switch.shown is Identity.UNSHARDED)
         self.gather.invalidate()
 
     @torch.no_grad()
@@ -460,20 +460,20 @@ class FsdpEngine:
         """Main weights may be read after this, and quantized weights are what they say, in each
         rank's own rows. Collective if main weights have changed."""
         self.gather.updates.settle()
-        if self.quantization is not None and self.switch.shown is Identity.OPTIMIZER:
-            self.quantization.catch_up(unsaid=self.own_loop)
+        if self.quantization is not None and self.switch.shown is Identity.SHARDED:
+            self.quantization.catch_up(unsaid=self.user_managed_loop)
 
     def will_quantize(self, trained: bool) -> bool:
         """Whether quantized weights, those that are trained or the others, are made anew before a
         forward reads them."""
         pending = self.quantization is not None and self.quantization.is_pending(trained)
-        return pending or (self.own_loop and trained)
+        return pending or (self.user_managed_loop and trained)
 
     @torch.no_grad()
     def sync_weights(self, wait: bool) -> None:
         """Makes weights current for the next forward: all of them now, or with overlap only the
         first unit's gather is launched."""
-        self.show_raw_params()
+        self.to_unsharded()
         if wait or not self.config.overlap_param_gather:
             self.gather.gather_all()
         else:

@@ -18,12 +18,12 @@ from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.comm import Communicator, Pair
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, Runtime
 
+from .deferred_updates import DeferredUpdates
 from .group import ParamGroup, by_domain
 from .guard import refuse_writes
 from .launches import GATHERED, GATHERED_OUTER, LaunchComparison
 from .prefetch import PrefetchOrder
 from .unit import Phase, Unit
-from .updates import LateUpdates
 
 
 class DomainGather(NamedTuple):
@@ -74,7 +74,7 @@ class GatherPipeline:
         self.units, self.config, self.runtime = units, config, runtime
         self.communicators, self.outer = communicators, outer
         self.order, self.launches = order, launches
-        self.forward_follows, self.updates = False, LateUpdates(units, runtime)
+        self.forward_follows, self.updates = False, DeferredUpdates(units, runtime)
         self._ahead: list[Unit] = []
         self._holders: dict[int, Unit] = {}
         self._kept: Counter[int] = Counter()
@@ -235,7 +235,7 @@ class GatherPipeline:
         """RuntimeError if gathered weights were written where that is lost."""
         refuse_writes(self._written())
 
-    def _outdate(self, unit: Unit) -> None:
+    def _mark_stale(self, unit: Unit) -> None:
         unit.outdated = True
         if unit.phase is not Phase.SHARDED:
             self._drop(unit)
@@ -275,7 +275,7 @@ class GatherPipeline:
         read the new ones. RuntimeError, behind that, as of `check_writes`."""
         found = self._written()
         for unit in self.units:
-            self._outdate(unit)
+            self._mark_stale(unit)
         self.follow_compute()
         refuse_writes(found)
 

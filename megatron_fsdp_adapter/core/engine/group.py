@@ -46,13 +46,13 @@ from megatron_fsdp_adapter.core.runtime.device import Runtime
 from megatron_fsdp_adapter.core.topology import ShardDomain
 
 from .buffer import Copies, FlatBuffer, Held, copy_each, items_in, segments_in
-from .direct import DirectGrads
+from .buffer_pool import UnitBuffers, bucket_dtype
 from .guard import unchecked
 from .offloaded import OffloadedBuffer
 from .partition import GroupKey, ManagedParam
 from .planes import Parts, WeightPlane
 from .quantized import PlanesWriter, QuantizedParams, QuantizedWeight
-from .staging import UnitStaging, bucket_dtype
+from .wgrad import FusedWgrad
 
 
 class GradState(enum.Enum):
@@ -89,7 +89,7 @@ class ParamGroup:
             where main weights are not cast to weights.
         gather_pairs, outer_pairs: output and input of the gather over each axis, of all planes.
         main_items: this rank's rows of each parameter, in the main dtype; device_items: the same on
-            the device, where the optimizer updates them. staged: the twin of `main` that those are
+            the device, where the optimizer updates them. staged: the device_buffer of `main` that those are
             in, where that is in host memory.
         own_current: whether `held_weights` are what main weights in host memory say.
         is_read: whether an update may still read the gradients of a step that has returned.
@@ -109,7 +109,7 @@ class ParamGroup:
         managed: list[ManagedParam],
         domain: ShardDomain,
         config: EngineConfig,
-        staging: UnitStaging,
+        staging: UnitBuffers,
         quantized: QuantizedParams | None = None,
         values: Mapping[nn.Parameter, torch.Tensor] = MappingProxyType({}),
     ) -> None:
@@ -118,8 +118,8 @@ class ParamGroup:
         self.managed = managed
         self.params = [entry.param for entry in managed]
         self.splits_outer = splits_outer(domain, config)
-        self.is_whole = key.domain in config.whole
-        if self.is_whole and domain.axis.size > 1:
+        self.is_single_rank = key.domain in config.whole
+        if self.is_single_rank and domain.axis.size > 1:
             raise ValueError(
                 f"whole={config.whole}: {key.domain!r} is sharded over {domain.axis.size} ranks; "
                 "name domains of one rank only"
@@ -177,7 +177,7 @@ class ParamGroup:
         return trained and self.key.quantized is None and self.main_dtype != self.key.dtype
 
     def offloaded(self, dtype: torch.dtype) -> OffloadedBuffer:
-        """Host memory for an element of each that main weights have, with its twin."""
+        """Host memory for an element of each that main weights have, with its device_buffer."""
         return OffloadedBuffer(self.held, dtype, self.staging.runtime)
 
     def _build_weights(self, quantized: QuantizedParams | None) -> None:
@@ -207,7 +207,7 @@ class ParamGroup:
             plane.take_shard()
         self.held_weights = [] if quantized is not None else self.planes[0].held
         self._write_held = Copies(self.held_weights)
-        gathered = [] if self.is_whole else self.planes
+        gathered = [] if self.is_single_rank else self.planes
         self.gather_pairs = [pair for plane in gathered for pair in plane.gather_pairs]
         self.outer_pairs = [pair for plane in self.planes for pair in plane.outer_pairs]
 
@@ -275,7 +275,7 @@ class ParamGroup:
         self.grad_items = items_in(self.grad, stored, self.held)
         self.bucket_items = self._full_items(self.collected)
         writers = [entry.writer for entry in self.managed]
-        self.direct = DirectGrads(self.params, writers, self.bucket_items, self.name)
+        self.direct = FusedWgrad(self.params, writers, self.bucket_items, self.name)
         self.bucket_gaps = self.collected.views(self.layout.gaps())
         self.collected_segments = segments_in(self.collected, self.full, self.full)
         self.bucket_segments = segments_in(self.bucket, self.full, self.full)
@@ -303,7 +303,7 @@ class ParamGroup:
         self._release_waits = self.is_read
         if self.is_read:
             return
-        if self.is_whole or not self.keeps_grads:
+        if self.is_single_rank or not self.keeps_grads:
             self.grad.release()
         else:
             self.grad.forget()
@@ -327,7 +327,7 @@ class ParamGroup:
         self.own_current = True
 
     def write_own_from_twin(self) -> None:
-        """The same from the twin of main weights in host memory, which an optimizer has updated."""
+        """The same from the device_buffer of main weights in host memory, which an optimizer has updated."""
         if self.staged is not None:
             copy_each(self.held_weights, self.staged.twin_segments)
             self.own_current = True

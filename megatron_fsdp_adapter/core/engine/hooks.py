@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from .group import ParamGroup
 from .guard import unchecked
 from .partition import ROOT
-from .saved import SavedTensors
+from .saved_tensors import SavedTensorFilter
 from .unit import Unit
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
@@ -46,7 +46,7 @@ class Engine(Protocol):
     """What the hooks call."""
 
     units: list[Unit]
-    saved: SavedTensors
+    saved: SavedTensorFilter
     calls_parts: bool
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any: ...

@@ -26,8 +26,8 @@ from .partition import ManagedParam
 
 
 class Identity(enum.Enum):
-    RAW = "raw"
-    OPTIMIZER = "optimizer"
+    UNSHARDED = "unsharded"
+    SHARDED = "sharded"
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -73,31 +73,31 @@ class ParamPair:
     managed: ManagedParam
     group: ParamGroup
     index: int
-    optimizer: nn.Parameter
+    sharded: nn.Parameter
     grad: DTensor | None
 
     @property
-    def raw(self) -> nn.Parameter:
+    def unsharded(self) -> nn.Parameter:
         return self.managed.param
 
     def attach_grad(self) -> None:
         """One DTensor under both names that optimizers look at. A gradient that is there already,
         of a loss that reads the optimizer parameter, is part of it."""
-        given: Any = self.optimizer.grad
+        given: Any = self.sharded.grad
         if given is not None and given is not self.grad:
             self._local_grad.add_(self._local_of(given))
-        self.optimizer.grad = self.optimizer.decoupled_grad = self.grad  # type: ignore[assignment,attr-defined]
+        self.sharded.grad = self.sharded.decoupled_grad = self.grad  # type: ignore[assignment,attr-defined]
 
     @property
     def is_cleared(self) -> bool:
         """Whether the attached gradient has been taken away, under either name."""
-        decoupled = getattr(self.optimizer, "decoupled_grad", None)
-        return self.optimizer.grad is None or decoupled is None
+        decoupled = getattr(self.sharded, "decoupled_grad", None)
+        return self.sharded.grad is None or decoupled is None
 
     def take_over_grad(self) -> None:
         """What the user has put in the place of the gradient becomes the gradient."""
-        self._local_grad.copy_(self._local_of(self.optimizer.grad))
-        self.optimizer.grad = self.grad
+        self._local_grad.copy_(self._local_of(self.sharded.grad))
+        self.sharded.grad = self.grad
 
     @property
     def _local_grad(self) -> torch.Tensor:
@@ -114,7 +114,7 @@ class ParamPair:
         return given._local_tensor
 
     def drop_grad(self) -> None:
-        self.optimizer.grad = self.optimizer.decoupled_grad = None  # type: ignore[attr-defined]
+        self.sharded.grad = self.sharded.decoupled_grad = None  # type: ignore[attr-defined]
 
 
 def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
@@ -138,15 +138,15 @@ def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
     return pairs
 
 
-class IdentitySwitch:
+class ParameterSwitch:
     """Puts one identity or the other into every slot of the module tree, tied slots included."""
 
     def __init__(self, pairs: Sequence[ParamPair]) -> None:
-        self.shown = Identity.RAW
+        self.shown = Identity.UNSHARDED
         self._pairs = pairs
         self._trained = [pair.group.key.requires_grad for pair in pairs]
         self._slots = [
-            (module._parameters, name, pair.raw, pair.optimizer, fqn)
+            (module._parameters, name, pair.unsharded, pair.sharded, fqn)
             for pair in pairs
             for (module, name), fqn in zip(pair.managed.slots, pair.managed.fqns, strict=True)
         ]
@@ -157,7 +157,7 @@ class IdentitySwitch:
         after sharding would be undone here in silence."""
         if identity is self.shown:
             return
-        now, then = (3, 2) if identity is Identity.RAW else (2, 3)
+        now, then = (3, 2) if identity is Identity.UNSHARDED else (2, 3)
         for slot in self._slots:
             if slot[0].get(slot[1]) is not slot[now]:
                 raise RuntimeError(_replaced(slot[4]))
@@ -177,21 +177,21 @@ class IdentitySwitch:
         changed = []
         with unchecked():
             for number, (pair, known) in enumerate(zip(self._pairs, self._trained, strict=True)):
-                if pair.optimizer._backward_hooks:
-                    raise RuntimeError(_unheard(pair))
-                if pair.raw.requires_grad is known is pair.optimizer.requires_grad:
+                if pair.sharded._backward_hooks:
+                    raise RuntimeError(_hook_never_runs(pair))
+                if pair.unsharded.requires_grad is known is pair.sharded.requires_grad:
                     continue
                 if pair.grad is None:
-                    raise RuntimeError(_untrainable(pair))
+                    raise RuntimeError(_frozen(pair))
                 changed.append(number)
             for number in changed:
                 self._trained[number] = not self._trained[number]
-                for param in (self._pairs[number].raw, self._pairs[number].optimizer):
+                for param in (self._pairs[number].unsharded, self._pairs[number].sharded):
                     param.requires_grad = self._trained[number]
         return bool(changed)
 
 
-def _untrainable(pair: ParamPair) -> str:
+def _frozen(pair: ParamPair) -> str:
     return (
         f"requires_grad of {pair.managed.fqns[0]} was set to True, but it was frozen when the "
         "model was wrapped, and has no buffers for gradients; wrap the model with requires_grad="
@@ -199,7 +199,7 @@ def _untrainable(pair: ParamPair) -> str:
     )
 
 
-def _unheard(pair: ParamPair) -> str:
+def _hook_never_runs(pair: ParamPair) -> str:
     return (
         f"register_hook on parameter {pair.managed.fqns[0]}: no gradient passes through a sharded "
         "parameter in backward, so the hook would never run; use register_post_accumulate_grad_hook"

@@ -129,7 +129,7 @@ class LaunchComparison:
             started.table[0, 1].fill_(~number)
         else:
             started.table[stage].copy_(started.table[stage - 1])
-        return self._communicators[stage].all_max(started.table[stage])
+        return self._communicators[stage].all_reduce_max(started.table[stage])
 
     def _fetch(self, started: _Comparison) -> None:
         if started.table is not None:

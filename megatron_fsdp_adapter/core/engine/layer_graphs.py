@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter.core.runtime.graphs import Graphs
-from megatron_fsdp_adapter.core.runtime.said import warn
+from megatron_fsdp_adapter.core.runtime.rank_warnings import warn
 
 from . import hooks
 from .captured import CapturedCall, NotCapturable, Site, WrittenGrads, shapes, strip
@@ -234,7 +234,7 @@ class LayerGraphs:
             self._pools.append(self._graphs.new_pool())
         engine = self._engine()
         if self._kind is None and engine is not None:
-            engine.memory.held_by = HELD_BY
+            engine.memory.pinned_by = HELD_BY
         self._kind = (site, template)
         current.index = index
         current.program = self._programs.setdefault(index, _Program())

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from megatron_fsdp_adapter.core.runtime.device import Runtime
-from megatron_fsdp_adapter.core.runtime.parking import Kept, ParkingLot, Storages
+from megatron_fsdp_adapter.core.runtime.host_stash import HostStash, Kept, Storages
 
 from .unit import Unit
 
@@ -30,7 +30,7 @@ class EngineMemory:
         that and slots are torch's own memory, which may go, and not registered.
 
     Attributes:
-        held_by: who knows addresses of the memory, in words, so that it cannot go; "" if nobody.
+        pinned_by: who knows addresses of the memory, in words, so that it cannot go; "" if nobody.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class EngineMemory:
     ) -> None:
         self._units, self._ordinary = units, ordinary
         self._received = [] if received is None else [received]
-        self._lot = ParkingLot(runtime)
-        self.held_by = ""
+        self._lot = HostStash(runtime)
+        self.pinned_by = ""
 
     def storages(self) -> Storages:
         """By kind: a tensor over each storage, and which parts of it return as they were."""
@@ -69,9 +69,9 @@ class EngineMemory:
 
     def check_free(self, kinds: Collection[str]) -> None:
         """RuntimeError if somebody knows addresses of what is of `kinds`."""
-        if kinds and self.held_by:
+        if kinds and self.pinned_by:
             raise RuntimeError(
-                f"release_memory: {self.held_by} has addresses of {', '.join(kinds)}; switch that "
+                f"release_memory: {self.pinned_by} has addresses of {', '.join(kinds)}; switch that "
                 f"off, or release the optimizer's state alone, with keep={list(KINDS)}"
             )
 

@@ -1,7 +1,7 @@
 """Tensors in host memory that are brought to the device one unit after the other.
 
 Main weights and optimizer state of a group each are a flat tensor in host memory, which everybody
-else sees: checkpoints, loads, exports. An optimizer updates its *twin*, a flat buffer on the device
+else sees: checkpoints, loads, exports. An optimizer updates its *device_buffer*, a flat buffer on the device
 that has storage only between `load` and `release`. Views of both are made once.
 
 The other design left the device tensors where everybody sees them, and hid copies in host memory:
@@ -18,10 +18,10 @@ from .buffer import FlatBuffer, Held, items_in, segments_in
 
 
 class OffloadedBuffer:
-    """A flat tensor in host memory, zero, of the part `held` of a group, and its twin, released.
+    """A flat tensor in host memory, zero, of the part `held` of a group, and its device_buffer, released.
 
     Attributes:
-        host, twin: the two flat buffers.
+        host, device_buffer: the two flat buffers.
         host_items, twin_items: this rank's rows of each parameter of the group.
         twin_segments: `held` of each segment.
     """
@@ -31,16 +31,16 @@ class OffloadedBuffer:
         memory = runtime.host_memory(numel * dtype.itemsize)
         self.host = FlatBuffer(numel, dtype, runtime, memory, is_zero=True)
         self.host_items = items_in(self.host, held, held)
-        self.twin = FlatBuffer(numel, dtype, runtime)
-        self.twin_items = items_in(self.twin, held, held)
-        self.twin_segments = segments_in(self.twin, held, held)
-        self.twin.release()
+        self.device_buffer = FlatBuffer(numel, dtype, runtime)
+        self.twin_items = items_in(self.device_buffer, held, held)
+        self.twin_segments = segments_in(self.device_buffer, held, held)
+        self.device_buffer.release()
 
     def load(self) -> None:
         """Brings the values to the device, on the current stream."""
-        self.twin.allocate()
-        self.twin.tensor.copy_(self.host.tensor, non_blocking=True)
+        self.device_buffer.allocate()
+        self.device_buffer.tensor.copy_(self.host.tensor, non_blocking=True)
 
     def store(self) -> None:
         """Takes them back to host memory, on the current stream."""
-        self.host.tensor.copy_(self.twin.tensor, non_blocking=True)
+        self.host.tensor.copy_(self.device_buffer.tensor, non_blocking=True)

@@ -21,10 +21,10 @@ from torch import nn
 from megatron_fsdp_adapter.core.config import Strategy
 from megatron_fsdp_adapter.core.layout.format import WeightFormat, plain
 from megatron_fsdp_adapter.core.layout.spec import ParamSpec
-from megatron_fsdp_adapter.core.runtime.said import warn
+from megatron_fsdp_adapter.core.runtime.rank_warnings import warn
 
-from .direct import GradWriter
 from .guard import unchecked
+from .wgrad import WgradProtocol
 
 ROOT, TO = "root", " to "
 
@@ -64,7 +64,7 @@ class ManagedParam:
     fqns: tuple[str, ...]
     slots: tuple[Slot, ...]
     split: int | None = None
-    writer: GradWriter = GradWriter.AUTOGRAD
+    writer: WgradProtocol = WgradProtocol.AUTOGRAD
 
     @property
     def has_grads_of_its_dtype(self) -> bool:
@@ -85,7 +85,7 @@ class ManagedParam:
             requires_grad=self.param.requires_grad,
             granularity=(quantized or plain(self.param.dtype)).granularity(shape),
             quantized=quantized,
-            from_autograd=self.writer is GradWriter.AUTOGRAD and self.has_grads_of_its_dtype,
+            from_autograd=self.writer is WgradProtocol.AUTOGRAD and self.has_grads_of_its_dtype,
         )
 
 
@@ -167,7 +167,7 @@ def partition(
     domain_of: Callable[[nn.Parameter, str], str],
     backward_reads_weights: Callable[[nn.Module], bool] = lambda _: True,
     split_of: Callable[[nn.Parameter, str], int | None] = lambda param, fqn: None,
-    writer_of: Callable[[ManagedParam], GradWriter] = lambda managed: GradWriter.AUTOGRAD,
+    writer_of: Callable[[ManagedParam], WgradProtocol] = lambda managed: WgradProtocol.AUTOGRAD,
     manages: Callable[[ManagedParam], bool] = lambda managed: True,
     format_of: Callable[[ManagedParam], WeightFormat | None] = lambda managed: None,
 ) -> list[UnitPlan]:

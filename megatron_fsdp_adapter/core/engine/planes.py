@@ -11,7 +11,7 @@ from megatron_fsdp_adapter.core.layout.group import GroupLayout
 from megatron_fsdp_adapter.core.runtime.comm import Pair
 
 from .buffer import FlatBuffer, Held, copy_each, items_in, segments_in
-from .staging import UnitStaging
+from .buffer_pool import UnitBuffers
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class WeightPlane:
         gather_pairs, outer_pairs: output and input of the gather over each axis.
     """
 
-    def __init__(self, plane: Plane, parts: Parts, staging: UnitStaging, keeps: bool) -> None:
+    def __init__(self, plane: Plane, parts: Parts, staging: UnitBuffers, keeps: bool) -> None:
         self.plane, layout = plane, parts.layout
         self.full = self.shard = staging.weight(plane.numel(layout.total_numel), plane.dtype)
         shapes = [plane.shape(spec.shape) for spec in layout.specs]

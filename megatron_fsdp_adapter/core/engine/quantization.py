@@ -96,7 +96,7 @@ class Quantization:
 
     def _reduce(self, domain: _Domain, axis: Communicator) -> list[object]:
         self._launches.note(AGREED, domain.groups[:1], axis)
-        return axis.all_max(domain.amaxes)
+        return axis.all_reduce_max(domain.amaxes)
 
 
 def make_quantization(

@@ -87,7 +87,7 @@ class ReducePipeline:
     communicators, outer: by domain name, the ones that reductions run on, over each axis.
     launches: is told of every reduction.
     check: looks at gradients before they are communicated.
-    received: uint8 memory for the pieces of an exchange of a slot (`exchange_gradients`).
+    received: uint8 memory for the pieces of an exchange of a slot (`all_to_all_gradients`).
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class ReducePipeline:
         if group.keeps_grads:
             group.grad_state = GradState.ACCUMULATED
 
-    def take_late(self, unit: Unit) -> bool:
+    def reduce_late_grads(self, unit: Unit) -> bool:
         """Takes gradients that came after `backward_done` where some are kept. Returns whether kept
         ones had to be reduced by themselves, since the others had been."""
         fresh = [group for group in unit.active_groups if not group.keeps_grads]
@@ -230,7 +230,7 @@ class ReducePipeline:
         """A further backward follows gradients that one rank has and that were scaled as the
         step's: they are added to as before."""
         for group in groups:
-            if group.is_whole and group.grad_state is GradState.REDUCED:
+            if group.is_single_rank and group.grad_state is GradState.REDUCED:
                 self.runtime.follow(COMPUTE, REDUCE)
                 scale_each(group.grad_segments, 1.0 / self.plans[group.key.domain].scale)
                 group.grad_state = GradState.ACCUMULATED

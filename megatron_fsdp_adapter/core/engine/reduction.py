@@ -60,11 +60,11 @@ class ReducePlan:
 
 def plan_reduction(config: EngineConfig, domain: str, grad_scale: float) -> ReducePlan:
     """For the groups of the domain of this name, with this scale."""
-    is_whole, config = domain in config.whole, config.for_group(None, domain)
+    is_single_rank, config = domain in config.whole, config.for_group(None, domain)
     comm, main = config.policy.comm_dtype, config.policy.grads_dtype
-    if is_whole:
+    if is_single_rank:
         collective = Collective.NONE
-    elif config.fp32_accumulation or config.exchange_gradients:
+    elif config.fp32_accumulation or config.all_to_all_gradients:
         collective = Collective.EXCHANGE
     elif config.strategy.shard_main:
         collective = Collective.REDUCE_SCATTER

@@ -140,7 +140,7 @@ class Communicator:
         """Sums each flat tensor in place."""
         return self._launch([(tensor, tensor) for tensor in tensors], self._all_reduce_one)
 
-    def all_max(self, tensor: torch.Tensor) -> list[Any]:
+    def all_reduce_max(self, tensor: torch.Tensor) -> list[Any]:
         """The largest of each element of the flat tensor, in place."""
         return self._launch([(tensor, tensor)], self._all_max_one)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from .said import warn
+from .rank_warnings import warn
 
 Kernel = TypeVar("Kernel")
 

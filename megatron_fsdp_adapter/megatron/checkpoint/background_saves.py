@@ -6,7 +6,7 @@ From 0.17 on Megatron-LM saves `fsdp_dtensor` checkpoints asynchronously. An asy
 Both strategies write into the final folder from another process: a job that is killed meanwhile
 leaves half a checkpoint under a name of its own, and no digests. So the modules that ask for a
 strategy get the table of this file, whichever they ask for, and Megatron-Bridge, which takes some
-of it by name, gets these names (`seams/table.py`). A thread writes, for the reasons in
+of it by name, gets these names (`compat/table.py`). A thread writes, for the reasons in
 `checkpoint/asynchronous.py`.
 
 What is kept of Megatron's order: a save is planned and copied, then queued; in every iteration the

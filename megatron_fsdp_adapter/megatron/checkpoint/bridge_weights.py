@@ -30,7 +30,7 @@ from torch import nn
 
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.memory import MAIN
-from megatron_fsdp_adapter.megatron.seams.table import CONVERSION
+from megatron_fsdp_adapter.megatron.compat.table import CONVERSION
 from megatron_fsdp_adapter.quantized.start import values_follow
 from megatron_fsdp_adapter.sharding.module_weights import ModuleWeight, module_weights
 from megatron_fsdp_adapter.sharding.sharded_module import forget_scalings
@@ -38,7 +38,7 @@ from megatron_fsdp_adapter.sharding.sharded_module import forget_scalings
 TASKS = "build_conversion_tasks"
 
 
-# In the place of methods of Megatron-Bridge (`seams/table.py`): from `_load` on.
+# In the place of methods of Megatron-Bridge (`compat/table.py`): from `_load` on.
 
 
 def engines_of(models: Any) -> list[FsdpEngine]:
@@ -101,7 +101,7 @@ def _show_raw(engines: Iterable[FsdpEngine]) -> None:
     RuntimeError if the main weights' memory was released."""
     for engine in engines:
         engine.memory.check("converting weights", [MAIN])
-        engine.show_raw_params()
+        engine.to_unsharded()
 
 
 def _load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ def _load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     with _instead(bridge, instead):
         call.run()
     for engine in call.engines:
-        engine.show_optimizer_params()
+        engine.to_sharded()
         forget_scalings(engine)
         engine.main_weights_changed(loaded=True)
     return call.models
@@ -238,7 +238,7 @@ def _tied(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         ModuleWeight(pair, engine)
         for engine in call.engines
         for pair in engine.pairs
-        if getattr(pair.optimizer, "shared_embedding", False)
+        if getattr(pair.sharded, "shared_embedding", False)
     ]
     if not shared:  # without pipelines nothing is marked so
         return None

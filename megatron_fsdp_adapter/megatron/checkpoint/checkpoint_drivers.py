@@ -36,7 +36,7 @@ from ...checkpoint.state import compare, flatten, from_stored, to_stored
 from ...checkpoint.training import OPTIMIZER
 from ...checkpoint.vocabulary import fit_vocabulary
 from ...sharding.sharded_module import ShardedStateDict
-from ..seams.table import BRIDGE, LM
+from ..compat.table import BRIDGE, LM
 
 _CHUNK = re.compile(r"model\d+")
 _RNG = "rng_state"

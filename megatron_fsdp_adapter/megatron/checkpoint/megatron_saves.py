@@ -30,8 +30,8 @@ from megatron_fsdp_adapter.checkpoint.unpickling import Reader
 from megatron_fsdp_adapter.megatron.checkpoint.background_saves import (
     AsyncStrategy,
 )
-from megatron_fsdp_adapter.megatron.seams.patches import ModuleView
-from megatron_fsdp_adapter.megatron.seams.table import BRIDGE
+from megatron_fsdp_adapter.megatron.compat.patches import ModuleView
+from megatron_fsdp_adapter.megatron.compat.table import BRIDGE
 
 
 class ReplacingFile(io.StringIO):

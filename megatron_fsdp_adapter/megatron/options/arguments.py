@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from ..seams import core_api
+from ..compat import core_api
 
 Ranks = Mapping[str, tuple[int, ...]]
 """Global ranks of this rank's groups, by their names in ProcessGroupCollection."""

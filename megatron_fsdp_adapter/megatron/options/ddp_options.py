@@ -21,10 +21,10 @@ from ...core.config import (
     forced_overlaps,
     strategy_named,
 )
-from ...core.runtime.said import warn
-from ...sharding.budget import GIB, can_keep
-from ...sharding.budget import OPTION as BUDGET
-from . import joining
+from ...core.runtime.rank_warnings import warn
+from ...sharding.unsharded_budget import GIB, can_keep
+from ...sharding.unsharded_budget import OPTION as BUDGET
+from . import unit_grouping
 from .staging_options import slots_wanted
 from .support import NO_FP4_WEIGHTS, Rule, is_on, off
 
@@ -93,7 +93,7 @@ def _keeps_all(config: Any) -> bool:
 
 
 DDP_CONFIG_RULES: tuple[Rule, ...] = (
-    *joining.RULES,
+    *unit_grouping.RULES,
     off("fp4_param_gather", NO_FP4_WEIGHTS),
     Rule(
         "use_megatron_fsdp",
@@ -186,7 +186,7 @@ DDP_CONFIG_RULES: tuple[Rule, ...] = (
 )
 
 
-OFFLOAD = joining.STREAMED
+OFFLOAD = unit_grouping.STREAMED
 """The name of ours in the DDP config. The wrapper has to know it: it makes main weights."""
 
 
@@ -287,12 +287,12 @@ def engine_config(ddp_config: Any) -> EngineConfig:
         policy=precision_policy(ddp_config),
         overlap_grad_reduce=forced.get("overlap_grad_reduce", ddp_config.overlap_grad_reduce),
         overlap_param_gather=forced.get("overlap_param_gather", ddp_config.overlap_param_gather),
-        prefetch_bytes=joining.prefetch_bytes(ddp_config),
+        prefetch_bytes=unit_grouping.prefetch_bytes(ddp_config),
         shard_outer=shards_outer(ddp_config),
         **slots_wanted(ddp_config),
         fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
         offload=is_on(ddp_config, OFFLOAD),
-        whole=(),  # `keeping_whole` knows domains
+        whole=(),  # `with_single_rank_domains` knows domains
         keep_derived=keeps_transposes(ddp_config),
         scale_before_sum=not (
             ddp_config.gradient_reduce_div_fusion or ddp_config.average_in_collective

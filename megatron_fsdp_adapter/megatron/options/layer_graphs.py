@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from ...core.config import STRATEGIES
-from ...sharding.budget import OPTION as BUDGET
+from ...sharding.unsharded_budget import OPTION as BUDGET
 from .cuda_graphs import captures_layers, modules_asked_for
-from .joining import UNIT_NUMEL
 from .staging_options import slots_wanted
+from .unit_grouping import UNIT_NUMEL
 
 CAPTURED_PARTS = frozenset({"attn", "mlp", "mamba"})
 """Names of parts of layers that can be captured. Those of experts run eagerly: their dispatch reads

@@ -49,7 +49,7 @@ def slots_wanted(ddp_config: Any) -> dict[str, bool]:
     return {
         "weight_slots": fixed or is_on(ddp_config, CE_ALL_GATHER),
         "bucket_slots": fixed or carried,
-        "exchange_gradients": carried,
+        "all_to_all_gradients": carried,
     }
 
 

@@ -24,7 +24,7 @@ from ...core.layout.ranges import nested_shard_rank
 from ...core.runtime.comm import Communicator
 from ...core.runtime.device import COMPUTE, GATHER, Runtime
 from ...core.topology import DENSE, EXPERT, OUTER_DIM, TP_DIM, ShardDomain
-from ..made_groups import mirror_ranks
+from ..duplicate_groups import duplicate_ranks
 from .matrices import Member, Piece
 from .plan import Run, Runs, StagePlan
 
@@ -98,7 +98,7 @@ def exchange_groups(engines: Sequence[FsdpEngine]) -> Groups:
     wanted, made = wanted_groups(engines), {}
     for name in DOMAINS:
         ranks = wanted.get(name, ())
-        group = mirror_ranks(ranks, f"muon_{name}")
+        group = duplicate_ranks(ranks, f"muon_{name}")
         if group is not None:
             made[ranks] = group
     return made

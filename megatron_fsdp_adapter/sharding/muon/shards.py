@@ -160,7 +160,7 @@ class MuonShards(OwnSteps):
             for group in unit.groups:
                 pairs = [
                     pair for pair in engine.pairs
-                    if pair.group is group and id(pair.optimizer) in where
+                    if pair.group is group and id(pair.sharded) in where
                 ]
                 if not pairs:
                     continue
@@ -171,7 +171,7 @@ class MuonShards(OwnSteps):
                     )
                     self._communicators[parties.ranks] = made
                 entries = [
-                    Entry(*where[id(pair.optimizer)], self._muon_param(pair)) for pair in pairs
+                    Entry(*where[id(pair.sharded)], self._muon_param(pair)) for pair in pairs
                 ]
                 numels = [sum(a * b for a, b in entry.param.shapes) for entry in entries]
                 for part in stages_of(numels):

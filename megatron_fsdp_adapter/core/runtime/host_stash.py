@@ -20,7 +20,7 @@ CHUNK = 1 << 26
 which would be up to twice the memory of a large buffer."""
 
 
-class ParkedStorage:
+class StashedStorage:
     """Of `owner`. `kept`: contiguous tensors over it whose values are to return, None for all of
     it; of everything else the contents are undefined then, NaN where the runtime poisons.
 
@@ -71,7 +71,7 @@ def _everything(owner: torch.Tensor) -> torch.Tensor:
     return found.set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload,no-any-return]
 
 
-class ParkingLot:
+class HostStash:
     """Storages by what they are for; each is here or away.
 
     Attributes:
@@ -80,8 +80,8 @@ class ParkingLot:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._known: dict[str, dict[int, ParkedStorage]] = {}
-        self.away: dict[str, list[ParkedStorage]] = {}
+        self._known: dict[str, dict[int, StashedStorage]] = {}
+        self.away: dict[str, list[StashedStorage]] = {}
 
     def park(self, storages: Storages) -> dict[str, int]:
         """Gives back, by kind, storages with what is kept of them; the bytes of each kind. Kinds
@@ -92,7 +92,7 @@ class ParkingLot:
             if kind not in self.away:
                 before = self._known.get(kind, {})
                 here = {
-                    id(owner): before.get(id(owner)) or ParkedStorage(owner, kept, self._runtime)
+                    id(owner): before.get(id(owner)) or StashedStorage(owner, kept, self._runtime)
                     for owner, kept in owners
                     if owner.device.type == device.type and storage_bytes(owner)
                 }

@@ -27,7 +27,7 @@ KEEPING = ("optim_grads", "optim")
 
 
 @dataclass(frozen=True)
-class KeptUnits:
+class UnshardedUnits:
     """rows: the strategy of each unit, in order; nbytes: what they take more, on every rank."""
 
     rows: tuple[Strategy, ...]
@@ -57,10 +57,10 @@ def can_keep(strategy: Strategy) -> bool:
     return strategy.shard_grads
 
 
-def kept_units(
+def unsharded_units(
     units: Sequence[Sequence[GroupLayout]], strategy: Strategy, precision: Precision, budget: int,
     forward_only: Collection[int] = (),
-) -> KeptUnits:
+) -> UnshardedUnits:
     """units: the layouts of each unit's groups, the root's last; forward_only: those whose backward
     reads no weights. Says the same on every rank that has these layouts: what units take more does
     not depend on the rank.
@@ -83,7 +83,7 @@ def kept_units(
             )
             if cost <= left:
                 rows[number], left = row, left - cost
-    return KeptUnits(tuple(rows), budget - left)
+    return UnshardedUnits(tuple(rows), budget - left)
 
 
 def _keeps_more(row: Strategy, present: Strategy) -> bool:

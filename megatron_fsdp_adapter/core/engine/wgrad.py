@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 
-class GradWriter(enum.Enum):
+class WgradProtocol(enum.Enum):
     """Who writes a parameter's gradient into the bucket: the engine, from what autograd leaves in
     `.grad`, or the module itself, in one of these ways."""
 
@@ -43,7 +43,7 @@ class GradWriter(enum.Enum):
     ACCUMULATES = "accumulates"
 
 
-class DirectGrads:
+class FusedWgrad:
     """The directly written gradients of one flat buffer.
 
     Args:
@@ -58,27 +58,27 @@ class DirectGrads:
     def __init__(
         self,
         params: Sequence[nn.Parameter],
-        writers: Sequence[GradWriter],
+        writers: Sequence[WgradProtocol],
         views: Sequence[torch.Tensor],
         label: str,
     ) -> None:
         self.label = label
         self._params, self._views = list(params), list(views)
-        self._adding = [i for i, one in enumerate(writers) if one is GradWriter.ACCUMULATES]
-        always, unhooked = GradWriter.OVERWRITES_ALWAYS, GradWriter.OVERWRITES_UNHOOKED
+        self._adding = [i for i, one in enumerate(writers) if one is WgradProtocol.ACCUMULATES]
+        always, unhooked = WgradProtocol.OVERWRITES_ALWAYS, WgradProtocol.OVERWRITES_UNHOOKED
         self._adding_hooked = [
-            i for i, one in enumerate(writers) if one in (GradWriter.ACCUMULATES, unhooked)
+            i for i, one in enumerate(writers) if one in (WgradProtocol.ACCUMULATES, unhooked)
         ]
         self._always = {i for i, one in enumerate(writers) if one is always}
-        self.any = any(one is not GradWriter.AUTOGRAD for one in writers)
+        self.any = any(one is not WgradProtocol.AUTOGRAD for one in writers)
         self.is_open = self.hooked = False
         self._written: set[int] = set()
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         me = weakref.ref(self)
         for index, (param, writer) in enumerate(zip(params, writers, strict=True)):
-            if writer is not GradWriter.AUTOGRAD:
+            if writer is not WgradProtocol.AUTOGRAD:
                 param.main_grad = views[index]  # type: ignore[attr-defined]
-            if writer in (GradWriter.OVERWRITES, unhooked, always):
+            if writer in (WgradProtocol.OVERWRITES, unhooked, always):
                 param.__fsdp_param__ = True  # type: ignore[attr-defined]
                 param.overwrite_main_grad = writer is always  # type: ignore[attr-defined]
                 param.get_main_grad = _getter(me, index)  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ class DirectGrads:
 
 
 def _getter(
-    grads: Callable[[], DirectGrads | None], index: int
+    grads: Callable[[], FusedWgrad | None], index: int
 ) -> Callable[[], torch.Tensor]:
     """`get_main_grad` of one parameter. It holds the buffer weakly, or the two would be a cycle."""
 

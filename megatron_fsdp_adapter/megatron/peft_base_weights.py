@@ -29,7 +29,7 @@ from megatron_fsdp_adapter.checkpoint.coordination import coordination
 from megatron_fsdp_adapter.checkpoint.names import EXTRA_STATE, GlobalNames, global_names
 from megatron_fsdp_adapter.checkpoint.vocabulary import is_table
 from megatron_fsdp_adapter.core.layout.ranges import Box
-from megatron_fsdp_adapter.megatron.seams.table import BRIDGE
+from megatron_fsdp_adapter.megatron.compat.table import BRIDGE
 from megatron_fsdp_adapter.megatron.tensor_parallel import tensor_parallel_mode
 from megatron_fsdp_adapter.quantized.start import values_follow
 from megatron_fsdp_adapter.sharding.sharded_module import ShardedStateDict

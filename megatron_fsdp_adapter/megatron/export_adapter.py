@@ -43,7 +43,7 @@ def export_source(
         )  # fmt: skip
 
     def of_pair(pair: ParamPair) -> Described:
-        return described(pair.managed.fqns[0], pair.raw)
+        return described(pair.managed.fqns[0], pair.unsharded)
 
     rest = []
     for fqn, value, is_buffer in beside_engine(module, engine):

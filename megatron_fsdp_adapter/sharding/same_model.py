@@ -97,7 +97,7 @@ def first_difference(
     return found
 
 
-def check_same_model(
+def verify_same_model(
     subject: str,
     plans: Sequence[UnitPlan],
     config: EngineConfig,

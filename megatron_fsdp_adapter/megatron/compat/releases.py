@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from ...core.runtime.said import warn
+from ...core.runtime.rank_warnings import warn
 
 CORE = "megatron-core"
 

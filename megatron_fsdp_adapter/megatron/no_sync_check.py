@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 
-class WiringCheck:
+class NoSyncCheck:
     """Looks at one wrapper's steps until one has shown that `no_sync` is used, or need not be.
 
     expected: whether the loop must wire it: the wrapper was installed into Megatron, and the loop

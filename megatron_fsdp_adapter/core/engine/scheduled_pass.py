@@ -20,14 +20,14 @@ from typing import Protocol
 from .backward import BackwardPass
 from .gather import GatherPipeline
 from .prefetch import BACKWARD
-from .saved import SavedTensors
+from .saved_tensors import SavedTensorFilter
 from .unit import Unit
 
 
 class Engine(Protocol):
     """What a pass uses."""
 
-    saved: SavedTensors
+    saved: SavedTensorFilter
     in_flight: int
     knows_microbatches: bool
     calls_parts: bool
@@ -39,12 +39,12 @@ class Engine(Protocol):
     @property
     def is_last_microbatch(self) -> bool: ...
 
-    def show_raw_params(self) -> None: ...
+    def to_unsharded(self) -> None: ...
     def begin_accumulation(self) -> None: ...
     def end_backward(self) -> None: ...
 
 
-class PartsOfPass:
+class ScheduledPass:
     """A forward, or a backward, of one microbatch.
 
     Args:
@@ -121,7 +121,7 @@ class PartsOfPass:
             engine.begin_accumulation()
             engine.backward.begin_parts(engine.is_last_microbatch, engine.knows_microbatches)
         else:
-            engine.show_raw_params()
+            engine.to_unsharded()
             engine.in_flight += 1
         engine.gather.forward_follows = False
 

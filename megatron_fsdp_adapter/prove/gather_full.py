@@ -27,7 +27,7 @@ def shard_groups(group: Any) -> tuple[Any, ...]:
     return tuple(groups)
 
 
-def whole_values(
+def full_values(
     named: Named, local_of: Callable[[Any], torch.Tensor | None]
 ) -> dict[str, torch.Tensor]:
     """By name, in the raw parameter's shape, what `local_of` gives of this rank's part of each
@@ -47,4 +47,4 @@ def whole_values(
             dist.all_gather_object(pieces, mine, group=group)
             mine = {name: torch.cat([piece[name] for piece in pieces]) for name in mine}
         found |= {name: value.to(local[name].device) for name, value in mine.items()}
-    return {name: found[name].view(pair.raw.shape) for name, pair in named if name in found}
+    return {name: found[name].view(pair.unsharded.shape) for name, pair in named if name in found}

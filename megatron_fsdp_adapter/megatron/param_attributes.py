@@ -18,7 +18,7 @@ from ..sharding.sharded_module import mark_shard
 
 def mark(pair: ParamPair, engine: FsdpEngine, index: FSDPDistributedIndex) -> None:
     """Everything that Megatron reads on the two identities of a parameter of `engine`."""
-    raw, param = pair.raw, pair.optimizer
+    raw, param = pair.unsharded, pair.sharded
     param.__fsdp_param__ = True  # type: ignore[attr-defined]
     param.megatron_fsdp_dist_index = index  # type: ignore[attr-defined]
     param.orig_param = raw  # type: ignore[attr-defined]

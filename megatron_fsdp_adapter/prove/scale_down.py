@@ -55,7 +55,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Shrunk:
+class ScaledDown:
     """A run that fits: its options, what was changed and why, and what is not compared."""
 
     options: Options
@@ -208,7 +208,7 @@ class _Work:
             self.set(name, value, reason)
 
 
-def shrink(options: Options, room: Room, keep: frozenset[str] = frozenset()) -> Shrunk:
+def shrink(options: Options, room: Room, keep: frozenset[str] = frozenset()) -> ScaledDown:
     """The small run. options: by Megatron's names; keep: sizes that stay as they are.
 
     ValueError for options of `keep` that are no sizes, and for models that cannot be built.
@@ -232,7 +232,7 @@ def shrink(options: Options, room: Room, keep: frozenset[str] = frozenset()) -> 
     _batches(work, room)
     _schedule(work)
     work.left_out.append("data, tokenizer and learning-rate schedule: random tokens, one rate")
-    return Shrunk(work.options, tuple(work.changes), tuple(dict.fromkeys(work.left_out)))
+    return ScaledDown(work.options, tuple(work.changes), tuple(dict.fromkeys(work.left_out)))
 
 
 _ASKS_TE = "core's checkpoint of it asks Transformer Engine"
@@ -447,7 +447,7 @@ def _schedule(work: _Work) -> None:
         work.set("initial_loss_scale", 1024.0, "no step is skipped while a scale is looked for")
 
 
-def reference_kind(shrunk: Shrunk, names: tuple[str, ...] = AXES[:3]) -> str:
+def reference_kind(shrunk: ScaledDown, names: tuple[str, ...] = AXES[:3]) -> str:
     """"unsharded": one rank does all the work. "ddp": stock DDP on the same ranks, where the model
     itself is split, or what a rank computes depends on the others."""
     o = shrunk.options

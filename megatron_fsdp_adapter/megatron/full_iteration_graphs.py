@@ -25,7 +25,7 @@ from ..core.engine.identity import Identity
 from ..core.runtime.device import COMPUTE, GATHER, REDUCE
 
 
-class Captures:
+class FullIterationGraphs:
     """Watches one wrapper's calls for captures, and keeps the engine's state fit for replays.
 
     is_capturing: whether what is called now goes into a graph; by default the engine's runtime is
@@ -62,7 +62,7 @@ class Captures:
 
     def _begin(self, training: bool) -> None:
         engine, self._has_graphs = self._engine, True
-        engine.memory.held_by = "a CUDA graph"
+        engine.memory.pinned_by = "a CUDA graph"
         for role in (GATHER, REDUCE) if training else (GATHER,):
             engine.runtime.wait(role, engine.runtime.record(COMPUTE))
         engine.gather.invalidate()
@@ -88,6 +88,6 @@ class Captures:
         if not self.captured or self._is_capturing():
             return False
         self._stale = True
-        if self._engine.switch.shown is Identity.RAW:
-            self._engine.show_optimizer_params()
+        if self._engine.switch.shown is Identity.UNSHARDED:
+            self._engine.to_sharded()
         return True

@@ -11,9 +11,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.chunks import dtensor_like, has_chunks
-from .made_state import COUNT
 from .model_state import Piece, Place, write_pieces
-from .shown_state import Entry
+from .optimizer_state_init import COUNT
+from .optimizer_state_view import Entry
 
 
 def load_values(optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, Entry]) -> None:

@@ -13,7 +13,7 @@ JOINED_NUMEL, JOINED_PART = 100_000_000, 16
 Measured (docs/performance.md) with layers of 61M elements, joined by two to units of 122M."""
 
 
-def join_units(plans: Sequence[UnitPlan], numel: int) -> list[UnitPlan]:
+def group_layers(plans: Sequence[UnitPlan], numel: int) -> list[UnitPlan]:
     """`plans`, of which neighbors are joined until a unit has `numel` elements: small ones cost
     the host as much as large ones. Joined are modules of one list, of one class, that backward
     reads alike, of which none is inside another unit or has one inside."""

@@ -24,7 +24,7 @@ class Updater(Protocol):
     """Who updates units on a stream of its own, some of them from memory that is not the
     device's."""
 
-    def load_ahead(self, of: LateUpdates, after: Any) -> None:
+    def load_ahead(self, of: DeferredUpdates, after: Any) -> None:
         """All gradients of the units `of` are on their way: what the first updates need may be
         loaded, after the event `after`, as of which host memory is what it will be."""
 
@@ -36,7 +36,7 @@ class Updater(Protocol):
         main weights and state."""
 
 
-class LateUpdates:
+class DeferredUpdates:
     """Args:
     units: of one engine.
     """

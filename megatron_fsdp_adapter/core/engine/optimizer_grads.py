@@ -14,7 +14,7 @@ from .group import GradState
 from .identity import ParamPair
 
 
-class AttachedGrads:
+class OptimizerGrads:
     """Attributes:
     attached: whether `.grad` of the optimizer parameters tells where the step's gradients are.
         False from the beginning of a backward until all that it gave is reduced.
@@ -35,7 +35,7 @@ class AttachedGrads:
             if group.grad_state is GradState.EMPTY:
                 continue
             for pair in pairs:
-                if pair.optimizer.requires_grad or pair.optimizer.grad is not None:
+                if pair.sharded.requires_grad or pair.sharded.grad is not None:
                     pair.attach_grad()
                     self._given[id(pair)] = pair
         self.attached = True
@@ -47,7 +47,7 @@ class AttachedGrads:
         replaced = [
             pair
             for pair in self._given.values()
-            if not pair.is_cleared and pair.optimizer.grad is not pair.grad
+            if not pair.is_cleared and pair.sharded.grad is not pair.grad
         ]
         return cleared, replaced
 
@@ -83,14 +83,14 @@ class AttachedGrads:
     def given_by_user(self) -> bool:
         """Whether there is a `.grad` that no backward has given."""
         return not self.attached and any(
-            pair.optimizer.grad is not None for _, pairs in self._members for pair in pairs
+            pair.sharded.grad is not None for _, pairs in self._members for pair in pairs
         )
 
     def run_hooks(self) -> None:
         """Runs `register_post_accumulate_grad_hook` of the optimizer parameters."""
         for _, pairs in self._members:
             for pair in pairs:
-                hooks = pair.optimizer._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-                if hooks and pair.optimizer.grad is not None:
+                hooks = pair.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+                if hooks and pair.sharded.grad is not None:
                     for hook in list(hooks.values()):
-                        hook(pair.optimizer)
+                        hook(pair.sharded)

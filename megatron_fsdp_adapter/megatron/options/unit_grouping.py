@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ...core.engine.partition import UnitPlan
-from ...sharding.joining import default_unit_numel
 from ...sharding.streamed_optimizer import OPTION as STREAMED
+from ...sharding.unit_grouping import default_unit_numel
 from .cuda_graphs import captures_iteration, captures_layers
 from .support import Rule, is_on
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .tensor_table import Lists, Table
+from .multi_tensor import Lists, Table
 
 CHUNK = 8192
 """Elements of a tensor that one program of the kernel updates."""

@@ -39,17 +39,17 @@ AllocateSlots = Callable[[Sequence[int]], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class SlotPlan:
+class PoolPlan:
     """slot_of: the slot of each unit, by ordinal. nbytes: of each slot."""
 
     slot_of: tuple[int, ...]
     nbytes: tuple[int, ...]
 
 
-def plan_slots(
+def plan_pool(
     kinds: Sequence[str], nbytes: Sequence[int], depths: Sequence[int] | None = None,
     takes: Sequence[bool] | None = None,
-) -> SlotPlan:
+) -> PoolPlan:
     """Shares slots out over units of the given kinds and sizes, in the order in which they run;
     the last one is the root, which is there while any other is. depths: inside how many other
     units each one is, the root aside; None if inside none. takes: whether each has need of a slot;
@@ -77,7 +77,7 @@ def plan_slots(
     sizes = [0] * (slot_of[-1] + 1)
     for ordinal, slot in enumerate(slot_of):
         sizes[slot] = max(sizes[slot], largest.get(ordinal, nbytes[ordinal]))
-    return SlotPlan(tuple(slot_of), tuple(sizes))
+    return PoolPlan(tuple(slot_of), tuple(sizes))
 
 
 def aligned(nbytes: int) -> int:
@@ -108,9 +108,9 @@ def plan_weights_and_buckets(
     gathered: Sequence[bool] | None = None,
     collected: Sequence[bool] | None = None,
     narrows: Sequence[bool] | None = None,
-) -> tuple[SlotPlan, SlotPlan]:
+) -> tuple[PoolPlan, PoolPlan]:
     """Slots of gathered weights, and of buckets, from the layouts of each unit's groups; `kinds`
-    and `depths` as for `plan_slots`, `comm` and `narrows` of each unit as for `bucket_dtype`.
+    and `depths` as for `plan_pool`, `comm` and `narrows` of each unit as for `bucket_dtype`.
     gathered, collected: whether weights, and gradients, of each unit come and go at all."""
     weights = [sum(_planes_in_slot(one) for one in unit) for unit in units]
     buckets = [
@@ -118,8 +118,8 @@ def plan_weights_and_buckets(
         for unit, narrow in zip(units, narrows or [False] * len(units), strict=True)
     ]
     return (
-        plan_slots(kinds, weights, depths, gathered),
-        plan_slots(kinds, buckets, depths, collected),
+        plan_pool(kinds, weights, depths, gathered),
+        plan_pool(kinds, buckets, depths, collected),
     )
 
 
@@ -127,10 +127,10 @@ def _planes_in_slot(layout: GroupLayout) -> int:
     return sum(aligned(plane.nbytes(layout.total_numel)) for plane in layout.format.planes)
 
 
-class Slots:
+class BufferPool:
     """The memory of a plan. `take` hands out one unit's part of its slot, buffer by buffer."""
 
-    def __init__(self, plan: SlotPlan, allocate: AllocateSlots) -> None:
+    def __init__(self, plan: PoolPlan, allocate: AllocateSlots) -> None:
         self.plan = plan
         self.memory = allocate(plan.nbytes)
         self._taken = [0] * len(plan.slot_of)
@@ -142,13 +142,13 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class UnitStaging:
+class UnitBuffers:
     """Makes the transient buffers of unit number `ordinal`; without slots they come and go."""
 
     runtime: Runtime
     ordinal: int = 0
-    weights: Slots | None = None
-    buckets: Slots | None = None
+    weights: BufferPool | None = None
+    buckets: BufferPool | None = None
 
     def weight(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
         return self._buffer(self.weights, numel, dtype)
@@ -164,17 +164,17 @@ class UnitStaging:
     def bucket_slot(self) -> int | None:
         return None if self.buckets is None else self.buckets.plan.slot_of[self.ordinal]
 
-    def _buffer(self, slots: Slots | None, numel: int, dtype: torch.dtype) -> FlatBuffer:
+    def _buffer(self, slots: BufferPool | None, numel: int, dtype: torch.dtype) -> FlatBuffer:
         place = None if slots is None else slots.take(self.ordinal, numel * dtype.itemsize)
         return FlatBuffer(numel, dtype, self.runtime, place)
 
 
-def unit_staging(
-    runtime: Runtime, ordinal: int, config: EngineConfig, weights: Slots | None,
-    buckets: Slots | None,
-) -> UnitStaging:
+def unit_buffers(
+    runtime: Runtime, ordinal: int, config: EngineConfig, weights: BufferPool | None,
+    buckets: BufferPool | None,
+) -> UnitBuffers:
     """Of a unit of this configuration, with the slots of those that have any."""
-    return UnitStaging(
+    return UnitBuffers(
         runtime, ordinal, weights if config.strategy.shard_weights else None,
         buckets if config.has_buckets else None,
     )

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import megatron.core
 
-from .seams import patches, releases
-from .seams.table import OPTIMIZER
+from .compat import patches, releases
+from .compat.table import OPTIMIZER
 
 
 def core_version() -> str:

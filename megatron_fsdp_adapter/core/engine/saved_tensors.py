@@ -49,7 +49,7 @@ class _Kept:
         self.tensor = tensor
 
 
-class _Sieve:
+class _Filter:
     """A pair of hooks: `pack` and `unpack` of somebody else, without tensors that are owned."""
 
     def __init__(
@@ -64,20 +64,20 @@ class _Sieve:
         return packed.tensor if type(packed) is _Kept else self._unpack(packed)
 
 
-class SavedTensors:
+class SavedTensorFilter:
     """The sieves of one engine. `enter` and `leave` of a call are given the same key; a call that
     raises is left as well."""
 
     def __init__(self) -> None:
-        self._entered: list[tuple[Hashable, _Sieve]] = []
+        self._entered: list[tuple[Hashable, _Filter]] = []
 
     def enter(self, key: Hashable) -> bool:
         """A module is called; returns whether hooks are on. Costs 0.2 us where none are."""
         found = _innermost()
         if found is None:
             return False
-        if not isinstance(getattr(found[0], "__self__", None), _Sieve):
-            sieve = _Sieve(*found)
+        if not isinstance(getattr(found[0], "__self__", None), _Filter):
+            sieve = _Filter(*found)
             _replace(sieve.pack, sieve.unpack)
             self._entered.append((key, sieve))
         return True

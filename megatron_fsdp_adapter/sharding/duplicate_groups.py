@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 
-def mirror_group(
+def duplicate_group(
     group: dist.ProcessGroup | None,
     name: str,
     timeout: timedelta | None = None,
@@ -25,10 +25,10 @@ def mirror_group(
     """A new group with the ranks of `group`, or None for None; collective over the default group.
     `options` are those of the backend. ValueError as for `create_all_gather_groups`."""
     mine = () if group is None else tuple(dist.get_process_group_ranks(group))
-    return mirror_ranks(mine, name, timeout, options)
+    return duplicate_ranks(mine, name, timeout, options)
 
 
-def mirror_ranks(
+def duplicate_ranks(
     mine: tuple[int, ...], name: str, timeout: timedelta | None = None, options: Any = None
 ) -> dist.ProcessGroup | None:
     """A new group of the ranks `mine`, or None for no ranks; collective over the default group."""

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from ..core.runtime.kernels import kernel_or_warning
-from .adam_table import CHUNK, Kernel, Update
-from .tensor_table import DTYPES, Lists, Tables
+from .adam_update import CHUNK, Kernel, Update
+from .multi_tensor import DTYPES, Lists, Tables
 
 DECOUPLED = 1
 """The mode of AdamW; 0 adds weight decay to gradients."""
@@ -30,7 +30,7 @@ FUNCTION = "multi_tensor_adam"
 """The attribute of FusedAdam that updates weights without a copy in its state."""
 
 
-class OnePassAdam:
+class FusedAdamStep:
     """Stands in the place of FusedAdam's multi-tensor function.
 
     Args:
@@ -72,13 +72,13 @@ class OnePassAdam:
             self.clip.record_stream(torch.cuda.current_stream())  # it ends with the step
 
 
-def install(optimizer: Any) -> OnePassAdam | None:
+def install(optimizer: Any) -> FusedAdamStep | None:
     """Puts the kernel into a FusedAdam; None for any other optimizer. It is tried when the first
     step is taken."""
     original = getattr(optimizer, FUNCTION, None)
     if original is None:
         return None
-    made = OnePassAdam(original, kernel_of)
+    made = FusedAdamStep(original, kernel_of)
     setattr(optimizer, FUNCTION, made)
     return made
 

@@ -120,7 +120,7 @@ BRIDGE_WEIGHTS = (
 )
 """Megatron-Bridge's conversion of a live model from and to Hugging Face."""
 
-BASE_WEIGHTS = (Patch(BRIDGE, "_load_base_checkpoint", "megatron.base_weights:load"),)
+BASE_WEIGHTS = (Patch(BRIDGE, "_load_base_checkpoint", "megatron.peft_base_weights:load"),)
 """What Megatron-Bridge puts adapters on."""
 
 _DRIVERS = "megatron.checkpoint.checkpoint_drivers"
@@ -160,7 +160,7 @@ NAMES = (
     # Megatron-Bridge unwraps models down to it before it converts their weights. Core's own
     # fully_shard() makes one: it keeps the original, so that this is the error of `CONSTRUCTORS`.
     Patch(
-        f"{_ENGINE}.megatron_fsdp", "MegatronFSDP", "megatron.inner:ShardedModule", stands,
+        f"{_ENGINE}.megatron_fsdp", "MegatronFSDP", "megatron.inner_module:ShardedModule", stands,
         required=False, everywhere=True, but_in=(f"{_ENGINE}.fully_shard",),
     ),
     Patch(
@@ -191,7 +191,7 @@ NAMES = (
 for with isinstance, and helpers of checkpoint code. The engine cannot be used meanwhile."""
 
 CONSTRUCTORS = tuple(
-    Patch(row.module, f"{row.name}.__init__", "megatron.wiring:refusing", makes, required=False)
+    Patch(row.module, f"{row.name}.__init__", "megatron.no_sync_check:refusing", makes, required=False)
     for row in NAMES[:3]
 )
 """Of the classes that ours stand for: what has kept one cannot make a model with it."""
