@@ -51,7 +51,7 @@ MEGATRON_IMPORTERS = ("megatron", "launch", "prove")
 BUNDLED_IMPORTERS = {f"{PACKAGE}/megatron/compat/table.py", "scripts/lib/bench_bundled.py"}
 """Files that may name the engine that is bundled with Megatron: one rebinds it, one measures it."""
 
-MAX_FILE, MAX_FUNCTION, MAX_CORE = 500, 60, 7071
+MAX_FILE, MAX_FUNCTION, MAX_CORE = 500, 60, 7_080
 """4,400 lines of core until the engine outgrew one file (a module of its own for backward passes
 has imports, arguments and attributes to state) and until ranks compared what they launch (some 200
 lines). Quantized weights are some 800 more: formats, planes, when they are made, and what is asked
@@ -224,7 +224,10 @@ REVERSED = [
     ("core/engine/unit.py", "import importlib\nimportlib.import_module('megatron.core')"),
     ("checkpoint/dcp.py", "from ..megatron.adapter import FullyShardedDataParallel"),
     ("checkpoint/dcp.py", "from megatron.training import checkpointing"),
-    ("diagnostics/fault_report.py", "from ..megatron.full_iteration_graphs import FullIterationGraphs"),
+    (
+        "diagnostics/fault_report.py",
+        "from ..megatron.full_iteration_graphs import FullIterationGraphs",
+    ),
     ("sharding/building.py", "from ..plain import fully_shard"),
     ("plain/fully_shard.py", "from megatron.core import parallel_state"),
     ("megatron/options/settings.py", "from ..optimizer import install"),

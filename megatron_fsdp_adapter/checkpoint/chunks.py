@@ -55,7 +55,7 @@ def tile(whole: Box, blocks: Iterable[Box]) -> bool:
 
 @dataclass(frozen=True)
 class LayoutRef:
-    """Which piece of which group layout an optimizer parameter is.
+    """Which piece of which group layout a sharded parameter is.
 
     layout: the group's layout; index: the parameter's number in it; rank: the shard number of
     this process; tp_offset: where this process's tensor-parallel slice begins in the whole

@@ -167,8 +167,9 @@ def known_options() -> set[str]:
     return {
         *core_api.config_fields(), *(one.name for one in fields(DistributedDataParallelConfig)),
         *(one.name for one in fields(gpt.GptConfig)), *source.ALIASES, *scale_down.SIZES,
-        *scale_down.UNSUPPORTED, *(row.option for row in scale_down.DROPPED), *validation.known_arguments(),
-        *sizes.NAMES, *(row.option for row in megatron_lm.SETTINGS), *ARGUMENTS,
+        *scale_down.UNSUPPORTED, *(row.option for row in scale_down.DROPPED),
+        *validation.known_arguments(), *sizes.NAMES, *(row.option for row in megatron_lm.SETTINGS),
+        *ARGUMENTS,
     }  # fmt: skip
 
 

@@ -106,8 +106,8 @@ class EngineConfig:
         prefetch_bytes: weights, in bytes, that may be gathered ahead of the unit that computes;
             the next unit is gathered ahead whatever its size.
         fp32_accumulation: a reduce-scatter sends the communication dtype and sums in float32.
-        all_to_all_gradients: a reduce-scatter is an all-to-all, which copy engines can do, into fixed
-            memory, and a sum in the order of the ranks. `fp32_accumulation` is one anyway.
+        all_to_all_gradients: a reduce-scatter is an all-to-all into fixed memory, which copy
+            engines can do, and a sum in the order of the ranks. `fp32_accumulation` is one anyway.
         scale_before_sum: the domain's scale is applied to what is communicated; otherwise to what
             came out of the reduction, which is smaller and rounds once.
         padding_bound: largest share of padding in a flat buffer before it is cut in segments.

@@ -53,7 +53,7 @@ class ShardDomain:
     be separate communicators, so that a gather never queues behind a reduction. `outer` is a
     second data-parallel axis, across which shards are replicated or split again; None without
     one. `grad_scale` multiplies the sum of the ranks' gradients, once. `mesh` is the device mesh
-    of optimizer parameters: (outer,) shard axis(, tensor-parallel axis).
+    of sharded parameters: (outer,) shard axis(, tensor-parallel axis).
     """
 
     name: str
@@ -261,7 +261,7 @@ class FSDPDistributedIndex:
         return self.get_root_mesh(True) if EXPERT in self.domains else None
 
     def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
-        """The mesh that optimizer parameters of this kind live on."""
+        """The mesh that sharded parameters of this kind live on."""
         return self.domain(self._kind(is_expert_parallel)).mesh
 
     def get_submesh(

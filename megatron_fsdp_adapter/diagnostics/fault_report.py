@@ -266,7 +266,8 @@ class FaultReport:
         if engine is not None:
             return {
                 unit.name: [
-                    (group.held.layout, group.held.rank, group.is_single_rank) for group in unit.groups
+                    (group.held.layout, group.held.rank, group.is_single_rank)
+                    for group in unit.groups
                 ]
                 for unit in engine.units
             }

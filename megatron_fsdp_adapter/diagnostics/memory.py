@@ -217,8 +217,8 @@ def unit_bytes(
     rank: int,
     is_single_rank: Callable[[GroupLayout], bool] = lambda layout: False,
 ) -> dict[str, int]:
-    """Sum of `group_bytes` over the groups of one unit. is_single_rank: whether one is of a domain of one
-    rank."""
+    """Sum of `group_bytes` over the groups of one unit. is_single_rank: whether one is of a domain
+    of one rank."""
     return _sum(
         group_bytes(layout, row, precision, rank, is_single_rank(layout)) for layout in groups
     )

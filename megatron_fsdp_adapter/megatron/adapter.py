@@ -4,7 +4,8 @@
 
 Megatron's checkpointing unwraps W but not I and builds its keys on that depth, so there are two
 wrapper levels. Everything that happens to parameters is in the engine; `units.py` and `domains.py`
-say which of them go where, `marks.py` what Megatron reads on them; this file forwards its calls.
+say which of them go where, `param_attributes.py` what Megatron reads on them; this file forwards
+its calls.
 """
 
 from __future__ import annotations
@@ -158,7 +159,9 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         plans = group_layers(plans, unit_grouping.unit_numel(self.config, self.ddp_config, layers))
         self._joined = unit_grouping.described(plans)
         by_name = domains.by_name()
-        engine_config = with_single_rank_domains(engine_config, by_name, whole_domains_of(self.config))
+        engine_config = with_single_rank_domains(
+            engine_config, by_name, whole_domains_of(self.config)
+        )
         plans, self._kept = with_unsharded_units(
             plans, module, self.config, engine_config, by_name, self.device,
             ddp_options.unsharded_budget(self.ddp_config),
@@ -353,11 +356,11 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         they were sharded, which is the last moment at which that is possible."""
 
     def synchronize_param_gather(self) -> None:
-        """No gather is pending and optimizer parameters are shown after this."""
+        """No gather is pending and sharded parameters are shown after this."""
         self.engine.to_sharded()
 
     def stop_communication(self) -> None:
-        """Nothing is in flight and optimizer parameters are shown after this. Gradients that were
+        """Nothing is in flight and sharded parameters are shown after this. Gradients that were
         already consumed are not reduced again."""
         self.engine.runtime.synchronize()
         self.engine.to_sharded()

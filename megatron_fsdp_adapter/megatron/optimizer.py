@@ -281,7 +281,7 @@ def _is_split(param: Any) -> bool:
 
 
 def _replicas(chunks: Sequence[Any]) -> set[int]:
-    """Ids of the optimizer parameters whose gradient another rank counts: without sharding every
+    """Ids of the sharded parameters whose gradient another rank counts: without sharding every
     rank of a domain holds the whole gradient, and the first one counts it; what tensor-parallel
     ranks hold alike, the first of them. Core of 0.16.1 takes the dense ranks for that of experts
     too, and misses some where the sizes differ."""

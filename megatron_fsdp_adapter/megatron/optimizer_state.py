@@ -30,7 +30,7 @@ with another kind would be in a group that is not its own."""
 
 
 def parameter_names(chunks: Sequence[Any]) -> dict[Any, str]:
-    """Names of all optimizer parameters of the model chunks, as in the whole model.
+    """Names of all sharded parameters of the model chunks, as in the whole model.
 
     Raises ValueError if two chunks have a parameter of the same name.
     """
@@ -61,7 +61,7 @@ def in_pieces(
 ) -> dict[str, dict[str, Any]]:
     """State by name, with two entries where the parameter is saved in halves.
 
-    params: the optimizer parameters by name. Pieces are views of the optimizer's own tensors.
+    params: the sharded parameters by name. Pieces are views of the optimizer's own tensors.
     """
     cut: dict[str, dict[str, Any]] = {}
     for name, entry in state.items():

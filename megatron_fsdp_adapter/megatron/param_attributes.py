@@ -1,6 +1,6 @@
 """The attributes by which Megatron, and the checkpoints' code, know a parameter.
 
-Megatron sees the optimizer parameter wherever it groups, clips, reduces or names parameters, so
+Megatron sees the sharded parameter wherever it groups, clips, reduces or names parameters, so
 what it marked on the raw one has to be there too: `mark_shard` copies it. `allreduce` and
 `average_gradients_across_tp_domain` decide which group a gradient is reduced over: without them a
 reduction is skipped in silence.

@@ -41,10 +41,10 @@ class Observed:
     """What modules of one class did.
 
     adds: without being told anything, they add to `main_grad`.
-    overwrites_in_backward: they overwrite where `get_main_grad()` sets `overwrite_main_grad`, and add
-    where it unsets it. told_in_forward: they overwrite where it was set before the forward.
-    ignores_flag_under_hooks: what they are told in backward they hear only where no hooks are on what
-    autograd saves: they ask the saved weight, which then has no attributes.
+    overwrites_in_backward: they overwrite where `get_main_grad()` sets `overwrite_main_grad`, and
+    add where it unsets it. told_in_forward: they overwrite where it was set before the forward.
+    ignores_flag_under_hooks: what they are told in backward they hear only where no hooks are on
+    what autograd saves: they ask the saved weight, which then has no attributes.
     """
 
     adds: bool
@@ -59,7 +59,8 @@ class Observed:
             self.adds and other.adds,
             overwrites_in_backward,
             self.told_in_forward and other.told_in_forward,
-            overwrites_in_backward and (self.ignores_flag_under_hooks or other.ignores_flag_under_hooks),
+            overwrites_in_backward
+            and (self.ignores_flag_under_hooks or other.ignores_flag_under_hooks),
         )
 
     def with_hooks_inside(self) -> Observed:
@@ -218,14 +219,16 @@ def observe(
     adds = _were_added_to(run(MARK))
     if not maker.can_be_told:
         return Observed(adds)
-    overwrites_in_backward = _were_overwritten(run(float("nan"), in_backward=True)) and _were_added_to(
-        run(MARK, in_backward=False)
-    )
+    overwrites_in_backward = _were_overwritten(
+        run(float("nan"), in_backward=True)
+    ) and _were_added_to(run(MARK, in_backward=False))
     told_in_forward = _were_overwritten(run(float("nan"), in_forward=True))
     with saved_tensors_hooks(_as_it_is, _as_it_is):
         heard = overwrites_in_backward and _were_overwritten(run(float("nan"), in_backward=True))
         told_in_forward &= _were_overwritten(run(float("nan"), in_forward=True))
-    return Observed(adds, overwrites_in_backward, told_in_forward, overwrites_in_backward and not heard)
+    return Observed(
+        adds, overwrites_in_backward, told_in_forward, overwrites_in_backward and not heard
+    )
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

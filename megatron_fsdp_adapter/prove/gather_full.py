@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 Named = Sequence[tuple[str, Any]]
-"""Names and the engine's pairs of raw and optimizer parameter."""
+"""Names and the engine's pairs of unsharded and sharded parameter."""
 
 
 def plain_name(name: str) -> str:
@@ -30,7 +30,8 @@ def shard_groups(group: Any) -> tuple[Any, ...]:
 def full_values(
     named: Named, local_of: Callable[[Any], torch.Tensor | None]
 ) -> dict[str, torch.Tensor]:
-    """By name, in the raw parameter's shape, what `local_of` gives of this rank's part of each
+    """By name, in the unsharded parameter's shape, what `local_of` gives of this rank's part of
+    each
     pair; without those of which it gives None. Collective over data-parallel ranks; the pieces go
     through host memory: a tensor of another rank's device would arrive on that device."""
     by_groups: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}

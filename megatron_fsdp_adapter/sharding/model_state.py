@@ -97,7 +97,7 @@ def _own_key(key: str, form: Form) -> str:
 
 
 def values_of(form: Form, params: Mapping[str, nn.Parameter], plain: Mapping[str, Any]) -> dict:
-    """The form's state dict. params: optimizer parameters by the module's keys; plain: the
+    """The form's state dict. params: sharded parameters by the module's keys; plain: the
     module's own state dict, which has the other values. DTensors know their chunks."""
     state = {}
     for key, place in form.items():
@@ -127,7 +127,7 @@ def load_problems(
 
 
 def shape_problems(key: str, param: nn.Parameter, place: Place, value: Any) -> list[str]:
-    """What is wrong with `value` for `place` in the optimizer parameter `param`."""
+    """What is wrong with `value` for `place` in the sharded parameter `param`."""
     if not isinstance(value, torch.Tensor):
         return [f"{key}: a {type(value).__name__}, expected a tensor"]
     expected = _shapes_for(param, place, value)
@@ -186,7 +186,7 @@ def copy_values(
 
 @dataclass(frozen=True)
 class Piece:
-    """A place in an optimizer parameter, or in a value of its geometry such as a moment: `target`
+    """A place in a sharded parameter, or in a value of its geometry such as a moment: `target`
     is over this rank's rows of it; `rows` are their elements in a plain tensor of the piece."""
 
     target: DTensor
@@ -209,7 +209,7 @@ def pieces_of(params: Mapping[str, nn.Parameter]) -> dict[str, Piece]:
 
 
 def load_own(module: nn.Module, state: dict[str, Any], prefix: str) -> list[str]:
-    """Writes what `state` has for the optimizer parameters that `module` itself holds, and puts
+    """Writes what `state` has for the sharded parameters that `module` itself holds, and puts
     them in the values' places, so that torch's own load finds nothing left to do. Returns what is
     wrong with the others."""
     found, params = [], {}

@@ -42,7 +42,7 @@ def module_problems(
 
 
 SHARDED_ALREADY = ("fsdp_layout_ref", "_fsdp_label")
-"""Set on optimizer parameters, and on raw ones: a wrapped module shows either."""
+"""Set on sharded parameters, and on unsharded ones: a wrapped module shows either."""
 
 
 def _sharded_already(module: nn.Module) -> list[str]:

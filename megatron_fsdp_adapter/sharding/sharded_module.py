@@ -113,7 +113,7 @@ class ShardedStateDict(NotCopyable, nn.Module):
     engine: FsdpEngine
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Optimizer parameters (DTensors that share storage with the main weights and know their
+        """Sharded parameters (DTensors that share storage with the main weights and know their
         place in a checkpoint) and persistent buffers. Keys are the module's own names, which begin
         with "module."; see `checkpoint_state_dict` for those of the whole model."""
         return super().state_dict(*args, **kwargs)
@@ -174,7 +174,7 @@ class ShardedStateDict(NotCopyable, nn.Module):
         return names
 
     def _params_by_key(self) -> dict[str, nn.Parameter]:
-        """State-dict keys and their optimizer parameters. Keys are not parameter names: a
+        """State-dict keys and their sharded parameters. Keys are not parameter names: a
         Float16Module is a level in names and none in keys."""
         self.engine.to_sharded()
         entries = super().state_dict(keep_vars=True)
@@ -240,7 +240,7 @@ OF_RAW = (
 
 
 def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
-    """Tells on an optimizer parameter what was put on the module's own, and, also to torch DCP,
+    """Tells on a sharded parameter what was put on the module's own, and, also to torch DCP,
     which rows of which tensor it is. `offset` is where this rank's tensor-parallel part begins in
     the whole tensor; None at the origin."""
     param, held = pair.sharded, pair.group.held

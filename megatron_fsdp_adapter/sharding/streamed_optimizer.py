@@ -9,9 +9,9 @@
 A step of the inner optimizer becomes one for each unit, on that unit's tensors alone. Adam works
 element by element, so each number is what one step on all of them gives. Units are updated in the
 order of a forward pass, and a step returns when all that is queued: the next forward runs
-meanwhile, and waits for its units one by one (`core/engine/deferred_updates.py`). What a step reads on the
-host, learning rates and counts of steps, it reads before it returns. Gradients are clipped with
-their unit's update.
+meanwhile, and waits for its units one by one (`core/engine/deferred_updates.py`). What a step
+reads on the host, learning rates and counts of steps, it reads before it returns. Gradients are
+clipped with their unit's update.
 
 Twins of two units exist at once: what is loaded next takes the memory of the unit that has been
 stored. The first two are loaded when a step's backwards are over, while gradients are reduced and
@@ -56,7 +56,7 @@ CHUNKS = 2
 
 @dataclass
 class Stage:
-    """One unit's part of a step. updates: of its engine; pairs: optimizer parameters, and what the
+    """One unit's part of a step. updates: of its engine; pairs: sharded parameters, and what the
     inner optimizer is given for them, by parameter group; groups: the engine's; buffers: what is
     loaded and stored; loaded: an event, from the load on until the update is queued."""
 

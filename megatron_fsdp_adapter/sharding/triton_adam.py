@@ -1,4 +1,4 @@
-"""The kernel of `one_pass_adam`. Imported where it is used: Triton comes with torch's CUDA builds
+"""The kernel of `fused_adam`. Imported where it is used: Triton comes with torch's CUDA builds
 only."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _fused(one, other, added):
 
 
 @triton.jit
-def _one_pass_adam(
+def _fused_adam(
     addresses, tensor_of, first_of, count, clip,
     lr, beta1, beta2, correction1, correction2, eps, decay,
     GRAD: tl.constexpr, WEIGHT: tl.constexpr, MOMENT: tl.constexpr,
@@ -112,10 +112,10 @@ def _one_pass_adam(
 
 
 def update(table: Table, lists: Lists, step: Update) -> None:
-    """See `adam_table.Kernel`."""
+    """See `adam_update.Kernel`."""
     grads, weights, firsts, _ = (TYPES[tensors[0].dtype] for tensors in lists)
     clip = table.addresses if step.clip is None else step.clip  # unread without one
-    _one_pass_adam[(table.chunks,)](
+    _fused_adam[(table.chunks,)](
         table.addresses, table.tensor_of, table.first_of, table.addresses.shape[1],
         clip, step.lr, step.beta1, step.beta2, step.correction1, step.correction2, step.eps,
         step.weight_decay, grads, weights, firsts, step.decoupled, step.clip is not None,

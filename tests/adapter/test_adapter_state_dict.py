@@ -149,7 +149,7 @@ def test_load_into_a_module_below_refreshes_compute_weights(trainer: Trainer) ->
 
 
 def test_install_optimized_model_weights(trainer: Trainer) -> None:
-    """What a conversion from another format does: it writes optimizer parameters, then tells."""
+    """What a conversion from another format does: it writes sharded parameters, then tells."""
     before = evaluation_loss(trainer)
     with torch.no_grad():
         trainer.wrapper.stop_communication()

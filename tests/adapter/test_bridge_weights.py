@@ -146,7 +146,7 @@ def test_what_is_exported_after_a_forward_are_main_weights(
 def test_between_exported_weights_the_model_may_be_saved(
     bridge: ModuleType, trainer: Trainer
 ) -> None:
-    """Which shows optimizer parameters; after an export that was given up they are shown too."""
+    """Which shows sharded parameters; after an export that was given up they are shown too."""
     made = bridge.MegatronModelBridge()
     stream = made.stream_weights_megatron_to_hf([trainer.wrapper], None)
     for _ in range(3):

@@ -47,7 +47,7 @@ def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
 
 
 def shard(ref: LayoutRef, mesh: DeviceMesh, full: torch.Tensor) -> DTensor:
-    """This rank's piece of `full` as an optimizer parameter would hold it."""
+    """This rank's piece of `full` as a sharded parameter would hold it."""
     held = ref.layout.shard_range(ref.index, ref.rank)
     local = full.reshape(-1)[held.start : held.stop].clone()
     local = local.view(ref.layout.local_shape(ref.index, ref.rank))

@@ -49,7 +49,7 @@ class _Index:
 
 
 class _Model:
-    """A model of optimizer parameters, found by the names that core's split uses."""
+    """A model of sharded parameters, found by the names that core's split uses."""
 
     config = SimpleNamespace(num_moe_experts=None)
 

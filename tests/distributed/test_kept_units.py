@@ -63,7 +63,9 @@ def test_units_that_are_gathered_twice_come_before_those_gathered_once():
     one = unsharded_units(units[:1] + [[]], STRATEGIES[ZERO_3], Precision(), 1 << 30)
     weights = 16 * 8 * 2
     for count, expected in ((1, {5}), (3, {5, 1, 2}), (4, {5, 1, 2, 3}), (5, {5, 1, 2, 3, 0})):
-        kept = unsharded_units(units, STRATEGIES[ZERO_3], Precision(), count * weights, forward_only=[0])
+        kept = unsharded_units(
+            units, STRATEGIES[ZERO_3], Precision(), count * weights, forward_only=[0]
+        )
         assert {at for at, row in enumerate(kept.rows) if not row.shard_weights} == expected
         assert kept.nbytes == count * weights
     assert one.nbytes == weights + 4 * (16 * 8 - 16 * 8 // 2)

@@ -81,7 +81,8 @@ def _same_start(rank: int, world: int) -> None:
         for strategy in ("optim", "optim_grads_params") if name == "dense" else STRATEGIES[-1:]:
             ours, expected = (_wrapped(case, options, strategy, meta) for meta in (True, False))
             attributes = [
-                [sorted(vars(pair.unsharded)) for pair in one.engine.pairs] for one in (ours, expected)
+                [sorted(vars(pair.unsharded)) for pair in one.engine.pairs]
+                for one in (ours, expected)
             ]
             assert attributes[0] == attributes[1], name
             weights = [full_all(dict(one.named_parameters())) for one in (ours, expected)]

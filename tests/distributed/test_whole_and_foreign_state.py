@@ -261,8 +261,8 @@ def _keys_are_told(rank: int, world: int) -> None:
 
 
 def _modules_below_load(rank: int, world: int) -> None:
-    """Plain tensors into any module, also after an evaluation, which leaves the raw parameters
-    shown: they were written, and lost with the next gather."""
+    """Plain tensors into any module, also after an evaluation, which leaves the unsharded
+    parameters shown: they were written, and lost with the next gather."""
     for strategy in STRATEGIES:
         for dtype in (torch.float32, torch.bfloat16):
             sharded, values = model(strategy, dtype), other_values()

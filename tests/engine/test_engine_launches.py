@@ -217,7 +217,9 @@ def test_every_collective_of_a_step_is_noted(setup: Setup) -> None:
             else:
                 assert [n.split("/")[0] for n in noted] == [u.split("#")[0] for u in carried]
             sets = 1 + (setup.outer > 1) + setup.split
-            assert [line for line in reported if line == "all_reduce_max"] == ["all_reduce_max"] * sets
+            assert [line for line in reported if line == "all_reduce_max"] == [
+                "all_reduce_max"
+            ] * sets
             last = max(i for i, line in enumerate(reported) if line.split()[0] in COLLECTIVES)
             assert reported.index("all_reduce_max") > last
             assert rig.engine.launches._launched.count == 0

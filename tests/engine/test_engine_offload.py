@@ -149,7 +149,11 @@ def test_the_first_units_are_loaded_when_the_backwards_are_over() -> None:
         expected = with_adam(Setup(ZERO_3))
 
         def loaded() -> list[str]:
-            return [s.unit.name for s in shards._stages if any(b.device_buffer.allocated for b in s.buffers)]
+            return [
+                s.unit.name
+                for s in shards._stages
+                if any(b.device_buffer.allocated for b in s.buffers)
+            ]
 
         with rig.watch():
             rig.step()

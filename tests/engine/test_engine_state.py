@@ -53,8 +53,10 @@ def test_the_table_has_the_legal_transitions_only():
 
 
 def resharded(rig: Rig) -> nn.Parameter:
-    """A raw parameter whose unit is SHARDED."""
-    return next(pair.unsharded for pair in rig.engine.pairs if "layers.1.up.weight" in pair.managed.fqns)
+    """An unsharded parameter whose unit is SHARDED."""
+    return next(
+        pair.unsharded for pair in rig.engine.pairs if "layers.1.up.weight" in pair.managed.fqns
+    )
 
 
 READS = {

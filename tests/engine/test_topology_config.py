@@ -452,7 +452,10 @@ def test_dtypes_default_to_float32():
     [
         ({"prefetch_bytes": -1}, "prefetch_bytes=-1"),
         ({"fp32_accumulation": True}, "fp32_accumulation=True with optim, communication in"),
-        ({"all_to_all_gradients": True}, "all_to_all_gradients=True with optim, bucket_slots=False"),
+        (
+            {"all_to_all_gradients": True},
+            "all_to_all_gradients=True with optim, bucket_slots=False",
+        ),
     ],
 )
 def test_engine_configs_check_themselves(options, message):

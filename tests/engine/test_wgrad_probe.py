@@ -82,7 +82,9 @@ class Fusing(nn.Module):
 
 SEEN = {
     "asks in backward": Observed(adds=True, overwrites_in_backward=True, told_in_forward=True),
-    "asks what it saved": Observed(adds=True, overwrites_in_backward=True, ignores_flag_under_hooks=True),
+    "asks what it saved": Observed(
+        adds=True, overwrites_in_backward=True, ignores_flag_under_hooks=True
+    ),
     "asks in forward": Observed(adds=True, overwrites_in_backward=False, told_in_forward=True),
     "asks the quantized weight": Observed(adds=True),
     "adds": Observed(adds=True),

@@ -234,7 +234,7 @@ def check_tasks(folder: Path) -> None:
     for _ in range(2):
         bridge.load_hf_weights([model])
         logits(model)
-        model.state_dict()  # shows optimizer parameters
+        model.state_dict()  # shows sharded parameters
         state, found = load_file(folder / "model.safetensors"), {}
         for part in (tasks[:5], tasks[5:]):
             stream = bridge.export_hf_weights([model], conversion_tasks=part, show_progress=False)

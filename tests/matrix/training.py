@@ -361,7 +361,9 @@ def check_shards(
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         rows = zip(pairs, added.tolist(), largest.tolist(), strict=True)
         for (name, pair), (error, size, count), (peak, of) in rows:
-            assert count == pair.unsharded.numel(), f"{name}: {count} of {pair.unsharded.numel()} are held"
+            assert count == pair.unsharded.numel(), (
+                f"{name}: {count} of {pair.unsharded.numel()} are held"
+            )
             found = Finding(_relative(math.sqrt(error), math.sqrt(size)), bound(name), name)
             _note(findings, measure, found)
             worst = Finding(_relative(peak, of), PEAK * bound(name), name)

@@ -192,7 +192,7 @@ def test_weights_are_quantized_once_after_each_change_and_at_no_other_time(world
     rig.sync(wait=True)
     assert finished() == 1, "two changes, one use"
     rig.engine.main_weights_changed()
-    assert finished() == 1, "raw parameters are shown: there will be no better time"
+    assert finished() == 1, "unsharded parameters are shown: there will be no better time"
     rig.zero()
     rig.forward_backward(1)
     rig.finish()
@@ -307,7 +307,9 @@ def test_maxima_are_one_reduction_a_domain_and_axis():
         reduced: list[tuple[int, int]] = []
         gathers = rig.engine.gather
         for axis in (*gathers.communicators.values(), *gathers.outer.values()):
-            axis.all_reduce_max = lambda vector, axis=axis: reduced.append((axis.size, vector.numel()))  # type: ignore[attr-defined, method-assign]
+            axis.all_reduce_max = lambda vector, axis=axis: reduced.append(
+                (axis.size, vector.numel())
+            )  # type: ignore[attr-defined, method-assign]
         rig.load()
         rig.sync(wait=True)
     assert sorted(reduced) == [(2, 16), (2, 16), (2, 16), (4, 16)], "padded maps of 4 layers"

@@ -80,7 +80,9 @@ def test_in_forward_and_backward_a_weight_is_of_its_own_class(world):
     assert seen == [Float8Tensor]
     assert type(up.weight) is not Float8Tensor, "and another one after it"
     pair = next(p for p in rig.engine.pairs if p.managed.fqns == ("layers.1.up.weight",))
-    classes = {type(p.unsharded) for p in rig.engine.pairs if isinstance(p.unsharded, EmulatedTensor)}
+    classes = {
+        type(p.unsharded) for p in rig.engine.pairs if isinstance(p.unsharded, EmulatedTensor)
+    }
     assert len(classes) == 1 and type(pair.unsharded) in classes, "one guard for all of a class"
 
 
@@ -96,7 +98,9 @@ def test_transposes_are_made_in_backward_and_dropped_behind_it(world, strategy, 
         return
     rig = build(Setup(strategy, recipe="current", keep_derived=keep))
     rig.step()
-    weight = next(p.unsharded for p in rig.engine.pairs if p.managed.fqns == ("layers.2.up.weight",))
+    weight = next(
+        p.unsharded for p in rig.engine.pairs if p.managed.fqns == ("layers.2.up.weight",)
+    )
     seen = []
 
     def derived() -> bool:

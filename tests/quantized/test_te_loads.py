@@ -175,7 +175,7 @@ def _loads(rank: int, world: int, folder: str, strategy: str) -> None:
 
             trainer = build_trainer(CASE, strategy, device, change)
             for number, (path, load) in enumerate(PATHS.items()):
-                # Made while optimizer parameters are shown, and while raw ones are.
+                # Made while sharded parameters are shown, and while raw ones are.
                 for raw in (False, True):
                     train_step(trainer, batches(CASE, number, rank, device))
                     wanted = others(trainer.params(), 2 * number + raw)
@@ -288,7 +288,9 @@ def _left_alone(rank: int, world: int, folder: str, root: str) -> None:
         train_step(trainer, batches(CASE, 0, rank, device))
         for pair in trainer.wrapper.engine.pairs:
             assert pair.sharded.small_lr
-            private = {n for n in vars(pair.sharded) if n.startswith("_") and n in vars(pair.unsharded)}
+            private = {
+                n for n in vars(pair.sharded) if n.startswith("_") and n in vars(pair.unsharded)
+            }
             assert private - OF_WRAPPER == {"_mine"}, f"of TE: {private}"
         state = trainer.wrapper.state_dict_for_save_checkpoint()
         alone: dict[str, Any] = {

@@ -116,7 +116,9 @@ def _same_start(rank: int, world: int, folder: str) -> None:
                 said = f"({numel} of them quantized: {FORMATS[recipe].name})"
                 assert said in ours._quantized(), label
                 for pair in ours.engine.pairs:
-                    assert not [name for name in vars(pair.unsharded) if "high_precision" in name], label
+                    assert not [
+                        name for name in vars(pair.unsharded) if "high_precision" in name
+                    ], label
                     assert pair.unsharded.ndim == 1 or pair.unsharded.partition_dim == 0, label
                 mine, theirs = held(ours), held(other)
                 assert mine.keys() == theirs.keys()

@@ -59,16 +59,16 @@ class FsdpEngine:
         prepare: called with each plan before its parameters are read, to give them their values.
         quantized: knows the parameters whose format in the plans is a quantized one.
 
-    After construction the module tree shows optimizer parameters.
+    After construction the module tree shows sharded parameters.
 
     Attributes:
         calls_parts: whether a part of a pass runs that a schedule calls by itself (`parts.py`).
         auto_sync: whether the last backward of a step also finishes its gradients.
         loads: how many times somebody has said that weights which are not trained were written;
             exported_loads: how many that were when everything was last exported.
-        user_managed_loop: whether the training loop is the user's own, who may do with parameters and
-            gradients what torch allows: freeze, write, clear and hook them. A loop of Megatron's
-            says by calls what it does, and is spared the looking.
+        user_managed_loop: whether the training loop is the user's own. It may do with parameters
+            and gradients what torch allows: freeze, write, clear and hook them. Megatron's loop
+            notifies the engine explicitly, so these checks are skipped.
         writes: how often main weights were written by something else than an optimizer's step: who
             keeps a copy of them makes it anew when this has changed.
     """
@@ -148,10 +148,10 @@ class FsdpEngine:
     def is_last_microbatch(self, value: bool) -> None:
         self._is_last_microbatch, self.knows_microbatches = value, True
 
-    # Identities. Main weights may be read and written while optimizer parameters are shown.
+    # Identities. Main weights may be read and written while sharded parameters are shown.
 
     def to_unsharded(self) -> None:
-        """Who had the optimizer parameters may have written them: older weights are outdated."""
+        """Who had the sharded parameters may have written them: older weights are outdated."""
         if self.switch.shown is not Identity.UNSHARDED or self.memory.away:
             self.memory.check("using the model", READ)
             self.switch.show(Identity.UNSHARDED, before=self._take_over)
@@ -166,7 +166,7 @@ class FsdpEngine:
         self.gather.quiesce()
 
     def show_between_passes(self) -> None:
-        """Shows optimizer parameters, unless a forward runs or waits for its backward."""
+        """Shows sharded parameters, unless a forward runs or waits for its backward."""
         idle = self._active_root is None and not self.backward.running
         if idle and self.in_flight <= 0 and not self.memory.away:
             self.to_sharded()
@@ -343,7 +343,7 @@ class FsdpEngine:
 
     @torch.no_grad()
     def finish_grads(self) -> None:
-        """All gradients reduced on the current stream, attached to the optimizer parameters,
+        """All gradients reduced on the current stream, attached to the sharded parameters,
         which are shown from now on.
 
         Raises:
@@ -413,7 +413,7 @@ class FsdpEngine:
             group.drop_grads()
 
     def zero_grads_of(self, params: Iterable[torch.Tensor]) -> None:
-        """Forgets the gradients of these optimizer parameters."""
+        """Forgets the gradients of these sharded parameters."""
         ids = {id(param) for param in params}
         chosen = [pair for pair in self.pairs if id(pair.sharded) in ids]
         if len(chosen) == sum(pair.grad is not None for pair in self.pairs):
@@ -422,7 +422,7 @@ class FsdpEngine:
             self._clear(chosen, collected=True)
 
     def _follow_grads(self) -> None:
-        """Takes over what the user has done to `.grad` of the optimizer parameters."""
+        """Takes over what the user has done to `.grad` of the sharded parameters."""
         cleared, replaced = self.grads.changed_by_user()
         if cleared or replaced:
             self.reduce.finish()
@@ -446,7 +446,8 @@ class FsdpEngine:
     @torch.no_grad()
     def main_weights_changed(self, loaded: bool = False, stepped: bool = False) -> None:
         """The optimizer, or a load, has written main weights: gathered weights are outdated, and
-        quantized ones are made anew, once, when raw parameters are shown. Collective then. loaded:
+        quantized ones are made anew, once, when unsharded parameters are shown. Collective then.
+        loaded:
         those of parameters that are not trained, too. stepped: it was the step of an optimizer."""
         self.loads += loaded
         if not stepped:

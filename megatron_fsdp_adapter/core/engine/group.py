@@ -77,7 +77,7 @@ class ParamGroup:
         values: what main weights begin as, by parameter; those without begin as the weights.
 
     Attributes:
-        params: raw parameters, in layout order; `managed[i]` tells their names and places.
+        params: unsharded parameters, in layout order; `managed[i]` tells their names and places.
         idle: whether the user has frozen all of them, for all forwards in flight: their backward
             collects and reduces nothing.
         full, inner, held: of the group's buffer everything, what this rank has of it after a
@@ -89,8 +89,8 @@ class ParamGroup:
             where main weights are not cast to weights.
         gather_pairs, outer_pairs: output and input of the gather over each axis, of all planes.
         main_items: this rank's rows of each parameter, in the main dtype; device_items: the same on
-            the device, where the optimizer updates them. staged: the device_buffer of `main` that those are
-            in, where that is in host memory.
+            the device, where the optimizer updates them. staged: the device buffer of `main` that
+            those are in, where that is in host memory.
         own_current: whether `held_weights` are what main weights in host memory say.
         is_read: whether an update may still read the gradients of a step that has returned.
         grad_segments: `inner` of each segment in `grad`; held_grads, grad_items: `held` of each
@@ -177,7 +177,7 @@ class ParamGroup:
         return trained and self.key.quantized is None and self.main_dtype != self.key.dtype
 
     def offloaded(self, dtype: torch.dtype) -> OffloadedBuffer:
-        """Host memory for an element of each that main weights have, with its device_buffer."""
+        """Host memory for an element of each that main weights have, with its device buffer."""
         return OffloadedBuffer(self.held, dtype, self.staging.runtime)
 
     def _build_weights(self, quantized: QuantizedParams | None) -> None:
@@ -327,7 +327,8 @@ class ParamGroup:
         self.own_current = True
 
     def write_own_from_twin(self) -> None:
-        """The same from the device_buffer of main weights in host memory, which an optimizer has updated."""
+        """The same from the device buffer of main weights in host memory, which an optimizer
+        has updated."""
         if self.staged is not None:
             copy_each(self.held_weights, self.staged.twin_segments)
             self.own_current = True
@@ -338,8 +339,8 @@ class ParamGroup:
             return self.direct.is_open or any(param.grad is not None for param in self.params)
 
     def collect_late(self) -> tuple[FlatBuffer, list[torch.Tensor]]:
-        """Moves the raw parameters' `.grad` into a buffer of their own, in the communication dtype
-        and zero where there is none; returns it with its segments."""
+        """Moves the unsharded parameters' `.grad` into a buffer of their own, in the communication
+        dtype and zero where there is none; returns it with its segments."""
         late = FlatBuffer(self.layout.total_numel, self.bucket.tensor.dtype, self.bucket.runtime)
         with unchecked():
             grads = [param.grad for param in self.params]
@@ -351,8 +352,8 @@ class ParamGroup:
         return late, segments_in(late, self.full, self.full)
 
     def take_grads(self, accumulate: bool) -> None:
-        """Moves the raw parameters' `.grad` into `collected` and drops them; what modules have
-        written there by themselves stays, and `.grad` adds to it.
+        """Moves the unsharded parameters' `.grad` into `collected` and drops them; what modules
+        have written there by themselves stays, and `.grad` adds to it.
 
         A parameter without a gradient contributes zero. `accumulate` adds to what is there, else
         that is replaced.
@@ -391,7 +392,7 @@ class ParamGroup:
             self.direct.close()
 
     def forget_grads(self, collected: bool) -> None:
-        """Forgets the step's gradients; with `collected` also those of the raw parameters."""
+        """Forgets the step's gradients; with `collected` also those of the unsharded parameters."""
         if collected:
             self._drop_collected(self.params)
         self.grad_state = GradState.EMPTY

@@ -1,5 +1,5 @@
-"""A raw parameter whose weights are not there raises when it is read; one whose weights go away
-again counts what is written to them.
+"""An unsharded parameter whose weights are not there raises when it is read; one whose weights go
+away again counts what is written to them.
 
 Without this a read of released storage is a segmentation fault on the CPU, an illegal memory
 access on CUDA, or, where the weights are kept but outdated, silently the last step's values.
@@ -48,7 +48,7 @@ METADATA_FUNCTIONS = _metadata_functions()
 
 
 class ReshardedParameter(nn.Parameter):
-    """What a raw parameter is while its unit's weights are resharded or outdated.
+    """What an unsharded parameter is while its unit's weights are resharded or outdated.
 
     Metadata (shape, dtype, `.grad`, ...) can be read; anything that would read data raises
     RuntimeError naming parameter, unit and phase.
@@ -81,7 +81,8 @@ def _assign_data(param: Any, value: torch.Tensor) -> None:
 
 
 class PresentParameter(nn.Parameter):
-    """What a raw parameter is while its weights are there. RuntimeError where `data` is assigned.
+    """What an unsharded parameter is while its weights are there. RuntimeError where `data` is
+    assigned.
     """
 
     data = property(torch.Tensor.data.__get__, _assign_data)  # type: ignore[attr-defined,assignment]
@@ -116,7 +117,7 @@ def _not_gathered(action: Any, param: Any) -> RuntimeError:
     return RuntimeError(
         f"{action} reads {_label(param)}, whose weights are not gathered "
         "(phase SHARDED): call the module that owns it (a unit, or the whole model) instead "
-        "of reaching into it, or read the optimizer parameter, which named_parameters() of the "
+        "of reaching into it, or read the sharded parameter, which named_parameters() of the "
         "wrapped model gives from when a step's gradients are complete to the next forward"
     )
 

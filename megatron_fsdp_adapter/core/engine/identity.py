@@ -82,7 +82,7 @@ class ParamPair:
 
     def attach_grad(self) -> None:
         """One DTensor under both names that optimizers look at. A gradient that is there already,
-        of a loss that reads the optimizer parameter, is part of it."""
+        of a loss that reads the sharded parameter, is part of it."""
         given: Any = self.sharded.grad
         if given is not None and given is not self.grad:
             self._local_grad.add_(self._local_of(given))
@@ -118,7 +118,7 @@ class ParamPair:
 
 
 def make_pairs(groups: Sequence[ParamGroup]) -> list[ParamPair]:
-    """Optimizer parameters and gradients for every parameter of `groups`. The gradient buffers
+    """Sharded parameters and gradients for every parameter of `groups`. The gradient buffers
     may be released."""
     pairs = []
     for group in groups:

@@ -71,8 +71,8 @@ class EngineMemory:
         """RuntimeError if somebody knows addresses of what is of `kinds`."""
         if kinds and self.pinned_by:
             raise RuntimeError(
-                f"release_memory: {self.pinned_by} has addresses of {', '.join(kinds)}; switch that "
-                f"off, or release the optimizer's state alone, with keep={list(KINDS)}"
+                f"release_memory: {self.pinned_by} has addresses of {', '.join(kinds)}; switch "
+                f"that off, or release the optimizer's state alone, with keep={list(KINDS)}"
             )
 
     def park(self, kinds: Collection[str], more: Storages) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """Tensors in host memory that are brought to the device one unit after the other.
 
 Main weights and optimizer state of a group each are a flat tensor in host memory, which everybody
-else sees: checkpoints, loads, exports. An optimizer updates its *device_buffer*, a flat buffer on the device
-that has storage only between `load` and `release`. Views of both are made once.
+else sees: checkpoints, loads, exports. An optimizer updates its *device buffer*, a flat buffer on
+the device that has storage only between `load` and `release`. Views of both are made once.
 
 The other design left the device tensors where everybody sees them, and hid copies in host memory:
 whatever reads a main weight between two steps would have had to bring it back first.
@@ -18,7 +18,8 @@ from .buffer import FlatBuffer, Held, items_in, segments_in
 
 
 class OffloadedBuffer:
-    """A flat tensor in host memory, zero, of the part `held` of a group, and its device_buffer, released.
+    """A flat tensor in host memory, zero, of the part `held` of a group, and its device buffer,
+    released.
 
     Attributes:
         host, device_buffer: the two flat buffers.

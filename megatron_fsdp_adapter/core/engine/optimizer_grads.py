@@ -1,4 +1,4 @@
-"""Gradients in the user's hands: `.grad` of the optimizer parameters, from the end of a step's
+"""Gradients in the user's hands: `.grad` of the sharded parameters, from the end of a step's
 reductions to the next backward.
 
 There the user may do what torch allows with `.grad`: read it, change it, replace it, run hooks on
@@ -16,7 +16,7 @@ from .identity import ParamPair
 
 class OptimizerGrads:
     """Attributes:
-    attached: whether `.grad` of the optimizer parameters tells where the step's gradients are.
+    attached: whether `.grad` of the sharded parameters tells where the step's gradients are.
         False from the beginning of a backward until all that it gave is reduced.
     """
 
@@ -55,7 +55,7 @@ class OptimizerGrads:
         """Forgets the gradients of `chosen`. The shard of a group goes when none of its parameters
         has a gradient; until then theirs are zeros in it. No reduction may be in flight.
 
-        collected: also what a backward has left on the raw parameters.
+        collected: also what a backward has left on the unsharded parameters.
         """
         ids = {id(pair) for pair in chosen}
         for pair in chosen:
@@ -87,7 +87,7 @@ class OptimizerGrads:
         )
 
     def run_hooks(self) -> None:
-        """Runs `register_post_accumulate_grad_hook` of the optimizer parameters."""
+        """Runs `register_post_accumulate_grad_hook` of the sharded parameters."""
         for _, pairs in self._members:
             for pair in pairs:
                 hooks = pair.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]

@@ -47,8 +47,8 @@ class FusedWgrad:
     """The directly written gradients of one flat buffer.
 
     Args:
-        params: raw parameters. writers: who writes each one's gradient. views: where, full-size
-        views of the bucket. label: names the buffer in errors.
+        params: unsharded parameters. writers: who writes each one's gradient. views: where,
+        full-size views of the bucket. label: names the buffer in errors.
 
     Attributes:
         hooked: whether hooks were on what autograd saved in some forward; for good, as a backward

@@ -56,7 +56,7 @@ def copy_tensor_model_parallel_attributes(
 ) -> None:
     """Core's function of this name, for the SwiGLU split only: it also notes the source.
 
-    There the destination is a piece, on the meta device, of the shape of an optimizer parameter,
+    There the destination is a piece, on the meta device, of the shape of a sharded parameter,
     and is all that `make_fsdp_dtensor` gets to know about that parameter.
     """
     for name in _TP_ATTRIBUTES:
@@ -75,7 +75,7 @@ def make_fsdp_dtensor(
     update_uneven_dtensor_chunk_meta: bool = False,
     force_sync_tp_duplicated_param: bool = False,
 ) -> DTensor:
-    """The DTensor of a piece of an optimizer parameter, over a view of a sharded value of it.
+    """The DTensor of a piece of a sharded parameter, over a view of a sharded value of it.
 
     local_tensor: this rank's elements of the piece, flat or in rows; its storage is used.
     param: the piece's shape on this tensor-parallel rank, a meta tensor that went through
@@ -97,7 +97,7 @@ def make_fsdp_dtensor(
     ref = getattr(source, LAYOUT_REF, None)
     if not isinstance(source, DTensor) or not isinstance(ref, LayoutRef):
         raise ValueError(
-            f"the optimizer parameter behind a piece of shape {tuple(param.shape)} is unknown or "
+            f"the sharded parameter behind a piece of shape {tuple(param.shape)} is unknown or "
             "was not made by megatron_fsdp_adapter; to use Megatron's own engine, uninstall() "
             "first"
         )

@@ -191,7 +191,9 @@ NAMES = (
 for with isinstance, and helpers of checkpoint code. The engine cannot be used meanwhile."""
 
 CONSTRUCTORS = tuple(
-    Patch(row.module, f"{row.name}.__init__", "megatron.no_sync_check:refusing", makes, required=False)
+    Patch(
+        row.module, f"{row.name}.__init__", "megatron.no_sync_check:refusing", makes, required=False
+    )
     for row in NAMES[:3]
 )
 """Of the classes that ours stand for: what has kept one cannot make a model with it."""
