@@ -97,7 +97,7 @@ def prepared(groups: Groups, chunks: Sequence[Any], asked: Any) -> list[dict[str
 def split_groups(groups: Groups, chunks: Sequence[Any], kind: Kind) -> list[dict[str, Any]]:
     """Every group in two, of Adam's parameters and of the others, on every rank alike: also where
     one of them is empty here, as it need not be on another pipeline stage."""
-    own = {id(p.optimizer) for chunk in chunks for p in chunk.engine.pairs if kind.has(p)}
+    own = {id(p.sharded) for chunk in chunks for p in chunk.engine.pairs if kind.has(p)}
     split = []
     for group in groups:
         others = [param for param in group["params"] if id(param) not in own]

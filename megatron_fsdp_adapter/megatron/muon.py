@@ -127,7 +127,7 @@ def shards_of(
     chunks: Sequence[Any], config: Any, has_mark: Callable[[dict[str, Any]], bool]
 ) -> Callable[[Any, bool, bool], LocalShards]:
     """What makes the shards of an optimizer of which Muon has the groups that are marked."""
-    around = {id(p.optimizer): chunk.module.module for chunk in chunks for p in chunk.engine.pairs}
+    around = {id(p.sharded): chunk.module.module for chunk in chunks for p in chunk.engine.pairs}
     options, split_qkv = _options(config), config.muon_split_qkv
     rule = MuonRule(
         is_muon=has_mark,

@@ -103,7 +103,7 @@ def assert_matrices_are_muons(trainer: TopologyTrainer) -> None:
             assert rule_of(pair) == is_muons(name, pair.unsharded), name
     of_muon = {id(p) for g in trainer.optimizer.param_groups if "optimizer" in g
                for p in g["params"]}  # fmt: skip
-    found = {id(p.optimizer) for c in trainer.chunks for p in c.engine.pairs if rule_of(p)}
+    found = {id(p.sharded) for c in trainer.chunks for p in c.engine.pairs if rule_of(p)}
     assert of_muon == found and found
 
 

@@ -137,7 +137,7 @@ def test_gradients_and_scales_reach_the_optimizer():
         rig.zero()
         rig.forward_backward()
         rig.finish()
-        grads = {p.managed.fqns[0]: p.optimizer.grad for p in rig.engine.pairs}
+        grads = {p.managed.fqns[0]: p.sharded.grad for p in rig.engine.pairs}
         before = {name: grad._local_tensor.clone() for name, grad in grads.items()}
         rig.engine.scale_grads(torch.tensor(0.5))
         rig.engine.scale_grads(4)

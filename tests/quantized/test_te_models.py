@@ -212,7 +212,7 @@ def quantizing(cell: Cell, group: Any) -> Change:
 
 def our_step(trainer: TopologyTrainer, number: int) -> tuple[float, Any, Any]:
     loss = run_schedule(trainer, number)
-    trained = [(n, p) for n, p in trainer._pairs() if p.optimizer.requires_grad]
+    trained = [(n, p) for n, p in trainer._pairs() if p.sharded.requires_grad]
     grads = full_values(trained, lambda pair: local_of(pair.sharded.grad))
     trainer.optimizer.step()
     return loss, grads, full_values(trained, lambda pair: local_of(pair.sharded))
