@@ -1,4 +1,4 @@
-"""What the engine is told: strategy, dtypes and overlap."""
+"""The engine's configuration: strategy, dtypes and overlap."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def poison_asked() -> bool:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything the engine is told.
+    """The options of one engine.
 
     Attributes:
         strategy: a row of `STRATEGIES`.
@@ -114,8 +114,8 @@ class EngineConfig:
         max_segments: most segments of a flat buffer; 1 packs by least common multiple.
         weight_slots, bucket_slots: gathered weights and reduce buckets are in fixed memory that
             units use in turn, where the strategy makes them transient at all.
-        poison_buffers: buffers hold NaN whenever they are handed out or given back, to find what
-            reads or adds to what nobody wrote. For tests; on wherever the environment variable
+        poison_buffers: buffers hold NaN whenever they are handed out or given back, to find reads
+            of memory that was never written. For tests; on wherever the environment variable
             `MEGATRON_FSDP_ADAPTER_POISON` is 1.
         keep_derived: what backward derives from kept quantized weights (transposes) stays until
             main weights change, and not only until the unit has run.

@@ -4,9 +4,9 @@
 that kind are gathered and reduced. The engine gets a domain with each parameter group and knows
 nothing else about groups.
 
-Everything is derived from the groups that exist. Computing ranks anew from sizes was rejected: it
+Everything is derived from the groups that exist. Computing ranks from sizes was rejected: it
 has to repeat the order in which the groups were made, and is wrong for another `order` string, a
-rank offset, or groups that somebody made by hand.
+rank offset, or groups that were made by hand.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class KindGroups:
 def mesh_over(axes: Sequence[Axis], device_type: str) -> DeviceMesh:
     """A device mesh over existing groups, outermost axis first. No group is created and nothing
     is communicated: ranks of a mesh are a sum of one term an axis, as in every order that
-    megatron-core can make, so the rows through this rank tell the rest.
+    megatron-core can make, so the rows through this rank determine the rest.
 
     Raises ValueError when that does not give every rank a place of its own.
     """

@@ -1,4 +1,4 @@
-"""DTensors whose shards are cut wherever a flat buffer is, and which say so.
+"""DTensors whose shards are cut wherever a flat buffer is, and which know it.
 
 torch takes `Shard(0)` for an even split. Ours is uneven, so a DTensor over our rows states a place
 that is not true, and whatever goes by that (`full_tensor`, `redistribute`, full state dicts, torch
@@ -9,7 +9,7 @@ The other design was a placement of our own in torch's sharding specification, w
 torch's `redistribute` would call. It was turned down: every operator's sharding rule writes plain
 `Shard`s into its outputs, so that the first `detach()` loses the place, and the methods that such a
 placement has to override are private and differ from one torch to the next. A placement that is
-only *told* (`OwnRows`) does without them: operators never see it.
+only *reported* (`OwnRows`) does without them: operators never see it.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Chunks:
 
 
 class OwnRows(Shard):
-    """What an `UnevenDTensor` tells of an axis that cuts rows: a `Shard` of which this rank's
+    """What an `UnevenDTensor` reports of an axis that cuts rows: a `Shard` of which this rank's
     extent, `size` rows from `start` of the whole, is known and others' is not. Equal to the
     `Shard` of its dim. `compute_local_shape_and_global_offset` of torch asks it."""
 
@@ -140,7 +140,7 @@ class OwnRows(Shard):
 class UnevenDTensor(DTensor):
     """A DTensor that knows its chunks, and hands them on to what has its geometry: `detach()` and
     `clone()`, and whatever works element by element if torch asks a subclass of DTensor at all what
-    its operators give (2.13 does, 2.11 does not). `chunks` is None until told.
+    its operators give (2.13 does, 2.11 does not). `chunks` is None until it is set.
 
     What it gives as a whole (`full_tensor`, `redistribute`) carries no gradient back.
     """
@@ -226,12 +226,12 @@ class UnevenDTensor(DTensor):
         rows = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim == 0]
         if chunks is None or not rows or len(chunks.boxes) > 1:
             return placements
-        told, length = list(placements), self.shape[0]
+        reported, length = list(placements), self.shape[0]
         for axis in rows:
-            told[axis] = OwnRows(0, length, 0)
+            reported[axis] = OwnRows(0, length, 0)
         offsets, sizes = chunks.boxes[0] if chunks.boxes else ((0,), (0,))
-        told[rows[-1]] = OwnRows(0, sizes[0], offsets[0])
-        return tuple(told)
+        reported[rows[-1]] = OwnRows(0, sizes[0], offsets[0])
+        return tuple(reported)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor, on every rank. Collective over the mesh, whose ranks must all call
@@ -258,7 +258,7 @@ class UnevenDTensor(DTensor):
                 "own mesh only; use distribute_tensor(tensor.full_tensor(), mesh, placements)"
             )
         if placements is None:
-            raise ValueError("redistribute: placements is missing; say one for each mesh axis")
+            raise ValueError("redistribute: placements is missing; give one for each mesh axis")
         whole = whole_tensor(self).to(forward_dtype or self.dtype)
         mesh = self.device_mesh
         if all(placement.is_replicate() for placement in placements):
@@ -373,7 +373,7 @@ def is_replicated(dtensor: DTensor) -> bool:
 
 def even_chunks(dtensor: DTensor) -> Chunks | None:
     """Of a DTensor that torch split into blocks; None if this rank's part is not what torch's even
-    split gives it, so that nobody knows which one it is."""
+    split gives it, so that its rows are unknown."""
     if any(type(placement) not in (Shard, Replicate) for placement in dtensor._spec.placements):
         return None
     (chunk,) = DTensor.__create_chunk_list__(dtensor)

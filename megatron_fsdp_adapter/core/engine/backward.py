@@ -59,7 +59,7 @@ class BackwardPass:
         self.reduce.backward_begins(root, accumulates)
 
     def begin_parts(self, is_last: bool, is_known_last: bool) -> None:
-        """A backward whose parts somebody calls, and says when units are opened and complete."""
+        """Begins a backward whose parts a schedule calls; it opens and completes units itself."""
         self._start(True, is_last, is_known_last, several=False)
 
     def _start(

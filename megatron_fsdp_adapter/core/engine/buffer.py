@@ -104,7 +104,7 @@ class FlatBuffer:
 
     def release(self) -> None:
         """Gives the storage back on the current stream. Where the runtime poisons, what stays in
-        fixed memory is NaN from here on: a late reader is seen, and so is who adds to it."""
+        fixed memory is NaN from here on: a late read, or an addition, becomes NaN."""
         if not self.fixed:
             self.runtime.release(self.tensor)
         elif self._in_use:
@@ -112,7 +112,7 @@ class FlatBuffer:
         self._in_use = False
 
     def forget(self) -> None:
-        """Nobody needs the contents any more; the storage stays."""
+        """Marks the contents as unused; the storage stays."""
         if self.runtime.poison and self.allocated:
             fill_with_nan(self.tensor)
 
@@ -128,8 +128,8 @@ class FlatBuffer:
 @dataclass(frozen=True)
 class Held:
     """Which part of a group's full buffer is meant: shard number `rank` of `layout`, in every
-    segment. A parameter called `stored` says what a buffer has memory for; one called `held`,
-    which part of that is wanted."""
+    segment. A parameter called `stored` is what a buffer has memory for; `held` is the part of
+    it that is wanted."""
 
     layout: GroupLayout
     rank: int

@@ -8,7 +8,7 @@ with NCCL once (`nccl_ub`), and addresses do not change. The rules:
             two slots in turn, sized by the largest of them all; those inside other units (parts
             of a layer) take two of their own. Every other unit has a slot of its own, but for two
             of them that run first and last (embedding, output layer), which share one.
-    who     a slot belongs to the unit that was gathered into it last. A unit takes it over when the
+    owner   a slot belongs to the unit that was gathered into it last. A unit takes it over when the
             other has been resharded; asked for by its module, also when the other is not
             computing (kept for a backward, gathered ahead), which then is gathered again. Two units
             that compute at once, one inside the other, cannot share a slot: an error.
@@ -53,7 +53,7 @@ def plan_pool(
     """Shares slots out over units of the given kinds and sizes, in the order in which they run;
     the last one is the root, which is there while any other is. depths: inside how many other
     units each one is, the root aside; None if inside none. takes: whether each has need of a slot;
-    None if all have. Who has none is said to be in the root's, of which it takes nothing."""
+    None if all have. A unit without one gets the root's number and takes nothing of it."""
     takes = takes or [True] * len(kinds)
     nbytes = [size if take else 0 for size, take in zip(nbytes, takes, strict=True)]
     taking = [i for i in range(len(kinds) - 1) if takes[i]]

@@ -237,7 +237,7 @@ class CapturedCall:
             if one.present() != before:
                 raise RuntimeError(
                     f"{self.site.name}: its bucket holds other gradients than when its backward "
-                    "was captured, which would be overwritten or added to in vain; switch its CUDA "
+                    "was captured; a replay would corrupt them. Switch its CUDA "
                     "graph off"
                 )
             one.direct.note(after)

@@ -27,8 +27,8 @@ def broadcast_weights(
     that none of them had.
 
     Returns what main weights of quantized parameters begin as: the values that those were made
-    from, or, not preserved, what they stand for. Their bytes stay what they are: making them anew
-    would not give the same where somebody has made them from rounded values."""
+    from, or, not preserved, what they stand for. Their bytes are not quantized again:
+    they may have been made from rounded values, which would give other bytes."""
     values = {}
     for key, managed in plan.groups.items():
         for entry in managed:
@@ -58,7 +58,7 @@ def _broadcast(tensor: torch.Tensor, communicators: Sequence[Communicator]) -> N
 
 
 def check_known(plans: Sequence[UnitPlan], quantized: QuantizedParams | None) -> None:
-    """ValueError if there are quantized weights, and nobody who knows them."""
+    """Raises ValueError if the plans have quantized weights and `quantized` is None."""
     formats = {key.format.name for plan in plans for key in plan.groups if key.quantized}
     if formats and quantized is None:
         raise ValueError(

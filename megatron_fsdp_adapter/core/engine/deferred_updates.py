@@ -6,7 +6,7 @@
 
 A unit's gather waits for the update of that unit. The update reads gradients, so those of a unit
 that are forgotten meanwhile keep their memory until the compute stream is behind the unit's gather;
-no backward begins before all are over. Who reads main weights or their state asks for all of it.
+no backward begins before all are over. Readers of main weights or their state wait for all updates.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from .unit import Unit
 
 
 class Updater(Protocol):
-    """Who updates units on a stream of its own, some of them from memory that is not the
-    device's."""
+    """Updates units on a stream of its own, some of them from host memory."""
 
     def load_ahead(self, of: DeferredUpdates, after: Any) -> None:
-        """All gradients of the units `of` are on their way: what the first updates need may be
-        loaded, after the event `after`, as of which host memory is what it will be."""
+        """Loads what the first updates need, once `after` completes: host memory is final then.
+        All gradients of the units `of` are on their way."""
 
     def drop_loads(self) -> None:
         """What was loaded ahead may be old, or is not needed."""

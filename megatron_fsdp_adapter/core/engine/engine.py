@@ -64,13 +64,13 @@ class FsdpEngine:
     Attributes:
         calls_parts: whether a part of a pass runs that a schedule calls by itself (`parts.py`).
         auto_sync: whether the last backward of a step also finishes its gradients.
-        loads: how many times somebody has said that weights which are not trained were written;
-            exported_loads: how many that were when everything was last exported.
+        loads: how often weights that are not trained were reported as written; exported_loads: the
+            same number when everything was last exported.
         user_managed_loop: whether the training loop is the user's own. It may do with parameters
             and gradients what torch allows: freeze, write, clear and hook them. Megatron's loop
             notifies the engine explicitly, so these checks are skipped.
-        writes: how often main weights were written by something else than an optimizer's step: who
-            keeps a copy of them makes it anew when this has changed.
+        writes: how often main weights were written other than by an optimizer's step; a copy of
+            them is stale when this has changed.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class FsdpEngine:
 
     @property
     def is_last_microbatch(self) -> bool:
-        """Whether no backward is known to follow in this step. True until somebody says so: a
-        caller that never does may still run several."""
+        """Whether no backward is known to follow in this step. True by default: a caller that
+        never sets it may still run several."""
         return self._is_last_microbatch
 
     @is_last_microbatch.setter
@@ -151,7 +151,8 @@ class FsdpEngine:
     # Identities. Main weights may be read and written while sharded parameters are shown.
 
     def to_unsharded(self) -> None:
-        """Who had the sharded parameters may have written them: older weights are outdated."""
+        """Shows unsharded parameters and marks gathered weights as stale: sharded parameters may
+        have been written."""
         if self.switch.shown is not Identity.UNSHARDED or self.memory.away:
             self.memory.check("using the model", READ)
             self.switch.show(Identity.UNSHARDED, before=self._take_over)
@@ -445,10 +446,9 @@ class FsdpEngine:
 
     @torch.no_grad()
     def main_weights_changed(self, loaded: bool = False, stepped: bool = False) -> None:
-        """The optimizer, or a load, has written main weights: gathered weights are outdated, and
-        quantized ones are made anew, once, when unsharded parameters are shown. Collective then.
-        loaded:
-        those of parameters that are not trained, too. stepped: it was the step of an optimizer."""
+        """The optimizer, or a load, has written main weights: gathered weights are stale, and
+        quantized ones are made again, once, when unsharded parameters are shown. Collective then.
+        loaded: also weights that are not trained. stepped: by an optimizer's step."""
         self.loads += loaded
         if not stepped:
             self.mark_main_weights_stale()
@@ -458,15 +458,15 @@ class FsdpEngine:
 
     @torch.no_grad()
     def bring_up_to_date(self) -> None:
-        """Main weights may be read after this, and quantized weights are what they say, in each
-        rank's own rows. Collective if main weights have changed."""
+        """Makes main weights readable, and quantized weights equal to them in each rank's own
+        rows. Collective if main weights have changed."""
         self.gather.updates.settle()
         if self.quantization is not None and self.switch.shown is Identity.SHARDED:
             self.quantization.catch_up(unsaid=self.user_managed_loop)
 
     def will_quantize(self, trained: bool) -> bool:
-        """Whether quantized weights, those that are trained or the others, are made anew before a
-        forward reads them."""
+        """Whether quantized weights, those that are trained or the others, are quantized again
+        before a forward reads them."""
         pending = self.quantization is not None and self.quantization.is_pending(trained)
         return pending or (self.user_managed_loop and trained)
 

@@ -54,7 +54,7 @@ class GatherPipeline:
     """Args:
     units: in module order, root last.
     communicators, outer: by domain name, the ones that gathers run on, over each axis.
-    launches: is told of every gather.
+    launches: records every gather.
 
     forward_follows: whether a forward pass comes right after the backward pass that is running.
     If so, the end of that backward launches the gathers that the forward asks for first.
@@ -107,11 +107,11 @@ class GatherPipeline:
             self.launch(unit)
 
     def keep(self, unit: Unit) -> None:
-        """`unit` is not resharded until somebody has let it go for each that keeps it."""
+        """Counts one more user of `unit`, which is resharded when all have let it go."""
         self._kept[unit.ordinal] += 1
 
     def let_go(self, unit: Unit) -> None:
-        """Reshards `unit` if nobody else keeps it."""
+        """Counts one user less, and reshards `unit` after the last."""
         self._kept[unit.ordinal] -= 1
         self.release(unit)
 
@@ -126,7 +126,7 @@ class GatherPipeline:
         return chosen
 
     def _prefetch(self, chosen: list[Unit]) -> None:
-        """Launches `chosen`. What was launched ahead for nothing goes first, so that a model which
+        """Launches `chosen`. Unused prefetched units are resharded first, so that a model which
         skips layers does not end up with all of them gathered."""
         for unit in self._ahead:
             if unit.phase is Phase.GATHERING and unit not in chosen:
@@ -248,7 +248,7 @@ class GatherPipeline:
             self.runtime.free(GATHER, unit.release_weights)
 
     def release_all(self, but: Collection[int] = ()) -> None:
-        """Reshards every unit, a gather that nobody used included, except for those with an ordinal
+        """Reshards every unit, unused gathers included, except for those with an ordinal
         in `but`; see `release_used`."""
         for unit in self.units:
             if unit.ordinal not in but:
@@ -257,7 +257,7 @@ class GatherPipeline:
 
     @property
     def keeps_any(self) -> bool:
-        """Whether somebody keeps a unit."""
+        """Whether any unit is kept."""
         return any(self._kept.values())
 
     def give_up(self) -> None:
@@ -291,8 +291,8 @@ class GatherPipeline:
 
     def begin_step(self) -> None:
         """An optimizer writes main weights next. Nothing is in flight since gradients were
-        finished, unless somebody has run the model meanwhile: an evaluation leaves gathers that
-        nobody uses where it raises, or leaves units out. RuntimeError as of `check_writes`."""
+        finished, unless the model was run meanwhile: an evaluation that raises, or leaves units
+        out, leaves unused gathers. RuntimeError as of `check_writes`."""
         self.check_writes()
         if self._unordered:
             self.quiesce()

@@ -22,7 +22,7 @@ In a domain of one rank (`EngineConfig.whole`) both sharded strategies are as op
 released gradients.
 
 Where the optimizer is offloaded `main` is in host memory, and optim_grads_params keeps its shard of
-compute weights: who updates main weights writes that as well, while they are on the device
+compute weights: the optimizer's update writes that as well, while main weights are on the device
 (`offloaded.py`).
 
 With an outer axis that splits shards again, "shard" of `main` is a part of the shard elsewhere, and
@@ -91,7 +91,7 @@ class ParamGroup:
         main_items: this rank's rows of each parameter, in the main dtype; device_items: the same on
             the device, where the optimizer updates them. staged: the device buffer of `main` that
             those are in, where that is in host memory.
-        own_current: whether `held_weights` are what main weights in host memory say.
+        own_current: whether `held_weights` equal the main weights in host memory.
         is_read: whether an update may still read the gradients of a step that has returned.
         grad_segments: `inner` of each segment in `grad`; held_grads, grad_items: `held` of each
             segment and parameter; valid between reduction and zeroing.
@@ -226,7 +226,7 @@ class ParamGroup:
         ]
 
     def cast_at_gathers(self, writer: PlanesWriter) -> None:
-        """Every gather casts what this rank holds of quantized weights, which nobody keeps."""
+        """Has every gather cast this rank's part of quantized weights, which is not kept."""
         self._writer, self.write_planes = writer, writer(self.quantized_weights({}))
 
     def planes_written_into(self, items: PlaneItems) -> Callable[[], None]:
@@ -316,8 +316,7 @@ class ParamGroup:
 
     def write_own_weights(self) -> None:
         """Casts the main weights into what this rank holds of the compute weights, where those are
-        not quantized and kept. From host memory only if nobody has done so since they were
-        written."""
+        not quantized and kept. From host memory only if that is stale."""
         if self.write_planes is not None:
             self.write_planes()
         if self.main_is_weight or not self.held_weights:

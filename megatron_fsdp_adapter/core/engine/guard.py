@@ -89,7 +89,7 @@ class PresentParameter(nn.Parameter):
 
 
 class GatheredParameter(nn.Parameter):
-    """The same where the weights are dropped, or made anew from main weights, afterwards.
+    """The same where the weights are dropped, or cast from main weights again, afterwards.
 
     `_version` counts what is written to them. A tensor that torch gives as `data` has a count of
     its own, so that `weight.data.clamp_()` would not be seen: this one shares the parameter's.

@@ -83,7 +83,7 @@ def accumulates(groups: Iterable[ParamGroup]) -> bool:
 
 def _is_captured() -> bool:
     """Whether the running hook is on a chosen tensor with nothing chosen behind it: torch calls it
-    before it says that tensors were chosen."""
+    before it reports that tensors were chosen."""
     node = torch._C._current_autograd_node()
     behind = [edge[0] for edge in node.next_functions if edge[0] is not None]
     return not any(torch._C._will_engine_execute_node(one) for one in behind)

@@ -45,7 +45,7 @@ def as_dtensor(local: torch.Tensor, group: ParamGroup, index: int) -> UnevenDTen
     The mesh may end in an axis over which the model itself splits tensors: the global shape is
     then that of the whole tensor, of which the group's layout has one part. Rows are split
     unevenly and without communication: shape and stride are stated, so torch neither checks nor
-    infers them. Which rows they are is told later, by `chunks`. `local` is aliased.
+    infers them. `chunks` later gives the rows. `local` is aliased.
     """
     shape = group.layout.specs[index].layout_shape
     placements: list[Placement] = []
@@ -168,7 +168,7 @@ class ParameterSwitch:
 
     def follow_user(self) -> bool:
         """Gives both identities the `requires_grad` that the user has given one of them since the
-        last call; tells whether there was any.
+        last call; returns whether there was any.
 
         Raises:
             RuntimeError: a parameter that was frozen when it was wrapped is to be trained, or has

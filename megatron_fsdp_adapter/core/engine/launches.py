@@ -29,7 +29,7 @@ GATHERED_OUTER, REDUCED_OUTER = GATHERED + " (outer axis)", REDUCED + " (outer a
 AGREED = "scales of weights from {} on agreed"
 
 KEPT = 20_000
-"""How many of a step's launches are remembered, to be told: 160 kB."""
+"""How many of a step's launches are kept, to name the first difference: 160 kB."""
 
 _MASK, _PRIME = (1 << 64) - 1, 0x100000001B3
 
@@ -143,9 +143,9 @@ class LaunchComparison:
         ):
             assert started is not None
             if row[0] != ~row[1]:  # so on all of its ranks, which therefore come here together
-                told = communicator.all_objects((found, started.launched))
-                found = next((text for text, _ in told.values() if text is not None), None)
-                found = found or _difference({rank: one for rank, (_, one) in told.items()})
+                every = communicator.all_objects((found, started.launched))
+                found = next((text for text, _ in every.values() if text is not None), None)
+                found = found or _difference({rank: one for rank, (_, one) in every.items()})
         if found is not None:
             raise RuntimeError(found)
 
@@ -155,11 +155,11 @@ def _difference(every: Mapping[int, Launched]) -> str:
     count = max(launched.count for launched in every.values())
     lines: list[str] = []
     for index in range(count):
-        told: dict[str, list[int]] = {}
+        texts: dict[str, list[int]] = {}
         for rank, launched in every.items():
-            told.setdefault(launched.at(index), []).append(rank)
-        if len(told) > 1:
-            lines = [f"  - ranks {ranks}: {text}" for text, ranks in told.items()]
+            texts.setdefault(launched.at(index), []).append(rank)
+        if len(texts) > 1:
+            lines = [f"  - ranks {ranks}: {text}" for text, ranks in texts.items()]
             break
     return "\n".join((
         "ranks have launched different collectives, which mixed weights or gradients of unlike "

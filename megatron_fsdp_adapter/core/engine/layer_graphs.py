@@ -8,8 +8,8 @@ every pass gives its calls in the program's order. So what a capture may reuse o
 place of a program, a replay may overwrite at that place: memory is what one eager pass needs.
 
 A call that cannot be captured, or does not fit (no gradients, recomputed in backward, hooks on what
-autograd saves) runs eagerly, which needs no memory of the pool; it is said once, but for
-evaluations. So does a whole pass whose first call has other shapes than the recorded ones: a pool
+autograd saves) runs eagerly, which needs no memory of the pool; the reason is printed once, and
+not for evaluations. So does a whole pass whose first call has other shapes than the recorded ones: a pool
 for each length would cost the activations of a pass each.
 """
 
@@ -266,7 +266,7 @@ class LayerGraphs:
         self, site: Site, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any],
         at_first: str = "",
     ) -> Any:  # fmt: skip
-        """at_first: said beside the reason in the first call that it holds for."""
+        """at_first: printed beside the reason in the first call that it holds for."""
         if (site.name, reason) not in self.ran_eagerly:
             self.ran_eagerly.add((site.name, reason))
             warn(f"{site.name} runs without its CUDA graph: {reason}{at_first}")

@@ -1,7 +1,7 @@
 """An engine's memory, by what it is for: given back between two steps, and taken again.
 
-Main weights go to the host. Compute weights that a gather makes anew are dropped; so are gradients,
-buckets and slots. Quantized weights go to the host: their bytes are not a matter of main weights
+Main weights go to the host. Compute weights that a gather writes again are dropped; so are
+gradients, buckets and slots. Quantized weights go to the host: their bytes are not a matter of main weights
 alone. Storages are given back and taken again under the tensors, as gathers do it: whatever holds a
 view of a buffer keeps it. Addresses change, which only CUDA graphs and registrations with NCCL know
 of: those are refused, and left where they are.
@@ -30,7 +30,7 @@ class EngineMemory:
         that and slots are torch's own memory, which may go, and not registered.
 
     Attributes:
-        pinned_by: who knows addresses of the memory, in words, so that it cannot go; "" if nobody.
+        pinned_by: why the memory is pinned, for messages ("a CUDA graph"); "" if it is not.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class EngineMemory:
         return [*memory, *self._received] if self._ordinary else []
 
     def check_free(self, kinds: Collection[str]) -> None:
-        """RuntimeError if somebody knows addresses of what is of `kinds`."""
+        """Raises RuntimeError if memory of `kinds` is pinned."""
         if kinds and self.pinned_by:
             raise RuntimeError(
                 f"release_memory: {self.pinned_by} has addresses of {', '.join(kinds)}; switch "

@@ -1,10 +1,10 @@
 """Tensors in host memory that are brought to the device one unit after the other.
 
-Main weights and optimizer state of a group each are a flat tensor in host memory, which everybody
-else sees: checkpoints, loads, exports. An optimizer updates its *device buffer*, a flat buffer on
+Main weights and optimizer state of a group each are a flat tensor in host memory, which
+checkpoints, loads and exports see. An optimizer updates its *device buffer*, a flat buffer on
 the device that has storage only between `load` and `release`. Views of both are made once.
 
-The other design left the device tensors where everybody sees them, and hid copies in host memory:
+The other design left the device tensors visible, and hid copies in host memory:
 whatever reads a main weight between two steps would have had to bring it back first.
 """
 

@@ -16,7 +16,7 @@ from .identity import ParamPair
 
 class OptimizerGrads:
     """Attributes:
-    attached: whether `.grad` of the sharded parameters tells where the step's gradients are.
+    attached: whether `.grad` of the sharded parameters are the step's gradients.
         False from the beginning of a backward until all that it gave is reduced.
     """
 
@@ -29,8 +29,8 @@ class OptimizerGrads:
         ]
 
     def attach(self) -> None:
-        """Gives every parameter its reduced gradient. One that is frozen gets none anew, so that no
-        optimizer moves it."""
+        """Gives every parameter its reduced gradient. A frozen one gets none, so that no optimizer
+        moves it."""
         for group, pairs in self._members:
             if group.grad_state is GradState.EMPTY:
                 continue

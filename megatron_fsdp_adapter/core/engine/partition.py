@@ -58,7 +58,7 @@ class GroupKey:
 class ManagedParam:
     """One parameter, deduplicated: where it is held, and under which names. `split` is the dim
     along which the model itself split the whole tensor over the last axis of its mesh; None if it
-    is whole, or if there is no such axis. `writer`: who writes its gradient."""
+    is whole, or if there is no such axis. `writer`: how its gradient is written."""
 
     param: nn.Parameter
     fqns: tuple[str, ...]
@@ -217,7 +217,7 @@ def partition(
 
 
 def _checked(format: WeightFormat | None, managed: ManagedParam) -> WeightFormat | None:
-    """`format`, unless the parameter cannot be represented in it. Says so where it cannot be cut.
+    """`format`, unless the parameter cannot be represented in it. Raises where it cannot be cut.
     """
     if format is None:
         return None

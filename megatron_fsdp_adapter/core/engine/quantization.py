@@ -38,15 +38,15 @@ class _Domain:
 
 
 class Quantization:
-    """Made anew: what was said to have changed, when it is needed.
+    """Quantizes weights again, lazily, after their main weights have changed.
 
     Args:
         trained, frozen: the domains of parameters that the optimizer writes, and of others, which
             only a load does.
 
     Attributes:
-        at_once: whether what has changed is made anew when that is said, and not before it is
-            needed: once a CUDA graph computes, nothing of ours runs then.
+        at_once: whether changed weights are quantized at once and not when they are needed: once
+            a CUDA graph computes, none of our code runs then.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Quantization:
         self._trained, self._frozen = trained, frozen
         self._runtime, self._launches = runtime, launches
         # Bytes that are not kept are given back where a unit has been built, with what had made
-        # them: scales are found anew.
+        # them: scales are computed again.
         self._changed = any(group.write_planes for domain in trained for group in domain.groups)
         self._loaded = self.at_once = False
 
@@ -74,8 +74,9 @@ class Quantization:
 
     @torch.no_grad()
     def catch_up(self, unsaid: bool) -> None:
-        """Quantizes what has changed; with `unsaid` also what somebody may have changed. On the
-        compute stream, behind all gathers of the old bytes; later gathers have to follow it."""
+        """Quantizes what has changed; with `unsaid` also what may have changed without a
+        notification. On the compute stream, behind all gathers of the old bytes; later gathers
+        have to follow it."""
         domains = list(self._trained) if self._changed or unsaid else []
         domains += self._frozen if self._loaded else []
         self._changed = self._loaded = False

@@ -1,10 +1,11 @@
-"""What the engine asks of those who know quantized weights: how a parameter object keeps its
-planes, and how they are made from main weights.
+"""The protocols of quantized weights: how a parameter object keeps its planes, and how they are
+made from main weights.
 
 A quantized parameter is a tensor whose nominal shape and dtype are those of the weight, and whose
 values are in fields: one tensor for each plane of its `WeightFormat`, in the plane's shape, and
 scales that every rank has. The engine points the fields at views of its flat buffers once, keeps
-and gathers bytes, and has them made anew after main weights have changed. It never looks inside.
+and gathers bytes, and has them quantized again after main weights have changed. It never looks
+inside.
 
 The order of calls:
 

@@ -85,7 +85,7 @@ class ReducePipeline:
     """Args:
     plans: by domain name, how gradients are reduced.
     communicators, outer: by domain name, the ones that reductions run on, over each axis.
-    launches: is told of every reduction.
+    launches: records every reduction.
     check: looks at gradients before they are communicated.
     received: uint8 memory for the pieces of an exchange of a slot (`all_to_all_gradients`).
     """
@@ -160,7 +160,7 @@ class ReducePipeline:
         for group in groups:
             self._take(group)
         self._note(unit)
-        # Who shards gradients need not say which microbatch is the last.
+        # With sharded gradients the caller need not know which microbatch is the last.
         launches = is_known_last if self.config.strategy.shard_grads else is_last
         launches &= self.config.overlap_grad_reduce and not more_may_come
         ready = [group for group in groups if launches or not group.keeps_grads]

@@ -1,15 +1,15 @@
-"""What autograd saves for backward while somebody's hooks are on (`saved_tensors_hooks`,
+"""What autograd saves for backward while other hooks are on (`saved_tensors_hooks`,
 `save_on_cpu`, offload of activations): tensors in the engine's buffers are kept from them.
 
 Such hooks copy what is saved to the host, and weights are saved by nearly every operation: as the
 parameter, as a view of it, or as a plane of a quantized one. A copy would be a whole model on the
-host, made anew in each forward; the buffer itself takes no memory while its unit is resharded, and
-a view of it reads the weights that backward has gathered again.
+host, copied again in each forward; the buffer itself takes no memory while its unit is resharded,
+and a view of it reads the weights that backward has gathered again.
 
 Each storage of the engine's carries a mark. A sieve, put in the place of hooks that are found when
 a unit or the model is called, asks for it. Torch pops hooks by number: one pushed over them, and
 left there by an interrupt, which no hook of a module sees, would be popped in their place. Keeping
-a table of storages was rejected: whoever offloads (Megatron's own code does so inside of units)
+a table of storages was rejected: code that offloads (Megatron's does so inside of units)
 would need to find the engine; a subclass of `Parameter` was too: what is saved is mostly a view,
 and views have torch's class.
 """
@@ -25,7 +25,7 @@ _MARK = "_fsdp_engine_buffer"
 
 
 def mark_owned(tensor: torch.Tensor) -> None:
-    """Says of the storage of `tensor` that it is an engine's, for as long as it lives."""
+    """Marks the storage of `tensor` as an engine's, for as long as it lives."""
     setattr(tensor.untyped_storage(), _MARK, True)
 
 
@@ -50,7 +50,7 @@ class _Kept:
 
 
 class _Filter:
-    """A pair of hooks: `pack` and `unpack` of somebody else, without tensors that are owned."""
+    """A pair of hooks: `pack` and `unpack` of another hook, without tensors that are owned."""
 
     def __init__(
         self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]

@@ -1,14 +1,14 @@
 """Passes that a schedule takes apart: it calls parts of the model by itself, each with an autograd
 graph of its own, and those of one microbatch's forward between those of another's backward.
 
-No call of a module says then when a unit runs, and no gradient of an output when its backward
-begins: whoever knows the schedule says it. A pass goes through *stages* in a fixed order, a stage
+No hook of a module sees when a unit runs, and no gradient of an output when its backward
+begins: the schedule calls this class. A pass goes through *stages* in a fixed order, a stage
 being the units that some parts read; the units of the next stage are gathered meanwhile.
 
     forward of microbatch 2     stage 0     stage 1     stage 2
     backward of microbatch 1          stage 2     stage 1     stage 0
 
-Both passes may keep a unit at one time. It is resharded when nobody does.
+Both passes may keep a unit at one time. It is resharded when neither does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ScheduledPass:
         stages: in the order in which the pass goes through them; a unit is in one.
         throughout: units that any part may read.
         direction: FORWARD or BACKWARD.
-        before_grads: of a backward; told of units before their gradients are taken.
+        before_grads: of a backward; called with units before their gradients are taken.
     """
 
     def __init__(

@@ -185,7 +185,7 @@ def _gathered(group: ParamGroup, original: type) -> type:
 
 
 def _label(group: ParamGroup, unit: str) -> None:
-    """Says on parameters and buffers what they are, for messages."""
+    """Labels parameters and buffers, for messages."""
     for entry in group.managed:
         entry.param._fsdp_label = f"parameter {entry.fqns[0]} of {unit}"  # type: ignore[attr-defined]
     for plane in group.planes:

@@ -3,16 +3,16 @@
 Autograd would make each weight gradient in the compute dtype, to be copied into the bucket. A
 module with a fused weight gradient (Transformer Engine, Megatron's own linear layers) lets its
 matrix product write or add in the bucket's dtype instead: no temporary, no copy, no rounding.
-`raw.main_grad` is a view of the bucket for life; the bucket has storage from the unit's first
+`param.main_grad` is a view of the bucket for life; the bucket has storage from the unit's first
 gradient on. Three protocols are spoken:
 
-    OVERWRITES         asks `raw.get_main_grad()` in each backward, then overwrites where
-                       `raw.overwrite_main_grad` is set and adds where it is not: the first write
+    OVERWRITES         asks `param.get_main_grad()` in each backward, then overwrites where
+                       `param.overwrite_main_grad` is set and adds where it is not: the first write
                        of a bucket needs no zeroes.
-    OVERWRITES_ALWAYS  reads `raw.overwrite_main_grad` before backward, when nobody knows yet which
-                       write will be the first. It is set for good, and an earlier gradient is put
-                       aside while a module called twice writes the later one.
-    ACCUMULATES        adds to `raw.main_grad`, which must hold zeroes first.
+    OVERWRITES_ALWAYS  reads `param.overwrite_main_grad` before backward, when it is not known yet
+                       which write will be the first. It is set for good, and an earlier gradient
+                       is put aside while a module called twice writes the later one.
+    ACCUMULATES        adds to `param.main_grad`, which must hold zeroes first.
 
 OVERWRITES_UNHOOKED is OVERWRITES of a module that looks for the flag on the weight that it has
 saved for backward. Where hooks are on what is saved (`saved.py`), torch returns another tensor,
@@ -33,8 +33,8 @@ from torch import nn
 
 
 class WgradProtocol(enum.Enum):
-    """Who writes a parameter's gradient into the bucket: the engine, from what autograd leaves in
-    `.grad`, or the module itself, in one of these ways."""
+    """How a parameter's gradient gets into the bucket: the engine copies `.grad`, or the module
+    writes it, in one of these ways."""
 
     AUTOGRAD = "autograd"
     OVERWRITES = "overwrites"
@@ -47,7 +47,7 @@ class FusedWgrad:
     """The directly written gradients of one flat buffer.
 
     Args:
-        params: unsharded parameters. writers: who writes each one's gradient. views: where,
+        params: unsharded parameters. writers: how each one's gradient is written. views: where,
         full-size views of the bucket. label: names the buffer in errors.
 
     Attributes:
@@ -114,7 +114,7 @@ class FusedWgrad:
         return self._written
 
     def note(self, indices: Iterable[int]) -> None:
-        """Somebody has written these: a captured backward (`captured.py`)."""
+        """Marks gradients that a captured backward has written (`captured.py`)."""
         self._written.update(indices)
 
     def write(self, index: int) -> torch.Tensor:

@@ -167,4 +167,4 @@ MXFP8 = WeightFormat(
     align=512,
 )
 """8-bit floats with one scale for 32 elements along a row, for forward, and other ones with one for
-32 along a column, for backward. Scales travel with the bytes: nobody else has them."""
+32 along a column, for backward. Scales travel with the bytes: no other rank has them."""

@@ -31,7 +31,7 @@ def pack(specs: Sequence[ParamSpec], num_shards: int, align: int) -> Packing:
     """The smallest of the packings below, and of equals the first.
 
     So items keep their input order wherever another order would not save anything. Searching
-    further is in vain: an item that crosses two boundaries forces its granularity on the shard.
+    further gains nothing: an item that crosses two boundaries forces its granularity on the shard.
     """
     by_granule = sorted(specs, key=lambda spec: -spec.granularity)
     candidates = [pack_in_order(order, num_shards, align) for order in (specs, by_granule)]

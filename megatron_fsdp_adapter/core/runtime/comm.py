@@ -62,7 +62,7 @@ class Communicator:
 
     A group of one rank launches nothing: its gather and its reduction are the identity, in place.
 
-    carries: what the next collectives carry, in words, for whoever reports their failure.
+    carries: what the next collectives carry, for messages about their failure.
     """
 
     carries = ""

@@ -35,9 +35,9 @@ Works = Iterable[Any] | None
 
 
 class Runtime(Protocol):
-    """What the engine needs of a device. `on_out_of_memory` is told which buffer could not be
-    allocated, in words and as a tensor, and may raise an error that says more. `poison`: storage is
-    filled with NaN when it is handed out, so that whatever reads what nobody wrote becomes NaN.
+    """What the engine needs of a device. `on_out_of_memory` gets the label and tensor of a buffer
+    that could not be allocated, and may raise an error with more in it. `poison`: storage is
+    filled with NaN when it is handed out, so that a read before a write becomes NaN.
     `host_waits`: the host waits wherever compute does, so that results are there."""
 
     device: torch.device
@@ -80,7 +80,7 @@ class Runtime(Protocol):
         """Blocks the host until every role is idle."""
 
     def abandon(self) -> None:
-        """Forgets what was submitted and has not started: nobody needs it any more."""
+        """Forgets what was submitted and has not started."""
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], Any]:
         """Starts to copy a tensor to the host, on the current stream; what is returned waits for
@@ -97,7 +97,7 @@ class Runtime(Protocol):
 
 
 StreamId = tuple[int, int, int]
-"""What torch tells a stream by: number, index and type of its device."""
+"""A stream's key in torch: number, index and type of its device."""
 
 
 def stream_id(stream: torch.cuda.Stream) -> StreamId:
@@ -171,7 +171,7 @@ class CudaRuntime(_StorageMixin):
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._ids = {role: stream_id(stream) for role, stream in self._streams.items()}
         self._seen: dict[StreamId, torch.cuda.Stream] = {}
-        # An event that is recorded anew keeps what was told to wait for it: one does for all.
+        # A wait stays on the event that was recorded before it, so one event serves all.
         self._between = torch.cuda.Event()
 
     def _stream(self, role: str) -> torch.cuda.Stream:
@@ -255,7 +255,7 @@ class CudaRuntime(_StorageMixin):
 
 def pinned(nbytes: int) -> torch.Tensor:
     """uint8, zero, in page-locked host memory for as long as the tensor lives, the object itself:
-    whoever keeps a view keeps the bytes, and not the lock.
+    a view keeps the bytes, and not the lock.
 
     Pages are locked where they are: `pin_memory=True` takes a power of two of bytes, up to twice
     as many as asked for. RuntimeError if the system does not lock so many.

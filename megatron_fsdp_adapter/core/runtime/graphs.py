@@ -75,7 +75,7 @@ class CudaGraphs:
         for generator in self._generators():
             graph.register_generator_state(generator)
         collects = gc.isenabled()
-        gc.disable()  # to give back an event, or a graph, of somebody's would break the capture
+        gc.disable()  # giving back an event or a graph would break the capture
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         try:
@@ -111,12 +111,12 @@ def _end_after(graph: torch.cuda.CUDAGraph, error: BaseException) -> None:
     """Ends a capture in which `error` was raised, so that the device can be used to report it."""
     try:
         graph.capture_end()
-    except RuntimeError as second:  # what broke the capture says more than that it is broken
+    except RuntimeError as second:  # the first error tells more than the second
         error.args = (*error.args, f"the capture did not end: {second}")
 
 
 class _Memory:
-    """Device memory, as libraries tell each other of it."""
+    """Device memory in the form in which libraries exchange it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
