@@ -1,4 +1,4 @@
-"""What looks at the engine and tells: faults by unit and buffer, bad gradients, memory.
+"""Reports about a running engine: faults by unit and buffer, bad gradients, memory.
 
 Changes nothing in training. May enter: reports that need the engine and nothing above it.
 """

@@ -2,7 +2,7 @@
 carried, and which buffer of which memory plan did not fit.
 
 A dead or late rank shows on the others as a collective that never ends. With gloo the wait for it
-raises, and the error is raised anew with unit and phase. With NCCL the host waits for nothing: the
+raises, and the error is raised again with unit and phase. With NCCL the host waits for nothing: the
 process group's own watchdog ends the process at the timeout, and `late_collectives.py` says
 beforehand what it is about. Names are looked up only when something has failed.
 """
@@ -63,7 +63,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class NamedWork:
-    """A handle whose failure says what was waited for."""
+    """A handle whose failure names what was waited for."""
 
     work: Any
     launch: Launch
@@ -77,8 +77,8 @@ class NamedWork:
 
 
 class NamedCommunicator(Communicator):
-    """A communicator whose failures say what it carries: `unit_of` finds the unit of a group's
-    name. `log` is told what the host will not wait for."""
+    """A communicator whose failures name what it carries: `unit_of` finds the unit of a group's
+    name. `log` records what the host will not wait for."""
 
     def __init__(
         self,
@@ -238,8 +238,8 @@ class FaultReport:
         return carries
 
     def explain_allocation(self, label: str, flat: torch.Tensor, error: RuntimeError) -> None:
-        """Raises what is to be said of the buffer `flat`, which could not be given storage; returns
-        if `error` is about something else."""
+        """Raises an error with the report for the buffer `flat`, which could not be given storage;
+        returns if `error` is about something else."""
         if ran_out_of_memory(error):
             what = f"{label} ({_size(flat.numel() * flat.element_size())}, {flat.dtype})"
             raise self._out_of_memory(what, error) from error

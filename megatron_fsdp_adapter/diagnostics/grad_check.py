@@ -22,7 +22,7 @@ MOST_LINES = 20
 
 @dataclass(frozen=True)
 class Note:
-    """`largest[i]` is the largest magnitude, as a 0-dim device tensor, of what `names[i]` tells."""
+    """`largest[i]` is the largest magnitude, as a 0-dim device tensor, of what `names[i]` names."""
 
     microbatch: int
     names: tuple[str, ...]
@@ -65,7 +65,7 @@ class GradCheck:
     def raise_found(self) -> None:
         """Raises RuntimeError for what was not finite; waits for the device if there are notes.
 
-        Each name is told once, with the microbatch (from 0) in which it was first found: where
+        Each name is reported once, with the microbatch (from 0) in which it was first found: where
         microbatches add up in one buffer, it is not finite in all later ones.
         """
         notes, self._notes = self._notes, []

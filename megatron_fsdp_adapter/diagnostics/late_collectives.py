@@ -1,9 +1,9 @@
-"""What a rank launched last, said before NCCL gives up on it.
+"""The last launches of a rank, printed before NCCL gives up on one.
 
 On a GPU the host waits for no collective. When another rank is dead or late the host comes to a
 stop at some later point, and NCCL's watchdog ends the process at the timeout of the process group
 with a message of its own, which knows sizes and no names. So this rank's last launches are noted,
-and told once if nothing was launched for half of that time. The collective that hangs is among
+and printed once if nothing was launched for half of that time. The collective that hangs is among
 them. Polling an event of each collective was rejected: calls to CUDA for every launch of a run in
 which nothing hangs.
 """
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 
 KEPT = 8
-"""Launches that are told: more than are ever in flight at once."""
+"""Launches that are printed: more than are ever in flight at once."""
 
 class LaunchLog:
     """The last launches of one engine. `patience` is in seconds; a thread looks from the first
@@ -34,7 +34,8 @@ class LaunchLog:
         weakref.finalize(self, self._over.set)
 
     def note(self, launch: object) -> None:
-        """A collective was launched, which `str(launch)` tells. It must keep no buffers alive."""
+        """Records a launched collective, printed as `str(launch)`. It must keep no buffers
+        alive."""
         self._last.append(launch)
         self._at, self._told = time.monotonic(), False
         if not self._started:
@@ -44,11 +45,11 @@ class LaunchLog:
 
     def rest(self) -> None:
         """A collective went into a CUDA graph: from now on nothing may be launched for long while
-        all is well. Told is nothing until the next `note`."""
+        all is well. Prints nothing until the next `note`."""
         self._told = True
 
     def look(self, now: float) -> None:
-        """Tells the last launches if they are too long ago, and were not told yet."""
+        """Prints the last launches if they are too long ago and were not printed yet."""
         if self._told or now - self._at < self.patience:
             return
         self._told = True

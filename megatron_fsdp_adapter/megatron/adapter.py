@@ -154,7 +154,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self.fsdp_unit_modules = sorted({type(unit).__name__ for unit in units.values()})
         domains = ModelDomains(self.megatron_fsdp_dist_index, self._placements, self.device)
         plans = plan_units(module, units, self.config, engine_config, domains)
-        # Whoever names classes has said what a unit is.
+        # Named classes are the units: layers are not grouped.
         layers = layer_numels(plans) if unit_classes is None else []
         plans = group_layers(plans, unit_grouping.unit_numel(self.config, self.ddp_config, layers))
         self._joined = unit_grouping.described(plans)
@@ -234,8 +234,8 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         )
 
     def _quantized(self) -> str:
-        """How many of the parameters of this rank are, in which format. Said also if there are none
-        though they were asked for: layers that are not Transformer Engine's make none."""
+        """How many of the parameters of this rank are, in which format. Printed also if there are
+        none though they were asked for: layers that are not Transformer Engine's make none."""
         groups = [group for group in self.engine.groups if group.key.quantized]
         if not groups and not is_on(self.config, ddp_options.FP8_PARAM):
             return ""

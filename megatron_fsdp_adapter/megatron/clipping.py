@@ -101,8 +101,8 @@ def clip_now(optimizer: Any) -> None:
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
-    """Inside, nobody reads gradients between clipping and the inner optimizer's step, but who says
-    so. A step that is left out leaves clipped ones, as without this."""
+    """Inside, gradients between clipping and the inner optimizer's step are read only by code that
+    reports it. A step that is left out leaves clipped ones, as without this."""
     shards = _shards(self)
     if shards is None:
         return original(self)

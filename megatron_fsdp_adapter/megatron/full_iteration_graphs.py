@@ -10,7 +10,7 @@ the capture, and after one what it was after it:
     at its end                  the streams are back, the gradients stay attached, in storage that
                                 is theirs for good: each replay overwrites it
     outside                     gradients are forgotten only by an eager training step; weights are
-                                not gathered ahead; quantized ones are made anew as soon as their
+                                not gathered ahead; quantized ones are made again as soon as their
                                 main weights have changed
 """
 
@@ -48,7 +48,7 @@ class FullIterationGraphs:
             if not self._open:
                 self._begin(torch.is_grad_enabled())
             return
-        if self._has_graphs:  # a replay used the same buffers, and told no stream of ours
+        if self._has_graphs:  # a replay used the same buffers, unordered with our streams
             self._engine.gather.follow_compute()
         if self._stale and torch.is_grad_enabled():
             self._stale = False

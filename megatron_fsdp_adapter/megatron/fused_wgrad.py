@@ -27,7 +27,7 @@ def grad_writer(
     is_fresh: bool,
     observe: Callable[[Any, torch.dtype, bool], Observed] | None,
 ) -> WgradProtocol:
-    """Who writes the gradient of `managed`, from the modules that hold it.
+    """How the gradient of `managed` is written, from the modules that hold it.
 
     Only matrices are written by modules. Where the holders differ, all of them add to what was
     zeroed; the engine adds what autograd has beside them.
@@ -38,7 +38,7 @@ def grad_writer(
             without `gradient_accumulation_fusion`.
 
     Raises:
-        ValueError: a module that neither adds nor overwrites as it is told to.
+        ValueError: a module that neither adds nor overwrites as its flag asks.
     """
     param = managed.param
     if observe is None or param.ndim != 2 or not param.requires_grad:
@@ -50,7 +50,7 @@ def grad_writer(
         if fuses(owner)
     }
     # A tied embedding weight is handed to the output layer, which does not hold it; Megatron marks
-    # it with an attribute that is about the placeholder gradient, which nobody makes here. Of a
+    # it with an attribute that is about the placeholder gradient, which is not made here. Of a
     # pipeline it marks neither, but the copies: the last stage hands out its copy if it has it for
     # multi-token prediction. That of the first stage loses nothing by it.
     if getattr(param, "zero_out_wgrad", False) or (

@@ -72,7 +72,7 @@ class LayerCaptures:
         return self.graphs.forward_pass(training)
 
     def gradients_finished(self) -> None:
-        """A step ends. In the first in which nothing more was captured, says on one rank what is
+        """A step ends. In the first in which nothing more was captured, prints on one rank what is
         captured and what it takes."""
         if self.graphs is not None:
             self.graphs.step_done()

@@ -34,7 +34,7 @@ def model_problems(module: nn.Module, config: Any, ddp_config: Any) -> list[str]
 
 
 def _compiled(module: nn.Module) -> list[str]:
-    """Modules that torch.compile was told of, as a function or as a method."""
+    """Modules that are compiled, by the function or the method."""
     return [
         f"module {name or type(child).__name__}: it was compiled with torch.compile, of which "
         "Megatron's layers, pipelines and fused weight gradients were never run here; wrap the "

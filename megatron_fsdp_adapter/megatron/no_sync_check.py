@@ -25,7 +25,7 @@ class NoSyncCheck:
         self._forwards = 0
 
     def on_no_sync(self) -> None:
-        """The loop, or the user's own, says which microbatches are not the last."""
+        """Notes that the loop marks the microbatches that are not the last."""
         self._pending = False
 
     def on_zero_grads(self) -> None:
@@ -33,7 +33,8 @@ class NoSyncCheck:
         self._forwards = 0
 
     def on_forward(self, config: Any, training: bool) -> None:
-        """Before a forward pass. RuntimeError at the second one of a step, if nobody wired it."""
+        """Before a forward pass. RuntimeError at the second one of a step, if the loop
+        never called `no_sync`."""
         if not self._pending or not training or not torch.is_grad_enabled():
             return
         if config.no_sync_func is not None:

@@ -92,7 +92,7 @@ never tell the wrapper that weights have changed. The last two are the DDP confi
 
 
 def _complete(config: Any) -> None:
-    """Sets in an optimizer config what must be so and is not, and says it."""
+    """Sets in an optimizer config what must be so and is not, and prints it."""
     wrong = {name: to for name, to in _NEEDED.items() if getattr(config, name, False) != to}
     for name, value in wrong.items():
         setattr(config, name, value)

@@ -68,7 +68,7 @@ def clip_sharded(original: Callable[[Any], None], attention: Any) -> None:
     weights: list[Any] = [layer.weight for layer, _ in columns]
     for weight, (_, factors) in zip(weights, columns, strict=True):
         _multiply_rows(weight, factors)
-    # Quantized weights are made anew only if it is said.
+    # Quantized weights are made again only on a notification.
     engine.main_weights_changed(loaded=not all(weight.requires_grad for weight in weights))
 
 

@@ -3,8 +3,8 @@
 It does not call the model. The model makes a plan of a microbatch (`build_schedule_plan`), which
 has *nodes*, parts of layers with a forward, a backward and, with `delay_wgrad_compute`, a backward
 of weights; core runs those of two microbatches in turn, some on a stream of its own. Here the nodes
-of each plan are watched: the engine is told before a node reads a layer's weights, and when the
-layer's last one has run. Core is left as it is; the model's method is replaced on the instance.
+of each plan are watched: the engine is notified before a node reads a layer's weights, and when
+the layer's last one has run. Core is left as it is; the model's method is replaced on the instance.
 
 A layer is one stage; two, where its experts are units of their own: those are gathered for the
 node that reads them, inside of the time that the rest of the layer is there.
@@ -191,7 +191,7 @@ def watch_plans(
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         engine, model, call = engine_of(), model_of(), before()
-        # Whoever calls this has the model, and the wrapper.
+        # The caller has the model and the wrapper.
         assert engine is not None and model is not None and call is not None
         call()
         plan = build(model, *args, **kwargs)

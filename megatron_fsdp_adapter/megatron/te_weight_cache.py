@@ -1,16 +1,16 @@
 """FP8 compute of Transformer Engine with parameters in bf16.
 
-TE quantizes a weight when a layer is called and, told which microbatch is the first of a step,
+TE quantizes a weight when a layer is called and, given which microbatch is the first of a step,
 keeps the result for the others. With sharded weights that would keep an FP8 copy of the whole
 model on every rank, so the keeping is switched off: each call quantizes what was gathered for it.
 Core has an option for that, `disable_parameter_transpose_cache`, which its TE layers copy from the
 config when they are made.
 
-The same switch decides who overwrites a fused weight gradient: told that a microbatch is the first,
-TE overwrites `main_grad`, told that it is not, it adds, whatever else it is told. A module that is
+The same switch decides whether a fused weight gradient is overwritten: in the first microbatch
+TE overwrites `main_grad`, in others it adds, whatever other flags say. A module that is
 called twice in the first microbatch would lose its second call's gradient (backward comes to that
-one first), and a bucket that every microbatch fills anew would be added to. Told nothing, it does
-what `wgrad_probe` has seen. So with fused gradients the cache is off under every strategy, at the
+one first), and a bucket that every microbatch fills afresh would be added to. Without the flag it
+does what `wgrad_probe` has seen. So with fused gradients the cache is off under every strategy, at the
 price of quantizing kept weights once for each microbatch.
 
 What autograd saves of one call stays: the quantized weights of layers between their forward and

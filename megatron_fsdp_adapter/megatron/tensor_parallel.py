@@ -1,7 +1,7 @@
-"""How tensor parallelism cuts a parameter, and the attributes by which Megatron is told.
+"""How tensor parallelism cuts a parameter, and the attributes that Megatron reads.
 
 Most layers of core mark their parameters (`tensor_model_parallel`, `partition_dim`). Two kinds
-have to be told by the class of the module that owns the parameter: layers of core that were built
+are known by the class of the module that owns the parameter: layers of core that were built
 without being initialized, which carry no marks; and layers of Transformer Engine, which mark every
 weight as cut along dim 0 unless they know of the cut, and they do not where core cuts the weights
 for them (experts) or where the weights are whole (`TELinear` without a parallel mode).

@@ -120,8 +120,8 @@ def plan_units(
     engine_config: EngineConfig,
     domains: ModelDomains,
 ) -> list[UnitPlan]:
-    """Which parameter belongs to which unit and group, and who writes its gradient. Parameters are
-    marked with how tensor parallelism cuts them. `config` is the model's.
+    """Which parameter belongs to which unit and group, and how its gradient is written. Parameters
+    are marked with how tensor parallelism cuts them. `config` is the model's.
 
     ValueError: a module whose fused weight gradients cannot be used.
     """

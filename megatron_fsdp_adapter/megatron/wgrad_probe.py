@@ -3,9 +3,9 @@
 Whether a fused product overwrites `main_grad` or adds to it depends on the module's class, on the
 precision and on the release of Transformer Engine: 2.11 asks the *quantized* weight for the flag
 in some layers, which never has it; 2.20 reads the flag in forward. A bucket that is taken for
-overwritten and was added to holds garbage, and nothing says so. So a small module of each class
+overwritten and was added to holds garbage, silently. So a small module of each class
 runs once in a process, in each precision that the model computes in, on a `main_grad` whose
-content tells afterwards what was done to it. What was not seen to overwrite is zeroed first.
+content shows afterwards what was done to it. What was not seen to overwrite is zeroed first.
 
 Modules of a class without a row in `MAKERS` are taken to add, as Megatron's DDP takes them.
 """
@@ -40,10 +40,10 @@ MARK = 4096.0
 class Observed:
     """What modules of one class did.
 
-    adds: without being told anything, they add to `main_grad`.
+    adds: without a flag, they add to `main_grad`.
     overwrites_in_backward: they overwrite where `get_main_grad()` sets `overwrite_main_grad`, and
     add where it unsets it. told_in_forward: they overwrite where it was set before the forward.
-    ignores_flag_under_hooks: what they are told in backward they hear only where no hooks are on
+    ignores_flag_under_hooks: they see the flag of backward only where no hooks are on
     what autograd saves: they ask the saved weight, which then has no attributes.
     """
 
@@ -71,7 +71,7 @@ class Observed:
 
 
 UNKNOWN = Observed(adds=True)
-"""Of a class that nobody knows how to make: the contract of Megatron's DDP."""
+"""Of a class that cannot be made here: the contract of Megatron's DDP."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def _main_grads(
     in_forward: bool | None = None,
 ) -> list[torch.Tensor]:
     """`main_grad` of every matrix after one forward and backward, with `fill` in it before. What
-    is not None is told to the module, then."""
+    is not None is set on the module, then."""
     with precision.made():
         module = maker.make(dtype=dtype, device=device)
     weights: list[Any] = [param for param in module.parameters() if param.ndim == 2]

@@ -82,7 +82,7 @@ class FullyShardedModel(GradSync, ShardedStateDict):
         self.engine.finish_grads()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients; their memory is given back, whatever `set_to_none` says."""
+        """Forgets all gradients; their memory is given back with either `set_to_none`."""
         self.engine.zero_grads()
 
     def main_weights_changed(self) -> None:
@@ -124,7 +124,7 @@ class FullyShardedModel(GradSync, ShardedStateDict):
             total = norms.max() if largest else norms.pow(norm_type).sum()
         [domain] = {id(g.domain): g.domain for g in self.engine.groups}.values()
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        if largest:  # a maximum over ranks drops NaN, which is told beside it
+        if largest:  # a maximum over ranks drops NaN, so it is sent beside it
             total = torch.stack([total.nan_to_num(0.0, math.inf), total.isnan()])
         if config.strategy.shard_main:
             dist.all_reduce(total, op, domain.reduce_group)
@@ -366,7 +366,7 @@ def _weights_changed(optimizer: Any, *unused: Any) -> None:
 
 
 def _zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
-    """Forgets the gradients of this optimizer's parameters, whatever `set_to_none` says."""
+    """Forgets the gradients of this optimizer's parameters, with either `set_to_none`."""
     end_step(optimizer)
     params = _params_of(optimizer)
     for engine in _engines_now(optimizer):

@@ -1,6 +1,6 @@
 """Weights in Transformer Engine's quantized classes, as the engine sees them.
 
-Nothing here imports Transformer Engine: its objects are told by the names of their classes and of
+Nothing here imports Transformer Engine: its objects are known by the names of their classes and of
 their fields, so that this package can be imported, and tested, where there is none.
 """
 

@@ -24,7 +24,7 @@ def padded(scales: torch.Tensor, multiples: tuple[int, int]) -> torch.Tensor:
 
 def mx_columns(value: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes (M, K) and scales (M / 32, K) along the columns of an MXFP8 weight, of the value (M, K)
-    that it was made from; on the device of `like`. Its rows do not tell them."""
+    that it was made from; on the device of `like`. They do not follow from its rows."""
     main = value.detach().to(like.device).reshape(-1)
     sizes = (main.numel(), main.numel(), main.numel() // GROUP, main.numel() // GROUP)
     rows, columns, row_scales, scales = (main.new_empty(n, dtype=torch.uint8) for n in sizes)

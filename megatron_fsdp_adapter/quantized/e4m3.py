@@ -142,8 +142,8 @@ NO_ROWS: Mapping[int, OwnRows] = MappingProxyType({})
 class Cast:
     """The rows of many weights, with the table that kernels read, made when it is first needed.
 
-    Of planes that come and go (`only`) the table has offsets in their storages, and a kernel is
-    told where those begin when it runs: a table that is made anew has to go to the device.
+    Of planes that come and go (`only`) the table has offsets in their storages, and a kernel
+    gets where those begin when it runs: a new table would have to go to the device.
     """
 
     def __init__(self, rows: Sequence[OwnRows], rounded: torch.dtype) -> None:
@@ -181,7 +181,7 @@ class Cast:
         return kernels_for(self.rows[self.held[0]].main.device) if self.held else None
 
     def table(self) -> Table:
-        """Made anew when memory has moved."""
+        """Made again when memory has moved."""
         addresses = [
             address for index in self.held for address in self._places(self.rows[index].tensors)
         ]
@@ -252,8 +252,8 @@ class BlockCast(Cast):
     of one weight after the other, each of `scales_shape`. Shards may be cut at any row.
 
     Two passes, with the maxima over ranks between them. The first one writes amaxes, and on CUDA
-    the bytes of blocks that this rank has all of: their scales need nobody else. Most blocks are of
-    that kind, and main weights are read once for them. Not of planes that come and go: their bytes
+    the bytes of blocks that this rank has all of: their scales need no other rank. Most blocks are
+    of that kind, and main weights are read once for them. Not of planes that come and go: their bytes
     are written by the second pass."""
 
     def __init__(

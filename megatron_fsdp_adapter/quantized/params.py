@@ -149,7 +149,7 @@ def stored_in(param: nn.Parameter) -> list[torch.Tensor]:
 
 def attributes_of_class(param: nn.Parameter) -> frozenset[str]:
     """Names of the attributes that a class of quantized tensors keeps on its objects, none for
-    another class: every other one was put there by whoever has the parameter."""
+    another class: every other one was put there from outside."""
     kind = kind_of(type(param))
     if kind is None:
         return frozenset()

@@ -2,7 +2,7 @@
 launches for all weights, to the bits that TE's own functions give.
 
 TE has a function for the same (`quantize_master_weights`). It takes weights one by one, keeps a
-bf16 copy of all main weights meanwhile and makes transposes of every shard that nobody reads.
+bf16 copy of all main weights meanwhile and makes transposes of every shard, which are not read.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Current:
 class Delayed:
     """Scales that TE has made of the amaxes of earlier steps; those of this one go to where it
     looks for them. What has been seen since TE looked last is in the amaxes already. After a load
-    bytes are made with the scale that the saved ones had, or, where nobody knows it, with one of
+    bytes are made with the scale that the saved ones had, or, where it is unknown, with one of
     these main weights, which then is TE's too."""
 
     def __init__(self, weights: Sequence[QuantizedWeight], settings: Settings) -> None:
@@ -229,7 +229,7 @@ class Delayed:
         return partial(_part(self._others, self._weights, weights, rows).finish, self._scales)
 
     def _follow_load(self, amaxes: list[torch.Tensor]) -> None:
-        """Finds scales that nobody knows, and makes all bytes once more; the others are the same.
+        """Finds unknown scales, and makes all bytes once more; the others are the same.
         Where bytes are those of before, TE has seen their amax, or forgotten it by now."""
         fresh, unused = torch.empty(2, self.amax_numel, device=self._amaxes.device).unbind()
         write_scales(self._amaxes, fresh, unused)

@@ -10,7 +10,7 @@ bytes were made, and the history, from the present step back; by column input, w
 in backward the gradients of output and input. Amaxes are the same on all ranks that reduce them
 together, so one of them has what all have. How the bytes were made is in the weight's column: the
 scale that they have, which is not the next one where a step was left out or the weight is frozen;
-`OUTDATED` where they will be made with the next one; NaN where nobody knows.
+`OUTDATED` where they will be made with the next one; NaN where it is unknown.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Scaling:
     trained: bool
 
     def record(self, outdated: bool) -> torch.Tensor:
-        """A copy of the state. outdated: whether the weight's bytes will be made anew before they
+        """A copy of the state. outdated: whether the weight's bytes will be made again before they
         are read."""
         states = list(self._states())
         scales = torch.cat([scale for scale, _ in states])

@@ -1,4 +1,4 @@
-"""What kernels that cast the rows of many weights are told of them."""
+"""The tables of kernels that cast the rows of many weights."""
 
 from __future__ import annotations
 

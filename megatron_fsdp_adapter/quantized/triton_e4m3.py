@@ -1,6 +1,6 @@
 """The kernels of `e4m3`. Imported where they are used: Triton comes with torch's CUDA builds only.
 
-Sources and targets are addresses in a table. What is known of their alignment is said with
+Sources and targets are addresses in a table. What is known of their alignment is passed with
 `multiple_of`, or nothing would be loaded in vectors.
 """
 

@@ -1,4 +1,4 @@
-"""What a kernel of Adam for many tensors is told, beside where they are."""
+"""The arguments of a multi-tensor Adam kernel, beside the table of its tensors."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def with_single_rank_domains(
     may: Callable[[str], bool] = lambda name: True,
 ) -> EngineConfig:
     """`config` of an engine that keeps what is of a domain of one rank, of those whose names
-    `may`: nothing of it is sharded, gathered or reduced, whatever the strategy says."""
+    `may`: nothing of it is sharded, gathered or reduced, under any strategy."""
     if not config.strategy.shard_grads:
         return config
     alone = [name for name, domain in domains.items() if has_one_rank(domain) and may(name)]

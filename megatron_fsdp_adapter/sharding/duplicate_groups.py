@@ -42,19 +42,19 @@ def duplicate_ranks(
 
 
 def everyones_groups(attribute: str, mine: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The groups of which each rank has told its own, `mine`, () without one; collective.
+    """The groups of all ranks, from each rank's own, `mine` (() without one); collective.
 
-    A digest a rank is told: who tells the same is in the same group. Lists of ranks would be as
-    many numbers as the square of the world, on every rank; they are told only if digests do not
-    fit, to say why.
+    Ranks exchange digests: those with the same one are in the same group. Lists of ranks would
+    be as many numbers as the square of the world, on every rank; they are exchanged only if
+    digests do not fit, for the error.
     """
     world, digest = dist.get_world_size(), digest_of(mine)
     digests: list[str] = [""] * world
     dist.all_gather_object(digests, digest)
     found: dict[str, list[int]] = {}
-    for rank, told in enumerate(digests):
-        if told:
-            found.setdefault(told, []).append(rank)
+    for rank, digest in enumerate(digests):
+        if digest:
+            found.setdefault(digest, []).append(rank)
     fits: list[bool] = [True] * world
     dist.all_gather_object(fits, not mine or found[digest] == sorted(mine))
     if not all(fits):

@@ -159,23 +159,23 @@ def _in_turn(chunks: Sequence[_Chunk]) -> Named:
 
 
 def _over_stages(chunks: Sequence[_Chunk], stages: Any) -> Named:
-    """All stages' tensors, chunk by chunk and stage by stage. What each stage will send is found
-    out on the meta device and told to the others once."""
+    """All stages' tensors, chunk by chunk and stage by stage. Each stage finds out what it will
+    send on the meta device, and stages exchange that once."""
     mine, size = dist.get_rank(stages), dist.get_world_size(stages)
     own = [
         [(name, tuple(t.shape), t.dtype) for name, t in chunk.tensors(meta=True)]
         for chunk in chunks
     ]
-    told: list[Any] = [None] * size
-    dist.all_gather_object(told, own, group=stages)
+    every: list[Any] = [None] * size
+    dist.all_gather_object(every, own, group=stages)
     for number, chunk in enumerate(chunks):
         for stage in range(size):
-            listed = told[stage][number]
+            listed = every[stage][number]
             source = dist.get_global_rank(stages, stage)
             sent = chunk.tensors() if stage == mine else _to_receive(listed, chunk.device)
             for name, _, _ in listed:
                 yield _sent(name, next(sent), source, stages)
-            assert next(sent, None) is None, "more than was told"
+            assert next(sent, None) is None, "more than was listed"
 
 
 def _sent(name: str, given: Entry, source: int, stages: Any) -> Entry:
@@ -250,9 +250,9 @@ class _Chunk:
         described = [*self._described.values(), *rest]
         own = [one.name for one in described if one.expert]
         group: Any = self.source.experts
-        told: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(told, own, group=group)
-        return {name: list(names) for name, *names in zip(own, *told, strict=True)}
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, own, group=group)
+        return {name: list(names) for name, *names in zip(own, *every, strict=True)}
 
     def problems(self) -> list[str]:
         """One line for each weight that cannot be exported as asked."""
@@ -276,7 +276,7 @@ class _Chunk:
         for described, planes in self._on_meta() if meta else self._gathered():
             if not self._is_left_out(described):
                 found = self._exported(described, planes)
-                while found:  # what the caller has had is kept by nobody here
+                while found:  # no reference to what the caller has had stays here
                     yield found.pop()
 
     def _exported(self, described: Described, planes: Planes) -> list[Entry]:

@@ -84,13 +84,13 @@ def install(optimizer: Any) -> FusedAdamStep | None:
 
 
 def _check(kernel: Kernel, device: torch.device) -> None:
-    """Against torch in float64: a compiler that breaks the kernel would break training and say
-    nothing.
+    """Against torch in float64: a compiler that breaks the kernel would break training
+    silently.
 
     Raises:
         ArithmeticError: a weight or a moment differs by more than roundings.
     """
-    told = Update(0.1, 0.9, 0.95, 1e-3, 0.5, 0.25, True, 0.1, torch.full((), 0.5, device=device))
+    given = Update(0.1, 0.9, 0.95, 1e-3, 0.5, 0.25, True, 0.1, torch.full((), 0.5, device=device))
     for skip in (0, 1):
         size = CHUNK + 8 + skip
         lists = [[torch.linspace(low, 1, size, device=device)[skip:]] for low in (-1, -1, -1, 0)]
@@ -98,7 +98,7 @@ def _check(kernel: Kernel, device: torch.device) -> None:
         grad = 0.5 * grad
         first, second = 0.9 * first + 0.1 * grad, 0.95 * second + 0.05 * grad * grad
         update = first / 0.5 / ((second / 0.25).sqrt() + 1e-3) + 0.1 * weight
-        kernel(Tables(CHUNK).of(lists), lists, told)
+        kernel(Tables(CHUNK).of(lists), lists, given)
         expected = {"weights": weight - 0.1 * update, "moments": first, "second moments": second}
         for (name, value), (found,) in zip(expected.items(), lists[1:], strict=True):
             if not torch.allclose(found.double(), value, rtol=1e-4, atol=1e-5):

@@ -34,7 +34,7 @@ class LionRule:
 
 
 class LionShards(OwnSteps):
-    """Local shards of an optimizer of which Lion updates some groups, as `rule` says."""
+    """Local shards of an optimizer of which Lion updates the groups that `rule` selects."""
 
     def __init__(
         self, rule: LionRule, optimizer: Any, skip_empty: bool, decoupled: bool

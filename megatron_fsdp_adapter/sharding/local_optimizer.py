@@ -55,7 +55,7 @@ class LocalShards:
         decoupled: it reads `decoupled_grad`, of any dtype, in place of `grad`.
 
     copies_grads: whether it has been given copies of gradients, which end with the step.
-    step_follows: whether gradients that are clipped are read by a step, and before by nobody.
+    step_follows: whether a step is the first to read clipped gradients.
     fused_step: the kernel in the inner optimizer, where it has one of ours.
     """
 
@@ -124,7 +124,7 @@ class LocalShards:
                 self.drop(param, gone)
                 for name, value in own.items():
                     self.put(param, name, value)
-                if known is not None:  # what is other than before is shown anew
+                if known is not None:  # a changed entry is shown again
                     self._known[local] = known.now_in(entry, {*given, *gone})
         return found
 
@@ -153,7 +153,7 @@ class LocalShards:
 
     def drop(self, param: Any, names: Sequence[str]) -> None:
         """State of `param` of these names goes; and if nothing is left that is shown, all of it, so
-        that the inner optimizer makes it anew."""
+        that the inner optimizer makes it again."""
         state = self.state.get(self.local_of(param), {})
         for name in names:
             state.pop(name, None)
@@ -258,7 +258,7 @@ class LocalShards:
         return self._clip is not None
 
     def clip_now(self) -> None:
-        """Somebody reads gradients, or no step has come."""
+        """Applies a deferred clip: gradients are read before a step, or no step has come."""
         clip, self._clip = self._clip, None
         if clip is not None:
             self.clip_grads(clip)
@@ -380,7 +380,7 @@ def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
 
     Raises:
         ValueError: before anything is written: the groups do not have this optimizer's numbers of
-            parameters, a value has not its parameter's shape, or nobody knows which rows it has.
+            parameters, a value has not its parameter's shape, or its rows are unknown.
     """
     _before_state_dict(optimizer)
     given = state_dict.copy()

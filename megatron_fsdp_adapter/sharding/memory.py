@@ -67,7 +67,7 @@ def return_memory(
     model: Any, optimizer: Any = None, *, only: str | Collection[str] | None = None
 ) -> None:
     """Takes the memory back that `release_memory` gave back, with what was in it: all of it, or of
-    the kinds in `only`. Compute weights are gathered anew when they are needed. Nothing where
+    the kinds in `only`. Compute weights are gathered when they are needed. A no-op where
     nothing was released. No collective. ValueError as there."""
     chosen = ALL_KINDS if only is None else _chosen("only", only)
     for source in sources(model):
@@ -87,7 +87,7 @@ def _left_alone(source: Source) -> list[torch.Tensor]:
 
 def release(engine: FsdpEngine, kinds: Sequence[str], more: Storages) -> dict[str, int]:
     """Gives back memory of `kinds` and `more` storages; the bytes of each kind. RuntimeError where
-    somebody knows addresses."""
+    memory is pinned."""
     engine.memory.check_free(kinds)
     if kinds and not engine.memory.away:
         engine.to_sharded()
@@ -98,7 +98,7 @@ def release(engine: FsdpEngine, kinds: Sequence[str], more: Storages) -> dict[st
 
 
 def take_back(engine: FsdpEngine, kinds: Sequence[str]) -> None:
-    """Takes it back; whatever can be gathered is gathered anew."""
+    """Takes it back; what can be gathered is gathered again."""
     engine.memory.take(kinds)
     engine.mark_main_weights_stale()
     engine.gather.invalidate()
@@ -149,6 +149,6 @@ def take_state(shards: LocalShards) -> None:
 
 
 def trim(runtime: Runtime) -> None:
-    """What torch keeps for the next allocation is of use to nobody else."""
+    """Returns torch's cached memory to the device."""
     if runtime.device.type == "cuda":
         torch.cuda.empty_cache()

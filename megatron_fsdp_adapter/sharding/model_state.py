@@ -152,9 +152,9 @@ def incompatible_keys(form: Form, given: Mapping[str, str], result: Any) -> Any:
     given: the form's key for each given one. result: torch's own, of a load into the whole module
     without the values that the form does not have.
     """
-    absent, told = set(result.missing_keys), set(given.values())
+    absent, present = set(result.missing_keys), set(given.values())
     names = {place.name for place in form.values()}
-    missing = [key for key, place in form.items() if place.name in absent and key not in told]
+    missing = [key for key, place in form.items() if place.name in absent and key not in present]
     missing += [name for name in result.missing_keys if name not in names]
     unexpected = [key for key, own in given.items() if own not in form]
     return result._replace(
@@ -169,7 +169,7 @@ def copy_values(
     with it the parameters that were written in all of their pieces, which are their own values.
 
     Collective if a DTensor is among the values that is not known to be cut like its place.
-    ValueError, on all ranks and before anything is written, for one whose rows nobody knows.
+    ValueError, on all ranks and before anything is written, for one whose rows are unknown.
     """
     places = {key: form[key] for key in values if key in form}
     pieces = {
@@ -219,7 +219,7 @@ def load_own(module: nn.Module, state: dict[str, Any], prefix: str) -> list[str]
             wrong = shape_problems(key, param, Place(key), state[key])  # type: ignore[arg-type]
             if wrong:
                 found += wrong
-                state[key] = param  # the error is told; nothing is written
+                state[key] = param  # the error is raised later; nothing is written
             else:
                 params[key] = param
     write_pieces(pieces_of(params), state)  # type: ignore[arg-type]
@@ -244,7 +244,7 @@ def write_pieces(pieces: Mapping[str, Piece], values: Mapping[str, torch.Tensor]
 
 
 class _Fit(enum.IntEnum):
-    """How a DTensor is cut: as its place is, in another way, or nobody knows how."""
+    """How a DTensor is cut: as its place is, in another way, or in an unknown one."""
 
     SAME = 0
     OTHER = 1

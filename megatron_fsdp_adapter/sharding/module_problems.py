@@ -77,7 +77,7 @@ def _parameters(module: nn.Module, is_managed: Callable[[str], bool]) -> list[st
 def _parameter(param: nn.Parameter) -> str:
     """Why a flat buffer cannot hold `param`, and what to do; empty if it can."""
     if any(hasattr(param, mark) for mark in SHARDED_ALREADY):
-        return ""  # told of the whole module
+        return ""  # reported for the whole module
     if isinstance(param, DTensor):
         return (
             f"it is a DTensor, {param.placements} over {param.device_mesh}; ranks hold different "

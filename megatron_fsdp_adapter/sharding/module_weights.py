@@ -48,8 +48,8 @@ class ModuleWeight:
     @torch.no_grad()
     def copy_(self, value: torch.Tensor) -> ModuleWeight:
         """Writes this rank's rows of `value`, a whole plain tensor of any dtype on any device, to
-        the main weights. Who is done says `main_weights_changed` to the engine. ValueError for
-        another shape."""
+        the main weights. Call the engine's `main_weights_changed()` after the last write.
+        ValueError for another shape."""
         if value.shape != self.shape:
             raise ValueError(
                 f"parameter {self.pair.managed.fqns[0]} has shape {tuple(self.shape)}, not "

@@ -1,4 +1,4 @@
-"""Where tensors are, told to a kernel that takes many of them in one launch."""
+"""Tables of addresses, for a kernel that takes many tensors in one launch."""
 
 from __future__ import annotations
 

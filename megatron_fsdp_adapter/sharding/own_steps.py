@@ -20,7 +20,7 @@ Options = dict[str, Any]
 
 
 class OwnSteps(LocalShards):
-    """Subclasses say which groups are theirs, what they keep of a parameter, and make the step."""
+    """Subclasses select their groups, make the state of a parameter, and do the step."""
 
     _stepped = False
 

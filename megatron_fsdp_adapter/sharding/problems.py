@@ -1,4 +1,4 @@
-"""How all that is wrong with a configuration is told: one error, before anything is changed."""
+"""Raises all problems of a configuration as one error, before anything is changed."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def model_lines(plans: Sequence[UnitPlan], config: EngineConfig) -> list[str]:
         members = [(key, entry) for key, managed in plan.groups.items() for entry in managed]
         own = "" if plan.strategy is None else f", {plan.strategy.name}"
         lines.append(f"unit {plan.name}{own}")
-        # By name: a parameter that differs is then told as such, not as one that is elsewhere.
+        # By name: a parameter that differs is then reported as such, not as a missing one.
         lines += sorted(_param_line(key, entry) for key, entry in members)
         order = ", ".join(entry.fqns[0] for _, entry in members)
         lines.append(f"unit {plan.name} in the order {order}")
@@ -80,7 +80,8 @@ def _first_difference(texts: Mapping[int, Sequence[str]]) -> str:
 def first_difference(
     lines: Sequence[str], groups: Sequence[dist.ProcessGroup]
 ) -> str | None:
-    """Where models differ first, told alike to all ranks of `groups`; None if nowhere. Collective.
+    """The first difference between models, alike on all ranks of `groups`; None if there is none.
+    Collective.
 
     One group after the other: what one found is passed on in the next, so that no rank goes on
     to shard with ranks that have given up.

@@ -75,7 +75,7 @@ class NotCopyable:
 
 
 class GradSync(NotCopyable):
-    """Which backward of a step reduces, and who waits for it."""
+    """Which backward of a step reduces, and where that is waited for."""
 
     engine: FsdpEngine
 
@@ -123,7 +123,7 @@ class ShardedStateDict(NotCopyable, nn.Module):
         """Whole main weights and persistent buffers on every rank, under the names of the module
         that was wrapped, which can load them. Tensors are copies, in the main weights' dtype.
 
-        cpu_offload: each goes to the CPU as it is made whole; otherwise the device has to hold the
+        cpu_offload: each goes to the CPU as it is gathered; otherwise the device has to hold the
         whole model. Collective: every rank calls it.
         """
         params = self._params_by_key()
@@ -194,12 +194,12 @@ class ShardedStateDict(NotCopyable, nn.Module):
         Keys are those of `state_dict()` or of `checkpoint_state_dict()`, or the same one "module."
         shorter or longer. A value is a plain tensor of the module's own shape, of which this rank
         takes its rows, or a DTensor of the whole tensor's. One that is not cut like the parameter
-        (of FSDP2, of `distribute_tensor`, of a model with other units) is made whole for a moment,
+        (of FSDP2, of `distribute_tensor`, of a model with other units) is gathered temporarily,
         which is collective. Returns what torch would for the module: missing and unexpected keys.
 
         Raises:
-            ValueError: missing, unexpected (if `strict`) and mis-shaped entries, and DTensors whose
-                rows nobody knows; before anything is written on any rank.
+            ValueError: missing, unexpected (if `strict`) and mis-shaped entries, and DTensors of
+                unknown rows; before anything is written on any rank.
         """
         if assign:
             raise ValueError(ASSIGN)
@@ -240,9 +240,9 @@ OF_RAW = (
 
 
 def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
-    """Tells on a sharded parameter what was put on the module's own, and, also to torch DCP,
-    which rows of which tensor it is. `offset` is where this rank's tensor-parallel part begins in
-    the whole tensor; None at the origin."""
+    """Copies the attributes of the module's own parameter to the sharded one, and marks, for torch
+    DCP too, which rows of which tensor it is. `offset` is where this rank's tensor-parallel part
+    begins in the whole tensor; None at the origin."""
     param, held = pair.sharded, pair.group.held
     _copy_attributes(pair.unsharded, param)
     rows = held.layout.shard_range(pair.index, held.rank)
@@ -255,7 +255,7 @@ def mark_shard(pair: ParamPair, offset: tuple[int, ...] | None = None) -> None:
 
 
 def _copy_attributes(raw: nn.Parameter, optimizer: nn.Parameter) -> None:
-    """Whoever groups, clips, reduces or names parameters may go by any attribute: all are copied,
+    """Code that groups, clips, reduces or names parameters may go by any attribute: all are copied,
     but those of the engine and those by which a class of quantized tensors keeps its values. What
     `optimizer` has already stays."""
     left_out = {*OF_RAW, *attributes_of_class(raw), *vars(optimizer)}
@@ -301,7 +301,7 @@ def take_scaling(
 
 
 def forget_scalings(engine: FsdpEngine) -> None:
-    """All weights were written by somebody who knows nothing of how they are scaled."""
+    """Forgets scales: all weights were written without them."""
     for pair in engine.pairs:
         scaling = scaling_of(pair)
         if scaling is not None:

@@ -17,7 +17,7 @@ Twins of two units exist at once: what is loaded next takes the memory of the un
 stored. The first two are loaded when a step's backwards are over, while gradients are reduced and
 their norm is taken.
 
-Where the user writes the loop, who may read main weights as soon as a step returns, and where
+In a loop of the user's own, which may read main weights as soon as a step returns, and where
 quantized weights are made of all of them at once, a step waits until everything is over.
 
 It hangs on the hook in front of a step that shards hang on anyway: all units are stepped there, and
@@ -254,8 +254,8 @@ class StreamedShards(LocalShards):
             group["params"] = [] if is_over else self.given(index)
 
     def _may_be_late(self) -> bool:
-        """Whether a step may return before its updates are over: everybody who reads what they
-        write asks the engine first, and nothing is lost with the step."""
+        """Whether a step may return before its updates are over: all readers of what they write ask
+        the engine first, and nothing is lost with the step."""
         asks = not any(engine.user_managed_loop or engine.quantization for engine in self._engines)
         return asks and not self.copies_grads
 
@@ -310,7 +310,7 @@ class StreamedShards(LocalShards):
             group["params"] = [local for _, local in pairs]
 
     def load_ahead(self, of: DeferredUpdates, after: Any) -> None:
-        """When the last of several model chunks is told."""
+        """Loads when the last of several model chunks calls."""
         last = self._engines[-1].gather.updates
         if of is not last or not self._may_be_late() or self._walking:
             return

@@ -5,7 +5,7 @@
 
 A copy is ordinary memory of the caller's stream: a tensor that the caller keeps keeps the memory of
 its group's copy, and stays what it is. Handing out the weights that modules compute with was turned
-down: they have to be given back before the next unit takes their slot, whoever still reads them,
+down: they have to be given back before the next unit takes their slot, with readers left,
 and modules that were not asked would be without their guard meanwhile.
 """
 
@@ -65,7 +65,7 @@ def cast_to(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 
 def _source(group: ParamGroup, dtype: torch.dtype) -> list[torch.Tensor]:
     """What this rank holds of each segment. Of main weights in host memory rather what was made of
-    them on the device, in the same dtype, if it is there and nobody has written them since."""
+    them on the device, in the same dtype, if it is there and not stale."""
     kept = group.main_on_host and group.own_current and dtype == group.key.dtype
     if kept and all(storage_bytes(segment) for segment in group.held_weights):
         return group.held_weights
@@ -153,7 +153,7 @@ def _launch(engine: FsdpEngine, unit: Unit, wanted: Wanted) -> _UnitCopy:
     def fill() -> None:
         for group in groups:
             copies = parts[id(group)]
-            if WEIGHT not in copies and group.write_planes is not None:  # nobody keeps a shard
+            if WEIGHT not in copies and group.write_planes is not None:  # no shard is kept
                 items = {name: copy.held_items for name, copy in copies.items()}
                 group.planes_written_into(items)()
                 continue

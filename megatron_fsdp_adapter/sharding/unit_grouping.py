@@ -1,4 +1,4 @@
-"""Neighboring layers as one unit: which are joined, and how many where nobody says."""
+"""Neighboring layers as one unit: which are grouped, and the default group size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def group_layers(plans: Sequence[UnitPlan], numel: int) -> list[UnitPlan]:
 
 
 def default_unit_numel(layer_numels: Sequence[int]) -> int:
-    """Elements up to which neighboring layers are joined where nobody says; 0 for not at all.
+    """Elements up to which neighboring layers are grouped by default; 0 for not at all.
 
     At most `JOINED_NUMEL`, and a sixteenth of all layers, beyond which a layer is joined to no
     further one: so at least eight units remain, none with more than an eighth of the elements.

@@ -62,7 +62,7 @@ def unsharded_units(
     forward_only: Collection[int] = (),
 ) -> UnshardedUnits:
     """units: the layouts of each unit's groups, the root's last; forward_only: those whose backward
-    reads no weights. Says the same on every rank that has these layouts: what units take more does
+    reads no weights. The same on every rank that has these layouts: what units take more does
     not depend on the rank.
 
     Raises:

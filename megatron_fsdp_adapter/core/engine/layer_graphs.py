@@ -9,8 +9,8 @@ place of a program, a replay may overwrite at that place: memory is what one eag
 
 A call that cannot be captured, or does not fit (no gradients, recomputed in backward, hooks on what
 autograd saves) runs eagerly, which needs no memory of the pool; the reason is printed once, and
-not for evaluations. So does a whole pass whose first call has other shapes than the recorded ones: a pool
-for each length would cost the activations of a pass each.
+not for evaluations. So does a whole pass whose first call has other shapes than the recorded ones:
+a pool for each length would cost the activations of a pass each.
 """
 
 from __future__ import annotations

@@ -176,8 +176,8 @@ class AsyncStrategy:
     ) -> tuple[Save]:
         """Copies the state to the host and begins to write it; returns what
         `save_state_dict_async_finalize` takes. Collective. First waits for the save before, since
-        there is memory for one copy. Only the first two arguments are used: who writes what is
-        known from the layout."""
+        there is memory for one copy. Only the first two arguments are used: which rank writes what
+        is known from the layout."""
         if self._last is not None:
             self._last.is_over(blocking=True)
         if self._background is None:
@@ -200,4 +200,4 @@ class AsyncStrategy:
 
 
 def _no_results(mp_mode: str = "spawn") -> None:
-    """In the place of the queue through which a process of Megatron's tells what it wrote."""
+    """In the place of the queue through which a process of Megatron's reports what it wrote."""

@@ -179,8 +179,8 @@ def _stream(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Itera
 
 
 class _Gathered(Sequence[Any]):
-    """Tasks whose tensors are made whole, over data-parallel ranks, as one after the other is asked
-    for: always the same ones on all ranks, in one order."""
+    """Tasks whose tensors are gathered over data-parallel ranks, one after the other, when they are
+    asked for: always the same ones on all ranks, in one order."""
 
     def __init__(self, tasks: Sequence[Any], call: _Call) -> None:
         self.tasks, self.call = tasks, call
@@ -196,7 +196,7 @@ class _Gathered(Sequence[Any]):
         yield from map(self._whole, self.tasks)
 
     def _whole(self, task: Any) -> Any:
-        # Whoever takes the weights may have trained, or saved, in between.
+        # The reader of the weights may have trained, or saved, in between.
         self.call.show_raw()
         weight = None if task is None else self.weights.get(id(task.param_weight))
         return task if weight is None else dataclasses.replace(

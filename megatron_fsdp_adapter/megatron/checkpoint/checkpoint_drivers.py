@@ -116,14 +116,14 @@ def _load(
     name, strict, vocab_size = asked_of(call.arguments)
     folder = Path(name)
     if not (folder / ".metadata").is_file():
-        return original(*args, **kwargs)  # what is missing is its to say
+        return original(*args, **kwargs)  # it reports what is missing
     with coordination() as ranks:
-        (prepared, _), told = ranks.run(
+        (prepared, _), every = ranks.run(
             "comparing the checkpoint with the model",
             lambda: _prepared(wanted, folder, strict, vocab_size, ranks.rank),
             tell=lambda result: result[1],
         )
-    seen = [found for found in told if found is not None]
+    seen = [found for found in every if found is not None]
     lines = []
     if not all(found.has_generators for found in seen):
         prepared.pop(_RNG, None)
@@ -164,8 +164,8 @@ def _as_asked(
 
 @dataclass(frozen=True)
 class _Found:
-    """What a rank tells the others: whether the generator states that it asks for are stored, and
-    the keys that are not, if that is allowed."""
+    """What a rank sends to the others: whether the generator states that it asks for are stored,
+    and the keys that are not, if that is allowed."""
 
     has_generators: bool
     missing: tuple[str, ...]

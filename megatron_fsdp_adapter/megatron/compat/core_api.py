@@ -24,7 +24,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 # Gradient norms. 0.19 has norms of their own for groups of parameters (`mtp_detach_heads`), and
-# names the method that gathers gradients for a norm anew.
+# has another name for the method that gathers gradients for a norm.
 
 NORM_GRADIENTS = next(
     (

@@ -1,7 +1,7 @@
 """Rows for names of other packages that the package gives another meaning, and what puts the rows
 in place and takes them back: the one mechanism for methods, functions, classes and modules.
 
-Rows of a purpose are a table (`table.py`). What is replaced is told by its owner, a module or a
+Rows of a purpose are a table (`table.py`). What is replaced is recorded on its owner, a module or a
 class, under one attribute: no state is kept here, and what another package puts over ours is left
 alone. Modules of megatron-core and torch are imported; others are used if they are loaded, so that
 `install` is called again when more of them may be.

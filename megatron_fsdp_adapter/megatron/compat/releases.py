@@ -1,4 +1,4 @@
-"""Which releases of other packages the tests run with, and what is said to others.
+"""Which releases of other packages the tests run with, and what is printed for others.
 
 megatron-core is the one that can be refused: the wrapper stands in for one of its classes. A
 release older than the oldest tested one is. Any other that is not tested is tried, with one

@@ -182,7 +182,7 @@ class StageExchange:
 
     def _memory_of_updates(self, received: torch.Tensor) -> torch.Tensor:
         """To send updates from: where each matrix came from, which is read before its update is
-        there, if they go back to those who sent it and to nobody else."""
+        there, if they go back to the ranks that sent it and to no others."""
         if self._returns_alike and received.element_size() == self._result.itemsize:
             return received.view(self._result)
         return self._empty(self._plan.returned, self._result)

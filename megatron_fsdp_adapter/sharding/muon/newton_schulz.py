@@ -14,7 +14,7 @@ and X is multiplied by Q after the third step and after the last one: all else i
 most of them symmetric. A matrix that is nearly square has no small products: X is multiplied in
 every step, which is less then.
 
-After the third step R is computed anew from X. Between, R has errors of a rounding of its largest
+After the third step R is computed again from X. Between, R has errors of a rounding of its largest
 eigenvalue, which can make small eigenvalues negative and which every step multiplies by a^2.
 Without the restart some matrices come out infinite, with one after the second or the fourth of five
 steps errors are larger; after the third they are smaller than those of plain steps in bf16, for
@@ -77,7 +77,7 @@ def coefficients_of(name: str, steps: int) -> tuple[Coefficients, ...]:
 
 
 def restarts_of(steps: int, rows: int, columns: int) -> tuple[int, ...]:
-    """The steps, from 0, in front of which X and R are computed anew: all, if the matrix is nearly
+    """The steps, from 0, in front of which X and R are computed again: all, if the matrix is nearly
     square. Five steps need one restart. More steps than that are there for accuracy: every second
     one."""
     if max(rows, columns) <= SQUARE * min(rows, columns):

@@ -1,4 +1,4 @@
-"""Who orthogonalizes which matrix: a pure function of the costs, equal on every rank."""
+"""Which rank orthogonalizes which matrix: a pure function of the costs, equal on every rank."""
 
 from __future__ import annotations
 

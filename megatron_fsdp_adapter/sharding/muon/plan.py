@@ -128,8 +128,8 @@ def plan_stage(
 
 
 class _Sources:
-    """Who sends an owner what several ranks hold: the owner itself if it is one of them, else one
-    that the owner's number chooses. whole: tensor parallelism does not split it."""
+    """Which rank sends an owner what several ranks hold: the owner itself if it is one of them,
+    else one that the owner's number chooses. whole: tensor parallelism does not split it."""
 
     def __init__(self, whole: bool, members: tuple[Member, ...]) -> None:
         self._keys = [(member.shard, 0 if whole else member.part) for member in members]

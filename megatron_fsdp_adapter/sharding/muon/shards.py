@@ -130,7 +130,7 @@ class MuonShards(OwnSteps):
         super().regroup(optimizer)
 
     def _plan(self, groups: Sequence[Options]) -> None:
-        """Once, and anew when groups have other parameters: all ranks have the same ones."""
+        """Plans once, and again when groups have other parameters: all ranks have the same ones."""
         if self._planned:
             return
         self._planned = True
