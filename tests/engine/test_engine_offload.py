@@ -217,7 +217,7 @@ WAITS = {
     (STORE, UPDATE, "streamed_optimizer"): "steps",
     (LOAD, STORE, "streamed_optimizer"): "steps",
     (GATHER, UPDATE, "gather"): "steps",
-    (COMPUTE, UPDATE, "updates"): "layers_left_out",
+    (COMPUTE, UPDATE, "deferred_updates"): "layers_left_out",
 }
 
 
