@@ -1,6 +1,6 @@
 """What is wrapped of Megatron-LM's checkpoint code, around a stand-in for its two functions.
 
-The code itself, unmodified, is run by `tests/integration/test_reshard_pretrain_gpt.py`.
+The code itself, unmodified, is run by `tests/integration/test_megatron_lm.py`.
 """
 
 from __future__ import annotations

@@ -39,10 +39,6 @@ SMALL = shlex.split(
 """One microbatch a rank on 2 ranks, and no clipping: both wrappers then add the same numbers in the
 same order, and every digit must agree."""
 
-ACCUMULATED = ("--global-batch-size", "8", "--clip-grad", "0.5")
-"""Two microbatches a rank, and clipping in every step. ZeRO-2/3 add up ranks first and microbatches
-then, DDP the other way round, and both add up squares for the norm in the order of their shards."""
-
 
 @dataclass(frozen=True)
 class Run:
