@@ -2,12 +2,13 @@
 # Lint, types and tests, in environments that this script makes. Needs nothing but Python.
 #
 # Usage: bash scripts/test.sh [--full] [pytest arguments]
-#   --full  every matrix and the 8-process cases; without it at most 40 minutes on 2 cores
+#   --full  every matrix and the 8-process cases; without it at most 30 minutes on 2 cores
 #
 # Which megatron-core pip finds depends on the Python: 0.16.1 is the last for 3.10 and 3.11. So the
 # tests run twice where both kinds of Python are installed: all of them with $PYTHON (python3), and
-# what differs between releases, with the numerics, with one of the other kind. With pytest arguments
-# (other than --full) they run once. TWICE=0 runs them once, too.
+# what differs between releases (tests/again.py), and what the first run skipped, with one of the
+# other kind; with --full all that concerns core, with both. With pytest arguments (other than
+# --full) they run once. TWICE=0 runs them once, too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE # or each of the many processes compiles torch and Megatron anew
@@ -49,11 +50,16 @@ fi
 release() { "$1" -c 'import sys, torch, megatron.core as m; print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, megatron-core {m.__version__}")'; }
 
 echo "== $(release "$python")"
-"$python" -m pytest "$@"
-if [ -n "$other" ]; then
-  export MEGATRON_FSDP_ADAPTER_OTHER_PYTHON=$python
-  echo "== $(release "$other")"
-  again=--again # but for what says the same with every release
-  [ "${1:-}" = --full ] && again=
-  "$other" -m pytest "$@" $again tests/{adapter,launch,integration,checkpoint,distributed}
+if [ -z "$other" ]; then
+  exec "$python" -m pytest "$@"
+fi
+skips=$(mktemp)
+trap 'rm -f "$skips"' EXIT
+"$python" -m pytest "$@" --skips="$skips"
+export MEGATRON_FSDP_ADAPTER_OTHER_PYTHON=$python
+echo "== $(release "$other")"
+if [ "${1:-}" = --full ]; then
+  "$other" -m pytest --full tests/{adapter,launch,integration,checkpoint,distributed}
+else
+  "$other" -m pytest --again --skips="$skips"
 fi

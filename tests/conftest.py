@@ -3,10 +3,12 @@ from __future__ import annotations
 import os
 import subprocess
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 
 import pytest
 
 from tests import strays
+from tests.again import is_again
 
 MARK = pytest.StashKey[str]()
 LEFT = pytest.StashKey[list[str]]()
@@ -20,20 +22,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--full", action="store_true", help="also run the tests that are marked `full`"
     )
     parser.addoption(
-        "--again", action="store_true", help="leave out the tests that are marked `once`"
+        "--again", action="store_true", help="run what differs between releases of megatron-core"
     )
+    parser.addoption(
+        "--skips", type=Path, metavar="FILE",
+        help="write there which tests are skipped; with --again, run those of it too",
+    )  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `full` are left out unless asked for with --full or -m; those marked `once` are
-    where they have run with another megatron-core already."""
-    marks = ["once"] if config.getoption("--again") else []
-    if not (config.getoption("--full") or config.getoption("-m")):
-        marks.append("full")
-    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    """Tests marked `full` are left out unless asked for with --full or -m; with --again those that
+    say the same with every release."""
+    every = config.getoption("--full") or config.getoption("-m")
+    again, skips = config.getoption("--again"), config.getoption("--skips")
+    skipped = skips.read_text().splitlines() if again and skips else []
+    chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        runs = every or not item.get_closest_marker("full")
+        chosen[bool(runs and (not again or is_again(item.nodeid, skipped)))].append(item)
+    if chosen[False]:
+        config.hook.pytest_deselected(items=chosen[False])
+        items[:] = chosen[True]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,7 +69,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    left = terminalreporter.config.stash.get(LEFT, [])
+    config = terminalreporter.config
+    if config.getoption("--skips") and not config.getoption("--again"):
+        skipped = {report.nodeid for report in terminalreporter.stats.get("skipped", [])}
+        config.getoption("--skips").write_text("\n".join(sorted(skipped)))
+    left = config.stash.get(LEFT, [])
     if left:
         terminalreporter.section("processes that outlive the tests", red=True)
         terminalreporter.write_line("\n".join(left))

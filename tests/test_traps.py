@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.again import AGAIN, ONCE, is_again
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "traps.md"
 KINDS = {"G": 17, "A": 12, "M": 22, "E": 11, "T": 8, "H": 7, "I": 11, "C": 49, "F": 7, "D": 16,
@@ -30,6 +32,22 @@ def exists(name: str) -> bool:
     path, _, test = name.partition("::")
     file = ROOT / path
     return file.is_file() and f"\ndef {test}(" in file.read_text()
+
+
+@pytest.mark.parametrize("name", (*AGAIN, *ONCE))
+def test_what_runs_with_another_release_exists(name: str) -> None:
+    """Where a file or test is renamed, its row of tests/again.py is, too."""
+    path, _, test = f"tests/{name}".partition("::")
+    assert exists(f"{path}::{test.partition('[')[0]}") if test else (ROOT / path).exists()
+
+
+def test_what_runs_with_another_release_is_what_is_named_and_what_was_skipped() -> None:
+    assert is_again("tests/adapter/test_sgd.py::test_x") and is_again(f"tests/{AGAIN[-1]}::test_x")
+    assert not is_again("tests/adapters/test_sgd.py::test_x")
+    assert not is_again(f"tests/{ONCE[0]}::test_x")
+    skipped = ["tests/cli/test_a.py", "tests/cli/test_b.py::test_x[1]"]
+    assert is_again("tests/cli/test_a.py::test_x[0]", skipped) and is_again(skipped[1], skipped)
+    assert not is_again("tests/cli/test_b.py::test_x[2]", skipped)
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])

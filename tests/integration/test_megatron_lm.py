@@ -1,5 +1,5 @@
-"""Megatron-LM's own pretrain_gpt.py and pretrain_hybrid.py, unmodified, through the runner: they train,
-save, resume and move between splits as with its own DDP.
+"""Megatron-LM's own pretrain_gpt.py and pretrain_hybrid.py, unmodified, through the runner: they
+train, save, resume and move between splits as with its own DDP.
 
 Opt-in: needs a checkout of Megatron-LM at core_v0.16.1 or core_v0.19.0 and what its training
 modules import.
@@ -43,7 +43,7 @@ TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 STOCK = "--use-distributed-optimizer --no-gradient-accumulation-fusion"
 SWIGLU = "--swiglu --position-embedding-type rope"
 LAYERS = "--spec hybrid_cpu STACK --hybrid-layer-pattern"
-"""Of attention, of an MLP and of experts. Those of Mamba are left out: their kernels are CUDA only."""
+"""Of attention, an MLP and experts. Those of Mamba are left out: their kernels are CUDA only."""
 LION = "--optimizer lion --adam-beta2 0.95"
 LION_STOCK = "--no-gradient-accumulation-fusion"
 """Core's own Lion has no distributed optimizer."""

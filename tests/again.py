@@ -1,0 +1,69 @@
+"""Which tests run once more with another release of megatron-core, by `pytest --again`: of what
+differs between releases. The rest says the same with each of them.
+
+`scripts/test.sh` runs all tests with one release and these with another. So does what the first run
+skips, for lack of a field or of a class: it leaves the names in a file (`--skips`), and the second
+run reads them there. With `--full` both run everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+AGAIN = (
+    # What is asked of core, replaced in it, and read of its configs and arguments.
+    "adapter",
+    "launch/test_arguments.py",
+    "launch/test_background_saves.py",
+    "launch/test_bridge_overrides.py",
+    "launch/test_megatron_saves.py",
+    "launch/test_options_table.py",
+    "launch/test_runner.py",
+    "integration/test_flags.py",
+    "integration/test_install.py",
+    # Checkpoints: core's own functions around ours, torch's format, and the other release's files.
+    "checkpoint/test_across_releases.py",
+    "checkpoint/test_checkpoint_drivers.py",
+    "checkpoint/test_checkpoint_swiglu.py",
+    "checkpoint/test_convert_arguments.py",
+    "checkpoint/test_convert_resume.py",
+    "checkpoint/test_tensor_properties.py",
+    "checkpoint/test_wrapper_roundtrip.py::test_every_rank_has_every_key_though_it_holds_nothing",
+    "checkpoint/test_wrapper_roundtrip.py::test_resume_is_bit_equal[options1-2]",
+    # Training beside stock DDP: each strategy and axis, and what core's loop or optimizer calls.
+    "distributed/test_expert_norm.py",
+    "distributed/test_expert_tensor_size.py",
+    "distributed/test_fused_wgrad.py",
+    "distributed/test_hybrid_model.py",
+    "distributed/test_later_fields.py",
+    "distributed/test_meta.py",
+    "distributed/test_moe_options.py::test_options_of_experts_train_like_ddp_without_them",
+    "distributed/test_numerics.py::test_each_step_from_the_reference_weights[2]",
+    "distributed/test_numerics.py::test_fp16_with_a_loss_scaler[1]",
+    "distributed/test_overlapped_experts.py::test_each_step_is_that_of_stock_ddp[1]",
+    "distributed/test_precision_aware.py::test_gradients_moments_and_main_weights_in_bf16",
+    "distributed/test_release_megatron.py",
+    "distributed/test_topologies.py::test_topology",
+    "distributed/test_whole_graphs.py",
+)
+"""Files and folders below tests/, tests in them, and cases of these."""
+
+ONCE = (
+    "adapter/test_describe.py",
+    "adapter/test_groups_of_many_ranks.py",
+    "adapter/test_layer_graphs.py",
+    "adapter/test_late_collectives.py",
+)
+"""Of these what says the same with each release."""
+
+
+def names_it(entry: str, test: str) -> bool:
+    """Whether the id of a test is that of a file, folder, test or case, or of something in it."""
+    return test == entry or test.startswith((f"{entry}/", f"{entry}::", f"{entry}["))
+
+
+def is_again(test: str, skipped: Iterable[str] = ()) -> bool:
+    """Whether a test, by its id, runs with another release. skipped: what the first run skipped."""
+    if any(names_it(f"tests/{name}", test) for name in ONCE):
+        return False
+    return any(names_it(entry, test) for entry in (*(f"tests/{name}" for name in AGAIN), *skipped))
