@@ -14,7 +14,8 @@ from tests.gpu import __main__ as gpu
 from tests.gpu import gpu_ranks, journal, shards
 from tests.gpu.shards import FAILED, HUNG, MATRIX, PASSED, SKIPPED, UNREACHED, Known, Shard
 
-pytestmark = pytest.mark.once
+BEGUN: dict[str, Any] = {"begun": True}
+A, STREAMS = "test_gpu_a", "test_gpu_streams"
 
 
 def lines(*of: tuple[str, Any]) -> list[dict[str, Any]]:
@@ -25,32 +26,52 @@ def lines(*of: tuple[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def test_what_did_not_end_is_not_reached_once_and_hung_then() -> None:
-    begun = {"begun": True}
-    found = {"test_gpu_a": Shard("test_gpu_a"), "test_gpu_b": Shard("test_gpu_b")}
-    told = lines(
-        ("test_gpu_a.py::x", {}), ("test_gpu_a.py::y", {}), ("test_gpu_a.py::z", {}),
-        ("test_gpu_a.py::x", begun), ("test_gpu_a.py::y", begun), ("test_gpu_a.py::y", FAILED),
-    )  # fmt: skip
-    shards.learn(found, told)
-    a, b = found.values()
-    assert [known.state for known in a.tests.values()] == [UNREACHED, FAILED, UNREACHED]
-    assert [name[-1] for name in a.unreached] == ["z", "x"], "what was begun already is last"
-    assert (a.is_over, b.is_over, b.counts()) == (False, False, {UNREACHED: 1})
-    shards.learn(found, lines(("test_gpu_a.py::x", begun), ("test_gpu_a.py::z", PASSED)))
-    assert a.counts() == {FAILED: 1, HUNG: 1, PASSED: 1} and a.is_over
-    assert not shards.is_clean([a]) and not shards.is_clean([b])
-    assert "HUNG tests/gpu/test_gpu_a.py::x" in shards.table(found.values())
-    shards.learn(found, [{"shard": "test_gpu_a", "again": True}])
-    assert a.counts() == {UNREACHED: 2, PASSED: 1}
+LACKED = {"outcome": FAILED, "seconds": 1.0, "why": "w", "lacked_memory": True}
+IDLE_END = {"ended": 1, "idle": True}
+BESIDE = {"ended": 1, "idle": False, "beside": 2, "gib": 30}
+
+NOTES: dict[str, tuple[str, list[Any]]] = {
+    "what did not end is not reached once, what was begun is last, and hung then": (A, [
+        (lines((f"{A}.py::x", {}), (f"{A}.py::y", {}), (f"{A}.py::z", {}), (f"{A}.py::x", BEGUN),
+               (f"{A}.py::y", BEGUN), (f"{A}.py::y", FAILED)),
+         {UNREACHED: 2, FAILED: 1}, {"unreached": ["z", "x"], "is_over": False}),
+        (lines((f"{A}.py::x", BEGUN), (f"{A}.py::z", PASSED)),
+         {FAILED: 1, HUNG: 1, PASSED: 1}, {"is_over": True}),
+        ([{"shard": A, "again": True}], {UNREACHED: 2, PASSED: 1}, {"is_over": False}),
+    ]),
+    "a file whose process ends without a word is begun twice": (A, [
+        ([{"shard": A, **IDLE_END}], {UNREACHED: 1}, {"is_over": False}),
+        ([{"shard": A, **IDLE_END}], {HUNG: 1}, {"is_over": True}),
+    ]),
+    "what lacked memory beside others runs once more alone": (A, [
+        ([*lines((f"{A}.py::x", LACKED), (f"{A}.py::y", FAILED)), {"shard": A, **BESIDE}],
+         {UNREACHED: 1, FAILED: 1}, {"unreached": ["x"], "gib": shards.ALONE, "is_over": False}),
+        ([*lines((f"{A}.py::x", LACKED)), {"shard": A, **BESIDE, "beside": 0}],
+         {FAILED: 2}, {"is_over": True}),
+    ]),
+    "memory that was measured counts if it is more": (STREAMS, [
+        ([{"shard": STREAMS, "ended": 0, "idle": False, "gib": gib}], None, {"gib": expected})
+        for gib, expected in ((1, shards.GIB), (90, 90), (50, 90))
+    ]),
+}  # fmt: skip
+"""A file, and one after the other what is noted of it, how many of its tests are then in which
+state, and what else is known."""
 
 
-def test_a_file_whose_process_ends_without_a_word_is_begun_twice() -> None:
-    found = {"test_gpu_a": Shard("test_gpu_a")}
-    for count in (1, 2):
-        shards.learn(found, [{"shard": "test_gpu_a", "ended": 1, "idle": True}])
-        assert found["test_gpu_a"].is_over == (count == 2)
-    assert found["test_gpu_a"].counts() == {HUNG: 1}
+@pytest.mark.parametrize("name", NOTES)
+def test_what_is_noted_of_a_file_is_where_the_next_call_goes_on(name: str) -> None:
+    file, steps = NOTES[name]
+    shard = Shard(file)
+    for told, counts, known in steps:
+        shards.learn({file: shard}, told)
+        assert counts is None or shard.counts() == counts
+        found = {"unreached": [test[-1] for test in shard.unreached], "gib": shard.gib,
+                 "is_over": shard.is_over}  # fmt: skip
+        assert known.items() <= found.items()
+        hung = (counts or {}).get(HUNG)
+        assert not hung or "HUNG tests/gpu/test_gpu_a" in shards.table([shard])
+        assert not hung or not shards.is_clean([shard])
+    assert not shards.is_clean([Shard("test_gpu_b")])
 
 
 def test_quick_files_are_first_and_share_the_device_as_far_as_it_goes() -> None:
@@ -65,28 +86,6 @@ def test_quick_files_are_first_and_share_the_device_as_far_as_it_goes() -> None:
     assert shards.next_of([alone], [], 4, 130) is alone
     assert shards.next_of([quick], [alone], 4, 130) is None
     assert shards.next_of([slow], [quick], 1, 130) is None
-
-
-def test_what_lacked_memory_beside_others_runs_once_more_alone() -> None:
-    found = {"test_gpu_a": Shard("test_gpu_a")}
-    lacked = {"outcome": FAILED, "seconds": 1.0, "why": "w", "lacked_memory": True}
-    told = [
-        *lines(("test_gpu_a.py::x", lacked), ("test_gpu_a.py::y", FAILED)),
-        {"shard": "test_gpu_a", "ended": 1, "idle": False, "beside": 2, "gib": 30},
-    ]
-    shards.learn(found, told)
-    [shard] = found.values()
-    assert [known.state for known in shard.tests.values()] == [UNREACHED, FAILED]
-    assert shard.gib == shards.ALONE and not shard.is_over
-    shards.learn(found, [*told[:1], {**told[-1], "beside": 0}])
-    assert shard.counts() == {FAILED: 2} and shard.is_over
-
-
-def test_memory_that_was_measured_counts_if_it_is_more() -> None:
-    found = {"test_gpu_streams": Shard("test_gpu_streams")}
-    for gib, expected in ((1, shards.GIB), (90, 90), (50, 90)):
-        shards.learn(found, [{"shard": "test_gpu_streams", "ended": 0, "idle": False, "gib": gib}])
-        assert found["test_gpu_streams"].gib == expected
 
 
 def test_every_name_of_a_table_is_a_file() -> None:
@@ -179,28 +178,30 @@ def says(rank: int, world: int, what: str) -> str:
     return what
 
 
-def test_a_check_that_ends_its_processes_loses_only_itself() -> None:
-    words = ("first", "raises", "ends", "behind")
-    checks = {word: gpu_ranks.Check(says, (word,)) for word in words}
-    outcomes = gpu_ranks.Outcomes(checks, timeout_s=100.0, backend="gloo")
-    outcomes.expect("first")
-    with pytest.raises(AssertionError, match="(?s)rank 1: .*it raised"):
-        outcomes.expect("raises")
-    with pytest.raises(AssertionError, match="ends was not finished:\n"):
-        outcomes.expect("ends")
-    outcomes.expect("behind")
-
-
-def test_a_rank_that_raises_ends_the_check_that_the_other_is_in(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("words", "errors"),
+    [
+        # A check that ends its processes loses only itself.
+        (("first", "raises", "ends", "behind"),
+         {"raises": "(?s)rank 1: .*it raised", "ends": "ends was not finished:\n"}),
+        # A rank that raises ends the check that the other is in.
+        (("first", "leaves the other", "behind"),
+         {"leaves the other": r"(?s)rank 1: .*it left\s+the other rank stayed"}),
+    ],
+    ids=["ends", "leaves"],
+)  # fmt: skip
+def test_a_check_that_fails_loses_only_itself(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], errors: dict[str, str]
 ) -> None:
     monkeypatch.setattr(gpu_ranks, "BEHIND_S", 1)
-    words = ("first", "leaves the other", "behind")
     checks = {word: gpu_ranks.Check(says, (word,)) for word in words}
     outcomes = gpu_ranks.Outcomes(checks, timeout_s=400.0, backend="gloo")
-    with pytest.raises(AssertionError, match=r"(?s)rank 1: .*it left\s+the other rank stayed"):
-        outcomes.expect("leaves the other")
-    outcomes.expect("behind")
+    for word in words:
+        if word in errors:
+            with pytest.raises(AssertionError, match=errors[word]):
+                outcomes.expect(word)
+        else:
+            outcomes.expect(word)
 
 
 def test_an_outcome_is_there_when_its_check_has_ended_and_the_rest_can_be_closed() -> None:

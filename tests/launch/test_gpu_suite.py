@@ -22,7 +22,6 @@ from tests.gpu.conftest import outcomes_of
 from tests.gpu.gpu_ranks import Check, Outcomes
 from tests.gpu.on_host import run_on_host
 
-pytestmark = pytest.mark.once
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = tuple(path.stem for path in sorted((ROOT / "tests/gpu").glob("test_*.py")))
 BUILTIN = {"tmp_path", "tmp_path_factory", "monkeypatch", "capsys", "capfd", "request", "caplog"}

@@ -15,7 +15,6 @@ import pytest
 
 from tests import strays
 
-pytestmark = pytest.mark.once
 ROOT = Path(__file__).resolve().parents[2]
 
 RUNS_RANKS = """

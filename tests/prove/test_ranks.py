@@ -25,7 +25,6 @@ def _stuck(rank: int, world: int) -> None:
     _wait_for_ever()
 
 
-@pytest.mark.once
 def test_ranks_that_do_not_answer_in_time_print_their_stacks() -> None:
     with pytest.raises(ranks.RanksError, match="no answer within 8 s") as raised:
         ranks.run_ranks(_stuck, 2, timeout=8.0)
@@ -39,7 +38,6 @@ def _takes_no_signal(rank: int, world: int) -> None:
     _wait_for_ever()
 
 
-@pytest.mark.once
 def test_ranks_that_take_no_signal_print_their_stacks() -> None:
     with pytest.raises(ranks.RanksError, match="no answer within 4 s") as raised:
         ranks.run_ranks(_takes_no_signal, 2, timeout=4.0)

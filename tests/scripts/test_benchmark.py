@@ -139,38 +139,58 @@ def test_spread() -> None:
     assert bench_report.spread([2.0])[3] == 2.0
 
 
-def test_ratios_are_taken_within_a_round() -> None:
-    """The machine is 10 times slower in the second round; the ratio is 2 in each."""
-    floor, slow = [1.0, 10.0, 1.0], [2.0, 20.0, 2.0]
-    results = [result(FLOOR, floor, floor), result(DDP, slow, floor), result(OURS, floor, floor)]
-    table = table_of(results)
-    assert [row["over_floor"] for row in table] == [1.0, 2.0, 1.0]
-    assert [row["over_ddp"] for row in table] == [0.5, 1.0, 0.5]
+SLOW = [2.0, 20.0, 2.0]
 
 
-def test_ratio_to_ddp_of_wrappers_that_were_not_measured_together() -> None:
-    """Ours was measured while the machine was 3 times slower, as its own floor shows."""
-    results = [result(DDP, [2.0, 2.0], [1.0, 1.0]), result(OURS, [6.0, 9.0], [3.0, 4.5])]
-    table = table_of(results, "--isolated")
-    assert [row["over_ddp"] for row in table] == [1.0, 1.0]
+def row_of(name: str, *seconds: float, loss: float = 3.0) -> Result:
+    return result(parse_subjects(name)[0], list(seconds), [], steps=[[loss, 1.0]])
 
 
-def test_tokens_per_second() -> None:
-    row = table_of([result(DDP, [0.5], [])], "--num-microbatches=4")[0]
-    assert row["tokens_per_second"] == 4 * 16 / 0.5
+RATIOS = {
+    # The machine is 10 times slower in the second round; the ratio is 2 in each.
+    "within a round": (
+        [result(FLOOR, [1.0, 10.0, 1.0], [1.0, 10.0, 1.0]), result(DDP, SLOW, [1.0, 10.0, 1.0]),
+         result(OURS, [1.0, 10.0, 1.0], [1.0, 10.0, 1.0])],
+        [], {"over_floor": [1.0, 2.0, 1.0], "over_ddp": [0.5, 1.0, 0.5]},
+    ),
+    # Ours was measured while the machine was 3 times slower, as its own floor shows.
+    "measured one after the other": (
+        [result(DDP, [2.0, 2.0], [1.0, 1.0]), result(OURS, [6.0, 9.0], [3.0, 4.5])],
+        ["--isolated"], {"over_ddp": [1.0, 1.0]},
+    ),
+    "within a precision": (
+        [row_of("ours:optim@bf16", 4, 8, 5, loss=2.0), row_of("ddp@fp8w_delayed", 4, 1, 9),
+         row_of("ours:optim@fp8w_delayed", 2, 1, 9), row_of("ours:optim@fp8_delayed", 1, 1, 1)],
+        ["--isolated"], {"over_ddp": [None, 1.0, 0.5, None], "flag": [False] * 4},
+    ),
+    "tokens": (
+        [result(DDP, [0.5], [])], ["--num-microbatches=4"],
+        {"tokens_per_second": [4 * 16 / 0.5]},
+    ),
+}  # fmt: skip
+"""Results, options, and columns of their table."""
 
 
-def test_flops() -> None:
-    """Against the weights of a model that is written out: 2 layers, no gate, width 32."""
-    layer = 4 * 32 * 32 + 2 * 32 * 128 + 32 * 16
-    assert bench_report.flops_per_token(options()) == 6 * (2 * layer + 32 * 384)
+@pytest.mark.parametrize("name", RATIOS)
+def test_ratios_are_of_what_was_measured_alike(name: str) -> None:
+    results, flags, columns = RATIOS[name]
+    table = table_of(results, *flags)
+    assert {column: [row[column] for row in table] for column in columns} == columns
 
 
-def test_flops_of_experts() -> None:
-    """A token passes 2 of the 8 experts, each of 3 matrices, and the router."""
-    layer = 4 * 32 * 32 + 2 * 3 * 32 * 48 + 32 * 8 + 32 * 16
-    found = options("--num-experts=8", "--moe-ffn-hidden-size=48", "--swiglu")
-    assert bench_report.flops_per_token(found) == 6 * (2 * layer + 32 * 384)
+@pytest.mark.parametrize(
+    ("flags", "mlp"),
+    (
+        ([], 2 * 32 * 128),  # no gate
+        # A token passes 2 of the 8 experts, each of 3 matrices, and the router.
+        (["--num-experts=8", "--moe-ffn-hidden-size=48", "--swiglu"], 2 * 3 * 32 * 48 + 32 * 8),
+    ),
+    ids=["dense", "experts"],
+)
+def test_flops_are_those_of_the_weights_of_a_model(flags: list[str], mlp: int) -> None:
+    """That is written out: 2 layers, width 32."""
+    layer = 4 * 32 * 32 + mlp + 32 * 16
+    assert bench_report.flops_per_token(options(*flags)) == 6 * (2 * layer + 32 * 384)
 
 
 @pytest.mark.parametrize(
@@ -299,20 +319,23 @@ def test_a_captured_row_asks_for_a_graph_of_the_whole_iteration() -> None:
     assert newer.cuda_graph_impl == "full_iteration"
 
 
-def test_a_bucket_size_is_for_ddp_alone() -> None:
-    """Ours and its peers have units in place of buckets, and refuse the option."""
-    common = dataclasses.replace(options(), ddp_bucket_size=1000)
-    sizes = [
-        row_options(row, common, CPU).ddp_bucket_size for row in (DDP, OURS, Subject("bundled"))
-    ]
-    assert sizes == [1000, None, None]
-
-
-def test_layers_are_apart_in_rows_that_say_so() -> None:
-    rows = (OURS, *parse_subjects("ours-apart,ours-ce-apart"), DDP)
-    common = dataclasses.replace(options(), suggested_communication_unit_size=7)
-    sizes = [row_options(row, common, CPU).suggested_communication_unit_size for row in rows]
-    assert sizes == [7, 0, 0, None]
+@pytest.mark.parametrize(
+    ("names", "given_options", "field", "values"),
+    (
+        # Ours and its peers have units in place of buckets, and refuse the option.
+        ("ddp,ours:optim,bundled", {"ddp_bucket_size": 1000}, "ddp_bucket_size",
+         [1000, None, None]),
+        # Layers are apart in rows that say so.
+        ("ours:optim,ours-apart,ours-ce-apart,ddp", {"suggested_communication_unit_size": 7},
+         "suggested_communication_unit_size", [7, 0, 0, None]),
+    ),
+)  # fmt: skip
+def test_an_option_is_for_the_rows_that_have_it(
+    names: str, given_options: dict, field: str, values: list
+) -> None:
+    common = dataclasses.replace(options(), **given_options)
+    found = [getattr(row_options(row, common, CPU), field) for row in parse_subjects(names)]
+    assert found == values
 
 
 # Rows in processes
@@ -435,19 +458,6 @@ def test_a_result_survives_its_json() -> None:
     found = result(Subject("ours", "optim", "fp8w_delayed"), [0.1], [0.2], trace={"idle": 3.0})
     row = table_of([found])[0]
     assert bench_report.from_plain(json.loads(json.dumps(row))) == found
-
-
-def test_ratios_and_losses_are_within_a_precision() -> None:
-    def row(name: str, *seconds: float, steps: float = 3.0) -> Result:
-        return result(parse_subjects(name)[0], list(seconds), [], steps=[[steps, 1.0]])
-
-    results = [
-        row("ours:optim@bf16", 4, 8, 5, steps=2.0), row("ddp@fp8w_delayed", 4, 1, 9),
-        row("ours:optim@fp8w_delayed", 2, 1, 9), row("ours:optim@fp8_delayed", 1, 1, 1),
-    ]  # fmt: skip
-    table = table_of(results, "--isolated")
-    assert [row["over_ddp"] for row in table] == [None, 1.0, 0.5, None]
-    assert not any(row["flag"] for row in table)
 
 
 # Runs

@@ -9,7 +9,6 @@ import pytest
 
 from scripts import prune_fatbins
 
-pytestmark = pytest.mark.once
 PTX, ELF = prune_fatbins.PTX, prune_fatbins.ELF
 
 
