@@ -58,7 +58,7 @@ class Run:
         return "\n".join(lines)[-4000:]
 
 
-def _environment() -> dict[str, str]:
+def environment_of_ranks() -> dict[str, str]:
     """Of a rank, without its place."""
     mine = {name: value for name, value in os.environ.items()
             if name != "CUDA_DEVICE_MAX_CONNECTIONS"}  # fmt: skip
@@ -76,7 +76,7 @@ def end_servers() -> None:
 def _server(harness: str, folder: Path) -> Server:
     """The one process of this test run that has imported what scripts of a folder need."""
     command = [sys.executable, "-W", "ignore", str(HARNESSES / harness), SERVE]
-    return Server([*command, str(folder / "any")], _environment())
+    return Server([*command, str(folder / "any")], environment_of_ranks())
 
 
 def start(
@@ -85,7 +85,7 @@ def start(
     """One process a rank, all writing to `log`. harness: the file that makes it run on a CPU."""
     server = _server(harness, script.parent)
     meeting = contextlib.ExitStack()
-    environment = {**_environment(), **meeting.enter_context(rendezvous(world))}
+    environment = {**environment_of_ranks(), **meeting.enter_context(rendezvous(world))}
     if "--use-megatron-fsdp" not in arguments and "--tensor-model-parallel-size" in arguments:
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks stock runs for it
     log.touch()

@@ -1,20 +1,20 @@
 """install() reaches every place where Megatron holds the names, and uninstall() leaves no trace.
 
-Each case is a process of its own: what is tested is the order of imports. Two run at a time, for
-most of it is the import of Megatron.
+Each case is a process of its own, forked from one that has imported torch alone: what is tested is
+the order of imports of Megatron and of this package.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from tests.integration.lm_runs import environment_of_ranks
+from tests.integration.warm_start import Rank, Server
 
 PRELUDE = """
 import sys, types
@@ -50,22 +50,35 @@ HELPERS = {
 """
 
 
-def run(body: str, *path: str) -> str:
-    """Runs the code in a fresh interpreter, `path` in front of its module search path."""
-    code = PRELUDE + "".join(f"sys.path.insert(0, {p!r})\n" for p in path) + textwrap.dedent(body)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    environment["PYTHONPATH"] = os.pathsep.join([root, environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+SERVES = """
+import sys, torch
+from tests.integration import warm_start
+sys.exit(warm_start.serve(lambda words: exec(words[0], globals())))
+"""
+Start = Callable[..., Callable[[], None]]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts code in a process, `path` in front of its module search path; what is returned raises
+    an AssertionError if the code did."""
+    folder = tmp_path_factory.mktemp("processes")
+    server = Server([sys.executable, "-W", "ignore", "-c", SERVES], environment_of_ranks())
+
+    def begin(name: str, body: str, *path: str) -> Callable[[], None]:
+        code = PRELUDE + "".join(f"sys.path.insert(0, {p!r})\n" for p in path)
+        log = folder / name
+        log.touch()
+        words = [code + textwrap.dedent(body)]
+        process = Rank(server, words, environment_of_ranks(), log, None)
+
+        def check() -> None:
+            assert process.wait() == 0, log.read_text()
+
+        return check
+
+    yield begin
+    server.end()
 
 
 BODIES: dict[str, str] = {}
@@ -75,19 +88,18 @@ def in_a_process(body: Callable[[], str]) -> Callable[..., None]:
     """A test that runs the code that `body` returns."""
     BODIES[body.__name__] = body()
 
-    def test(outcomes: Mapping[str, Future[str]]) -> None:
-        outcomes[body.__name__].result()
+    def test(outcomes: Mapping[str, Callable[[], None]]) -> None:
+        outcomes[body.__name__]()
 
     test.__name__, test.__doc__ = body.__name__, body.__doc__
     return test
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Future[str]]]:
-    """Of the tests that were chosen."""
+def outcomes(request: pytest.FixtureRequest, start: Start) -> Mapping[str, Callable[[], None]]:
+    """Of the tests that were chosen, all at the same time."""
     chosen = {item.name for item in request.session.items}
-    with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(run, body) for name, body in BODIES.items() if name in chosen}
+    return {name: start(name, body) for name, body in BODIES.items() if name in chosen}
 
 
 @in_a_process
@@ -287,7 +299,7 @@ def test_importing_submodules_does_not_hide_the_functions() -> str:
 
 
 @pytest.mark.parametrize("order", ["install first", "install last"])
-def test_megatron_lm_training_modules(megatron_lm: Path, order: str) -> None:
+def test_megatron_lm_training_modules(megatron_lm: Path, start: Start, order: str) -> None:
     body = f"""
         order = {order!r}
         from megatron_fsdp_adapter import install, uninstall
@@ -309,4 +321,4 @@ def test_megatron_lm_training_modules(megatron_lm: Path, order: str) -> None:
         assert training.megatron_FSDP.__module__ == FSDP + ".mcore_fsdp_adapter"
         assert getattr(checkpointing, name).__module__ == ENGINE + ".uneven_dtensor"
     """
-    run(body, str(megatron_lm))
+    start(order, body, str(megatron_lm))()

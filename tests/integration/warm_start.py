@@ -48,6 +48,13 @@ class Server:
         return json.loads(answer)
 
 
+    def end(self) -> None:
+        """Ends the harness, as nothing can ask it any more."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
 class Rank:
     """A forked process, as `subprocess.Popen` has it. meeting: what has to live as long as it."""
 

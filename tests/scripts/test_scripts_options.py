@@ -122,46 +122,22 @@ def test_every_rule_has_a_bad_input() -> None:
     assert [text for _, text in RULES if text not in given] == []
 
 
-def test_all_problems_come_together(tmp_path: Path) -> None:
-    flags = ["--min-lr=1", "--grad-reduce-in-bf16", f"--load={tmp_path / 'none'}"]
-    with pytest.raises(ValueError) as error:
-        validated(parse([*GOOD, *flags]), CPU)
-    for text in ("--min-lr", "--grad-reduce-in-bf16 without", "none: no such folder"):
-        assert text in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--train-data-path=/no/x", "--eval-iters=0"], r"--train-data-path /no/x: no file /no/x"),
-        (["--train-data-path", "1", "/no/a", "2", "/no/b", "--eval-iters=0"],
+NO_DATA = ("--no-mock-data", "--eval-iters=0")
+MISTAKES = {
+    FileNotFoundError: [
+        ([*NO_DATA, "--train-data-path=/no/x"], r"--train-data-path /no/x: no file /no/x"),
+        ([*NO_DATA, "--train-data-path", "1", "/no/a", "2", "/no/b"],
          r"/no/b\.bin and /no/b\.idx.*prepare_data"),
-        (["--mock-data", "--use-megatron-fsdp", "--load=/no/where"],
+        ([*NO_DATA, "--train-data-path={tmp}/d"], r"no file (?!.*d\.bin).*d\.idx"),
+        (["--use-megatron-fsdp", "--load=/no/where"],
          r"--load /no/where: no such folder.*leave --load"),
+        (["--config=nowhere.yaml"], r"--config nowhere\.yaml"),
     ],
-)
-def test_missing_files(flags: list[str], text: str) -> None:
-    with pytest.raises(FileNotFoundError, match=text):
-        validated(parse([*GOOD, "--no-mock-data", *flags]), CPU)
-
-
-def test_missing_half_of_a_pair(tmp_path: Path) -> None:
-    (tmp_path / "d.bin").touch()
-    half = ["--no-mock-data", f"--train-data-path={tmp_path / 'd'}", "--eval-iters=0"]
-    with pytest.raises(FileNotFoundError) as error:
-        validated(parse([*GOOD, *half]), CPU)
-    assert "no file" in str(error.value) and "d.idx" in str(error.value)
-    assert "d.bin" not in str(error.value)
-
-
-def test_required_flags_are_all_named() -> None:
-    with pytest.raises(ValueError, match="--hidden-size, --num-attention-heads"):
-        parse(["--num-layers=2"])
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
+    ValueError: [
+        # Everything at once.
+        (["--min-lr=1", "--grad-reduce-in-bf16", "--load={tmp}/none"],
+         "(?s)(?=.*--min-lr)(?=.*--grad-reduce-in-bf16 without).*none: no such folder"),
+        # Words that no flag takes.
         (["--no-such-flag"], "no-such-flag"),
         (["--num-layers=two"], "num-layers.*two"),
         (["--num-lay=2"], "num-lay"),
@@ -169,17 +145,39 @@ def test_required_flags_are_all_named() -> None:
         (["--ckpt-format=torch_dist"], "torch_dist.*fsdp_dtensor"),
         (["--fp8-recipe=fast"], "fast.*delayed"),
         (["--normalization=BatchNorm"], "BatchNorm.*RMSNorm"),
+        # Presets.
+        (["num-layer: 2\n"], "unknown key 'num-layer', did you mean 'num-layers'"),
+        (["bf16: 1\n"], "bf16 is 1, must be true or false"),
+        (["num-layers: [1, 2]\n"], r"num-layers is \[1, 2\], must be one int"),
+        (["num-layers: true\n"], "num-layers is True, must be one int"),
+        (["- 1\n"], "must hold 'flag: value' lines"),
+        (["a: [\n"], "not valid YAML"),
     ],
-)
-def test_command_line_mistakes(flags: list[str], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        parse([*GOOD, *flags])
+}  # fmt: skip
+"""Flags, or the text of a preset, and what the error says."""
 
 
 def _preset(tmp_path: Path, text: str) -> str:
     path = tmp_path / "preset.yaml"
     path.write_text(text)
     return f"--config={path}"
+
+
+@pytest.mark.parametrize(
+    ("error", "flags", "text"), [(error, *row) for error, rows in MISTAKES.items() for row in rows]
+)
+def test_a_mistake_is_one_error(
+    tmp_path: Path, error: type[Exception], flags: list[str], text: str
+) -> None:
+    (tmp_path / "d.bin").touch()
+    given = [_preset(tmp_path, f) if "\n" in f else f.format(tmp=tmp_path) for f in flags]
+    with pytest.raises(error, match=text):
+        validated(parse([*GOOD, *given]), CPU)
+
+
+def test_required_flags_are_all_named() -> None:
+    with pytest.raises(ValueError, match="--hidden-size, --num-attention-heads"):
+        parse(["--num-layers=2"])
 
 
 def test_command_line_overrides_preset(tmp_path: Path) -> None:
@@ -189,27 +187,6 @@ def test_command_line_overrides_preset(tmp_path: Path) -> None:
     assert (options.num_layers, options.bf16, options.lr, options.seed) == (2, False, 1e-3, 3)
     assert options.train_data_path == ("a", "b")
     assert parse([preset, *GOOD[1:]]).num_layers == 7
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("num-layer: 2\n", "unknown key 'num-layer', did you mean 'num-layers'"),
-        ("bf16: 1\n", "bf16 is 1, must be true or false"),
-        ("num-layers: [1, 2]\n", r"num-layers is \[1, 2\], must be one int"),
-        ("num-layers: true\n", "num-layers is True, must be one int"),
-        ("- 1\n", "must hold 'flag: value' lines"),
-        ("a: [\n", "not valid YAML"),
-    ],
-)
-def test_bad_presets(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse([*GOOD, _preset(tmp_path, text)])
-
-
-def test_missing_preset() -> None:
-    with pytest.raises(FileNotFoundError, match=r"--config nowhere\.yaml"):
-        parse(["--config=nowhere.yaml"])
 
 
 PRESETS = [p for p in sorted((ROOT / "configs").glob("*.yaml")) if "bridge" not in p.name]
