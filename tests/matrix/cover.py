@@ -45,10 +45,6 @@ class Space:
         """Those that most rules read come first: a contradiction is found early."""
         return sorted(self.dimensions, key=lambda name: -len(self._rules_of[name]))
 
-    def is_allowed(self, partial: Cell, name: str) -> bool:
-        """Whether the rules that read `name`, and whatever else they read is there, hold."""
-        return not any(rule.breaks(partial) for rule in self._rules_of[name])
-
     def complete(self, partial: Cell) -> dict[str, Value] | None:
         """A possible cell that has the values of `partial`, with the first values of dimensions
         elsewhere where they can be had; None if there is none."""
@@ -56,7 +52,7 @@ class Space:
         for name, value in partial.items():
             if cell.setdefault(name, value) != value:
                 return None
-        if not all(self.is_allowed(cell, name) for name in cell):
+        if any(rule.breaks(cell) for rule in self.rules):
             return None
         found = self._extend(cell, [name for name in self._order if name not in cell])
         return None if isinstance(found, set) else {name: found[name] for name in self.dimensions}

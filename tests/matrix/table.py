@@ -132,9 +132,13 @@ class Rule:
 
     def breaks(self, cell: Cell) -> bool:
         """False for a partial cell that lacks what the rule reads."""
-        if not all(name in cell for name in self.reads):
+        if not cell.keys() >= self._needs:
             return False
-        return self.broken(*(cell[name] for name in self.reads))
+        return self.broken(*[cell[name] for name in self.reads])
+
+    @cached_property
+    def _needs(self) -> frozenset[str]:
+        return frozenset(self.reads)
 
 
 def _fp8(precision: Value) -> bool:

@@ -172,14 +172,19 @@ def is_installed(patch: Patch) -> bool:
 
 def places(patches: Iterable[Patch]) -> dict[str, list[str]]:
     """Where each name that is installed is ours now: dotted paths by name."""
+    ours = {p.name: getattr(*at) for p in patches if (at := _in_place(p)) is not None}
+    held = [
+        (module.__name__, name, vars(module)[name])
+        for module, name, _ in _holders({id(one): (None, ()) for one in ours.values()})
+        if name in _kept(module) or _is_megatron(module.__name__)
+    ]
     return {
-        patch.name: sorted(
-            f"{module.__name__}.{name}"
-            for module, name, _ in _holders({id(getattr(*found)): (None, ())})
-            if name in _kept(module) or _is_megatron(module.__name__)
+        name: sorted(
+            f"{module}.{attribute}"
+            for module, attribute, value in held
+            if _replaced(value, {id(one): (None, ())}, module) is not value
         )
-        for patch in patches
-        if (found := _in_place(patch)) is not None
+        for name, one in ours.items()
     }
 
 
@@ -303,6 +308,8 @@ def _holders(replaced: Mapping[int, Any]) -> Iterator[tuple[ModuleType, str, Any
         if not replaced or name.partition(".")[0] == _PACKAGE or not isinstance(module, ModuleType):
             continue
         for attribute, value in list(vars(module).items()):
+            if id(value) not in replaced and type(value) is not tuple:
+                continue
             new = _replaced(value, replaced, name)
             if new is not value:
                 yield module, attribute, new
