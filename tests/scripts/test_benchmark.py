@@ -260,29 +260,18 @@ def test_a_trace_without_gpu_events() -> None:
 # Options of a row
 
 
-@pytest.mark.parametrize("kind", ("ours", "ddp", "bundled", "floor", "ours-ce-graph"))
-def test_a_precision_is_in_the_configs_of_its_row(kind: str) -> None:
-    """`fp8_param` of the model, so that layers make FP8 weights, and `fp8_param_gather` of the
-    wrapper and the recipe of the optimizer."""
-    common = given(machine=GPU).options
-
-    def config_of(precision: str):
-        chosen = row_options(parse_subjects(f"{kind}@{precision}")[0], common, GPU)
-        return chosen, model.transformer_config(chosen)
-
-    chosen, config = config_of("fp8w_blockwise")
-    assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("hybrid", "blockwise", True)
-    assert config.bf16 and chosen.transformer_impl == "transformer_engine"
-    assert chosen.fp8_param_gather
-    chosen, config = config_of("bf16")
-    assert not chosen.fp8_param_gather and config.fp8 is None
-    _, config = config_of("fp8_delayed")
-    assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("hybrid", "delayed", False)
+CONFIGS = {
+    "fp8w_blockwise": ("hybrid", "blockwise", True), "fp8_delayed": ("hybrid", "delayed", False),
+    "bf16": (None, "delayed", False),
+}  # fmt: skip
+"""`fp8`, `fp8_recipe` and `fp8_param` of the model, by precisions."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_configs_of_a_row_have_no_problem(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Core takes them, and the rules of the wrapper find nothing to refuse, in any precision."""
+    """Core takes them, and the rules of the wrapper find nothing to refuse, in any precision. That
+    is in the model's config, so that layers make FP8 weights, in the wrapper's and in the
+    optimizer's."""
     common = given("--gradient-accumulation-fusion", "--bf16", machine=GPU).options
     monkeypatch.setattr(model.parallel_state, "get_data_parallel_world_size", lambda: 2)
     for precision in ("", *(f"@{one}" for one in PRECISIONS)):
@@ -292,7 +281,10 @@ def test_the_configs_of_a_row_have_no_problem(kind: str, monkeypatch: pytest.Mon
         chosen = row_options(subject, common, GPU)
         config = bench_wrappers.model_config(subject, chosen)
         ddp = model.ddp_config(chosen)
-        assert ddp.fp8_param_gather is ("fp8w" in precision)
+        assert config.bf16 and chosen.transformer_impl == "transformer_engine"
+        found = (config.fp8, config.fp8_recipe, config.fp8_param)
+        assert found == CONFIGS.get(precision[1:], found)
+        assert ddp.fp8_param_gather is chosen.fp8_param_gather is ("fp8w" in precision)
         assert ddp.use_distributed_optimizer is not (subject.is_floor or kind == "fsdp2")
         if subject.is_ours:
             assert wrapper_problems(config, ddp) == []

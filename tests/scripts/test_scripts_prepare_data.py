@@ -12,7 +12,6 @@ from lib.check import Machine, validated
 from lib.data import SampleOrder, build_datasets, padded_vocab_size, vocabulary
 from lib.options import parse
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from script_runs import run_script
 
 
 @pytest.fixture
@@ -122,14 +121,8 @@ def test_bad_input(
     assert not list(tmp_path.glob("d_*"))
 
 
-def test_standard_library_is_the_default(tmp_path: Path) -> None:
-    prefix = tmp_path / "lib"
-    done = run_script(
-        "prepare_data.py", f"--output-prefix={prefix}", "--max-bytes=200000", "--valid-share=0.2"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "documents" in done.stdout and "tokens" in done.stdout and "lib_valid" in done.stdout
-    first = _documents(prefix, "train")[0]
+def test_standard_library_is_the_default(corpus: Path) -> None:
+    first = _documents(corpus, "train")[0]
     source = Path(os.__file__).parent
     assert bytes(first[:-1].astype(np.uint8)) == sorted(source.rglob("*.py"))[0].read_bytes()
 
