@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.identity import ParamPair
@@ -12,59 +11,29 @@ from ..core.topology import ShardDomain
 MAX_RANKS = 8
 """Longer lists of ranks are abbreviated."""
 
-DOMAIN_HEAD = (
-    "domain", "shards on ranks", "gather group", "outer ranks", "mesh", "gradient x", "parameters",
-    "elements",
-)  # fmt: skip
-PARAM_HEAD = (
-    "parameter", "domain", "unit", "shape", "tensor parallel", "on this rank", "dtype", "trained",
-)  # fmt: skip
+Row = dict[str, str]
+"""The cells of a row, by the heads of their columns."""
 
 
-@dataclass(frozen=True)
-class ParamRow:
-    """One parameter: its names, unit, domain, whole shape, and the rows of it on this rank."""
-
-    name: str
-    unit: str
-    domain: str
-    shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    tensor_parallel: str
-    dtype: str
-    trained: bool
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return (
-            self.name,
-            self.domain,
-            self.unit,
-            "x".join(map(str, self.shape)),
-            self.tensor_parallel,
-            "x".join(map(str, self.local_shape)) if all(self.local_shape) else "none",
-            self.dtype,
-            "yes" if self.trained else "frozen",
-        )
-
-
-def _row(pair: ParamPair, unit: str) -> ParamRow:
-    return ParamRow(
-        name=" = ".join(pair.managed.fqns),
-        unit=unit,
-        domain=pair.group.key.domain,
-        shape=tuple(pair.sharded.shape),
-        local_shape=tuple(pair.sharded._local_tensor.shape),  # type: ignore[attr-defined]
-        tensor_parallel=getattr(pair.unsharded, "_tensor_parallel_mode", "replicated"),
-        dtype=pair.group.key.represented,
-        trained=pair.group.key.requires_grad,
-    )
-
-
-def param_rows(engine: FsdpEngine) -> list[ParamRow]:
-    """Every parameter of `engine`, each once, in unit order."""
+def param_rows(engine: FsdpEngine) -> list[Row]:
+    """Every parameter of `engine`, each once, in unit order: its names, domain, unit and whole
+    shape, and the rows of it on this rank."""
     units = {id(group): unit.name for unit in engine.units for group in unit.groups}
-    return [_row(pair, units[id(pair.group)]) for pair in engine.pairs]
+    return [_param_row(pair, units[id(pair.group)]) for pair in engine.pairs]
+
+
+def _param_row(pair: ParamPair, unit: str) -> Row:
+    key, held = pair.group.key, pair.sharded._local_tensor.shape  # type: ignore[attr-defined]
+    return {
+        "parameter": " = ".join(pair.managed.fqns),
+        "domain": key.domain,
+        "unit": unit,
+        "shape": "x".join(map(str, pair.sharded.shape)),
+        "tensor parallel": getattr(pair.unsharded, "_tensor_parallel_mode", "replicated"),
+        "on this rank": "x".join(map(str, held)) if all(held) else "none",
+        "dtype": key.represented,
+        "trained": "yes" if key.requires_grad else "frozen",
+    }
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -74,31 +43,26 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"{ranks[0]} {ranks[1]} .. {ranks[-1]} ({len(ranks)})"
 
 
-def _domain_cells(
-    name: str, domain: ShardDomain, rows: Sequence[ParamRow], elements: int
-) -> tuple[str, ...]:
-    return (
-        name,
-        ranks_text(domain.axis.ranks),
-        "own" if domain.gather_group is not domain.reduce_group else "shared",
-        "-" if domain.outer is None else ranks_text(domain.outer.ranks),
-        " x ".join(
-            f"{dim} {size}"
-            for dim, size in zip(
-                domain.mesh.mesh_dim_names or (), domain.mesh.shape, strict=True
-            )
-        ),
-        f"{domain.grad_scale:g}",
-        str(len(rows)),
-        f"{elements:,}",
-    )
+def _domain_row(name: str, domain: ShardDomain, params: int, elements: int) -> Row:
+    mesh = zip(domain.mesh.mesh_dim_names or (), domain.mesh.shape, strict=True)
+    return {
+        "domain": name,
+        "shards on ranks": ranks_text(domain.axis.ranks),
+        "gather group": "own" if domain.gather_group is not domain.reduce_group else "shared",
+        "outer ranks": "-" if domain.outer is None else ranks_text(domain.outer.ranks),
+        "mesh": " x ".join(f"{dim} {size}" for dim, size in mesh),
+        "gradient x": f"{domain.grad_scale:g}",
+        "parameters": str(params),
+        "elements": f"{elements:,}",
+    }
 
 
-def _aligned(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    table = [head, *rows]
+def _aligned(rows: Sequence[Row]) -> Iterable[str]:
+    """The heads and the rows; nothing of no rows."""
+    table = [tuple(row) for row in rows[:1]] + [tuple(row.values()) for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip()
-            for row in table]
+    for row in table:
+        yield "  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip()
 
 
 def describe(engine: FsdpEngine) -> str:
@@ -106,13 +70,12 @@ def describe(engine: FsdpEngine) -> str:
     their own, the outer ranks, the mesh, the factor on the sum of gradients, what is in them), and
     every parameter with its domain, unit, whole shape and the part on this rank."""
     rows = param_rows(engine)
-    domains = {group.key.domain: group.domain for group in engine.groups}
-    sizes = dict.fromkeys(domains, 0)
-    for group in engine.groups:
-        sizes[group.key.domain] += group.layout.item_numel
-    domain_rows = (
-        _domain_cells(name, domain, [row for row in rows if row.domain == name], sizes[name])
-        for name, domain in domains.items()
-    )
-    lines = [f"strategy {engine.config.strategy.name}", "", *_aligned(DOMAIN_HEAD, domain_rows), ""]
-    return "\n".join([*lines, *_aligned(PARAM_HEAD, (row.cells for row in rows))])
+    domains = [
+        _domain_row(
+            name, domain, sum(row["domain"] == name for row in rows),
+            sum(g.layout.item_numel for g in engine.groups if g.key.domain == name),
+        )
+        for name, domain in {g.key.domain: g.domain for g in engine.groups}.items()
+    ]  # fmt: skip
+    lines = [f"strategy {engine.config.strategy.name}", "", *_aligned(domains), ""]
+    return "\n".join([*lines, *_aligned(rows)])

@@ -19,13 +19,13 @@ def _described(rank: int, world: int) -> str:
     init_topology(topology)
     [wrapper] = build_topology_trainer(topology, case_for(topology), "optim_grads_params").chunks
     rows = param_rows(wrapper.engine)
-    names = Counter(name for row in rows for name in row.name.split(" = "))
+    names = Counter(name for row in rows for name in row["parameter"].split(" = "))
     expected = {name for name, _ in wrapper.module.module.named_parameters(remove_duplicate=False)}
     assert set(names) == expected and set(names.values()) == {1}
-    assert {row.domain for row in rows} == {"dense", "expert"}
+    assert {row["domain"] for row in rows} == {"dense", "expert"}
     for row in rows:
-        assert (row.domain == "expert") == (".experts." in row.name), row
-    split = {row.tensor_parallel for row in rows}
+        assert (row["domain"] == "expert") == (".experts." in row["parameter"]), row
+    split = {row["tensor parallel"] for row in rows}
     assert split == {"column", "row", "replicated"}
     return wrapper.describe()
 

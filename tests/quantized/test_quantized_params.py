@@ -216,7 +216,7 @@ def test_ranks_compare_formats_and_buffers_say_which_plane_they_are(world):
     assert any("up.weight (96, 32) bfloat16 as mxfp8 trained" in line for line in lines)
     assert any("up.bias (96,) bfloat16 trained" in line for line in lines)
     engine = build(setup).engine
-    dtypes = {row.name: row.dtype for row in param_rows(engine)}
+    dtypes = {row["parameter"]: row["dtype"] for row in param_rows(engine)}
     assert dtypes["layers.0.up.weight"] == "bfloat16 as mxfp8"
     assert dtypes["layers.0.up.bias"] == "bfloat16"
     labels = {full.label for group in engine.groups for full in group.weights}
