@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import json
 import os
 import re
@@ -23,7 +24,8 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,9 +137,9 @@ def blocks_of(document: str, text: str) -> list[Block]:
 
 
 BLOCKS = [b for name in DOCUMENTS for b in blocks_of(name, (ROOT / name).read_text())]
+Outcomes = Mapping[str, Future[dict[Block, AssertionError]]]
 BASH = [block for block in BLOCKS if block.language == "bash"]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
-Folder = Callable[[str], Path]
 
 
 def _programs(folder: Path) -> Path:
@@ -187,38 +189,66 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def folder_of(saved: Path) -> Folder:
-    """The folder in which the blocks of a document run."""
+def block_outcomes(
+    saved: Path, request: pytest.FixtureRequest
+) -> Iterator[Outcomes]:
+    """What failed of the blocks that were chosen, by document: those of one document run in a
+    folder of its own, one after the other, and those of two at a time."""
 
-    def folder(document: str) -> Path:
-        path = saved.parent / document.replace("/", "-")
-        if not path.exists():
-            shutil.copytree(saved, path, symlinks=True)
-        return path
+    def run_all(document: str, blocks: Iterable[Block]) -> dict[Block, AssertionError]:
+        folder, failed = saved.parent / document.replace("/", "-"), {}
+        shutil.copytree(saved, folder, symlinks=True)
+        for block in blocks:
+            try:
+                run_block(block, folder)
+            except AssertionError as error:
+                failed[block] = error
+        return failed
 
-    return folder
+    chosen = [item.callspec.params["block"] for item in request.session.items
+              if "block_outcomes" in getattr(item, "fixturenames", ())]  # fmt: skip
+    blocks = sorted(filter(is_run, chosen), key=lambda block: (block.document, block.language))
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            document: pool.submit(run_all, document, list(of_one))
+            for document, of_one in itertools.groupby(blocks, lambda block: block.document)
+        }
+
+
+def run_block(block: Block, folder: Path) -> None:
+    """AssertionError with what it printed, if it fails."""
+    if block.language == "bash":
+        script = Path(os.environ.get("MEGATRON_LM_PATH", "."), "pretrain_gpt.py").resolve()
+        text = block.text.replace("path/to/pretrain_gpt.py", str(script))
+        return run_bash(re.sub(r"\s\.\.\.(?=\s)", f" {MODEL}", text), folder)
+    (folder / "meeting").unlink(missing_ok=True)
+    before = "".join(BEFORE[mark] for mark in block.marks)
+    (folder / "block.py").write_text(f"{before}{block.text}{AFTER if before else ''}")
+    return run_bash("python block.py", folder)
 
 
 DEFAULT = [block for block in BASH if block.runs(BY_DEFAULT)]
 FULL = [block for block in BASH if block.runs(WITH_FULL) and not block.runs(BY_DEFAULT)]
 
 
-@pytest.mark.parametrize("block", DEFAULT, ids=lambda block: block.name)
-def test_a_documented_command_works(block: Block, folder_of: Folder) -> None:
-    run_bash(block.text, folder_of(block.document))
+def is_run(block: Block) -> bool:
+    if "megatron-lm" in block.marks and not os.environ.get("MEGATRON_LM_PATH"):
+        return False
+    return block.runs(WITH_FULL if block.language == "bash" else frozenset({"", *BEFORE}))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("block", FULL, ids=lambda block: block.name)
-def test_a_documented_command_that_takes_longer_works(
-    block: Block, folder_of: Folder, request: pytest.FixtureRequest
+@pytest.mark.parametrize(
+    "block",
+    [*DEFAULT, *(pytest.param(block, marks=pytest.mark.full) for block in FULL)],
+    ids=lambda block: block.name,
+)
+def test_a_documented_command_works(
+    block: Block, block_outcomes: Outcomes, request: pytest.FixtureRequest
 ) -> None:
-    text = block.text
     if "megatron-lm" in block.marks:
-        checkout = request.getfixturevalue("megatron_lm")
-        text = text.replace("path/to/pretrain_gpt.py", str(checkout / "pretrain_gpt.py"))
-        text = re.sub(r"\s\.\.\.(?=\s)", f" {MODEL}", text)
-    run_bash(text, folder_of(block.document))
+        request.getfixturevalue("megatron_lm")  # or it is skipped
+    if error := block_outcomes[block.document].result().get(block):
+        raise error
 
 
 def resolve_imports(tree: ast.AST, absent: tuple[str, ...] = ()) -> None:
@@ -239,20 +269,13 @@ def names_of_the_package(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.name)
-def test_documented_python_works(block: Block, folder_of: Folder) -> None:
+def test_documented_python_works(block: Block, block_outcomes: Outcomes) -> None:
     tree = ast.parse(block.text, block.name)
     resolve_imports(tree, ("megatron.bridge",) if "bridge" in block.marks else ())
     for name in names_of_the_package(block.text):
         importlib.import_module(name)
-    if not block.runs(frozenset({"", *BEFORE})):
-        return
-    text = block.text
-    for mark in block.marks:
-        text = f"{BEFORE[mark]}{text}{AFTER}"
-    folder = folder_of(block.document)
-    (folder / "meeting").unlink(missing_ok=True)
-    (folder / "block.py").write_text(text)
-    run_bash("python block.py", folder)
+    if is_run(block) and (error := block_outcomes[block.document].result().get(block)):
+        raise error
 
 
 def test_every_block_runs_or_says_why_not() -> None:
