@@ -10,8 +10,8 @@ The same switch decides whether a fused weight gradient is overwritten: in the f
 TE overwrites `main_grad`, in others it adds, whatever other flags say. A module that is
 called twice in the first microbatch would lose its second call's gradient (backward comes to that
 one first), and a bucket that every microbatch fills afresh would be added to. Without the flag it
-does what `wgrad_probe` has seen. So with fused gradients the cache is off under every strategy, at the
-price of quantizing kept weights once for each microbatch.
+does what `wgrad_probe` has seen. So with fused gradients the cache is off under every strategy, at
+the price of quantizing kept weights once for each microbatch.
 
 What autograd saves of one call stays: the quantized weights of layers between their forward and
 their backward. Recomputing activations frees those too.

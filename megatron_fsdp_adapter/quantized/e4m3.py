@@ -253,8 +253,8 @@ class BlockCast(Cast):
 
     Two passes, with the maxima over ranks between them. The first one writes amaxes, and on CUDA
     the bytes of blocks that this rank has all of: their scales need no other rank. Most blocks are
-    of that kind, and main weights are read once for them. Not of planes that come and go: their bytes
-    are written by the second pass."""
+    of that kind, and main weights are read once for them. Not of planes that come and go: their
+    bytes are written by the second pass."""
 
     def __init__(
         self, rows: Sequence[OwnRows], rounded: torch.dtype, powers_of_two: bool = True,

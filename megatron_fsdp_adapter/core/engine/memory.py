@@ -2,9 +2,9 @@
 
 Main weights go to the host. Compute weights that a gather writes again are dropped; so are
 gradients, buckets and slots. Quantized weights go to the host: their bytes are not a matter of
-main weights alone. Storages are given back and taken again under the tensors, as gathers do it: whatever holds a
-view of a buffer keeps it. Addresses change, which only CUDA graphs and registrations with NCCL know
-of: those are refused, and left where they are.
+main weights alone. Storages are given back and taken again under the tensors, as gathers do it:
+whatever holds a view of a buffer keeps it. Addresses change, which only CUDA graphs and
+registrations with NCCL know of: those are refused, and left where they are.
 """
 
 from __future__ import annotations
