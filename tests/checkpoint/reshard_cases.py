@@ -76,9 +76,9 @@ def _destroy_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def trainer_of(split: Split, strategy: str | None = "") -> TopologyTrainer:
+def trainer_of(split: Split, strategy: str | None = "", **options: Any) -> TopologyTrainer:
     """With its groups, in place of those of the split before; collective. strategy: None for stock
-    DDP."""
+    DDP. options: of `build_topology_trainer`."""
     _destroy_groups()
     init_topology(split.topology, split.instances if strategy is not None else 1)
     ddp = {
@@ -86,7 +86,7 @@ def trainer_of(split: Split, strategy: str | None = "") -> TopologyTrainer:
         "outer_dp_sharding_strategy": split.outer,
     }
     chosen = split.strategy if strategy == "" else strategy
-    return build_topology_trainer(split.topology, case_of(split), chosen, ddp=ddp)
+    return build_topology_trainer(split.topology, case_of(split), chosen, ddp=ddp, **options)
 
 
 def _global_name(trainer: TopologyTrainer, name: str) -> str:

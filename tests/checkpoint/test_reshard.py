@@ -30,6 +30,7 @@ from megatron_fsdp_adapter.checkpoint import (
     save_checkpoint,
     training_state,
 )
+from megatron_fsdp_adapter.checkpoint.inspection import diff
 from tests.checkpoint.reshard_cases import (
     Split,
     Whole,
@@ -294,6 +295,38 @@ def test_the_splits_cover_every_pair_of_values_and_every_change_of_one(
         (axis, axes_of(a)[axis], axes_of(b)[axis]) for a, b in pairs_of(splits) for axis in values
     }
     assert changes >= {(axis, x, y) for axis in values for x in values[axis] for y in values[axis]}
+
+
+MUON = (
+    _split(2, ZERO3, tp=2, ep=1), _split(2, ZERO3, ep=1), _split(2, ZERO3, ep=2),
+    _split(2, ZERO3, tp=2, ep=1),
+)  # fmt: skip
+"""What is saved under one is loaded under the next, and saved again."""
+
+
+def _momentum(rank: int, world: int, root: str) -> None:
+    for number, split in enumerate(MUON):
+        trainer = trainer_of(
+            replace(split, case={"seed": number}), fields={"num_query_groups": 2},
+            optimizer_options={"optimizer": "muon"},
+        )  # fmt: skip
+        if number == 0:
+            topology_step(trainer, 0)
+        else:
+            state = training_state(trainer.chunks, trainer.optimizer, is_loading=True)
+            _, state = load_checkpoint(f"{root}/{number - 1}", {**state, "iteration": 0})
+            load_training_state(trainer.chunks, state, trainer.optimizer)
+        state = training_state(trainer.chunks, trainer.optimizer)
+        save_checkpoint(f"{root}/{number}", 1, {**state, "iteration": 1})
+
+
+@pytest.mark.full
+def test_momentum_of_muon_goes_through_other_splits(tmp_path: Path) -> None:
+    """Tensor-parallel, data-parallel, expert-parallel and back: each value is the first one's."""
+    run_ranks(_momentum, 2, str(tmp_path), timeout=300.0)
+    for number in range(1, len(MUON)):
+        found = diff(tmp_path / "0", tmp_path / str(number))
+        assert not (found.only_a or found.only_b or found.shapes or found.values), found
 
 
 # What is not a change of the split.

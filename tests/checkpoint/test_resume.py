@@ -1,0 +1,456 @@
+"""A GPT under our wrapper, saved and resumed as Megatron does it, goes on as if never stopped, and
+its checkpoint is read on another number of ranks, under another strategy, without the options that
+it was trained with, and through the other format and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_cases import dtensors_of
+from launch import run_ranks
+from megatron.core.optimizer import OptimizerConfig
+
+from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer, install
+from megatron_fsdp_adapter.checkpoint import (
+    PerRank,
+    load_checkpoint,
+    load_training_state,
+    save_checkpoint,
+    training_state,
+)
+from megatron_fsdp_adapter.checkpoint.chunks import read_chunks
+from megatron_fsdp_adapter.checkpoint.convert import Options, convert
+from megatron_fsdp_adapter.checkpoint.state import flatten, to_stored
+from tests.distributed import gpt
+from tests.distributed.checks import (
+    check_loss,
+    check_run_bits,
+    check_same_bits,
+    check_weights,
+    passes,
+    recorded_step,
+)
+from tests.distributed.fused_adam import FusedAdam, transformer_engine_optimizer
+from tests.distributed.plain import Block, Net, tokens
+
+FULL = pytest.mark.full
+STRATEGIES = gpt.STRATEGIES
+ENDS = (STRATEGIES[0], STRATEGIES[-1])
+NOT_READ = ("rng_state", "iteration", "checkpoint_version")
+STEPS = 2
+"""Before the save, and behind it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained, and how its checkpoint is read again.
+
+    case, ddp, optimizer: fields that differ from those of the tests' GPT. contexts: make what is
+    entered while it trains. readers: strategies of another number of ranks that reads it. plain: a
+    run without `ddp` and `optimizer` reads it, and is read by it. alone: how many weights have no
+    second moment; converters know their keys. kept: the one parameter without weight decay that is
+    trained, so that a rank holds nothing of a parameter group.
+    """
+
+    case: Mapping[str, Any] = field(default_factory=dict)
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
+    strategies: tuple[str, ...] = STRATEGIES
+    readers: tuple[str, ...] = ()
+    plain: bool = False
+    alone: int | None = None
+    kept: str = ""
+
+    def trainer(self, strategy: str, device: Any, plain: bool = False, seed: int = 1) -> Any:
+        case = gpt.Case(**{"microbatches": 2, "seed": seed, **self.case})
+        options = {} if plain else {"ddp": self.ddp, "optimizer": self.optimizer}
+        return gpt.build_trainer(case, strategy, device, self.freeze, **options)
+
+    def freeze(self, model: torch.nn.Module) -> None:
+        for name, param in model.named_parameters():
+            if self.kept and param.dim() == 1 and not name.endswith(self.kept):
+                param.requires_grad_(False)
+
+
+SMALL = {"num_layers": 2, "hidden": 12, "heads": 2, "ffn": 20, "vocab": 23}
+ONCE = {**SMALL, "microbatches": 1}
+GATED = {"swiglu": True, "bf16": True}
+STREAMED = {"chunked_optimizer_state_offload": True}
+CORE = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+TWO = {"num_distributed_optimizer_instances": 2}
+SPLIT = {**TWO, "outer_dp_sharding_strategy": "optim"}
+FUSED = (transformer_engine_optimizer,)
+NEWER = (*FUSED, partial(mock.patch.object, FusedAdam, "COUNTS_EMPTY_GROUPS", True))
+
+offloaded = partial(Run, {**ONCE, "bf16": True}, STREAMED, readers=ENDS[1:], plain=True)
+matrices = partial(Run, {**SMALL, "lr": 0.05}, strategies=ENDS, readers=ENDS, alone=8)
+counted = partial(Run, ONCE, kept="layers.0.input_layernorm.weight")
+
+RUNS: dict[str, Run] = {
+    "adam": Run(),
+    "gated": Run({**GATED, "tied": True}, readers=ENDS[1:]),
+    "instances": Run(GATED, TWO),
+    "split instances": Run(GATED, SPLIT),
+    "sgd": Run({**SMALL, "lr": 0.05}, optimizer={"optimizer": "sgd", "sgd_momentum": 0.9},
+               readers=ENDS[1:]),
+    "muon": matrices(optimizer={"optimizer": "muon"}),
+    "adaptive_muon": matrices(optimizer={"optimizer": "adaptive_muon"}),
+    "lion": matrices(optimizer={"optimizer": "lion"}),
+    "offload of core": offloaded(optimizer=CORE),
+    "offload of core, fused": offloaded(optimizer=CORE, contexts=FUSED),
+    "streamed": offloaded(),
+    "fused": counted(contexts=FUSED, strategies=("no_shard", "optim", "optim_grads_params")),
+    "fused, newer": counted(contexts=NEWER, strategies=("optim",)),
+    "fused, streamed": counted(STREAMED, contexts=FUSED, strategies=ENDS[1:]),
+    "fused, streamed, newer": counted(STREAMED, contexts=NEWER, strategies=ENDS[1:]),
+    "fused, split instances": counted(SPLIT, contexts=FUSED, strategies=ENDS[1:]),
+}  # fmt: skip
+
+
+# As Megatron saves and loads.
+
+
+def sharded_state(trainer: Any, is_loading: bool = False) -> dict[str, Any]:
+    """What Megatron's `generate_state_dict` makes for fsdp_dtensor."""
+    model = trainer.wrapper.module.state_dict_for_save_checkpoint()
+    metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
+    optimizer = trainer.optimizer.sharded_state_dict(
+        {"model": model}, is_loading=is_loading, metadata=metadata
+    )
+    rng = PerRank({"cpu": torch.get_rng_state()})
+    return {"model": model, "optimizer": optimizer, "iteration": 2, "rng_state": rng}
+
+
+def preprocessed(trainer: Any, raw: dict[str, Any]) -> dict[str, Any]:
+    """What Megatron's `preprocess_fsdp_dtensor_state_dict` does, by core's own functions."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
+    from megatron.core.transformer import fsdp_dtensor_checkpoint as core
+
+    state = raw.copy()
+    core.handle_fp8_extra_state_case(state["model"])
+    if trainer.case.swiglu:
+        state["model"], state["optimizer"] = core.handle_swiglu_in_state_dict(
+            trainer.wrapper.module, state["model"], state["optimizer"]
+        )
+    return uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state)
+
+
+def save(trainer: Any, root: str, kept: str = "") -> list[str]:
+    """The keys of what was saved. kept: a group whose count of steps is saved as 0 on the ranks
+    behind the first, as older releases did where they held nothing of it."""
+    state = preprocessed(trainer, sharded_state(trainer))
+    for name, options in state["optimizer"]["param_to_group_meta"].items():
+        if kept and name.endswith(kept) and dist.get_rank() > 0:
+            options["step"] = 0
+    save_checkpoint(root, 2, state)
+    return list(flatten(to_stored(state, 0)))
+
+
+def load(trainer: Any, root: str, **others: Any) -> Any:
+    """What Megatron's `load_checkpoint` does: DCP in place, then both load_state_dict. others: what
+    the checkpoint has and this run does not ask for. Returns what was loaded."""
+    raw = sharded_state(trainer, is_loading=True)
+    asked = {key: raw[key] for key in (("model", "optimizer") if others else raw)}
+    _, loaded = load_checkpoint(root, preprocessed(trainer, asked), **others)
+    trainer.wrapper.load_state_dict(raw["model"])
+    meta = loaded["optimizer"]["param_to_group_meta"]
+    trainer.optimizer.load_state_dict(
+        {"state": raw["optimizer"]["state"], "param_to_group_meta": meta}
+    )
+    return loaded
+
+
+def poison(trainer: Any) -> None:
+    """Other weights and state than any checkpoint's."""
+    for tensor in dtensors_of(sharded_state(trainer, is_loading=True)["optimizer"]):
+        tensor._local_tensor.fill_(77)
+    with torch.no_grad():
+        for param in trainer.wrapper.parameters():
+            param._local_tensor.fill_(77)
+    trainer.wrapper.module.install_optimized_model_weights()
+
+
+def bits(trainer: Any) -> dict[str, torch.Tensor]:
+    """This rank's main weights and optimizer state, by name."""
+    trainer.wrapper.stop_communication()
+    found = {n: p._local_tensor.clone() for n, p in trainer.wrapper.named_parameters()}
+    for name, entry in sharded_state(trainer)["optimizer"]["state"].items():
+        for key, value in entry.items():
+            value = getattr(value, "_local_tensor", value)
+            found[f"{name}.{key}"] = torch.as_tensor(value).clone()
+    return found
+
+
+def whole(trainer: Any) -> dict[str, torch.Tensor]:
+    """Main weights and what the optimizer keeps of them, whole, and counts of steps; collective."""
+    trainer.wrapper.stop_communication()
+    shown = sharded_state(trainer)["optimizer"]
+    found, kept = dict(trainer.params()), {}
+    for name, entry in shown["state"].items():
+        kept |= {f"{name}.{key}": value for key, value in entry.items() if key != "step"}
+        step = {**entry, **shown["param_to_group_meta"].get(name, {})}.get("step") or 0
+        found[f"{name}.step"] = torch.tensor(float(step))
+    return found | gpt.full_all(kept)
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], where: str) -> None:
+    assert a.keys() == b.keys(), (where, a.keys() ^ b.keys())
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different, (where, different)
+
+
+def counts(trainer: Any) -> list[Any]:
+    """Steps of a fused optimizer's groups, as they are and as they are saved; the same on all
+    ranks."""
+    trainer.wrapper.stop_communication()
+    inner = gpt.distributed_optimizer(trainer).optimizer
+    meta = sharded_state(trainer)["optimizer"]["param_to_group_meta"]
+    found = [group.get("step") for group in inner.param_groups if group["params"]]
+    of_ranks = everyones(found + [options["step"] for options in meta.values()])
+    assert all(other == of_ranks[0] for other in of_ranks), of_ranks
+    return sorted(set(of_ranks[0]))
+
+
+def everyones(found: Any) -> list[Any]:
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, found)
+    return of_ranks
+
+
+def a_rank_holds_nothing_of_a_group(trainer: Any) -> bool:
+    groups = gpt.distributed_optimizer(trainer).optimizer.param_groups
+    held = [[p._local_tensor.numel() for p in g["params"]] for g in groups if g["params"]]
+    return any(everyones(any(not any(sizes) for sizes in held)))
+
+
+# A run, and those that read it.
+
+
+def check_run(rank: int, device: Any, run: Run, strategy: str, folder: str) -> tuple[Any, int]:
+    """Trains, saves, resumes and goes on; keys of the checkpoint and how many of its tensors this
+    rank holds nothing of."""
+
+    def steps(trainer: Any, first: int) -> list[tuple[float, float]]:
+        trainer.case = trainer.case.but(seed=1)
+        data = [gpt.batches(trainer.case, first + step, rank, device) for step in range(STEPS)]
+        return [gpt.train_step(trainer, batch) for batch in data]
+
+    first = run.trainer(strategy, device)
+    if run.kept:
+        assert a_rank_holds_nothing_of_a_group(first) is (strategy != "no_shard"), folder
+        assert counts(first) == [0], folder
+    steps(first, 0)
+    keys, saved = save(first, folder), bits(first)
+    sources = [folder]
+    if run.kept:
+        save(first, f"{folder}-before", run.kept)
+        sources.append(f"{folder}-before")
+    if run.readers:
+        keep_whole(run, first, f"{folder}.pt", rank)
+    tensors = dtensors_of(sharded_state(first))
+    losses, final = steps(first, STEPS), bits(first)
+    order = sorted if run.plain else list  # offload makes state where a rank has no rows
+    for source in sources:
+        second = run.trainer(strategy, device, seed=4321)
+        poison(second)
+        torch.set_rng_state(load(second, source)["rng_state"]["cpu"])
+        assert_same(bits(second), saved, f"{source}, just loaded")
+        assert not run.kept or counts(second) == [STEPS], source
+        assert steps(second, STEPS) == losses, source
+        assert_same(bits(second), final, f"{source}, two steps on")
+        assert order(save(second, f"{source}-again")) == order(keys), source
+    if run.plain:
+        plain = run.trainer(strategy, device, plain=True)
+        steps(plain, 0)
+        assert sorted(save(plain, f"{folder}-plain")) == sorted(keys)
+        keep_whole(run, plain, f"{folder}-plain.pt", rank)
+    return keys, sum(read_chunks(tensor) == () for tensor in tensors)
+
+
+def keep_whole(run: Run, trainer: Any, file: str, rank: int) -> None:
+    found = whole(trainer)
+    if run.alone is not None:
+        state = sharded_state(trainer)["optimizer"]["state"]
+        assert sum("exp_avg_sq" not in entry for entry in state.values()) == run.alone
+    if rank == 0:
+        torch.save(found, file)
+
+
+def check_runs(
+    rank: int, size: int, root: str, names: tuple[str, ...], instances: int
+) -> dict[str, tuple[Any, int]]:
+    device = gpt.init_megatron(num_distributed_optimizer_instances=instances)
+    install()
+    found = {}
+    for name in names:
+        with ExitStack() as stack:
+            for context in RUNS[name].contexts:
+                stack.enter_context(context())
+            for strategy in RUNS[name].strategies:
+                folder = f"{root}/{name}-{strategy}"
+                found[folder] = check_run(rank, device, RUNS[name], strategy, folder)
+    return found
+
+
+def check_readers(rank: int, size: int, root: str, saved: dict[str, list[str]]) -> None:
+    device = gpt.init_megatron()
+    install()
+    for name, folders in saved.items():
+        run = RUNS[name]
+        with ExitStack() as stack:
+            for context in run.contexts:
+                stack.enter_context(context())
+            for folder in folders:
+                for strategy in run.readers:
+                    plain = run.plain and not folder.endswith("-plain")
+                    trainer = run.trainer(strategy, device, plain=plain)
+                    poison(trainer)
+                    load(trainer, f"{root}/{folder}", ignore_unexpected=NOT_READ)
+                    expected = torch.load(f"{root}/{folder.removesuffix('-converted')}.pt")
+                    assert_same(whole(trainer), expected, f"{folder}, read under {strategy}")
+
+
+@pytest.mark.parametrize(
+    ("names", "size", "other", "instances"),
+    [
+        pytest.param(("gated", "offload of core", "offload of core, fused"), 1, 2, 1, id="1 rank"),
+        pytest.param(("adam", "gated"), 2, 1, 1, id="2 ranks"),
+        pytest.param(("sgd", "streamed", "fused", "fused, newer", "fused, streamed",
+                      "fused, streamed, newer"), 2, 1, 1, id="other optimizers"),
+        pytest.param(("muon",), 2, 1, 1, id="muon"),
+        pytest.param(("adaptive_muon", "lion"), 2, 1, 1, id="other matrices", marks=FULL),
+        pytest.param(("split instances",), 4, 0, 2, id="split instances"),
+        pytest.param(("instances", "fused, split instances"), 4, 0, 2, id="instances", marks=FULL),
+    ],
+)  # fmt: skip
+def test_a_run_is_resumed_bit_for_bit_and_read_elsewhere(
+    tmp_path: Path, names: tuple[str, ...], size: int, other: int, instances: int
+) -> None:
+    """other: how many ranks read the checkpoints. Replicas of a shard are saved once, parts of a
+    shard each in its place, and each rank has each key, though it holds nothing."""
+    if "lion" in names and not hasattr(OptimizerConfig, "adaptive_muon_beta2"):
+        pytest.skip("this core has no adaptive_muon_beta2, and makes Lion of all weights")
+    ranks = run_ranks(check_runs, size, str(tmp_path), names, instances, timeout=600)
+    for folder, (keys, _) in ranks[0].items():
+        assert all(rank[folder][0] == keys for rank in ranks), folder
+    assert size < 4 or any(empty for rank in ranks for _, empty in rank.values())
+    saved: dict[str, list[str]] = {}
+    for name in names:
+        run = RUNS[name]
+        ends = ["", "-plain"] if run.plain else [""]
+        if run.readers:
+            saved[name] = [f"{name}-{one}{end}" for one in run.strategies for end in ends]
+        if run.alone is not None:
+            style = Options(transformer_impl="local", swiglu=False)
+            source, back = saved[name][-1], f"{saved[name][-1]}-converted"
+            convert(tmp_path / source, tmp_path / "other" / name, "torch_dist", options=style)
+            convert(tmp_path / "other" / name, tmp_path / back, "fsdp_dtensor", options=style)
+            saved[name].append(back)
+    if saved:
+        run_ranks(check_readers, other, str(tmp_path), saved, timeout=600)
+
+
+# Weights alone.
+
+
+def adam_state(trainer: Any) -> dict[Any, Any]:
+    return gpt.distributed_optimizer(trainer).optimizer.state
+
+
+def check_weights_only(rank: int, size: int, root: str) -> None:
+    device = gpt.init_megatron()
+
+    def steps(trainer: Any, *numbers: int) -> list[Any]:
+        trainer.case = case
+        return [recorded_step(trainer, gpt.batches(case, n, rank, device)) for n in numbers]
+
+    for name, case in {"fp32": gpt.Case(), "bf16": gpt.Case(bf16=True, swiglu=True)}.items():
+        first = gpt.build_trainer(case, ENDS[1], device)
+        steps(first, 0, 1)
+        save_checkpoint(f"{root}/{name}", 2, training_state([first.wrapper], first.optimizer))
+        weights = first.params()
+        went_on = steps(first, 2, 3)
+        # The same run again, whose optimizer forgets all it knows: bit for bit.
+        again = gpt.build_trainer(case, ENDS[1], device)
+        steps(again, 0, 1)
+        for value in (value for entry in adam_state(again).values() for value in entry.values()):
+            getattr(value, "_local_tensor", value).zero_()
+        expected = steps(again, 2, 3)
+        assert not passes(check_weights, went_on[0].weights, expected[0].weights, ""), "no power"
+        for strategy in STRATEGIES:
+            # As Megatron does with --no-load-optim: the model, and then `reload_model_params`.
+            trainer = gpt.build_trainer(case.but(seed=4321), strategy, device)
+            state = training_state([trainer.wrapper])
+            _, state = load_checkpoint(f"{root}/{name}", state, ignore_unexpected=("optimizer.",))
+            load_training_state([trainer.wrapper], state)
+            trainer.optimizer.reload_model_params()
+            where = f"{name}, {strategy}"
+            check_same_bits(trainer.params(), weights, f"{where}, just loaded")
+            found = steps(trainer, 2, 3)
+            entries = adam_state(trainer).values()
+            assert {float(entry["step"]) for entry in entries if "step" in entry} == {2.0}, where
+            if strategy == ENDS[1]:
+                check_run_bits(found, expected, where)
+            for mine, theirs in zip(found, expected, strict=True):
+                check_loss(mine.loss, theirs.loss, where)
+                check_weights(mine.weights, theirs.weights, where)
+        if not case.bf16:
+            _stock_agrees(case, weights, expected, steps, device)
+
+
+def _stock_agrees(
+    case: gpt.Case, weights: Any, expected: list[Any], steps: Callable[..., Any], device: Any
+) -> None:
+    """Stock DDP around the weights, with an optimizer of its own."""
+
+    def with_weights(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(weights[name])
+
+    stock = gpt.build_trainer(case, None, device, change=with_weights)
+    for mine, theirs in zip(expected, steps(stock, 2, 3), strict=True):
+        check_weights(mine.weights, theirs.weights, "stock DDP")
+
+
+def test_the_next_step_is_that_of_a_fresh_optimizer_on_the_loaded_weights(tmp_path: Path) -> None:
+    run_ranks(check_weights_only, 2, str(tmp_path), timeout=400)
+
+
+# Parameter groups of a plain model.
+
+
+def _plain(rank: int, size: int) -> None:
+    model = fully_shard_model(Net(2), None, [Block])
+    params = list(model.parameters())
+    groups = [
+        {"params": [param for param in params if (param.numel() == 1) is scalar]}
+        for scalar in (False, True)
+    ]
+    with pytest.raises(ValueError, match="Make it with capturable=False"):
+        fully_shard_optimizer(FusedAdam(groups, capturable=True))
+    optimizer = fully_shard_optimizer(FusedAdam(groups, lr=1e-2))
+    saved = optimizer.state_dict()
+    for steps in (1, 2, 1):  # the last one begins with the state of before the first
+        if steps == 1:
+            optimizer.load_state_dict(saved)
+        model(tokens(0, 0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [int(group["step"]) for group in optimizer.param_groups] == [steps] * 2
+    held = [any(param._local_tensor.numel() for param in groups[1]["params"])]
+    assert not all(everyones(held[0])), "every rank holds something of each group"
+
+
+def test_groups_of_a_plain_model_count_and_begin_anew_with_a_state_dict_without_a_count() -> None:
+    run_ranks(_plain, 2)
