@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -71,6 +76,16 @@ def sharded_tensors(
     return tensors
 
 
+def numbered_state(
+    rank: int, size: int, number: float, shapes: dict[str, tuple[int, ...]] = SHAPES
+) -> dict[str, Any]:
+    """A state whose tensors hold `number`, which is beside them too."""
+    tensors = sharded_tensors(plan(size, shapes), rank, data_mesh(size), torch.float32)
+    for tensor in tensors.values():
+        tensor._local_tensor.fill_(number)
+    return {"model": tensors, "number": number}
+
+
 def nested_state(rank: int, size: int, poison: bool = False, cut: int = 0) -> dict[str, Any]:
     """A state in the shape of Megatron's, DTensors of every dtype, plain tensors and objects."""
     layout, mesh = plan(size, cut=cut), data_mesh(size)
@@ -99,15 +114,50 @@ def dtensors_of(value: Any) -> list[DTensor]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Bit equality of two nested states, DTensors by their local tensors."""
-    if isinstance(a, dict) and isinstance(b, dict):
+    """Bit equality of two nested states and their types, DTensors by their local tensors."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, DTensor) and isinstance(b, DTensor):
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, DTensor):
         return a.shape == b.shape and same(a._local_tensor, b._local_tensor)
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+    if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
     return bool(a == b)
 
 
-def numel(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)
+def names(root: str | Path) -> list[str]:
+    return sorted(path.name for path in Path(root).iterdir())
+
+
+COLLECTIVES = (
+    "all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list",
+    "all_gather", "all_reduce", "broadcast", "barrier", "all_to_all", "gather", "scatter",
+)  # fmt: skip
+
+
+@contextmanager
+def collectives_called() -> Iterator[list[tuple[str, bool]]]:
+    """Collectives as they are called, by any thread, and whether on the group of all ranks. Those
+    of tensors that one of objects is made of are not listed."""
+    called: list[tuple[str, bool]] = []
+    nested = threading.local()
+
+    def listed(name: str, original: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            is_inner, nested.inside = getattr(nested, "inside", False), True
+            if not is_inner:
+                group = options.get("group") or dist.group.WORLD
+                called.append((name, group is dist.group.WORLD))
+            try:
+                return original(*args, **options)
+            finally:
+                nested.inside = is_inner
+
+        return call
+
+    patches = {name: listed(name, getattr(dist, name)) for name in COLLECTIVES}
+    with mock.patch.multiple(dist, **patches):
+        yield called

@@ -5,17 +5,29 @@ Nothing here is shared with the converters: names, splits and folders are spelle
 
 from __future__ import annotations
 
-import io
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_cases import same
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+
+class Evil:
+    """Calls a function when it is unpickled."""
+
+    def __init__(self, call: Callable[..., Any], *arguments: Any) -> None:
+        self._called = call, arguments
+
+    def __reduce__(self) -> Any:
+        return self._called
+
 
 HIDDEN, HEADS, GROUPS, HEAD, FFN, VOCAB = 16, 4, 2, 4, 12, 24
 
@@ -161,38 +173,19 @@ def save_fsdp(root: Path, state: dict[str, Any], iteration: int = 3) -> Path:
 def load_all(folder: Path) -> dict[str, Any]:
     """Every key of a DCP folder with its value, tensors by torch's own loader."""
     metadata = FileSystemReader(folder).read_metadata()
-    tensors = {
+    loaded = {
         key: torch.full(stored.size, 77, dtype=stored.properties.dtype)
+        if isinstance(stored, TensorStorageMetadata) else None
         for key, stored in metadata.state_dict_metadata.items()
-        if isinstance(stored, TensorStorageMetadata)
-    }
-    loaded: dict[str, Any] = dict(tensors)
+    }  # fmt: skip
     dcp.load(loaded, checkpoint_id=folder, no_dist=True)
-    for index, info in metadata.storage_data.items():
-        if index.fqn not in tensors:
-            with (folder / info.relative_path).open("rb") as file:
-                file.seek(info.offset)
-                raw = file.read(info.length)
-            loaded[index.fqn] = torch.load(io.BytesIO(raw), weights_only=False)
     return loaded
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Keys that only one has, or whose values differ in type, dtype, shape or any bit."""
     both = set(a) & set(b)
-    return sorted(set(a) ^ set(b)) + sorted(key for key in both if not _same(a[key], b[key]))
-
-
-def _same(x: Any, y: Any) -> bool:
-    if type(x) is not type(y):
-        return False
-    if isinstance(x, torch.Tensor):
-        return x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
-    if isinstance(x, dict):
-        return list(x) == list(y) and all(_same(x[key], y[key]) for key in x)
-    if isinstance(x, (list, tuple)):
-        return len(x) == len(y) and all(map(_same, x, y))
-    return bool(x == y)
+    return sorted(set(a) ^ set(b)) + sorted(key for key in both if not same(a[key], b[key]))
 
 
 def llama_config(model: Model, **changes: Any) -> dict[str, Any]:

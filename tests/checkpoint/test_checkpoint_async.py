@@ -6,21 +6,25 @@ import multiprocessing
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import data_mesh, nested_state, plan, same, sharded_tensors
+from checkpoint_cases import (
+    collectives_called,
+    data_mesh,
+    names,
+    nested_state,
+    numbered_state,
+    same,
+)
 from launch import PRELOADED, run_ranks
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp_adapter.checkpoint import (
     AsyncSaver,
-    CheckpointError,
     PerRank,
     digests,
     folders,
@@ -36,17 +40,15 @@ from megatron_fsdp_adapter.prove.ranks import end_with_parent, running
 
 
 class Gate:
-    """Holds the writing of data files back until it is opened; fails them if told to."""
+    """Holds the writing of data files back until it is opened."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, fails: bool = False) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
         original = storage._write_file
 
         def write(*args: Any) -> Any:
             self.reached.set()
             assert self.open.wait(60)
-            if fails:
-                raise OSError(28, "No space left on device")
             return original(*args)
 
         patch.setattr(storage, "_write_file", write)
@@ -73,38 +75,6 @@ def _full_state(rank: int, size: int, poison: bool = False) -> dict[str, Any]:
     state["schedule"] = {"history": [1, 2], "pair": ([3], 4)}  # a tuple is one object to DCP
     state["rng"] = PerRank(rank)
     return state
-
-
-@contextmanager
-def _on_the_group_of_training() -> Iterator[list[str]]:
-    """Names of the collectives that are called on it, by whichever thread."""
-    called: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in COLLECTIVES:
-            original = getattr(dist, name)
-
-            def noted(*args: Any, name: str = name, original: Any = original, **kw: Any) -> Any:
-                if (kw.get("group") or dist.group.WORLD) is dist.group.WORLD:
-                    called.append(name)
-                return original(*args, **kw)
-
-            patch.setattr(dist, name, noted)
-        yield called
-
-
-COLLECTIVES = (
-    "all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list",
-    "all_reduce", "all_gather", "gather", "scatter", "broadcast", "barrier",
-)  # fmt: skip
-
-
-def _nothing_of_training_is_used(rank: int, size: int, work: str) -> None:
-    with AsyncSaver() as saver, _on_the_group_of_training() as called:
-        saver.save(work, 1, _full_state(rank, size))
-        saver.wait()
-        assert called == [], called
-        dist.barrier()
-        assert called == ["barrier"], "the test sees nothing"
 
 
 def _what_was_there_when_the_call_returned(rank: int, size: int, work: str) -> None:
@@ -144,67 +114,33 @@ def test_what_is_saved_is_what_was_there_when_the_call_returned(tmp_path: Path) 
     run_ranks(_what_was_there_when_the_call_returned, 2, str(tmp_path))
 
 
-def test_nothing_is_exchanged_on_the_group_of_training(tmp_path: Path) -> None:
-    run_ranks(_nothing_of_training_is_used, 2, str(tmp_path))
-
-
-def _state(rank: int, size: int, number: float) -> dict[str, Any]:
-    tensors = sharded_tensors(plan(size), rank, data_mesh(size), torch.float32)
-    for tensor in tensors.values():
-        tensor._local_tensor.fill_(number)
-    return {"model": tensors, "number": number}
-
-
-def _errors(rank: int, size: int, root: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        saver = AsyncSaver()
-        saver.save(root, 1, _state(rank, size, 1.0))
+def _nothing_of_training_is_used(rank: int, size: int, work: str) -> None:
+    with AsyncSaver() as saver, collectives_called() as called:
+        saver.save(work, 1, _full_state(rank, size))
         saver.wait()
-        gate = Gate(patch, fails=rank == 1)
-        gate.open.set()
-        saver.save(root, 2, _state(rank, size, 2.0))
-        # At the next save, on every rank; that one is not begun.
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            saver.save(root, 3, _state(rank, size, 3.0))
-        assert latest_iteration(root) == 1
-        saver.save(root, 3, _state(rank, size, 3.0))
-        # At the end, on every rank.
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            saver.close()
-        patch.undo()
-    _, loaded = load_checkpoint(root, _state(rank, size, 0.0))
-    assert loaded["number"] == 1.0
-    with AsyncSaver() as saver:
+        assert called and not any(of_training for _, of_training in called), called
+        dist.barrier()
+        assert called[-1] == ("barrier", True), "the test sees nothing"
         # Bad arguments of one rank are told at once, to all.
-        state = _state(rank, size, 4.0) if rank == 0 else {"model": {1: 2}}
+        state = _full_state(rank, size) if rank == 0 else {"model": {1: 2}}
         with pytest.raises(ValueError, match="keys must be strings"):
-            saver.save(root, 4, state)
+            saver.save(work, 4, state)
         assert not saver.busy
-        saver.save(root, 4, _state(rank, size, 4.0), keep_last=1)
-    assert load_checkpoint(root, _state(rank, size, 0.0))[0] == 4
-    assert sorted(p.name for p in Path(root).iterdir()) == [
-        "iter_0000004",
-        "latest_checkpointed_iteration.txt",
-    ]
-
-
-def test_an_error_of_the_writer_is_raised_at_the_next_save_and_at_the_end_on_all_ranks(
-    tmp_path: Path,
-) -> None:
-    run_ranks(_errors, 2, str(tmp_path))
-
-
-def _leaves_without_closing(rank: int, size: int, root: str) -> None:
-    saver = AsyncSaver()
-    with pytest.raises(RuntimeError, match="training failed"), saver:
-        saver.save(root, 1, _state(rank, size, 1.0))
+        saver.save(work, 4, numbered_state(rank, size, 4.0), keep_last=1)
+    assert load_checkpoint(work, numbered_state(rank, size, 0.0))[0] == 4
+    assert names(work) == ["iter_0000004", folders.TRACKER]
+    # An error of training does not lose the save that is under way.
+    with pytest.raises(RuntimeError, match="training failed"), AsyncSaver() as saver:
+        saver.save(work, 5, numbered_state(rank, size, 1.0))
         raise RuntimeError("training failed")
     assert not saver.busy
-    assert latest_iteration(root) == 1
+    assert latest_iteration(work) == 5
 
 
-def test_an_error_of_training_does_not_lose_the_save_that_is_under_way(tmp_path: Path) -> None:
-    run_ranks(_leaves_without_closing, 2, str(tmp_path))
+def test_nothing_is_exchanged_on_the_group_of_training_and_errors_are_of_all(
+    tmp_path: Path,
+) -> None:
+    run_ranks(_nothing_of_training_is_used, 2, str(tmp_path))
 
 
 def _ends_without_closing(rank: int, store: str, root: str) -> None:
@@ -212,7 +148,7 @@ def _ends_without_closing(rank: int, store: str, root: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     gate = Gate(pytest.MonkeyPatch())  # never undone: the process is at its end
-    AsyncSaver().save(root, 1, _state(rank, 2, 1.0))
+    AsyncSaver().save(root, 1, numbered_state(rank, 2, 1.0))
     threading.Timer(0.3, gate.open.set).start()
 
 

@@ -5,24 +5,23 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from checkpoint_cases import (
     DTYPES,
+    collectives_called,
     data_mesh,
     dtensors_of,
     nested_state,
+    numbered_state,
     plan,
     same,
-    sharded_tensors,
     whole,
 )
 from launch import run_ranks
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp_adapter.checkpoint.dcp import (
     latest_iteration,
@@ -30,6 +29,9 @@ from megatron_fsdp_adapter.checkpoint.dcp import (
     save_checkpoint,
 )
 from megatron_fsdp_adapter.checkpoint.state import PerRank, flatten, to_stored
+
+FOLDER = "iter_0000010"
+CUTS = (0, 1)
 
 
 def _round_trip(rank: int, size: int, root: str, cut: int) -> dict[str, Any]:
@@ -55,13 +57,25 @@ def _round_trip(rank: int, size: int, root: str, cut: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("size", "cut"), [(2, 0), (4, 0), (4, 1)])
-def test_round_trip_is_bit_equal(tmp_path: Path, size: int, cut: int) -> None:
-    outcomes = run_ranks(_round_trip, size, str(tmp_path), cut)
+def _round_trips(rank: int, size: int, root: str) -> list[dict[str, Any]]:
+    return [_round_trip(rank, size, f"{root}/{cut}", cut) for cut in CUTS]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[dict[str, Any]]]]:
+    """A root of four ranks for each cut, and what they found."""
+    root = tmp_path_factory.mktemp("four")
+    return root, run_ranks(_round_trips, 4, str(root))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_round_trip_is_bit_equal(saved: tuple[Path, Any], cut: int) -> None:
+    root, ranks = saved
+    outcomes = [rank[cut] for rank in ranks]
     assert all(outcome["keys"] == outcomes[0]["keys"] for outcome in outcomes)
-    assert size == 2 or any(outcome["empty"] for outcome in outcomes), "no rank held nothing"
+    assert any(outcome["empty"] for outcome in outcomes), "no rank held nothing"
     # The folder is complete by torch DCP's own account: each tensor is stored exactly once.
-    metadata = FileSystemReader(tmp_path / "iter_0000010").read_metadata()
+    metadata = FileSystemReader(root / str(cut) / FOLDER).read_metadata()
     assert set(metadata.state_dict_metadata) == set(outcomes[0]["keys"])
 
 
@@ -70,50 +84,31 @@ def test_round_trip_alone_without_a_launcher(one_rank: None, tmp_path: Path) -> 
     assert outcome["empty"] == 0
 
 
-def test_torch_reads_the_folder_as_whole_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", CUTS)
+def test_torch_reads_the_folder_as_whole_tensors(saved: tuple[Path, Any], cut: int) -> None:
     """An independent reader, with plain tensors of the whole shape, finds the whole values."""
-    run_ranks(_save_only, 4, str(tmp_path))
+    names = [(dtype, spec) for dtype in DTYPES for spec in plan(4, cut=cut).specs]
     plain = {
-        f"{dtype}.{spec.fqns[0]}": torch.zeros(spec.shape or (1,), dtype=dtype)
-        for dtype in DTYPES
-        for spec in plan(4).specs
-    }
+        f"module.{str(dtype).removeprefix('torch.')}.{spec.fqns[0]}":
+            torch.zeros(spec.shape or (1,), dtype=dtype)
+        for dtype, spec in names
+    }  # fmt: skip
     torch.distributed.checkpoint.load(
-        {"model": plain}, checkpoint_id=tmp_path / "iter_0000003", no_dist=True
+        {"model": plain}, checkpoint_id=saved[0] / str(cut) / FOLDER, no_dist=True
     )
-    for dtype in DTYPES:
-        for spec in plan(4).specs:
-            expected = whole(spec.fqns[0], spec.shape, dtype)
-            assert torch.equal(plain[f"{dtype}.{spec.fqns[0]}"], expected)
+    for value, (dtype, spec) in zip(plain.values(), names, strict=True):
+        assert torch.equal(value, whole(spec.fqns[0], spec.shape, dtype)), (dtype, spec)
 
 
-def _save_only(rank: int, size: int, root: str) -> None:
-    layout, mesh = plan(size), data_mesh(size)
-    model = {
-        f"{dtype}.{name}": tensor
-        for dtype in DTYPES
-        for name, tensor in sharded_tensors(layout, rank, mesh, dtype).items()
-    }
-    save_checkpoint(root, 3, {"model": model})
-
-
-def test_another_number_of_ranks_loads_the_same_values(tmp_path: Path) -> None:
-    run_ranks(_save_only, 4, str(tmp_path))
-    run_ranks(_load_and_compare, 2, str(tmp_path))
+def test_another_number_of_ranks_loads_the_same_values(saved: tuple[Path, Any]) -> None:
+    run_ranks(_load_and_compare, 2, str(saved[0]))
 
 
 def _load_and_compare(rank: int, size: int, root: str) -> None:
-    layout, mesh = plan(size), data_mesh(size)
-    wanted = {dtype: sharded_tensors(layout, rank, mesh, dtype) for dtype in DTYPES}
-    target = {
-        f"{dtype}.{name}": tensor
-        for dtype in DTYPES
-        for name, tensor in sharded_tensors(layout, rank, mesh, dtype, poison=True).items()
-    }
-    load_checkpoint(root, {"model": target}, iteration=3)
-    for dtype, tensors in wanted.items():
-        for name, tensor in tensors.items():
-            assert same(target[f"{dtype}.{name}"], tensor), (dtype, name)
+    for cut in CUTS:
+        target = nested_state(rank, size, poison=True)
+        _, loaded = load_checkpoint(f"{root}/{cut}", target, iteration=10)
+        assert same(loaded, nested_state(rank, size)), cut
 
 
 def test_per_rank_values_come_back_per_rank(tmp_path: Path) -> None:
@@ -142,61 +137,21 @@ def _per_rank(rank: int, size: int, root: str) -> None:
 
 
 def test_the_number_of_collectives_does_not_grow_with_tensors(tmp_path: Path) -> None:
-    counts = run_ranks(_count_collectives, 2, str(tmp_path))
-    for few, many in counts:
-        assert few == many
-    assert counts[0][0] == {"save": 6, "load": 2}
+    run_ranks(_check_counts, 2, str(tmp_path))
 
 
-def _count_collectives(rank: int, size: int, root: str) -> list[dict[str, int]]:
-    return [_count(rank, size, f"{root}/{n}", n) for n in (1, 50)]
-
-
-COLLECTIVES = (
-    *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),
-    *("all_gather", "all_reduce", "broadcast", "barrier", "all_to_all", "gather", "scatter"),
-)
-
-
-def _count(rank: int, size: int, root: str, copies: int) -> dict[str, int]:
-    calls: list[str] = []
-    depth = 0
-
-    def counted(name: str) -> Any:
-        original = getattr(dist, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal depth
-            depth += 1
-            if depth == 1:  # an object collective is made of tensor collectives; count it once
-                calls.append(name)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                depth -= 1
-
-        return call
-
-    layout, mesh = plan(size), data_mesh(size)
-    model = {
-        f"{i}.{name}": tensor
-        for i in range(copies)
-        for name, tensor in sharded_tensors(layout, rank, mesh, torch.float32).items()
-    }
-    counts = {}
-    patches = {name: counted(name) for name in COLLECTIVES}
-    with patch.multiple(dist, **patches):
-        save_checkpoint(root, 1, {"model": model})
-        counts["save"] = len(calls)
-        calls.clear()
-        load_checkpoint(root, {"model": model})
-        counts["load"] = len(calls)
-    return counts
+def _check_counts(rank: int, size: int, root: str) -> None:
+    tensors = numbered_state(rank, size, 1.0)["model"]
+    for copies in (1, 50):
+        model = {f"{i}.{name}": tensor for i in range(copies) for name, tensor in tensors.items()}
+        with collectives_called() as called:
+            save_checkpoint(f"{root}/{copies}", 1, {"model": model})
+            assert len(called) == 6, called
+            load_checkpoint(f"{root}/{copies}", {"model": model})
+            assert len(called) == 6 + 2, called
 
 
 def test_a_replicated_dtensor_needs_no_chunks(one_rank: None, tmp_path: Path) -> None:
-    from torch.distributed.tensor import Replicate
-
     mesh = data_mesh(1)
     tensor = DTensor.from_local(torch.arange(6.0), mesh, [Replicate()])
     save_checkpoint(tmp_path, 1, {"w": tensor})

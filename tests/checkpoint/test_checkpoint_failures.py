@@ -1,4 +1,5 @@
-"""What a full disk, a checkpoint that was moved away, and a second job do to a save."""
+"""What goes wrong while a checkpoint is saved: each rank says why, nothing of the failed save is
+left, the checkpoint before stays, and the next save works."""
 
 from __future__ import annotations
 
@@ -8,106 +9,140 @@ import resource
 import shutil
 import subprocess
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_cases import names, numbered_state, same
 from launch import run_ranks
 
-from megatron_fsdp_adapter.checkpoint import AsyncSaver, CheckpointError, folders, record, storage
+from megatron_fsdp_adapter.checkpoint import AsyncSaver, CheckpointError, digests, folders, record
+from megatron_fsdp_adapter.checkpoint import storage as writing
 from megatron_fsdp_adapter.checkpoint.dcp import latest_iteration, load_checkpoint, save_checkpoint
 
 MIB = 1 << 20
+NO_SPACE = "No space left on device"
+Save = Callable[[str, int, dict[str, Any]], Any]
 
 
 def _state(rank: int, number: float, nbytes: int = 1 << 16) -> dict[str, Any]:
     return {"model": {f"w{rank}": torch.full((nbytes // 4,), number)}, "number": number}
 
 
-def _names(root: str | Path) -> list[str]:
-    return sorted(path.name for path in Path(root).iterdir())
+def _in_background(ends_with: str) -> Save:
+    """The error is raised by what the saver is asked for next."""
+
+    def save(root: str, iteration: int, state: dict[str, Any]) -> None:
+        saver = AsyncSaver()
+        saver.save(root, iteration, state)
+        try:
+            if ends_with == "save":
+                saver.save(root, iteration + 5, state)
+            else:
+                getattr(saver, ends_with)()
+        finally:
+            if ends_with != "close":
+                saver.close()
+
+    return save
+
+
+SAVES: dict[str, Save] = {
+    "at once": save_checkpoint,
+    **{f"in the background, {end}": _in_background(end) for end in ("wait", "save", "close")},
+}
+
+FAULTS: tuple[tuple[Any, str, int], ...] = (
+    (folders, "prepare_folder", 0),
+    (writing, "_write_file", 1),
+    (digests.DigestingFile, "write", 1),
+    (folders, "sync_files", 0),
+    (folders, "_write_synced", 0),
+    (folders, "publish", 0),
+    (folders, "rename_into_place", 0),
+)
+"""What fails, and on which rank: everything but the data is written by the first."""
+
+
+def _check_failure(save: Save, root: str, rank: int, state: dict[str, Any], why: str) -> str:
+    """Of another iteration, and of the very one that is there; what the last error says."""
+    before = names(root)
+    for iteration in (2, 1):
+        with pytest.raises(CheckpointError, match=why) as error:
+            save(root, iteration, state)
+        # At once, and not when the next save succeeds; on a rank that returns before others too.
+        assert names(root) == before
+        dist.barrier()
+    return str(error.value)
+
+
+def _faults(rank: int, size: int, work: str) -> None:
+    for owner, stage, failing in FAULTS:
+        root, target = f"{work}/{stage}", numbered_state(rank, size, 0.0)
+        save_checkpoint(root, 1, numbered_state(rank, size, 1.0))
+        fails = mock.Mock(side_effect=OSError(28, NO_SPACE))
+        for save in SAVES.values():
+            step = fails if rank == failing else getattr(owner, stage)
+            with mock.patch.object(owner, stage, step):
+                _check_failure(save, root, rank, numbered_state(rank, size, 2.0), NO_SPACE)
+            iteration, loaded = load_checkpoint(root, target)
+            assert iteration == 1 and same(loaded, numbered_state(rank, size, 1.0)), stage
+        save_checkpoint(root, 2, numbered_state(rank, size, 3.0))
+        assert load_checkpoint(root, target)[1]["number"] == 3.0
+
+
+def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_nothing(tmp_path: Path) -> None:
+    run_ranks(_faults, 2, str(tmp_path))
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path | None]:
+def small_disk(tmp_path: Path) -> Iterator[str | None]:
     """A file system of 2 MiB; None where this process may not mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    mount = shutil.which("mount")
-    if not mount or subprocess.run(command, capture_output=True).returncode:
+    if not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
         yield None
         return
-    yield folder
+    yield str(folder)
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def _check_failure(error: pytest.ExceptionInfo[CheckpointError], why: str, size: int) -> None:
-    text = str(error.value)
-    assert why in text and "inline_container" not in text, text
-    assert any(f"__{rank}_0.distcp" in text for rank in range(size)), text
-
-
-def _a_save_that_does_not_fit(rank: int, size: int, root: str, why: str) -> None:
-    save_checkpoint(root, 1, _state(rank, 1.0))
-    dist.barrier()
-    names, free = _names(root), shutil.disk_usage(root).free
-    big = _state(rank, 2.0, 5 * MIB // 4)
-    with pytest.raises(CheckpointError) as error:
-        save_checkpoint(root, 2, big)
-    _check_failure(error, why, size)
-    # At once, and not when the next save succeeds; on a rank that returns before the other too.
-    assert _names(root) == names
-    assert shutil.disk_usage(root).free >= min(free, MIB)
-    with AsyncSaver() as saver:
-        saver.save(root, 2, big)
-        with pytest.raises(CheckpointError) as error:
-            saver.wait()
-        _check_failure(error, why, size)
-        assert _names(root) == names
-        # The very iteration that is there.
-        saver.save(root, 1, big)
-        with pytest.raises(CheckpointError, match=why):
-            saver.wait()
-        assert _names(root) == names
+def _full(rank: int, size: int, disk: str | None, work: str) -> None:
+    # An error of the system that needs no right to mount comes last.
+    for place, why in ((disk, NO_SPACE), (work, "File too large")):
+        if place is None:
+            continue
+        if place is work:
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+        root = f"{place}/root"
+        save_checkpoint(root, 1, _state(rank, 1.0))
+        dist.barrier()
+        free = shutil.disk_usage(root).free
+        for save in SAVES.values():
+            text = _check_failure(save, root, rank, _state(rank, 2.0, 5 * MIB // 4), why)
+            assert "inline_container" not in text, text
+            assert any(f"__{rank}_0.distcp" in text for rank in range(size)), text
+            assert shutil.disk_usage(root).free >= min(free, MIB)
         assert load_checkpoint(root, _state(rank, 0.0))[1]["number"] == 1.0
         dist.barrier()
-        saver.save(root, 3, _state(rank, 3.0))
-    assert load_checkpoint(root, _state(rank, 0.0), check_digests=True)[1]["number"] == 3.0
-
-
-def _full(rank: int, size: int, disk: str | None, work: str) -> None:
-    if disk is not None:
-        _a_save_that_does_not_fit(rank, size, f"{disk}/root", "No space left on device")
-    # An error of the system that needs no right to mount.
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
-    _a_save_that_does_not_fit(rank, size, f"{work}/root", "File too large")
+        save_checkpoint(root, 3, _state(rank, 3.0))
+        loaded = load_checkpoint(root, _state(rank, 0.0), check_digests=True)[1]
+        assert loaded["number"] == 3.0
 
 
 def test_a_save_that_does_not_fit_leaves_nothing_and_says_why(
-    small_disk: Path | None, tmp_path: Path
+    small_disk: str | None, tmp_path: Path
 ) -> None:
-    run_ranks(_full, 2, None if small_disk is None else str(small_disk), str(tmp_path))
+    run_ranks(_full, 2, small_disk, str(tmp_path))
 
 
-def test_a_tracker_that_cannot_be_written_publishes_nothing(
-    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_checkpoint(tmp_path, 1, _state(0, 1.0))
-
-    def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(folders, "_write_synced", fails)
-    for iteration in (1, 2):
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            save_checkpoint(tmp_path, iteration, _state(0, 2.0))
-        assert _names(tmp_path) == ["iter_0000001", folders.TRACKER]
-        assert load_checkpoint(tmp_path, _state(0, 0.0))[1]["number"] == 1.0
+# What is there under a name, and is not a folder of ours.
 
 
 def _moved_away(root: Path, iteration: int, elsewhere: Path) -> Path:
@@ -130,7 +165,7 @@ def test_links_to_checkpoints_elsewhere_are_unlinked(one_rank: None, tmp_path: P
         save_checkpoint(root, 4, _state(0, 4.0), keep_last=3)
         assert folders.complete_iterations(root) == (2, 3, 4)
         save_checkpoint(root, 5, _state(0, 5.0), keep_last=1)
-        assert _names(root) == ["iter_0000005", folders.TRACKER]
+        assert names(root) == ["iter_0000005", folders.TRACKER]
         # What the links led to is not the root's to delete.
         assert all((folder / ".metadata").is_file() for folder in archived)
         # Saved again where a link is, and where one leads nowhere.
@@ -146,7 +181,7 @@ def test_links_to_checkpoints_elsewhere_are_unlinked(one_rank: None, tmp_path: P
 def test_a_link_that_leads_nowhere_is_left_alone(one_rank: None, tmp_path: Path) -> None:
     (tmp_path / "iter_0000001").symlink_to(tmp_path / "disk that is not mounted")
     save_checkpoint(tmp_path, 2, _state(0, 2.0), keep_last=1)
-    assert _names(tmp_path) == ["iter_0000001", "iter_0000002", folders.TRACKER]
+    assert names(tmp_path) == ["iter_0000001", "iter_0000002", folders.TRACKER]
     with pytest.raises(FileNotFoundError) as error:
         load_checkpoint(tmp_path, _state(0, 0.0), iteration=1)
     assert "half-written" not in str(error.value)
@@ -166,17 +201,19 @@ def test_what_cannot_be_deleted_is_one_warning_after_the_checkpoint_is_there(
         rmtree(path, **options)
 
     monkeypatch.setattr(shutil, "rmtree", busy)
-    with pytest.warns(UserWarning, match="(?s)could not be deleted.*iter_0000001.*busy") as told:
+    with pytest.warns(UserWarning, match="(?s)could not be deleted.*iter_0000001.*busy") as warned:
         save_checkpoint(tmp_path, 4, _state(0, 4.0), keep_last=1)
-    assert len([w for w in told if "deleted" in str(w.message)]) == 1
+    assert len([w for w in warned if "deleted" in str(w.message)]) == 1
     assert tracker == [4, 4, 4] and folders.complete_iterations(tmp_path) == (4,)
     monkeypatch.undo()
     save_checkpoint(tmp_path, 5, _state(0, 5.0), keep_last=1)
-    assert _names(tmp_path) == ["iter_0000005", folders.TRACKER]
+    assert names(tmp_path) == ["iter_0000005", folders.TRACKER]
 
+
+# Two jobs.
 
 HELD: tuple[tuple[Any, str], ...] = (
-    (storage, "_write_file"),
+    (writing, "_write_file"),
     (record, "write_record"),
     (folders, "rename_into_place"),
 )
@@ -188,35 +225,35 @@ def _two_jobs(rank: int, size: int, work: str) -> None:
     group = [dist.new_group([r]) for r in range(size)][rank]
     keys = [_state(r, 0.0)["model"] for r in range(size)]
     for owner, name in HELD:
-        root = f"{work}/{name}"
+        root, original = f"{work}/{name}", getattr(owner, name)
+
+        def held(*args: Any, original: Any = original) -> Any:
+            dist.barrier()
+            dist.barrier()
+            return original(*args)
+
         if rank == 0:
-            original = getattr(owner, name)
-
-            def held(*args: Any, original: Any = original) -> Any:
-                dist.barrier()
-                dist.barrier()
-                return original(*args)
-
-            setattr(owner, name, held)
-            with pytest.raises(CheckpointError, match="another job saves to") as error:
-                save_checkpoint(root, 10, {**_state(0, 1.0), "x": torch.ones(3)}, group=group)
+            state = {**_state(0, 1.0), "x": torch.ones(3)}
+            taken = pytest.raises(CheckpointError, match="another job saves to")
+            with mock.patch.object(owner, name, held), taken as error:
+                save_checkpoint(root, 10, state, group=group)
             assert str(error.value).count("another job") == 1
-            setattr(owner, name, original)
         else:
             dist.barrier()
             save_checkpoint(root, 10, {**_state(1, 2.0), "x": torch.zeros(3)}, group=group)
             dist.barrier()
         dist.barrier()
-        assert _names(root) == ["iter_0000010", folders.TRACKER]
+        assert names(root) == ["iter_0000010", folders.TRACKER]
         target = {"model": keys[1], "number": 0, "x": torch.ones(3)}
         _, loaded = load_checkpoint(root, target, check_digests=True, group=group)
         assert loaded["number"] == 2.0 and bool((loaded["model"]["w1"] == 2).all())
         dist.barrier()
     _race(rank, f"{work}/race", group)
+    _one_file(rank, Path(work, folders.TRACKER))
 
 
 def _race(rank: int, root: str, group: Any) -> None:
-    """Both at once, several times: whoever wins, what is there is wholly one job's."""
+    """Both at once, several times: whichever wins, what is there is wholly one job's."""
     won = 0
     for turn in range(5):
         dist.barrier()
@@ -236,7 +273,7 @@ def _race(rank: int, root: str, group: Any) -> None:
     assert int(total) >= 5
 
 
-def _one_file(rank: int, size: int, path: Path) -> None:
+def _one_file(rank: int, path: Path) -> None:
     """The first rank is in the middle of it while the second one begins, and fails."""
     if rank == 0:
         with folders.replacing(path) as temporary:
@@ -250,16 +287,17 @@ def _one_file(rank: int, size: int, path: Path) -> None:
         dist.barrier()
 
 
+def test_two_jobs_that_save_the_same_iteration_do_not_mix(tmp_path: Path) -> None:
+    """Nor do they in a file that both replace."""
+    run_ranks(_two_jobs, 2, str(tmp_path))
+    assert (tmp_path / folders.TRACKER).read_text() == "first"
+    assert not list(tmp_path.glob("tmp.*"))
+
+
 def _killed(path: str) -> None:
     with folders.replacing(Path(path)) as temporary:
         temporary.write_text("half")
         os._exit(1)
-
-
-def test_a_file_that_another_process_writes_is_left_to_it(tmp_path: Path) -> None:
-    path = tmp_path / folders.TRACKER
-    run_ranks(_one_file, 2, path)
-    assert path.read_text() == "first" and _names(tmp_path) == [path.name]
 
 
 def test_what_a_dead_process_left_beside_a_file_is_deleted(tmp_path: Path) -> None:
@@ -268,14 +306,9 @@ def test_what_a_dead_process_left_beside_a_file_is_deleted(tmp_path: Path) -> No
     killed = multiprocessing.get_context("fork").Process(target=_killed, args=(str(path),))
     killed.start()
     killed.join()
-    [left] = _names(tmp_path)
+    [left] = names(tmp_path)
     elsewhere = f"tmp.{path.name}.{'0' * 8}-{killed.pid}.{'0' * 8}"
     for name in (elsewhere, f"tmp.{path.name}.{'0' * 8}", f"tmp.{path.name}"):
         (tmp_path / name).touch()
     folders.write_atomically(path, "10")
-    assert str(killed.pid) in left and _names(tmp_path) == sorted([path.name, elsewhere])
-
-
-def test_two_jobs_that_save_the_same_iteration_do_not_mix(tmp_path: Path) -> None:
-    run_ranks(_two_jobs, 2, str(tmp_path))
-    assert os.listdir(tmp_path / "race")
+    assert str(killed.pid) in left and names(tmp_path) == sorted([path.name, elsewhere])
