@@ -20,11 +20,12 @@ from convert_cases import (
     llama_config,
     save_fsdp,
 )
+from test_convert_run_config import bridge_checkpoint, config
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_fsdp_adapter.checkpoint.convert import Options, convert
 
-ITERATION = "iter_0000003"
+ITERATION, TRACKER = "iter_0000003", "latest_checkpointed_iteration.txt"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}  # fmt: skip
 
@@ -49,31 +50,21 @@ def metadata_of(root: Path, change: Callable[[Any], Any]) -> Path:
     return root
 
 
-def data_file(root: Path) -> Path:
-    return next((root / ITERATION).glob("*.distcp"))
-
-
-def truncated(root: Path) -> Path:
-    path = data_file(root)
-    path.write_bytes(path.read_bytes()[:-100])
+def data(root: Path, change: Callable[[bytes], bytes]) -> Path:
+    path = next((root / ITERATION).glob("*.distcp"))
+    path.write_bytes(change(path.read_bytes()))
     return root
 
 
-def flipped(root: Path) -> Path:
-    """Bytes of every stored value's own header are wrong."""
-    path = data_file(root)
-    path.write_bytes(bytes(path.stat().st_size))
+def without(root: Path, name: str, folder: str = ITERATION) -> Path:
+    (root / folder / name).unlink()
     return root
 
 
-def without(root: Path, name: str) -> Path:
-    (root / ITERATION / name).unlink()
-    return root
-
-
-def rewritten(path: Path, text: str) -> Path:
+def rewritten(path: Path, text: str, depth: int = 1) -> Path:
+    """The root, of a file so many folders below it."""
     path.write_text(text)
-    return path.parents[1]
+    return path.parents[depth]
 
 
 def pop_one(state: dict[str, Any], end: str) -> None:
@@ -96,10 +87,6 @@ def transposed_moment(state: dict[str, Any]) -> None:
     entry["exp_avg"] = entry["exp_avg"].T.contiguous()
 
 
-def strange_objects(state: dict[str, Any]) -> None:
-    state["args"].bf16 = False
-
-
 def buckets(root: Path) -> Path:
     def rename(metadata: Any) -> None:
         stored = metadata.state_dict_metadata
@@ -113,29 +100,22 @@ def buckets(root: Path) -> Path:
     return metadata_of(torch_dist(root), rename)
 
 
-def two_groups(root: Path) -> Path:
+def common(root: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A torch_dist folder whose common state is another one."""
     path = torch_dist(root) / ITERATION / "common.pt"
-    common = torch.load(path, weights_only=False)
-    groups = common["optimizer"]["optimizer"]["param_groups"]
+    held = torch.load(path, weights_only=False)
+    change(held)
+    torch.save(held, path)
+    return root
+
+
+def add_group(held: dict[str, Any]) -> None:
+    groups = held["optimizer"]["optimizer"]["param_groups"]
     groups.append({**groups[0], "lr": 7.0})
-    torch.save(common, path)
-    return root
 
 
-def no_groups(root: Path) -> Path:
-    path = torch_dist(root) / ITERATION / "common.pt"
-    common = torch.load(path, weights_only=False)
-    del common["optimizer"]
-    torch.save(common, path)
-    return root
-
-
-def no_arguments(root: Path) -> Path:
-    path = torch_dist(root) / ITERATION / "common.pt"
-    common = torch.load(path, weights_only=False)
-    del common["args"], common["fsdp_dtensor_names"]
-    torch.save(common, path)
-    return root
+def no_arguments(held: dict[str, Any]) -> None:
+    del held["args"], held["fsdp_dtensor_names"]
 
 
 def changed_file(folder: Path, change: Callable[[bytes], bytes]) -> Path:
@@ -148,26 +128,12 @@ def hugging_face(root: Path, **changes: Any) -> Path:
     return hugging_face_folder(root, Model(), **changes)
 
 
-def lost_shard(root: Path) -> Path:
-    hugging_face(root)
-    weight_map = {"lm_head.weight": "model-00002-of-00002.safetensors"}
-    (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return root
-
-
-def lost_tensor(root: Path) -> Path:
-    hugging_face(root)
-    weight_map = {"lm_head.bias": "model.safetensors"}
-    (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return root
-
-
-def indexed(root: Path, file: Any) -> Path:
-    """The file is there all the same, where a link or the path leads to it."""
+def indexed(root: Path, file: Any, name: str = "lm_head.weight") -> Path:
+    """Whose index says that the tensor is in `file`, which is there where a path leads out."""
     hugging_face(root)
     (root.parent / "elsewhere.safetensors").write_bytes((root / "model.safetensors").read_bytes())
-    weight_map = {"lm_head.weight": file}
-    (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    text = json.dumps({"weight_map": {name: file}})
+    (root / "model.safetensors.index.json").write_text(text)
     return root
 
 
@@ -190,6 +156,16 @@ def tied_beside_a_head(root: Path, value: float) -> Path:
     return root
 
 
+def of_bridge(root: Path, text: str = "", **changes: Any) -> Path:
+    """A checkpoint of Megatron-Bridge whose run_config.yaml says so."""
+    described = config(Model())
+    described["model"].update(changes)
+    bridge_checkpoint(root, Model(), described)
+    if text:
+        (root / ITERATION / "run_config.yaml").write_text(text)
+    return root
+
+
 def a_file(root: Path) -> Path:
     root.write_text("x")
     return root
@@ -207,9 +183,9 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
     ("nothing there", lambda r: r, "torch_dist", "does not exist"),
     ("a file", a_file, "torch_dist", "is a file"),
     ("empty folder", lambda r: r.mkdir() or r, "torch_dist", "latest_checkpointed_iteration.txt"),
-    ("tracker of nothing", lambda r: rewritten_tracker(fsdp(r), "9"), "torch_dist",
+    ("tracker of nothing", lambda r: rewritten(fsdp(r) / TRACKER, "9", 0), "torch_dist",
      "complete in .*: iteration 3"),
-    ("tracker without number", lambda r: rewritten_tracker(fsdp(r), "x"), "torch_dist",
+    ("tracker without number", lambda r: rewritten(fsdp(r) / TRACKER, "x", 0), "torch_dist",
      "should hold an iteration number"),
     ("legacy format", legacy, "torch_dist", "legacy format.*--ckpt-format torch_dist"),
     ("another DCP folder", lambda r: save_fsdp(r, {"net": {"w": torch.ones(2)}}), "torch_dist",
@@ -218,9 +194,10 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
     ("no .metadata", lambda r: without(fsdp(r), ".metadata"), "torch_dist", "no .metadata file"),
     ("damaged .metadata", lambda r: rewritten(fsdp(r) / ITERATION / ".metadata", "x"),
      "torch_dist", ".metadata cannot be read"),
-    ("no data file", lambda r: data_file(fsdp(r)).unlink() or r, "torch_dist", "distcp is missing"),
-    ("short data file", lambda r: truncated(fsdp(r)), "torch_dist", "bytes"),
-    ("zeros in data file", lambda r: flipped(fsdp(r)), "torch_dist", "cannot be read from"),
+    ("no data file", lambda r: without(fsdp(r), "__0_0.distcp"), "torch_dist", "distcp is missing"),
+    ("short data file", lambda r: data(fsdp(r), lambda b: b[:-100]), "torch_dist", "bytes"),
+    ("zeros in data file", lambda r: data(fsdp(r), lambda b: bytes(len(b))), "torch_dist",
+     "cannot be read from"),
     ("no common.pt", lambda r: without(torch_dist(r), "common.pt"), "fsdp_dtensor",
      "has no common.pt"),
     ("damaged common.pt", lambda r: rewritten(torch_dist(r) / ITERATION / "common.pt", "x"),
@@ -249,9 +226,11 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
      "exp_avg of .* has shape"),
     ("steps differ", lambda r: fsdp(r, two_steps), "torch_dist", "one step count"),
     ("optimizer in buckets", buckets, "fsdp_dtensor", "--dist-ckpt-optim-fully-reshardable"),
-    ("group not told", two_groups, "fsdp_dtensor", "2 parameter groups"),
-    ("no groups", no_groups, "fsdp_dtensor", "no parameter groups"),
-    ("no arguments", no_arguments, "fsdp_dtensor", "--transformer-impl.*--swiglu"),
+    ("group not told", lambda r: common(r, add_group), "fsdp_dtensor", "2 parameter groups"),
+    ("no groups", lambda r: common(r, lambda held: held.pop("optimizer")), "fsdp_dtensor",
+     "no parameter groups"),
+    ("no arguments", lambda r: common(r, no_arguments), "fsdp_dtensor",
+     "--transformer-impl.*--swiglu"),
     ("a weight is missing",
      lambda r: fsdp(r, lambda s: pop_one(s, "layers.0.mlp.linear_fc2.weight")), "huggingface",
      "missing.*fc2|which has no weight"),
@@ -260,12 +239,14 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
      "fsdp_dtensor", "truncated or damaged"),
     ("damaged header", lambda r: changed_file(hugging_face(r), lambda b: b"\xff" * 8 + b[8:]),
      "fsdp_dtensor", "truncated or damaged"),
-    ("no config", lambda r: without_file(hugging_face(r), "config.json"), "fsdp_dtensor",
+    ("no config", lambda r: without(hugging_face(r), "config.json", ""), "fsdp_dtensor",
      "config.json"),
-    ("no weights", lambda r: without_file(hugging_face(r), "model.safetensors"), "fsdp_dtensor",
+    ("no weights", lambda r: without(hugging_face(r), "model.safetensors", ""), "fsdp_dtensor",
      "no \\*.safetensors"),
-    ("shard is missing", lost_shard, "fsdp_dtensor", "lacks model-00002-of-00002"),
-    ("tensor is missing", lost_tensor, "fsdp_dtensor", "lacks lm_head.bias"),
+    ("shard is missing", lambda r: indexed(r, "model-00002-of-00002.safetensors"), "fsdp_dtensor",
+     "lacks model-00002-of-00002"),
+    ("tensor is missing", lambda r: indexed(r, "model.safetensors", "lm_head.bias"), "fsdp_dtensor",
+     "lacks lm_head.bias"),
     ("another family", lambda r: hugging_face(r, model_type="gpt2"), "fsdp_dtensor",
      "model_type='gpt2'.*llama, mixtral"),
     ("no such layer", lambda r: hugging_face(r, num_hidden_layers=3), "fsdp_dtensor",
@@ -316,21 +297,26 @@ CASES: tuple[tuple[str, Callable[[Path], Path], str, str], ...] = (
         ("moe_router_load_balancing_type", ["aux_loss", "sinkhorn"], 2, "neither"),
         ("embedding_multiplier", 4.0, 0, "not known whether.*--hf-config"),
     )),
+    *((f"run_config.yaml: {name}={value}", lambda r, n=name, v=value: of_bridge(r, **{n: v}),
+       "huggingface", message) for name, value, message in (
+        ("activation_func", {"_call_": False, "_target_": "torch.nn.functional.gelu"},
+         "activation_func='torch.nn.functional.gelu'"),
+        ("layernorm_zero_centered_gamma", True, "layernorm_zero_centered_gamma=True"),
+        ("seq_len_interpolation_factor", 4.0, "seq_len_interpolation_factor=4.0"),
+        ("_target_", "megatron.bridge.models.gemma.gemma_provider.GemmaModelProvider",
+         "_target_='megatron.bridge.models.gemma"),
+        ("scale_factor", 8.0, "scale_factor=8.0: .*--hf-config"),
+    )),
+    *((f"run_config.yaml: {text}", lambda r, t=text: of_bridge(r, t), "huggingface",
+       rf"run_config\.yaml:? .*{message}|run_config\.yaml {message}") for text, message in (
+        ("model: [", "not valid YAML"), ("train: {}", "has no section model"),
+        ("!!python/object/apply:os.getcwd []", "not valid YAML"),
+    )),
     ("a factor that Megatron-LM ignores",
      lambda r: saying(r, use_rope_scaling=True, rope_scaling_factor=32.0,
                       rotary_seq_len_interpolation_factor=None),
      "huggingface", "rope_scaling_factor=32.0.*computes with 8.0.*--hf-config"),
 )  # fmt: skip
-
-
-def rewritten_tracker(root: Path, text: str) -> Path:
-    (root / "latest_checkpointed_iteration.txt").write_text(text)
-    return root
-
-
-def without_file(folder: Path, name: str) -> Path:
-    (folder / name).unlink()
-    return folder
 
 
 @pytest.mark.parametrize(("name", "make", "to", "message"), CASES, ids=[c[0] for c in CASES])

@@ -80,19 +80,6 @@ def _steps(trainer: Any, case: Any, first: int, rank: int, device: Any) -> list[
     return [gpt.train_step(trainer, batch)[0] for batch in data]
 
 
-def _moments(trainer: Any) -> dict[str, torch.Tensor]:
-    """This rank's moments of stock's optimizer, by place; for comparing two of the same ranks."""
-    import gpt
-
-    inner = gpt.distributed_optimizer(trainer).optimizer
-    params = [param for group in inner.param_groups for param in group["params"]]
-    return {
-        f"{i}.{kind}": value.clone()
-        for i, param in enumerate(params)
-        for kind, value in inner.state[param].items()
-    }
-
-
 def _resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     import gpt
     import torch_adam
@@ -119,7 +106,6 @@ def _resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> dict[
     loaded = gpt.full_weights(stock)
     different = [n for n in saved if not torch.equal(saved[n], loaded[n])]
     assert different == [], different
-    moments = _moments(stock)
     # What stock saves of it is what was converted, so the moments are too.
     _save_stock(stock, root / "again" / "iter_0000002")
     losses = _steps(stock, case, STEPS, rank, device)
@@ -133,7 +119,6 @@ def _resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> dict[
     returned = gpt.full_weights(second)
     different = [n for n in saved if not torch.equal(saved[n], returned[n])]
     assert different == [], different
-    assert any(value.abs().sum() > 0 for name, value in moments.items() if "exp_avg" in name)
     back = _steps(second, case, STEPS, rank, device)
     return {"expected": expected, "stock": losses, "back": back}
 
@@ -152,3 +137,4 @@ def test_stock_and_ours_go_on_from_each_others_checkpoints(tmp_path: Path, name:
     tensors = [{k: v for k, v in each.items() if isinstance(v, torch.Tensor)}
                for each in (first, last)]  # fmt: skip
     assert len(tensors[0]) > 50 and differences(*tensors) == []
+    assert any(bool(value.any()) for key, value in tensors[0].items() if "exp_avg" in key)

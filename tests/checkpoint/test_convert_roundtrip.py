@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,19 +45,41 @@ def style_options(model: Model, **options: object) -> Options:
     )  # type: ignore[arg-type]
 
 
+def trip(root: Path, source: Any, *steps: tuple[str, Options]) -> list[dict[str, Any]]:
+    """Converts a state of fsdp_dtensor, or the folder root/0, to root/1, 2, ... step by step; all
+    that is in each folder."""
+    from safetensors.torch import load_file
+
+    if source is not None:
+        save_fsdp(root / "0", source)
+    found = []
+    for number, (to, options) in enumerate((("", Options()), *steps)):
+        folder = root / str(number)
+        if number:
+            report = convert(root / str(number - 1), folder, to, options=options)
+            assert to == "huggingface" or report.dropped == ()
+        files = list(folder.glob("*.safetensors"))
+        found.append(
+            {k: v for file in files for k, v in load_file(file).items()}
+            if files else load_all(next(folder.glob("iter_*")))
+        )  # fmt: skip
+    return found
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_to_torch_dist_and_back_is_the_identity(tmp_path: Path, name: str) -> None:
-    save_fsdp(tmp_path / "a", fsdp_state(MODELS[name]))
+    """With a tensor without elements, as a list of what was seen has before anything was."""
+    state = {**fsdp_state(MODELS[name]), "data": {"seen": torch.zeros(0, 3, dtype=torch.int64)}}
     small = Options(block_bytes=SMALL)
-    there = convert(tmp_path / "a", tmp_path / "b", "torch_dist", options=small)
-    assert detect_format(tmp_path / "b") == "torch_dist" and there.dropped == ()
-    convert(tmp_path / "b", tmp_path / "c", "fsdp_dtensor", options=small)
-    before, after = load_all(tmp_path / "a" / FOLDER), load_all(tmp_path / "c" / FOLDER)
-    assert len(before) > 100
-    assert differences(before, after) == []
-    assert (tmp_path / "c" / "latest_checkpointed_iteration.txt").read_text() == "3"
-    report = examine(tmp_path / "c" / FOLDER)
-    assert report["intact"] and report["without_digest"] == []
+    formats = ("fsdp_dtensor", "torch_dist", "fsdp_dtensor")
+    before, same, _, after = trip(tmp_path, state, *((to, small) for to in formats))
+    assert detect_format(tmp_path / "2") == "torch_dist"
+    assert len(before) > 100 and before["data.seen"].shape == (0, 3)
+    assert differences(before, same) == differences(before, after) == []
+    for root in (tmp_path / "1", tmp_path / "3"):
+        assert (root / "latest_checkpointed_iteration.txt").read_text() == "3"
+        report = examine(root / FOLDER)
+        assert report["intact"] and report["without_digest"] == []
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,9 +88,7 @@ def test_torch_dist_stacks_layers_and_experts_and_rounds_what_the_model_computes
 ) -> None:
     model = MODELS[name]
     state = fsdp_state(model)
-    save_fsdp(tmp_path / "a", state)
-    convert(tmp_path / "a", tmp_path / "b", "torch_dist")
-    found = load_all(tmp_path / "b" / FOLDER)
+    found = trip(tmp_path, state, ("torch_dist", Options()))[-1]
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     biases = {key: value for key, value in found.items() if key.endswith("expert_bias")}
     assert all(value.dtype == torch.float32 for value in biases.values())
@@ -137,33 +158,22 @@ def _check_safetensors(folder: Path, model: Model, state: dict) -> None:
     assert config["num_key_value_heads"] == 2 and config["vocab_size"] == VOCAB
 
 
-@pytest.mark.parametrize("experts", [0, 2])
-def test_hugging_face_to_torch_dist_and_back(tmp_path: Path, experts: int) -> None:
-    """Any format goes into any other, without a third folder in between."""
-    from safetensors.torch import load_file
-
-    hugging_face_folder(tmp_path / "hf", Model(experts=experts))
-    options = Options(make_vocab_size_divisible_by=1, block_bytes=SMALL)
-    convert(tmp_path / "hf", tmp_path / "td", "torch_dist", options=options)
-    convert(tmp_path / "td", tmp_path / "back", "huggingface", options=options)
-    before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("hf", "back"))
+@pytest.mark.parametrize(("experts", "rows"), [(0, VOCAB), (2, VOCAB), (0, 40)])
+@pytest.mark.parametrize("through", ["torch_dist", "fsdp_dtensor"])
+def test_hugging_face_there_and_back(
+    tmp_path: Path, experts: int, rows: int, through: str
+) -> None:
+    """Any format goes into any other, without a third folder in between; rows of padding are added
+    as zeros, and cut off again."""
+    hugging_face_folder(tmp_path / "0", Model(experts=experts))
+    there = Options(make_vocab_size_divisible_by=20 if rows > VOCAB else 1, block_bytes=SMALL)
+    back = Options(vocab_size=VOCAB, block_bytes=SMALL)
+    before, found, after = trip(tmp_path, None, (through, there), ("huggingface", back))
     assert differences(before, after) == []
-
-
-def test_rows_of_padding_are_added_as_zeros_and_cut_off_again(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    hugging_face_folder(tmp_path / "hf", Model())
-    options = Options(make_vocab_size_divisible_by=20)
-    convert(tmp_path / "hf", tmp_path / "a", "fsdp_dtensor", options=options)
-    found = load_all(tmp_path / "a" / IMPORTED)
+    prefix = "model.module." if through == "fsdp_dtensor" else ""
     for name in ("embedding.word_embeddings", "output_layer"):
-        rows = found[f"model.module.{name}.weight"]
-        assert rows.shape == (40, HIDDEN) and not rows[VOCAB:].any() and rows[:VOCAB].any()
-    cut = Options(vocab_size=VOCAB)
-    convert(tmp_path / "a", tmp_path / "back", "huggingface", options=cut)
-    before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("hf", "back"))
-    assert differences(before, after) == []
+        table = found[f"{prefix}{name}.weight"]
+        assert table.shape == (rows, HIDDEN) and not table[VOCAB:].any() and table[:VOCAB].any()
 
 
 def converted_config(source: Path, target: Path, **options: object) -> dict:
@@ -234,40 +244,23 @@ def test_a_tied_model_whose_file_has_its_head_too_is_read(tmp_path: Path) -> Non
     assert "model.module.output_layer.weight" not in load_all(tmp_path / "a" / IMPORTED)
 
 
-def test_tensors_without_elements_are_kept(tmp_path: Path) -> None:
-    """A list of what was seen, before anything was."""
-    state = {**fsdp_state(Model()), "data": {"seen": torch.zeros(0, 3, dtype=torch.int64)}}
-    save_fsdp(tmp_path / "a", state)
-    convert(tmp_path / "a", tmp_path / "b", "fsdp_dtensor")
-    convert(tmp_path / "b", tmp_path / "c", "torch_dist")
-    convert(tmp_path / "c", tmp_path / "d", "fsdp_dtensor")
-    before = load_all(tmp_path / "a" / FOLDER)
-    assert before["data.seen"].shape == (0, 3)
-    for name in ("b", "d"):
-        assert differences(before, load_all(tmp_path / name / FOLDER)) == []
-    report = examine(tmp_path / "b" / FOLDER)
-    assert report["intact"] and report["without_digest"] == []
-
-
 def test_modules_of_another_kind_get_other_names_and_the_same_values(tmp_path: Path) -> None:
     """Core's layers with one module per expert, to Transformer Engine's with grouped experts."""
     local = Model(experts=4)
-    save_fsdp(tmp_path / "a", fsdp_state(local))
-    options = Options(transformer_impl="transformer_engine", experts="grouped")
-    convert(tmp_path / "a", tmp_path / "b", "fsdp_dtensor", options=options)
-    found = load_all(tmp_path / "b" / FOLDER)
+    before, found, after = trip(
+        tmp_path, fsdp_state(local),
+        ("fsdp_dtensor", Options(transformer_impl="transformer_engine", experts="grouped")),
+        ("fsdp_dtensor", Options(transformer_impl="local", experts="sequential")),
+    )  # fmt: skip
     wanted = shapes(local.but(te=True, grouped=True))
     names = {k.removeprefix("model.module.") for k in found if k.startswith("model.")}
     buffers = {n for n in names if n.endswith("expert_bias")}
     assert {n.removesuffix("_w").removesuffix("_v") for n in names - buffers} == set(wanted)
-    convert(tmp_path / "b", tmp_path / "c", "fsdp_dtensor",
-            options=Options(transformer_impl="local", experts="sequential"))  # fmt: skip
-    assert differences(load_all(tmp_path / "a" / FOLDER), load_all(tmp_path / "c" / FOLDER)) == []
+    assert differences(before, after) == []
 
 
 def test_weights_only_leaves_out_optimizer_scheduler_and_generators(tmp_path: Path) -> None:
-    save_fsdp(tmp_path / "a", fsdp_state(Model()))
-    convert(tmp_path / "a", tmp_path / "b", "torch_dist", options=Options(weights_only=True))
-    convert(tmp_path / "b", tmp_path / "c", "fsdp_dtensor", options=Options(weights_only=True))
-    parts = {key.split(".")[0] for key in load_all(tmp_path / "c" / FOLDER)}
+    only = Options(weights_only=True)
+    found = trip(tmp_path, fsdp_state(Model()), ("torch_dist", only), ("fsdp_dtensor", only))[-1]
+    parts = {key.split(".")[0] for key in found}
     assert parts == {"model", "args", "checkpoint_version", "iteration"}

@@ -28,93 +28,71 @@ from megatron_fsdp_adapter.checkpoint.convert import convert
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 
-from convert_cases import Model, fsdp_state, save_fsdp
+from convert_cases import Evil, Model, fsdp_state, save_fsdp
 
 Captured = pytest.CaptureFixture[str]
-Payload = tuple[Callable[..., Any], tuple[Any, ...]]
 FOLDER, DATA = "iter_0000003", "__0_0.distcp"
 
-PAYLOADS: dict[str, Callable[[str], Payload]] = {
-    "a shell": lambda path: (os.system, (f"touch {path}",)),
-    "exec": lambda path: (builtins.exec, (f"open({path!r}, 'w')",)),
-    "open": lambda path: (io.open, (path, "w")),
+PAYLOADS: dict[str, Callable[[str], tuple[Any, ...]]] = {
+    "a shell": lambda path: (os.system, f"touch {path}"),
+    "exec": lambda path: (builtins.exec, f"open({path!r}, 'w')"),
+    "open": lambda path: (io.open, path, "w"),
 }
 
 
-class Evil:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, payload: Payload) -> None:
-        self._payload = payload
-
-    def __reduce__(self) -> Payload:
-        return self._payload
+Put = Callable[[Path, Evil], Any]
+"""Puts what is evil into a folder of a checkpoint."""
 
 
-def _metadata_itself(root: Path, evil: Evil) -> None:
-    (root / FOLDER / ".metadata").write_bytes(pickle.dumps(evil))
+def _file(name: str) -> Put:
+    return lambda folder, evil: (folder / name).write_bytes(pickle.dumps(evil))
 
 
-def _inside_of_metadata(root: Path, evil: Evil) -> None:
-    metadata = FileSystemReader(root / FOLDER).read_metadata()
-    metadata.planner_data = {"x": evil}
-    (root / FOLDER / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def _with_item(root: Path, index: MetadataIndex, value: Any) -> None:
-    """Another file has the item."""
-    folder = root / FOLDER
-    torch.save(value, folder / "__9_0.distcp")
+def _in_metadata(folder: Path, evil: Evil) -> None:
     metadata = FileSystemReader(folder).read_metadata()
-    length = (folder / "__9_0.distcp").stat().st_size
-    metadata.storage_data[index] = _StorageInfo("__9_0.distcp", 0, length)
+    metadata.planner_data = {"x": evil}
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def _arguments(root: Path, evil: Evil) -> None:
-    _with_item(root, MetadataIndex("args"), evil)
+def _item(key: str, value: Callable[[Evil], Any] = lambda evil: evil) -> Put:
+    """Another file has the item."""
+
+    def put(folder: Path, evil: Evil) -> None:
+        torch.save(value(evil), folder / "__9_0.distcp")
+        metadata = FileSystemReader(folder).read_metadata()
+        index = next((i for i in metadata.storage_data if i.fqn == key), MetadataIndex(key))
+        length = (folder / "__9_0.distcp").stat().st_size
+        metadata.storage_data[index] = _StorageInfo("__9_0.distcp", 0, length)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return put
 
 
-def _inside_of_arguments(root: Path, evil: Evil) -> None:
-    _with_item(root, MetadataIndex("args"), Namespace(num_layers=2, bf16=True, x=[evil]))
-
-
-def _tensor(root: Path, evil: Evil) -> None:
-    stored = FileSystemReader(root / FOLDER).read_metadata().storage_data
-    index = next(i for i in stored if i.fqn == "model.module.decoder.final_layernorm.weight")
-    _with_item(root, index, evil)
-
-
-def _common(root: Path, evil: Evil) -> None:
-    path = root / FOLDER / "common.pt"
+def _in_common(folder: Path, evil: Evil) -> None:
+    path = folder / "common.pt"
     torch.save({**torch.load(path, weights_only=False), "x": evil}, path)
-
-
-def _common_itself(root: Path, evil: Evil) -> None:
-    (root / FOLDER / "common.pt").write_bytes(pickle.dumps(evil))
 
 
 def _read_metadata(folder: Path) -> None:
     FileSystemReader(folder).read_metadata()
 
 
-def _load_item(folder: Path) -> None:
-    torch.load(folder / "__9_0.distcp", weights_only=False)
+def _load(name: str) -> Callable[[Path], Any]:
+    return lambda folder: torch.load(folder / name, weights_only=False)
 
 
-def _load_common(folder: Path) -> None:
-    torch.load(folder / "common.pt", weights_only=False)
-
-
-PLACES: dict[str, tuple[Callable[[Path, Evil], None], Callable[[Path], None], bool]] = {
-    ".metadata": (_metadata_itself, _read_metadata, False),
-    "in .metadata": (_inside_of_metadata, _read_metadata, False),
-    "args": (_arguments, _load_item, False),
-    "in args": (_inside_of_arguments, _load_item, False),
-    "tensor": (_tensor, _load_item, False),
-    "in common.pt": (_common, _load_common, True),
-    "common.pt": (_common_itself, _load_common, True),
-}
+ITEM, COMMON = _load("__9_0.distcp"), _load("common.pt")
+PLACES: dict[str, tuple[Put, Callable[[Path], Any], bool]] = {
+    ".metadata": (_file(".metadata"), _read_metadata, False),
+    "in .metadata": (_in_metadata, _read_metadata, False),
+    "args": (_item("args"), ITEM, False),
+    "in args": (
+        _item("args", lambda evil: Namespace(num_layers=2, bf16=True, x=[evil])), ITEM, False
+    ),
+    "tensor": (_item("model.module.decoder.final_layernorm.weight"), ITEM, False),
+    "in common.pt": (_in_common, COMMON, True),
+    "common.pt": (_file("common.pt"), COMMON, True),
+}  # fmt: skip
 """Where something evil is put, the reader that runs it, and whether the folder is torch_dist."""
 
 
@@ -165,7 +143,7 @@ def test_nothing_is_run(
     for name, payload in PAYLOADS.items():
         made = tmp_path / "made"
         root = _copied(clean[is_torch_dist], tmp_path / name.replace(" ", "_"))
-        put(root, Evil(payload(str(made))))
+        put(root / FOLDER, Evil(*payload(str(made))))
         statuses = _run_all(root, clean)
         assert set(statuses) <= {0, 1, 2}
         assert not made.exists(), f"{name} in {place} was run"
@@ -185,7 +163,7 @@ def test_what_metadata_names_and_may_not_is_told(
     clean: dict[bool, Path], tmp_path: Path, capsys: Captured
 ) -> None:
     root = _copied(clean[False], tmp_path / "root")
-    _metadata_itself(root, Evil((os.system, ("true",))))
+    PLACES[".metadata"][0](root / FOLDER, Evil(os.system, "true"))
     for command in (["inspect", str(root)], ["diff", str(root), str(clean[False])]):
         assert main(command) == 2
         told = capsys.readouterr().err
@@ -244,7 +222,7 @@ def test_what_cannot_be_read_without_running_it_is_compared_by_its_bytes(tmp_pat
         stream.seek(0)
         return unpickling.load_inert(stream)
 
-    blocked = [saved(Evil((os.system, (f"echo {i}",)))) for i in (1, 1, 2)]
+    blocked = [saved(Evil(os.system, f"echo {i}")) for i in (1, 1, 2)]
     assert all(isinstance(value, bytes) for value in blocked)
     assert blocked[0] == blocked[1] != blocked[2]
     assert repr(saved(Backend.auto)) == f"{Backend.__module__}.Backend(1)"
