@@ -27,7 +27,7 @@ AGAIN = (
     "checkpoint/test_checkpoint_swiglu.py",
     "checkpoint/test_convert_arguments.py",
     "checkpoint/test_convert_resume.py",
-    "checkpoint/test_tensor_properties.py",
+    "checkpoint/test_metadata.py",
     "checkpoint/test_resume.py::test_a_run_is_resumed_bit_for_bit_and_read_elsewhere[2 ranks]",
     # Training beside stock DDP: each strategy and axis, and what core's loop or optimizer calls.
     "distributed/test_expert_norm.py",

@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from tests.distributed.gpt import init_megatron
 from tests.one_rank import as_one_of_many
 
 # Spawned ranks import the helper modules of these folders by name.
@@ -22,3 +25,10 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with as_one_of_many():
         yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def device(one_rank: None) -> Iterator[torch.device]:
+    """With Megatron's groups of one rank."""
+    yield init_megatron()
+    parallel_state.destroy_model_parallel()

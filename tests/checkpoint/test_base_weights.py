@@ -23,7 +23,7 @@ from megatron_fsdp_adapter.megatron import peft_base_weights
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import BASE_WEIGHTS, BRIDGE
 from megatron_fsdp_adapter.megatron.peft_base_weights import TensorParallel, load_plain
-from tests.checkpoint.convert_cases import save_fsdp
+from tests.checkpoint.convert_cases import Evil, save_fsdp
 from tests.checkpoint.reshard_cases import Split, case_of, trainer_of, whole_state
 from tests.checkpoint.test_reshard import ZERO1, ZERO3, _save, _split
 from tests.distributed.launch import run_ranks
@@ -130,27 +130,14 @@ def bridge(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert module._load_base_checkpoint is _load_base_checkpoint
 
 
-class _Evil:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
-
-
-def _load_beside_evil(rank: int, world: int, folder: str) -> None:
-    root, made = Path(folder) / "a", Path(folder) / "made"
+def test_nothing_of_the_checkpoint_is_run(one_rank: None, tmp_path: Path) -> None:
+    root, made = tmp_path / "a", tmp_path / "made"
     weights = {"module.decoder.layers.0.input_layernorm.weight": torch.ones(2)}
-    save_fsdp(root, {"model": weights, "args": {"num_layers": 1, "x": _Evil(made)}})
+    evil = Evil(Path.touch, made)
+    save_fsdp(root, {"model": weights, "args": {"num_layers": 1, "x": evil}})
     made.unlink(missing_ok=True)  # a save may copy its values
     load_plain([nn.Module()], root, None, TensorParallel(), TensorParallel())
     assert not made.exists()
-
-
-def test_nothing_of_the_checkpoint_is_run(tmp_path: Path) -> None:
-    run_ranks(_load_beside_evil, 1, str(tmp_path))
 
 
 def test_a_model_from_the_meta_device_is_refused_and_other_loads_are_bridges(

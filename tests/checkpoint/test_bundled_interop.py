@@ -116,20 +116,19 @@ def _assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "strategy", ["optim_grads_params", pytest.param("optim", marks=pytest.mark.full)]
+    ("saves", "strategy"),
+    [("bundled", "optim_grads_params"), ("bundled", "optim"), ("ours", "optim_grads_params")],
 )
-def test_a_checkpoint_of_the_bundled_engine_loads(tmp_path: Path, strategy: str) -> None:
+def test_a_checkpoint_of_each_engine_loads_in_the_other(
+    tmp_path: Path, saves: str, strategy: str
+) -> None:
     """Weights and moments bit for bit; training goes on with the same losses."""
-    theirs = run_ranks(_bundled, 1, "save", str(tmp_path), True)[0]
-    ours = run_ranks(_ours, 2, "load", str(tmp_path), True, strategy)[0]
-    _assert_same(ours, theirs)
-
-
-@pytest.mark.full
-def test_the_bundled_engine_loads_a_checkpoint_of_ours(tmp_path: Path) -> None:
-    ours = run_ranks(_ours, 2, "save", str(tmp_path), True, "optim_grads_params")[0]
-    theirs = run_ranks(_bundled, 1, "load", str(tmp_path), True)[0]
-    _assert_same(theirs, ours)
+    halves = {"bundled": (_bundled, 1), "ours": (_ours, 2)}
+    found = [
+        run_ranks(*halves[one], action, str(tmp_path), True, *[strategy] * (one == "ours"))[0]
+        for one, action in ((saves, "save"), ("ours" if saves == "bundled" else "bundled", "load"))
+    ]
+    _assert_same(*found)
 
 
 @pytest.mark.full

@@ -12,12 +12,11 @@ import torch
 from checkpoint_cases import SHAPES, data_mesh, plan, shard, whole
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp_adapter.checkpoint.chunks import (
     LayoutRef,
     attach_chunks,
-    copy_chunks,
     dtensor_like,
     has_chunks,
     read_chunks,
@@ -25,6 +24,14 @@ from megatron_fsdp_adapter.checkpoint.chunks import (
     uneven_dtensor,
 )
 from megatron_fsdp_adapter.core.layout.ranges import Box
+
+ROWS = (((2, 0), (3, 5)),)
+"""Where three rows lie in a tensor of seven."""
+
+
+def rows(local: torch.Tensor, chunks: tuple = ROWS) -> DTensor:
+    """A piece of a tensor of 7 x 5."""
+    return uneven_dtensor(local, data_mesh(1), [Shard(0)], (7, 5), (5, 1), chunks)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 8])
@@ -76,24 +83,23 @@ def test_layout_ref_refuses_what_is_not_in_the_layout(arguments: tuple, names: s
     ],
 )
 def test_chunks_that_cannot_be_right_are_refused(one_rank: None, chunks: tuple) -> None:
-    local, mesh = torch.zeros(3, 5), data_mesh(1)
     with pytest.raises(ValueError, match="chunk"):
-        uneven_dtensor(local, mesh, [Shard(0)], (7, 5), (5, 1), chunks)
+        rows(torch.zeros(3, 5), chunks)
 
 
 def test_the_dtensor_shares_the_storage_and_says_its_chunks(one_rank: None) -> None:
     local = torch.zeros(3, 5)
-    tensor = uneven_dtensor(local, data_mesh(1), [Shard(0)], (7, 5), (5, 1), (((2, 0), (3, 5)),))
+    tensor = rows(local)
     local.fill_(4)
     assert tuple(tensor.shape) == (7, 5) and bool((tensor.to_local() == 4).all())
-    assert read_chunks(tensor) == (((2, 0), (3, 5)),)
+    assert read_chunks(tensor) == ROWS
     (item,) = tensor.__create_write_items__("key", tensor)
     assert item.tensor_data.size == torch.Size((7, 5))
     assert item.tensor_data.chunk.offsets == torch.Size((2, 0))
 
 
 def test_an_empty_shard_has_no_chunk_and_still_is_a_value(one_rank: None) -> None:
-    tensor = uneven_dtensor(torch.zeros(0, 5), data_mesh(1), [Shard(0)], (7, 5), (5, 1), ())
+    tensor = rows(torch.zeros(0, 5), ())
     assert has_chunks(tensor) and read_chunks(tensor) == ()
     assert tensor.__create_chunk_list__() == []
     assert tensor.__create_write_items__("key", tensor) == []
@@ -123,24 +129,12 @@ def test_what_has_the_geometry_has_the_chunks(one_rank: None) -> None:
     assert bool((source._local_tensor == 7).all())
 
 
-def test_copy_refuses_another_geometry(one_rank: None) -> None:
-    mesh = data_mesh(1)
-    chunks = (((0, 0), (3, 5)),)
-    source = uneven_dtensor(torch.zeros(3, 5), mesh, [Shard(0)], (7, 5), (5, 1), chunks)
-    other = DTensor.from_local(torch.zeros(5, 3), mesh, [Replicate()])
-    with pytest.raises(ValueError, match="do not fit"):
-        copy_chunks(source, other)
-    assert not has_chunks(other)
-
-
 def test_state_like_a_parameter(one_rank: None) -> None:
-    mesh = data_mesh(1)
-    chunks = (((2, 0), (3, 5)),)
-    source = uneven_dtensor(torch.zeros(3, 5), mesh, [Shard(0)], (7, 5), (5, 1), chunks)
+    source = rows(torch.zeros(3, 5))
     moment = torch.ones(3, 5, dtype=torch.bfloat16)
     state = dtensor_like(source, moment)
     assert state.dtype == torch.bfloat16 and state.shape == source.shape
-    assert read_chunks(state) == chunks
+    assert read_chunks(state) == ROWS
     assert state._local_tensor.data_ptr() == moment.data_ptr()
     with pytest.raises(ValueError, match="local shape"):
         dtensor_like(source, torch.ones(5, 3))

@@ -5,6 +5,7 @@ The code itself, unmodified, is run by `tests/integration/test_megatron_lm.py`.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state
+from checkpoint_cases import same
 from torch.distributed import checkpoint as dcp
 
 from megatron_fsdp_adapter.checkpoint import training_state
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import DRIVERS, LM
-from tests.distributed.gpt import Case, Trainer, build_trainer, init_megatron
+from tests.distributed.gpt import Case, Trainer, build_trainer
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
 
@@ -57,9 +58,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def trainer(one_rank: None) -> Iterator[Trainer]:
-    yield build_trainer(CASE, "optim_grads_params", init_megatron())
-    parallel_state.destroy_model_parallel()
+def trainer(device: torch.device) -> Trainer:
+    return build_trainer(CASE, "optim_grads_params", device)
 
 
 def _saved(trainer: Trainer, folder: Path, **more: Any) -> Path:
@@ -129,54 +129,34 @@ def test_model_chunks_are_loaded_and_taken_apart_again(
     assert all(state[key] is chunks[key] for key in chunks)
 
 
-def test_generators_of_another_split_are_left_as_they_are(
-    driver: ModuleType, trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stored = {"(0, 0)": [{"torch_rng_state": torch.ones(3)}]}
-    folder = _saved(trainer, tmp_path / "saved", rng_state=stored)
-    own = {"(0, 0)": [{"torch_rng_state": torch.zeros(3)}]}
-    state = _load(driver, folder, _asked(trainer, rng_state=own))
-    assert torch.equal(state["rng_state"]["(0, 0)"][0]["torch_rng_state"], torch.ones(3))
-    assert "generator" not in capsys.readouterr().out
-    other = {"(0, 1)": [{"torch_rng_state": torch.zeros(3)}]}
-    state = _load(driver, folder, _asked(trainer, rng_state=other))
-    assert state["rng_state"] is other
-    assert not other["(0, 1)"][0]["torch_rng_state"].any()
-    assert "generators stay as it seeded them" in capsys.readouterr().out
+def _generators(value: float, count: int = 4, key: str = "(0, 0)") -> dict[str, Any]:
+    """With `data_parallel_random_init` there is one for each data-parallel rank; otherwise one for
+    all of them."""
+    return {key: [{"torch_rng_state": torch.full((3,), value)} for _ in range(count)]}
 
 
-def test_generators_that_nobody_asks_for_are_not_read(
-    driver: ModuleType, trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As Megatron-Bridge from 0.6 on does under another split: it has None in their place."""
-    stored = {"(0, 0)": [{"torch_rng_state": torch.ones(3)}]}
-    folder = _saved(trainer, tmp_path / "saved", rng_state=stored)
-    expected = _poison(trainer)
-    state = _load(driver, folder, _asked(trainer, rng_state=None))
+@pytest.mark.parametrize(
+    ("own", "are_read", "is_printed"),
+    [
+        pytest.param(_generators(0.0), True, False, id="the same split"),
+        pytest.param(_generators(0.0, key="(0, 1)"), False, True, id="another split"),
+        *(pytest.param(_generators(0.0, count), False, True, id=f"{count} data-parallel ranks")
+          for count in (1, 2, 8)),
+        # As Megatron-Bridge from 0.6 on does under another split.
+        pytest.param(None, False, False, id="not asked for"),
+    ],
+)  # fmt: skip
+def test_generators_are_read_under_the_same_split_alone(
+    driver: ModuleType, trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    own: Any, are_read: bool, is_printed: bool,
+) -> None:  # fmt: skip
+    folder = _saved(trainer, tmp_path / "saved", rng_state=_generators(1.0))
+    before, expected = copy.deepcopy(own), _poison(trainer)
+    found = _load(driver, folder, _asked(trainer, rng_state=own))["rng_state"]
     _assert_weights(trainer, expected)
-    assert state["rng_state"] is None and "generator" not in capsys.readouterr().out
-
-
-def test_generators_of_another_number_of_data_parallel_ranks_are_left_as_they_are(
-    driver: ModuleType, trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With `data_parallel_random_init` there is one for each; otherwise one for all of them."""
-
-    def states(count: int, value: float) -> dict[str, Any]:
-        return {"(0, 0)": [{"torch_rng_state": torch.full((3,), value)} for _ in range(count)]}
-
-    folder = _saved(trainer, tmp_path / "saved", rng_state=states(4, 1.0))
-    for count in (1, 2, 8, 4):
-        own = states(count, 0.0)
-        state = _load(driver, folder, _asked(trainer, rng_state=own))
-        told = capsys.readouterr().out
-        if count == 4:
-            assert all(one["torch_rng_state"].all() for one in state["rng_state"]["(0, 0)"])
-            assert "generator" not in told
-            continue
-        assert state["rng_state"] is own
-        assert not any(one["torch_rng_state"].any() for one in own["(0, 0)"])
-        assert "generators stay as it seeded them" in told
+    assert same(found, _generators(1.0) if are_read else before)
+    assert are_read or found is own
+    assert ("generators stay as it seeded them" in capsys.readouterr().out) is is_printed
 
 
 def test_options_of_parameter_groups_are_those_that_were_read(

@@ -3,7 +3,6 @@ is loaded where it is, missed by nobody, and left out by converters. One rank.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import test_checkpoint_drivers as drivers
 import torch
 from convert_cases import Model, fsdp_state, save_fsdp
-from megatron.core import parallel_state
 
 from megatron_fsdp_adapter.checkpoint import (
     load_checkpoint,
@@ -23,16 +21,10 @@ from megatron_fsdp_adapter.checkpoint import (
 from megatron_fsdp_adapter.checkpoint.convert import convert
 from megatron_fsdp_adapter.checkpoint.inspection import describe
 from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
-from tests.distributed.gpt import Trainer, build_trainer, init_megatron
+from tests.distributed.gpt import Trainer, build_trainer
 
 driver = drivers.driver
 LENGTH = 3
-
-
-@pytest.fixture
-def device(one_rank: None) -> Iterator[torch.device]:
-    yield init_megatron()
-    parallel_state.destroy_model_parallel()
 
 
 def scaled(length: int) -> Any:
