@@ -29,8 +29,14 @@ from tests.checkpoint.test_reshard import ZERO1, ZERO3, _save, _split
 from tests.distributed.launch import run_ranks
 from tests.distributed.topologies import build_topology_trainer
 
-DENSE = _split(2, ZERO3, tp=2)
-EXPERTS = _split(2, ZERO3, tp=2, ep=1)
+
+def small(*split: Any, **sizes: Any) -> Split:
+    """With two layers."""
+    return replace(_split(*split, **sizes), case={"num_layers": 2})
+
+
+DENSE = small(2, ZERO3, tp=2)
+EXPERTS = small(2, ZERO3, tp=2, ep=1)
 
 
 def into_plain(root: Path, target: Split, vocab_size: int | None = None) -> dict[str, torch.Tensor]:
@@ -72,22 +78,23 @@ def check_splits(
 
 def test_tied_embeddings_biases_and_pipelines(tmp_path: Path) -> None:
     """From tensor parallelism to pipelines, and to the split it came from; both formats."""
-    targets = (_split(2, ZERO1, pp=2), _split(2, ZERO3, tp=2))
+    targets = (small(2, ZERO1, pp=2), small(2, ZERO3, tp=2))
     run_ranks(check_splits, 2, str(tmp_path), DENSE, targets)
 
 
 def test_experts_and_gated_layers(tmp_path: Path) -> None:
-    targets = (_split(2, ZERO3, ep=2), _split(2, ZERO1, tp=2, ep=1))
+    targets = (small(2, ZERO3, ep=2), small(2, ZERO1, tp=2, ep=1))
     run_ranks(check_splits, 2, str(tmp_path), EXPERTS, targets)
 
 
 def check_misfits(rank: int, world: int, root: str) -> list[str]:
-    _save(rank, root, replace(DENSE, case={"num_layers": 2}))
-    found, padded = [], {"num_layers": 2, "vocab": 56}
-    for case, vocab_size in ((padded, 53), (padded, None), ({}, None),
-                             ({"num_layers": 2, "ffn": 48}, None)):  # fmt: skip
+    _save(rank, root, DENSE)
+    found: list[str] = []
+    for change, vocab_size in (({"vocab": 56}, 53), ({"vocab": 56}, None),
+                               ({"num_layers": 4}, None), ({"ffn": 48}, None)):  # fmt: skip
         try:
-            into_plain(Path(root) / DENSE.name, replace(DENSE, case=case), vocab_size)
+            target = replace(DENSE, case={**DENSE.case, **change})
+            into_plain(Path(root) / DENSE.name, target, vocab_size)
             found.append("")
         except ValueError as error:
             found.append(str(error))
