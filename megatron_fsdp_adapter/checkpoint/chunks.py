@@ -127,21 +127,6 @@ def _chunks(dtensor: DTensor) -> Chunks:
     return found
 
 
-def copy_chunks(src: DTensor, dst: DTensor) -> None:
-    """Gives `dst`, over another tensor of the same geometry, the chunks of `src`.
-
-    Raises ValueError if `src` has none or if the two differ in global or local shape.
-    """
-    if dst.shape != src.shape or dst._local_tensor.shape != src._local_tensor.shape:
-        raise ValueError(
-            f"chunks of a tensor of shape {tuple(src.shape)} (here "
-            f"{tuple(src._local_tensor.shape)}) do not fit one of shape {tuple(dst.shape)} (here "
-            f"{tuple(dst._local_tensor.shape)})"
-        )
-    chunks = _chunks(src)
-    attach_chunks(dst, chunks.boxes, chunks.cut)
-
-
 def uneven_dtensor(
     local: torch.Tensor,
     mesh: DeviceMesh,

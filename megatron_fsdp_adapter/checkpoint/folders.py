@@ -108,7 +108,8 @@ def rename_into_place(temporary: Path, folder: Path) -> None:
     folder, as Megatron makes one before it saves, is overwritten. Raises CheckpointError if another
     job has taken one of the names; what was complete has its name again then.
     """
-    require_temporary(temporary, folder)
+    if not temporary.is_dir():
+        raise taken_away(temporary, folder)
     replaced = False
     try:
         if _is_taken(folder):
@@ -120,12 +121,6 @@ def rename_into_place(temporary: Path, folder: Path) -> None:
             _rename(replaced_name(folder), folder)
         raise taken_away(temporary, folder) from error
     sync_folder(folder.parent)
-
-
-def require_temporary(temporary: Path, folder: Path) -> None:
-    """CheckpointError if the temporary folder of a save is no longer there."""
-    if not temporary.is_dir():
-        raise taken_away(temporary, folder)
 
 
 def taken_away(temporary: Path, folder: Path) -> CheckpointError:
@@ -244,7 +239,7 @@ def open_checkpoint(root: Path, iteration: int) -> tuple[Path, Metadata]:
     data file missing or too short.
     """
     folder = find_folder(root, iteration)
-    return folder, _read_metadata(root, folder)
+    return folder, read_metadata(root, folder)
 
 
 def find_folder(root: Path, iteration: int) -> Path:
@@ -293,14 +288,6 @@ def _parsed(path: Path) -> tuple[str, int | None]:
     if match is None:
         return "", None
     return match[1] or match[3] or "", int(match[2] or match[4])
-
-
-def read_metadata(root: Path, folder: Path) -> Metadata:
-    """The torch DCP metadata of a folder of any format that is made of it, such as `torch_dist`.
-
-    Raises ValueError if the folder is half-written, as `open_checkpoint` does.
-    """
-    return _read_metadata(root, folder)
 
 
 def sync_files(paths: Iterable[Path]) -> None:
@@ -415,7 +402,11 @@ def _unpickled(root: Path, folder: Path) -> Metadata:
         raise ValueError(f"{folder} is damaged: {why}; {_remedy(root)}") from error
 
 
-def _read_metadata(root: Path, folder: Path) -> Metadata:
+def read_metadata(root: Path, folder: Path) -> Metadata:
+    """The torch DCP metadata of a folder of any format that is made of it, such as `torch_dist`.
+
+    Raises ValueError if the folder is half-written, as `open_checkpoint` does.
+    """
     metadata = _unpickled(root, folder)
     needed: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():

@@ -6,19 +6,22 @@ does not have is left out of the state: who loads it learns so that there is non
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from .names import FP8_SCALING
+from .state import entries
 
 
 def fit_scaling(stored: dict[str, Any], metadata: Metadata) -> None:
     """Changes a nested state in place: records that the checkpoint does not have are removed, and
     one of another length is replaced by a tensor of the stored length."""
-    for holder, name, key in list(_records(stored, "")):
+    for holder, name, key in list(entries(stored)):
+        if not name.endswith(FP8_SCALING):
+            continue
         saved = metadata.state_dict_metadata.get(key)
         if not isinstance(saved, TensorStorageMetadata):
             del holder[name]
@@ -33,12 +36,3 @@ def taken_over(wanted: Mapping[str, Any], loaded: Mapping[str, Any]) -> Mapping[
         return wanted
     kept = {key: value for key, value in wanted.items() if not key.endswith(FP8_SCALING)}
     return kept | {key: loaded[key] for key in wanted if key in loaded and key not in kept}
-
-
-def _records(state: Mapping[str, Any], path: str) -> Iterator[tuple[Any, str, str]]:
-    """(dict, its key, dotted key) of every record."""
-    for name, value in state.items():
-        if isinstance(value, Mapping):
-            yield from _records(value, f"{path}{name}.")
-        elif name.endswith(FP8_SCALING):
-            yield state, name, f"{path}{name}"

@@ -8,7 +8,7 @@ that belongs to one rank is wrapped in `PerRank`.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -84,7 +84,7 @@ def to_stored(
     and leaves the caller's containers alone. `PerRank(v)` at key k becomes {rank_<rank>: bytes},
     without bytes if `is_loading`. Raises what pickle raises for a value of this rank alone.
     """
-    pack = _no_bytes if is_loading else _to_bytes
+    pack = (lambda value: b"") if is_loading else _to_bytes
     return {key: _stored(value, rank, pack) for key, value in state.items()}
 
 
@@ -96,6 +96,15 @@ def from_stored(loaded: Mapping[str, Any], state: Mapping[str, Any], rank: int) 
 def flatten(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> leaf, by torch DCP's own rules. Raises ValueError if two leaves share a key."""
     return flatten_state_dict(dict(stored))[0]
+
+
+def entries(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[Any, str, str]]:
+    """(dict, its key, dotted key) of every value in nested dicts that is no dict."""
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from entries(value, f"{path}{name}.")
+        else:
+            yield state, name, f"{path}{name}"
 
 
 def problems_of(state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -178,11 +187,6 @@ def _rank_key(rank: int) -> str:
     return f"rank_{rank:05d}"
 
 
-def _no_bytes(_: Any) -> bytes:
-    """What stands for a value that is to be read."""
-    return b""
-
-
 def _to_bytes(value: Any) -> bytes:
     # bytes, so that torch DCP sees one leaf even where the value is a dict with tensors in it
     stream = io.BytesIO()
@@ -207,8 +211,8 @@ def _unusable(leaf: Any) -> str:
         return "a tensor on the meta device has no data; materialize it first"
     if isinstance(leaf, DTensor) and not has_chunks(leaf) and not is_replicated(leaf):
         return (
-            "a sharded DTensor that carries no chunks; copy_chunks from the parameter it was "
-            "derived from"
+            "a sharded DTensor that carries no chunks; make it with dtensor_like from the "
+            "parameter it was derived from"
         )
     return ""
 

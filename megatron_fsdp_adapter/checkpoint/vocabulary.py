@@ -8,13 +8,13 @@ has a padding row: what is in it is free, and a load may skip it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter.checkpoint.parts import first_rows
+from megatron_fsdp_adapter.checkpoint.state import entries
 
 _TABLE = re.compile(r"(^|\.)(embedding\.word_embeddings\.weight|output_layer\.(weight|bias))($|\.)")
 
@@ -31,8 +31,10 @@ def fit_vocabulary(stored: dict[str, Any], metadata: Metadata, vocab_size: int) 
     if vocab_size < 1:
         raise ValueError(f"vocab_size={vocab_size} must be the number of real tokens, 1 or more")
     changed = []
-    for holder, name, key in list(_tables(stored, "")):
+    for holder, name, key in list(entries(stored)):
         value = holder[name]
+        if not isinstance(value, DTensor) or not is_table(key):
+            continue
         saved = metadata.state_dict_metadata.get(key)
         if not isinstance(saved, TensorStorageMetadata) or saved.size[1:] != value.shape[1:]:
             continue
@@ -46,13 +48,3 @@ def fit_vocabulary(stored: dict[str, Any], metadata: Metadata, vocab_size: int) 
 def is_table(name: str) -> bool:
     """Whether a key, or the global name of a parameter, is that of a vocabulary table."""
     return bool(_TABLE.search(name))
-
-
-def _tables(state: Mapping[str, Any], path: str) -> Iterator[tuple[Any, str, str]]:
-    """(dict, its key, dotted key) of every DTensor whose key is that of a vocabulary table."""
-    for name, value in state.items():
-        key = f"{path}{name}"
-        if isinstance(value, Mapping):
-            yield from _tables(value, f"{key}.")
-        elif isinstance(value, DTensor) and is_table(key):
-            yield state, name, key

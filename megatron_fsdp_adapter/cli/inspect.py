@@ -22,7 +22,12 @@ from megatron_fsdp_adapter.checkpoint.inspection import (
     Entry,
     describe,
 )
-from megatron_fsdp_adapter.checkpoint.names import HALVES, OPTIMIZER_META, OPTIMIZER_STATE
+from megatron_fsdp_adapter.checkpoint.names import (
+    HALVES,
+    OPTIMIZER_META,
+    OPTIMIZER_STATE,
+    split_depth,
+)
 
 from .progress import size_text
 
@@ -79,9 +84,7 @@ def _bare(key: str) -> str:
     """A key without what stands in front of a weight's name."""
     for prefix in ("model.", f"{OPTIMIZER_STATE}.", f"{OPTIMIZER_META}."):
         key = key.removeprefix(prefix)
-    while key.startswith("module."):
-        key = key.removeprefix("module.")
-    return key
+    return split_depth(key)[1]
 
 
 def render(found: Description, keys: bool, match: str = "") -> str:

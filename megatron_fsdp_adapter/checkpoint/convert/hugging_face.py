@@ -190,7 +190,12 @@ def _fuse(model: Architecture, parts: list[LazyTensor]) -> LazyTensor:
 
 def _unfuse(model: Architecture, name: str, fused: LazyTensor) -> list[LazyTensor]:
     sizes = _group_rows(model)
-    _check_qkv_rows(model, name, fused.shape[0])
+    needed = model.query_groups * sum(sizes)
+    if fused.shape[0] != needed:
+        raise ValueError(
+            f"{name} has {fused.shape[0]} rows, but {model.heads} heads of {model.head_dim} in "
+            f"{model.query_groups} groups need {needed}"
+        )
     starts = (0, sizes[0], sizes[0] + sizes[1])
     return [
         concat(
@@ -198,15 +203,6 @@ def _unfuse(model: Architecture, name: str, fused: LazyTensor) -> list[LazyTenso
         )
         for start, rows in zip(starts, sizes, strict=True)
     ]
-
-
-def _check_qkv_rows(model: Architecture, name: str, rows: int) -> None:
-    needed = model.query_groups * sum(_group_rows(model))
-    if rows != needed:
-        raise ValueError(
-            f"{name} has {rows} rows, but {model.heads} heads of {model.head_dim} in "
-            f"{model.query_groups} groups need {needed}"
-        )
 
 
 def _same_values(a: LazyTensor, b: LazyTensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -186,12 +186,8 @@ def _write_file(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in tensors.items():
-            for block in _blocks_of(tensor, block_bytes):
+            for box in blocks(tensor.shape, tensor.dtype.itemsize, block_bytes):
+                block = tensor.block(box)
                 raw: Any = block.reshape(-1).view(torch.uint8).numpy()
                 file.write(raw)
                 progress(name, block.nbytes)
-
-
-def _blocks_of(tensor: LazyTensor, block_bytes: int) -> Iterator[torch.Tensor]:
-    for box in blocks(tensor.shape, tensor.dtype.itemsize, block_bytes):
-        yield tensor.block(box)

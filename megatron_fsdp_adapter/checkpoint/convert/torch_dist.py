@@ -19,7 +19,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,6 @@ from megatron_fsdp_adapter.checkpoint.convert.training_state import (
     in_common,
     is_parameter,
     moe_layers,
-    style_record,
     turned,
 )
 from megatron_fsdp_adapter.checkpoint.names import split_depth
@@ -286,7 +285,7 @@ def _common_state(
 ) -> tuple[dict[KeyPath, Any], dict[str, Any]]:
     """The RNG objects, and what common.pt holds."""
     common = dict(state.rest)
-    record: dict[str, Any] = {"style": style_record(style), "depth": state.depth}
+    record: dict[str, Any] = {"style": asdict(style), "depth": state.depth}
     places = common.pop("rng_state", None) or {}
     found = {key: _RNG_PLACE.fullmatch(str(key)) for key in places}
     rng: dict[KeyPath, Any] = {}

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -221,11 +221,6 @@ def check_layers(state: TrainingState, where: object) -> None:
             f"{wanted - 1}: keys whose layer numbers start anew on each pipeline stage (as "
             "Megatron-FSDP writes them) cannot be converted"
         )
-
-
-def style_record(style: NameStyle) -> dict[str, bool]:
-    """A style as plain values."""
-    return asdict(style)
 
 
 def _ranges(numbers: Iterable[int]) -> str:
