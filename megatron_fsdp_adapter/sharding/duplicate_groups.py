@@ -52,9 +52,9 @@ def everyones_groups(attribute: str, mine: tuple[int, ...]) -> list[tuple[int, .
     digests: list[str] = [""] * world
     dist.all_gather_object(digests, digest)
     found: dict[str, list[int]] = {}
-    for rank, digest in enumerate(digests):
-        if digest:
-            found.setdefault(digest, []).append(rank)
+    for rank, theirs in enumerate(digests):
+        if theirs:
+            found.setdefault(theirs, []).append(rank)
     fits: list[bool] = [True] * world
     dist.all_gather_object(fits, not mine or found[digest] == sorted(mine))
     if not all(fits):
