@@ -10,6 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+OF_LATER_FIELDS = (
+    "hybrid model, ep1", "hybrid model, ep2", "prediction heads that are detached, tied False",
+    "prediction heads that are detached, tied True",
+    "one prediction layer called for every token", "MuP", "MLPs in chunks",
+)  # fmt: skip
 AGAIN = (
     # What is asked of core, replaced in it, and read of its configs and arguments.
     "adapter",
@@ -30,16 +35,16 @@ AGAIN = (
     "checkpoint/test_metadata.py",
     "checkpoint/test_resume.py::test_a_run_is_resumed_bit_for_bit_and_read_elsewhere[2 ranks]",
     # Training beside stock DDP: each strategy and axis, and what core's loop or optimizer calls.
-    "distributed/test_expert_norm.py",
-    "distributed/test_expert_tensor_size.py",
+    "distributed/test_experts.py::test_biases_of_experts_are_in_the_norm",
+    "distributed/test_experts.py::test_fewer_expert_tensor_ranks_train_like_stock_ddp_or_are_refused",
+    "distributed/test_experts.py::test_options_of_experts_train_like_stock_ddp",
+    "distributed/test_experts.py::test_parts_of_core_train_like_stock_ddp[parts, 1 microbatches]",
     "distributed/test_fused_wgrad.py",
-    "distributed/test_hybrid_model.py",
-    "distributed/test_later_fields.py",
     "distributed/test_meta.py",
-    "distributed/test_moe_options.py::test_options_of_experts_train_like_ddp_without_them",
-    "distributed/test_numerics.py::test_each_step_from_the_reference_weights[2]",
-    "distributed/test_numerics.py::test_fp16_with_a_loss_scaler[1]",
-    "distributed/test_overlapped_experts.py::test_each_step_is_that_of_stock_ddp[1]",
+    "distributed/test_models.py::test_a_step_whose_norm_is_too_large_is_left_out_on_all_ranks",
+    *(f"distributed/test_models.py::test_trains_like_stock_ddp[{row}]" for row in OF_LATER_FIELDS),
+    "distributed/test_numerics.py::test_trains_like_stock_ddp[each step, 2 ranks]",
+    "distributed/test_numerics.py::test_trains_like_stock_ddp[fp16, one microbatch]",
     "distributed/test_precision_aware.py::test_gradients_moments_and_main_weights_in_bf16",
     "distributed/test_release_megatron.py",
     "distributed/test_topologies.py::test_topology",

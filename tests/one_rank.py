@@ -1,5 +1,5 @@
 """A world of one that stands for a rank of many: most tests of the adapter have one process, and
-want what is sharded to come and go. What it really does: tests/distributed/test_whole_domains.py.
+want what is sharded to come and go. What it really does: tests/distributed/test_units.py.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ the outcome and none is left waiting in a collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .gpt import Trainer, batches, forward_backward, load_weights
+from .gpt import Trainer, batches, forward_backward
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -48,20 +48,6 @@ def free_run(trainer: Trainer, rank: int, steps: int, device: torch.device) -> l
     """Steps on the case's own data; collective."""
     case = trainer.case
     return [recorded_step(trainer, batches(case, step, rank, device)) for step in range(steps)]
-
-
-def steps_from_reference(
-    reference: Trainer, ours: Mapping[str, Trainer], rank: int, steps: int, device: torch.device
-) -> Iterator[tuple[str, Step, Step]]:
-    """(strategy, our step, the reference's step), each of ours begun from the weights that the
-    reference has then; collective."""
-    for number in range(steps):
-        weights = reference.params()
-        data = batches(reference.case, number, rank, device)
-        expected = recorded_step(reference, data)
-        for strategy, trainer in ours.items():
-            load_weights(trainer, dict(weights))
-            yield strategy, recorded_step(trainer, data), expected
 
 
 def assert_same_names(ours: Tensors, reference: Tensors, label: str) -> None:

@@ -28,6 +28,8 @@ from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.prove.gather_full import plain_name
 
+from .groups import use_groups
+
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
@@ -85,7 +87,7 @@ def init_megatron(**sizes: int) -> torch.device:
         cpu_mode.enable_cpu_mode()
         device = torch.device("cpu")
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(**sizes)
+        use_groups(**sizes)
     return device
 
 

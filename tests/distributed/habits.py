@@ -1,33 +1,27 @@
-"""What users do to models and with wrappers, as changes of a model and ways to drive a step."""
+"""What users do to models and with wrappers beside the plain loop, a row each: changes of a model,
+ways to drive a step, and in which order, how often and whether at all parts of a model are called.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib.util
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .checks import check_gradients, check_loss, check_norm, check_weights
-from .gpt import (
-    STRATEGIES,
-    Case,
-    Trainer,
-    batches,
-    build_trainer,
-    forward_backward,
-    forward_step,
-    init_megatron,
-    train_step,
-)
-
-Report = dict[str, Any]
-"""What a driven step gave: "loss", "norm", and gradients of inputs by name under "inputs"."""
-Drive = Callable[[Trainer, int, int, torch.device], Report]
-"""One training step of (trainer, number of the step, rank, device)."""
+from .checks import Step
+from .gpt import Trainer, batches, forward_backward, forward_step
+from .variants import STRATEGIES, ZERO_3, Drive, Variant, train
 
 
 def inner_model(wrapper: Any) -> Any:
@@ -38,10 +32,6 @@ def inner_model(wrapper: Any) -> Any:
 
 
 # Changes of the model, before it is wrapped.
-
-
-def nothing(model: nn.Module) -> None:
-    pass
 
 
 def freeze(*prefixes: str) -> Callable[[nn.Module], None]:
@@ -110,26 +100,115 @@ def checkpoint_forwards(use_reentrant: bool) -> Callable[[nn.Module], None]:
     return change
 
 
+class Rearranged(nn.Module):
+    """A layer list of one that calls its layers by turns: in another order in each forward, without
+    some of them, or as its input says. The same on all ranks, which have to call alike."""
+
+    def __init__(self, layers: nn.ModuleList, way: str) -> None:
+        super().__init__()
+        self.layers, self.way, self.calls = layers, way, 0
+
+    def order(self) -> list[int]:
+        count = len(self.layers)
+        turn = self.calls % count
+        if self.way == "rotated":
+            return [(turn + number) % count for number in range(count)]
+        if self.way == "reversed every second time":
+            return list(range(count))[:: -1 if self.calls % 2 else 1]
+        return [number for number in range(count) if number != turn]
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        context = None
+        for number in self.order():
+            hidden_states, context = self.layers[number](hidden_states=hidden_states, **kwargs)
+        self.calls += 1
+        return hidden_states, context
+
+
+def rearrange(way: str) -> Any:
+    def change(model: nn.Module) -> None:
+        decoder = inner_model(model).decoder
+        decoder.layers = nn.ModuleList([Rearranged(decoder.layers, way)])
+
+    return change
+
+
+class Choosing(nn.Module):
+    """One of two layers, by the data: a sum over all ranks decides, so that all choose alike."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        total = hidden_states.detach().double().sum()
+        torch.distributed.all_reduce(total)
+        return self.layers[int(total > 0)](hidden_states=hidden_states, **kwargs)
+
+
+def choose_by_data(model: nn.Module) -> None:
+    decoder = inner_model(model).decoder
+    decoder.layers = nn.ModuleList([decoder.layers[0], Choosing(decoder.layers[1:])])
+
+
+class Mixer(nn.Module):
+    """In the place of core's Mamba mixer, whose kernels are CUDA only: like that one it reads its
+    convolution's weight and never calls the convolution."""
+
+    def __init__(self, config: Any, d_model: int, **unused: Any) -> None:
+        super().__init__()
+        self.conv1d = nn.Conv1d(d_model, d_model, 3, groups=d_model)
+        self.out_proj = nn.Linear(d_model, d_model)
+
+    def forward(self, hidden: torch.Tensor, **unused: Any) -> Any:
+        mixed = nn.functional.conv1d(
+            hidden.permute(1, 2, 0), self.conv1d.weight, self.conv1d.bias, padding=2,
+            groups=hidden.size(-1),
+        )  # fmt: skip
+        return self.out_proj(mixed[..., : hidden.size(0)].permute(2, 0, 1)), None
+
+
+class HybridLayer(nn.Module):
+    """A Mamba layer of core behind a transformer layer."""
+
+    def __init__(self, config: Any, layer: nn.Module) -> None:
+        super().__init__()
+        submodules = MambaLayerSubmodules(mixer=Mixer, mamba_bda=get_bias_dropout_add)
+        self.layer = layer
+        self.mamba = MambaLayer(config, submodules, pg_collection=ProcessGroupCollection())
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        hidden_states, context = self.layer(hidden_states=hidden_states, **kwargs)
+        return self.mamba(hidden_states), context
+
+
+def add_mamba_layers(model: nn.Module) -> None:
+    decoder = inner_model(model).decoder
+    layers = [HybridLayer(decoder.config, layer) for layer in decoder.layers]
+    decoder.layers = nn.ModuleList(layers)
+
+
 # Ways to drive a step.
 
 
-def scheduled(trainer: Trainer, number: int, rank: int, device: torch.device) -> Report:
-    """Megatron's schedule."""
-    loss, norm = train_step(trainer, batches(trainer.case, number, rank, device))
-    return {"loss": loss, "norm": norm}
+def data_of(trainer: Trainer, number: int, rank: int) -> list[torch.Tensor]:
+    device = next(trainer.wrapper.parameters()).device
+    return batches(trainer.case, number, rank, device)
 
 
 def _evaluating(evaluate: Callable[[Trainer, list[torch.Tensor]], float]) -> Drive:
-    def drive(trainer: Trainer, number: int, rank: int, device: torch.device) -> Report:
-        data = batches(trainer.case, 100 + number, rank, device)
+    """Before the step and after it; the loss is the sum of all."""
+
+    def drive(trainer: Trainer, number: int, rank: int) -> Step:
+        data = data_of(trainer, 100 + number, rank)
         trainer.wrapper.eval()
         before = evaluate(trainer, data)
         trainer.wrapper.train()
-        report = scheduled(trainer, number, rank, device)
+        step = train(trainer, number, rank)
         trainer.wrapper.eval()
-        report["loss"] += before + evaluate(trainer, data)
+        loss = step.loss + before + evaluate(trainer, data)
         trainer.wrapper.train()
-        return report
+        return replace(step, loss=loss)
 
     return drive
 
@@ -154,167 +233,233 @@ def _evaluate_in(context: Callable[[], AbstractContextManager[Any]]) -> Any:
     return evaluate
 
 
-evaluation_by_schedule = _evaluating(_evaluate_by_schedule)
-evaluation_with_graph = _evaluating(_evaluate_with_graph)
-evaluation_without_grad = _evaluating(_evaluate_in(torch.no_grad))
-evaluation_in_inference_mode = _evaluating(_evaluate_in(torch.inference_mode))
-
-
 def start_step(trainer: Trainer) -> None:
     trainer.wrapper.zero_grad_buffer()
     trainer.optimizer.zero_grad()
 
 
-def finish_step(trainer: Trainer) -> float:
+def finished(trainer: Trainer, loss: float, **inputs: torch.Tensor) -> Step:
+    """The step after its backwards; its gradients are those of `inputs`."""
+    gradients = {name: tensor.grad.cpu() for name, tensor in inputs.items()}  # type: ignore[union-attr]
     trainer.wrapper.finish_grad_sync()
     success, norm, _ = trainer.optimizer.step()
     assert success
-    return float(norm)
+    return Step(loss, float(norm), gradients, trainer.params())
+
+
+def loss_of(trainer: Trainer, callee: Any, tokens: torch.Tensor) -> torch.Tensor:
+    output, loss_func = forward_step(trainer.case, iter([tokens]), callee)
+    loss: torch.Tensor = loss_func(output)[0]
+    return loss
 
 
 def backward_of(trainer: Trainer, callee: Any, tokens: torch.Tensor) -> float:
-    output, loss_func = forward_step(trainer.case, iter([tokens]), callee)
-    loss = loss_func(output)[0]
+    loss = loss_of(trainer, callee, tokens)
     (loss / trainer.case.microbatches).backward()
     return loss.item()
 
 
-def no_sync_by_hand(trainer: Trainer, number: int, rank: int, device: torch.device) -> Report:
+def no_sync_by_hand(trainer: Trainer, number: int, rank: int) -> Step:
     """The user's own loop; another context for every microbatch but the last."""
-    data = batches(trainer.case, number, rank, device)
+    data = data_of(trainer, number, rank)
     start_step(trainer)
     loss = 0.0
     for tokens in data[:-1]:
         with trainer.wrapper.no_sync():
             loss += backward_of(trainer, trainer.wrapper, tokens)
-    loss += backward_of(trainer, trainer.wrapper, data[-1])
-    return {"loss": loss, "norm": finish_step(trainer)}
+    return finished(trainer, loss + backward_of(trainer, trainer.wrapper, data[-1]))
 
 
-def inner_model_called(trainer: Trainer, number: int, rank: int, device: torch.device) -> Report:
+def inner_model_called(trainer: Trainer, number: int, rank: int) -> Step:
     """The GPTModel itself, and the wrapper in turn."""
-    data = batches(trainer.case, number, rank, device)
+    first, second, third = data_of(trainer, number, rank)
     start_step(trainer)
     with trainer.wrapper.no_sync():
-        loss = backward_of(trainer, inner_model(trainer.wrapper), data[0])
-        loss += backward_of(trainer, trainer.wrapper, data[1])
-    loss += backward_of(trainer, inner_model(trainer.wrapper), data[2])
-    return {"loss": loss, "norm": finish_step(trainer)}
+        loss = backward_of(trainer, inner_model(trainer.wrapper), first)
+        loss += backward_of(trainer, trainer.wrapper, second)
+    return finished(trainer, loss + backward_of(trainer, inner_model(trainer.wrapper), third))
 
 
-def _hidden(case: Case, number: int, rank: int, device: torch.device) -> torch.Tensor:
+def _hidden_and_mask(trainer: Trainer, number: int, rank: int) -> tuple[torch.Tensor, Any]:
+    case, device = trainer.case, next(trainer.wrapper.parameters()).device
     generator = torch.Generator().manual_seed(case.seed + 31 * number + rank)
     values = torch.randn(case.seq, case.batch, case.hidden, generator=generator).to(device)
-    return values.requires_grad_()
-
-
-def layer_called(trainer: Trainer, number: int, rank: int, device: torch.device) -> Report:
-    """One layer without the model around it; the other parameters get no gradient."""
-    case = trainer.case
-    hidden = _hidden(case, number, rank, device)
     mask = torch.ones(case.seq, case.seq, dtype=torch.bool, device=device).triu(1)
+    return values.requires_grad_(), mask[None, None]
+
+
+def layer_called(trainer: Trainer, number: int, rank: int) -> Step:
+    """One layer without the model around it; the other parameters get no gradient."""
+    hidden, mask = _hidden_and_mask(trainer, number, rank)
     start_step(trainer)
     layer = inner_model(trainer.wrapper).decoder.layers[1]
-    output, _ = layer(hidden_states=hidden, attention_mask=mask[None, None])
+    output, _ = layer(hidden_states=hidden, attention_mask=mask)
     loss = output.square().mean()
     loss.backward()
-    assert hidden.grad is not None
-    norm = finish_step(trainer)
-    return {"loss": loss.item(), "norm": norm, "inputs": {"hidden": hidden.grad.cpu()}}
+    return finished(trainer, loss.item(), hidden=hidden)
 
 
-def input_gradients(trainer: Trainer, number: int, rank: int, device: torch.device) -> Report:
+def input_gradients(trainer: Trainer, number: int, rank: int) -> Step:
     """Embedded inputs given from outside, and their gradient."""
-    case, data = trainer.case, batches(trainer.case, number, rank, device)
-    hidden = _hidden(case, number, rank, device)
+    hidden, mask = _hidden_and_mask(trainer, number, rank)
     start_step(trainer)
-    mask = torch.ones(case.seq, case.seq, dtype=torch.bool, device=device).triu(1)
-    tokens = data[0]
+    tokens = data_of(trainer, number, rank)[0]
     losses = trainer.wrapper(
-        tokens[:, :-1], None, mask[None, None], decoder_input=hidden, labels=tokens[:, 1:]
+        tokens[:, :-1], None, mask, decoder_input=hidden, labels=tokens[:, 1:]
     )
     loss = losses.float().mean()
     loss.backward()
-    assert hidden.grad is not None
-    norm = finish_step(trainer)
-    return {"loss": loss.item(), "norm": norm, "inputs": {"decoder_input": hidden.grad.cpu()}}
+    return finished(trainer, loss.item(), hidden=hidden)
 
 
-@dataclass(frozen=True)
-class Habit:
-    """A change of the model, a way to drive it, and the case it needs. `needs_te`: core runs it
-    only where Transformer Engine is installed."""
+def forwards_before_backwards(trainer: Trainer, number: int, rank: int) -> Step:
+    """Three forwards, and then their backwards, the first one first."""
+    data = data_of(trainer, number, rank)
+    start_step(trainer)
+    losses = [loss_of(trainer, trainer.wrapper, tokens) for tokens in data]
+    with trainer.wrapper.no_sync():
+        for loss in losses[:-1]:
+            (loss / len(data)).backward()
+    (losses[-1] / len(data)).backward()
+    return finished(trainer, sum(loss.item() for loss in losses))
 
-    change: Callable[[nn.Module], None] = nothing
-    drive: Drive = scheduled
-    case: Mapping[str, Any] = field(default_factory=dict)
-    needs_te: bool = False
+
+def one_backward_of_all(trainer: Trainer, number: int, rank: int) -> Step:
+    """Of the sum of three forwards: each unit is over after three of its calls."""
+    data = data_of(trainer, number, rank)
+    start_step(trainer)
+    total = torch.stack([loss_of(trainer, trainer.wrapper, tokens) for tokens in data]).mean()
+    total.backward()
+    return finished(trainer, total.item())
 
 
-HABITS: Mapping[str, Habit] = {
-    "tied embeddings": Habit(case={"tied": True}),
-    "tied embeddings, learned positions": Habit(
-        case={"tied": True, "positions": "learned_absolute"}
+def generate(trainer: Trainer, tokens: torch.Tensor, steps: int = 4) -> torch.Tensor:
+    """Appends the likeliest token, again and again: inputs of another length in each forward."""
+    for _ in range(steps):
+        length = tokens.shape[1]
+        positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+        mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
+        logits = trainer.wrapper(tokens, positions, mask[None, None])
+        tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return tokens
+
+
+def generating(context: Callable[[], AbstractContextManager[Any]]) -> Drive:
+    """Generation before each step and, with accumulated gradients, in the middle of it. Tokens are
+    whole numbers, added to the loss: one that differs is seen in its bound."""
+
+    def drive(trainer: Trainer, number: int, rank: int) -> Step:
+        data = data_of(trainer, number, rank)
+        with context():
+            before = generate(trainer, data[0][:, :2])
+        start_step(trainer)
+        with trainer.wrapper.no_sync():
+            loss = backward_of(trainer, trainer.wrapper, data[0])
+        with context():
+            between = generate(trainer, data[1][:, :2])
+        loss += backward_of(trainer, trainer.wrapper, data[1])
+        return finished(trainer, loss + float(before.sum() + between.sum()))
+
+    return drive
+
+
+def _habit(
+    name: str, change: Any = Variant.change, case: Any = None, drive: Drive = train,
+    compare: str = "free", **more: Any,
+) -> Variant:
+    sizes = {"num_layers": 2, "tied": False, "positions": "rope", "batch": 1, **(case or {})}
+    return Variant(
+        name, random=True, case=sizes, change=change, drive=drive, compare=compare, **more
+    )
+
+
+def _evaluation(name: str, evaluate: Callable[..., float]) -> Variant:
+    return _habit(name, drive=_evaluating(evaluate), compare="loosely")
+
+
+LAYERS, NO_BIAS = {"num_layers": 3}, {"bias": False}
+NESTED = {"fsdp_unit_modules": [TransformerLayer, MLP]}
+"""Layers as units, and their MLPs as units inside them. Core's MLP returns its bias for others to
+add, which a unit cannot: its weights are gone by then, and reading them raises."""
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+
+BESIDE_THE_LOOP: tuple[Variant, ...] = (
+    _habit("tied embeddings", case={"tied": True}),
+    _habit(
+        "tied embeddings, learned positions", case={"tied": True, "positions": "learned_absolute"}
     ),
-    "frozen first layer": Habit(freeze("decoder.layers.0.")),
-    "frozen last layer": Habit(freeze("decoder.layers.1.")),
-    "frozen embedding": Habit(freeze("embedding.")),
-    "frozen embedding and first layer": Habit(freeze("embedding.", "decoder.layers.0.")),
-    "frozen tied embedding": Habit(freeze("embedding."), case={"tied": True}),
-    "part of a layer frozen": Habit(freeze("decoder.layers.0.mlp.linear_fc1")),
-    "parameters without a gradient": Habit(add_unused_params),
-    "a layer used three times": Habit(use_layers_twice, case={"num_layers": 4}),
-    "full recompute": Habit(case={"recompute": "full-1"}),
-    "full recompute in chunks of two layers": Habit(case={"recompute": "full-2", "num_layers": 4}),
-    "full recompute, layers used three times": Habit(
-        use_layers_twice, case={"num_layers": 4, "recompute": "full-1"}
+    _habit("frozen first layer", freeze("decoder.layers.0.")),
+    _habit("frozen last layer", freeze("decoder.layers.1.")),
+    _habit("frozen embedding", freeze("embedding.")),
+    _habit("frozen embedding and first layer", freeze("embedding.", "decoder.layers.0.")),
+    _habit("frozen tied embedding", freeze("embedding."), {"tied": True}),
+    _habit("part of a layer frozen", freeze("decoder.layers.0.mlp.linear_fc1")),
+    _habit("parameters without a gradient", add_unused_params),
+    _habit("a layer used three times", use_layers_twice, {"num_layers": 4}),
+    _habit("full recompute", case={"recompute": "full-1"}),
+    _habit(
+        "full recompute in chunks of two layers", case={"recompute": "full-2", "num_layers": 4}
     ),
-    "full recompute, tied, frozen first layer": Habit(
-        freeze("decoder.layers.0."), case={"tied": True, "recompute": "full-1"}
+    _habit(
+        "full recompute, layers used three times", use_layers_twice,
+        {"num_layers": 4, "recompute": "full-1"},
     ),
-    "selective recompute of attention": Habit(case={"recompute": "selective-core_attn"}),
+    _habit(
+        "full recompute, tied, frozen first layer", freeze("decoder.layers.0."),
+        {"tied": True, "recompute": "full-1"},
+    ),
+    _habit("selective recompute of attention", case={"recompute": "selective-core_attn"}),
     # With biases core 0.16.1 recurses without end: its checkpoint makes the returned bias non-leaf.
-    "selective recompute of MLPs": Habit(case={"recompute": "selective-mlp", "bias": False}),
-    "selective recompute of norms": Habit(case={"recompute": "selective-layernorm"}, needs_te=True),
-    "reentrant checkpoint around layers": Habit(checkpoint_layers(use_reentrant=True)),
-    "checkpoint around layers": Habit(checkpoint_layers(use_reentrant=False)),
-    "reentrant checkpoint inside layers": Habit(checkpoint_forwards(use_reentrant=True)),
-    "checkpoint inside layers": Habit(checkpoint_forwards(use_reentrant=False)),
-    "evaluation by the schedule": Habit(drive=evaluation_by_schedule),
-    "evaluation that builds a graph": Habit(drive=evaluation_with_graph),
-    "evaluation without grad": Habit(drive=evaluation_without_grad),
-    "evaluation in inference mode": Habit(drive=evaluation_in_inference_mode),
-    "no_sync by hand": Habit(drive=no_sync_by_hand),
-    "inner model called": Habit(drive=inner_model_called),
-    "layer called": Habit(drive=layer_called),
-    "gradient of inputs": Habit(drive=input_gradients),
-}
+    _habit("selective recompute of MLPs", case={"recompute": "selective-mlp", "bias": False}),
+    *(
+        # Core runs it only where Transformer Engine is installed.
+        _habit(name, case={"recompute": "selective-layernorm"})
+        for name in ("selective recompute of norms",) if HAS_TE
+    ),
+    _habit("reentrant checkpoint around layers", checkpoint_layers(use_reentrant=True)),
+    _habit("checkpoint around layers", checkpoint_layers(use_reentrant=False)),
+    _habit("reentrant checkpoint inside layers", checkpoint_forwards(use_reentrant=True)),
+    _habit("checkpoint inside layers", checkpoint_forwards(use_reentrant=False)),
+    _evaluation("evaluation by the schedule", _evaluate_by_schedule),
+    _evaluation("evaluation that builds a graph", _evaluate_with_graph),
+    _evaluation("evaluation without grad", _evaluate_in(torch.no_grad)),
+    _evaluation("evaluation in inference mode", _evaluate_in(torch.inference_mode)),
+    _habit("no_sync by hand", drive=no_sync_by_hand),
+    _habit("inner model called", drive=inner_model_called),
+    _habit("layer called", drive=layer_called),
+    _habit("gradient of inputs", drive=input_gradients),
+)  # fmt: skip
 
-STEPS = 3
+OF_CALLING: tuple[Variant, ...] = (
+    _habit("layers in another order in each forward", rearrange("rotated"), LAYERS),
+    _habit("layers reversed every second time", rearrange("reversed every second time"), LAYERS),
+    _habit("a layer skipped in each forward", rearrange("skipped"), LAYERS),
+    _habit("a layer chosen by the data", choose_by_data, LAYERS),
+    _habit("hybrid of transformer and Mamba layers", add_mamba_layers),
+    _habit("several forwards, then their backwards", drive=forwards_before_backwards),
+    _habit("one backward of several forwards", drive=one_backward_of_all),
+    _habit("generation without grad", drive=generating(torch.no_grad)),
+    _habit("generation in inference mode", drive=generating(torch.inference_mode)),
+    _habit("units inside units", case=NO_BIAS, wrapper=NESTED),
+    _habit(
+        "units inside units, full recompute", case={**NO_BIAS, "recompute": "full-1"},
+        wrapper=NESTED,
+    ),
+    _habit(
+        "units inside units, checkpoint around layers", checkpoint_layers(use_reentrant=False),
+        NO_BIAS, wrapper=NESTED,
+    ),
+    _habit(
+        "units inside units, part frozen", freeze("decoder.layers.0.mlp."), NO_BIAS,
+        wrapper=NESTED,
+    ),
+)  # fmt: skip
 
-
-def check_habit(
-    rank: int, world: int, case: Case, names: list[str], strategies: tuple[str, ...] | None
-) -> None:
-    """Trains with each habit under some strategies (None: the last and one of the others, in turn)
-    and under stock DDP without overlap, which asserts when a parameter has no gradient, and
-    compares losses, norms, gradients of inputs and weights."""
-    device = init_megatron()
-    for position, name in enumerate(names):
-        habit = HABITS[name]
-        own = case.but(**habit.case)
-        reference = build_trainer(own.but(overlap=False), None, device, habit.change)
-        expected = [habit.drive(reference, n, rank, device) for n in range(STEPS)]
-        weights = reference.params()
-        for strategy in strategies or (STRATEGIES[position % 3], STRATEGIES[3]):
-            trainer = build_trainer(own, strategy, device, habit.change)
-            label = f"{name}: {strategy} on {world} ranks, {own}"
-            for number, theirs in enumerate(expected):
-                _check_report(habit.drive(trainer, number, rank, device), theirs, label)
-            check_weights(trainer.params(), weights, label)
-
-
-def _check_report(ours: Report, reference: Report, label: str) -> None:
-    check_loss(ours["loss"], reference["loss"], label)
-    check_norm(ours["norm"], reference["norm"], label, 1e-5)
-    check_gradients(ours.get("inputs", {}), reference.get("inputs", {}), label, 1e-5)
+HABITS = (
+    *(
+        replace(row, strategies=(STRATEGIES[position % 3], ZERO_3))
+        for position, row in enumerate(BESIDE_THE_LOOP)
+    ),
+    *(replace(row, strategies=(ZERO_3,)) for row in OF_CALLING),
+)
+"""With ZeRO-3, and what is beside the loop with one of the other strategies."""

@@ -1,14 +1,9 @@
-"""Models of every kind that core has, and cells of (model, recompute, strategy, what is trained).
-
-Each cell trains to the same weights as the same model under stock DDP without overlap and without
-recompute. `pairwise` chooses the cells: every allowed pair of values occurs in one of them.
-"""
+"""Models of every kind that core has; cells of (model, recompute, strategy, what is trained)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import combinations, product
 from typing import Any
 from unittest import mock
 
@@ -28,8 +23,10 @@ from megatron.core.transformer.transformer_config import (
 )
 from torch import nn
 
-from .checks import check_loss, check_norm, check_weights
-from .gpt import STRATEGIES, Case, Trainer, batches, init_megatron, make_trainer, train_step
+from tests.matrix.cover import Space, covering_array
+from tests.matrix.table import Rule
+
+from .gpt import STRATEGIES, Case
 
 CASE = Case(num_layers=2, hidden=24, heads=3, ffn=40, vocab=53, seq=8, batch=1, bias=False)
 
@@ -231,69 +228,20 @@ class Cell:
     strategy: str
     trained: str
 
-    @property
-    def values(self) -> tuple[str, str, str, str]:
-        return (self.model, self.recompute, self.strategy, self.trained)
+
+def built(cell: Cell, seed: int) -> nn.Module:
+    """The bare model of a cell."""
+    tied, change = TRAINED[cell.trained]
+    return varied(lambda: MODELS[cell.model](cell.recompute, tied), seed, change)
 
 
-AXES = (tuple(MODELS), tuple(RECOMPUTE), STRATEGIES, tuple(TRAINED))
-
-
-def impossible(cell: Cell) -> str | None:
-    """Why a cell cannot be run, with or without sharding; None if it can."""
-    if cell.recompute == "experts" and cell.model != "shared experts":
-        return "there are no experts to recompute"
-    if cell.recompute == "MLP" and cell.model == "shared experts":
-        return "every MLP is one of experts there, which `moe` recomputes"
-    if cell.recompute == "full, block" and cell.model == "multi-token prediction":
-        return "core refuses block recompute with MTP"
-    return None
-
-
-def _pairs(cell: Cell) -> set[tuple[int, str, int, str]]:
-    return {(i, a, j, b) for (i, a), (j, b) in combinations(enumerate(cell.values), 2)}
-
-
-def every_cell() -> list[Cell]:
-    return [Cell(*values) for values in product(*AXES)]
-
-
-def pairwise() -> list[Cell]:
-    """Few cells, in which each pair of values that can be run at all occurs: at each turn the cell
-    with most pairs that are missing yet."""
-    possible = [cell for cell in every_cell() if impossible(cell) is None]
-    missing = set[tuple[int, str, int, str]]().union(*map(_pairs, possible))
-    chosen = []
-    while missing:
-        best = max(possible, key=lambda cell: len(_pairs(cell) & missing))
-        chosen.append(best)
-        missing -= _pairs(best)
-    return chosen
-
-
-def uncovered_pairs() -> dict[str, str]:
-    """Pairs of values that occur in no cell, and why."""
-    covered = set[tuple[int, str, int, str]]().union(*map(_pairs, pairwise()))
-    found: dict[str, str] = {}
-    for cell in every_cell():
-        reason = impossible(cell)
-        for _, a, _, b in _pairs(cell) - covered:
-            assert reason is not None, cell
-            found[f"{a} x {b}"] = reason
-    return found
-
-
-CELLS = pairwise()
-
-
-# Training.
-
-
-def _build(cell: Cell, recompute: str, seed: int) -> nn.Module:
+def varied(
+    make: Callable[[], nn.Module], seed: int, change: Callable[[nn.Module], None] = train_all
+) -> nn.Module:
+    """What `make` gives, changed, with other weights: biases of zero hide mistakes."""
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
-    tied, change = TRAINED[cell.trained]
-    model = MODELS[cell.model](recompute, tied)
+    model = make()
     change(model)
     with torch.no_grad():
         for param in model.parameters():
@@ -301,30 +249,29 @@ def _build(cell: Cell, recompute: str, seed: int) -> nn.Module:
     return model
 
 
-def _run(trainer: Trainer, rank: int, device: torch.device, steps: int) -> Iterator[Any]:
-    for step in range(steps):
-        yield train_step(trainer, batches(trainer.case, step, rank, device))
-
-
-def check_cells(rank: int, world: int, cells: list[Cell], seed: int, steps: int = 3) -> int:
-    """Each cell against its reference; how many there were."""
-    device = init_megatron()
-    for cell in cells:
-        case = CASE.but(seed=seed)
-        reference = make_trainer(_build(cell, "none", seed), case.but(overlap=False), None)
-        ours = make_trainer(_build(cell, cell.recompute, seed), case, cell.strategy)
-        label = f"{cell} on {world} ranks, seed {seed}"
-        for mine, theirs in zip(
-            _run(ours, rank, device, steps), _run(reference, rank, device, steps), strict=True
-        ):
-            check_loss(mine[0], theirs[0], label)
-            check_norm(mine[1], theirs[1], label, 1e-5)
-        check_weights(ours.params(), reference.params(), label)
-        ours.wrapper.zero_grad_buffer()
-        ours.wrapper.engine.main_weights_changed()
-        ours.wrapper.stop_communication()
-        if cell.strategy == "optim_grads_params":
-            for unit in ours.wrapper.engine.units:
-                held = [group.weights[0].tensor.untyped_storage().nbytes() for group in unit.groups]
-                assert sum(held) == 0, (label, unit.name)
-    return len(cells)
+SPACE = Space(
+    {
+        "model": tuple(MODELS), "recompute": tuple(RECOMPUTE), "strategy": STRATEGIES,
+        "trained": tuple(TRAINED),
+    },
+    (
+        Rule(
+            "experts", "there are no experts to recompute",
+            lambda model, recompute: recompute == "experts" and model != "shared experts",
+        ),
+        Rule(
+            "MLP", "every MLP is one of experts there, which `moe` recomputes",
+            lambda model, recompute: recompute == "MLP" and model == "shared experts",
+        ),
+        Rule(
+            "block", "core refuses block recompute with MTP",
+            lambda model, recompute: (
+                recompute == "full, block" and model == "multi-token prediction"
+            ),
+        ),
+    ),
+    {},
+)  # fmt: skip
+"""What can be combined, with and without sharding."""
+CELLS = [Cell(**cell) for cell in covering_array(SPACE)]  # type: ignore[arg-type]
+"""Few, in which each pair of values that can be run at all occurs."""

@@ -14,9 +14,7 @@ there.
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -30,6 +28,7 @@ from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.distributed.exact import gamma
 from tests.distributed.gpt import full_all
 from tests.distributed.plain import Block, device, net, tokens
+from tests.matrix.cover import Space, covering_array
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 UNIT = {FP32: 2.0**-24, BF16: 2.0**-8, FP16: 2.0**-11}
@@ -67,33 +66,21 @@ class Cell:
         return " ".join(str(value).removeprefix("torch.") for value in astuple(self))
 
 
-FACTORS: tuple[tuple[Any, ...], ...] = (
-    tuple(STRATEGIES),
-    (FP32, BF16, FP16),
-    (FP32, BF16, None),
-    (None, FP32, BF16),
-    (None, FP32, BF16),
-    (1, 4),
-    (1, 2, 4),
-)
-"""Values of the first fields of `Cell`."""
-
-
-def pairs_of(values: tuple[Any, ...]) -> set[tuple[int, Any, int, Any]]:
-    return {(a, values[a], b, values[b]) for a, b in itertools.combinations(range(len(values)), 2)}
+FACTORS: Mapping[str, tuple[Any, ...]] = {
+    "strategy": tuple(STRATEGIES),
+    "params": (FP32, BF16, FP16),
+    "main_params": (FP32, BF16, None),
+    "main_grads": (None, FP32, BF16),
+    "comm": (None, FP32, BF16),
+    "microbatches": (1, 4),
+    "world": (1, 2, 4),
+}
+SPACE = Space(FACTORS, (), {})
 
 
 def pairwise() -> list[Cell]:
     """Cells in which every two values of two factors occur together; the same each time."""
-    draw = random.Random(11)
-    missing = set().union(*(pairs_of(row) for row in itertools.product(*FACTORS)))
-    rows: list[tuple[Any, ...]] = []
-    while missing:
-        tried = [tuple(draw.choice(values) for values in FACTORS) for _ in range(300)]
-        best = max(tried, key=lambda row: len(pairs_of(row) & missing))
-        missing -= pairs_of(best)
-        rows.append(best)
-    return [Cell(*row) for row in rows]
+    return [Cell(**row) for row in covering_array(SPACE)]  # type: ignore[arg-type]
 
 
 def with_fp32_accumulation() -> Iterator[Cell]:

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import layers
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from tests.distributed import gpt
+from tests.distributed.checks import check_run_bits
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -30,7 +31,7 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
-from tests.distributed.launch import run_ranks
+from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import (
     TOPOLOGIES,
     build_topology_trainer,
@@ -112,71 +113,53 @@ HOOKED = (
 FEW_CELLS = (
     *((STRATEGIES[3], case) for case in HOOKED), *zip(STRATEGIES[:3], HOOKED[1:], strict=True),
 )  # fmt: skip
-ALL_CELLS = tuple((strategy, case) for strategy in STRATEGIES for case in HOOKED)
 
 
-def check_hooks(rank: int, world: int, cells: tuple[tuple[str, Case], ...]) -> int:
-    device, packed = init_megatron(), 0
-    patches.install(FUSED_WGRAD)
+@pytest.mark.parametrize(
+    ("strategy", "case", "world"),
+    [
+        *((strategy, case, 2) for strategy, case in FEW_CELLS),
+        *(
+            pytest.param(strategy, case, world, marks=pytest.mark.full)
+            for strategy in STRATEGIES for case in HOOKED for world in (1, 2)
+        ),
+    ],
+)  # fmt: skip
+@on_ranks()
+def test_what_a_users_hooks_keep_on_the_host_changes_no_bit(
+    rank: int, strategy: str, case: Case
+) -> None:
+    """With ZeRO-3 every case, with each other strategy one."""
+    device = init_megatron()
+    if case.fused:
+        patches.install(FUSED_WGRAD)
 
     @contextmanager
     def copied(wrapper: Any) -> Iterator[None]:
-        nonlocal packed
         copies = HostCopies(storages(wrapper))
-        if wrapper.config.recompute_granularity is None:
-            with copies.hooks():
-                yield
-        else:
-            with around_forwards(wrapper, copies):
-                yield
-        assert not copies.found, copies.found
-        packed += copies.packed
+        recomputes = wrapper.config.recompute_granularity is not None
+        with around_forwards(wrapper, copies) if recomputes else copies.hooks():
+            yield
+        assert copies.packed and not copies.found, (copies.packed, copies.found)
 
-    for strategy, case in cells:
-        label = f"{strategy} {case}"
-        same(train(case, strategy, device, rank, copied), train(case, strategy, device, rank),
-             label)  # fmt: skip
-    return packed
+    same(train(case, strategy, device, rank, copied), train(case, strategy, device, rank), "hooks")
 
 
-@pytest.mark.once
-@pytest.mark.parametrize(
-    ("world", "cells"),
-    [
-        (2, FEW_CELLS),
-        pytest.param(2, ALL_CELLS, marks=pytest.mark.full),
-        pytest.param(1, ALL_CELLS, marks=pytest.mark.full),
-    ],
-    ids=("2", "2-all", "1-all"),
-)
-def test_what_a_users_hooks_keep_on_the_host_changes_no_bit(
-    world: int, cells: tuple[tuple[str, Case], ...]
-) -> None:
-    """With ZeRO-3 every case, with each other strategy one."""
-    assert all(run_ranks(check_hooks, world, cells))
-
-
-def check_experts(rank: int, world: int) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_experts_whose_activations_are_on_the_host_train_to_the_same_bits(strategy: str) -> None:
     topology = TOPOLOGIES["ep2"]
-    device = init_topology(topology)
-    del device
-    for strategy in STRATEGIES:
+    init_topology(topology)
+    runs = []
+    for offloads in (False, True):
         case = case_for(topology, microbatches=2, bf16=True)
-        runs = []
-        for offloads in (False, True):
-            trainer = build_topology_trainer(topology, case, strategy)
-            copies = HostCopies(storages(*trainer.chunks))
-            steps = []
-            for step in range(STEPS):
-                with copies.hooks() if offloads else nullcontext():
-                    steps.append(topology_step(trainer, step))
-            assert bool(copies.packed) is offloads and not copies.found, copies.found
-            runs.append(([one.loss for one in steps], steps[-1].weights))
-        same(runs[1], runs[0], strategy)
-
-
-def test_experts_whose_activations_are_on_the_host_train_to_the_same_bits() -> None:
-    run_ranks(check_experts, 2)
+        trainer = build_topology_trainer(topology, case, strategy)
+        copies = HostCopies(storages(*trainer.chunks))
+        with copies.hooks() if offloads else nullcontext():
+            steps = [topology_step(trainer, step) for step in range(STEPS)]
+        assert bool(copies.packed) is offloads and not copies.found, copies.found
+        runs.append(steps)
+    check_run_bits(*runs, "experts")
 
 
 # Core's offload of parts of layers.
@@ -215,73 +198,62 @@ def views_are_saved() -> Iterator[None]:
         yield
 
 
-def with_views_saved(rank: int, world: int, check: Callable[..., int], *args: Any) -> int:
-    with views_are_saved():
-        return check(rank, world, *args)
-
-
-def check_fine_grained(rank: int, world: int, strategies: tuple[str, ...]) -> int:
-    device, count = init_megatron(), 0
-    for strategy in strategies:
-        for case, modules in (
-            (CASE.but(microbatches=1, bf16=True), CONTIGUOUS),
-            (CASE.but(microbatches=3, tied=True), CONTIGUOUS),
-            (CASE.but(microbatches=3), MODULES),
-        ):
-            options = {
-                "fine_grained_activation_offloading": True, "offload_modules": list(modules),
-                "min_offloaded_tensor_size": 1,
-            }  # fmt: skip
-            expected = train(case, strategy, device, rank)
-            with core_offloads_on_the_host() as copied, config_with(**options):
-                found = train(case, strategy, device, rank, copied.watch(storages))
-            assert copied.count and not copied.found, (copied.count, copied.found)
-            count += copied.count
-            if modules is CONTIGUOUS:
-                same(found, expected, f"{strategy} {case}")
-            else:
-                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
-    return count
+NOT_ZERO_3 = [pytest.param(strategy, marks=pytest.mark.full) for strategy in STRATEGIES[:3]]
 
 
 @pytest.mark.parametrize(
-    "strategies", (STRATEGIES[3:], pytest.param(STRATEGIES[:3], marks=pytest.mark.full))
+    ("case", "modules"),
+    (
+        (CASE.but(microbatches=1, bf16=True), CONTIGUOUS),
+        (CASE.but(microbatches=3, tied=True), CONTIGUOUS),
+        (CASE.but(microbatches=3), MODULES),
+    ),
 )
+@pytest.mark.parametrize("strategy", [STRATEGIES[3], *NOT_ZERO_3])
 @pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
+@on_ranks()
 def test_core_offloads_parts_of_layers_and_no_weight(
-    world: int, strategies: tuple[str, ...]
+    rank: int, strategy: str, case: Case, modules: tuple[str, ...]
 ) -> None:
     """With a stand-in for streams, and tensors of any size taken for large enough."""
-    assert all(run_ranks(with_views_saved, world, check_fine_grained, strategies))
+    device = init_megatron()
+    options = {
+        "fine_grained_activation_offloading": True, "offload_modules": list(modules),
+        "min_offloaded_tensor_size": 1,
+    }  # fmt: skip
+    with views_are_saved():
+        expected = train(case, strategy, device, rank)
+        with core_offloads_on_the_host() as copied, config_with(**options):
+            found = train(case, strategy, device, rank, copied.watch(storages))
+    assert copied.count and not copied.found, (copied.count, copied.found)
+    if modules is CONTIGUOUS:
+        same(found, expected, "inside of layers")
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
 # Transformer Engine's offload of layers.
 
 
-def check_layers(rank: int, world: int, folder: Path, strategies: tuple[str, ...]) -> int:
-    device, count = init_megatron(), 0
-    for strategy in strategies:
-        for case in (CASE.but(microbatches=1, bf16=True), CASE.but(microbatches=3, tied=True)):
-            expected = train(case, strategy, device, rank)
-            for number in (0, 2, 3):
-                options = {"cpu_offloading": True, "cpu_offloading_num_layers": number}
-                with te_offloads_on_the_host(folder) as copied, config_with(**options):
-                    found = train(case, strategy, device, rank, copied.watch(storages))
-                assert bool(copied.count) is bool(number) and not copied.found, copied.found
-                count += copied.count
-                same(found, expected, f"{strategy} {number} layers {case}")
-    return count
-
-
 @pytest.mark.skipif(not FOLDERS, reason="TRANSFORMER_ENGINE_PYTHON names no folder with TE's files")
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 @pytest.mark.parametrize(
-    "strategies", (STRATEGIES[3:], pytest.param(STRATEGIES[:3], marks=pytest.mark.full))
+    "case", (CASE.but(microbatches=1, bf16=True), CASE.but(microbatches=3, tied=True))
 )
+@pytest.mark.parametrize("strategy", [STRATEGIES[3], *NOT_ZERO_3])
+@on_ranks(2)
 def test_transformer_engine_offloads_layers_and_no_weight(
-    folder: Path, strategies: tuple[str, ...]
+    rank: int, folder: Path, strategy: str, case: Case
 ) -> None:
-    assert all(run_ranks(with_views_saved, 2, check_layers, folder, strategies))
+    device = init_megatron()
+    with views_are_saved():
+        expected = train(case, strategy, device, rank)
+        for number in (0, 2, 3):
+            options = {"cpu_offloading": True, "cpu_offloading_num_layers": number}
+            with te_offloads_on_the_host(folder) as copied, config_with(**options):
+                found = train(case, strategy, device, rank, copied.watch(storages))
+            assert bool(copied.count) is bool(number) and not copied.found, copied.found
+            same(found, expected, f"{number} layers")
 
 
 def test_the_stand_ins_copy_a_weight_that_nobody_keeps_from_them() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from megatron_fsdp_adapter import fully_shard_model
@@ -24,6 +23,8 @@ from tests.distributed.mishaps import (
     random_fault,
     resumed_runs,
 )
+from tests.distributed.shared_ranks import on_ranks
+from tests.distributed.variants import everyones
 
 STATED = re.compile(
     r"rank \d: (gathering weights|reducing gradients|broadcasting weights) of unit \S+ "
@@ -32,30 +33,23 @@ STATED = re.compile(
 DIFFERS = "the ranks' models differ. First difference, place "
 
 
-def _model_of(name: str, fault: Fault, device: torch.device) -> None:
-    with pytest.raises(ValueError) as caught:
-        build_trainer(fault.case, fault.strategy, device, changing(fault))
-    assert DIFFERS in str(caught.value) and CHANGES[name][1] in str(caught.value), caught.value
-
-
-def _differing(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_models_that_differ_are_found_at_construction(rank: int) -> None:
+    """With the first difference, alike on both ranks; nothing hangs, nothing is left in a group."""
     device = init_megatron()
-    for name in CHANGES:
-        _model_of(name, Fault("other model", change=name), device)
+    for name, (_, difference) in CHANGES.items():
+        fault = Fault("other model", change=name)
+        with pytest.raises(ValueError) as caught:
+            build_trainer(fault.case, fault.strategy, device, changing(fault))
+        assert DIFFERS in str(caught.value) and difference in str(caught.value), caught.value
     strategy = "optim" if rank else "optim_grads"
     told = "differ.*rank 0 has 'option strategy=optim_grads', rank 1"
-    with pytest.raises(ValueError, match=told) as e:
+    with pytest.raises(ValueError, match=told) as caught:
         build_trainer(Fault("").case, strategy, device)
+    assert len(set(everyones(str(caught.value)))) == 1
     with pytest.raises(ValueError, match=r"fully_shard_model: .* rank 0 has 'parameter 0.bias"):
         fully_shard_model(nn.Sequential(nn.Linear(4, 5 + rank), nn.Linear(5 + rank, 3)))
     build_trainer(Fault("").case, "optim_grads_params", device)  # the groups are still usable
-    return [str(e.value)]
-
-
-def test_models_that_differ_are_found_at_construction() -> None:
-    """With the first difference, alike on both ranks; nothing hangs, nothing is left in a group."""
-    first, second = run_ranks(_differing, 2)
-    assert first == second
 
 
 def check_fault(fault: Fault, root: Path) -> bool:

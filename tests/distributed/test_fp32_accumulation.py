@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_fsdp_adapter.core.runtime import comm
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
-from tests.distributed.launch import run_ranks
+from tests.distributed.shared_ranks import on_ranks
 
 NUMEL = 1 << 12
 """Elements of a shard."""
@@ -50,8 +50,12 @@ def _run(works: list[Any]) -> None:
         work.wait()
 
 
-def _errors(rank: int, world: int) -> dict[str, Any]:
-    """Root-mean-square error of this rank's shard, and bytes sent, of both ways."""
+@pytest.mark.parametrize("world", (2, 8))
+@on_ranks()
+def test_error_and_traffic_of_one_reduction(rank: int, world: int) -> None:
+    """At most a quarter of the error of a reduction in bf16 (root mean square of this rank's
+    shard), for as many bytes. What comes out is the float32 sum of the rows in the order of the
+    ranks, bit for bit."""
     communicator = Communicator(dist.group.WORLD, torch.device("cpu"))
     torch.manual_seed(rank)
     grads = torch.randn(NUMEL * world).bfloat16()
@@ -70,37 +74,20 @@ def _errors(rank: int, world: int) -> dict[str, Any]:
     dist.all_gather(everyone, grads)
     received = torch.stack([other.view(world, -1)[rank] for other in everyone])
     expected = torch.sum(received, dim=0, dtype=torch.float32)
-    return {
-        "bf16": (low.double() - own).square().mean().sqrt().item(),
-        "fp32 sums": (high.double() - own).square().mean().sqrt().item(),
-        "sent": sent,
-        "bits": torch.equal(high, expected),
-        "mean": torch.allclose(average, expected / world, rtol=2.0**-23, atol=0.0),
-        "within": bool(((high.double() - own).abs() <= world * 2.0**-24 * received.double().abs()
-                        .sum(0)).all()),
-    }  # fmt: skip
+    assert torch.equal(high, expected)
+    assert torch.allclose(average, expected / world, rtol=2.0**-23, atol=0.0)
+    bound = world * 2.0**-24 * received.double().abs().sum(0)
+    assert bool(((high.double() - own).abs() <= bound).all())
+    errors = [(value.double() - own).square().mean().sqrt().item() for value in (low, high)]
+    assert world == 2 or 0 < errors[0] >= 4 * errors[1], errors
+    assert sent["all_to_all"] == sent["reduce_scatter"] == 2 * NUMEL * (world - 1)
 
 
-@pytest.mark.parametrize("world", (2, 8))
-def test_error_and_traffic_of_one_reduction(world: int) -> None:
-    """At most a quarter of the error of a reduction in bf16, for as many bytes. What comes out is
-    the float32 sum of the rows in the order of the ranks, bit for bit."""
-    for found in run_ranks(_errors, world):
-        assert found["bits"] and found["mean"] and found["within"]
-        if world == 8:
-            print(found)
-            assert found["fp32 sums"] <= found["bf16"] / 4 and found["bf16"] > 0, found
-        sent = found["sent"]
-        assert sent["all_to_all"] == sent["reduce_scatter"] == 2 * NUMEL * (world - 1)
-
-
-def _one_rank(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_a_group_of_one_rank_sends_nothing() -> None:
     communicator = Communicator(dist.group.WORLD, torch.device("cpu"))
     grads, output = torch.randn(64).bfloat16(), torch.empty(64)
     with bytes_on_the_wire() as sent:
         assert communicator.reduce_scatter_by_exchange([(output, grads)]) == []
     assert torch.equal(output, grads.float()) and not any(sent.values())
 
-
-def test_a_group_of_one_rank_sends_nothing() -> None:
-    run_ranks(_one_rank, 1)

@@ -26,7 +26,7 @@ from megatron_fsdp_adapter.megatron.wgrad_probe import (
     read_by_operations,
 )
 from tests.distributed.gpt import STRATEGIES, Case, ddp_config, init_megatron, model_config
-from tests.distributed.launch import run_ranks
+from tests.distributed.shared_ranks import on_ranks
 
 CASE = Case()
 WIDTH, INNER, GROUPS = 12, 20, 3
@@ -149,28 +149,21 @@ def gradients(strategy: str, writer: WgradProtocol | None) -> list[dict[str, tor
     return found
 
 
-def same_gradients(rank: int, world: int) -> int:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_gradients_of_operations_are_those_of_autograd_in_every_protocol(strategy: str) -> None:
     init_megatron()
-    count = 0
-    for strategy in STRATEGIES:
-        expected = gradients(strategy, None)
-        for writer in SEEN:
-            for step, (mine, theirs) in enumerate(
-                zip(gradients(strategy, writer), expected, strict=True)
-            ):
-                assert mine.keys() == theirs.keys()
-                for name, value in theirs.items():
-                    label = f"{strategy}, {writer.value}, step {step}, {name}"
-                    torch.testing.assert_close(
-                        mine[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, at=label: at + m
-                    )
-                    count += 1
-    return count
-
-
-def test_gradients_of_operations_are_those_of_autograd_in_every_protocol() -> None:
-    counts = run_ranks(same_gradients, 2, timeout=200)
-    assert min(counts) > 0
+    expected = gradients(strategy, None)
+    for writer in SEEN:
+        for step, (mine, theirs) in enumerate(
+            zip(gradients(strategy, writer), expected, strict=True)
+        ):
+            assert mine.keys() == theirs.keys() and theirs
+            for name, value in theirs.items():
+                label = f"{writer.value}, step {step}, {name}: "
+                torch.testing.assert_close(
+                    mine[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, at=label: at + m
+                )
 
 
 def test_an_operation_is_tried_out_beside_the_layer_whose_weights_it_reads(

@@ -7,59 +7,58 @@ tests/gpu/test_gpu_te.py, both protocols against a plain model in tests/engine.
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 
-from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
+from megatron_fsdp_adapter.core.engine.wgrad import FusedWgrad, WgradProtocol
 from megatron_fsdp_adapter.megatron import fused_wgrad
-from megatron_fsdp_adapter.megatron.compat import patches
-from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
-from tests.distributed.checks import check_step, steps_from_reference
-from tests.distributed.gpt import STRATEGIES, Case, build_trainer, init_megatron
-from tests.distributed.launch import run_ranks
-
-CASES = (
-    Case(fused=True, microbatches=3),
-    Case(fused=True, microbatches=2, tied=True, recompute="full-1"),
-)
+from tests.distributed.shared_ranks import on_ranks
+from tests.distributed.variants import Variant, compare, marked, problems
 
 
-def _compare(rank: int, world: int) -> None:
-    device = init_megatron()
-    patches.install(FUSED_WGRAD)
-    for case in CASES:
-        for reference_case in (case, case.but(fused=False)):
-            reference = build_trainer(reference_case, None, device)
-            ours = {name: build_trainer(case, name, device) for name in STRATEGIES}
-            written = [
-                pair.managed.fqns[0]
-                for pair in ours["optim_grads_params"].wrapper.engine.pairs
-                if pair.managed.writer is WgradProtocol.ACCUMULATES
-            ]
-            assert len(written) == 4 * case.num_layers + 1, written
-            for strategy, mine, theirs in steps_from_reference(reference, ours, rank, 2, device):
-                check_step(mine, theirs, f"{strategy} on {world} ranks, {reference_case}")
+def linear_layers_write(ours: Any, reference: Any, strategy: str) -> None:
+    written = [
+        pair.managed.fqns[0] for pair in ours.wrapper.engine.pairs
+        if pair.managed.writer is WgradProtocol.ACCUMULATES
+    ]  # fmt: skip
+    assert len(written) == 4 * ours.case.num_layers + 1, written
 
 
-def test_fused_and_unfused_stock_ddp_take_the_same_steps() -> None:
-    """Untied and tied (a weight that the output layer adds to, and autograd for the embedding)."""
-    run_ranks(_compare, 2)
+ROWS = tuple(
+    Variant(
+        f"{name}, reference {'fused' if fused else 'not fused'}", steps=2,
+        case={"fused": True, **case}, reference={"case": {"fused": fused}},
+        expect=linear_layers_write,
+    )
+    for name, case in (
+        ("untied", {"microbatches": 3}),
+        # A weight that the output layer adds to, and autograd for the embedding.
+        ("tied", {"microbatches": 2, "tied": True, "recompute": "full-1"}),
+    )
+    for fused in (True, False)
+)  # fmt: skip
 
 
-def _forget_to_zero(rank: int, world: int) -> None:
-    """What the comparison above must see: a bucket that is added to without having been zeroed."""
-    from megatron_fsdp_adapter.core.engine.wgrad import FusedWgrad
+@pytest.mark.parametrize("row", marked(ROWS))
+@on_ranks()
+def test_fused_and_unfused_stock_ddp_take_the_same_steps(
+    row: Variant, rank: int, seed: int
+) -> None:
+    compare(row, rank, seed)
+
+
+@on_ranks(2)
+def test_a_bucket_that_is_not_zeroed_is_seen(rank: int, seed: int) -> None:
+    """It is added to."""
 
     def careless(self: FusedWgrad, empty: bool) -> None:
         self.is_open, self._written = True, set(self._adding)
 
-    FusedWgrad.open = careless  # type: ignore[method-assign]
-    _compare(rank, world)
-
-
-def test_a_bucket_that_is_not_zeroed_is_seen() -> None:
-    with pytest.raises(Exception, match="differ|close|bound|exceed|nan"):
-        run_ranks(_forget_to_zero, 2)
+    with mock.patch.object(FusedWgrad, "open", careless):
+        assert problems(ROWS[0], rank, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

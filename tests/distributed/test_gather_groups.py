@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as ps
 from megatron.core.parallel_state import RankGenerator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -23,7 +23,8 @@ from tests.distributed.gpt import (
     ddp_config,
     model_config,
 )
-from tests.distributed.launch import run_ranks
+from tests.distributed.groups import use_groups
+from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import (
     TOPOLOGIES,
     TopologyTrainer,
@@ -32,6 +33,7 @@ from tests.distributed.topologies import (
     init_topology,
     topology_step,
 )
+from tests.distributed.variants import everyones
 from tests.engine.pretended import pretended_world
 
 WORLD = 4
@@ -47,11 +49,9 @@ LAYOUTS: tuple[tuple[str, dict[str, int]], ...] = (
 
 
 def _init(order: str, sizes: dict[str, int]) -> ProcessGroupCollection:
-    if ps.model_parallel_is_initialized():
-        ps.destroy_model_parallel()
     names = {"tensor": "tensor_model", "pipeline": "pipeline_model", "expert": "expert_model"}
     options = {f"{names.get(name, name)}_parallel_size": size for name, size in sizes.items()}
-    ps.initialize_model_parallel(**options, order=order)
+    use_groups(**options, order=order)
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
@@ -61,9 +61,11 @@ def _ranks_anew(size: int, rank: int) -> list[int]:
     return list(range(start, start + size))
 
 
-def _mirrors(rank: int, world: int) -> list[tuple[str, dict[str, int], bool]]:
-    """For each layout, whether splitting the world anew would give this rank the same groups."""
-    found = []
+@on_ranks(WORLD)
+def test_gather_groups_have_the_members_of_the_groups_they_mirror(rank: int) -> None:
+    """Also that this can fail: ranks that are computed anew, by splitting the world in one fixed
+    order, are other ones in some layouts."""
+    agree = []
     for order, sizes in LAYOUTS:
         collection = create_all_gather_groups(_init(order, sizes))
         anew = True
@@ -73,33 +75,24 @@ def _mirrors(rank: int, world: int) -> list[tuple[str, dict[str, int], bool]]:
             assert made is not original
             assert dist.get_process_group_ranks(made) == ranks, (order, sizes)
             assert dist.get_rank(made) == dist.get_rank(original)
-            members: list[Any] = [None] * len(ranks)
-            dist.all_gather_object(members, rank, group=made)  # it works
-            assert members == ranks
+            assert everyones(rank, made) == ranks  # it works
             anew &= _ranks_anew(len(ranks), rank) == ranks
         again = collection.dp_cp_ag
         assert create_all_gather_groups(collection).dp_cp_ag is again
-        found.append((order, sizes, anew))
-    return found
-
-
-def test_gather_groups_have_the_members_of_the_groups_they_mirror() -> None:
-    """Also that this can fail: ranks that are computed anew are other ones in some layouts."""
-    by_rank = run_ranks(_mirrors, WORLD)
-    for number, layout in enumerate(LAYOUTS):
-        assert by_rank[0][number][:2] == layout
-    agree = [all(found[number][2] for found in by_rank) for number in range(len(LAYOUTS))]
+        agree.append(all(everyones(anew)))
     assert any(agree) and not all(agree)
 
 
-def _part_of_a_world(rank: int, world: int) -> tuple[list[int], list[float]] | None:
-    """A model on ranks 2 and 3, in groups from core's generator with an offset."""
+@on_ranks(WORLD)
+def test_model_on_a_part_of_the_world(rank: int) -> None:
+    """On ranks 2 and 3, in groups from core's generator with an offset. Gradients are the mean of
+    inputs of that size."""
     generator = RankGenerator(tp=1, ep=1, dp=2, pp=1, cp=1, order="tp-cp-ep-dp-pp", rank_offset=2)
     [ranks] = generator.get_ranks("dp")
     group, singles = dist.new_group(ranks), [dist.new_group([r]) for r in ranks]
     if rank not in ranks:
         assert vars(create_all_gather_groups(SimpleNamespace())) == {}
-        return None
+        return
     groups = SimpleNamespace(dp_cp=group, tp=singles[ranks.index(rank)])
     create_all_gather_groups(groups)
     assert not hasattr(groups, "expt_dp_ag")
@@ -112,33 +105,22 @@ def _part_of_a_world(rank: int, world: int) -> tuple[list[int], list[float]] | N
     wrapper(torch.full((1, 64), float(rank))).sum().backward()
     wrapper.finish_grad_sync()
     [param] = wrapper.parameters()
-    index = wrapper.megatron_fsdp_dist_index
-    gather = index.get_fsdp_group(independent_all_gather=True)
-    grad = param.grad._local_tensor  # type: ignore[union-attr]
-    return dist.get_process_group_ranks(gather), grad.unique().tolist()
+    gather = wrapper.megatron_fsdp_dist_index.get_fsdp_group(independent_all_gather=True)
+    assert dist.get_process_group_ranks(gather) == [2, 3]
+    assert param.grad._local_tensor.unique().tolist() == [2.5]  # type: ignore[union-attr]
 
 
-def test_model_on_a_part_of_the_world() -> None:
-    """The mean over ranks 2 and 3 of inputs of that size."""
-    found = run_ranks(_part_of_a_world, WORLD)
-    assert found == [None, None, ([2, 3], [2.5]), ([2, 3], [2.5])]
-
-
-def _disagreeing(rank: int, world: int) -> list[str]:
+@on_ranks(3)
+def test_ranks_that_disagree_are_told_so_on_every_rank(rank: int) -> None:
     pair = dist.new_group([0, 1])
-    messages = []
-    for group in (pair if rank == 0 else None, dist.group.WORLD if rank < 2 else None):
+    for group, other in (
+        (pair if rank == 0 else None, [0, 1]), (dist.group.WORLD if rank < 2 else None, [0, 1, 2])
+    ):  # fmt: skip
         with pytest.raises(ValueError) as raised:
             create_all_gather_groups(SimpleNamespace(dp_cp=group))
-        messages.append(str(raised.value))
-    return messages
-
-
-def test_ranks_that_disagree_are_told_so_on_every_rank() -> None:
-    found = run_ranks(_disagreeing, 3)
-    assert found[0] == found[1] == found[2]
-    for message, other in zip(found[0], ([0, 1], [0, 1, 2]), strict=True):
-        assert f"dp_cp_ag: rank 0 says its group has ranks {other}, but rank" in message
+        assert len(set(everyones(str(raised.value)))) == 1
+        said = f"dp_cp_ag: rank 0 says its group has ranks {other}, but rank"
+        assert said in str(raised.value)
 
 
 def _recorded(trainer: TopologyTrainer) -> tuple[list[str], list[tuple[float, float]]]:
@@ -152,47 +134,44 @@ def _recorded(trainer: TopologyTrainer) -> tuple[list[str], list[tuple[float, fl
         log.append(f"{one.__name__} on {where or 'its own group'}")
         return original(self, pairs, one)
 
-    Communicator._launch = launch  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Communicator, "_launch", launch):
         steps = [topology_step(trainer, step) for step in range(2)]
-    finally:
-        Communicator._launch = original  # type: ignore[method-assign]
     return log, [(step.loss, step.norm) for step in steps]
 
 
-def _with_and_without(rank: int, world: int) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(WORLD)
+def test_gathers_go_to_their_own_group_and_change_no_number(strategy: str) -> None:
+    """Of dense and expert parameters."""
     topology = TOPOLOGIES["ep2"]
     init_topology(topology)
     collection = ProcessGroupCollection.use_mpu_process_groups()
     separate = create_all_gather_groups(ProcessGroupCollection.use_mpu_process_groups())
-    for strategy in STRATEGIES:
-        runs = [
-            _recorded(
-                build_topology_trainer(
-                    topology, case_for(topology), strategy, pg_collection=groups
-                )
+    runs = [
+        _recorded(
+            build_topology_trainer(
+                topology, case_for(topology), strategy, pg_collection=groups
             )
-            for groups in (collection, separate)
-        ]
-        (shared_log, shared), (own_log, own) = runs
-        assert own == shared, strategy
-        gathers = {line for line in own_log if "gather" in line}
-        reductions = {line for line in own_log if "gather" not in line}
-        if strategy == "no_shard":
-            assert not gathers
-        else:
-            assert gathers == {"_all_gather_one on its own group"}, gathers
-        assert reductions and all(line.endswith(" shard group") for line in reductions)
-        assert all(line.endswith(" shard group") for line in shared_log)
-        assert [line.split()[0] for line in own_log] == [line.split()[0] for line in shared_log]
+        )
+        for groups in (collection, separate)
+    ]
+    (shared_log, shared), (own_log, own) = runs
+    assert own == shared, strategy
+    gathers = {line for line in own_log if "gather" in line}
+    reductions = {line for line in own_log if "gather" not in line}
+    if strategy == "no_shard":
+        assert not gathers
+    else:
+        assert gathers == {"_all_gather_one on its own group"}, gathers
+    assert reductions and all(line.endswith(" shard group") for line in reductions)
+    assert all(line.endswith(" shard group") for line in shared_log)
+    assert [line.split()[0] for line in own_log] == [line.split()[0] for line in shared_log]
 
 
-def test_gathers_go_to_their_own_group_and_change_no_number() -> None:
-    """Dense and expert parameters."""
-    run_ranks(_with_and_without, WORLD)
-
-
-def _asked_by_option(rank: int, world: int) -> None:
+@on_ranks(WORLD)
+def test_the_option_makes_the_groups_that_are_not_given() -> None:
+    """What Megatron-LM's --create-all-gather-group asks for and 0.19 does not make: dense and
+    expert, with and without a collection, once for all wrappers that share one."""
     topology = TOPOLOGIES["ep2"]
     init_topology(topology)
     collection = ProcessGroupCollection.use_mpu_process_groups()
@@ -214,12 +193,6 @@ def _asked_by_option(rank: int, world: int) -> None:
     kept = [getattr(collection, name) for name in MIRRORED]
     recorded(option, collection)
     assert [getattr(collection, name) for name in MIRRORED] == kept
-
-
-def test_the_option_makes_the_groups_that_are_not_given() -> None:
-    """What Megatron-LM's --create-all-gather-group asks for and 0.19 does not make: dense and
-    expert, with and without a collection, once for all wrappers that share one."""
-    run_ranks(_asked_by_option, WORLD)
 
 
 def test_a_gather_group_with_other_ranks_is_refused() -> None:

@@ -6,20 +6,20 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.late_gradients import HABITS, check_habits
-from tests.distributed.launch import run_ranks
+from tests.distributed.gpt import STRATEGIES
+from tests.distributed.late_gradients import HABITS, check_habit
+from tests.distributed.shared_ranks import on_ranks
 
-pytestmark = pytest.mark.once
+BY_TURNS = [(name, 2, (STRATEGIES[at % 3], STRATEGIES[3])) for at, name in enumerate(HABITS)]
+"""Each habit with ZeRO-3 and one of the other strategies."""
+ALONE = [(name, 1, STRATEGIES) for name in HABITS]
+"""A read of released memory is seen at once."""
+EVERY = [pytest.param(name, 2, STRATEGIES, marks=pytest.mark.full) for name in HABITS]
 
 
-@pytest.mark.parametrize(
-    ("world", "every"),
-    [
-        (2, False),
-        pytest.param(2, True, marks=pytest.mark.full),
-        (1, True),  # who reads released memory is seen at once
-    ],
-)
-def test_trains_to_the_same_weights(world: int, every: bool) -> None:
-    """By default each habit with ZeRO-3 and one of the other strategies."""
-    run_ranks(check_habits, world, list(HABITS), every)
+@pytest.mark.parametrize(("name", "world", "strategies"), [*BY_TURNS, *ALONE, *EVERY])
+@on_ranks()
+def test_trains_to_the_same_weights(
+    rank: int, world: int, name: str, strategies: tuple[str, ...]
+) -> None:
+    check_habit(name, rank, world, strategies)

@@ -21,7 +21,8 @@ from megatron_fsdp_adapter.core.topology import DENSE, FSDPDistributedIndex
 from megatron_fsdp_adapter.plain.fully_shard import _index_over
 from tests.distributed.gpt import full_all
 from tests.distributed.late_gradients import WIDTH, Block, inputs
-from tests.distributed.launch import run_ranks, settle_ranks
+from tests.distributed.launch import settle_ranks
+from tests.distributed.shared_ranks import on_ranks
 
 STEPS, LR = 4, 0.05
 
@@ -149,37 +150,46 @@ def _check_text(text: str, world: int) -> None:
     assert "launched different collectives" in text and "times 0" in text, text
 
 
-def _check(rank: int, world: int) -> None:
-    for strategy in STRATEGIES:
-        for name, path in LIKE.items():
-            model, optimizer = sharded(strategy)
-            for step in range(STEPS):
-                _step(model, optimizer, step, rank, path(rank, step))
-            off = _off(model, world, path)
-            assert off <= 1e-6, f"{name}, {strategy}: off by {off}"
-        for name, path in UNLIKE.items():
-            if (name, strategy) in HANGS:
-                continue
-            model, optimizer = sharded(strategy)
-            _check_text(_found(model, optimizer, rank, world, path), world)
-            kept = full_all(dict(model.named_parameters()))
-            assert all(torch.equal(kept[f"module.{n}"], p) for n, p in _fresh().named_parameters())
-
-
-def _check_outer(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("outer", "shard"))
-    path = UNLIKE["another order"]
-    for strategy in STRATEGIES:
-        model, optimizer = sharded(strategy, mesh)
+@pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.full)))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks()
+def test_ranks_that_use_other_units_are_told_so_and_like_ones_train(
+    rank: int, world: int, strategy: str
+) -> None:
+    """Units of one size: nothing else says so."""
+    for name, path in LIKE.items():
+        model, optimizer = sharded(strategy)
         for step in range(STEPS):
             _step(model, optimizer, step, rank, path(rank, step))
         off = _off(model, world, path)
-        assert off <= 1e-6, f"{strategy}: off by {off}"
-        with model.no_sync():
-            loss_of(model, 0, rank, path(rank, 0)).backward()
-        text = _found(model, optimizer, rank, world, path)
-        _check_text(text, world)
-        assert "(outer axis)" in text
+        assert off <= 1e-6, f"{name}: off by {off}"
+    for name, path in UNLIKE.items():
+        if (name, strategy) in HANGS:
+            continue
+        model, optimizer = sharded(strategy)
+        _check_text(_found(model, optimizer, rank, world, path), world)
+        kept = full_all(dict(model.named_parameters()))
+        assert all(torch.equal(kept[f"module.{n}"], p) for n, p in _fresh().named_parameters())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_ranks_along_the_outer_axis_are_compared(rank: int, strategy: str) -> None:
+    """Where units are reduced over it one by one, in the backward that is known to be the last.
+    Otherwise that is done at the step's end, in one order, and is right."""
+    world = 2
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("outer", "shard"))
+    path = UNLIKE["another order"]
+    model, optimizer = sharded(strategy, mesh)
+    for step in range(STEPS):
+        _step(model, optimizer, step, rank, path(rank, step))
+    off = _off(model, world, path)
+    assert off <= 1e-6, f"off by {off}"
+    with model.no_sync():
+        loss_of(model, 0, rank, path(rank, 0)).backward()
+    text = _found(model, optimizer, rank, world, path)
+    _check_text(text, world)
+    assert "(outer axis)" in text
 
 
 def _one_leaves(rank: int, world: int) -> None:
@@ -191,18 +201,6 @@ def _one_leaves(rank: int, world: int) -> None:
 
 def _leave() -> None:
     raise ValueError("before the comparison")
-
-
-@pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.full)))
-def test_ranks_that_use_other_units_are_told_so_and_like_ones_train(world: int) -> None:
-    """Units of one size: nothing else says so. Under every strategy."""
-    run_ranks(_check, world)
-
-
-def test_ranks_along_the_outer_axis_are_compared() -> None:
-    """Where units are reduced over it one by one, in the backward that is known to be the last.
-    Otherwise that is done at the step's end, in one order, and is right."""
-    run_ranks(_check_outer, 2)
 
 
 def test_a_rank_that_does_not_come_to_the_comparison_is_reported() -> None:

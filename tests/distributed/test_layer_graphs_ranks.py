@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_fsdp_adapter.core.engine.captured import CapturedCall
 from tests.distributed.checks import check_same_bits
-from tests.distributed.launch import run_ranks
+from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import (
     TOPOLOGIES,
     TopologyTrainer,
@@ -100,17 +101,18 @@ def _trains_alike(
     assert max(fake.pools for fake in fakes) <= in_flight
 
 
-def _check(rank: int, world: int) -> None:
-    _trains_alike("pp2", layers=2, in_flight=2 - rank)
-    _trains_alike("pp2-vpp2", layers=1, in_flight=4)
-    for dispatcher in ("alltoall", "allgather"):  # both read numbers of tokens on the host
-        with _weights_are_fresh() as captured:
-            _trains_alike("ep2", layers=4, in_flight=1, dispatcher=dispatcher)
-        assert len(captured) == 4
+@pytest.mark.parametrize(("name", "layers"), (("pp2", 2), ("pp2-vpp2", 1)))
+@on_ranks(2)
+def test_pipelines_replay_to_the_bits_of_eager_steps(rank: int, name: str, layers: int) -> None:
+    _trains_alike(name, layers, in_flight=2 - rank if name == "pp2" else 4)
+
+
+@pytest.mark.parametrize(
+    ("parts", "dispatcher"), ((False, "alltoall"), (False, "allgather"), (True, "alltoall"))
+)
+@on_ranks(2)
+def test_experts_replay_to_the_bits_of_eager_steps(parts: bool, dispatcher: str) -> None:
+    """Both dispatchers read numbers of tokens on the host."""
     with _weights_are_fresh() as captured:
-        _trains_alike("ep2", layers=4, in_flight=1, parts=True)
+        _trains_alike("ep2", layers=4, in_flight=1, parts=parts, dispatcher=dispatcher)
     assert len(captured) == 4
-
-
-def test_pipelines_and_experts_replay_to_the_bits_of_eager_steps() -> None:
-    run_ranks(_check, 2)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.checks import check_gradients
+from tests.distributed.checks import Step, check_gradients, check_same_bits
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
@@ -19,7 +19,8 @@ from tests.distributed.gpt import (
     forward_backward,
     init_megatron,
 )
-from tests.distributed.launch import run_ranks
+from tests.distributed.shared_ranks import on_ranks
+from tests.distributed.variants import Comparison, Variant, compare, marked
 
 CASE = Case(
     num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, fp16=True, loss_scale=256.0
@@ -46,10 +47,16 @@ class Infinity:
         return spoiled
 
 
-def _skips(rank: int, world: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("comm", (None, torch.bfloat16), ids=("fp32-comm", "bf16-comm"))
+@on_ranks(2)
+def test_an_infinity_on_one_rank_skips_the_step_on_all(
+    rank: int, comm: torch.dtype | None
+) -> None:
+    """The inf check sees every shard; the loss scale is halved, and the next step is taken."""
     device = init_megatron()
     for strategy in STRATEGIES:
         infinity = Infinity()
+        options = {"megatron_fsdp_grad_comm_dtype": comm}
         trainer = build_trainer(CASE, strategy, device, infinity.attach, ddp=options)
         before, scale = trainer.params(), trainer.optimizer.get_loss_scale().item()
         infinity.on = True
@@ -57,8 +64,7 @@ def _skips(rank: int, world: int, options: dict[str, Any]) -> None:
         stepped, _, _ = trainer.optimizer.step()
         assert not stepped, strategy
         assert trainer.optimizer.get_loss_scale().item() == scale / 2, strategy
-        after = trainer.params()
-        assert all(torch.equal(value, after[name]) for name, value in before.items()), strategy
+        check_same_bits(trainer.params(), before, strategy)
         infinity.on = False
         forward_backward(trainer, batches(CASE, 1, rank, device))
         stepped, norm, _ = trainer.optimizer.step()
@@ -67,34 +73,35 @@ def _skips(rank: int, world: int, options: dict[str, Any]) -> None:
         assert all(not torch.equal(value, moved[name]) for name, value in before.items()), strategy
 
 
-@pytest.mark.parametrize(
-    "options",
-    ({}, {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}),
-    ids=("fp32-comm", "bf16-comm"),
-)
-def test_an_infinity_on_one_rank_skips_the_step_on_all(options: dict[str, Any]) -> None:
-    """The inf check sees every shard; the loss scale is halved, and the next step is taken."""
-    run_ranks(_skips, 2, options)
+def _one_mean(ours: Step, reference: Step, label: str) -> None:
+    check_gradients(ours.gradients, reference.gradients, label, 1e-6)
 
 
-def _modes(rank: int, world: int) -> None:
-    device = init_megatron()
-    case = CASE.but(fp16=False)
-    data = batches(case, 0, rank, device)
-    for strategy in STRATEGIES:
-        reference: Any = None
-        for fusion in (True, False):
-            for average in (True, False):
-                options = {"gradient_reduce_div_fusion": fusion, "average_in_collective": average}
-                trainer = build_trainer(case, strategy, device, ddp=options)
-                forward_backward(trainer, data)
-                gradients = trainer.gradients()
-                before = not (fusion or average)
-                assert trainer.wrapper.engine.config.scale_before_sum is before
-                reference = gradients if reference is None else reference
-                check_gradients(gradients, reference, f"{strategy} {options}", bound=1e-6)
+def scales_first(ours: Any, reference: Any, strategy: str) -> None:
+    """Where neither option is on."""
+    config = ours.wrapper.ddp_config
+    first = not (config.gradient_reduce_div_fusion or config.average_in_collective)
+    assert ours.wrapper.engine.config.scale_before_sum is first
 
 
-def test_scaling_modes_give_one_mean() -> None:
+MODES = tuple(
+    Variant(
+        f"fused {fusion}, averaged {average}", world=3, steps=1,
+        compare=Comparison(*[_one_mean] * 2),
+        case={"num_layers": 1, "hidden": 12, "heads": 2, "ffn": 20, "vocab": 23, "microbatches": 2},
+        ddp={"gradient_reduce_div_fusion": fusion, "average_in_collective": average},
+        reference={
+            "strategy": "own",
+            "ddp": {"gradient_reduce_div_fusion": True, "average_in_collective": True},
+        },
+        expect=scales_first,
+    )
+    for fusion, average in ((True, False), (False, True), (False, False))
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", marked(MODES))
+@on_ranks()
+def test_scaling_modes_give_one_mean(row: Variant, rank: int, seed: int) -> None:
     """With 3 ranks 1/3 rounds, before the sum and after it; the mean is the same within that."""
-    run_ranks(_modes, 3)
+    compare(row, rank, seed)

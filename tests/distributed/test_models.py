@@ -1,42 +1,267 @@
-"""Models of every kind, with every kind of recompute, strategy and choice of what is trained, train
-to the same weights as under stock DDP (traps R1, R2, R3, R5, R6, S1, S3, M7, E3, I4).
+"""Models of every kind, with every kind of recompute, strategy and choice of what is trained, and
+with fields that later releases brought, train like stock DDP without overlap and recompute (traps
+R1, R2, R3, R5, R6, S1, S3, M7, E3, I4).
 
 A few cells by default, all that pairwise coverage needs with `--full`; docs/models.md lists what
-they cover and what they do not.
+they cover and what they do not. Fields are skipped where the installed release lacks them
+(docs/fields.md says since when they are).
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from megatron.core import optimizer as core_optimizer
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import nn
 
-from tests.distributed.launch import run_ranks
-from tests.distributed.models import AXES, CELLS, check_cells, uncovered_pairs
-from tests.distributed.random_cases import fresh_seed
+from megatron_fsdp_adapter.megatron.local_spec import TorchNorm
+from tests.distributed import gpt, topologies
+from tests.distributed.checks import Step, check_norm, check_weights
+from tests.distributed.gpt import STRATEGIES, Case, batches, forward_backward
+from tests.distributed.models import CELLS, SPACE, Cell, _config, _gpt, built, varied
+from tests.distributed.shared_ranks import on_ranks
+from tests.distributed.topologies import Topology
+from tests.distributed.variants import ZERO_3, Variant, compare, marked, train, weights_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
-FEW = [cell for cell in CELLS if cell.strategy == "optim_grads_params"][:6]
+SIZES: dict[str, Any] = {
+    "num_layers": 2, "hidden": 24, "heads": 3, "ffn": 40, "vocab": 53, "seq": 8, "batch": 1,
+    "bias": False, "tied": False, "swiglu": False, "positions": "rope",
+}  # fmt: skip
+FEW = [cell for cell in CELLS if cell.strategy == ZERO_3][:6]
 """With the strategy that gathers and reshards; every model is among them."""
 
 
-def test_few_cells_train_to_the_same_weights() -> None:
-    assert {cell.model for cell in FEW} == set(AXES[0])
-    assert run_ranks(check_cells, 2, FEW, fresh_seed(), 2) == [len(FEW)] * 2
+def _model(case: Case, device: torch.device, cell: Cell) -> nn.Module:
+    return built(cell, case.seed)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("world", (1, 2, 3))
-def test_all_cells_train_to_the_same_weights(world: int) -> None:
-    found = run_ranks(check_cells, world, CELLS, fresh_seed(), timeout=600)
-    assert found == [len(CELLS)] * world
+def keeps_no_weights(ours: Any, reference: Any, strategy: str) -> None:
+    ours.wrapper.zero_grad_buffer()
+    ours.wrapper.engine.main_weights_changed()
+    ours.wrapper.stop_communication()
+    if strategy == ZERO_3:
+        for unit in ours.wrapper.engine.units:
+            held = [group.weights[0].tensor.untyped_storage().nbytes() for group in unit.groups]
+            assert sum(held) == 0, unit.name
+
+
+def cell_row(cell: Cell, world: int, **changes: Any) -> Variant:
+    plain = replace(cell, recompute="none")
+    return Variant(
+        f"{cell.model}, {cell.recompute}, {cell.strategy}, {cell.trained}, {world} ranks",
+        (cell.strategy,), world, random=True, case=SIZES, build=partial(_model, cell=cell),
+        reference={"build": partial(_model, cell=plain)}, compare="free",
+        expect=keeps_no_weights, **changes,
+    )  # fmt: skip
+
+
+# Core's HybridModel (0.18 on): layers of attention, of an MLP and of experts are units. Mamba
+# layers, whose kernels are CUDA only, are in `habits.py`.
+
+PATTERN = "*-*E"
+"""Attention, MLP, attention, experts: each a layer, one a unit."""
+
+
+def _hybrid(config: Any, block: Any, **options: Any) -> nn.Module:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from tests.distributed.hybrid_stack import stack_of
+
+    experts = Topology("", experts=config.num_moe_experts)
+    stack = stack_of(lambda with_experts: topologies._layer_spec(experts, with_experts))
+    return HybridModel(config, stack, hybrid_layer_pattern=PATTERN, **options)
+
+
+@contextmanager
+def hybrid_models() -> Iterator[None]:
+    """Inside, chunks of topologies are hybrid models."""
+    block = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
+    with (
+        mock.patch.object(topologies, "GPTModel", _hybrid),
+        mock.patch.object(block, "TENorm", TorchNorm),
+    ):
+        yield
+
+
+def layers_are_units(ours: Any, reference: Any, strategy: str) -> None:
+    units = {unit.name for unit in ours.chunks[0].engine.units}
+    assert units >= {f"decoder.layers.{i}" for i in range(len(PATTERN))}, units
+    kinds = {"TransformerLayer", "MLPLayer", "MoETransformerLayer"}
+    assert set(ours.chunks[0].fsdp_unit_modules) >= kinds
+
+
+# Multi-token prediction on the last of two pipeline stages, where the embedding is called too.
+
+
+def _predicting(config: Any, block: Any, **options: Any) -> GPTModel:
+    layer = get_gpt_layer_local_spec()
+    spec = get_gpt_mtp_block_spec(config, layer, False, vp_stage=options["vp_stage"])
+    return GPTModel(config, block, mtp_block_spec=spec, **options)
+
+
+# Fields of later releases.
+
+
+def _with_fields(case: Case, device: torch.device, tied: bool, fields: Any) -> nn.Module:
+    return varied(lambda: _gpt(_config("none", **fields), tied), case.seed)
+
+
+def heads_have_a_norm(ours: Any, reference: Any, strategy: str) -> None:
+    """Stock DDP's optimizer is a chain, which keeps them."""
+    norms = reference.optimizer.grad_norms_by_group
+    assert set(norms) == {"mtp"} and norms["mtp"] > reference.case.clip
+    for name, norm in norms.items():
+        check_norm(float(ours.optimizer.grad_norms_by_group[name]), float(norm), name, 1e-5)
+
+
+@contextmanager
+def mup_overrides() -> Iterator[None]:
+    """Inside, optimizers are built with MuP's learning rates."""
+
+    def built_with(config: OptimizerConfig, chunks: list[Any], **options: Any) -> Any:
+        width = chunks[0].config.mup_width_mult
+        overrides = {
+            **core_optimizer.get_standard_config_overrides(config),
+            **core_optimizer.get_mup_config_overrides(config, width),
+        }
+        return get_megatron_optimizer(config, chunks, config_overrides=overrides, **options)
+
+    with mock.patch.object(gpt, "get_megatron_optimizer", built_with):
+        yield
+
+
+def at_learning_rates_of_groups(trainer: Any, number: int, rank: int) -> Step:
+    for group in trainer.optimizer.param_groups:  # as OptimizerParamScheduler does
+        group["lr"] = group.get("max_lr") or trainer.case.lr
+    return train(trainer, number, rank)
+
+
+def later(name: str, fields: dict[str, Any], tied: bool = False, **changes: Any) -> Variant:
+    case = {**SIZES, **changes.pop("case", {})}
+    needs = tuple(field for field in fields if field not in ("mtp_num_layers",))
+    build = partial(_with_fields, tied=tied, fields=fields)
+    return Variant(
+        name, random=True, case=case, build=build, compare="free", needs=needs[:1], **changes
+    )
+
+
+ROWS = (
+    *(cell_row(cell, 2, steps=2) for cell in FEW),
+    *(
+        cell_row(cell, world, full=True) for cell in CELLS for world in (1, 2, 3)
+        if world != 2 or cell not in FEW
+    ),
+    *(
+        Variant(
+            f"hybrid model, ep{ep}", topology=Topology(f"hybrid-ep{ep}", ep=ep, experts=4),
+            case={"num_layers": len(PATTERN), "tied": False}, fields={"is_hybrid_model": True},
+            around=hybrid_models, compare="free", expect=layers_are_units,
+            needs=("megatron.core.models.hybrid",),
+        )
+        for ep in (1, 2)
+    ),
+    *(
+        Variant(
+            f"multi-token prediction in a pipeline, tied {tied}", world=4, case={"tied": tied},
+            topology=Topology("pp2-mtp", pp=2), fields={"mtp_num_layers": 1}, compare="free",
+            around=lambda: mock.patch.object(topologies, "GPTModel", _predicting), steps=2,
+            full=True,
+        )
+        for tied in (False, True)
+    ),
+    *(
+        later(
+            f"prediction heads that are detached, tied {tied}",
+            {"mtp_detach_heads": True, "mtp_num_layers": 2}, tied, case={"clip": 0.05},
+            expect=heads_have_a_norm,
+        )
+        for tied in (False, True)
+    ),
+    later(
+        "one prediction layer called for every token",
+        {"mtp_use_repeated_layer": True, "mtp_num_layers": 2},
+    ),
+    later(
+        "MuP", {"use_mup": True, "mup_base_hidden_size": 8, "mup_embedding_mult": 2.0},
+        around=mup_overrides, drive=at_learning_rates_of_groups,
+    ),
+    later("MLPs in chunks", {"mlp_chunks_for_training": 2}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", marked(ROWS))
+@on_ranks()
+def test_trains_like_stock_ddp(row: Variant, rank: int, seed: int) -> None:
+    compare(row, rank, seed)
 
 
 def test_document_lists_the_values_and_every_pair_that_is_not_covered() -> None:
+    assert {cell.model for cell in FEW} == set(SPACE.dimensions["model"])
     text = DOCUMENT.read_text()
-    for value in (value for axis in AXES for value in axis):
+    for value in (value for values in SPACE.dimensions.values() for value in values):
         assert f"| {value} |" in text or f"`{value}`" in text, value
     listed = [line for line in text.splitlines() if line.startswith("- ") and " x " in line]
-    expected = {f"- {pair}: {reason}" for pair, reason in uncovered_pairs().items()}
+    impossible = set(SPACE.all_pairs) - set(SPACE.possible_pairs)
+    expected = {f"- {p[1]} x {p[3]}: {SPACE.reasons(p)[0].reason}" for p in impossible}
     assert set(listed) == expected
     assert f"{len(CELLS)} cells" in text
+
+
+# Steps that are left out.
+
+
+def _taken(trainer: Any, rank: int, step: int) -> tuple[bool, float]:
+    forward_backward(trainer, batches(trainer.case, step, rank, torch.device("cpu")))
+    success, norm, _ = trainer.optimizer.step()
+    return bool(success), float(norm or 0.0)
+
+
+@pytest.mark.skipif(
+    "grad_norm_skip_threshold" not in OptimizerConfig.__dataclass_fields__,
+    reason="this megatron-core has no grad_norm_skip_threshold",
+)
+@pytest.mark.parametrize("clip", (1.0, 0.0))
+@on_ranks(2)
+def test_a_step_whose_norm_is_too_large_is_left_out_on_all_ranks(
+    rank: int, seed: int, clip: float
+) -> None:
+    """Some steps are taken, some are not: the bound is between the norms that the batches have for
+    the first weights, and the batch of the largest comes first."""
+    still = later("", {}, case={"clip": clip}, optimizer={"grad_norm_skip_threshold": 1e-9})
+    device, case = still.start(), still.case_of(seed)
+    trainer = still.trainer(None, case, device)
+    norms = [_taken(trainer, rank, step)[1] for step in range(6)]
+    bound = (min(norms) + max(norms)) / 2
+    row = still.but("", optimizer={"grad_norm_skip_threshold": bound})
+    trainers = {s: row.trainer(s, case, device) for s in (None, *STRATEGIES)}
+    seen = set()
+    for step in sorted(range(6), key=lambda step: -norms[step]):
+        found: dict[Any, tuple[bool, float]] = {}
+        for strategy, trainer in trainers.items():
+            before = weights_of(trainer)
+            found[strategy] = _taken(trainer, rank, step)
+            after = weights_of(trainer)
+            changed = any(not torch.equal(w, before[n]) for n, w in after.items())
+            assert changed is found[strategy][0], (strategy, step)
+        taken = found[None][0]
+        seen.add(taken)
+        for strategy in STRATEGIES:
+            assert found[strategy][0] is taken, (strategy, step, found, bound)
+            check_weights(weights_of(trainers[strategy]), weights_of(trainers[None]), strategy)
+    assert seen == {True, False}, (norms, bound)

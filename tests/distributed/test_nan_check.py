@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +22,7 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
-from tests.distributed.launch import run_ranks
+from tests.distributed.shared_ranks import on_ranks
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=3)
 RANK, MICROBATCH = 1, 1
@@ -70,36 +71,29 @@ def _error_of(function: Callable[..., None], *args: Any) -> str:
     return ""
 
 
-def _check_one(strategy: str, option: str, value: float, device: torch.device, rank: int) -> None:
-    spoiler = Spoiler()
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("option", "value"),
+    (("check_for_nan_in_grad", math.nan), ("report_nan_in_param_grad", -math.inf)),
+)
+@on_ranks(2)
+def test_it_is_named_by_rank_microbatch_unit_and_parameter(
+    rank: int, strategy: str, option: str, value: float
+) -> None:
+    """The value is in one gradient of one microbatch on one rank. Only that rank raises."""
+    spoiler, device = Spoiler(), init_megatron()
     trainer = build_trainer(CASE, strategy, device, spoiler.attach, ddp={option: True})
     data = batches(CASE, 0, rank, device)
-    label = (strategy, option, value)
-    assert _error_of(_backwards, trainer, data) == "", label
+    assert _error_of(_backwards, trainer, data) == ""
     spoiler.value, spoiler.calls = value, 0
     error = _error_of(_backwards, trainer, data)
     if rank != RANK:
-        assert error == "", (label, error)
+        assert error == ""
     else:
-        assert f"rank {RANK}, microbatch {MICROBATCH}, unit {UNIT}" in error, (label, error)
+        assert f"rank {RANK}, microbatch {MICROBATCH}, unit {UNIT}" in error, error
         named = f"parameter {UNIT}.{BAD}: {abs(value)}"
-        by_name = option == "report_nan_in_param_grad"
-        assert (named in error) is by_name, (label, error)
-        assert error.count("microbatch ") == 1, (label, error)
+        assert (named in error) is (option == "report_nan_in_param_grad"), error
+        assert error.count("microbatch ") == 1, error
     spoiler.value = None
     loss, norm = train_step(trainer, data)  # the next step is as if nothing had been
-    assert math.isfinite(loss) and math.isfinite(norm), label
-
-
-def _every_strategy(rank: int, world: int) -> None:
-    device = init_megatron()
-    for strategy in STRATEGIES:
-        _check_one(strategy, "check_for_nan_in_grad", math.nan, device, rank)
-        _check_one(strategy, "report_nan_in_param_grad", -math.inf, device, rank)
-
-
-def test_it_is_named_by_rank_microbatch_unit_and_parameter() -> None:
-    """The value is in one gradient of one microbatch on one rank. Only that rank raises."""
-    run_ranks(_every_strategy, 2)
-
-
+    assert math.isfinite(loss) and math.isfinite(norm)

@@ -28,7 +28,7 @@ from tests.distributed.gpt import (
     optimizer_config,
     plain_name,
 )
-from tests.distributed.launch import run_ranks
+from tests.distributed.shared_ranks import on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CASE = Case(
@@ -95,18 +95,15 @@ def _check_step(trainer: Trainer, whole: FusedAdam, plain: dict[str, Any], data:
         assert torch.equal(value, plain[name]), name
 
 
-def _trains(rank: int, world: int) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_gradients_moments_and_main_weights_in_bf16(rank: int, strategy: str, policy: str) -> None:
+    """Norm, clipping and three steps; state of local shape, and what a checkpoint is given is the
+    state itself, not a copy."""
     device = init_megatron()
-    for strategy in STRATEGIES:
-        for name, policy in POLICIES.items():
-            moments = MOMENTS if name in ("bf16 moments", "all bf16") else {}
-            trainer = _trainer(strategy, policy, device, **moments)
-            _check_policy(trainer, policy, moments, rank, device)
-
-
-def _check_policy(
-    trainer: Trainer, policy: dict[str, Any], moments: dict[str, Any], rank: int, device: Any
-) -> None:
+    moments = MOMENTS if policy in ("bf16 moments", "all bf16") else {}
+    trainer = _trainer(strategy, POLICIES[policy], device, **moments)
     plain = {name: nn.Parameter(value.clone()) for name, value in trainer.params().items()}
     groups = [[name for name, p in plain.items() if (p.dim() == 1) == flat] for flat in (0, 1)]
     whole = FusedAdam(
@@ -136,12 +133,6 @@ def _locals(states: Any) -> list[list[torch.Tensor]]:
     return [[value._local_tensor for value in state.values()] for state in states]
 
 
-def test_gradients_moments_and_main_weights_in_bf16() -> None:
-    """Every strategy: norm, clipping and three steps; state of local shape, and what a checkpoint
-    is given is the state itself, not a copy."""
-    run_ranks(_trains, 2)
-
-
 @pytest.mark.parametrize(
     ("ddp", "optimizer", "says"),
     [
@@ -157,17 +148,13 @@ def test_gradients_moments_and_main_weights_in_bf16() -> None:
         ({}, {"exp_avg_dtype": torch.uint8}, ("exp_avg_dtype=torch.uint8", "use torch.float32")),
     ],
 )  # fmt: skip
+@on_ranks(1)
 def test_what_the_optimizer_cannot_do_is_an_early_error(
     ddp: dict[str, Any], optimizer: dict[str, Any], says: tuple[str, ...]
 ) -> None:
-    run_ranks(_refused, 1, ddp, optimizer, says)
-
-
-def _refused(rank: int, world: int, ddp: Any, options: Any, says: Any) -> None:
-    device = init_megatron()
-    trainer = _wrapped("optim_grads_params", ddp, device)
+    trainer = _wrapped("optim_grads_params", ddp, init_megatron())
     config = optimizer_config(CASE)
-    for name, value in options.items():
+    for name, value in optimizer.items():
         setattr(config, name, value)
     with pytest.raises(ValueError) as caught:
         get_megatron_optimizer(config, [trainer.wrapper], use_gloo_process_groups=False)

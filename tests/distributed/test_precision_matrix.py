@@ -3,8 +3,7 @@ bounds; and the mistakes of other engines, put back one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,61 +15,53 @@ from megatron_fsdp_adapter.core.engine.identity import ParamPair
 from megatron_fsdp_adapter.core.engine.reduce import ReducePipeline
 from megatron_fsdp_adapter.core.engine.reduction import Reduction
 from tests.distributed.checks import passes
-from tests.distributed.launch import run_ranks
 from tests.distributed.precision import (
     BF16,
-    FACTORS,
     FP32,
+    SPACE,
     UNIT,
     Cell,
     build,
     check_cell,
     over_two_axes,
-    pairs_of,
     pairwise,
     with_fp32_accumulation,
 )
-
-pytestmark = pytest.mark.once
+from tests.distributed.shared_ranks import on_ranks
+from tests.matrix.cover import covered
 
 CELLS = [*pairwise(), *with_fp32_accumulation(), *over_two_axes()]
 
 
 def test_every_pair_of_values_is_in_the_matrix() -> None:
-    rows = [tuple(getattr(cell, name) for name in list(vars(cell))[:7]) for cell in CELLS]
-    covered = set().union(*(pairs_of(row) for row in rows))
-    for a, first in enumerate(FACTORS):
-        for b in range(a + 1, len(FACTORS)):
-            assert {(a, x, b, y) for x in first for y in FACTORS[b]} <= covered
+    assert set(SPACE.possible_pairs) <= covered([vars(cell) for cell in CELLS], SPACE)
     assert len(CELLS) < 40
 
 
-def _matrix(rank: int, world: int, cells: Sequence[Cell]) -> dict[str, float]:
-    errors = {}
-    for cell in cells:
-        if cell.loses_bits:
-            with pytest.raises(ValueError, match="which has more bits"):
-                build(cell)
-        else:
-            errors[str(cell)] = check_cell(cell, rank)
-    return errors
-
-
-@pytest.mark.parametrize("world", (1, 2, pytest.param(4, marks=pytest.mark.full)))
-def test_gradients_and_updates_in_every_mixture(world: int) -> None:
+@pytest.mark.parametrize(
+    ("cell", "world"),
+    [
+        pytest.param(
+            cell, cell.world, id=str(cell), marks=[pytest.mark.full] if cell.world == 4 else []
+        )
+        for cell in CELLS
+    ],
+)
+@on_ranks()
+def test_gradients_and_updates_in_every_mixture(rank: int, world: int, cell: Cell) -> None:
     """Two steps each: gradients within the bounds of their dtypes, and updates bit for bit those of
     whole tensors. Where something travels or is summed in bf16, the error is more than float32's:
     the dtypes are really used."""
-    cells = [cell for cell in CELLS if cell.world == world]
-    errors = run_ranks(_matrix, world, cells)[0]
-    for cell in cells:
-        if cell.loses_bits:
-            continue
-        sums_in_bf16 = cell.policy.grads_dtype == BF16 and cell.microbatches > 1
-        adds_on_the_wire = world // cell.outer > 2 or cell.params != BF16 or cell.microbatches > 1
-        wire_in_bf16 = cell.policy.comm_dtype == BF16 and world > 1 and adds_on_the_wire
-        if sums_in_bf16 or (wire_in_bf16 and not cell.fp32_accumulation):
-            assert errors[str(cell)] > 16 * UNIT[FP32], cell
+    if cell.loses_bits:
+        with pytest.raises(ValueError, match="which has more bits"):
+            build(cell)
+        return
+    error = check_cell(cell, rank)
+    sums_in_bf16 = cell.policy.grads_dtype == BF16 and cell.microbatches > 1
+    adds_on_the_wire = world // cell.outer > 2 or cell.params != BF16 or cell.microbatches > 1
+    wire_in_bf16 = cell.policy.comm_dtype == BF16 and world > 1 and adds_on_the_wire
+    if sums_in_bf16 or (wire_in_bf16 and not cell.fp32_accumulation):
+        assert error > 16 * UNIT[FP32]
 
 
 # Mistakes of other engines (the numbers are those of the list of traps).
@@ -140,21 +131,13 @@ FAULTS: dict[str, tuple[type, str, Any, Cell]] = {
 }  # fmt: skip
 
 
-@contextmanager
-def _fault(name: str) -> Iterator[None]:
-    owner, method, instead, _ = FAULTS[name]
+@pytest.mark.parametrize(
+    ("name", "world"), [(name, fault[3].world) for name, fault in FAULTS.items()]
+)
+@on_ranks()
+def test_a_mistake_put_back_is_seen(rank: int, world: int, name: str) -> None:
+    """And nothing without it."""
+    owner, method, instead, cell = FAULTS[name]
+    check_cell(cell, rank)
     with mock.patch.object(owner, method, instead):
-        yield
-
-
-def _with_fault(rank: int, world: int, name: str) -> tuple[bool, bool]:
-    """Whether the check of the fault's cell passes without it, and with it."""
-    cell = FAULTS[name][3]
-    sound = passes(check_cell, cell, rank)
-    with _fault(name):
-        return sound, passes(check_cell, cell, rank)
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_mistake_put_back_is_seen(name: str) -> None:
-    assert run_ranks(_with_fault, FAULTS[name][3].world, name)[0] == (True, False)
+        assert not passes(check_cell, cell, rank)

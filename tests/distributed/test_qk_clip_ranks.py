@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp_adapter.megatron.qk_clip import clip_qk
@@ -20,7 +19,7 @@ from tests.distributed.gpt import (
     make_trainer,
     train_step,
 )
-from tests.distributed.launch import run_ranks
+from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import Topology, build_chunk, init_topology, model_config
 
 WORLD, STEPS, THRESHOLD = 2, 3, 100.0
@@ -63,9 +62,11 @@ def _clipped(kind: str, device: torch.device, weights: dict[str, Any], step: int
     return {name: param.detach() for name, param in whole.named_parameters()}
 
 
-def _train(rank: int, world: int, kind: str, strategies: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("kind", ["dense", "latent"])
+@on_ranks(WORLD)
+def test_every_rank_scales_the_rows_that_it_has(rank: int, kind: str) -> None:
     device = init_megatron()
-    for strategy in strategies:
+    for strategy in STRATEGIES:
         trainer = make_trainer(_built(kind, device), CASE, strategy)
         for step in range(STEPS):
             train_step(trainer, batches(CASE, step, rank, device))
@@ -78,10 +79,10 @@ def _train(rank: int, world: int, kind: str, strategies: tuple[str, ...]) -> Non
                 torch.testing.assert_close(after[name], weight, rtol=1e-6, atol=0.0, msg=name)
             changed = [name for name in after if not torch.equal(after[name], before[name])]
             assert len(changed) == CASE.num_layers * (1 if kind == "dense" else 2), changed
-    dist.barrier()
 
 
-def _tensor_parallel(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_tensor_parallel_ranks_say_the_same_of_what_was_clipped(rank: int) -> None:
     """Heads of the first layer are clipped on the second rank, and of no layer on the first."""
     topology = Topology("tp2", tp=2)
     init_topology(topology)
@@ -105,11 +106,3 @@ def _tensor_parallel(rank: int, world: int) -> None:
     assert torch.equal(after, before) == (rank == 0)
     assert told == [False], "ranks of other heads have to gather the same anew"
 
-
-def test_tensor_parallel_ranks_say_the_same_of_what_was_clipped() -> None:
-    run_ranks(_tensor_parallel, 2)
-
-
-@pytest.mark.parametrize("kind", ["dense", "latent"])
-def test_every_rank_scales_the_rows_that_it_has(kind: str) -> None:
-    run_ranks(_train, WORLD, kind, STRATEGIES)

@@ -11,8 +11,8 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from megatron_fsdp_adapter import fully_shard_model
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.uneven_dtensor import UnevenDTensor
-from tests.distributed.launch import run_ranks
 from tests.distributed.plain import device
+from tests.distributed.shared_ranks import on_ranks
 
 ORDERS = (1.0, 2.0, 3.5, 0.0)
 OF_NOTHING_REFUSED = (-1.0, float("inf"), -float("inf"))
@@ -41,7 +41,14 @@ def _batch(rank: int) -> torch.Tensor:
     return torch.randn(3, 5, generator=torch.Generator().manual_seed(rank)).to(device())
 
 
-def _check(rank: int, world: int) -> None:
+def close(found: torch.Tensor, expected: torch.Tensor, *label: object) -> None:
+    whole = found.full_tensor() if hasattr(found, "full_tensor") else found
+    torch.testing.assert_close(whole, expected, msg=lambda text: f"{label}: {text}")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_torchs_norms_and_clipping_are_those_of_whole_tensors(rank: int, world: int) -> None:
     """Gradients are clipped again and again, one order after the other."""
     for strategy, row in STRATEGIES.items():
         plain = _small()
@@ -71,13 +78,3 @@ def _check(rank: int, world: int) -> None:
                     close(*norms, strategy, order, foreach)
         for one, whole in zip(found, known, strict=True):
             close(one.grad, whole.grad.view(one.shape), strategy)
-
-
-def close(found: torch.Tensor, expected: torch.Tensor, *label: object) -> None:
-    whole = found.full_tensor() if hasattr(found, "full_tensor") else found
-    torch.testing.assert_close(whole, expected, msg=lambda text: f"{label}: {text}")
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_torchs_norms_and_clipping_are_those_of_whole_tensors(world: int) -> None:
-    run_ranks(_check, world)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from tests.distributed.gpt import STRATEGIES
-from tests.distributed.launch import run_ranks
+from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import (
     TOPOLOGIES,
     build_topology_trainer,
@@ -21,6 +21,7 @@ from tests.distributed.topologies import (
     init_topology,
     run_schedule,
 )
+from tests.distributed.variants import everyones
 
 core_finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
 """The module, of which a function has the name."""
@@ -39,39 +40,39 @@ def _marked(trainer: Any) -> list[torch.Tensor]:
     ]
 
 
-def _sum(rank: int, world: int) -> None:
+def _check_sums(strategy: str) -> None:
     init_topology(TOPOLOGY)
-    for strategy in STRATEGIES:
-        case = case_for(TOPOLOGY, microbatches=3)
-        trainer = build_topology_trainer(TOPOLOGY, case, strategy, ddp=IN_BF16)
-        original, before = core_finalize._allreduce_non_tensor_model_parallel_grads, []
+    case = case_for(TOPOLOGY, microbatches=3)
+    trainer = build_topology_trainer(TOPOLOGY, case, strategy, ddp=IN_BF16)
+    name, before = "_allreduce_non_tensor_model_parallel_grads", []
+    original = getattr(core_finalize, name)
 
-        def recording(*args: Any, of=original, to=before, what=trainer, **kwargs: Any) -> None:
-            to.extend(grad.clone() for grad in _marked(what))
-            of(*args, **kwargs)
+    def recording(*args: Any, **kwargs: Any) -> None:
+        before.extend(grad.clone() for grad in _marked(trainer))
+        original(*args, **kwargs)
 
-        name = "_allreduce_non_tensor_model_parallel_grads"
-        with mock.patch.object(core_finalize, name, recording):
-            run_schedule(trainer, 0)
-        after = _marked(trainer)
-        assert len(after) == len(before) > 0
-        assert any(grad.numel() for grad in before), "this rank has a part of them"
-        pieces: list[Any] = [None] * world
-        dist.all_gather_object(pieces, before, group=ps.get_tensor_model_parallel_group())
-        for index, found in enumerate(after):
-            assert found.dtype == torch.float32, f"{strategy}: {found.dtype}"
-            assert torch.equal(found, sum(piece[index] for piece in pieces)), strategy
-        lossy = [grad for grad in after if not torch.equal(grad.bfloat16().float(), grad)]
-        assert lossy, "a sum in bf16 would have been the same"
+    with mock.patch.object(core_finalize, name, recording):
+        run_schedule(trainer, 0)
+    after = _marked(trainer)
+    assert len(after) == len(before) > 0
+    assert any(grad.numel() for grad in before), "this rank has a part of them"
+    pieces = everyones(before, ps.get_tensor_model_parallel_group())
+    for index, found in enumerate(after):
+        assert found.dtype == torch.float32, found.dtype
+        assert torch.equal(found, sum(piece[index] for piece in pieces)), "the sum is another one"
+    lossy = [grad for grad in after if not torch.equal(grad.bfloat16().float(), grad)]
+    assert lossy, "a sum in bf16 would have been the same"
 
 
-def test_sums_over_tensor_parallel_ranks_are_in_the_dtype_of_main_gradients() -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_sums_over_tensor_parallel_ranks_are_in_the_dtype_of_main_gradients(strategy: str) -> None:
     """Bit for bit: the reduction over the data-parallel axis alone is in bf16."""
-    run_ranks(_sum, 2)
+    _check_sums(strategy)
 
 
-def _sum_in_bf16(rank: int, world: int) -> None:
-    """The fault that the test must see."""
+@on_ranks(2)
+def test_a_sum_in_bf16_is_seen() -> None:
     reduce = dist.all_reduce
 
     def rounded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -79,10 +80,5 @@ def _sum_in_bf16(rank: int, world: int) -> None:
         if kwargs.get("group") is ps.get_tensor_model_parallel_group() and tensor.dim() == 1:
             tensor.copy_(tensor.bfloat16())
 
-    with mock.patch.object(dist, "all_reduce", rounded):
-        _sum(rank, world)
-
-
-def test_a_sum_in_bf16_is_seen() -> None:
-    with pytest.raises(AssertionError, match="no_shard"):
-        run_ranks(_sum_in_bf16, 2)
+    with mock.patch.object(dist, "all_reduce", rounded), pytest.raises(AssertionError, match="sum"):
+        _check_sums("no_shard")

@@ -32,7 +32,7 @@ from tests.distributed.gpt import (
     full_weights,
     init_megatron,
 )
-from tests.distributed.launch import run_ranks
+from tests.distributed.shared_ranks import on_ranks
 from tests.engine.fake_graphs import HostTorch
 
 CASE = Case(
@@ -183,6 +183,7 @@ def graphed(
 def _trains_alike(
     rank: int, changes: dict[str, Any], ddp: dict[str, Any], strategy: str = ZERO_3
 ) -> Launches:
+    init_megatron()
     case = CASE.but(**changes)
     eager = build_trainer(case, strategy, torch.device("cpu"), ddp=ddp)
     expected = train(eager, get_forward_backward_func(), rank)
@@ -199,8 +200,8 @@ def _trains_alike(
 FIRST = ["root", "embedding"]
 
 
-def _check(rank: int, world: int) -> None:
-    init_megatron()
+@on_ranks(2)
+def test_replays_train_like_eager_steps_and_a_graph_has_every_gather(rank: int) -> None:
     layers, head = ["0", "1", "2"], ["output_layer"]
     backward = [*head, *layers[::-1]]
     training, evaluation = _trains_alike(rank, {}, SLOTS).captured()
@@ -210,37 +211,19 @@ def _check(rank: int, world: int) -> None:
     assert evaluation == [*FIRST, *layers, *head, *FIRST, *layers, *head], evaluation
 
 
-KEPT = (
-    ("optim", {}),
-    ("optim_grads", {}),
-    (ZERO_3, {BUDGET: 1000.0}),
+@pytest.mark.parametrize(
+    ("strategy", "more"), (("optim", {}), ("optim_grads", {}), (ZERO_3, {BUDGET: 1000.0}))
 )
-"""Strategies and options under which all weights are."""
-
-
-def _check_kept(rank: int, world: int) -> None:
-    """A graph gathers what is kept once."""
-    init_megatron()
-    for strategy, more in KEPT:
-        launches = _trains_alike(rank, {}, {**SLOTS, **more}, strategy)
-        training, _ = launches.captured()
-        assert training == [*FIRST, "0", "1", "2", "output_layer"], (strategy, training)
-
-
-def _check_tied(rank: int, world: int) -> None:
-    init_megatron()
-    tied = _trains_alike(rank, {"tied": True, "microbatches": 1}, SLOTS)
-    assert tied.captured()[0][:2] == ["root", "0"]
-
-
-def test_replays_train_like_eager_steps_and_a_graph_has_every_gather() -> None:
-    run_ranks(_check, 2)
-
-
-def test_weights_that_are_kept_are_gathered_once() -> None:
-    run_ranks(_check_kept, 2)
+@on_ranks(2)
+def test_weights_that_are_kept_are_gathered_once(
+    rank: int, strategy: str, more: dict[str, float]
+) -> None:
+    training, _ = _trains_alike(rank, {}, {**SLOTS, **more}, strategy).captured()
+    assert training == [*FIRST, "0", "1", "2", "output_layer"], training
 
 
 @pytest.mark.full
-def test_tied_embeddings() -> None:
-    run_ranks(_check_tied, 2)
+@on_ranks(2)
+def test_tied_embeddings(rank: int) -> None:
+    tied = _trains_alike(rank, {"tied": True, "microbatches": 1}, SLOTS)
+    assert tied.captured()[0][:2] == ["root", "0"]

@@ -40,6 +40,7 @@ from megatron_fsdp_adapter.prove.gather_full import full_values, plain_name
 
 from .checks import Step
 from .gpt import Case, batches, ddp_config, optimizer_config
+from .groups import use_groups
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,14 @@ def case_for(topology: Topology, **changes: Any) -> Case:
 
 
 def init_topology(topology: Topology, instances: int = 1) -> torch.device:
-    """Makes the groups, for so many optimizer instances, in place of those that were there;
-    collective. CPU mode where there is no GPU."""
+    """Uses the topology's groups, for so many optimizer instances, in place of those that were
+    there; collective. CPU mode where there is no GPU."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     else:
         cpu_mode.enable_cpu_mode()
-    if ps.model_parallel_is_initialized():
-        ps.destroy_model_parallel()
-    ps.initialize_model_parallel(
+    use_groups(
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
         virtual_pipeline_model_parallel_size=topology.vpp,

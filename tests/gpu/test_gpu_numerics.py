@@ -16,7 +16,8 @@ from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, REDUCE
 from tests.distributed import test_numerics as numerics
 from tests.distributed.checks import check_run_bits, check_same_bits, free_run
 from tests.distributed.gpt import STRATEGIES, Case, Trainer, build_trainer, init_megatron
-from tests.distributed.random_cases import fresh_seed, random_case
+from tests.distributed.random_cases import fresh_seed
+from tests.distributed.variants import check_row
 from tests.gpu.gpu_ranks import Check, Outcomes
 
 WIDE = Case(
@@ -85,46 +86,20 @@ def strategies_agree(rank: int, world: int) -> None:
         check_same_bits(weights, first, strategy)
 
 
-def sees_a_mistake(rank: int, world: int, case: Case, fault: str) -> dict[str, Any]:
-    """No check passes with a fault in the engine."""
-    passed = numerics.checks_under_all(rank, world, case, [fault])[fault]
-    for strategy, outcome in passed.items():
-        assert not any(outcome.values()), (strategy, outcome, case)
-    return passed
-
-
 def _checks() -> dict[str, Check]:
-    case = random_case(fresh_seed())
-    small = case.but(num_layers=1, batch=1, clip=0.0)
+    seed = fresh_seed()
     return {
-        "each step": Check(numerics._compare_each_step, (case, STRATEGIES, {})),
-        "average in collective": Check(
-            numerics._compare_each_step, (case, STRATEGIES, {"average_in_collective": True})
-        ),
-        "loss per token": Check(
-            numerics._compare_each_step, (case.but(per_token_loss=True), STRATEGIES, {})
-        ),
-        "no overlap": Check(
-            numerics._compare_each_step, (case.but(overlap=False), STRATEGIES, {})
-        ),
-        "free run": Check(
-            numerics._run_free, (case.but(num_layers=1, batch=1),)
-        ),
-        "same bits": Check(
-            numerics._same_bits, (case.but(clip=0.0), numerics.KEPT_GRADS, 5)
-        ),
-        "same bits, bf16": Check(
-            numerics._same_bits, (case.but(clip=0.0, bf16=True), numerics.KEPT_GRADS, 5)
-        ),
-        "same bits, bf16, one microbatch": Check(
-            numerics._same_bits, (case.but(clip=0.0, bf16=True, microbatches=1), STRATEGIES, 5)
-        ),
-        "bounds": Check(numerics._within_bounds, (case, False)),
-        "bounds, bf16": Check(numerics._within_bounds, (case.but(bf16=True), False)),
-        "bounds, bf16 communication": Check(
-            numerics._within_bounds, (case.but(bf16=True), True)
-        ),
-        "sees a scale": Check(sees_a_mistake, (small, "scaled by 1.001")),
+        **{
+            row.name: Check(check_row, (numerics.__name__, "ROWS", row.name, seed))
+            for row in numerics.ROWS if row.world == 2
+        },
+        **{
+            f"bounds, bf16 {bf16}, bf16 communication {comm_bf16}": Check(
+                numerics.gradients_within_bounds, (seed, bf16, comm_bf16)
+            )
+            for bf16, comm_bf16 in ((False, False), (True, False), (True, True))
+        },
+        "sees a scale": Check(numerics.checks_see, (seed, "scaled by 1.001")),
         **{
             f"twice, {strategy}": Check(same_run_twice, (strategy,))
             for strategy in ("optim", "optim_grads_params")

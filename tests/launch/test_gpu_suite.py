@@ -152,7 +152,9 @@ ON_THE_HOST: Mapping[str, tuple[str, ...]] = {
     "test_gpu_export": ("export, optim", "released, slots"),
     "test_gpu_habits": ("no_sync by hand", "evaluation by the schedule"),
     "test_gpu_muon": ("Megatron's, optim", "time of steps"),
-    "test_gpu_numerics": ("same bits", "sees a scale", "strategies agree"),
+    "test_gpu_numerics": (
+        "bits, 2 ranks, 3 microbatches, fp32", "sees a scale", "strategies agree"
+    ),
     "test_gpu_optimizer_offload": ("bits, hidden 4096",),
     "test_gpu_precision": ("optim, bf16 communication, fp32 sums",),
     "test_gpu_slots": ("double buffer",),
@@ -215,9 +217,9 @@ def test_a_test_that_is_given_too_little_is_seen() -> None:
 
 
 WRONG = """
-from tests.distributed.habits import check_habit
-from tests.distributed.random_cases import random_case
-check_habit(0, 2, random_case(1), ["plain"])
+from tests.distributed.habits import HABITS
+from tests.distributed.variants import compare
+compare(HABITS[0], 0)
 """
 
 
@@ -232,4 +234,4 @@ def test_calls_inside_of_checks_have_the_types_of_what_they_call(tmp_path: Path)
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     said = [line for line in ran.stdout.splitlines() if ": error:" in line]
-    assert len(said) == 1 and "wrong.py:4" in said[0] and "strategies" in said[0], ran.stdout
+    assert len(said) == 1 and "wrong.py:4" in said[0] and "seed" in said[0], ran.stdout

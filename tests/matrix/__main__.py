@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -60,10 +59,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.again:
         _forget(options.results, wanted, setting, results)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as notes:
-        found = run.run(
-            wanted, setting, options.results, Path(notes), options.seconds, options.slowest
-        )
+    found = run.run(wanted, setting, options.results, options.seconds, options.slowest)
     print(f"{time.monotonic() - started:.0f} s, results in {options.results}")
     last = results.known(found)
     ended = [last.get(setting.digest(cell)) for cell in wanted]

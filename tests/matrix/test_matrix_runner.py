@@ -6,17 +6,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from tests.distributed import shared_ranks
 from tests.matrix import results
 from tests.matrix import run as run_module
 from tests.matrix.results import FAILED, PASSED, RAISED, Setting, code_digest, verdict
-from tests.matrix.run import run
+from tests.matrix.run import CellJob, run
 from tests.matrix.table import cell_named, name_of
 from tests.matrix.training import Finding
 
@@ -38,7 +40,7 @@ STATUS = {
 SETTING = Setting("tiny", "cpu", poison=False)
 
 
-def _check(cell: Any, width: str, groups: Any) -> dict[str, Finding]:
+def _check(cell: Any, width: str) -> dict[str, Finding]:
     behavior, last = BEHAVIOR[name_of(cell)], dist.get_rank() == dist.get_world_size() - 1
     error = 0.0
     if behavior == "raises on all ranks" or (behavior == "raises on the last rank" and last):
@@ -61,10 +63,10 @@ def _outcomes(behaviors: set[str], folder: Path) -> dict[str, results.Result]:
     cells = [cell_named(name) for name, does in BEHAVIOR.items() if does in behaviors]
     cells.append(cell_named("cpu overlap=off"))
     path = folder / "results.jsonl"
-    found = run(cells, SETTING, path, folder / "notes", slowest_s=10.0, check=_check)
+    found = run(cells, SETTING, path, slowest_s=10.0, check=_check)
     assert [result.cell for result in found] == [name_of(cell) for cell in cells]
     assert found[-1].status == PASSED
-    assert run(cells, SETTING, path, folder / "notes", check=_check) == found
+    assert run(cells, SETTING, path, check=_check) == found
     for result in found:
         assert result.status == STATUS.get(BEHAVIOR[result.cell], RAISED), result
     return {BEHAVIOR[result.cell]: result for result in found}
@@ -91,30 +93,27 @@ def test_a_cell_that_hangs_ends_only_itself(tmp_path: Path) -> None:
     said = {behavior: "\n".join(result.problems) for behavior, result in found.items()}
     assert "rank 0 did not end" in said["hangs"] and "_check" in said["hangs"]
     alone = said["raises on the last rank"]
-    assert "rank 1: RuntimeError: as it should (matrix/test_matrix_runner.py" in alone
-    assert "rank 0 did not end" in alone
-
-
-def _does_not_start(rank: int, world: int, plan: Any) -> str:
-    raise OSError("address already in use")
+    assert "RuntimeError: as it should (matrix/test_matrix_runner.py" in alone
 
 
 def test_processes_that_never_begin_a_cell_are_an_error(tmp_path: Path, monkeypatch: Any) -> None:
     """And no cell is blamed for it."""
-    monkeypatch.setattr(run_module, "run_cells", _does_not_start)
-    monkeypatch.setattr(run_module, "STARTS", 2)
+    monkeypatch.setattr(shared_ranks, "_run_on_rank", _does_not_start)
     path = tmp_path / "results.jsonl"
-    with pytest.raises(RuntimeError, match="no cell was begun in 2 attempts"):
-        run([cell_named("cpu")], SETTING, path, tmp_path / "notes", check=_check)
+    with pytest.raises(RuntimeError, match="no job was begun"):
+        run([cell_named("cpu")], SETTING, path, check=_check)
     assert results.read(path) == []
+
+
+def _does_not_start(rank: int, world: int, *unused: Any) -> str:
+    raise OSError("address already in use")
 
 
 def test_no_cell_is_begun_when_the_time_is_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells = [cell_named("cpu")]
     path = tmp_path / "results.jsonl"
-    assert run(cells, SETTING, path, tmp_path / "notes", seconds=0.0, check=_check) == []
+    assert run([cell_named("cpu")], SETTING, path, seconds=0.0, check=_check) == []
     assert "0 passed, 0 failed, 0 raised, 1 not run, of 1 cells" in capsys.readouterr().out
 
 
@@ -152,23 +151,26 @@ def test_a_line_that_was_cut_short_is_no_result(tmp_path: Path) -> None:
     assert results.read(path) == [one]
 
 
+@dataclass(frozen=True)
+class InALittleMemory(CellJob):
+    """A cell whose processes hold too much afterwards."""
+
+    def run(self, rank: int, root: Path) -> None:
+        with mock.patch.object(run_module, "_is_crowded", lambda: True):
+            super().run(rank, root)
+
+
 def test_processes_that_hold_too_much_memory_make_way_for_new_ones(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Every cell has its outcome, whichever processes run it."""
-    started: list[int] = []
-    settled = run_module._settled
-
-    def counted(world: int, plan: Any) -> Any:
-        started.append(len(plan.cells))
-        return settled(world, replace(plan, cells=plan.cells[:1]))
-
-    monkeypatch.setattr(run_module, "_settled", counted)
+    monkeypatch.setattr(run_module, "CellJob", InALittleMemory)
     cells = [cell_named("cpu overlap=off"), cell_named("cpu overlap=off microbatches=3")]
-    found = run(cells, SETTING, tmp_path / "results.jsonl", tmp_path / "notes", check=_passes)
+    found = run(cells, SETTING, tmp_path / "results.jsonl", check=_pid)
     assert [result.status for result in found] == [PASSED, PASSED]
-    assert started == [2, 1]
+    first, second = ({m[2] for m in result.measures.values()} for result in found)
+    assert first != second, "the second cell has processes of its own"
 
 
-def _passes(cell: Any, width: str, groups: Any) -> dict[str, Finding]:
-    return {"gradient": Finding(0.0, BOUND, "a weight")}
+def _pid(cell: Any, width: str) -> dict[str, Finding]:
+    return {"gradient": Finding(0.0, BOUND, str(os.getpid()))}

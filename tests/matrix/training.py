@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.optimizer import get_megatron_optimizer
@@ -39,7 +38,6 @@ from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 from tests.distributed.exact import U_FLOAT32, gamma
 from tests.distributed.gpt import ddp_config, give_up, optimizer_config
 from tests.distributed.topologies import (
-    Topology,
     TopologyTrainer,
     init_topology,
     plain_name,
@@ -171,30 +169,6 @@ def build(
     return TopologyTrainer(topology, case, chunks, optimizer, strategy)  # type: ignore[arg-type]
 
 
-class Groups:
-    """Model-parallel states of a process, made once each: communicators are kept until the process
-    ends, and a hundred cells need a dozen states."""
-
-    def __init__(self) -> None:
-        self._states: dict[tuple[Topology, int], tuple[torch.device, dict[str, Any]]] = {}
-
-    def use(self, topology: Topology, instances: int = 1) -> torch.device:
-        """Makes it the current state; collective."""
-        key = (topology, instances)
-        if key not in self._states:
-            device = init_topology(topology, instances)
-            self._states[key] = (device, self._variables())
-        device, variables = self._states[key]
-        vars(parallel_state).update(variables)
-        return device
-
-    @staticmethod
-    def _variables() -> dict[str, Any]:
-        """Core keeps its state in module variables named _LIKE_THIS."""
-        found = vars(parallel_state).items()
-        return {name: value for name, value in found if name[0] == "_" and name.isupper()}
-
-
 # The reference.
 
 
@@ -245,17 +219,17 @@ def _updated(trainer: TopologyTrainer) -> float:
 
 
 def trained_reference(
-    cell: Cell, width: str, groups: Groups, rounded: bool = False
+    cell: Cell, width: str, rounded: bool = False
 ) -> Record:
     """Stock DDP of the cell, three steps; collective. It quantizes weights as often as ours, where
     that keeps nothing quantized: delayed scaling looks at the history of earlier casts. `rounded`:
     gradients are rounded to bf16 before each update."""
     with memories({**cell, **REFERENCE}):
-        return _recorded(cell, width, groups, rounded)
+        return _recorded(cell, width, rounded)
 
 
-def _recorded(cell: Cell, width: str, groups: Groups, rounded: bool) -> Record:
-    device = groups.use(topology_of(cell))
+def _recorded(cell: Cell, width: str, rounded: bool) -> Record:
+    device = init_topology(topology_of(cell))
     whole: Tensors = {}
     trainer = build({**cell, **REFERENCE}, width, device, whole)
     if cell["fusion"] == "on" or cell["strategy"] == "optim_grads_params":
@@ -402,25 +376,25 @@ def _schedule(cell: Cell) -> Iterator[Any]:
             forget_graphs()
 
 
-def check_cell(cell: Cell, width: str, groups: Groups) -> Findings:
+def check_cell(cell: Cell, width: str) -> Findings:
     """Trains reference and cell; this rank's findings by measure; collective."""
     if cell["fusion"] == "on":
         patches.install(FUSED_WGRAD)
-    reference = trained_reference(cell, width, groups)
+    reference = trained_reference(cell, width)
     bounds = bounds_of(cell)
     movement: Mapping[str, float] = {}
     if is_sensitive(cell):
-        movement = sensitivity(reference, trained_reference(cell, width, groups, rounded=True))
+        movement = sensitivity(reference, trained_reference(cell, width, rounded=True))
     gc.collect()
     with memories(cell):
-        return _measured(cell, width, groups, reference, bounds, movement)
+        return _measured(cell, width, reference, bounds, movement)
 
 
 def _measured(
-    cell: Cell, width: str, groups: Groups, reference: Record, bounds: Bounds,
+    cell: Cell, width: str, reference: Record, bounds: Bounds,
     movement: Mapping[str, float],
 ) -> Findings:
-    device = groups.use(topology_of(cell), 1 if cell["outer"] == "plain" else 2)
+    device = init_topology(topology_of(cell), 1 if cell["outer"] == "plain" else 2)
     stand_in = cell["target"] == "cpu" and cell["graph"] == "layers"
     with to_be_graphed() if stand_in else contextlib.nullcontext():
         trainer = build(cell, width, device)

@@ -98,11 +98,11 @@ def check(
 ) -> Problems:
     """(cell, recipe) -> the measures that do not hold. `theirs`: of the reference, by default the
     same."""
-    groups, found = training.Groups(), {}
+    found: Problems = {}
     for name in cells:
         for recipe in recipes:
             with emulated(recipe, theirs or recipe):
-                measures = training.check_cell(cell_named(name), "tiny", groups)
+                measures = training.check_cell(cell_named(name), "tiny")
             found[name, recipe] = [
                 f"{measure}: {one.error} of {one.bound} at {one.where}"
                 for measure, one in measures.items()

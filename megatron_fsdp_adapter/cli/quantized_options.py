@@ -16,7 +16,7 @@ from megatron_fsdp_adapter.core.layout.format import (
     WeightFormat,
 )
 
-from .spec import flag
+from .gpt import flag
 
 NVFP4 = WeightFormat(
     "nvfp4",

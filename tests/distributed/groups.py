@@ -1,0 +1,37 @@
+"""Core's groups of ranks, made once in a process for each choice of sizes: a process that runs many
+tests needs a dozen choices, and communicators are kept until it ends."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+
+def _state() -> dict[str, Any]:
+    """Core keeps its groups in module variables named _LIKE_THIS."""
+    found = vars(parallel_state).items()
+    return {name: value for name, value in found if name[0] == "_" and name.isupper()}
+
+
+NO_GROUPS = _state()
+
+
+def forget_groups() -> None:
+    """Sets core's variables to what they are before any group is made."""
+    vars(parallel_state).update(NO_GROUPS)
+
+
+def use_groups(**sizes: Any) -> None:
+    """Sets core's variables to the groups of `sizes`, arguments of `initialize_model_parallel`;
+    collective."""
+    vars(parallel_state).update(_made(dist.group.WORLD, tuple(sorted(sizes.items()))))
+
+
+@functools.cache
+def _made(world: Any, sizes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    forget_groups()
+    parallel_state.initialize_model_parallel(**dict(sizes))
+    return _state()

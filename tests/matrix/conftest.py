@@ -1,0 +1,1 @@
+from tests.distributed.shared_ranks import shared_ranks as shared_ranks
