@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.cli import gpt, machine, prove
+from megatron_fsdp_adapter.cli import machine, prove
 from megatron_fsdp_adapter.launch import installation, megatron_lm, runner
 from megatron_fsdp_adapter.megatron.compat import patches, releases
 from megatron_fsdp_adapter.megatron.compat.table import NAMES
 from megatron_fsdp_adapter.megatron.options import sizes, support, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
+from megatron_fsdp_adapter.models.spec import OPTIONS
 from megatron_fsdp_adapter.planning import advice
 from megatron_fsdp_adapter.planning.machine import GPUS
 from megatron_fsdp_adapter.prove import scale_down, source
@@ -163,11 +164,10 @@ def known_options() -> set[str]:
         from megatron_fsdp_adapter.megatron.options.ddp_config import DistributedDataParallelConfig
     except ModuleNotFoundError:  # which `bindings` reports
         return set()
-    fields = dataclasses.fields
+    own = dataclasses.fields(DistributedDataParallelConfig)
     return {
-        *core_api.config_fields(), *(one.name for one in fields(DistributedDataParallelConfig)),
-        *(one.name for one in fields(gpt.GptConfig)), *source.ALIASES, *scale_down.SIZES,
-        *scale_down.UNSUPPORTED, *(row.option for row in scale_down.DROPPED),
+        *core_api.config_fields(), *(one.name for one in own), *OPTIONS, *source.ALIASES,
+        *scale_down.SIZES, *scale_down.UNSUPPORTED, *(row.option for row in scale_down.DROPPED),
         *validation.known_arguments(), *sizes.NAMES, *(row.option for row in megatron_lm.SETTINGS),
         *ARGUMENTS,
     }  # fmt: skip

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_fsdp_adapter.core.layout import GroupLayout
+from megatron_fsdp_adapter.core.layout.format import WeightFormat
 from megatron_fsdp_adapter.diagnostics.memory import LIFE
+from megatron_fsdp_adapter.planning.planned import PlannedUnit
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 
 TOTALS = {
@@ -17,18 +18,29 @@ TOTALS = {
 """Rows of the report below the kinds of buffers, and their names in `estimate`'s values."""
 
 
-def unit_row(title: str, count: int, layout: GroupLayout) -> dict[str, Any]:
-    """Of the flat buffer of a group, of so many units, in `estimate`'s values."""
-    form = layout.format
-    return {
-        "unit": f"{title}, {form.name}" if form.quantized else title,
-        "count": count,
-        "parameters": layout.item_numel,
-        "padding": layout.padding_numel,
-        "padding_fraction": layout.padding_fraction,
-        "segments": [segment.numel for segment in layout.segments],
-        "shard_numel": layout.shard_numel,
-    }
+def unit_rows(units: Sequence[PlannedUnit]) -> list[dict[str, Any]]:
+    """Of the flat buffer of each group, of all units that are alike, in `estimate`'s values."""
+    alike: dict[int, list[PlannedUnit]] = {}
+    for unit in units:
+        alike.setdefault(id(unit.layouts), []).append(unit)
+    return [
+        {
+            "unit": _title([unit.name for unit in kind], layout.format),
+            "count": len(kind),
+            "parameters": layout.item_numel,
+            "padding": layout.padding_numel,
+            "padding_fraction": layout.padding_fraction,
+            "segments": [segment.numel for segment in layout.segments],
+            "shard_numel": layout.shard_numel,
+        }
+        for kind in alike.values() for layout in kind[0].layouts
+    ]
+
+
+def _title(names: Sequence[str], form: WeightFormat) -> str:
+    """Up to two names, or the first and the last."""
+    title = ", ".join(names) if len(names) <= 2 else f"{names[0]} .. {names[-1]}"
+    return f"{title}, {form.name}" if form.quantized else title
 
 
 def render(report: Mapping[str, Any], weights: str, memory_gib: float | None) -> str:

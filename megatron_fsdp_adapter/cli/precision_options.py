@@ -14,8 +14,6 @@ from megatron_fsdp_adapter.core.layout.spec import ParamSpec
 from megatron_fsdp_adapter.diagnostics.memory import MUONS_MATRICES, Moments, Precision
 from megatron_fsdp_adapter.sharding.muon.plan import step_bytes
 
-from .gpt import is_experts, whole_shape
-
 POLICY_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "none": None}
 POLICY_OPTIONS = {
     "megatron_fsdp_main_params_dtype": "of main weights; none: the compute dtype; default fp32",
@@ -41,12 +39,8 @@ MATRICES_OF_ADAM = (*EMBEDDINGS, "router")
 
 def is_muons(spec: ParamSpec) -> bool:
     """Of the weights that `estimate` lists, as `megatron/muon.py` decides it of a model's."""
-    return is_matrix_of_muon(spec.fqns[0], spec.shape)
-
-
-def is_matrix_of_muon(name: str, shape: tuple[int, ...]) -> bool:
-    is_matrix = len(shape) == 2 and min(shape) > 1
-    return is_matrix and not {*MATRICES_OF_ADAM} & {*name.split(".")}
+    is_matrix = len(spec.shape) == 2 and min(spec.shape) > 1
+    return is_matrix and not {*MATRICES_OF_ADAM} & {*spec.fqns[0].split(".")}
 
 
 def is_lions(spec: ParamSpec) -> bool:
@@ -61,19 +55,16 @@ MOMENTS = {
 
 
 def matrices_of_muon(
-    layouts: Sequence[GroupLayout], precision: Precision, tensor: int
+    layouts: Sequence[GroupLayout], precision: Precision
 ) -> dict[str, int]:
     """Bytes of whole matrices that Muon holds in a step, each parameter taken for one, of the
-    layouts of all units. tensor: ranks over which those that are no expert's are split."""
+    layouts of all units."""
     if precision.moments is None or precision.moments.of is not is_muons:
         return {}
     groups = [
-        (layout.num_shards * parts, [
-            whole_shape(spec.fqns[0], spec.shape, parts) for spec in layout.specs
-            if is_muons(spec) and is_experts(spec.fqns[0]) == of_experts
-        ])
-        for layout in layouts for of_experts, parts in ((False, tensor), (True, 1))
-    ]  # fmt: skip
+        (layout.num_shards, [(s.shape[0], s.shape[1]) for s in layout.specs if is_muons(s)])
+        for layout in layouts
+    ]
     return {MUONS_MATRICES: step_bytes(groups)}
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.cli import gpt
+from megatron_fsdp_adapter.models import sources
 from megatron_fsdp_adapter.prove import ranks, report, run, source
 from megatron_fsdp_adapter.prove.scale_down import Room, shrink
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prove", action="store_true", help="train it, made small, and compare")
     add("--config", metavar="FILE", help="a preset (YAML: flag names as keys) in place of a script")
     add("--hf-config", metavar="FILE", help="config.json of a Hugging Face model, or its folder")
-    add("--preset", choices=tuple(gpt.PRESETS), help="a known model in place of a script")
+    add("--preset", choices=tuple(sources.PRESETS), help="a known model in place of a script")
     add("--ranks", type=int, help=f"processes at most; default: the GPUs, else {GLOO_RANKS}")
     add("--steps", type=int, default=3, help="before the save; default %(default)s")
     add("--more", type=int, default=2, help="after the load; default %(default)s")
@@ -64,13 +64,7 @@ def read_recipe(given: argparse.Namespace, settings: Mapping[str, Any]) -> sourc
                 "give a script, or --config, --hf-config, --preset and --set; not both"
             )
         return source.of_script(Path(given.script), given.arguments, given.world_size)
-    options: dict[str, Any] = {}
-    if given.preset:
-        options |= gpt.PRESETS[given.preset]
-    if given.hf_config:
-        options |= gpt.read_hugging_face(given.hf_config)
-    if given.config:
-        options |= gpt.read_options(given.config)
+    options = sources.options_from(vars(given))
     if not options and not settings:
         raise ValueError("--prove: give a script with its command line, --config or --preset")
     files = filter(None, (given.preset, given.hf_config, given.config))

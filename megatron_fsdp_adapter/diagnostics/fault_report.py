@@ -22,20 +22,18 @@ from ..core.config import EngineConfig, Strategy
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.group import plan_layout
 from ..core.engine.hooks import in_backward
-from ..core.engine.partition import ROOT, UnitPlan
-from ..core.layout.group import GroupLayout
+from ..core.engine.partition import UnitPlan
 from ..core.runtime.comm import Communicator, Pair
 from ..core.topology import ShardDomain
 from .late_collectives import LaunchLog
-from .memory import Precision, group_bytes, model_bytes, with_slots
+from .memory import Placed, Precision, held_bytes
 
 GATHER, REDUCE, BROADCAST = "gathering weights", "reducing gradients", "broadcasting weights"
 COMPARE = "comparing what the ranks have launched in this step"
 AGREE = "agreeing on scales"
 
-Layouts = Mapping[str, Sequence[tuple[GroupLayout, int, bool]]]
-"""Of each unit the layouts of its groups, with this rank's number among their shards, and whether
-nothing of it is sharded, as its domain has one rank."""
+Layouts = Mapping[str, Sequence[Placed]]
+"""Of each unit, the root's last."""
 
 
 class CommunicationError(RuntimeError):
@@ -156,35 +154,17 @@ def memory_plan(
 ) -> list[str]:
     """Most bytes of each kind that this rank holds at one time, one kind a line. kinds: the class
     of each unit's module, in order; own: each unit's strategy, None for the model's."""
-    policy, own = config.policy, own or [config.strategy] * len(units)
+    policy = config.policy
     precision = Precision(policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype)
-    held = {
-        name: _summed([
-            group_bytes(layout, row, precision, rank, whole=whole)
-            for layout, rank, whole in groups
-        ])
-        for (name, groups), row in zip(units.items(), own, strict=True)
-    }
-    root = held.pop(ROOT)
-    totals = with_slots(
-        model_bytes(root, list(held.values())),
-        kinds,
-        [[layout for layout, _, whole in groups if not whole] for groups in units.values()],
-        config.strategy,
+    totals = held_bytes(
+        list(units.values()), kinds, own or [config.strategy] * len(units), config.strategy,
         precision,
-        own,
-        weight_slots=config.weight_slots,
-        bucket_slots=config.bucket_slots,
+        weight_slots=config.weight_slots, bucket_slots=config.bucket_slots,
         all_to_all_gradients=config.all_to_all_gradients,
         scale_before_sum=config.scale_before_sum,
-    )
+    )  # fmt: skip
     lines = [f"{kind}: {_size(nbytes)}" for kind, nbytes in totals.items()]
     return [*lines, f"together: {_size(sum(totals.values()))}"]
-
-
-def _summed(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    kinds = dict.fromkeys(kind for part in parts for kind in part)
-    return {kind: sum(part.get(kind, 0) for part in parts) for kind in kinds}
 
 
 REMEDY = (

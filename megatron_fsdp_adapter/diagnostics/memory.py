@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -66,6 +67,9 @@ LIFE: Mapping[str, str] = {
 
 UNITS_IN_USE = 2
 """One unit computes while its neighbor is gathered or reduced."""
+
+PREFETCHED = torch.bfloat16.itemsize
+"""Bytes of an element, by which the size of a joined unit limits what is gathered ahead."""
 
 
 class StrategyRow(Protocol):
@@ -293,6 +297,53 @@ def with_slots(
         if kept:  # received in memory that comes and goes
             totals[REDUCE_BUCKET] = totals.get(REDUCE_BUCKET, 0) + kept
     return totals
+
+
+Placed = tuple[GroupLayout, int, bool]
+"""A group's layout, this rank's number among its shards, and whether nothing of it is sharded, as
+its domain has one rank."""
+
+
+def held_bytes(
+    units: Sequence[Sequence[Placed]], kinds: Sequence[str], rows: Sequence[StrategyRow],
+    strategy: StrategyRow, precision: Precision, ahead: int = 0, **slots: bool,
+) -> dict[str, int]:
+    """Most bytes of each kind at one time, of all units, the root's last. kinds: class of each
+    unit's module; rows: each unit's own strategy; ahead: elements that may be gathered ahead of the
+    unit that computes, if that is more than the next unit; slots: as for `with_slots`."""
+    known: dict[tuple[int, int], dict[str, int]] = {}
+    for groups, row in zip(units, rows, strict=True):
+        if (id(groups), id(row)) not in known:
+            known[id(groups), id(row)] = _sum(
+                group_bytes(layout, row, precision, rank, whole) for layout, rank, whole in groups
+            )
+    *others, root = [known[id(groups), id(row)] for groups, row in zip(units, rows, strict=True)]
+    shared = [[layout for layout, _, whole in groups if not whole] for groups in units]
+    totals = model_bytes(root, others) | _gathered_ahead(root, others, ahead)
+    return with_slots(totals, kinds, shared, strategy, precision, rows, **slots)
+
+
+def _gathered_ahead(
+    root: Mapping[str, int], units: Sequence[Mapping[str, int]], numel: int
+) -> dict[str, int]:
+    """Bytes by kind of weights that are gathered at a time where `numel` elements may be gathered
+    ahead: beside a unit that computes, as many of the next ones as that lasts, or the two largest
+    units if those are more. Empty for 0, where it is one unit."""
+    sizes = [unit.get(GATHERED_WEIGHTS, 0) for unit in units]
+    if not numel or not any(sizes):
+        return {}
+    most = max(
+        order[at] + _until(order[at + 1 :], PREFETCHED * numel)
+        for order in (sizes, sizes[::-1]) for at in range(len(order))
+    )
+    most = max(most, _largest(GATHERED_WEIGHTS, units))
+    return {GATHERED_WEIGHTS: root.get(GATHERED_WEIGHTS, 0) + most}
+
+
+def _until(following: Sequence[int], limit: int) -> int:
+    """The sum of as many as first reach the limit."""
+    sums = list(accumulate(following, initial=0))
+    return next((total for total in sums if total >= limit), sums[-1])
 
 
 def bytes_between_steps(held: Mapping[str, int]) -> int:

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_fsdp_adapter.cli.estimate import GIB
 from megatron_fsdp_adapter.megatron.options.sizes import stage_layers
+from megatron_fsdp_adapter.models.sources import from_options
+from megatron_fsdp_adapter.models.spec import Parallel
+from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 
 from .configurations import POOLS, Configuration
 from .features import features_of
 from .machine import GPUS, machine_named
-from .models import from_options
 from .prediction import predict
 from .report import ddp_options, model_options
 from .search import Wanted, plan
-from .shapes import Parallel
 
 WORTH = 1.10
 """Times as long as the best, from which on another configuration is worth a line."""
@@ -66,12 +66,12 @@ def advice(options: Mapping[str, Any], world_size: int, gpu: str) -> list[str]:
         ValueError: the options do not make a model, or a run, that can be planned.
     """
     machine = machine_named(gpu)
-    shape = from_options(options, "the model")
+    spec = from_options(options, "the model")
     chosen = configuration_of(options, world_size)
     batch = options.get("global_batch_size") or chosen.data_parallel * chosen.microbatch
-    now = predict(shape, chosen, machine, batch)
+    now = predict(spec, chosen, machine, batch)
     best = plan(Wanted(
-        shape, machine, world_size, batch, machine.gpu.memory_gib, {}, TRIES, chosen.features
+        spec, machine, world_size, batch, machine.gpu.memory_gib, {}, TRIES, chosen.features
     )).predictions[0]  # fmt: skip
     lines = []
     if POOLS in now.memory:
@@ -86,7 +86,7 @@ def advice(options: Mapping[str, Any], world_size: int, gpu: str) -> list[str]:
         )
     if now.ms > WORTH * best.ms:
         other = replace(best.configuration, fused=chosen.fused)
-        named = {**model_options(shape, other), **ddp_options(other)}
+        named = {**model_options(spec, other), **ddp_options(other)}
         chosen_words = ", ".join(f"{name}={value}" for name, value in named.items())
         lines.append(
             f"{now.ms:,.0f} ms a step are expected, {now.ms / best.ms - 1:.0%} more than the "

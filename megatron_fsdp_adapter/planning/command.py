@@ -16,16 +16,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_fsdp_adapter.cli import quantized_options
-from megatron_fsdp_adapter.cli.gpt import MEANINGS, PRESETS, flag, read_options
 from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.models import quantization
+from megatron_fsdp_adapter.models.sources import (
+    MEANINGS,
+    PRESETS,
+    from_hugging_face,
+    from_options,
+    model_named,
+    read_options,
+)
+from megatron_fsdp_adapter.models.spec import ModelSpec, flag, layers_of
 
 from . import report
 from .features import UNMODELED, features_of
 from .machine import GPUS, NETWORKS, machine_named
-from .models import from_hugging_face, from_options, shape_named
 from .search import Plan, Wanted, plan
-from .shapes import Shape, layers_of
 
 FIXED = {
     "data_parallel_sharding_strategy": ("strategy", str),
@@ -87,11 +93,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_features(parser: argparse.ArgumentParser) -> None:
     told = parser.add_argument_group("features (as told, never searched for)")
-    for name, text in quantized_options.STRINGS.items():
+    for name, text in quantization.STRINGS.items():
         if name.startswith("fp8"):
             told.add_argument(flag(name), metavar="NAME", help=text)
     told.add_argument("--fp8-param-gather", action="store_true",
-                      help=quantized_options.SWITCHES["fp8_param_gather"])  # fmt: skip
+                      help=quantization.SWITCHES["fp8_param_gather"])  # fmt: skip
     told.add_argument("--fsdp-unsharded-budget-gib", type=float, default=0.0, metavar="GIB",
                       help="for units that stay whole over a step")  # fmt: skip
     told.add_argument("--suggested-communication-unit-size", type=int, metavar="N",
@@ -104,24 +110,21 @@ def _add_features(parser: argparse.ArgumentParser) -> None:
                       "planned")  # fmt: skip
 
 
-def shape_of(given: argparse.Namespace) -> Shape:
+def model_of(given: argparse.Namespace) -> ModelSpec:
     """The model. ValueError or FileNotFoundError for bad input."""
     named = [name for name in ("preset", "config", "hf_config") if getattr(given, name)]
     if len(named) > 1:
         raise ValueError(f"{', '.join(map(flag, named))}: give one of them")
     chosen = {name: getattr(given, name) for name in MODEL if getattr(given, name) is not None}
     if given.preset:
-        shape = shape_named(given.preset)
-        options: dict[str, Any] = {}
-    elif given.hf_config:
+        return _overridden(model_named(given.preset), chosen)
+    if given.hf_config:
         return _overridden(from_hugging_face(given.hf_config), chosen)
-    else:
-        options = read_options(given.config) if given.config else {}
-        return from_options({**options, **chosen}, given.config or "the model")
-    return _overridden(shape, chosen)
+    options = read_options(given.config) if given.config else {}
+    return from_options({**options, **chosen}, given.config or "the model")
 
 
-def _overridden(shape: Shape, chosen: Mapping[str, Any]) -> Shape:
+def _overridden(spec: ModelSpec, chosen: Mapping[str, Any]) -> ModelSpec:
     layers, seq = chosen.get("num_layers"), chosen.get("seq_length")
     others = sorted(set(chosen) - {"num_layers", "seq_length"})
     if others:
@@ -129,9 +132,9 @@ def _overridden(shape: Shape, chosen: Mapping[str, Any]) -> Shape:
             f"{', '.join(map(flag, others))}: a preset or Hugging Face config has these; only "
             "--num-layers and --seq-length may change; or give all by flags"
         )
-    gpt = replace(shape.gpt, num_layers=layers) if layers else shape.gpt
-    name = f"{shape.name}, {layers} layers" if layers else shape.name
-    return replace(shape, name=name, gpt=gpt, seq_length=seq or shape.seq_length)
+    if layers:
+        spec = replace(spec, name=f"{spec.name}, {layers} layers", num_layers=layers)
+    return replace(spec, seq_length=seq or spec.tokens)
 
 
 def wanted_of(given: argparse.Namespace, gpus: int) -> Wanted:
@@ -142,7 +145,7 @@ def wanted_of(given: argparse.Namespace, gpus: int) -> Wanted:
     }  # fmt: skip
     batch = given.global_batch_size or 16 * gpus
     return Wanted(
-        shape_of(given), machine, gpus, batch, given.memory_gib or machine.gpu.memory_gib, fixed,
+        model_of(given), machine, gpus, batch, given.memory_gib or machine.gpu.memory_gib, fixed,
         given.tries, features_of(vars(given)), given.bf16_wire,
     )  # fmt: skip
 
@@ -173,7 +176,7 @@ def run(given: argparse.Namespace) -> str:
     text = report.render(found, given.top)
     timeline = found.predictions[0].timeline
     if given.explain and timeline is not None:
-        stage = layers_of(found.wanted.shape, found.predictions[0].configuration.parallel, 0)
+        stage = layers_of(found.wanted.spec, found.predictions[0].configuration.parallel, 0)
         text += "\n\n" + report.explain(timeline, len(stage))
     return text
 

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
 
-from megatron_fsdp_adapter.cli.estimate import GIB, Model, plan_listing
-from megatron_fsdp_adapter.cli.quantized_options import Quantization
 from megatron_fsdp_adapter.core.config import (
     STRATEGIES,
     EngineConfig,
@@ -29,21 +29,24 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     REDUCE_BUCKET,
     UNIT_IN_USE,
 )
+from megatron_fsdp_adapter.megatron.options import unit_grouping
+from megatron_fsdp_adapter.megatron.options.cuda_graphs import FULL_ITERATION, LOCAL
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
-
-from .features import NO_FEATURES, Features, problem
-from .joined_layers import unit_numel
-from .machine import Group, Machine
-from .shapes import (
-    BF16,
+from megatron_fsdp_adapter.models.quantization import Quantization
+from megatron_fsdp_adapter.models.spec import (
     DENSE,
     EXPERT,
+    ModelSpec,
     Parallel,
-    Shape,
-    activation_bytes,
-    captured_bytes,
+    is_layer,
     listing,
 )
+from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
+
+from .features import NO_FEATURES, Features, problem
+from .machine import Group, Machine
+from .planned import PlannedModel, PlannedUnit, plan_units
+from .shapes import BF16, activation_bytes, captured_bytes
 from .timed_modules import EXPERTS
 
 ACTIVATIONS, RESERVED = "activations", "contexts, NCCL, fragments"
@@ -166,72 +169,82 @@ class Configuration:
         return ", ".join([*parts, *(key for key, on in flags.items() if on), *self.features.words])
 
 
-def planned(shape: Shape, chosen: Configuration, stage: int = 0) -> Model:
-    """The memory model of `estimate` for a rank of a pipeline stage."""
+def unit_numel(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> int:
+    """Elements up to which layers of a pipeline stage are joined, in each of its model chunks; 0
+    for not at all."""
+    features, virtual = chosen.features, chosen.parallel.virtual
+    impl = FULL_ITERATION if chosen.graph else LOCAL if features.layer_graphs else None
+    asked = {"cuda_graph_impl": impl, unit_grouping.UNIT_NUMEL: features.unit_numel}
+    numels = _layer_numels(spec, chosen.parallel.split, stage)
+    of_chunk = numels[: -(-len(numels) // virtual)]
+    return unit_grouping.unit_numel(Namespace(**asked), Namespace(**asked), of_chunk)
+
+
+@lru_cache(maxsize=512)
+def _layer_numels(spec: ModelSpec, split: Parallel, stage: int) -> tuple[int, ...]:
+    found: Counter[str] = Counter()
+    for unit, _, full, _ in listing(spec, split, stage):
+        if is_layer(unit):
+            found[unit] += math.prod(full)
+    return tuple(found.values())
+
+
+def planned(spec: ModelSpec, chosen: Configuration, stage: int = 0) -> PlannedModel:
+    """What a rank of a pipeline stage holds."""
     dense, expert = (chosen.shards[name][0] for name in (DENSE, EXPERT))
     features = chosen.features
-    split = replace(chosen.parallel, virtual=1, context=1, recompute=False)
-    quantized = replace(features.quantized, recomputes=chosen.parallel.recompute)
-    model = _planned(
-        shape, split, stage, dense, expert, features.quantized,
-        unit_numel(shape, chosen.parallel, features, chosen.graph, stage), chosen.fused,
+    units = _planned(
+        spec, chosen.parallel.split, stage, dense, expert, features.quantized,
+        unit_numel(spec, chosen, stage), chosen.fused,
     )
-    return replace(
-        model, slots=chosen.slots, quantized=quantized, budget=features.budget,
-        graphs=features.layer_graphs, tensor=split.tensor, ahead=features.unit_numel or 0,
+    quantized = replace(features.quantized, recomputes=chosen.parallel.recompute)
+    return PlannedModel(
+        units, chosen.slots, quantized, features.budget, features.unit_numel or 0,
+        features.layer_graphs,
     )
 
 
 @lru_cache(maxsize=512)
 def _planned(
-    shape: Shape, split: Parallel, stage: int, dense: int, expert: int, quantized: Quantization,
+    spec: ModelSpec, split: Parallel, stage: int, dense: int, expert: int, quantized: Quantization,
     unit_numel: int, fused: bool,
-) -> Model:
+) -> tuple[PlannedUnit, ...]:
     shards = {DENSE: dense, EXPERT: expert}
-    listed = listing(shape, split, stage)
+    listed = listing(spec, split, stage)
     rows = [(unit, fqn, full, shards[domain]) for unit, fqn, full, domain in listed]
-    return plan_listing(
-        rows, torch.bfloat16, quantized=quantized, unit_numel=unit_numel, fused=fused
-    )
+    return plan_units(rows, torch.bfloat16, quantized.weights, unit_numel, fused)
 
 
 def memory(
-    shape: Shape, chosen: Configuration, machine: Machine, microbatches: int
+    spec: ModelSpec, chosen: Configuration, machine: Machine, microbatches: int
 ) -> dict[str, int]:
     """Bytes by kind of the first rank of the stage that needs most; the kinds of `estimate`, with
     `outer_optim` main weights and state split again."""
     stages = sorted({0, chosen.parallel.pipeline - 1})
     return max(
-        (_stage_memory(shape, chosen, machine, microbatches, stage) for stage in stages),
+        (_stage_memory(spec, chosen, machine, microbatches, stage) for stage in stages),
         key=lambda kinds: sum(kinds.values()),
     )
 
 
-def kept_shards(model: Model, strategy: Strategy) -> int:
-    """Bytes of the shards of weights that stay between gathers where an outer axis is split."""
-    is_single_rank = model.is_single_rank(strategy)
-    return sum(
-        BF16 * layout.shard_numel * len(kind.names)
-        for kind in model.kinds for layout in kind.layouts if not is_single_rank(layout)
-    )
-
-
 def _stage_memory(
-    shape: Shape, chosen: Configuration, machine: Machine, microbatches: int, stage: int
+    spec: ModelSpec, chosen: Configuration, machine: Machine, microbatches: int, stage: int
 ) -> dict[str, int]:
-    model = planned(shape, chosen, stage)
+    model = planned(spec, chosen, stage)
     strategy = STRATEGIES[chosen.strategy]
     held = model.bytes_held(strategy, chosen.features.precision, 0)
     if chosen.engine.shard_outer:
         if strategy.shard_weights:
-            held[KEPT_SHARD] = kept_shards(model, strategy)
+            whole = model.is_single_rank(strategy)
+            shards = (one.shard_numel for one in model.layouts if not whole(one))
+            held[KEPT_SHARD] = BF16 * sum(shards)  # stay between gathers
         for kind in (MAIN_WEIGHTS, OPTIMIZER_STATE):
             held[kind] = -(-held.get(kind, 0) // chosen.instances)
     in_flight = chosen.parallel.in_flight(stage, microbatches)
     fp8 = bool(chosen.features.quantized.name)
-    activations = activation_bytes(shape, chosen.parallel, chosen.microbatch, in_flight, fp8)
+    activations = activation_bytes(spec, chosen.parallel, chosen.microbatch, in_flight, fp8)
     if chosen.features.layer_graphs:
-        held[POOLS] = captured_bytes(shape, chosen.parallel, chosen.microbatch, in_flight, fp8)
+        held[POOLS] = captured_bytes(spec, chosen.parallel, chosen.microbatch, in_flight, fp8)
         activations -= held[POOLS]
     held[RESERVED] = int(machine.gpu.reserved_gib * GIB)
     return at_its_most(held, activations, microbatches > 1)
@@ -275,10 +288,11 @@ def groups(chosen: Configuration, machine: Machine) -> dict[str, Group]:
     }
 
 
-def kept_rows(shape: Shape, chosen: Configuration, stage: int) -> dict[str, Strategy]:
+def kept_rows(spec: ModelSpec, chosen: Configuration, stage: int) -> dict[str, Strategy]:
     """The strategies of units that a budget keeps whole."""
     if not chosen.features.budget:
         return {}
-    model, strategy = planned(shape, chosen, stage), STRATEGIES[chosen.strategy]
+    model, strategy = planned(spec, chosen, stage), STRATEGIES[chosen.strategy]
     rows = model.kept(strategy, chosen.features.precision).rows
-    return {name: row for name, row in zip(model.order, rows, strict=True) if row != strategy}
+    pairs = zip(model.units, rows, strict=True)
+    return {unit.name: row for unit, row in pairs if row != strategy}

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp_adapter.cli.quantized_options import PLAIN, Quantization, quantization
 from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.diagnostics.memory import Precision
 from megatron_fsdp_adapter.megatron.options.unit_grouping import UNIT_NUMEL
+from megatron_fsdp_adapter.models.quantization import PLAIN, Quantization, quantization
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 
 ADAM = "adam"

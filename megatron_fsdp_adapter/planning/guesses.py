@@ -5,63 +5,54 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megatron_fsdp_adapter.cli.quantized_options import Quantization
 from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.models.quantization import Quantization
+from megatron_fsdp_adapter.models.spec import DENSE, EXPERT, ModelSpec, Parallel, layers_of
 
 from .configurations import Configuration, groups
 from .machine import Gpu, Machine, collective_seconds, operation_seconds
 from .program import COLLECTIVES, Kind
-from .shapes import (
-    DENSE,
-    EXPERT,
-    Parallel,
-    Shape,
-    activation_bytes,
-    head_work,
-    layer_work,
-    layers_of,
-    waits_for_longer,
-)
+from .shapes import activation_bytes, head_work, layer_work, waits_for_longer
 
 
 @lru_cache(maxsize=4096)
 def stage_seconds(
-    shape: Shape, parallel: Parallel, microbatch: int, quantized: Quantization, gpu: Gpu
+    spec: ModelSpec, parallel: Parallel, microbatch: int, quantized: Quantization, gpu: Gpu
 ) -> float:
     """Computing a microbatch on the slowest stage: layers cannot be cut, and the last has the
     loss."""
-    tokens = microbatch * shape.seq_length / parallel.context
-    *layer, _ = layer_work(shape, parallel, tokens, shape.gpt.num_layers - 1, quantized)
+    tokens = microbatch * spec.tokens / parallel.context
+    *layer, _ = layer_work(spec, parallel, tokens, spec.num_layers - 1, quantized)
     own, head = (
         sum(
             operation_seconds(work.kind, work.amount, gpu, work.kernels)
             for works in passes for work in works if work.kind not in COLLECTIVES
         )
-        for passes in (layer, head_work(shape, parallel, tokens))
+        for passes in (layer, head_work(spec, parallel, tokens))
     )
     first, last = (
-        len(layers_of(shape, parallel, at)) * (1 + waits_for_longer(shape, parallel, at))
+        len(layers_of(spec, parallel, at)) * (1 + waits_for_longer(spec, parallel, at))
         for at in (0, parallel.pipeline - 1)
     )
     return max(first * own, last * own + head) * gpu.sustained
 
 
-def seconds(shape: Shape, chosen: Configuration, machine: Machine, count: int) -> float:
+def seconds(spec: ModelSpec, chosen: Configuration, machine: Machine, count: int) -> float:
     """Compute of `count` microbatches, what communication cannot hide beside it, and the
     optimizer."""
     parallel, row, gpu = chosen.parallel, STRATEGIES[chosen.strategy], machine.gpu
     where = groups(chosen, machine)
-    each = stage_seconds(shape, parallel, chosen.microbatch, chosen.features.quantized, gpu)
-    compute, layers = count * each, max(1, shape.gpt.num_layers // parallel.pipeline)
-    link, own = _link(shape, chosen, machine, layers, count), 0.0
+    each = stage_seconds(spec, parallel, chosen.microbatch, chosen.features.quantized, gpu)
+    compute, layers = count * each, max(1, spec.num_layers // parallel.pipeline)
+    link, own = _link(spec, chosen, machine, layers, count), 0.0
     if parallel.tensor > 1:
-        whole = 2 * chosen.microbatch * shape.seq_length * shape.gpt.hidden_size
+        whole = 2 * chosen.microbatch * spec.tokens * spec.hidden_size
         one = collective_seconds(Kind.ALL_GATHER, whole, where["tensor"], machine.network)
         own = 8 * one * layers * count
     slowed = 0.15 * min(link, compute) * (0.4 if chosen.copies else 1.0)
     held = sum(
         elements / (where[domain].size if row.shard_main else 1)
-        for domain, elements in _numel(shape, parallel).items()
+        for domain, elements in _numel(spec, parallel).items()
     )
     host = 0.0 if chosen.fixed else 5e-3 * layers * count * machine.host
     bubble = (parallel.pipeline - 1) / parallel.virtual / count
@@ -70,7 +61,7 @@ def seconds(shape: Shape, chosen: Configuration, machine: Machine, count: int) -
 
 
 def _link(
-    shape: Shape, chosen: Configuration, machine: Machine, layers: int, count: int
+    spec: ModelSpec, chosen: Configuration, machine: Machine, layers: int, count: int
 ) -> float:
     """Seconds of gathers and reductions."""
     row, where = STRATEGIES[chosen.strategy], groups(chosen, machine)
@@ -80,7 +71,7 @@ def _link(
     if chosen.features.quantized.weights:
         weight = 1
     link = 0.0
-    for domain, elements in _numel(shape, chosen.parallel).items():
+    for domain, elements in _numel(spec, chosen.parallel).items():
         for times, kind, size in (
             (gathers, Kind.ALL_GATHER, weight), (reduces, Kind.REDUCE_SCATTER, wire)
         ):  # fmt: skip
@@ -94,12 +85,12 @@ def _link(
     return link
 
 
-def at_least_bytes(shape: Shape, chosen: Configuration, count: int) -> float:
+def at_least_bytes(spec: ModelSpec, chosen: Configuration, count: int) -> float:
     """States and activations, without planning."""
     row, features, parallel = STRATEGIES[chosen.strategy], chosen.features, chosen.parallel
     in_flight = parallel.in_flight(0, count)
-    total = float(activation_bytes(shape, parallel, chosen.microbatch, in_flight))
-    for domain, elements in _numel(shape, parallel).items():
+    total = float(activation_bytes(spec, parallel, chosen.microbatch, in_flight))
+    for domain, elements in _numel(spec, parallel).items():
         inner, outer = chosen.shards[domain]
         part = elements / inner
         held = part / (outer if chosen.outer_optim else 1) if row.shard_main else elements
@@ -112,16 +103,16 @@ def at_least_bytes(shape: Shape, chosen: Configuration, count: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _numel(shape: Shape, parallel: Parallel) -> dict[str, float]:
+def _numel(spec: ModelSpec, parallel: Parallel) -> dict[str, float]:
     """Elements of a rank's part of the model, by domain."""
     split = parallel.tensor * parallel.pipeline
-    found = {DENSE: 2 * shape.vocabulary * shape.gpt.hidden_size / split, EXPERT: 0.0}
-    of_experts = sum(shape.is_moe(layer) for layer in range(shape.gpt.num_layers))
-    dense = shape.gpt.num_layers - of_experts
-    found[DENSE] += shape.gpt.num_layers * shape.attention_numel / split
-    found[DENSE] += dense * shape.mlp_numel(shape.gpt.ffn) / split
-    if shape.experts is not None:
-        found[DENSE] += of_experts * shape.mlp_numel(shape.experts.shared) / split
-        whole = shape.mlp_numel(shape.experts.ffn) * shape.experts.number
+    found = {DENSE: 2 * spec.embedding_rows * spec.hidden_size / split, EXPERT: 0.0}
+    of_experts = sum(spec.is_moe(layer) for layer in range(spec.num_layers))
+    dense = spec.num_layers - of_experts
+    found[DENSE] += spec.num_layers * spec.attention_numel / split
+    found[DENSE] += dense * spec.mlp_numel(spec.ffn) / split
+    if spec.num_experts:
+        found[DENSE] += of_experts * spec.mlp_numel(spec.shared_ffn) / split
+        whole = spec.mlp_numel(spec.expert_ffn) * spec.num_experts
         found[EXPERT] = of_experts * whole / parallel.expert / parallel.pipeline
     return found

@@ -6,10 +6,11 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_fsdp_adapter.models.spec import layers_of
+
 from .prediction import Prediction
 from .report import layers_run, second_step
 from .search import Wanted
-from .shapes import layers_of
 from .timed_runtime import COMPUTE
 
 PARTS = {"forward": "tab:blue", "backward": "tab:orange", "optimizer": "tab:purple"}
@@ -41,8 +42,8 @@ def _model(first: Wanted, *others: Wanted) -> str:
     """Model, GPU and batch; of several batches their part of each GPU."""
     same = all(one.global_batch == first.global_batch for one in others)
     batch = f"{first.global_batch if same else first.global_batch / first.gpus:,.10g}"
-    return (f"{first.shape.name}, {first.machine.gpu.name}, {batch} sequences of "
-            f"{first.shape.seq_length:,} tokens{'' if same else ' a GPU'}")  # fmt: skip
+    return (f"{first.spec.name}, {first.machine.gpu.name}, {batch} sequences of "
+            f"{first.spec.tokens:,} tokens{'' if same else ' a GPU'}")  # fmt: skip
 
 
 def step_title(wanted: Wanted, one: Prediction) -> str:
@@ -53,7 +54,7 @@ def step_title(wanted: Wanted, one: Prediction) -> str:
     begin = second_step(timeline)
     marks = [name for name, count in timeline.program.marks if count >= begin]
     shown, every = marks.count("microbatch"), chosen.microbatches(wanted.global_batch)
-    layers, stage = layers_run(timeline), len(layers_of(wanted.shape, chosen.parallel, 0))
+    layers, stage = layers_run(timeline), len(layers_of(wanted.spec, chosen.parallel, 0))
     return (f"{_model(wanted)}, {chosen.gpus:,} GPUs: {chosen.name}\n"
             f"{shown} of {every} microbatches, {layers} of {stage} layers of a rank; the whole "
             f"step takes {one.ms:,.0f} ms")  # fmt: skip

@@ -7,11 +7,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .configurations import Configuration, groups, kept_rows, memory, planned
-from .joined_layers import layers_of_unit, unit_numel
+from megatron_fsdp_adapter.models.spec import ModelSpec, is_layer, layers_of
+
+from .configurations import Configuration, groups, kept_rows, memory, planned, unit_numel
 from .machine import Machine
 from .program import Program
-from .shapes import BF16, Shape, layers_of, units, waits_for_longer
+from .shapes import BF16, units, waits_for_longer
 from .step import StepSetup, record_step
 from .timing import EXPOSED, HOST, STEP, Timeline, time_program, time_windows
 
@@ -79,7 +80,7 @@ class _Stage:
 
 
 def predict(
-    shape: Shape, chosen: Configuration, machine: Machine, global_batch: int
+    spec: ModelSpec, chosen: Configuration, machine: Machine, global_batch: int
 ) -> Prediction:
     """What a step is expected to take.
 
@@ -89,7 +90,7 @@ def predict(
     count = chosen.microbatches(global_batch)
     stages = sorted({0, chosen.parallel.pipeline - 1})
     seconds, spent, timeline = max(
-        (_stage(shape, chosen, machine, count, stage) for stage in stages),
+        (_stage(spec, chosen, machine, count, stage) for stage in stages),
         key=lambda found: found[0],
     )
     spent = {name: 1e3 * part for name, part in spent.items()}
@@ -97,31 +98,32 @@ def predict(
     late = seconds * machine.straggle * math.sqrt(2 * math.log(hosts)) if hosts > 1 else 0.0
     if late:
         spent["stragglers"] = 1e3 * late
-    tokens = global_batch * shape.seq_length
+    tokens = global_batch * spec.tokens
     return Prediction(
-        chosen, 1e3 * (seconds + late), tokens, shape.step_flops(tokens), spent,
-        memory(shape, chosen, machine, count), machine.gpu.peak_tflops, timeline,
+        chosen, 1e3 * (seconds + late), tokens, spec.step_flops(tokens), spent,
+        memory(spec, chosen, machine, count), machine.gpu.peak_tflops, timeline,
     )  # fmt: skip
 
 
 def _stage(
-    shape: Shape, chosen: Configuration, machine: Machine, count: int, stage: int
+    spec: ModelSpec, chosen: Configuration, machine: Machine, count: int, stage: int
 ) -> tuple[float, dict[str, float], Timeline]:
     """Seconds of a step on a stage, where they go, and a timeline."""
-    parallel, layers = chosen.parallel, len(layers_of(shape, chosen.parallel, stage))
+    parallel, layers = chosen.parallel, len(layers_of(spec, chosen.parallel, stage))
     run = min(count, 3 + warmup_of(chosen, stage, count))
-    least, most = (n * layers_of_unit(planned(shape, chosen, stage).order) for n in (FEW, MORE))
+    joined = max(unit.layers for unit in planned(spec, chosen, stage).units)
+    least, most = FEW * joined, MORE * joined
     if layers <= most or chosen.features.every_layer_counts:
-        ran = _ran(shape, chosen, machine, run, stage, layers)
+        ran = _ran(spec, chosen, machine, run, stage, layers)
     else:
-        few, more = (_ran(shape, chosen, machine, run, stage, n) for n in (least, most))
+        few, more = (_ran(spec, chosen, machine, run, stage, n) for n in (least, most))
         ran = _further(few, more, (layers - most) / (most - least))
     middles = count - run
-    waits = waits_for_longer(shape, parallel, stage)
+    waits = waits_for_longer(spec, parallel, stage)
     bubble = (parallel.pipeline - 1) / parallel.virtual * ran.middle * (1 + waits)
     spent = {
         name: ran.spent.get(name, 0.0) + middles * ran.spent_middle.get(name, 0.0)
-        for name in {*ran.spent, *ran.spent_middle}
+        for name in {**ran.spent, **ran.spent_middle}  # in one order, by which ties are named
     }
     seconds = ran.around + middles * ran.middle
     if waits:
@@ -129,8 +131,8 @@ def _stage(
         seconds += waits * count * ran.middle
     if parallel.pipeline > 1:
         spent["pipeline bubble"] = bubble
-        tokens = chosen.microbatch * shape.seq_length / parallel.context / parallel.tensor
-        sent = 2 * tokens * shape.gpt.hidden_size * BF16 / (machine.network.rail_gbps * 1e9)
+        tokens = chosen.microbatch * spec.tokens / parallel.context / parallel.tensor
+        sent = 2 * tokens * spec.hidden_size * BF16 / (machine.network.rail_gbps * 1e9)
         spent[f"{EXPOSED} pipeline sends"] = sent * parallel.pipeline
         seconds += bubble + sent * parallel.pipeline
     return seconds, spent, ran.timeline
@@ -143,8 +145,7 @@ def _further(few: _Stage, more: _Stage, times: float) -> _Stage:
         return max(0.0, large + (large - small) * times)
 
     def each(small: Mapping[str, float], large: Mapping[str, float]) -> dict[str, float]:
-        names = {*small, *large}
-        return {name: on(small.get(name, 0.0), large.get(name, 0.0)) for name in names}
+        return {n: on(small.get(n, 0.0), large.get(n, 0.0)) for n in {**small, **large}}
 
     return _Stage(
         on(few.around, more.around), on(few.middle, more.middle), each(few.spent, more.spent),
@@ -153,13 +154,13 @@ def _further(few: _Stage, more: _Stage, times: float) -> _Stage:
 
 
 def program_of(
-    shape: Shape, chosen: Configuration, microbatches: int, stage: int, layers: int
+    spec: ModelSpec, chosen: Configuration, microbatches: int, stage: int, layers: int
 ) -> Program:
     """Two steps of a rank of a stage, of which so many layers are run: the last ones, since of a
     mixture the first may be dense."""
     features = chosen.features
-    mine = units(shape, chosen.parallel, chosen.microbatch, stage, features.quantized)
-    numbers = [unit.name for unit in mine if unit.name.startswith("decoder.layers.")]
+    mine = units(spec, chosen.parallel, chosen.microbatch, stage, features.quantized)
+    numbers = [unit.name for unit in mine if is_layer(unit.name)]
     left_out = set(numbers[: len(numbers) - layers])
     mine = [unit for unit in mine if unit.name not in left_out]
     used = {domain for unit in mine for _, _, domain in unit.params}
@@ -170,8 +171,8 @@ def program_of(
         copy_gathers=chosen.copies, copy_reduces=chosen.copies, fused=chosen.fused,
         graph=chosen.graph, layer_graphs=features.layer_graphs,
         weight_format=features.quantized.weights,
-        rows=kept_rows(shape, chosen, stage),
-        unit_numel=unit_numel(shape, chosen.parallel, features, chosen.graph, stage),
+        rows=kept_rows(spec, chosen, stage),
+        unit_numel=unit_numel(spec, chosen, stage),
     )  # fmt: skip
     return record_step(mine, setup)
 
@@ -183,10 +184,10 @@ def warmup_of(chosen: Configuration, stage: int, microbatches: int) -> int:
 
 
 def _ran(
-    shape: Shape, chosen: Configuration, machine: Machine, run: int, stage: int, layers: int
+    spec: ModelSpec, chosen: Configuration, machine: Machine, run: int, stage: int, layers: int
 ) -> _Stage:
     """The engine's program for so many of the stage's layers, timed."""
-    program = program_of(shape, chosen, run, stage, layers)
+    program = program_of(spec, chosen, run, stage, layers)
     where = groups(chosen, machine)
     if run < 3:
         step = time_program(program, machine, where)

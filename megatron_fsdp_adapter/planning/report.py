@@ -6,15 +6,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_fsdp_adapter.cli.estimate import GIB
+from megatron_fsdp_adapter.models.sources import parallel_options
+from megatron_fsdp_adapter.models.spec import ModelSpec, is_layer
+from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 
 from . import features
 from .configurations import Configuration
 from .features import RECIPE_OF
-from .models import parallel_options
 from .prediction import Prediction
 from .search import Plan, Wanted
-from .shapes import Shape
 from .timing import Timeline
 
 SHOWN, REASONS = 5, 12
@@ -38,10 +38,10 @@ def ddp_options(chosen: Configuration) -> dict[str, Any]:
     return options
 
 
-def model_options(shape: Shape, chosen: Configuration) -> dict[str, Any]:
+def model_options(spec: ModelSpec, chosen: Configuration) -> dict[str, Any]:
     """Of the model's config and the run."""
     options: dict[str, Any] = {"micro_batch_size": chosen.microbatch}
-    options |= parallel_options(shape, chosen.parallel)
+    options |= parallel_options(spec, chosen.parallel)
     if chosen.parallel.recompute:
         options |= {"recompute_granularity": "full", "recompute_method": "uniform",
                     "recompute_num_layers": 1}  # fmt: skip
@@ -50,10 +50,10 @@ def model_options(shape: Shape, chosen: Configuration) -> dict[str, Any]:
     return options | features.model_options(chosen.features)
 
 
-def megatron_flags(shape: Shape, chosen: Configuration) -> str:
+def megatron_flags(spec: ModelSpec, chosen: Configuration) -> str:
     """For the runner of Megatron-LM's scripts, in a shell."""
     words = ["--use-megatron-fsdp"]
-    for name, value in {**model_options(shape, chosen), **ddp_options(chosen)}.items():
+    for name, value in {**model_options(spec, chosen), **ddp_options(chosen)}.items():
         words.append("--" + name.replace("_", "-"))
         if value is not True:
             words.append(shlex.quote(str(value)))
@@ -69,10 +69,10 @@ BRIDGE_FIELDS = {
 """Of a recipe's config, where that is not the model's field of the same name."""
 
 
-def bridge_overrides(shape: Shape, chosen: Configuration) -> str:
+def bridge_overrides(spec: ModelSpec, chosen: Configuration) -> str:
     """For a recipe of Megatron-Bridge, in a shell."""
     words = [f"ddp.{name}={value}" for name, value in ddp_options(chosen).items()]
-    for name, value in model_options(shape, chosen).items():
+    for name, value in model_options(spec, chosen).items():
         words.append(f"{BRIDGE_FIELDS.get(name, f'model.{name}')}={value}")
     return " ".join(map(shlex.quote, words))
 
@@ -122,14 +122,14 @@ BENCHMARK_PRESETS = ("llama-1.5b", "llama3-8b", "llama-13b", "llama-30b")
 
 def benchmark_command(wanted: Wanted, chosen: Configuration) -> str | None:
     """What measures it on this machine, from a checkout; None where nothing does."""
-    row, shape = benchmark_row(chosen), wanted.shape
+    row, spec = benchmark_row(chosen), wanted.spec
     if row is None or chosen.gpus > wanted.machine.network.domain:
         return None
-    name = shape.name.split(",")[0]
+    name = spec.name.split(",")[0]
     preset = f"configs/{name}.yaml" if name in BENCHMARK_PRESETS else "THE_MODEL.yaml"
     options = {
         "ranks": chosen.gpus, "wrappers": row, "out": "runs/plan", "preset": preset,
-        "num-layers": shape.gpt.num_layers, "seq-length": shape.seq_length,
+        "num-layers": spec.num_layers, "seq-length": spec.tokens,
         "micro-batch-size": chosen.microbatch,
         "num-microbatches": chosen.microbatches(wanted.global_batch),
     }  # fmt: skip
@@ -146,16 +146,16 @@ def plain(plan: Plan, top: int) -> dict[str, Any]:
     """The plan as plain values."""
     wanted = plan.wanted
     return {
-        "model": wanted.shape.name,
-        "parameters": wanted.shape.num_parameters,
+        "model": wanted.spec.name,
+        "parameters": wanted.spec.num_parameters,
         "gpus": wanted.gpus,
         "global_batch_size": wanted.global_batch,
-        "seq_length": wanted.shape.seq_length,
+        "seq_length": wanted.spec.tokens,
         "gpu": wanted.machine.gpu.name,
         "network": wanted.machine.network.name,
         "memory_gib": wanted.memory_gib,
-        "not_counted": list(wanted.shape.left_out),
-        "configurations": [_plain_row(wanted.shape, one) for one in plan.predictions[:top]],
+        "not_counted": list(wanted.spec.left_out),
+        "configurations": [_plain_row(wanted.spec, one) for one in plan.predictions[:top]],
         "why_not": [
             *({"configuration": one.configuration.name, "reason": _slower(one, plan)}
               for one in plan.predictions[top:]),
@@ -164,7 +164,7 @@ def plain(plan: Plan, top: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _plain_row(shape: Shape, one: Prediction) -> dict[str, Any]:
+def _plain_row(spec: ModelSpec, one: Prediction) -> dict[str, Any]:
     chosen = one.configuration
     return {
         "name": chosen.name,
@@ -177,8 +177,8 @@ def _plain_row(shape: Shape, one: Prediction) -> dict[str, Any]:
         "exposed_ms": one.exposed_ms,
         "spent_ms": dict(one.spent),
         "limit": one.limit,
-        "megatron_lm": megatron_flags(shape, chosen),
-        "megatron_bridge": bridge_overrides(shape, chosen),
+        "megatron_lm": megatron_flags(spec, chosen),
+        "megatron_bridge": bridge_overrides(spec, chosen),
         "fully_shard_model": plain_call(chosen),
         "benchmark_row": benchmark_row(chosen),
     }
@@ -202,17 +202,17 @@ def render(plan: Plan, top: int) -> str:
         ))  # fmt: skip
     best = plan.predictions[0]
     lines = [
-        f"{wanted.shape.name}: {wanted.shape.num_parameters / 1e9:,.1f}B parameters on "
+        f"{wanted.spec.name}: {wanted.spec.num_parameters / 1e9:,.1f}B parameters on "
         f"{wanted.gpus:,} {machine.gpu.name}; network: {machine.network.name}",
-        f"global batch {wanted.global_batch:,} x {wanted.shape.seq_length:,} tokens, "
+        f"global batch {wanted.global_batch:,} x {wanted.spec.tokens:,} tokens, "
         f"{wanted.memory_gib:g} GiB a GPU",
-        *(f"not counted: {line}" for line in wanted.shape.left_out),
+        *(f"not counted: {line}" for line in wanted.spec.left_out),
         "", *aligned(rows), *_legend(plan.predictions[:top]), "",
         "the first one: peak memory: " + _largest(best.memory, 1 / GIB, "GiB"),
         "               time: " + _largest(_times(best.spent), 1.0, "ms"),
         *_margin(plan),
-        f"  Megatron-LM        {megatron_flags(wanted.shape, best.configuration)}",
-        f"  Megatron-Bridge    {bridge_overrides(wanted.shape, best.configuration)}",
+        f"  Megatron-LM        {megatron_flags(wanted.spec, best.configuration)}",
+        f"  Megatron-Bridge    {bridge_overrides(wanted.spec, best.configuration)}",
     ]  # fmt: skip
     call = plain_call(best.configuration)
     if call is not None:
@@ -311,7 +311,7 @@ def second_step(timeline: Timeline) -> int:
 def layers_run(timeline: Timeline) -> int:
     """Units of layers that were run."""
     named = {one.label.removeprefix("forward ") for one in timeline.program.operations}
-    return sum(1 for name in named if name.startswith("decoder.layers.") and "/" not in name)
+    return sum(1 for name in named if is_layer(name) and "/" not in name)
 
 
 def explain(timeline: Timeline, layers: int) -> str:

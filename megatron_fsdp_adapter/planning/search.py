@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from megatron_fsdp_adapter.cli.estimate import GIB
 from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.models.sources import split_problems
+from megatron_fsdp_adapter.models.spec import ModelSpec, Parallel
+from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 
 from .configurations import Configuration, memory
 from .features import NO_FEATURES, Features, problem
 from .guesses import at_least_bytes, seconds
 from .machine import Machine
-from .models import split_problems
 from .prediction import Prediction, predict
-from .shapes import Parallel, Shape
 from .timing import HOST
 
 HOPELESS = 1.6
@@ -34,7 +34,7 @@ class Wanted:
     """What is planned for. `fixed`: fields of a configuration, or of how it is split, that the user
     has chosen."""
 
-    shape: Shape
+    spec: ModelSpec
     machine: Machine
     gpus: int
     global_batch: int
@@ -68,13 +68,13 @@ def _powers(limit: int) -> list[int]:
 def splits(wanted: Wanted) -> Iterator[Configuration]:
     """Every way to split the model over the GPUs that the fixed options leave, whether it fits or
     not, as a configuration with nothing else chosen."""
-    shape, domain = wanted.shape, wanted.machine.network.domain
-    heads = shape.gpt.query_groups
+    spec, domain = wanted.spec, wanted.machine.network.domain
+    heads = spec.query_groups
     tensors = [n for n in _powers(min(8, domain, wanted.gpus)) if heads % n == 0]
-    pipelines = _powers(min(32, shape.gpt.num_layers // 2 or 1))
+    pipelines = _powers(min(32, spec.num_layers // 2 or 1))
     experts = [1]
-    if shape.experts is not None:
-        experts = [n for n in _powers(shape.experts.number) if shape.experts.number % n == 0]
+    if spec.num_experts:
+        experts = [n for n in _powers(spec.num_experts) if spec.num_experts % n == 0]
     choices = product(tensors, pipelines, experts, (False, True), (1, 2, 4))
     for tensor, pipeline, expert, recompute, micro in choices:
         if wanted.gpus % (tensor * pipeline) or not _is(wanted, "microbatch", micro):
@@ -82,9 +82,9 @@ def splits(wanted: Wanted) -> Iterator[Configuration]:
         for virtual in (1, 2, 4, 8) if pipeline > 1 else (1,):
             parallel = Parallel(tensor, pipeline, virtual, 1, expert, recompute)
             told = all(_is(wanted, name, value) for name, value in vars(parallel).items())
-            if not told or shape.gpt.num_layers < pipeline * virtual:
+            if not told or spec.num_layers < pipeline * virtual:
                 continue
-            if not split_problems(shape, parallel, wanted.gpus, micro, wanted.global_batch):
+            if not split_problems(spec, parallel, wanted.gpus, micro, wanted.global_batch):
                 yield Configuration(wanted.gpus, parallel, microbatch=micro)
 
 
@@ -110,7 +110,7 @@ def _of(wanted: Wanted, base: Configuration) -> Iterator[Configuration]:
         return  # nothing is sharded, whatever it is called
     inside = wanted.machine.network.domain // parallel.tensor
     instances = sorted({1, *(over // n for n in (inside, 8 * inside, 64 * inside) if 0 < n < over)})
-    graphs = [False, True] if parallel.pipeline == 1 and wanted.shape.experts is None else [False]
+    graphs = [False, True] if parallel.pipeline == 1 and not wanted.spec.num_experts else [False]
     told, row = wanted.features, STRATEGIES[strategy]
     for count, graph, wire in product(instances, graphs, {told.bf16_wire, wanted.bf16_wire}):
         if over % count or base.experts_over % count:
@@ -121,7 +121,7 @@ def _of(wanted: Wanted, base: Configuration) -> Iterator[Configuration]:
         for split in {False, count > 1 and strategy != "no_shard"}:
             chosen = replace(
                 base, instances=count, outer_optim=split, graph=graph, features=features,
-                separate_gathers=wanted.shape.experts is not None,
+                separate_gathers=bool(wanted.spec.num_experts),
             )  # fmt: skip
             yield chosen
             near = strategy == "optim_grads_params" and over // count <= inside and over > 1
@@ -169,7 +169,7 @@ def _why_none(wanted: Wanted) -> str:
     })  # type: ignore[arg-type]
     micro = wanted.fixed.get("microbatch", 1)
     assert isinstance(micro, int)
-    reasons = split_problems(wanted.shape, parallel, wanted.gpus, micro, wanted.global_batch)
+    reasons = split_problems(wanted.spec, parallel, wanted.gpus, micro, wanted.global_batch)
     told = ", ".join(f"{name} {value}" for name, value in wanted.fixed.items())
     reason = reasons[-1] if reasons else "none that is searched for has these; leave an option out"
     return (
@@ -199,7 +199,7 @@ def _add_sharded_alone(
     choices.sort(key=lambda entry: entry[0])
     for chosen in [chosen for _, needed, chosen in choices if needed <= limit][:ASKED]:
         if _held(wanted, chosen) <= limit:
-            found.append(predict(wanted.shape, chosen, wanted.machine, wanted.global_batch))
+            found.append(predict(wanted.spec, chosen, wanted.machine, wanted.global_batch))
             return
     if choices:
         _, needed, chosen = min(choices, key=lambda entry: entry[1])
@@ -209,7 +209,7 @@ def _add_sharded_alone(
 def _guess(wanted: Wanted, chosen: Configuration) -> float:
     """Seconds of a step, without planning it."""
     count = chosen.microbatches(wanted.global_batch)
-    return seconds(wanted.shape, chosen, wanted.machine, count)
+    return seconds(wanted.spec, chosen, wanted.machine, count)
 
 
 def _least(wanted: Wanted) -> tuple[float, str]:
@@ -232,13 +232,13 @@ def _at_least(wanted: Wanted, chosen: Configuration) -> float:
     """Bytes, without planning."""
     count = chosen.microbatches(wanted.global_batch)
     reserved = wanted.machine.gpu.reserved_gib * GIB
-    return at_least_bytes(wanted.shape, chosen, count) + reserved
+    return at_least_bytes(wanted.spec, chosen, count) + reserved
 
 
 def _held(wanted: Wanted, chosen: Configuration) -> float:
     """Bytes of a step at its most."""
     microbatches = chosen.microbatches(wanted.global_batch)
-    return sum(memory(wanted.shape, chosen, wanted.machine, microbatches).values())
+    return sum(memory(wanted.spec, chosen, wanted.machine, microbatches).values())
 
 
 NOT_LAUNCH_BOUND = "not limited by the host's launches, which are all that a graph saves"
@@ -279,5 +279,5 @@ def _run_best(
             refused.append((chosen.name, f"peak memory {math.ceil(held / GIB)} GiB"))
             times[kind] -= 1
             continue
-        found.append(predict(wanted.shape, chosen, wanted.machine, wanted.global_batch))
+        found.append(predict(wanted.spec, chosen, wanted.machine, wanted.global_batch))
     return found, refused

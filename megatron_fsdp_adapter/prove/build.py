@@ -14,11 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
@@ -27,14 +25,12 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.core_api import batch_of_context_rank
-from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
+from megatron_fsdp_adapter.megatron.gpt_model import gpt_model, in_compute_dtype
 from megatron_fsdp_adapter.megatron.local_spec import local_block_spec
 from megatron_fsdp_adapter.megatron.options.ddp_config import (
     DistributedDataParallelConfig as FsdpConfig,
@@ -175,8 +171,6 @@ def build_chunk(
     """A model chunk whose weights depend on their names and places alone."""
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
-    if config.gradient_accumulation_fusion:
-        patches.install(FUSED_WGRAD)
     virtual = config.virtual_pipeline_model_parallel_size
     stage = chunk if virtual else None
     layers = _layers(config, options, stage)
@@ -186,26 +180,10 @@ def build_chunk(
             config, layers, use_transformer_engine=options.get("transformer_impl") != "local",
             vp_stage=stage,
         )  # fmt: skip
-    model: Any = GPTModel(
-        config,
-        layers,
-        vocab_size=options["padded_vocab_size"],
-        max_sequence_length=options["max_position_embeddings"],
-        pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        share_embeddings_and_output_weights=not options.get("untie_embeddings_and_output_weights"),
-        position_embedding_type=options["position_embedding_type"],
-        rotary_percent=options.get("rotary_percent") or 1.0,
-        rotary_base=options.get("rotary_base") or 10000,
-        mtp_block_spec=mtp,
-        vp_stage=stage,
-    )
-    model.model_type = ModelType.encoder_or_decoder
-    model.to(device)
+    model = gpt_model(config, layers, options, stage, mtp).to(device)
     for name, param in model.named_parameters():
-        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
         _set_weight(param, coordinates(param, name, chunk))
-    return Float16Module(config, model) if config.bf16 or config.fp16 else model
+    return in_compute_dtype(config, model)
 
 
 def coordinates(param: torch.nn.Parameter, name: str, chunk: int) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,13 @@ import torch
 from megatron_fsdp_adapter.core.config import POISON_VARIABLE
 from megatron_fsdp_adapter.prove import compare, ranks
 from megatron_fsdp_adapter.prove.compare import Row
-from megatron_fsdp_adapter.prove.scale_down import ScaledDown, reference_kind, routes_by_rounding
+from megatron_fsdp_adapter.prove.scale_down import (
+    ScaledDown,
+    ranks_over,
+    reference_kind,
+    routes_by_rounding,
+    splits_model,
+)
 
 Options = Mapping[str, Any]
 
@@ -61,19 +68,12 @@ class Plan:
     @property
     def splits_model(self) -> bool:
         """Whether one rank cannot load into the model that this run has."""
-        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size",
-                 "context_parallel_size", "expert_model_parallel_size")  # fmt: skip
-        return any((self.shrunk.options.get(name) or 1) > 1 for name in names)
+        return splits_model(self.shrunk.options)
 
     @property
     def data_ranks(self) -> int:
         """Data-parallel ranks of the run."""
-        o = self.shrunk.options
-        split = 1
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size",
-                     "context_parallel_size"):  # fmt: skip
-            split *= o.get(name) or 1
-        return self.shrunk.world_size // split
+        return self.shrunk.world_size // ranks_over(self.shrunk.options)
 
     @property
     def other(self) -> str:
@@ -145,16 +145,9 @@ def run_ranks_part(rank: int, world: int, plan: Plan) -> None:
     _record(plan, TRAINED, rank, trainer, 0, plan.steps)
     state = {**training_state(trainer.chunks, trainer.optimizer), "iteration": plan.steps}
     save_checkpoint(plan.folder / "checkpoint", plan.steps, state,
-                    topology=topology_of(_Named(options)))  # fmt: skip
+                    topology=topology_of(SimpleNamespace(**options)))  # fmt: skip
     other = {**options, **SIMPLER, "data_parallel_sharding_strategy": plan.other}
     _load(plan, plan.loads[0], rank, other, device)
-
-
-class _Named:
-    """Options as attributes."""
-
-    def __init__(self, options: Options) -> None:
-        self.__dict__.update(options)
 
 
 def run_alone_part(rank: int, world: int, plan: Plan) -> None:

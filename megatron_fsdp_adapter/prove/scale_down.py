@@ -7,7 +7,8 @@ compared. Pure rules over a mapping from Megatron-LM's names of options to value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,6 +176,20 @@ UNSUPPORTED: Mapping[str, Any] = {
     "hybrid_override_pattern": None,
 }
 """Options of models that a proof cannot build, with the value that is allowed."""
+
+
+MODEL_AXES = AXES[:3]
+"""What splits the model itself, but for its experts."""
+
+
+def ranks_over(options: Options, names: Sequence[str] = MODEL_AXES) -> int:
+    """Ranks of all these axes together."""
+    return math.prod(_number(options, name, 1) for name in names)
+
+
+def splits_model(options: Options) -> bool:
+    """Whether a rank has a part of the model, sharding aside."""
+    return ranks_over(options, (*MODEL_AXES, "expert_model_parallel_size")) > 1
 
 
 def _number(options: Options, name: str, default: int) -> int:
@@ -374,9 +389,7 @@ def _widths(work: _Work, room: Room) -> None:
     for name, size in (("q_lora_rank", 32), ("kv_lora_rank", 32), ("qk_head_dim", 16),
                        ("qk_pos_emb_head_dim", 16), ("v_head_dim", 16)):  # fmt: skip
         work.least(name, size, "width")
-    rows = _up(200, 8 * tensor)
-    if "padded_vocab_size" not in work.keep:
-        work.set("padded_vocab_size", rows, "a small vocabulary")
+    work.set("padded_vocab_size", _up(200, 8 * tensor), "a small vocabulary")
 
 
 def _mlp(work: _Work, name: str, wanted: float, multiple: int) -> None:
@@ -422,18 +435,16 @@ def _batches(work: _Work, room: Room) -> None:
     stages = _number(o, "pipeline_model_parallel_size", 1)
     work.least("seq_length", 128 if room.cuda else 16 * context, "tokens")
     length = _number(o, "seq_length", 16)
-    if "max_position_embeddings" not in work.keep:
-        work.set("max_position_embeddings", length, "as many as tokens")
+    work.set("max_position_embeddings", length, "as many as tokens")
     # Before sizes of the batch shrink: how many microbatches a rank has in the run itself.
     micro, total = _number(o, "micro_batch_size", 1), o.get("global_batch_size")
     work.least("micro_batch_size", 2, "samples")
     several = total is not None and total > micro * _number(o, "original_data_parallel_size", 1)
-    if "microbatches" not in work.keep:
-        number = (2 * stages if stages > 1 else 3) if several or stages > 1 else 1
-        work.set("microbatches", number, "several, as in the run" if several else "one step")
+    number = (2 * stages if stages > 1 else 3) if several or stages > 1 else 1
+    work.set("microbatches", number, "several, as in the run" if several else "one step")
     if not several and stages == 1:
         work.left_out.append("several microbatches: the run has one (or says no global batch size)")
-    ranks = o["world_size"] // (stages * context * _number(o, "tensor_model_parallel_size", 1))
+    ranks = o["world_size"] // ranks_over(o)
     work.set("global_batch_size", o["microbatches"] * ranks * _number(o, "micro_batch_size", 1),
              "microbatches x ranks x samples")  # fmt: skip
 
@@ -447,12 +458,11 @@ def _schedule(work: _Work) -> None:
         work.set("initial_loss_scale", 1024.0, "no step is skipped while a scale is looked for")
 
 
-def reference_kind(shrunk: ScaledDown, names: tuple[str, ...] = AXES[:3]) -> str:
+def reference_kind(shrunk: ScaledDown) -> str:
     """"unsharded": one rank does all the work. "ddp": stock DDP on the same ranks, where the model
     itself is split, or what a rank computes depends on the others."""
     o = shrunk.options
-    split = any(_number(o, name, 1) > 1 for name in (*names, "expert_model_parallel_size"))
     routing = o.get("moe_router_load_balancing_type")
     kinds = routing if isinstance(routing, (list, tuple)) else [routing]
     depends = bool(o.get("moe_router_enable_expert_bias")) or "global_aux_loss" in kinds
-    return "ddp" if split or depends or o.get("fp8") else "unsharded"
+    return "ddp" if splits_model(o) or depends or o.get("fp8") else "unsharded"

@@ -18,6 +18,7 @@ from typing import Any
 from megatron_fsdp_adapter.launch import megatron_lm, runner
 from megatron_fsdp_adapter.megatron.options import sizes, validation
 from megatron_fsdp_adapter.megatron.options.settings import Change
+from megatron_fsdp_adapter.prove.scale_down import ranks_over
 
 SCRIPT_OPTIONS = Path("lib", "options.py")
 """Beside a training script of this repository."""
@@ -124,11 +125,7 @@ def _named_like_configs(options: Mapping[str, Any], world_size: int) -> dict[str
         found["recompute_granularity"] = "selective"
     found.setdefault("position_embedding_type", "learned_absolute")
     found["num_moe_experts"] = found.get("num_moe_experts") or found.get("num_experts")
-    split = 1
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size",
-                 "context_parallel_size"):  # fmt: skip
-        split *= found.get(name) or 1
-    found["original_data_parallel_size"] = max(1, world_size // split)
+    found["original_data_parallel_size"] = max(1, world_size // ranks_over(found))
     if not found.get("expert_tensor_parallel_size"):
         found["expert_tensor_parallel_size"] = found.get("tensor_model_parallel_size") or 1
     missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")

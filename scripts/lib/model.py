@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
@@ -28,14 +26,12 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from lib.data import padded_vocab_size
 from lib.distributed import Place, side_stream
 from lib.options import DDP, EXPERTS, FP8, FSDP, MODEL, OPTIMIZER, Options, chosen
-from megatron_fsdp_adapter.megatron.compat import patches
-from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
+from megatron_fsdp_adapter.megatron.gpt_model import gpt_model, in_compute_dtype
 from megatron_fsdp_adapter.megatron.local_spec import local_block_spec
 from megatron_fsdp_adapter.megatron.options.ddp_config import (
     DistributedDataParallelConfig as FsdpConfig,
@@ -98,25 +94,13 @@ def layer_spec(config: TransformerConfig, options: Options) -> Any:
 def build_model(options: Options, config: TransformerConfig, place: Place) -> torch.nn.Module:
     """A GPTModel on the device, or as far as core allows on the meta device; in bf16 inside
     core's Float16Module."""
-    if options.gradient_accumulation_fusion:
-        patches.install(FUSED_WGRAD)
     on_meta = options.init_model_with_meta_device
+    named = {**vars(options), "padded_vocab_size": padded_vocab_size(options)}
     with torch.device("meta") if on_meta else contextlib.nullcontext():
-        model: torch.nn.Module = GPTModel(
-            config=config,
-            transformer_layer_spec=layer_spec(config, options),
-            vocab_size=padded_vocab_size(options),
-            max_sequence_length=options.max_position_embeddings,
-            share_embeddings_and_output_weights=not options.untie_embeddings_and_output_weights,
-            position_embedding_type=options.position_embedding_type,
-            rotary_base=options.rotary_base,
-        )
-    model.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
-    for param in model.parameters():
-        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+        model = gpt_model(config, layer_spec(config, options), named)
     if not on_meta:
         model.to(place.device)
-    return Float16Module(config, model) if options.bf16 else model
+    return in_compute_dtype(config, model)
 
 
 def ddp_config(options: Options) -> DistributedDataParallelConfig:

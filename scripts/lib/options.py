@@ -23,10 +23,10 @@ from typing import Any, Literal, NoReturn
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_fsdp_adapter.cli import gpt
-from megatron_fsdp_adapter.cli.gpt import flag
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.megatron.options.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp_adapter.models import sources
+from megatron_fsdp_adapter.models.spec import flag
 
 MODEL = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels",
@@ -229,9 +229,10 @@ def make_parser() -> argparse.ArgumentParser:
 def read_preset(path: str) -> list[str]:
     """A preset as the command-line arguments it stands for.
 
-    Raises as `gpt.read_preset`, and ValueError for keys that are no flags (all in one error).
+    Raises as that of `sources`, and ValueError for keys that are no flags (all in one error).
     """
-    content = {str(key).replace("_", "-"): value for key, value in gpt.read_preset(path).items()}
+    lines = sources.read_preset(path)
+    content = {str(key).replace("_", "-"): value for key, value in lines.items()}
     known = {item.name.replace("_", "-"): item.type for item in dataclasses.fields(Options)}
     unknown = [_unknown(key, known) for key in content if key not in known]
     if unknown:

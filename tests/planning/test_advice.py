@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_fsdp_adapter.cli import doctor
+from megatron_fsdp_adapter.models.spec import Parallel
 from megatron_fsdp_adapter.planning.advice import advice, configuration_of, gpu_in_tables
-from megatron_fsdp_adapter.planning.shapes import Parallel
 
 pytestmark = pytest.mark.once
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 
-from megatron_fsdp_adapter.cli.estimate import plan_model
-from megatron_fsdp_adapter.cli.quantized_options import NVFP4, Quantization
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
+from megatron_fsdp_adapter.models.quantization import NVFP4, Quantization
+from megatron_fsdp_adapter.models.sources import model_named
+from megatron_fsdp_adapter.models.spec import Parallel, listing
 from megatron_fsdp_adapter.planning import prediction
 from megatron_fsdp_adapter.planning.configurations import (
     Configuration,
@@ -22,19 +22,17 @@ from megatron_fsdp_adapter.planning.configurations import (
 )
 from megatron_fsdp_adapter.planning.features import Features, features_of
 from megatron_fsdp_adapter.planning.machine import machine_named
-from megatron_fsdp_adapter.planning.models import shape_named
 from megatron_fsdp_adapter.planning.prediction import predict, program_of
 from megatron_fsdp_adapter.planning.program import COLLECTIVES, PRODUCTS, Kind
-from megatron_fsdp_adapter.planning.report import bridge_overrides, megatron_flags
 from megatron_fsdp_adapter.planning.search import Wanted, plan
-from megatron_fsdp_adapter.planning.shapes import Parallel, listing, units, with_layers
+from megatron_fsdp_adapter.planning.shapes import units
 from megatron_fsdp_adapter.planning.step import StepSetup
 
 pytestmark = pytest.mark.once
 
 H200 = machine_named("h200")
-SHAPE = replace(with_layers(shape_named("llama3-8b"), 4), seq_length=4096)
-LAYERS = replace(with_layers(shape_named("llama3-8b"), 24), seq_length=4096)
+LAYERS = replace(model_named("llama3-8b"), num_layers=24, seq_length=4096)
+SPEC = replace(LAYERS, num_layers=4)
 FP8 = Features(Quantization(PER_TENSOR))
 GIB = 1 << 30
 PLAIN = Configuration(2, fused=False)
@@ -45,7 +43,7 @@ def with_features(**given) -> Configuration:
 
 
 def step_of(chosen: Configuration, microbatches: int = 1):
-    program = program_of(SHAPE, chosen, microbatches, 0, 4)
+    program = program_of(SPEC, chosen, microbatches, 0, 4)
     begin = [count for name, count in program.marks if name == "step"][1]
     return program.operations[begin:]
 
@@ -59,9 +57,9 @@ def amounts(operations) -> Counter:
 
 def test_fp8_weights_halve_what_is_gathered_of_them_and_all_products_but_the_heads():
     plain, fp8 = amounts(step_of(PLAIN)), amounts(step_of(replace(PLAIN, features=FP8)))
-    linear = 4 * SHAPE.active_numel(0)
+    linear = 4 * SPEC.active_numel(0)
     assert plain[Kind.ALL_GATHER] - fp8[Kind.ALL_GATHER] == pytest.approx(2 * linear, rel=0.01)
-    head = 6 * 4096 * SHAPE.vocabulary * SHAPE.gpt.hidden_size
+    head = 6 * 4096 * SPEC.embedding_rows * SPEC.hidden_size
     assert fp8[Kind.PRODUCT] == head and fp8[Kind.FP8_PRODUCT] == plain[Kind.PRODUCT] - head
     labels = {one.label for one in step_of(replace(PLAIN, features=FP8))}
     assert {"largest values of weights", "casts to per_tensor"} < labels
@@ -69,13 +67,10 @@ def test_fp8_weights_halve_what_is_gathered_of_them_and_all_products_but_the_hea
 
 
 @pytest.mark.parametrize("form", [PER_TENSOR, BLOCK128, MXFP8])
-def test_formats_are_run_by_the_engine_and_counted_like_estimate_does(form):
-    chosen = replace(PLAIN, features=Features(Quantization(form)))
-    assert any(one.kind in (Kind.FP8_PRODUCT, Kind.BLOCK_PRODUCT) for one in step_of(chosen))
-    theirs = plan_model(SHAPE.gpt, 2, torch.bfloat16, quantized=Quantization(form))
-    row, precision = STRATEGIES["optim_grads_params"], chosen.features.precision
-    mine = planned(SHAPE, chosen).bytes_held(row, precision, 0)
-    assert mine == theirs.bytes_held(row, precision, 0)
+def test_formats_are_run_by_the_engine(form):
+    found = step_of(replace(PLAIN, features=Features(Quantization(form))))
+    assert {Kind.FP8_PRODUCT, Kind.BLOCK_PRODUCT} & {one.kind for one in found}
+    assert {Kind.FP8_PRODUCT, Kind.FP8_GROUPED, Kind.BLOCK_PRODUCT} < set(PRODUCTS)
 
 
 def test_a_format_without_numbers_is_an_error_that_lists_those_with():
@@ -102,15 +97,15 @@ def test_time_and_peak_are_what_was_measured(chosen, batch, ms, gib, monkeypatch
 
 def test_a_budget_keeps_the_units_that_estimate_says_and_saves_their_communication():
     chosen = with_features(budget_gib=2.0)
-    kept = planned(SHAPE, chosen).kept(STRATEGIES["optim_grads_params"], chosen.features.precision)
+    kept = planned(SPEC, chosen).kept(STRATEGIES["optim_grads_params"], chosen.features.precision)
     assert 0 < kept.weights < len(kept.rows)
     less, more = (
         sum(one.kind in COLLECTIVES for one in step_of(one_, 4)) for one_ in (chosen, PLAIN)
     )
     assert less < more
-    times = [predict(SHAPE, with_features(budget_gib=gib), H200, 8).ms for gib in (0.0, 2.0, 20.0)]
+    times = [predict(SPEC, with_features(budget_gib=gib), H200, 8).ms for gib in (0.0, 2.0, 20.0)]
     assert times == sorted(times, reverse=True)
-    every = predict(SHAPE, replace(PLAIN, strategy="optim"), H200, 8).ms
+    every = predict(SPEC, replace(PLAIN, strategy="optim"), H200, 8).ms
     assert times[-1] == pytest.approx(every, rel=0.02)
 
 
@@ -120,22 +115,6 @@ def test_graphs_of_layers_leave_the_host_what_is_around_them():
         for chosen in (PLAIN, with_features(layer_graphs=True), replace(PLAIN, graph=True))
     )
     assert whole < layers < 0.5 * eager
-
-
-def test_options_of_megatron_are_features_and_come_back_as_flags():
-    options = {
-        "fp8_format": "hybrid", "fp8_recipe": "blockwise", "fp8_param_gather": True,
-        "fsdp_unsharded_budget_gib": 4.0,
-    }  # fmt: skip
-    found = features_of(options)
-    assert found.quantized.weights is BLOCK128 and found.budget_gib == 4.0
-    text = megatron_flags(SHAPE, replace(PLAIN, features=found))
-    for words in (
-        "--fp8-recipe blockwise", "--fp8-param-gather", "--fsdp-unsharded-budget-gib 4.0",
-    ):  # fmt: skip
-        assert words in text
-    wire = with_features(bf16_wire=True)
-    assert "megatron_fsdp_grad_comm_dtype=bf16" in bridge_overrides(SHAPE, wire)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +130,7 @@ def test_features_that_exclude_each_other_are_an_error(given, reason):
 
 def test_a_plan_with_features_tries_only_what_goes_with_them():
     fixed = {"tensor": 1, "pipeline": 1, "recompute": False, "microbatch": 1}
-    found = plan(Wanted(SHAPE, H200, 2, 8, 140.0, fixed, 3, Features(budget_gib=1.0)))
+    found = plan(Wanted(SPEC, H200, 2, 8, 140.0, fixed, 3, Features(budget_gib=1.0)))
     assert {one.configuration.strategy for one in found.predictions} <= {
         "optim_grads", "optim_grads_params"
     }
@@ -159,91 +138,46 @@ def test_a_plan_with_features_tries_only_what_goes_with_them():
 
 
 def test_experts_are_joined_in_one_parameter_with_all_their_elements():
-    shape = replace(with_layers(shape_named("mixtral-8x7b"), 4), seq_length=4096)
-    rows, joined = listing(shape, Parallel(expert=2)), units(shape, Parallel(expert=2), 1)
+    rows, joined = listing(MIXTRAL, Parallel(expert=2)), units(MIXTRAL, Parallel(expert=2), 1)
     params = [full for unit in joined for _, full, _ in unit.params]
     assert len(params) < len(rows)
     assert sum(map(math.prod, params)) == sum(math.prod(full) for _, _, full, _ in rows)
-
-
-def test_products_that_are_fp8_are_products():
-    assert {Kind.FP8_PRODUCT, Kind.FP8_GROUPED, Kind.BLOCK_PRODUCT} < set(PRODUCTS)
 
 
 TWO_LAYERS = 300_000_000
 """Elements: more than one layer has, fewer than two."""
 
 
-def test_joined_layers_are_gathered_together_and_counted_like_estimate_does():
+def test_joined_layers_are_gathered_together_and_the_engine_holds_no_more_than_is_counted():
     chosen = with_features(unit_numel=TWO_LAYERS)
-    plain, joined = (
-        Counter(one.kind for one in step_of(one_, 1) if one.amount > 1e6)
-        for one_ in (PLAIN, chosen)
+    plain, joined, budget = (
+        Counter(one.kind for one in step_of(one_, 4) if one.amount > 1e6)
+        for one_ in (PLAIN, chosen, with_features(unit_numel=TWO_LAYERS, budget_gib=2.0))
     )
     for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
-        assert joined[kind] < plain[kind]
-    model = planned(SHAPE, chosen)
-    assert model.order[1:3] == (
-        "decoder.layers.0 to decoder.layers.1", "decoder.layers.2 to decoder.layers.3"
-    )  # fmt: skip
+        assert budget[kind] <= joined[kind] < plain[kind]
+    assert budget[Kind.ALL_GATHER] < joined[Kind.ALL_GATHER]
     row, precision = STRATEGIES["optim_grads_params"], chosen.features.precision
-    held = model.bytes_held(row, precision, 0)
-    theirs = plan_model(SHAPE.gpt, 2, torch.bfloat16, unit_numel=TWO_LAYERS)
-    assert held == theirs.bytes_held(row, precision, 0)
-    small = replace(SHAPE, gpt=replace(SHAPE.gpt, vocab_size=1024))
-    gathered = [
-        planned(small, one).bytes_held(row, precision, 0)["gathered weights"]
-        for one in (PLAIN, chosen)
-    ]
-    assert gathered[1] == pytest.approx(2 * gathered[0], rel=0.01)
-    assert f"--suggested-communication-unit-size {TWO_LAYERS}" in megatron_flags(SHAPE, chosen)
-
-
-def test_small_layers_are_joined_by_default_as_the_wrapper_joins_them(monkeypatch):
-    """The engine, `estimate` and the memory of a plan have the same units. Few of them tell all."""
-    shape = with_layers(shape_named("llama-1.5b"), 20)
-    model = planned(shape, PLAIN)
-    assert model.order[1] == "decoder.layers.0 to decoder.layers.1"
-    row, precision = STRATEGIES["optim_grads_params"], PLAIN.features.precision
-    theirs = plan_model(shape.gpt, 2, torch.bfloat16)
-    assert model.bytes_held(row, precision, 0) == theirs.bytes_held(row, precision, 0)
-    assert "unit-size" not in megatron_flags(SHAPE, PLAIN)
-    apart = with_features(unit_numel=0)
-    assert "--suggested-communication-unit-size 0" in megatron_flags(SHAPE, apart)
-    for chosen in (
-        apart, replace(PLAIN, graph=True), with_features(layer_graphs=True),
-        replace(PLAIN, parallel=Parallel(pipeline=2)),
-    ):  # fmt: skip
-        assert not any(" to " in name for name in planned(shape, chosen).order), chosen.name
-    longer = with_layers(shape, 40)
-    in_stages = [
-        planned(longer, replace(PLAIN, parallel=Parallel(pipeline=2, virtual=count))).order[1]
-        for count in (1, 2)
-    ]
-    assert in_stages == ["decoder.layers.0 to decoder.layers.1", "decoder.layers.0"]
-    few, unjoined = (predict(shape, one, H200, 2).ms for one in (PLAIN, apart))
-    monkeypatch.setattr(prediction, "MORE", 10)
-    assert few == pytest.approx(predict(shape, PLAIN, H200, 2).ms, rel=0.01)
-    assert few < unjoined
-
-
-def test_the_engine_holds_no_more_of_joined_layers_than_is_counted():
-    chosen = with_features(unit_numel=TWO_LAYERS)
-    shape = with_layers(replace(SHAPE, gpt=replace(SHAPE.gpt, vocab_size=1024)), 5)
-    held = planned(shape, chosen).bytes_held(
-        STRATEGIES["optim_grads_params"], chosen.features.precision, 0
-    )
-    passing = program_of(shape, chosen, 1, 0, 5).most_bytes - held["gradient shard"]
+    small = replace(SPEC, vocab_size=1024, num_layers=5)
+    apart, held = (planned(small, one).bytes_held(row, precision, 0) for one in (PLAIN, chosen))
+    assert held["gathered weights"] == pytest.approx(2 * apart["gathered weights"], rel=0.01)
+    passing = program_of(small, chosen, 1, 0, 5).most_bytes - held["gradient shard"]
     assert 0.99 * held["reduce bucket"] < passing < held["gathered weights"] + held["reduce bucket"]
 
 
-def test_a_budget_keeps_joined_layers_whole():
-    chosen = with_features(unit_numel=TWO_LAYERS, budget_gib=2.0)
-    less, more = (
-        sum(one.kind in COLLECTIVES for one in step_of(one_, 4))
-        for one_ in (chosen, with_features(unit_numel=TWO_LAYERS))
-    )
-    assert less < more
+def test_small_layers_are_joined_where_the_wrapper_joins_them():
+    """Of a stage, in each of its model chunks; in no graph, and not where it is said."""
+    few, longer = (replace(model_named("llama-1.5b"), num_layers=count) for count in (20, 40))
+    apart = with_features(unit_numel=0)
+    for spec, chosen, joined in (
+        (few, PLAIN, 2), (few, apart, 1), (few, replace(PLAIN, graph=True), 1),
+        (few, with_features(layer_graphs=True), 1),
+        (few, replace(PLAIN, parallel=Parallel(pipeline=2)), 1),
+        (longer, replace(PLAIN, parallel=Parallel(pipeline=2)), 2),
+        (longer, replace(PLAIN, parallel=Parallel(pipeline=2, virtual=2)), 1),
+    ):  # fmt: skip
+        assert max(unit.layers for unit in planned(spec, chosen).units) == joined, chosen.name
+    assert predict(few, PLAIN, H200, 2).ms < predict(few, apart, H200, 2).ms
 
 
 @pytest.mark.parametrize(
@@ -263,7 +197,7 @@ def test_what_is_not_modeled_is_refused_by_name(options, named):
     assert features_of(dict.fromkeys(options) | {"cuda_graph_scope": "full"}) == Features()
 
 
-MIXTRAL = replace(with_layers(shape_named("mixtral-8x7b"), 4), seq_length=4096)
+MIXTRAL = replace(model_named("mixtral-8x7b"), num_layers=4, seq_length=4096)
 EXPERTS = Configuration(2, Parallel(expert=2), separate_gathers=True)
 
 

@@ -9,36 +9,29 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp_adapter.cli.gpt import GptConfig
 from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig
-from megatron_fsdp_adapter.planning.program import COLLECTIVES, Kind
-from megatron_fsdp_adapter.planning.shapes import Experts, Parallel, Shape, units
+from megatron_fsdp_adapter.models.spec import WHOLE, ModelSpec, Parallel
+from megatron_fsdp_adapter.planning.program import COLLECTIVES, Kind, Operation
+from megatron_fsdp_adapter.planning.shapes import units
 from megatron_fsdp_adapter.planning.step import StepSetup, record_step
 from megatron_fsdp_adapter.planning.timed_runtime import CALL, LAUNCH, TimedRuntime
 
-SMALL = GptConfig(
+SPEC = ModelSpec(
     num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, vocab_size=512,
     position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False,
-    untie_embeddings_and_output_weights=True,
+    untie_embeddings_and_output_weights=True, seq_length=128,
 )  # fmt: skip
-SHAPE = Shape("small", SMALL, 128)
 
 
 def setup(strategy: str = "optim_grads_params", ranks: int = 4, **given) -> StepSetup:
-    config = EngineConfig(STRATEGIES[strategy], poison_buffers=False, **given.pop("engine", {}))
+    config = EngineConfig(STRATEGIES[strategy], poison_buffers=False)
     return StepSetup(config, given.pop("shards", {"dense": (ranks, 1)}), **given)
 
 
-def second_step(program):
+def second_step(spec: ModelSpec = SPEC, parallel: Parallel = WHOLE, **given) -> list[Operation]:
+    program = record_step(units(spec, parallel, 1), setup(**given))
     begin = [count for name, count in program.marks if name == "step"][1]
     return program.operations[begin:]
-
-
-def collectives(strategy: str, microbatches: int = 1, **given) -> Counter:
-    given["microbatches"] = microbatches
-    program = record_step(units(SHAPE, Parallel(), 1), setup(strategy, **given))
-    large = [one for one in second_step(program) if one.kind in COLLECTIVES and one.amount > 1e3]
-    return Counter(one.kind for one in large)
 
 
 @pytest.mark.parametrize(
@@ -51,53 +44,46 @@ def test_each_strategy_communicates_as_often_as_it_does_in_training(
 ):
     # 4 layers, embedding and output layer; the last one stays, and an embedding's backward reads
     # no weights. The root's norm is left out as too small.
-    found = collectives(strategy, microbatches)
+    step = second_step(strategy=strategy, microbatches=microbatches)
+    found = Counter(one.kind for one in step if one.kind in COLLECTIVES and one.amount > 1e3)
     assert found[Kind.ALL_GATHER] == gathers
     assert found[Kind.REDUCE_SCATTER] + found[Kind.ALL_REDUCE] == reductions
 
 
 def test_layouts_and_buffers_are_those_of_the_engine_at_16384_ranks():
-    program = record_step(units(SHAPE, Parallel(), 1), setup(ranks=16384), steps=1)
+    program = record_step(units(SPEC, Parallel(), 1), setup(ranks=16384), steps=1)
     gathers = [one for one in program.operations if one.kind is Kind.ALL_GATHER]
     assert gathers and all(one.amount % (2 * 16384) == 0 for one in gathers)
 
 
 def test_gradients_that_modules_write_are_not_copied():
-    copied = second_step(record_step(units(SHAPE, Parallel(), 1), setup()))
-    fused = second_step(record_step(units(SHAPE, Parallel(), 1), setup(fused=True)))
-
-    def passes(operations):
-        return sum(one.amount for one in operations if one.kind is Kind.MEMORY)
-
-    assert passes(fused) < passes(copied)
+    copied, fused = (
+        sum(one.amount for one in second_step(fused=fused) if one.kind is Kind.MEMORY)
+        for fused in (False, True)
+    )
+    assert fused < copied
 
 
 def test_with_a_graph_only_the_optimizer_costs_the_host():
-    found = second_step(record_step(units(SHAPE, Parallel(), 1), setup(graph=True)))
-    assert {one.part for one in found if one.host} <= {"norm", "optimizer", "sync"}
+    costs = {one.part for one in second_step(graph=True) if one.host}
+    assert costs <= {"norm", "optimizer", "sync"}
 
 
 def test_an_outer_axis_is_reduced_once_a_step():
-    shards = {"dense": (2, 4)}
-    program = record_step(units(SHAPE, Parallel(), 1), setup(shards=shards, microbatches=3))
-    outer = [one for one in second_step(program) if one.group == "dense outer"]
-    reduced = [one for one in outer if one.amount > 100]
-    assert 5 <= len(reduced) <= 7
+    found = second_step(shards={"dense": (2, 4)}, microbatches=3)
+    assert 5 <= sum(one.group == "dense outer" and one.amount > 100 for one in found) <= 7
 
 
 def test_experts_have_a_domain_of_their_own_and_gathers_on_their_own_communicators():
-    shape = replace(SHAPE, experts=Experts(8, 2, 128))
-    given = setup(shards={"dense": (8, 1), "expert": (2, 1)}, separate_gathers=True)
-    found = second_step(record_step(units(shape, Parallel(expert=4), 1), given))
+    mixture = replace(SPEC, num_experts=8, moe_ffn_hidden_size=128)
+    shards = {"dense": (8, 1), "expert": (2, 1)}
+    found = second_step(mixture, Parallel(expert=4), shards=shards, separate_gathers=True)
     used = {(one.group, one.channel) for one in found if one.kind is Kind.ALL_GATHER}
     assert used == {("dense", "dense gathers"), ("expert", "expert gathers")}
 
 
 def test_a_pipelines_stage_holds_back_backwards_while_it_fills():
-    parallel = Parallel(pipeline=2)
-    found = second_step(
-        record_step(units(SHAPE, parallel, 1), setup(microbatches=3, warmup=1))
-    )
+    found = second_step(parallel=Parallel(pipeline=2), microbatches=3, warmup=1)
     first = next(i for i, one in enumerate(found) if one.part == "backward")
     forwards = [one for one in found[:first] if one.label == "forward decoder.layers.0"]
     assert len({one.kind for one in forwards}) < len(forwards)  # of two microbatches
@@ -105,7 +91,7 @@ def test_a_pipelines_stage_holds_back_backwards_while_it_fills():
 
 def test_buffers_at_their_most_are_less_with_more_sharded():
     most = {
-        name: record_step(units(SHAPE, Parallel(), 1), setup(name)).most_bytes
+        name: record_step(units(SPEC, Parallel(), 1), setup(name)).most_bytes
         for name in ("optim", "optim_grads", "optim_grads_params")
     }
     assert most["optim"] <= most["optim_grads"] <= most["optim_grads_params"]
@@ -117,10 +103,10 @@ def test_a_process_that_trains_is_left_alone():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         with pytest.raises(RuntimeError, match="plan in a process that does not train"):
-            record_step(units(SHAPE, Parallel(), 1), setup())
+            record_step(units(SPEC, Parallel(), 1), setup())
     finally:
         dist.destroy_process_group()
-    record_step(units(SHAPE, Parallel(), 1), setup(), steps=1)
+    record_step(units(SPEC, Parallel(), 1), setup(), steps=1)
     assert not dist.is_initialized()
 
 

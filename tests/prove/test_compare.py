@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,43 +21,49 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: torch.randn(24, 7, generator=generator) for name in NAMES}
 
 
-def row(mine: dict[str, torch.Tensor], parts: int = 1, quantity: str = "gradients") -> Row:
-    return compare.compare_tensors("trained", 1, quantity, mine, tensors(), LIMIT, parts)
+def row(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], parts: int = 1) -> Row:
+    return compare.compare_tensors("trained", 1, "gradients", mine, theirs, LIMIT, parts)
 
 
-def test_what_rounding_makes_is_within_the_bound() -> None:
-    found = row({name: value * (1 + 2e-6) for name, value in tensors().items()})
-    assert found.holds and found.remark == "" and found.compared == len(NAMES)
+def changed(change: Callable[[torch.Tensor], torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
+    """The reference with some of its tensors, by default all, another."""
+    return {n: change(v) if n in (names or NAMES) else v for n, v in tensors().items()}
 
 
-def test_a_factor_is_named() -> None:
-    found = row({name: value * 0.5 for name, value in tensors().items()})
-    assert found.difference == pytest.approx(0.5)
-    assert found.remark.startswith("all 6 parameters; a constant factor 0.5: a scale")
+def with_nan(value: torch.Tensor) -> torch.Tensor:
+    return value.index_put((torch.tensor([3]), torch.tensor([2])), torch.tensor(math.nan))
 
 
-def test_one_unit_is_named() -> None:
-    mine = tensors()
-    for name in NAMES[2:4]:
-        mine[name] = torch.zeros_like(mine[name])
-    found = row(mine)
-    assert found.remark == "only decoder.layers.1 (2 of its 2 parameters); zero: it is missing"
+THREE = [tensors(seed) for seed in (1, 2, 3)]
+SUMS = [{name: sum(part[name] for part in parts) for name in NAMES} for parts in (THREE[:2], THREE)]
+WITHOUT = {name: value for name, value in tensors().items() if name != NAMES[1]}
+ZEROS, NOISE = torch.zeros(8), torch.full((8,), 1e-9)
+LOOKS: dict[str, tuple[Any, Any, str | None]] = {
+    "rounding": (changed(lambda v: v * (1 + 2e-6)), tensors(), None),
+    "noise where the reference is zero": (
+        {**tensors(), "zero": NOISE}, {**tensors(), "zero": ZEROS}, None),
+    "a factor": (changed(lambda v: v * 0.5), tensors(),
+                 "all 6 parameters; a constant factor 0.5: a scale"),
+    "one unit": (changed(torch.zeros_like, *NAMES[2:4]), tensors(),
+                 "only decoder.layers.1 (2 of its 2 parameters); zero: it is missing"),
+    "a missing microbatch": (*SUMS, "like a sum that lacks 1 of 3 microbatches"),
+    "wrong rows": (changed(lambda v: v.roll(1, 0), NAMES[0]), tensors(),
+                   "row 0 holds what belongs to row 23: wrong rows"),
+    "NaN": (changed(with_nan, NAMES[1]), tensors(),
+            "NaN: memory was read that nobody had written"),
+    "a name that one lacks": (WITHOUT, tensors(), "only one of both has it"),
+}  # fmt: skip
 
 
-def test_a_missing_microbatch_is_guessed() -> None:
-    parts = [tensors(seed) for seed in (1, 2, 3)]
-    whole = {name: sum(part[name] for part in parts) for name in NAMES}
-    two = {name: parts[0][name] + parts[1][name] for name in NAMES}
-    found = compare.compare_tensors("trained", 1, "gradients", two, whole, LIMIT, 3)
-    assert "like a sum that lacks 1 of 3 microbatches" in found.remark
-
-
-def test_wrong_rows_are_named() -> None:
-    mine = tensors()
-    mine[NAMES[0]] = mine[NAMES[0]].roll(1, 0)
-    found = row(mine)
-    assert found.name == NAMES[0]
-    assert "row 0 holds what belongs to row 23: wrong rows" in found.remark
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_difference_is_named_with_what_it_looks_like(name: str) -> None:
+    mine, theirs, remark = LOOKS[name]
+    found = row(mine, theirs, 3 if "microbatch" in name else 1)
+    assert found.holds == (remark is None)
+    assert (remark or "") in found.remark and found.compared == len(theirs)
+    wrong = [n for n in theirs if n not in mine or not torch.equal(mine[n], theirs[n])]
+    assert found.holds or found.name in wrong
+    assert name != "a factor" or found.difference == pytest.approx(0.5)
 
 
 def test_one_row_is_not_hidden_by_the_others() -> None:
@@ -65,27 +73,6 @@ def test_one_row_is_not_hidden_by_the_others() -> None:
     allowed = compare.bound("bf16", "gradients", 1)
     found = compare.compare_tensors("trained", 1, "gradients", mine, theirs, allowed)
     assert not found.holds and f"of {NAMES[0]} rows 17 to 17 of 4096" in found.remark
-
-
-def test_nan_holds_for_no_bound() -> None:
-    mine = tensors()
-    mine[NAMES[1]][3, 2] = math.nan
-    found = row(mine)
-    assert not found.holds and found.name == NAMES[1]
-    assert "NaN: memory was read that nobody had written" in found.remark
-
-
-def test_names_that_one_lacks_are_a_difference() -> None:
-    mine = tensors()
-    del mine[NAMES[1]]
-    found = row(mine)
-    assert not found.holds and found.name == NAMES[1]
-
-
-def test_noise_where_the_reference_is_zero_is_rounding() -> None:
-    theirs = {**tensors(), "zero": torch.zeros(8)}
-    mine = {**tensors(), "zero": torch.full((8,), 1e-9)}
-    assert compare.compare_tensors("trained", 1, "gradients", mine, theirs, LIMIT).holds
 
 
 def test_steps_by_the_sign_of_noise_are_left_out() -> None:
@@ -106,14 +93,15 @@ def _rows(*wrong: tuple[int, str]) -> list[Row]:
     ]
 
 
-def test_the_first_difference_says_where_to_look() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [([(2, "loss"), (2, "gradients")], "other weights than the optimizer wrote"),
+     ([(1, "update")], "the optimizer's side"),
+     ([(1, "gradients"), (1, "norm"), (1, "update")], "the reduction")],
+)  # fmt: skip
+def test_the_first_difference_says_where_to_look(wrong: list[tuple[int, str]], said: str) -> None:
     assert compare.conclusion(_rows()) is None
-    stale = compare.conclusion(_rows((2, "loss"), (2, "gradients")))
-    assert stale is not None and "other weights than the optimizer wrote" in stale
-    step = compare.conclusion(_rows((1, "update")))
-    assert step is not None and "the optimizer's side" in step
-    backward = compare.conclusion(_rows((1, "gradients"), (1, "norm"), (1, "update")))
-    assert backward is not None and "the reduction" in backward
+    assert said in (compare.conclusion(_rows(*wrong)) or "")
 
 
 def test_bounds_are_eps_times_the_stated_factor() -> None:

@@ -16,7 +16,7 @@ from megatron_fsdp_adapter.core.layout.format import (
     WeightFormat,
 )
 
-from .gpt import flag
+from .spec import flag
 
 NVFP4 = WeightFormat(
     "nvfp4",

@@ -1,0 +1,320 @@
+"""Where a model is described: known models, YAML presets, Hugging Face configs, Megatron's options;
+and what of Megatron's options splits it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_fsdp_adapter.megatron.options import sizes
+
+from .spec import OPTIONS, ModelSpec, Parallel, flag
+
+_LLAMA3 = {
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+    "add_bias_linear": False, "untie_embeddings_and_output_weights": True,
+    "group_query_attention": True, "num_query_groups": 8, "vocab_size": 128256, "seq_length": 8192,
+}  # fmt: skip
+_LLAMA = {**_LLAMA3, "vocab_size": 32000, "seq_length": 4096}
+
+
+def _sizes(layers: int, hidden: int, ffn: int, heads: int, **more: Any) -> dict[str, Any]:
+    named = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn}
+    return {**named, "num_attention_heads": heads, **more}
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "llama-1.5b": {**_LLAMA3, **_sizes(16, 2048, 8192, 32), "seq_length": 2048},
+    "llama3-8b": {**_LLAMA3, **_sizes(32, 4096, 14336, 32)},
+    "llama-13b": {**_LLAMA, **_sizes(40, 5120, 13824, 40, num_query_groups=40)},
+    "llama-30b": {**_LLAMA, **_sizes(60, 6656, 17920, 52, num_query_groups=52)},
+    "llama3-70b": {**_LLAMA3, **_sizes(80, 8192, 28672, 64)},
+    "llama3-405b": {**_LLAMA3, **_sizes(126, 16384, 53248, 128)},
+    "mixtral-8x7b": {
+        **_LLAMA, **_sizes(32, 4096, 14336, 32), "num_experts": 8, "moe_router_topk": 2,
+    },
+    "mixtral-8x22b": {
+        **_LLAMA, **_sizes(56, 6144, 16384, 48), "num_experts": 8, "moe_router_topk": 2,
+    },
+    "deepseek-v3": {
+        **_LLAMA, **_sizes(61, 7168, 18432, 128, num_query_groups=128), "vocab_size": 129280,
+        "num_experts": 256, "moe_router_topk": 8, "moe_ffn_hidden_size": 2048,
+        "moe_shared_expert_intermediate_size": 2048, "moe_layer_freq": [0] * 3 + [1] * 58,
+        "multi_latent_attention": True, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "qk_layernorm": True,
+    },
+}  # fmt: skip
+"""Known models, by the names of Megatron's arguments."""
+
+MEANINGS: Mapping[str, str] = {
+    "num_layers": "transformer layers",
+    "hidden_size": "width of the model",
+    "ffn_hidden_size": "width of the MLPs; default 4 times the model's",
+    "num_attention_heads": "attention heads",
+    "num_query_groups": "heads of keys and values, with grouped queries",
+    "kv_channels": "width of a head; default the model's over the heads",
+    "vocab_size": "tokens, before padding",
+    "padded_vocab_size": "rows of the embedding",
+    "make_vocab_size_divisible_by": "what the vocabulary is padded to; default 128",
+    "max_position_embeddings": "learned positions",
+    "seq_length": "tokens of a sequence",
+    "group_query_attention": "fewer heads of keys and values than of queries",
+    "swiglu": "gated MLPs",
+    "add_qkv_bias": "a bias for queries, keys and values",
+    "qk_layernorm": "norms of queries and keys",
+    "untie_embeddings_and_output_weights": "an output layer with weights of its own",
+    "normalization": "LayerNorm (the default) or RMSNorm",
+    "position_embedding_type": "learned_absolute (the default) has weights, rope has none",
+    "tokenizer_type": "NullTokenizer adds a token to the vocabulary",
+    "num_experts": "experts of a layer",
+    "moe_router_topk": "experts that a token goes to",
+    "moe_ffn_hidden_size": "width of an expert",
+}
+"""Options of a model, for the help of commands."""
+
+def read_preset(path: str) -> dict[Any, Any]:
+    """The lines of a YAML file whose keys are Megatron's flag names, as they are written. Raises
+    FileNotFoundError or ValueError, naming the file."""
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"--config {path}: no such file")
+    try:
+        content = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {path}: not valid YAML ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path}: must hold 'flag: value' lines, e.g. 'num-layers: 2'")
+    return content
+
+
+def read_options(path: str) -> dict[str, Any]:
+    """A preset by the names of options. Training options that do not change the parameters are left
+    as they are. Raises as `read_preset`."""
+    options = {str(key).replace("-", "_"): value for key, value in read_preset(path).items()}
+    if "disable_bias_linear" in options:
+        options["add_bias_linear"] = not options.pop("disable_bias_linear")
+    return options
+
+
+def options_from(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `preset`, then `hf_config`, then the file `config`, of those that are given; the
+    later wins. Raises as these."""
+    readers: dict[str, Callable[[str], Mapping[str, Any]]] = {
+        "preset": PRESETS.__getitem__, "hf_config": read_hugging_face, "config": read_options,
+    }  # fmt: skip
+    options: dict[str, Any] = {}
+    for name, read in readers.items():
+        if given.get(name) is not None:
+            options |= read(given[name])
+    return options
+
+
+def model_name(path: str) -> str:
+    """What a Hugging Face config, or its folder, is called: the folder's name."""
+    file = Path(path).absolute()
+    return (file if file.is_dir() else file.parent).name
+
+
+def read_hugging_face(path: str) -> dict[str, Any]:
+    """A decoder's config.json, or its folder's, by the names of Megatron's arguments.
+    FileNotFoundError or ValueError, naming the file."""
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise FileNotFoundError(f"--hf-config {file}: no such file")
+    try:
+        found = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--hf-config {file}: not valid JSON ({error})") from error
+    found = {**found, **found.get("text_config", {})}
+    missing = [name for name in _OF_HUGGING_FACE if name not in found]
+    if missing:
+        raise ValueError(f"--hf-config {file}: has no {', '.join(missing)}: no decoder's config")
+    heads, kind = found["num_attention_heads"], str(found.get("model_type"))
+    options = {
+        **_LLAMA3, **{mine: found[theirs] for theirs, mine in _OF_HUGGING_FACE.items()},
+        "num_query_groups": found.get("num_key_value_heads") or heads,
+        "kv_channels": found.get("head_dim"),
+        "untie_embeddings_and_output_weights": not found.get("tie_word_embeddings", False),
+        "seq_length": min(found.get("max_position_embeddings", 4096), 8192),
+        "add_qkv_bias": kind.startswith("qwen2"), "qk_layernorm": kind.startswith("qwen3"),
+        "mtp_num_layers": found.get("num_nextn_predict_layers") or None,
+    }  # fmt: skip
+    return {**options, **_experts_of(found), **_latent_of(found)}
+
+
+_OF_HUGGING_FACE = {
+    "hidden_size": "hidden_size", "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads", "intermediate_size": "ffn_hidden_size",
+    "vocab_size": "vocab_size",
+}  # fmt: skip
+
+
+def _experts_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    number = next((found[name] for name in names if found.get(name)), None)
+    if number is None:
+        return {}
+    width = found.get("moe_intermediate_size") or found["intermediate_size"]
+    dense = found.get("first_k_dense_replace", 0)
+    return {
+        "num_experts": number, "moe_router_topk": found.get("num_experts_per_tok", 2),
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": (found.get("n_shared_experts") or 0) * width or None,
+        "moe_layer_freq": [0] * dense + [1] * (found["num_hidden_layers"] - dense),
+    }  # fmt: skip
+
+
+def _latent_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    if not found.get("kv_lora_rank"):
+        return {}
+    return {
+        "multi_latent_attention": True, "qk_layernorm": True, "kv_channels": None,
+        "num_query_groups": found["num_attention_heads"], "q_lora_rank": found.get("q_lora_rank"),
+        "kv_lora_rank": found["kv_lora_rank"], "qk_head_dim": found["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": found["qk_rope_head_dim"], "v_head_dim": found["v_head_dim"],
+    }  # fmt: skip
+
+
+_REFUSED: Mapping[str, Any] = {
+    "softmax_type": "vanilla",
+    "qk_l2_norm": False,
+    "attention_output_gate": False,
+    "experimental_attention_variant": None,
+    "heterogeneous_layers_config_path": None,
+}
+"""Options that change the parameters in a way that is not known here, and their neutral values."""
+
+_SPLITS: Mapping[str, Any] = {
+    "num_experts": None,
+    "mtp_num_layers": None,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+}
+"""The same of those that a plan knows or chooses itself."""
+
+
+def _checked(options: Mapping[str, Any], refused: Mapping[str, Any], **more: Any) -> ModelSpec:
+    for name, neutral in refused.items():
+        if options.get(name, neutral) not in (neutral, None):
+            raise ValueError(
+                f"{flag(name)} {options[name]!r}: the estimate knows dense models without model "
+                "parallelism only; leave the option out, or use `plan`, which counts experts, "
+                "tensor and pipeline parallelism"
+            )
+    chosen = {k: options[k] for k in OPTIONS if options.get(k) is not None}
+    required = ("num_layers", "hidden_size", "num_attention_heads")
+    missing = [flag(name) for name in required if name not in chosen]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)}: not given; set on the command line, in --config or by --preset"
+        )
+    return ModelSpec(**{**chosen, **more})
+
+
+def dense_model(options: Mapping[str, Any]) -> ModelSpec:
+    """The model among training options.
+
+    Raises ValueError for what is missing and for what makes the model no dense GPT.
+    """
+    return _checked(options, {**_SPLITS, **_REFUSED}, name="the model")
+
+
+_OF_SIZES = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+             "add_bias_linear": False}  # fmt: skip
+"""Of a model that only flags of sizes describe."""
+
+
+def from_options(options: Mapping[str, Any], name: str) -> ModelSpec:
+    """A model, dense or not, of Megatron's options. ValueError for what makes no GPT."""
+    given = {**({} if "position_embedding_type" in options else _OF_SIZES), **options}
+    if given.get("vocab_size") is None and given.get("padded_vocab_size") is None:
+        raise ValueError("--vocab-size is not given: give it, --preset or --hf-config")
+    if given.get("num_query_groups"):
+        given["group_query_attention"] = True
+    left_out = tuple(
+        f"{option}={options[option]}: {what}"
+        for option, what in LEFT_OUT.items() if options.get(option)
+    )  # fmt: skip
+    layers, dense = given.get("num_layers"), 0
+    if layers and given.get("num_experts"):
+        dense = _dense_layers(given.get("moe_layer_freq", 1), layers)
+    more = {"name": name, "left_out": left_out, "dense_layers": dense}
+    return _checked({"seq_length": 4096, **given}, _REFUSED, **more)
+
+
+LEFT_OUT = {
+    "mtp_num_layers": "multi-token prediction (num_nextn_predict_layers of Hugging Face), a layer "
+    "and an output more each; a layout needs as many m in front of its L",
+}
+"""Options whose part of a model is not planned."""
+
+
+def _dense_layers(frequency: Any, layers: int) -> int:
+    """Layers without experts in front of all with. ValueError for any other order."""
+    if isinstance(frequency, int):
+        frequency = [int(number % frequency == 0) for number in range(layers)]
+    dense = list(frequency[:layers]).count(0) if isinstance(frequency, list) else layers
+    if not isinstance(frequency, list) or any(number == 0 for number in frequency[dense:layers]):
+        raise ValueError(
+            f"--moe-layer-freq {frequency}: a plan knows layers without experts in front of all "
+            "others only; leave it out"
+        )
+    return dense
+
+
+def model_named(name: str) -> ModelSpec:
+    """A known model. ValueError lists their names."""
+    if name not in PRESETS:
+        raise ValueError(f"--preset {name!r} is unknown: use one of {sorted(PRESETS)}")
+    return from_options(PRESETS[name], name)
+
+
+def parallel_options(spec: ModelSpec, parallel: Parallel) -> dict[str, Any]:
+    """Megatron's options that split a model so. Stages of different numbers of layers have a
+    layout."""
+    parts = parallel.pipeline * parallel.virtual
+    named = {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "num_virtual_stages_per_pipeline_rank": parallel.virtual,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+    }
+    options: dict[str, Any] = {name: size for name, size in named.items() if size > 1}
+    if spec.num_layers % parts:
+        options.pop("num_virtual_stages_per_pipeline_rank", None)
+        options[sizes.LAYOUT] = sizes.layout_of(
+            spec.num_layers, parallel.pipeline, parallel.virtual
+        )
+    if parallel.tensor > 1:
+        options["sequence_parallel"] = True
+        if spec.num_experts:  # Megatron splits experts like the rest unless told
+            options["expert_tensor_parallel_size"] = 1
+    return options
+
+
+def split_problems(
+    spec: ModelSpec, parallel: Parallel, gpus: int, microbatch: int, global_batch: int
+) -> list[str]:
+    """Why Megatron would not run the model split so, one line each."""
+    options = {
+        "num_layers": spec.num_layers, "hidden_size": spec.hidden_size,
+        "num_attention_heads": spec.num_attention_heads, "num_query_groups": spec.query_groups,
+        "kv_channels": spec.kv_channels, "ffn_hidden_size": spec.ffn,
+        "seq_length": spec.tokens, "micro_batch_size": microbatch,
+        "global_batch_size": global_batch, **parallel_options(spec, parallel),
+    }  # fmt: skip
+    if spec.num_experts:
+        options |= {"num_experts": spec.num_experts, "moe_ffn_hidden_size": spec.expert_ffn}
+    return sizes.size_problems(options, gpus)
+
+
+def from_hugging_face(path: str) -> ModelSpec:
+    """A decoder's config.json, or its folder. FileNotFoundError or ValueError, naming the file."""
+    return from_options(read_hugging_face(path), model_name(path))

@@ -1,0 +1,438 @@
+"""A GPT, Llama, mixture of experts or latent-attention model, from its configuration alone, and the
+list of its parameters, whole or of one rank of a split model.
+
+Names, shapes and order of dense models are those of megatron-core's GPTModel with the local layer
+spec (a test builds that model and compares). Transformer Engine's fused layers name the norms
+differently, but hold the same sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+ROOT, EMBEDDING, LAYERS = "root", "embedding", "decoder.layers."
+DENSE, EXPERT = "dense", "expert"
+
+Row = tuple[str, str, tuple[int, ...], str]
+"""Unit, fully qualified name, shape and domain of a parameter."""
+
+Shapes = list[tuple[str, tuple[int, ...]]]
+
+_TYPES: Mapping[str, tuple[type, str]] = {
+    "int": (int, "a whole number above 0"),
+    "bool": (bool, "true or false"),
+    "str": (str, "a name"),
+}
+TRAINING_TOKENIZER = "ByteLevelTokenizer"
+"""What the training script uses if its preset names no other."""
+_TOKENIZER_ROWS = {TRAINING_TOKENIZER: 256 + 1}
+_TOKENIZER_EXTRA = {"NullTokenizer": 1}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Megatron's options that decide which parameters a GPT has, and what it computes, with
+    Megatron's defaults.
+
+    dense_layers: how many layers, of a mixture the first ones, have an MLP in place of experts.
+    left_out: what the model has and is not counted, a line each. Raises ValueError, naming the
+    flag, for what makes no model.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    ffn_hidden_size: int | None = None
+    group_query_attention: bool = False
+    num_query_groups: int = 1
+    kv_channels: int | None = None
+    vocab_size: int | None = None
+    padded_vocab_size: int | None = None
+    make_vocab_size_divisible_by: int = 128
+    tokenizer_type: str | None = None
+    max_position_embeddings: int | None = None
+    seq_length: int | None = None
+    position_embedding_type: str = "learned_absolute"
+    normalization: str = "LayerNorm"
+    swiglu: bool = False
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 512
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    untie_embeddings_and_output_weights: bool = False
+    num_experts: int | None = None
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    name: str = "the model"
+    dense_layers: int = 0
+    left_out: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if item.name not in _NOT_OPTIONS:
+                self._check_type(item.name, str(item.type))
+        self._check_choice("normalization", ("LayerNorm", "RMSNorm"))
+        # mrope and yarn have no parameters either, but need options that this listing has not.
+        self._check_choice("position_embedding_type", ("learned_absolute", "rope", "none"))
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"--num-attention-heads {self.num_attention_heads} does not divide --hidden-size "
+                f"{self.hidden_size}: change one of them or give --kv-channels"
+            )
+        if self.num_attention_heads % self.query_groups:
+            raise ValueError(
+                f"--num-query-groups {self.num_query_groups} does not divide "
+                f"--num-attention-heads {self.num_attention_heads}"
+            )
+        if self.tokenizer_type in _TOKENIZER_ROWS and self.vocab_size is not None:
+            raise ValueError(
+                f"--vocab-size {self.vocab_size} with --tokenizer-type {self.tokenizer_type}, "
+                f"which has {_TOKENIZER_ROWS[self.tokenizer_type]}: leave one of them out"
+            )
+        if not (self.padded_vocab_size or self.vocab_size or self._tokenizer_rows):
+            raise ValueError("--vocab-size is not given: give it, or --padded-vocab-size")
+        if self.position_embedding_type == "learned_absolute" and self.positions is None:
+            raise ValueError(
+                "--position-embedding-type learned_absolute needs --max-position-embeddings"
+            )
+        if self.num_experts and self.moe_router_topk > self.num_experts:
+            raise ValueError(
+                f"--moe-router-topk {self.moe_router_topk}: must be from 1 to --num-experts "
+                f"{self.num_experts}"
+            )
+
+    def _check_type(self, name: str, hint: str) -> None:
+        value = getattr(self, name)
+        if value is None and "None" in hint:
+            return
+        expected, wanted = _TYPES[hint.split(" ")[0]]
+        too_small = type(value) is int and value < 1
+        if type(value) is not expected or too_small:
+            raise ValueError(f"{flag(name)} {value!r} must be {wanted}")
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        if getattr(self, name) not in choices:
+            raise ValueError(
+                f"{flag(name)} {getattr(self, name)!r} is not supported: use one of {choices}"
+            )
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head, of its values if those differ."""
+        if self.multi_latent_attention:
+            return self.v_head_dim
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query(self) -> int:
+        """Width of what all heads give, and that of their keys and values together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value(self) -> int:
+        return 2 * self.query_groups * self.head_dim
+
+    @property
+    def ffn(self) -> int:
+        """Width of the MLP."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return default_ffn_hidden_size(self.hidden_size, self.swiglu)
+
+    @property
+    def gates(self) -> int:
+        """How many outputs of its width the MLP's first matrix has."""
+        return 2 if self.swiglu else 1
+
+    @property
+    def expert_ffn(self) -> int:
+        """Width of an expert."""
+        return self.moe_ffn_hidden_size or self.ffn
+
+    @property
+    def shared_ffn(self) -> int:
+        """Width of what every token passes beside its experts; 0 for none."""
+        return self.moe_shared_expert_intermediate_size or 0
+
+    @property
+    def positions(self) -> int | None:
+        """Rows of the position embedding."""
+        return self.max_position_embeddings or self.seq_length
+
+    @property
+    def tokens(self) -> int:
+        """Of a sequence."""
+        return self.seq_length or 4096
+
+    @property
+    def _tokenizer_rows(self) -> int:
+        return _TOKENIZER_ROWS.get(self.tokenizer_type or "", 0)
+
+    @property
+    def embedding_rows(self) -> int:
+        """Rows of the word embedding: the vocabulary, padded."""
+        if self.padded_vocab_size is not None:
+            return self.padded_vocab_size
+        rows = self._tokenizer_rows or self.vocab_size or 0
+        rows += _TOKENIZER_EXTRA.get(self.tokenizer_type or "", 0)
+        return padded_rows(rows, self.make_vocab_size_divisible_by)
+
+    @property
+    def attention_numel(self) -> int:
+        """Elements of the matrices of a layer's attention."""
+        return sum(
+            math.prod(shape) for name, shape in _attention(self)
+            if name.startswith("self_attention.linear") and len(shape) == 2
+        )  # fmt: skip
+
+    def mlp_numel(self, width: int) -> int:
+        """Elements of the matrices of an MLP of that width."""
+        return self.hidden_size * width * (1 + self.gates)
+
+    def is_moe(self, layer: int) -> bool:
+        return bool(self.num_experts) and layer >= self.dense_layers
+
+    def active_ffn(self, layer: int) -> int:
+        """Widths that a token meets in a layer, added up."""
+        if not self.is_moe(layer):
+            return self.ffn
+        return self.moe_router_topk * self.expert_ffn + self.shared_ffn
+
+    def active_numel(self, layer: int) -> int:
+        """Elements that a token meets in the matrices of a layer."""
+        return self.attention_numel + self.mlp_numel(self.active_ffn(layer))
+
+    def saved_numel(self, width: int) -> int:
+        """Elements that autograd keeps of a layer for each token, with flash attention and an MLP
+        of that width."""
+        kept = 4 * self.hidden_size + 2 * self.query + self.key_value
+        return kept + (1 + self.gates) * width
+
+    @lru_cache(maxsize=64)  # noqa: B019 - a spec is a small value, and few are made
+    def step_flops(self, tokens: int) -> float:
+        """As a benchmark counts them: 6 a weight that a token meets and token, causal attention;
+        what is computed again is not counted."""
+        weights = sum(self.active_numel(layer) for layer in range(self.num_layers))
+        weights += self.embedding_rows * self.hidden_size
+        return float(tokens) * (6 * weights + 6 * self.num_layers * self.tokens * self.query)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(math.prod(shape) for _, _, shape, _ in listing(self))
+
+
+_NOT_OPTIONS = ("name", "dense_layers", "left_out")
+OPTIONS = tuple(item.name for item in fields(ModelSpec) if item.name not in _NOT_OPTIONS)
+"""Names of Megatron's options that are fields."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How a model is split: over tensor, pipeline (and virtual stages), context and expert parallel
+    ranks. recompute: none, or all of each layer."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    context: int = 1
+    expert: int = 1
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "virtual", "context", "expert"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} parallel size {getattr(self, name)}: must be at least 1")
+
+    @property
+    def split(self) -> Parallel:
+        """Only what parameters depend on."""
+        return Parallel(self.tensor, self.pipeline, expert=self.expert)
+
+    def in_flight(self, stage: int, microbatches: int) -> float:
+        """Microbatches whose activations a rank of a stage has at once. Of virtual stages it runs
+        more forwards first, each of a part of its layers."""
+        behind = self.pipeline - 1 - stage
+        if self.virtual == 1:
+            return min(behind + 1, microbatches)
+        chunks = 2 * behind + (self.virtual - 1) * self.pipeline + 1
+        return min(chunks / self.virtual, microbatches)
+
+
+WHOLE = Parallel()
+
+
+def flag(name: str) -> str:
+    """The command-line flag of an option."""
+    return "--" + name.replace("_", "-")
+
+
+def default_ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
+    """Megatron's: if gated (three matrices, not two) 8/3 hidden, rounded down to 64."""
+    return int(4 * hidden_size * 2 / 3 / 64) * 64 if swiglu else 4 * hidden_size
+
+
+def padded_rows(rows: int, multiple: int) -> int:
+    """Rows of an embedding, rounded up."""
+    return -(-rows // multiple) * multiple
+
+
+def is_layer(unit: str) -> bool:
+    """Whether a unit is a transformer layer, or several."""
+    return unit.startswith(LAYERS)
+
+
+def number_of(unit: str) -> int:
+    """Of a transformer layer."""
+    return int(unit.split(".")[2])
+
+
+def is_linear_weight(name: str) -> bool:
+    """Whether a parameter of a transformer layer is what a matrix product multiplies by."""
+    return ".linear_" in name and name.rstrip("0123456789").endswith(".weight")
+
+
+ENDS_A_BLOCK = ("linear_proj.weight", "linear_fc2.weight")
+"""How the names of matrices end of which tensor parallelism splits the columns; of others the rows;
+experts' are whole."""
+
+EVERY_RANK_HAS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
+"""The same of those that tensor parallelism does not split."""
+
+
+def is_experts(name: str) -> bool:
+    """Whether a parameter is one of an expert's, by its name."""
+    return ".experts." in name
+
+
+def layers_of(spec: ModelSpec, parallel: Parallel, stage: int) -> list[int]:
+    """Numbers of the layers of a stage: as even as they can be, virtual stages joined."""
+    each, more = divmod(spec.num_layers, parallel.pipeline)
+    begin = stage * each + min(stage, more)
+    return list(range(begin, begin + each + (stage < more)))
+
+
+def listing(spec: ModelSpec, parallel: Parallel = WHOLE, stage: int = 0) -> list[Row]:
+    """Every parameter that a rank of a pipeline stage has, in registration order.
+
+    Transformer layers are units; so are embedding and output layer unless they share their weight,
+    in which case it belongs, like the final norm, to the root unit.
+    """
+    tied, vocabulary = not spec.untie_embeddings_and_output_weights, spec.embedding_rows
+    embedding = ROOT if tied else EMBEDDING
+    found: list[tuple[str, str, tuple[int, ...]]] = []
+    if stage == 0:
+        tables = {"word": vocabulary}
+        if spec.position_embedding_type == "learned_absolute":
+            tables["position"] = spec.positions or 0
+        found += [
+            (embedding, f"embedding.{kind}_embeddings.weight", (rows, spec.hidden_size))
+            for kind, rows in tables.items()
+        ]
+    alike = {moe: _layer(spec, parallel, moe) for moe in {False, bool(spec.num_experts)}}
+    for number in layers_of(spec, parallel, stage):
+        unit = f"{LAYERS}{number}"
+        found += [(unit, f"{unit}.{name}", shape) for name, shape in alike[spec.is_moe(number)]]
+    if stage == parallel.pipeline - 1:
+        final = _norm("decoder.final_layernorm", spec.hidden_size, spec)
+        found += [(ROOT, name, shape) for name, shape in final]
+        if not tied:
+            output = "output_layer"
+            found.append((output, f"{output}.weight", (vocabulary, spec.hidden_size)))
+    return [
+        (unit, fqn, shape, EXPERT) if is_experts(fqn)
+        else (unit, fqn, _split(fqn, shape, parallel.tensor), DENSE)
+        for unit, fqn, shape in found
+    ]
+
+
+def _split(fqn: str, full: tuple[int, ...], tensor: int) -> tuple[int, ...]:
+    """A tensor-parallel rank's part: columns of what ends a block, rows of what begins one."""
+    if tensor == 1 or len(full) == 1 or fqn.endswith((*EVERY_RANK_HAS, "router.weight")):
+        return full
+    rows, columns = full
+    if fqn.endswith(ENDS_A_BLOCK):
+        return rows, -(-columns // tensor)
+    return -(-rows // tensor), columns
+
+
+def _layer(spec: ModelSpec, parallel: Parallel, moe: bool) -> Shapes:
+    found = _norm("input_layernorm", spec.hidden_size, spec)
+    found += _attention(spec)
+    found += _norm("pre_mlp_layernorm", spec.hidden_size, spec)
+    if not moe:
+        return [*found, *_mlp("mlp", spec, spec.ffn)]
+    found.append(("mlp.router.weight", (spec.num_experts or 0, spec.hidden_size)))
+    if spec.shared_ffn:
+        found += _mlp("mlp.shared_experts", spec, spec.shared_ffn, has_bias=False)
+    for index in range(-(-(spec.num_experts or 0) // parallel.expert)):
+        found += [
+            (f"{name}{index}", shape)
+            for name, shape in _mlp("mlp.experts", spec, spec.expert_ffn, has_bias=False)
+        ]
+    return found
+
+
+def _mlp(part: str, spec: ModelSpec, width: int, has_bias: bool = True) -> Shapes:
+    bias = has_bias and spec.add_bias_linear
+    return [
+        *_linear(f"{part}.linear_fc1", width * spec.gates, spec.hidden_size, bias),
+        *_linear(f"{part}.linear_fc2", spec.hidden_size, width, bias),
+    ]
+
+
+def _attention(spec: ModelSpec) -> Shapes:
+    hidden, dim, bias, part = spec.hidden_size, spec.head_dim, spec.add_bias_linear, "linear_proj"
+    found = _linear(f"self_attention.{part}", hidden, spec.query, bias)
+    if spec.multi_latent_attention:
+        return found + _latent_attention(spec)
+    qkv = spec.query + spec.key_value
+    found += _linear("self_attention.linear_qkv", qkv, hidden, bias or spec.add_qkv_bias)
+    for name in ("q", "k") if spec.qk_layernorm else ():
+        found += _norm(f"self_attention.{name}_layernorm", dim, spec)
+    return found
+
+
+def _latent_attention(spec: ModelSpec) -> Shapes:
+    """Projections of latent attention, which have no biases: queries, keys and values by way of a
+    narrow vector each, which has a norm."""
+    hidden, heads, rope = spec.hidden_size, spec.num_attention_heads, spec.qk_pos_emb_head_dim
+    query, part = heads * (spec.qk_head_dim + rope), "self_attention.linear"
+    found: Shapes = []
+    norms = {"kv": spec.kv_lora_rank}
+    if spec.q_lora_rank is None:
+        found += _linear(f"{part}_q_proj", query, hidden, False)
+    else:
+        norms = {"q": spec.q_lora_rank, **norms}
+        found += _linear(f"{part}_q_down_proj", spec.q_lora_rank, hidden, False)
+        found += _linear(f"{part}_q_up_proj", query, spec.q_lora_rank, False)
+    keys = heads * (spec.qk_head_dim + spec.v_head_dim)
+    found += _linear(f"{part}_kv_down_proj", spec.kv_lora_rank + rope, hidden, False)
+    found += _linear(f"{part}_kv_up_proj", keys, spec.kv_lora_rank, False)
+    for name, size in norms.items() if spec.qk_layernorm else ():
+        found += _norm(f"self_attention.{name}_layernorm", size, spec)
+    return found
+
+
+def _norm(name: str, size: int, spec: ModelSpec) -> Shapes:
+    parts = ("weight", "bias") if spec.normalization == "LayerNorm" else ("weight",)
+    return [(f"{name}.{part}", (size,)) for part in parts]
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool) -> Shapes:
+    weight: Shapes = [(f"{name}.weight", (rows, columns))]
+    return [*weight, (f"{name}.bias", (rows,))] if bias else weight
