@@ -3,7 +3,7 @@
     PYTHONPATH=. python scripts/host_times.py --steps 40
 
 A pretended world of two ranks, tiny layers and streams that do nothing: what is left is Python. The
-same layers without the engine are taken away. `tests/engine/test_engine_host_cost.py` counts calls.
+same layers without the engine are taken away. `tests/engine/test_engine_scenarios.py` counts calls.
 """
 
 from __future__ import annotations

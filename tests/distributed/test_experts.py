@@ -3,7 +3,7 @@ get them; parts of layers that core runs by itself; experts of other tensor-para
 
 The reference has the plain dispatcher. DeepEP and HybridEP are stand-ins on gloo
 (`deep_ep_stand_in.py`): their results, not their kernels and streams. What the engine asks of
-modules with streams of their own is in `tests/engine/test_engine_side_streams.py`.
+modules with streams of their own is in `tests/engine/test_engine_scenarios.py`.
 """
 
 from __future__ import annotations

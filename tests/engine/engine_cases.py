@@ -17,18 +17,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig, MixedPrecisionPolicy
+from megatron_fsdp_adapter.core.config import (
+    STRATEGIES,
+    EngineConfig,
+    MixedPrecisionPolicy,
+    poison_asked,
+)
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.engine.partition import ManagedParam, partition
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
+from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, FSDPDistributedIndex
 from megatron_fsdp_adapter.diagnostics.grad_check import GradCheck
 from megatron_fsdp_adapter.quantized import format_of
+from megatron_fsdp_adapter.sharding import unit_copies
 from megatron_fsdp_adapter.sharding.building import with_single_rank_domains
+from megatron_fsdp_adapter.sharding.local_optimizer import adopt
+from megatron_fsdp_adapter.sharding.sharded_module import mark_shard
+from megatron_fsdp_adapter.sharding.streamed_optimizer import StreamedShards, shards_over
 from megatron_fsdp_adapter.sharding.unit_grouping import group_layers
+from tests.engine import schedule
 from tests.engine.fused_linear import FusedLinear
 from tests.engine.pretended import PretendCommunicator
 from tests.engine.recording import RecordingRuntime
+from tests.engine.side_streams import SIDE, use_side_stream
 from tests.quantized.emulated import CountingParams, EmulatedTensor, quantize_linears
 
 HIDDEN, VOCAB, BATCH, SEQ = 6, 11, 2, 5
@@ -50,7 +62,12 @@ class Setup:
     transient buffers are in fixed memory. `joined`: elements up to which layers are joined to a
     unit. `own`: strategies that units have in turn, in place of the model's. `whole`: what is of a
     domain of one rank is kept whole. `recipe`: how the layers' maps are quantized, none of them by
-    default."""
+    default. `one_unit`: all parameters are the root's.
+
+    Of the loop: with `told` it says which microbatch is the last; `scheduled`: a schedule takes
+    passes apart (`schedule.py`); `side`: layers use a stream of their own (`side_streams.py`) and
+    wait for it, but where it `forgets` to; `adam`: steps are those of AdamW, else of SGD.
+    `poison`: as the environment says unless given. `grad_scale`: that of a mean unless given."""
 
     strategy: str = "optim_grads_params"
     world: int = 2
@@ -76,12 +93,20 @@ class Setup:
     main_grads: torch.dtype | None = None
     fp32_accumulation: bool = False
     scale_before_sum: bool = False
+    grad_scale: float | None = None
     recipe: str | None = None
     keep_derived: bool = False
     offload: bool = False
     own: tuple[str, ...] = ()
     whole: bool = False
     joined: int = 0
+    one_unit: bool = False
+    told: bool = True
+    scheduled: bool = False
+    side: str | None = None
+    forgets: str = ""
+    adam: bool = False
+    poison: bool | None = None
 
     @property
     def hidden(self) -> int:
@@ -112,6 +137,7 @@ class Setup:
             scale_before_sum=self.scale_before_sum,
             keep_derived=self.keep_derived,
             offload=self.offload,
+            poison_buffers=poison_asked() if self.poison is None else self.poison,
         )
 
 
@@ -233,8 +259,80 @@ def began_with(model: Net) -> dict[str, torch.Tensor]:
     return found
 
 
+class Loop:
+    """What a training loop does with a model. Without an engine: this, under autograd alone."""
+
+    setup: Setup
+    model: Net
+
+    def tokens(self, index: int) -> torch.Tensor:
+        return microbatch(index)
+
+    def loss(self, index: int = 0) -> torch.Tensor:
+        return self.model(self.tokens(index)).float().square().mean()
+
+    def forward_backward(self, microbatches: int = 1) -> None:
+        for index in range(microbatches):
+            self.last(index == microbatches - 1)
+            self.loss(index).backward()
+
+    def evaluate(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.loss(77)
+
+    def step(self, microbatches: int = 1, sync: bool = True) -> None:
+        """zero, forwards and backwards, finish, step and, as Megatron does, a sync."""
+        self.zero()
+        self.forward_backward(microbatches)
+        self.finish()
+        self.optimizer_step()
+        if sync:
+            self.sync(wait=False)
+
+    def zero(self) -> None:
+        self.model.zero_grad()
+
+    def finish(self) -> None:
+        """Gradients are where they are."""
+
+    def sync(self, wait: bool) -> None:
+        """There is one copy of the weights."""
+
+    def last(self, is_last: bool) -> None:
+        """Gradients always accumulate."""
+
+    def export(self, dtype: torch.dtype | None, units: int | None = None) -> None:
+        """Weights are whole."""
+
+    @torch.no_grad()
+    def optimizer_step(self) -> None:
+        for param in self.model.parameters():
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=0.1)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Makes the main weights half of what they are."""
+        for param in self.model.parameters():
+            param.mul_(0.5)
+
+    def load(self) -> None:
+        """The same, as a load does."""
+        self.write()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+class PlainRig(Loop):
+    """A model under autograd alone."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.model = setup, make_net(setup)
+
+
 @dataclass
-class Rig:
+class Rig(Loop):
     """A model on an engine. `labels` maps a storage to its buffer's name, e.g. "layers.0.weight"
     (compute weights), ".main", ".bucket", ".grad"; kept gradient buffers are ".bucket" only."""
 
@@ -245,6 +343,7 @@ class Rig:
     quantized: CountingParams = field(default_factory=CountingParams)
     labels: dict[int, str] = field(default_factory=dict)
     initial: dict[int, torch.Tensor] = field(default_factory=dict)
+    adam: Any = None
 
     def watch(self) -> Any:
         return self.runtime.watch() if isinstance(self.runtime, RecordingRuntime) else nullcontext()
@@ -254,8 +353,10 @@ class Rig:
             self.runtime.mark(text)
 
     def initial_part(self, view: torch.Tensor) -> torch.Tensor:
-        """What `view`, the output of a gather, held at the beginning."""
-        return self.initial[id(view)]
+        """What `view`, the output of a gather, held at the beginning; zeros for that of an export,
+        which is made for it."""
+        found = self.initial.get(id(view))
+        return torch.zeros(view.shape, dtype=view.dtype) if found is None else found
 
     def report(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         units = dict.fromkeys(self._unit_of(tensor) for tensor in tensors)
@@ -263,15 +364,13 @@ class Rig:
 
     def _unit_of(self, tensor: torch.Tensor) -> str:
         label = self.labels.get(tensor.untyped_storage()._cdata, "?")
-        return label.rsplit(".", 1)[0]
-
-    def loss(self, index: int = 0) -> torch.Tensor:
-        return self.model(microbatch(index)).float().square().mean()
+        return label if label.endswith(".inner") else label.rsplit(".", 1)[0]
 
     def forward_backward(self, microbatches: int = 1) -> None:
-        for index in range(microbatches):
-            self.last(index == microbatches - 1)
-            self.loss(index).backward()
+        if self.setup.scheduled:
+            schedule.forward_backward(self, microbatches)
+        else:
+            super().forward_backward(microbatches)
 
     def zero(self) -> None:
         self.engine.zero_grads()
@@ -283,40 +382,49 @@ class Rig:
         self.engine.sync_weights(wait=wait)
 
     def last(self, is_last: bool) -> None:
-        self.engine.is_last_microbatch = is_last
-
-    def evaluate(self) -> torch.Tensor:
-        with torch.no_grad():
-            return self.loss(77)
+        if self.setup.told:
+            self.engine.is_last_microbatch = is_last
 
     @torch.no_grad()
     def optimizer_step(self) -> None:
-        self.engine.gather.begin_step()
+        if self.adam is not None:
+            self.adam.step()
+        else:
+            self.engine.gather.begin_step()
+            for pair in self.engine.pairs:
+                if pair.grad is not None:
+                    pair.sharded._local_tensor.sub_(pair.grad._local_tensor, alpha=0.1)
+        self.engine.main_weights_changed(stepped=self.adam is not None)
+
+    def adopt_adam(self) -> None:
+        """AdamW on local shards, which are streamed from host memory with `offload`."""
         for pair in self.engine.pairs:
-            if pair.grad is not None:
-                pair.sharded._local_tensor.sub_(pair.grad._local_tensor, alpha=0.1)
-        self.engine.main_weights_changed()
+            mark_shard(pair)
+        trained = [pair.sharded for pair in self.engine.pairs if pair.grad is not None]
+        self.adam = torch.optim.AdamW(trained, lr=0.1)
+        begin = self.engine.gather.begin_step
+        adopt(self.adam, lambda unused: begin(), shards_over([self.engine]))
 
     @torch.no_grad()
     def write(self) -> None:
-        """Writes the main weights that are shown: half of what they are."""
         self.engine.to_sharded()
         for pair in self.engine.pairs:
             pair.sharded._local_tensor.mul_(0.5)  # type: ignore[attr-defined]
 
     def load(self) -> None:
-        """The same, as a load does."""
         self.write()
         self.engine.main_weights_changed(loaded=True)
 
-    def step(self, microbatches: int = 1, sync: bool = True) -> None:
-        """zero, forwards and backwards, finish, step and, as Megatron does, a sync."""
-        self.zero()
-        self.forward_backward(microbatches)
-        self.finish()
-        self.optimizer_step()
-        if sync:
-            self.sync(wait=False)
+    def export(self, dtype: torch.dtype | None, units: int | None = None) -> None:
+        """Reads every tensor of the first units, or of all, and keeps none."""
+        wanted = unit_copies.Wanted(lambda group: True, dtype, self.setup.recipe is not None)
+        copies = unit_copies.unit_copies(self.engine, wanted)
+        for unit in itertools.islice(copies, units):
+            while unit:
+                _, planes = unit.pop()
+                while planes:
+                    planes.popitem()[1].sum()
+        copies.close()
 
     def forget(self) -> None:
         """Cuts what refers back to this object, as no caller of an engine would have it."""
@@ -333,6 +441,10 @@ class Rig:
             pair.managed.fqns[0]: pair.sharded._local_tensor.detach().clone()  # type: ignore[attr-defined]
             for pair in self.engine.pairs
         }
+
+    def allocated(self) -> set[str]:
+        """Names of the buffers that have storage."""
+        return {name for name, flat in buffers_of(self.engine) if storage_bytes(flat) > 0}
 
 
 def buffers_of(engine: FsdpEngine) -> Iterator[tuple[str, torch.Tensor]]:
@@ -351,6 +463,14 @@ def buffers_of(engine: FsdpEngine) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{name}.bucket", group.bucket.tensor
                 if group.grad is not group.bucket:
                     yield f"{name}.grad", group.grad.tensor
+
+
+def streamed_buffers(rig: Rig) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a streamed optimizer has on the device of each unit, in turn."""
+    shards = getattr(rig.adam, "_fsdp_shards", None)
+    for stage in shards._stages if isinstance(shards, StreamedShards) else ():
+        for number, buffer in enumerate(stage.buffers):
+            yield f"{stage.unit.name}.streamed{number}", buffer.device_buffer.tensor
 
 
 def initial_outputs(
@@ -398,7 +518,7 @@ def domains_of(setup: Setup) -> dict[str, Any]:
     index = FSDPDistributedIndex(
         _mine(setup, instances) if setup.outer > 1 else dist.group.WORLD,
         device_type="cpu",
-        grad_scale=1.0 / setup.world,
+        grad_scale=setup.grad_scale or 1.0 / setup.world,
         expt_fsdp_group=_mine(setup, halves) if setup.split else None,
         outer_fsdp_group=_mine(setup, across) if setup.outer > 1 else None,
         hsdp_outer_dp_shard=setup.shard_outer,
@@ -422,13 +542,15 @@ def build(
 ) -> Rig:
     """Inside a `pretended_world` of the setup's size. The runtime is a new recording one unless
     given; what is built, is built under its watch."""
-    runtime = RecordingRuntime() if runtime is None else runtime
+    runtime = RecordingRuntime(SIDE) if runtime is None else runtime
     model = make_net(setup)
+    if setup.side is not None:
+        use_side_stream(model.layers, runtime, setup.side, setup.forgets)
     began = began_with(model)
     rig = Rig(setup, model, runtime, None)  # type: ignore[arg-type]
     plans = partition(
         model,
-        units_of(model),
+        {} if setup.one_unit else units_of(model),
         domain_of=lambda param, fqn: domain_of(setup, fqn),
         backward_reads_weights=lambda unit: not isinstance(unit, nn.Embedding),
         writer_of=lambda managed: writer_of(setup, managed),
@@ -447,8 +569,10 @@ def build(
             None if setup.check_by is None else GradCheck(setup.check_by == "parameter"),
             quantized=rig.quantized,
         )
+        if setup.adam:
+            rig.adopt_adam()
     rig.initial = dict(initial_outputs(rig.engine, began))
-    for label, flat in buffers_of(rig.engine):
+    for label, flat in (*buffers_of(rig.engine), *streamed_buffers(rig)):
         rig.labels[flat.untyped_storage()._cdata] = label
         if isinstance(runtime, RecordingRuntime):
             runtime.label(flat, label)

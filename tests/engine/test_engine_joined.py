@@ -1,128 +1,69 @@
-"""Units of several layers each."""
+"""Which layers are grouped into one unit, and how many where nothing says so."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from megatron_fsdp_adapter.core.engine.partition import ROOT, partition, unit_modules
-from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from megatron_fsdp_adapter.sharding.unit_grouping import (
     JOINED_NUMEL,
     default_unit_numel,
     group_layers,
     layer_numels,
 )
-from tests.engine.engine_cases import Setup, build
-from tests.engine.engine_scenarios import SCENARIOS, PlainRig
-from tests.engine.pretended import LateCommunicator, pretended_world
-from tests.engine.recording import MARK
-
-pytestmark = pytest.mark.once
-
-ZERO_3 = "optim_grads_params"
-TWO_LAYERS = 150
-"""Elements: more than one layer of the rigs has, fewer than two."""
-
-TELLING = ("microbatches", "layers_skipped")
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [pytest.param(s, marks=() if s in TELLING else pytest.mark.full) for s in SCENARIOS],
-)
-def test_every_access_is_ordered_and_weights_are_those_of_a_plain_model(scenario):
-    setup = Setup(ZERO_3, layers=5, joined=TWO_LAYERS)
-    variants = (
-        setup, setup.but(slots=True, comm_dtype=torch.bfloat16), setup.but(strategy="optim"),
-        setup.but(recompute="reentrant"), setup.but(recompute="non_reentrant"),
-    )  # fmt: skip
-    for one in variants:
-        with pretended_world(2):
-            rig = build(one)
-            assert [unit.name for unit in rig.engine.units[1:4]] == [
-                "layers.0 to layers.1", "layers.2 to layers.3", "layers.4",
-            ]  # fmt: skip
-            with rig.watch():
-                SCENARIOS[scenario](rig)
-    alone = setup.but(world=1, dtype=torch.float32)
-    plain = PlainRig(alone)
-    SCENARIOS[scenario](plain)
-    with pretended_world(1):
-        rig = build(alone, HostRuntime(), LateCommunicator)
-        SCENARIOS[scenario](rig)
-        found = rig.weights()
-    for name, expected in plain.weights().items():
-        assert torch.equal(found[name], expected), name
+def squares(*widths: int) -> list[nn.Module]:
+    return [nn.Linear(width, width, bias=False) for width in widths]
 
 
-def collectives(joined: int) -> list[str]:
-    with pretended_world(2):
-        rig = build(Setup(ZERO_3, layers=4, joined=joined))
-        with rig.watch():
-            rig.step()
-            rig.runtime.log.clear()
-            rig.step()
-        marks = [entry.what for entry in rig.runtime.log if entry.action == MARK]
-    return [one for one in marks if "layers" in one and "ward" not in one]
-
-
-def test_joined_layers_are_gathered_and_reduced_by_one_launch():
-    apart, together = collectives(0), collectives(TWO_LAYERS)
-    assert len(apart) == 2 * len(together) > 0
-
-
-def test_layers_are_joined_until_a_unit_has_the_elements():
-    model = torch.nn.Sequential(
-        torch.nn.Embedding(5, 2), *[torch.nn.Linear(2, 2, bias=False) for _ in range(5)],
-        torch.nn.LayerNorm(2), torch.nn.Linear(2, 2, bias=False),
-    )  # fmt: skip
-    plans = partition(
-        model, unit_modules(model, lambda child: True), domain_of=lambda param, fqn: "dense"
-    )
-    names = [[plan.name for plan in group_layers(plans, numel)] for numel in (0, 4, 5, 12, 1000)]
-    apart = ["0", "1", "2", "3", "4", "5", "6", "7", ROOT]
-    assert names[:2] == [apart, apart]
-    assert names[2] == ["0", "1 to 2", "3 to 4", "5", "6", "7", ROOT]
-    assert names[3] == ["0", "1 to 3", "4 to 5", "6", "7", ROOT]
-    assert names[4] == ["0", "1 to 5", "6", "7", ROOT]
-
-
-def test_what_is_inside_another_unit_is_not_joined():
-    pair = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    model = torch.nn.Sequential(pair, torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    plans = partition(
-        model, unit_modules(model, lambda child: isinstance(child, torch.nn.Linear)
-                            or child is pair), domain_of=lambda param, fqn: "dense",
-    )  # fmt: skip
-    assert [plan.name for plan in group_layers(plans, 100)] == ["0.0", "0.1", "1 to 2", ROOT]
-
-
-def lists(*widths: tuple[int, ...]) -> torch.nn.Module:
+def lists(*widths: tuple[int, ...]) -> nn.Module:
     """A list of square layers of each width, for each of the tuples; behind an embedding."""
-    model = torch.nn.Module()
-    model.embedding, model.output_layer = torch.nn.Embedding(5, 2), torch.nn.Linear(2, 5)
+    model = nn.Module()
+    model.embedding, model.output_layer = nn.Embedding(5, 2), nn.Linear(2, 5)
     for number, layers in enumerate(widths):
-        of_list = [torch.nn.Linear(width, width, bias=False) for width in layers]
-        setattr(model, f"list{number}", torch.nn.ModuleList(of_list))
+        setattr(model, f"list{number}", nn.ModuleList(squares(*layers)))
     return model
 
 
-def plans_of(model: torch.nn.Module):
-    kinds = (torch.nn.Linear, torch.nn.Embedding)
-    found = unit_modules(model, lambda child: isinstance(child, kinds))
-    return partition(model, found, domain_of=lambda param, fqn: "dense")
+def plans_of(model: nn.Module) -> Any:
+    kinds = (nn.Linear, nn.Embedding, nn.LayerNorm, Pair)
+    return partition(
+        model, unit_modules(model, lambda child: isinstance(child, kinds)),
+        domain_of=lambda param, fqn: "dense",
+    )  # fmt: skip
 
 
-def test_layers_of_two_lists_are_not_joined():
-    """Of two towers, or the last layer and one that predicts further tokens: other modules run in
-    between."""
-    names = [plan.name for plan in group_layers(plans_of(lists((2, 2, 2), (2, 2))), 1000)]
-    assert names == [
-        "embedding", "output_layer", "list0.0 to list0.2", "list1.0 to list1.1", ROOT
-    ]  # fmt: skip
+class Pair(nn.Sequential):
+    """A unit with units inside."""
+
+
+SEQUENCE = nn.Sequential(nn.Embedding(5, 2), *squares(*[2] * 5), nn.LayerNorm(2), *squares(2))
+NESTED = nn.Sequential(Pair(*squares(2, 2)), *squares(2, 2))
+GROUPED: dict[str, tuple[nn.Module, int, list[str]]] = {
+    "none": (SEQUENCE, 0, ["0", "1", "2", "3", "4", "5", "6", "7"]),
+    "one layer has as many elements": (SEQUENCE, 4, ["0", "1", "2", "3", "4", "5", "6", "7"]),
+    "until a unit has the elements": (SEQUENCE, 5, ["0", "1 to 2", "3 to 4", "5", "6", "7"]),
+    "three, and what is left": (SEQUENCE, 12, ["0", "1 to 3", "4 to 5", "6", "7"]),
+    "all that are alike in a row": (SEQUENCE, 1000, ["0", "1 to 5", "6", "7"]),
+    "what is inside another unit is not": (NESTED, 100, ["0.0", "0.1", "1 to 2"]),
+    # Of two towers, or the last layer and one that predicts further tokens.
+    "layers of two lists are not, as other modules run in between": (
+        lists((2, 2, 2), (2, 2)), 1000,
+        ["embedding", "output_layer", "list0.0 to list0.2", "list1.0 to list1.1"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_which_layers_are_grouped(name):
+    model, numel, units = GROUPED[name]
+    assert [plan.name for plan in group_layers(plans_of(model), numel)] == [*units, ROOT]
 
 
 def test_layers_are_counted_where_a_list_has_several():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,13 +13,9 @@ import torch
 from megatron_fsdp_adapter.core.engine import launches
 from megatron_fsdp_adapter.core.engine.launches import GATHERED, REDUCED, LaunchComparison, Launched
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
-from tests.engine.engine_cases import Setup, build
+from tests.engine.engine_cases import build
 from tests.engine.pretended import PretendCommunicator, pretended_world
-
-
-class Group:
-    def __init__(self, name: str) -> None:
-        self.name = name
+from tests.engine.scenarios import SCENARIOS, cells
 
 
 class Played:
@@ -60,11 +58,11 @@ class Device(HostRuntime):
         return self.capturing
 
 
-def launched(*names: str) -> Launched:
-    """What a rank has launched that gathered these groups."""
+def launched(*names: str, kind: str = GATHERED) -> Launched:
+    """What a rank has launched that gathered, or reduced, these groups."""
     comparison = LaunchComparison(HostRuntime(), [])
     for name in names:
-        comparison.note(GATHERED, [Group(name)], Played(1, Launched))  # type: ignore[list-item,arg-type]
+        comparison.note(kind, [SimpleNamespace(name=name)], Played(1, Launched))  # type: ignore[list-item,arg-type]
     return comparison._launched
 
 
@@ -76,14 +74,10 @@ def compared(runtime: Any, other: Launched, *names: str) -> LaunchComparison:
 
 
 def test_order_number_and_kind_tell() -> None:
-    numbers = {
-        launched(*names).folded for names in ("ab", "ba", "aab", "a", "b", "aba", "abab", "")
-    }
-    assert len(numbers) == 8
-    gathered, reduced = (LaunchComparison(HostRuntime(), []) for _ in range(2))
-    for comparison, kind in ((gathered, GATHERED), (reduced, REDUCED)):
-        comparison.note(kind, [Group("a")], Played(1, Launched))  # type: ignore[list-item,arg-type]
-    assert gathered._launched.folded != reduced._launched.folded
+    orders = ("ab", "ba", "aab", "a", "b", "aba", "abab", "")
+    numbers = {launched(*names).folded for names in orders}
+    numbers.add(launched("a", kind=REDUCED).folded)
+    assert len(numbers) == 9
 
 
 def test_equal_launches_exchange_two_numbers_and_nothing_else() -> None:
@@ -105,14 +99,12 @@ def test_the_first_difference_is_told(mine: str, other: str, told: str) -> None:
         compared(HostRuntime(), launched(*other), *mine)
 
 
-def test_a_difference_that_is_no_longer_remembered_is_told_as_such(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_difference_that_is_no_longer_remembered_is_told_as_such() -> None:
     assert launched("a").last.maxlen == launches.KEPT
-    one, other = launched(*"abcd"), launched(*"abcde")
-    for each in (one, other):
+    ranks = {rank: launched(*names) for rank, names in enumerate(("abcd", "abcde"))}
+    for each in ranks.values():
         each.last = type(each.last)(each.last, maxlen=2)
-    text = launches._difference({0: one, 1: other})
+    text = launches._difference(ranks)
     assert "launch 3 of 5" in text and "ranks [1]: no longer remembered" in text
 
 
@@ -137,22 +129,24 @@ def test_a_capture_launches_and_reads_nothing() -> None:
     assert runtime.read == 1
 
 
-def test_what_one_group_of_ranks_found_is_passed_on_to_the_next() -> None:
+@pytest.mark.parametrize(
+    ("inner_launched", "told", "asked"),
+    [
+        ("b", r"ranks \[1\]: weights of b", (1, 1)),
+        ("a", "ranks 2 and 3 have found something", (0, 1)),
+    ],
+)
+def test_what_one_group_of_ranks_found_is_passed_on_to_the_next(
+    inner_launched: str, told: str, asked: tuple[int, int]
+) -> None:
     """In the words of the first, though here nothing differs between the two."""
-    mine = launched("a")
-    inner = Played(1, lambda: (None, launched("b")))
+    inner = Played(1, lambda: (None, launched(inner_launched)))
     outer = Played(2, lambda: ("ranks 2 and 3 have found something", launched("b")))
-    comparison = LaunchComparison(HostRuntime(), [inner, outer])  # type: ignore[list-item]
-    comparison._launched = mine
-    with pytest.raises(RuntimeError, match=r"ranks \[1\]: weights of b"):
-        comparison.compare()
-    outer = Played(2, lambda: ("ranks 2 and 3 have found something", launched("b")))
-    inner = Played(1, lambda: (None, launched("a")))
     comparison = LaunchComparison(HostRuntime(), [inner, outer])  # type: ignore[list-item]
     comparison._launched = launched("a")
-    with pytest.raises(RuntimeError, match="ranks 2 and 3 have found something"):
+    with pytest.raises(RuntimeError, match=told):
         comparison.compare()
-    assert (inner.asked, outer.asked) == (0, 1)
+    assert (inner.asked, outer.asked) == asked
 
 
 def test_one_rank_compares_nothing() -> None:
@@ -161,7 +155,7 @@ def test_one_rank_compares_nothing() -> None:
     alone = Played(1, Launched)
     alone.size = 1
     comparison = LaunchComparison(runtime, [alone])  # type: ignore[list-item]
-    comparison.note(GATHERED, [Group("a")], alone)  # type: ignore[list-item,arg-type]
+    comparison.note(GATHERED, [SimpleNamespace(name="a")], alone)  # type: ignore[list-item,arg-type]
     comparison.compare()
     assert comparison._launched.count == 0
 
@@ -172,54 +166,40 @@ def test_groups_of_the_same_ranks_are_compared_once() -> None:
     assert [one.ranks for one in comparison._communicators] == [[0, 1], [0, 2]]
 
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "reduce_scatter_by_exchange", "all_reduce")
-SETUPS = [
-    Setup(),
-    Setup(strategy="no_shard"),
-    Setup(strategy="optim"),
-    Setup(strategy="optim_grads"),
-    Setup(world=4, outer=2),
-    Setup(world=4, outer=2, shard_outer=True),
-    Setup(world=4, split=True),
-    Setup(slots=True, exchange=True),
-    Setup(overlap=False, strategy="optim"),
-]
+NOTED = ("steps", "no_overlap", "two_instances", "sharded_instances", "two_domains", "exchange",
+         "kept")  # fmt: skip
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_every_collective_of_a_step_is_noted(setup: Setup) -> None:
+@pytest.mark.parametrize(("strategy", "scenario"), cells(*NOTED))
+def test_every_collective_of_a_step_is_noted(strategy: str, scenario: str) -> None:
     """And compared once a step, behind all others."""
+    setup = SCENARIOS[scenario].setup(strategy)
     reported: list[str] = []
 
     class Reporting(PretendCommunicator):
         def all_reduce_max(self, tensor: torch.Tensor) -> list[Any]:
-            reported.append("all_reduce_max")
+            reported.append("compared")
             return []
 
-    with pretended_world(setup.world):
+    with pretended_world(setup.world, setup.rank):
         rig = build(setup, None, Reporting)
         rig.mark = reported.append  # type: ignore[method-assign]
-        noted: list[str] = []
-        note = rig.engine.launches.note
-
-        def noting(kind: str, groups: Any, on: Any) -> None:
-            noted.extend(group.name for group in groups)
-            note(kind, groups, on)
-
-        rig.engine.launches.note = noting  # type: ignore[method-assign]
-        for _ in range(2):
-            reported.clear(), noted.clear()
+        rig.step()
+        for layer in rig.model.layers:
+            layer.mark = lambda text: None
+        reported.clear()
+        with mock.patch.object(
+            rig.engine.launches, "note", wraps=rig.engine.launches.note
+        ) as note:
             rig.step(microbatches=2, sync=False)
-            collectives = [line for line in reported if line.split()[0] in COLLECTIVES]
-            carried = [unit for line in collectives for unit in line.split()[1:]]
-            if setup.slots:  # whose buffers have the name of one unit for all
-                assert len(noted) == len(carried)
-            else:
-                assert [n.split("/")[0] for n in noted] == [u.split("#")[0] for u in carried]
-            sets = 1 + (setup.outer > 1) + setup.split
-            assert [line for line in reported if line == "all_reduce_max"] == [
-                "all_reduce_max"
-            ] * sets
-            last = max(i for i, line in enumerate(reported) if line.split()[0] in COLLECTIVES)
-            assert reported.index("all_reduce_max") > last
-            assert rig.engine.launches._launched.count == 0
+    noted = [group.name.split("/")[0] for call in note.call_args_list for group in call.args[1]]
+    times = 1 + (setup.outer > 1) + setup.split
+    carried = [
+        unit.split("#")[0].removesuffix(".inner")
+        for line in reported[:-times]
+        for unit in line.split()[1:]
+    ]
+    assert reported[-times:] == ["compared"] * times and "compared" not in reported[:-times]
+    assert len(noted) == len(carried) > 0
+    assert setup.slots or noted == carried  # buffers in slots have the name of one unit for all
+    assert rig.engine.launches._launched.count == 0

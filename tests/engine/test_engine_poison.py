@@ -10,93 +10,68 @@ import torch
 
 from megatron_fsdp_adapter.core.config import (
     POISON_VARIABLE,
-    STRATEGIES,
     EngineConfig,
     poison_asked,
     strategy_named,
 )
 from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
 from megatron_fsdp_adapter.core.engine.group import ParamGroup
+from megatron_fsdp_adapter.core.engine.offloaded import OffloadedBuffer
+from megatron_fsdp_adapter.core.engine.reduce import ReducePipeline
 from megatron_fsdp_adapter.core.engine.wgrad import FusedWgrad, WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime, fill_with_nan
 from tests.engine.engine_cases import Setup, build
-from tests.engine.engine_scenarios import SCENARIOS, VARIANTS
 from tests.engine.pretended import PretendCommunicator, pretended_world
 
-COVERED = ("untied", "frozen", "bf16_comm", "accumulates", "overwrites", "slots", "slots_exchange",
-           "slots_fused", "shared_instances")  # fmt: skip
 
-
-def _weights(setup: Setup, scenario: str) -> dict[str, torch.Tensor]:
+def _weights(setup: Setup) -> list[torch.Tensor]:
     with pretended_world(setup.world, setup.rank):
-        rig = build(setup, HostRuntime(), PretendCommunicator)
-        SCENARIOS[scenario](rig)
-        return rig.weights()
+        rig = build(setup.but(poison=True), HostRuntime(), PretendCommunicator)
+        for _ in range(3):
+            rig.step()
+        return list(rig.weights().values())
 
 
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(POISON_VARIABLE, "1")
+def _careless(self: FusedWgrad, empty: bool) -> None:
+    self.is_open, self._written = True, set(self._adding)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_poisoned_engine_trains_to_the_same_bits(
-    strategy: str, monkeypatch: pytest.MonkeyPatch
+def _adds(plain: Any) -> Any:
+    return lambda self, group: replace(plain(self, group), adds=True)
+
+
+def _accumulates(plain: Any) -> Any:
+    return lambda self, accumulate: plain(self, accumulate=True)
+
+
+REDUCTION = (ReducePipeline, "_reduction_of", _adds(ReducePipeline._reduction_of))
+KEPT = (ParamGroup, "take_grads", _accumulates(ParamGroup.take_grads))
+FAULTS: dict[str, tuple[Setup, tuple[Any, str, Any]]] = {
+    "a module adds to a bucket that was not cleared": (
+        Setup(fused=WgradProtocol.ACCUMULATES), (FusedWgrad, "open", _careless),
+    ),
+    "a module adds to a slot that was not cleared": (
+        Setup(fused=WgradProtocol.ACCUMULATES, slots=True), (FusedWgrad, "open", _careless),
+    ),
+    "the first reduction of a step is taken for a later one": (Setup(), REDUCTION),
+    # Their memory may have been lent between two steps: what is in it then is not a gradient.
+    "a first microbatch adds to kept gradients, no_shard": (Setup("no_shard"), KEPT),
+    "a first microbatch adds to kept gradients, optim": (Setup("optim"), KEPT),
+    "a unit of host memory is not loaded": (
+        Setup(adam=True, offload=True),
+        (OffloadedBuffer, "load", lambda self: self.device_buffer.allocate()),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_reads_or_adds_to_memory_that_was_not_written_is_seen(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variant in COVERED:
-        if variant == "slots_exchange" and not STRATEGIES[strategy].shard_grads:
-            continue
-        setup = Setup(strategy=strategy).but(**VARIANTS[variant])
-        for scenario in ("microbatches", "evaluation_between", "zero_before_finish"):
-            monkeypatch.setenv(POISON_VARIABLE, "0")
-            expected = _weights(setup, scenario)
-            monkeypatch.setenv(POISON_VARIABLE, "1")
-            found = _weights(setup, scenario)
-            for name, value in expected.items():
-                assert torch.equal(found[name], value), (variant, scenario, name)
-
-
-@pytest.mark.parametrize("slots", [False, True], ids=["allocated", "slots"])
-@pytest.mark.usefixtures("poisoned")
-def test_a_module_that_adds_to_a_bucket_that_nobody_cleared_is_seen(
-    slots: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def careless(self: FusedWgrad, empty: bool) -> None:
-        self.is_open, self._written = True, set(self._adding)
-
-    monkeypatch.setattr(FusedWgrad, "open", careless)
-    setup = Setup(fused=WgradProtocol.ACCUMULATES, slots=slots)
-    found = _weights(setup, "steps")
-    assert any(value.isnan().any() for value in found.values())
-
-
-@pytest.mark.usefixtures("poisoned")
-def test_a_reduction_into_gradients_that_were_not_cleared_is_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whoever takes the first reduction of a step for a later one adds to what is not there."""
-    from megatron_fsdp_adapter.core.engine.reduce import ReducePipeline
-
-    plain = ReducePipeline._reduction_of
-    monkeypatch.setattr(
-        ReducePipeline, "_reduction_of", lambda self, group: replace(plain(self, group), adds=True)
-    )
-    found = _weights(Setup(), "steps")
-    assert any(value.isnan().any() for value in found.values())
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
-@pytest.mark.usefixtures("poisoned")
-def test_a_first_microbatch_that_adds_to_kept_gradients_is_seen(
-    strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their memory may have been lent between two steps: what is in it then is not a gradient."""
-    take = ParamGroup.take_grads
-    monkeypatch.setattr(
-        ParamGroup, "take_grads", lambda self, accumulate: take(self, accumulate=True)
-    )
-    found = _weights(Setup(strategy), "steps")
-    assert any(value.isnan().any() for value in found.values())
+    setup, fault = FAULTS[name]
+    assert not any(value.isnan().any() for value in _weights(setup))
+    monkeypatch.setattr(*fault)
+    assert any(value.isnan().any() for value in _weights(setup))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -16,52 +18,42 @@ from megatron_fsdp_adapter.core.engine.saved_tensors import SavedTensorFilter, i
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.engine.engine_cases import Exploded, Rig, Setup, buffers_of, build
-from tests.engine.engine_scenarios import SCENARIOS, VARIANTS
 from tests.engine.pretended import PretendCommunicator, pretended_world
+from tests.engine.scenarios import EVENTS, SCENARIOS, cells
 from tests.host_copies import HostCopies
 
-PLAIN = ("untied", "frozen", "accumulates", "overwrites", "overwrites_always", "slots",
-         "reentrant", "non_reentrant", "selective", "fused_recompute")  # fmt: skip
+OFFLOADED = (
+    "steps", "frozen", "accumulates", "overwrites", "overwrites_always", "slots", "reentrant",
+    "non_reentrant", "selective", "fused_recompute", "current", "mxfp8",
+)  # fmt: skip
 
 
-def _rig(setup: Setup) -> Rig:
-    return build(setup, HostRuntime(), PretendCommunicator)
-
-
-def _storages(rig: Rig) -> set[int]:
-    return {flat.untyped_storage()._cdata for _, flat in buffers_of(rig.engine)}
-
-
-def _trained(setup: Setup, scenario: str, offloads: bool) -> dict[str, torch.Tensor]:
+@contextmanager
+def made(setup: Setup) -> Iterator[tuple[Rig, HostCopies]]:
+    """A rig in a pretended world, and hooks that copy what autograd saves. None of the engine's
+    buffers is among it."""
     with pretended_world(setup.world, setup.rank):
-        rig = _rig(setup)
-        if not offloads:
-            SCENARIOS[scenario](rig)
-            return rig.weights()
-        copies = HostCopies(_storages(rig))
-        with copies.hooks():
-            SCENARIOS[scenario](rig)
-        assert copies.packed and not copies.found, copies.found
+        rig = build(setup, HostRuntime(), PretendCommunicator)
+        copies = HostCopies({flat.untyped_storage()._cdata for _, flat in buffers_of(rig.engine)})
+        yield rig, copies
+    assert not copies.found, copies.found
+
+
+def _trained(setup: Setup, event: str, offloads: bool) -> dict[str, torch.Tensor]:
+    with made(setup) as (rig, copies):
+        with copies.hooks() if offloads else nullcontext():
+            EVENTS[event](rig)
+        assert bool(copies.packed) == offloads
         return rig.weights()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("variant", PLAIN)
-def test_offloaded_activations_train_to_the_same_bits(variant: str, strategy: str) -> None:
-    setup = Setup(strategy=strategy).but(**VARIANTS[variant])
-    for scenario in ("microbatches", "evaluation_between"):
-        expected = _trained(setup, scenario, offloads=False)
-        found = _trained(setup, scenario, offloads=True)
+@pytest.mark.parametrize(("strategy", "scenario"), cells(*OFFLOADED))
+def test_offloaded_activations_train_to_the_same_bits(strategy: str, scenario: str) -> None:
+    setup = SCENARIOS[scenario].setup(strategy)
+    for event in ("microbatches", "evaluation_between"):
+        expected, found = (_trained(setup, event, offloads) for offloads in (False, True))
         for name, value in expected.items():
-            assert torch.equal(found[name], value), (scenario, name)
-
-
-def test_quantized_weights_stay_where_they_are() -> None:
-    for recipe in ("current", "mxfp8"):
-        setup = Setup(recipe=recipe)
-        expected = _trained(setup, "microbatches", offloads=False)
-        found = _trained(setup, "microbatches", offloads=True)
-        assert all(torch.equal(found[name], value) for name, value in expected.items()), recipe
+            assert torch.equal(found[name], value), (event, name)
 
 
 class _Forgetful(torch.autograd.Function):
@@ -107,9 +99,7 @@ def test_a_flag_that_hooks_hide_is_not_relied_on(
 def test_views_of_a_weight_that_are_saved_read_what_is_gathered_again() -> None:
     """Transposed, sliced, flattened and split ones. A copy would be right as well; what is looked
     at here is that the saved view is the buffer's."""
-    with pretended_world(2):
-        rig = _rig(Setup(dtype=torch.float32))
-        owned, shown = _storages(rig), []
+    with made(Setup(dtype=torch.float32)) as (rig, copies):
         layer = rig.model.layers[1]
 
         def forward(x: torch.Tensor) -> torch.Tensor:
@@ -118,25 +108,17 @@ def test_views_of_a_weight_that_are_saved_read_what_is_gathered_again() -> None:
             return x + y[..., :6] * weight[0] * torch.cat(weight.split(3)[:1])[1]
 
         layer.forward = forward
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            shown.append(tensor.untyped_storage()._cdata)
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda packed: packed):
+        with copies.hooks():
             rig.forward_backward(2)
         rig.finish()
-        assert shown and not owned & set(shown)
+        assert copies.packed
         assert all(pair.grad._local_tensor.isfinite().all() for pair in rig.engine.pairs)
 
 
 def test_hooks_of_modules_of_the_root_are_sifted_as_well() -> None:
     """Opened around a module that is no unit, in the model's own forward."""
-    with pretended_world(2):
-        rig = _rig(Setup())
-        copies = HostCopies(_storages(rig))
-        norm = rig.model.norm
-        inside = norm.__call__
+    with made(Setup()) as (rig, copies):
+        inside = rig.model.norm.__call__
 
         class Offloaded(torch.nn.Module):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,17 +127,17 @@ def test_hooks_of_modules_of_the_root_are_sifted_as_well() -> None:
 
         rig.model.norm = Offloaded()
         rig.step()
-        assert copies.packed and not copies.found
+        assert copies.packed
 
 
 def test_torchs_own_context_and_a_backward_inside_it() -> None:
-    with pretended_world(2):
-        expected, found = _rig(Setup()), _rig(Setup())
-        expected.step(3)
-        with save_on_cpu():
-            found.step(3)
-        for name, value in expected.weights().items():
-            assert torch.equal(found.weights()[name], value), name
+    found = []
+    for context in (nullcontext(), save_on_cpu()):
+        with made(Setup()) as (rig, _):
+            with context:
+                rig.step(3)
+            found.append(rig.weights())
+    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
 
 
 def _depth() -> int:
@@ -170,51 +152,64 @@ def _depth() -> int:
     return len(taken)
 
 
-@pytest.mark.parametrize("where", ["forward 1", "backward 1"])
-def test_a_pass_that_raises_leaves_the_users_hooks_as_they_were(where: str) -> None:
-    with pretended_world(2):
-        rig = _rig(Setup())
-        copies = HostCopies(_storages(rig))
-        with copies.hooks():
-            rig.model.explode = where
-            with pytest.raises(Exploded):
-                rig.forward_backward()
-            assert _depth() == 1
-            rig.model.explode = None
-            rig.step()
-            assert _depth() == 1
-        assert _depth() == 0 and not copies.found
+def _interrupted(x: torch.Tensor) -> torch.Tensor:
+    raise KeyboardInterrupt
 
 
-def test_an_error_inside_a_unit_leaves_the_users_hooks_as_they_were() -> None:
-    with pretended_world(2):
-        rig = _rig(Setup())
+ERRORS: dict[str, tuple[str | None, Any, type[BaseException]]] = {
+    "in forward": ("forward 1", None, Exploded),
+    "in backward": ("backward 1", None, Exploded),
+    "inside of a unit": (None, lambda x: x.no_such_attribute, AttributeError),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_pass_that_raises_leaves_the_users_hooks_as_they_were(name: str) -> None:
+    explode, forward, error = ERRORS[name]
+    with made(Setup()) as (rig, copies):
         layer = rig.model.layers[1]
-        inside, layer.forward = layer.forward, lambda x: x.no_such_attribute
-        copies = HostCopies(_storages(rig))
+        inside = layer.forward
         with copies.hooks():
-            with pytest.raises(AttributeError):
+            rig.model.explode, layer.forward = explode, forward or inside
+            with pytest.raises(error):
                 rig.forward_backward()
             assert _depth() == 1
-            layer.forward = inside
+            rig.model.explode, layer.forward = None, inside
             rig.step()
-        assert _depth() == 0 and not copies.found
+            assert _depth() == 1
+        assert _depth() == 0
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_interrupt_leaves_the_users_hooks_as_they_were(goes_on: bool) -> None:
+    """Torch calls no hook of a module for one. Behind the user's context none of his are on; inside
+    it, and in later passes, they are what they were."""
+    with made(Setup()) as (rig, copies):
+        layer = rig.model.layers[1]
+        inside, layer.forward = layer.forward, _interrupted
+        with copies.hooks():
+            with pytest.raises(KeyboardInterrupt):
+                rig.forward_backward()
+            layer.forward = inside
+            if goes_on:
+                rig.step()
+        assert _depth() == 0
+        packed = copies.packed
+        rig.step()
+        assert packed == copies.packed > 0
 
 
 def test_the_engine_keeps_no_activation_alive_that_is_offloaded() -> None:
     """Or its memory would not be free between forward and backward."""
-    with pretended_world(2):
-        rig = _rig(Setup())
+    with made(Setup()) as (rig, _):
         rig.step()
         storages: list[Any] = []
-        kept: list[torch.Tensor] = []
 
-        def pack(tensor: torch.Tensor) -> int:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
             storages.append(weakref.ref(tensor.untyped_storage()))
-            kept.append(tensor.detach().clone())
-            return len(kept) - 1
+            return tensor.detach().clone()
 
-        with saved_tensors_hooks(pack, lambda index: kept[index]):
+        with saved_tensors_hooks(pack, lambda copy: copy):
             loss = rig.loss()
         gc.collect()
         alive = [ref() for ref in storages if ref() is not None and ref().nbytes() > 64]
@@ -237,31 +232,6 @@ def test_whose_a_storage_is_is_told_by_any_view_and_by_what_is_made_of_it() -> N
     assert not any(map(is_owned, [other, other.t(), ours.clone(), ours + 1]))
     sparse = other.to_sparse()
     assert not is_owned(sparse)
-
-
-def test_an_interrupt_leaves_the_users_hooks_as_they_were() -> None:
-    """Torch calls no hook of a module for one. Behind the user's context none of his are on; inside
-    it, and in later passes, they are what they were."""
-    with pretended_world(2):
-        rig = _rig(Setup())
-        layer = rig.model.layers[1]
-        inside = layer.forward
-
-        def interrupted(x: torch.Tensor) -> torch.Tensor:
-            raise KeyboardInterrupt
-
-        for goes_on in (False, True):
-            copies, layer.forward = HostCopies(_storages(rig)), interrupted
-            with copies.hooks():
-                with pytest.raises(KeyboardInterrupt):
-                    rig.forward_backward()
-                layer.forward = inside
-                if goes_on:
-                    rig.step()
-            assert _depth() == 0
-            packed = copies.packed
-            rig.step()
-            assert packed > 0 and packed == copies.packed and not copies.found
 
 
 def test_hooks_are_replaced_and_nothing_is_put_where_none_are() -> None:

@@ -11,8 +11,6 @@ import torch
 from megatron_fsdp_adapter.core.runtime import host_pages as module
 from megatron_fsdp_adapter.core.runtime.host_pages import PART, host_pages
 
-pytestmark = pytest.mark.once
-
 
 @pytest.mark.parametrize("nbytes", [0, 1, mmap.PAGESIZE + 3, PART + 5])
 def test_it_is_zero_and_may_be_written(nbytes: int) -> None:

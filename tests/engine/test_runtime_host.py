@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,161 +25,136 @@ from tests.engine.pretended import pretended_world
 
 
 class Diary:
-    """Tasks and works that write down when they start and when they are waited for."""
+    """Tasks and works write down when they start and when they are waited for."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        self.runtime, self.lines = HostRuntime(), list[str]()
+        self.events: dict[str, Any] = {}
 
-    def task(self, name: str, works: int = 0):
-        def run():
+    def work(self, name: str) -> Any:
+        return SimpleNamespace(wait=lambda: self.lines.append(f"wait {name}"))
+
+    def submit(self, role: str, name: str, works: int = 0) -> None:
+        def task() -> list[Any]:
             self.lines.append(f"start {name}")
             return [self.work(f"{name}{i}" if works > 1 else name) for i in range(works)]
 
-        return run
+        self.runtime.submit(role, task)
 
-    def work(self, name: str):
-        diary = self
+    def record(self, role: str, name: str = "last") -> None:
+        self.events[name] = self.runtime.record(role)
 
-        class Work:
-            def wait(self) -> None:
-                diary.lines.append(f"wait {name}")
+    def wait(self, role: str, event: str = "last") -> None:
+        self.runtime.wait(role, self.events[event])
 
-        return Work()
+    def synchronize(self) -> None:
+        self.runtime.synchronize()
 
-
-@pytest.fixture
-def diary():
-    return Diary()
+    def abandon(self) -> None:
+        self.runtime.abandon()
 
 
-@pytest.fixture
-def runtime():
-    return HostRuntime()
+QUEUES: dict[str, tuple[list[tuple[str, ...] | tuple[Any, ...]], str]] = {
+    "work starts at once and is not waited for": ([("submit", GATHER, "a", 1)], "start a"),
+    "what comes behind running work is deferred": (
+        [("submit", GATHER, "a", 2), ("submit", GATHER, "b"), ("submit", GATHER, "c", 1)],
+        "start a",
+    ),
+    "what is deferred comes in order": (
+        [("submit", GATHER, "a", 2), ("submit", GATHER, "b"), ("submit", GATHER, "c", 1),
+         ("record", GATHER), ("wait", COMPUTE)],
+        "start a, wait a0, wait a1, start b, start c, wait c",
+    ),
+    "tasks without work run inline": (
+        [("submit", GATHER, "a"), ("submit", GATHER, "b")], "start a, start b",
+    ),
+    "an event is waited for and not more": (
+        [("submit", GATHER, "a", 1), ("record", GATHER), ("submit", GATHER, "b", 1),
+         ("wait", COMPUTE), ("wait", COMPUTE)],
+        "start a, wait a",
+    ),
+    "a later event is waited for as well": (
+        [("submit", GATHER, "a", 1), ("record", GATHER, "first"), ("submit", GATHER, "b", 1),
+         ("record", GATHER), ("wait", COMPUTE, "first"), ("wait", COMPUTE)],
+        "start a, wait a, start b, wait b",
+    ),
+    "an event of an idle role has happened": (
+        [("record", REDUCE), ("wait", COMPUTE), ("submit", REDUCE, "a"), ("record", REDUCE),
+         ("submit", REDUCE, "b", 1), ("wait", COMPUTE)],
+        "start a, start b",
+    ),
+    "roles do not wait for each other unasked": (
+        [("submit", GATHER, "g", 1), ("submit", REDUCE, "r", 1), ("record", REDUCE),
+         ("wait", COMPUTE)],
+        "start g, start r, wait r",
+    ),
+    "a background role waits for another": (
+        [("submit", GATHER, "g", 1), ("record", GATHER), ("wait", REDUCE),
+         ("submit", REDUCE, "r")],
+        "start g, wait g, start r",
+    ),
+    "a role is in its own order already": (
+        [("submit", GATHER, "a", 1), ("record", GATHER), ("wait", GATHER)], "start a",
+    ),
+    "waiting for compute is free": (
+        [("submit", GATHER, "a", 1), ("record", COMPUTE), ("wait", GATHER)], "start a",
+    ),
+    "synchronize empties every queue": (
+        [("submit", GATHER, "a", 1), ("submit", GATHER, "b", 1), ("submit", REDUCE, "c", 1),
+         ("synchronize",), ("submit", GATHER, "d")],
+        "start a, start c, wait a, start b, wait b, wait c, start d",
+    ),
+    "abandoned tasks never start and the queue goes on": (
+        [("submit", GATHER, "a", 1), ("submit", GATHER, "b"), ("record", GATHER), ("abandon",),
+         ("wait", COMPUTE), ("submit", GATHER, "c")],
+        "start a, start c",
+    ),
+}  # fmt: skip
 
 
-def test_work_starts_at_once_and_is_not_waited_for(runtime, diary):
-    runtime.submit(GATHER, diary.task("a", works=1))
-    assert diary.lines == ["start a"]
+@pytest.mark.parametrize("name", QUEUES)
+def test_queues(name):
+    steps, expected = QUEUES[name]
+    diary = Diary()
+    for method, *arguments in steps:
+        getattr(diary, method)(*arguments)
+    assert ", ".join(diary.lines) == expected
 
 
-def test_what_comes_behind_running_work_is_deferred_in_order(runtime, diary):
-    runtime.submit(GATHER, diary.task("a", works=2))
-    runtime.submit(GATHER, diary.task("b"))
-    runtime.submit(GATHER, diary.task("c", works=1))
-    assert diary.lines == ["start a"]
-    runtime.wait(COMPUTE, runtime.record(GATHER))
-    assert diary.lines == ["start a", "wait a0", "wait a1", "start b", "start c", "wait c"]
-
-
-def test_tasks_without_work_run_inline(runtime, diary):
-    runtime.submit(GATHER, diary.task("a"))
-    runtime.submit(GATHER, diary.task("b"))
-    assert diary.lines == ["start a", "start b"]
-
-
-def test_an_event_is_waited_for_and_not_more(runtime, diary):
-    runtime.submit(GATHER, diary.task("a", works=1))
-    first = runtime.record(GATHER)
-    runtime.submit(GATHER, diary.task("b", works=1))
-    second = runtime.record(GATHER)
-    runtime.wait(COMPUTE, first)
-    assert diary.lines == ["start a", "wait a"]
-    runtime.wait(COMPUTE, first)
-    assert diary.lines == ["start a", "wait a"]
-    runtime.wait(COMPUTE, second)
-    assert diary.lines == ["start a", "wait a", "start b", "wait b"]
-
-
-def test_an_event_of_an_idle_role_has_happened(runtime, diary):
-    runtime.wait(COMPUTE, runtime.record(REDUCE))
-    runtime.submit(REDUCE, diary.task("a"))
-    event = runtime.record(REDUCE)
-    runtime.submit(REDUCE, diary.task("b", works=1))
-    runtime.wait(COMPUTE, event)
-    assert diary.lines == ["start a", "start b"]
-
-
-def test_roles_do_not_wait_for_each_other_unasked(runtime, diary):
-    runtime.submit(GATHER, diary.task("g", works=1))
-    runtime.submit(REDUCE, diary.task("r", works=1))
-    assert diary.lines == ["start g", "start r"]
-    runtime.wait(COMPUTE, runtime.record(REDUCE))
-    assert diary.lines == ["start g", "start r", "wait r"]
-
-
-def test_a_background_role_waits_for_another(runtime, diary):
-    runtime.submit(GATHER, diary.task("g", works=1))
-    runtime.wait(REDUCE, runtime.record(GATHER))
-    runtime.submit(REDUCE, diary.task("r"))
-    assert diary.lines == ["start g", "wait g", "start r"]
-
-
-def test_a_role_is_in_its_own_order_already(runtime, diary):
-    runtime.submit(GATHER, diary.task("a", works=1))
-    runtime.wait(GATHER, runtime.record(GATHER))
-    assert diary.lines == ["start a"]
-
-
-def test_waiting_for_compute_is_free(runtime, diary):
-    runtime.submit(GATHER, diary.task("a", works=1))
-    runtime.wait(GATHER, runtime.record(COMPUTE))
-    assert diary.lines == ["start a"]
-
-
-def test_synchronize_empties_every_queue(runtime, diary):
-    for role in (GATHER, REDUCE):
-        runtime.submit(role, diary.task(f"{role} a", works=1))
-        runtime.submit(role, diary.task(f"{role} b", works=1))
-    runtime.synchronize()
-    assert len(diary.lines) == 8
-    runtime.submit(GATHER, diary.task("c"))
-    assert diary.lines[-1] == "start c"
-
-
-def test_abandoned_tasks_never_start_and_the_queue_goes_on(runtime, diary):
-    runtime.submit(GATHER, diary.task("a", works=1))
-    runtime.submit(GATHER, diary.task("b"))
-    event = runtime.record(GATHER)
-    runtime.abandon()
-    runtime.wait(COMPUTE, event)
-    runtime.submit(GATHER, diary.task("c"))
-    assert diary.lines == ["start a", "start c"]
-
-
-def test_a_task_that_raises_is_raised_where_it_is_waited_for(runtime, diary):
-    runtime.submit(GATHER, diary.task("a", works=1))
-    runtime.submit(GATHER, lambda: 1 / 0)
+def test_a_task_that_raises_is_raised_where_it_is_waited_for():
+    diary = Diary()
+    diary.submit(GATHER, "a", 1)
+    diary.runtime.submit(GATHER, lambda: 1 / 0)
+    diary.record(GATHER)
     with pytest.raises(ZeroDivisionError):
-        runtime.wait(COMPUTE, runtime.record(GATHER))
+        diary.wait(COMPUTE)
 
 
-def test_a_wait_that_is_interrupted_starts_nothing_twice(runtime, diary):
-    class Interrupted:
-        def wait(self) -> None:
-            diary.lines.append("wait")
-            if diary.lines.count("wait") == 1:
-                raise KeyboardInterrupt
+def test_a_wait_that_is_interrupted_starts_nothing_twice():
+    diary = Diary()
 
-    def collective():
-        diary.lines.append("start late")
-        return [Interrupted()]
+    def wait() -> None:
+        diary.lines.append("wait late")
+        if diary.lines.count("wait late") == 1:
+            raise KeyboardInterrupt
 
-    runtime.submit(GATHER, diary.task("a", works=1))
-    runtime.submit(GATHER, collective)
+    diary.work = lambda name: SimpleNamespace(wait=wait)  # type: ignore[method-assign]
+    diary.submit(GATHER, "late", 1)
+    diary.submit(GATHER, "b")
+    diary.record(GATHER)
     with pytest.raises(KeyboardInterrupt):
-        runtime.wait(COMPUTE, runtime.record(GATHER))
-    runtime.wait(COMPUTE, runtime.record(GATHER))
-    assert diary.lines == ["start a", "wait a", "start late", "wait", "wait"]
+        diary.wait(COMPUTE)
+    diary.wait(COMPUTE)
+    assert diary.lines == ["start late", "wait late", "wait late", "start b"]
 
 
-def test_storage_comes_and_goes(runtime):
-    flat = torch.arange(4.0)
+def test_storage_comes_and_goes():
+    runtime, flat = HostRuntime(), torch.arange(4.0)
     runtime.allocate(flat)
     assert flat.tolist() == [0.0, 1.0, 2.0, 3.0]
-    runtime.release(flat)
-    assert flat.untyped_storage().nbytes() == 0
-    runtime.allocate(flat)
-    assert flat.untyped_storage().nbytes() == 16
+    for change, nbytes in ((runtime.release, 0), (runtime.allocate, 16)):
+        change(flat)
+        assert flat.untyped_storage().nbytes() == nbytes
 
 
 def test_runtimes_of_devices():
@@ -228,59 +205,44 @@ def test_a_group_of_one_launches_nothing(monkeypatch):
         assert torch.equal(source, target)
 
 
-class Launches:
-    """Stands in for the collectives of a backend."""
+@pytest.mark.parametrize(
+    ("backend", "method", "launched", "returned"),
+    [
+        ("gloo", "all_gather", "_all_gather async, _all_gather async", 2),
+        ("gloo", "reduce_scatter", "_reduce_scatter async, _reduce_scatter async", 2),
+        ("gloo", "all_reduce", "all_reduce async, all_reduce async", 2),
+        ("nccl", "all_gather", "begin, _all_gather enqueued, _all_gather enqueued, end", 0),
+    ],
+)
+def test_gloo_gives_works_and_nccl_coalesces_in_the_order_of_the_stream(
+    monkeypatch, backend, method, launched, returned
+):
+    calls: list[str] = []
 
-    def __init__(self, monkeypatch, backend: str) -> None:
-        self.calls: list[str] = []
-        monkeypatch.setattr(comm, "capabilities_of", lambda group, device: CAPABILITIES[backend])
-        for name in ("_all_gather", "_reduce_scatter"):
-            monkeypatch.setattr(comm, name, self.collective(name))
-        monkeypatch.setattr(comm.dist, "all_reduce", self.collective("all_reduce"))
-        monkeypatch.setattr(comm, "_coalescing_manager", self.coalesced)
-
-    def collective(self, name: str):
-        def call(*tensors, group, async_op):
-            self.calls.append(f"{name} {'async' if async_op else 'enqueued'}")
+    def collective(name: str) -> Any:
+        def call(*tensors: Any, group: Any, async_op: bool) -> str:
+            calls.append(f"{name} {'async' if async_op else 'enqueued'}")
             return name
 
         return call
 
-    def coalesced(self, **options):
-        launches = self
+    @contextlib.contextmanager
+    def coalesced(**options: Any) -> Any:
+        calls.append("begin")
+        yield
+        calls.append("end")
 
-        class Manager:
-            def __enter__(self):
-                launches.calls.append("begin")
-
-            def __exit__(self, *error):
-                launches.calls.append("end")
-
-        return Manager()
-
-
-def test_gloo_returns_one_work_a_collective(monkeypatch):
-    launches = Launches(monkeypatch, "gloo")
+    monkeypatch.setattr(comm, "capabilities_of", lambda group, device: CAPABILITIES[backend])
+    for owner, name in ((comm, "_all_gather"), (comm, "_reduce_scatter"), (dist, "all_reduce")):
+        monkeypatch.setattr(owner, name, collective(name))
+    monkeypatch.setattr(comm, "_coalescing_manager", coalesced)
     with pretended_world(2):
         two = Communicator(dist.group.WORLD, torch.device("cpu"))
-        pairs = [(torch.zeros(4), torch.zeros(2))] * 2
-        assert two.all_gather(pairs) == ["_all_gather"] * 2
-        assert two.reduce_scatter([(b, a) for a, b in pairs]) == ["_reduce_scatter"] * 2
-        assert two.all_reduce([torch.zeros(2)]) == ["all_reduce"]
-    assert launches.calls == ["_all_gather async"] * 2 + ["_reduce_scatter async"] * 2 + [
-        "all_reduce async"
-    ]
-
-
-def test_nccl_coalesces_and_leaves_order_to_the_stream(monkeypatch):
-    launches = Launches(monkeypatch, "nccl")
-    with pretended_world(2):
-        two = Communicator(dist.group.WORLD, torch.device("cpu"))
-        pair = (torch.zeros(4), torch.zeros(2))
-        assert two.all_gather([pair, pair]) == [] and two.all_gather([pair]) == []
-    assert launches.calls == [
-        "begin", "_all_gather enqueued", "_all_gather enqueued", "end", "_all_gather enqueued",
-    ]  # fmt: skip
+        one = torch.zeros(4) if method == "all_reduce" else (torch.zeros(4), torch.zeros(4))
+        assert len(getattr(two, method)([one, one])) == returned
+        assert ", ".join(calls) == launched
+        getattr(two, method)([one])
+        assert calls[-1] == launched.split(", ")[1], "alone it is not coalesced"
 
 
 @pytest.mark.parametrize("is_known", (False, True))

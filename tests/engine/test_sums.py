@@ -75,7 +75,6 @@ def test_without_scale_a_sum_of_one_row_is_that_row(accumulate):
     assert torch.equal(output, row[0])
 
 
-@pytest.mark.once
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_interpreted_kernel_adds_in_the_order_of_the_rows_whatever_their_dtype() -> None:
     """bf16 rows and their casts to float32 give one sum, bit for bit."""

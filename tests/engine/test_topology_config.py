@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from types import SimpleNamespace
 
@@ -46,8 +47,8 @@ def world():
         yield dist.group.WORLD
 
 
-def index_of(group, **options) -> FSDPDistributedIndex:
-    return FSDPDistributedIndex(group, device_type="cpu", grad_scale=0.25, **options)
+def index_of(group, grad_scale=0.25, **options) -> FSDPDistributedIndex:
+    return FSDPDistributedIndex(group, device_type="cpu", grad_scale=grad_scale, **options)
 
 
 # Topology.
@@ -66,22 +67,18 @@ def test_one_group_serves_everything(world):
     assert index.get_submesh("dp_cp") is index.get_submesh(["dp_cp"]) is domain.mesh
 
 
-def test_gathers_run_on_a_group_of_their_own(world):
-    second = dist.new_group([0, 1, 2, 3])
-    index = index_of(world, fsdp_group_ag=second)
+def test_gathers_kinds_and_tensor_parallelism_have_groups_of_their_own(world):
+    second, half, alone = (dist.new_group(ranks) for ranks in ([0, 1, 2, 3], [0, 2], [2]))
+    index = index_of(world, fsdp_group_ag=second, expt_fsdp_group=half, tp_group=alone)
     assert index.get_fsdp_group(independent_all_gather=True) is second
     assert index.get_fsdp_group() is world
-
-
-def test_kinds_have_their_own_domain(world):
-    half = dist.new_group([0, 2])
-    dist.new_group([1, 3])
-    index = index_of(world, expt_fsdp_group=half)
     assert index.domain(EXPERT).axis.ranks == (0, 2) and index.domain(EXPERT).axis.rank == 1
     assert index.get_fsdp_group(is_expert_parallel=True) is half
     assert index.get_dp_group(is_expert_parallel=True) is half
     assert index.get_root_mesh(is_expert_parallel=True).shape == (2,)
     assert index.domain(EXPERT).grad_scale == index.domain(DENSE).grad_scale
+    assert index.get_submesh("tp").shape == (1,)
+    assert index.get_submesh(("tp",)).mesh_dim_names == ("tp",)
 
 
 def test_missing_kinds_and_meshes_are_named(world):
@@ -91,12 +88,6 @@ def test_missing_kinds_and_meshes_are_named(world):
     for unknown in ("tp", "dp", ("dp_cp", "tp"), "outer"):
         with pytest.raises(ValueError, match=r"not registered; there are .*dp_cp"):
             index.get_submesh(unknown)
-
-
-def test_the_tensor_parallel_mesh(world):
-    index = index_of(world, tp_group=dist.new_group([2]))
-    assert index.get_submesh("tp").shape == (1,)
-    assert index.get_submesh(("tp",)).mesh_dim_names == ("tp",)
 
 
 def test_an_outer_axis_and_every_mesh_over_it():
@@ -141,45 +132,56 @@ def test_models_on_other_ranks_have_meshes_of_the_same_names(world):
         assert index.get_submesh(names).get_group() is group
 
 
-def test_an_outer_group_has_one_rank_in_common_with_the_shards(world):
-    shard, mesh = Axis.of("dp_cp", world), index_of(world).get_root_mesh()
-    outer = Axis("outer_fsdp_dp", world, (2, 3), 0)
-    with pytest.raises(ValueError, match=r"outer group .*\[2, 3\].*\[0, 1, 2, 3\].*no other"):
-        ShardDomain(DENSE, shard, world, world, mesh, 1.0, outer)
-
-
-def test_groups_that_make_no_mesh_are_refused(world):
-    message = r"'dp_cp': \[0, 1, 2, 3\], 'tp': \[2, 3\].* do not make a mesh"
-    with pytest.raises(ValueError, match=message):
-        index_of(world, tp_group=dist.new_group([2, 3]))
-
-
-@pytest.mark.parametrize("ranks", [[0, 2], [0, 1, 2]])
-def test_gather_and_shard_groups_must_agree(world, ranks):
-    other = dist.new_group(ranks)
-    message = rf"gather group of the dense .* ranks \[{str(ranks)[1:-1]}\].*on ranks \[0, 1, 2, 3\]"
-    with pytest.raises(ValueError, match=message):
-        index_of(world, fsdp_group_ag=other)
-
-
-def test_ranks_in_another_order_are_refused(world, monkeypatch):
-    axis = Axis.of("dp_cp", world)
-    swapped = dataclasses.replace(axis, ranks=(1, 0, 2, 3))
+def domain_of(world, ranks=(0, 1, 2, 3), outer=None):
+    axis = dataclasses.replace(Axis.of("dp_cp", world), ranks=ranks)
+    outer = None if outer is None else Axis("outer_fsdp_dp", world, outer, 0)
     mesh = index_of(world).get_root_mesh()
-    with pytest.raises(ValueError, match="same ranks in the same order"):
-        ShardDomain(DENSE, swapped, world, world, mesh, 1.0)
+    return ShardDomain(DENSE, axis, world, world, mesh, 1.0, outer)
+
+
+BAD = {
+    "an outer group has one rank in common with the shards": (
+        lambda world: domain_of(world, outer=(2, 3)),
+        r"outer group .*\[2, 3\].*\[0, 1, 2, 3\].*no other",
+    ),
+    "ranks come in the order of the group": (
+        lambda world: domain_of(world, ranks=(1, 0, 2, 3)), "same ranks in the same order",
+    ),
+    "groups make a mesh": (
+        lambda world: index_of(world, tp_group=dist.new_group([2, 3])),
+        r"'dp_cp': \[0, 1, 2, 3\], 'tp': \[2, 3\].* do not make a mesh",
+    ),
+    **{
+        f"ranks {ranks} do not gather what four have": (
+            lambda world, ranks=ranks: index_of(world, fsdp_group_ag=dist.new_group(ranks)),
+            rf"gather group of the dense .* ranks \[{str(ranks)[1:-1]}\].*on ranks \[0, 1, 2, 3\]",
+        )
+        for ranks in ([0, 2], [0, 1, 2])
+    },
+    **{
+        f"a gradient scale of {scale}": (
+            lambda world, scale=scale: index_of(world, grad_scale=scale), "grad_scale",
+        )
+        for scale in (0.0, -1.0, float("nan"))
+    },
+    "a collection has the shard group": (
+        lambda world: build_index(groups_of(SimpleNamespace()), device=CPU, grad_scale_of=float),
+        r"pg_collection\.dp_cp is missing",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_groups_that_do_not_fit_are_refused(world, name):
+    make, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        make(world)
 
 
 def test_a_group_without_this_rank_is_refused(world, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 2 if group is None else -1)
     with pytest.raises(ValueError, match="dp_cp: rank 2 is not a member"):
         Axis.of("dp_cp", world)
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
-def test_the_gradient_scale_is_positive(world, scale):
-    with pytest.raises(ValueError, match="grad_scale"):
-        FSDPDistributedIndex(world, device_type="cpu", grad_scale=scale)
 
 
 def test_groups_are_read_where_they_are_set(world):
@@ -189,11 +191,6 @@ def test_groups_are_read_where_they_are_set(world):
     assert given == ["dp_group", "fsdp_group"]
     index = build_index(groups, device=CPU, grad_scale_of=lambda ranks: 1.0 / ranks)
     assert index.domain(DENSE).grad_scale == 0.25
-
-
-def test_a_collection_without_the_shard_group_is_refused():
-    with pytest.raises(ValueError, match=r"pg_collection\.dp_cp is missing"):
-        build_index(groups_of(SimpleNamespace()), device=CPU, grad_scale_of=lambda ranks: 1.0)
 
 
 # Configuration.
@@ -288,17 +285,12 @@ def test_all_problems_are_found_at_once():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_any_dtypes_go_with_any_strategy(strategy):
-    for main in (torch.float32, torch.bfloat16, None):
-        for grads in (None, torch.float32, torch.bfloat16):
-            for comm in (None, torch.float32, torch.bfloat16):
-                config = good(
-                    data_parallel_sharding_strategy=strategy,
-                    megatron_fsdp_main_params_dtype=main,
-                    megatron_fsdp_main_grads_dtype=grads,
-                    megatron_fsdp_grad_comm_dtype=comm,
-                )
-                assert problems(config, DDP_CONFIG_RULES) == []
-                assert engine_config(config).policy == MixedPrecisionPolicy(main, grads, comm)
+    dtypes = (None, torch.float32, torch.bfloat16)
+    for policy in itertools.starmap(MixedPrecisionPolicy, itertools.product(dtypes, repeat=3)):
+        given = {f"megatron_fsdp_{name}": dtype for name, dtype in vars(policy).items()}
+        config = good(data_parallel_sharding_strategy=strategy, **given)
+        assert problems(config, DDP_CONFIG_RULES) == []
+        assert engine_config(config).policy == policy
 
 
 @pytest.mark.parametrize(
@@ -329,28 +321,29 @@ def test_sums_in_float32_are_for_a_reduce_scatter_of_bf16(strategy, comm, grads,
             EngineConfig(STRATEGIES[strategy], policy, fp32_accumulation=True)
 
 
-def read(config):
-    """The policy and the warnings of reading it."""
+PREFER_FP32 = MixedPrecisionPolicy(*[torch.float32] * 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, MixedPrecisionPolicy()),
+        ({"preserve_fp32_weights": False}, MixedPrecisionPolicy(main_params_dtype=None)),
+        ({"grad_reduce_in_fp32": True}, PREFER_FP32),
+    ],
+)
+@pytest.mark.parametrize("make", [DistributedDataParallelConfig, OurConfig])
+def test_the_older_names_map_onto_the_policy_and_warn_once(make, changes, expected):
+    """Of core's plain config, and of ours."""
+    if not all(hasattr(make, name) for name in changes):
+        pytest.skip("gone in this release")
+    config = make(**changes)
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("default")
-        policies = [precision_policy(config) for _ in range(3)]
-    assert policies[0] == policies[1] == policies[2]
-    return policies[0], [str(warning.message) for warning in shown]
-
-
-def test_the_older_names_map_onto_the_policy_and_warn_once():
-    """Of core's plain config, and of ours."""
-    for make in (DistributedDataParallelConfig, OurConfig):
-        fp32 = torch.float32
-        assert read(make()) == (MixedPrecisionPolicy(), [])
-        if hasattr(make, "preserve_fp32_weights"):
-            policy, shown = read(make(preserve_fp32_weights=False))
-            assert policy == MixedPrecisionPolicy(main_params_dtype=None)
-            said = [text.split(" is read as ")[0] for text in shown]
-            assert said == ["preserve_fp32_weights=False"]
-        policy, shown = read(make(grad_reduce_in_fp32=True))
-        assert policy == MixedPrecisionPolicy(fp32, fp32, fp32)
-        assert [text.split(" is read as ")[0] for text in shown] == ["grad_reduce_in_fp32=True"]
+        policies = {precision_policy(config) for _ in range(3)}
+    assert policies == {expected}
+    said = [str(warning.message).split(" is read as ")[0] for warning in shown]
+    assert said == [f"{name}={value}" for name, value in changes.items()]
 
 
 @pytest.mark.parametrize(

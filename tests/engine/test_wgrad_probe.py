@@ -6,10 +6,12 @@ Transformer Engine's own classes: tests/gpu/test_gpu_wgrad.py.
 from __future__ import annotations
 
 import functools
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -129,8 +131,6 @@ def test_looking_draws_no_random_numbers() -> None:
 
 def test_histories_of_transformer_engine_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """In both of the forms that its tables have had."""
-    import sys
-
 
     class Tables:
         __slots__ = ("autocast_depth", "fp8_tensors_recompute_buffer", "global_amax_buffer")
@@ -199,100 +199,93 @@ def makers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Maker]:
 NAME = "transformer_engine.LayerNormLinear"
 
 
+def observer(
+    *precisions: Precision, dtype: torch.dtype = torch.float32, **options: Any
+) -> Observer:
+    return Observer(precisions or (Precision("weights"),), dtype, CPU, **options)
+
+
+class Inside:
+    """A context, of a name, that tells whether code runs inside."""
+
+    def __init__(self) -> None:
+        self.entered: list[str] = []
+
+    @contextmanager
+    def of(self, name: str) -> Any:
+        self.entered.append(name)
+        yield
+        self.entered.remove(name)
+
+
 def test_each_class_is_run_once_in_each_precision(makers: dict[str, Maker]) -> None:
-    made: list[str] = []
-
-    def make(**options: Any) -> nn.Module:
-        made.append("made")
-        return Fusing("adds")
-
+    make = mock.Mock(side_effect=lambda **options: Fusing("adds"))
     makers[NAME] = Maker(make)
-    observer = Observer((Precision("weights"), Precision("FP8")), torch.float32, CPU)
-    runs = []
+    looks, runs = observer(Precision("weights"), Precision("FP8")), []
     for _ in range(3):
-        assert observer(ColumnParallel(), torch.float32) == Observed(adds=True)
-        runs.append(len(made))
-    assert runs[0] % 2 == 0 and runs == [runs[0]] * 3
+        assert looks(ColumnParallel(), torch.float32) == Observed(adds=True)
+        runs.append(make.call_count)
+    assert runs[0] % 2 == 0 and runs == [runs[0]] * 3 and runs[0] > 0
 
 
 def test_what_holds_in_one_precision_only_does_not_hold(makers: dict[str, Maker]) -> None:
     """As with Transformer Engine 2.11: in FP8 the flag is looked for on the quantized weight."""
-    quantized = []
-
-    @contextmanager
-    def context() -> Any:
-        quantized.append(True)
-        yield
-        quantized.pop()
+    inside = Inside()
 
     class Fickle(Fusing):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.habits = ("adds",) * 2 if quantized else ("asks in backward",) * 2
+            self.habits = ("adds" if inside.entered else "asks in backward",) * 2
             return super().forward(x)
 
     makers[NAME] = Maker(lambda **options: Fickle("adds"))
-    one = Observer((Precision("weights"),), torch.float32, CPU)
-    both = Observer((Precision("weights"), Precision("FP8", context)), torch.float32, CPU)
+    fp8 = Precision("FP8", functools.partial(inside.of, "FP8"))
+    one, both = observer(), observer(Precision("weights"), fp8)
     assert one(ColumnParallel(), torch.float32).overwrites_in_backward
     assert both(ColumnParallel(), torch.float32) == Observed(adds=True)
 
 
-def test_hooks_inside_of_units_are_reckoned_with_from_the_start(makers: dict[str, Maker]) -> None:
-    """Such hooks no engine sees, and so nobody would clear the bucket when they are on."""
+@pytest.mark.parametrize(
+    ("hooks_inside", "expected"),
+    [(False, WgradProtocol.OVERWRITES_UNHOOKED), (True, WgradProtocol.ACCUMULATES)],
+)
+def test_hooks_inside_of_units_are_reckoned_with_from_the_start(
+    makers: dict[str, Maker], hooks_inside: bool, expected: WgradProtocol
+) -> None:
+    """Such hooks no engine sees, and so nothing would clear the bucket when they are on."""
     makers[NAME] = _maker("asks what it saved")
-    for hooks_inside, expected in (
-        (False, WgradProtocol.OVERWRITES_UNHOOKED), (True, WgradProtocol.ACCUMULATES),
-    ):  # fmt: skip
-        observer = Observer(
-            (Precision("weights"),), torch.float32, CPU, hooks_inside=hooks_inside
-        )
-        managed = _managed(_Fused())
-        assert grad_writer(managed, True, observer) is expected
+    looks = observer(hooks_inside=hooks_inside)
+    assert grad_writer(_managed(_Fused()), True, looks) is expected
 
 
 def test_modules_of_quantized_weights_are_made_with_such_weights(makers: dict[str, Maker]) -> None:
     """Transformer Engine 2.11 looks for the flag on the weight that it computes with: where that is
     the parameter itself, it is there."""
-    entered: list[str] = []
-
-    @contextmanager
-    def inside(name: str) -> Any:
-        entered.append(name)
-        yield
-        entered.remove(name)
-
-    class Fickle(Fusing):
-        def __init__(self) -> None:
-            super().__init__("asks in backward" if entered == ["made"] else "adds")
-
-    makers[NAME] = Maker(lambda **options: Fickle())
-    made, computed = (functools.partial(inside, name) for name in ("made", "computed"))
-    fp8, weights = Precision("FP8", computed, made), (Precision("weights"),)
-    observer = Observer(weights, torch.float32, CPU, fp8)
-    assert observer(ColumnParallel(), torch.float32, True).overwrites_in_backward
-    assert observer(ColumnParallel(), torch.float32) == Observed(adds=True)
-    nobody_knows = Observer(weights, torch.float32, CPU)
-    assert nobody_knows(ColumnParallel(), torch.float32, True) == UNKNOWN
-    assert entered == []
+    inside = Inside()
+    makers[NAME] = Maker(
+        lambda **options: Fusing("asks in backward" if inside.entered == ["made"] else "adds")
+    )
+    made, computed = (functools.partial(inside.of, name) for name in ("made", "computed"))
+    looks = Observer(
+        (Precision("weights"),), torch.float32, CPU, Precision("FP8", computed, made)
+    )
+    assert looks(ColumnParallel(), torch.float32, True).overwrites_in_backward
+    assert looks(ColumnParallel(), torch.float32) == Observed(adds=True)
+    assert observer()(ColumnParallel(), torch.float32, True) == UNKNOWN
+    assert inside.entered == []
 
 
 def test_what_cannot_be_run_is_said_and_cleared_first(makers: dict[str, Maker]) -> None:
-    def make(**options: Any) -> nn.Module:
-        raise RuntimeError("no kernel for this")
-
-    makers[NAME] = Maker(make)
+    makers[NAME] = Maker(mock.Mock(side_effect=RuntimeError("no kernel for this")))
     with pytest.warns(RuntimeWarning, match="could not be tried out .no kernel for this"):
-        observer = Observer((Precision("weights"),), torch.float32, CPU)
-        seen = observer(ColumnParallel(), torch.float32)
-    assert seen == UNKNOWN
+        assert observer()(ColumnParallel(), torch.float32) == UNKNOWN
 
 
 def test_products_that_no_kernel_writes_are_refused(makers: dict[str, Maker]) -> None:
     makers[NAME] = _maker("adds")
-    observer = Observer((Precision("weights"),), torch.bfloat16, CPU)
+    looks = observer(dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="weights in torch.float16 .* leave megatron_fsdp_grad"):
-        observer(ColumnParallel(), torch.float16)
-    assert observer(nn.Linear(2, 2), torch.float16) == UNKNOWN
+        looks(ColumnParallel(), torch.float16)
+    assert looks(nn.Linear(2, 2), torch.float16) == UNKNOWN
 
 
 @dataclass
@@ -339,13 +332,15 @@ def test_a_weight_of_two_kinds_of_modules_is_cleared_first() -> None:
     assert writer is WgradProtocol.ACCUMULATES
 
 
-def test_only_trained_matrices_of_fusing_modules_are_theirs_to_write() -> None:
-    def never(*asked: Any) -> Observed:
-        raise AssertionError("looked at without need")
-
-    for managed in (
-        _managed(SimpleNamespace()), _managed(_Owner(), frozen=True), _managed(_Owner(), ndim=1),
-        _managed(_Owner(fuse_wgrad_accumulation=False)),
-    ):  # fmt: skip
-        assert grad_writer(managed, True, never) is WgradProtocol.AUTOGRAD
+@pytest.mark.parametrize(
+    ("owner", "options"),
+    [(SimpleNamespace(), {}), (_Owner(), {"frozen": True}), (_Owner(), {"ndim": 1}),
+     (_Owner(fuse_wgrad_accumulation=False), {})],
+)  # fmt: skip
+def test_only_trained_matrices_of_fusing_modules_are_theirs_to_write(
+    owner: Any, options: dict[str, Any]
+) -> None:
+    looks = mock.Mock()
+    assert grad_writer(_managed(owner, **options), True, looks) is WgradProtocol.AUTOGRAD
     assert grad_writer(_managed(_Owner()), True, None) is WgradProtocol.AUTOGRAD
+    looks.assert_not_called()

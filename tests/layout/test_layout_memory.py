@@ -64,46 +64,42 @@ BF16 = {
 }
 
 
-@pytest.mark.parametrize("name", BF16)
-def test_bytes_of_a_bf16_group(name: str) -> None:
-    layout = planned(torch.bfloat16)
-    assert group_bytes(layout, STRATEGIES[name], Precision(), rank=3) == BF16[name]
-
-
-@pytest.mark.parametrize("name", BF16)
-def test_an_fp32_group_has_main_weights_of_its_own_only_where_weights_are_sharded(
-    name: str,
-) -> None:
-    expected = dict(BF16[name])
-    if name != "optim_grads_params":
-        expected["compute weights"] = 512
-        del expected["main weights"]
-    else:
-        expected["gathered weights"] = 512
-    layout = planned(torch.float32)
-    assert group_bytes(layout, STRATEGIES[name], Precision(), rank=3) == expected
-
-
-def test_other_dtypes_and_state() -> None:
-    precision = Precision(torch.bfloat16, torch.bfloat16, torch.float32, state_bytes=2)
-    held = group_bytes(planned(torch.bfloat16), STRATEGIES["optim_grads"], precision, rank=0)
-    assert held == {
+FP32 = {
+    name: {kind: count for kind, count in held.items() if kind != "main weights"}
+    | {"compute weights": 512}
+    for name, held in BF16.items() if name != "optim_grads_params"
+} | {"optim_grads_params": BF16["optim_grads_params"] | {"gathered weights": 512}}  # fmt: skip
+"""Main weights of their own only where weights are sharded."""
+FROZEN = {key: {"compute weights": 256} for key in BF16} | {
+    "optim_grads_params": {"gathered weights": 256, "main weights": 64}
+}
+NARROW = {
+    "optim_grads": {
         "compute weights": 256,
         "gradient shard": 64,
         "reduce bucket": 512,
         "optimizer state": 2 * 32,
     }
+}
+NARROW_MAIN = Precision(torch.bfloat16, torch.bfloat16, torch.float32, state_bytes=2)
+GROUPS = {
+    "bf16": (planned(torch.bfloat16), Precision(), 3, BF16),
+    "fp32": (planned(torch.float32), Precision(), 3, FP32),
+    "frozen": (planned(torch.bfloat16, False), Precision(), 0, FROZEN),
+    "bf16 main weights and gradients": (planned(torch.bfloat16), NARROW_MAIN, 0, NARROW),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_bytes_of_a_group(name: str) -> None:
+    layout, precision, rank, expected = GROUPS[name]
+    found = {row: group_bytes(layout, STRATEGIES[row], precision, rank) for row in expected}
+    assert found == expected
+
+
+def test_state_has_no_negative_size() -> None:
     with pytest.raises(ValueError, match="state_bytes=-1"):
         Precision(state_bytes=-1)
-
-
-@pytest.mark.parametrize("name", BF16)
-def test_a_frozen_group_has_weights_only(name: str) -> None:
-    held = group_bytes(planned(torch.bfloat16, False), STRATEGIES[name], Precision(), rank=0)
-    if name == "optim_grads_params":
-        assert held == {"gathered weights": 256, "main weights": 64}
-    else:
-        assert held == {"compute weights": 256}
 
 
 def test_a_model_holds_the_root_unit_beside_the_two_largest() -> None:

@@ -53,17 +53,24 @@ def test_items_are_disjoint_and_inside_their_segment(layout: GroupLayout) -> Non
 
 
 @given(layouts())
-def test_pieces_cover_every_item_once_in_whole_granules(layout: GroupLayout) -> None:
-    for index, spec in enumerate(layout.specs):
-        held = []
-        for rank in range(layout.num_shards):
-            piece = layout.shard_range(index, rank)
+def test_ranks_hold_whole_granules_and_together_every_item(layout: GroupLayout) -> None:
+    """Rows of it, where granules are; what is scattered to the ranks is gathered again."""
+    rng = np.random.default_rng()
+    items = [rng.integers(0, 1 << 40, spec.numel) for spec in layout.specs]
+    shards = scatter(layout, items)
+    assert all((shard != -2).all() for shard in shards)
+    for index, (spec, item) in enumerate(zip(layout.specs, items, strict=True)):
+        gathered, count = np.full(item.shape, -3), 0
+        for rank, shard in enumerate(shards):
+            piece, where = layout.shard_range(index, rank), layout.shard_item_range(index, rank)
+            shape = layout.local_shape(index, rank)
             assert piece.start % spec.granularity == piece.stop % spec.granularity == 0
-            assert layout.shard_item_range(index, rank).numel == piece.numel
+            assert where.numel == piece.numel == math.prod(shape)
             assert (rank in layout.holders(index)) == (piece.numel > 0)
-            assert math.prod(layout.local_shape(index, rank)) == piece.numel
-            held += range(piece.start, piece.stop)
-        assert held == list(range(spec.numel))
+            assert shape[1:] == (spec.layout_shape[1:] if spec.whole_rows else ())
+            gathered[piece.start : piece.stop] = shard[where.start : where.stop]
+            count += piece.numel
+        assert (gathered == item).all() and count == spec.numel
 
 
 @given(layouts())
@@ -84,16 +91,6 @@ def test_shards_are_equal_and_aligned(layout: GroupLayout) -> None:
         assert layout.item_range(index).start % layout.align == 0
         for rank in range(layout.num_shards):
             assert layout.shard_item_range(index, rank).start % layout.align == 0
-
-
-@given(layouts())
-def test_local_shapes_are_rows_of_the_parameter(layout: GroupLayout) -> None:
-    for index, spec in enumerate(layout.specs):
-        shapes = [layout.local_shape(index, rank) for rank in range(layout.num_shards)]
-        row = spec.layout_shape[1:] if spec.whole_rows else ()
-        assert {shape[1:] for shape in shapes} == {row}
-        total = spec.layout_shape[0] if spec.whole_rows else spec.numel
-        assert sum(shape[0] for shape in shapes) == total
 
 
 @given(any_specs(), SHARDS, ALIGNMENTS)
@@ -168,20 +165,6 @@ def test_one_shard_is_padded_for_alignment_only(specs: list, align: int) -> None
     assert layout.total_numel == sum(math.ceil(spec.numel / align) * align for spec in specs)
 
 
-@given(layouts())
-def test_scatter_then_gather_is_the_identity(layout: GroupLayout) -> None:
-    rng = np.random.default_rng()
-    items = [rng.integers(0, 1 << 40, spec.numel) for spec in layout.specs]
-    shards = scatter(layout, items)
-    assert all((shard != -2).all() for shard in shards)
-    for index, item in enumerate(items):
-        gathered = np.full(item.shape, -3)
-        for rank, shard in enumerate(shards):
-            piece, where = layout.shard_range(index, rank), layout.shard_item_range(index, rank)
-            gathered[piece.start : piece.stop] = shard[where.start : where.stop]
-        assert (gathered == item).all()
-
-
 @pytest.mark.parametrize("num_shards", TABLE_SHARDS)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_padding_of_published_models(name: str, num_shards: int) -> None:
@@ -226,31 +209,35 @@ def test_input_order_is_kept_where_it_costs_nothing() -> None:
 
 def test_small_parameters_fill_the_gap_of_a_segment() -> None:
     weights = [(30, 64), (30, 48)]
-    alone = plan_group(specs_of(weights), 4, max_segments=2)
-    biases = plan_group(specs_of([*weights, (64,), (48,)]), 4, max_segments=2)
+    alone, biases = (
+        plan_group(specs_of(shapes), 4, max_segments=2)
+        for shapes in (weights, [*weights, (64,), (48,)])
+    )
     assert biases.total_numel == alone.total_numel
 
 
-def test_a_group_smaller_than_the_aligned_shards() -> None:
-    layout = plan_group(specs_of([(4096,)]), 512)
-    assert (layout.shard_numel, len(layout.segments)) == (16, 1)
-    assert layout.holders(0) == range(256)
-    assert layout.local_shape(0, 511) == (0,)
-    assert (layout.padding_numel, layout.padding_fraction) == (4096, 1.0)
+WHOLE = [(40, 80), (96, 100), (70, 100), (50, 64), (33,)]
+EXAMPLES: dict[str, tuple[list[ParamSpec], int, int, list[list[int]]]] = {
+    "a group smaller than the aligned shards": (
+        specs_of([(4096,)]), 512, 16, [[16] * 256 + [0] * 256],
+    ),
+    "whole tensors share shards as long as the largest": (
+        specs_of(WHOLE, [*map(math.prod, WHOLE[:-1]), 1]), 3, 9600,
+        [[0, 0, 3200], [0, 9600, 0], [7000, 0, 0], [0, 0, 3200]],
+    ),
+    "blocks of rows stay together": (specs_of([(24, 10)], [8 * 10]), 4, 80, [[80, 80, 80, 0]]),
+}  # fmt: skip
+"""Specs, shards, elements of a shard, and how many elements of each item the ranks hold."""
 
 
-def test_whole_tensors_share_shards_as_long_as_the_largest() -> None:
-    shapes = [(40, 80), (96, 100), (70, 100), (50, 64), (33,)]
-    whole = [math.prod(shape) for shape in shapes[:-1]]
-    layout = plan_group(specs_of(shapes, [*whole, 1]), 3, max_segments=1)
-    assert layout.shard_numel == 9600
-    assert [layout.holders(i)[0] for i in range(4)] == [2, 1, 0, 2]
-    assert [len(layout.holders(i)) for i in range(4)] == [1, 1, 1, 1]
-
-
-def test_blocks_of_rows_stay_together() -> None:
-    layout = plan_group(specs_of([(24, 10)], [8 * 10]), 4)
-    assert [layout.local_shape(0, r) for r in range(4)] == [(8, 10), (8, 10), (8, 10), (0, 10)]
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_ranks_hold_of_an_example(name: str) -> None:
+    specs, num_shards, shard_numel, held = EXAMPLES[name]
+    layout = plan_group(specs, num_shards, max_segments=1)
+    assert layout.shard_numel == shard_numel and len(layout.segments) == 1
+    for index, expected in enumerate(held):
+        numels = [layout.shard_range(index, rank).numel for rank in range(num_shards)]
+        assert numels == expected
 
 
 def spec(shape: tuple[int, ...] = (4, 8), **changes) -> ParamSpec:

@@ -41,16 +41,6 @@ def test_shift_there_and_back(a: FlatRange, k: int) -> None:
     assert a.shift(k).shift(-k) == a
 
 
-@given(st.integers(0, 40), st.integers(1, 9), st.integers(0, 7))
-def test_even_parts_follow_each_other(start: int, num_parts: int, size: int) -> None:
-    whole = FlatRange(start, start + num_parts * size)
-    parts = [split_evenly(whole, num_parts, k) for k in range(num_parts)]
-    assert {part.numel for part in parts} == {size}
-    assert [e for p in parts for e in range(p.start, p.stop)] == list(
-        range(whole.start, whole.stop)
-    )
-
-
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 6), st.integers(0, 5))
 def test_nested_shards_lie_inside_the_inner_shard(
     start: int, inner_size: int, outer_size: int, size: int

@@ -7,8 +7,8 @@ import pytest
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from tests.engine.engine_cases import Rig, Setup, build
-from tests.engine.engine_scenarios import SCENARIOS, VARIANTS
 from tests.engine.pretended import pretended_world
+from tests.engine.scenarios import EVENTS, SCENARIOS
 from tests.quantized.emulated import RECIPES
 
 MADE = [name for name, format in RECIPES.items() if not format.has_columns]
@@ -34,16 +34,16 @@ def test_every_access_is_ordered(world, recipe):
     for scenario in ("microbatches", "evaluation_between", "backward_raises", "weights_loaded"):
         rig = build(case(recipe))
         with rig.watch():
-            SCENARIOS[scenario](rig)
+            EVENTS[scenario](rig)
 
 
 @pytest.mark.parametrize("variant", CHANGED)
 def test_every_access_is_ordered_in_variants(variant):
-    setup = case("current", **VARIANTS[variant])
+    setup = case("current", **SCENARIOS[variant].options)
     with pretended_world(setup.world, setup.rank):
         rig = build(setup)
         with rig.watch():
-            SCENARIOS["microbatches"](rig)
+            EVENTS["microbatches"](rig)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -14,9 +14,9 @@ from megatron_fsdp_adapter.core.engine import gather, quantization
 from megatron_fsdp_adapter.core.engine.unit import Phase
 from megatron_fsdp_adapter.core.runtime.device import HostRuntime
 from tests.engine.engine_cases import Rig, Setup, build, make_net
-from tests.engine.engine_scenarios import SCENARIOS, VARIANTS
 from tests.engine.pretended import LateCommunicator, pretended_world
 from tests.engine.recording import RaceError, RecordingRuntime, who_asks
+from tests.engine.scenarios import EVENTS, ONE_AFTER_ANOTHER, SCENARIOS
 from tests.engine.traces import collectives, steady
 from tests.quantized.emulated import PLANES, RECIPES, CountingParams, EmulatedTensor
 from tests.quantized.quantized_cases import PlainQuantizedRig
@@ -41,7 +41,7 @@ def run(setup: Setup, scenario: str, runtime: Any = None) -> Rig:
     with pretended_world(setup.world, setup.rank):
         rig = build(setup, runtime)
         with rig.watch():
-            SCENARIOS[scenario](rig)
+            EVENTS[scenario](rig)
         return rig
 
 
@@ -56,7 +56,7 @@ def test_every_access_is_ordered(strategy, recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_access_is_ordered_in_all_scenarios(strategy, recipe):
-    for scenario in SCENARIOS:
+    for scenario in ONE_AFTER_ANOTHER:
         run(Setup(strategy, recipe=recipe), scenario)
 
 
@@ -69,7 +69,7 @@ LONG = ("selective", "slots", "two_domains", "far_prefetch", "reentrant", "share
 def test_every_access_is_ordered_in_variants(variant):
     for strategy, recipe in ((ZERO_1, "block128"), (ZERO_3, "mxfp8")):
         for scenario in ("microbatches", "evaluation_between"):
-            run(Setup(strategy, recipe=recipe, **VARIANTS[variant]), scenario)
+            run(Setup(strategy, recipe=recipe, **SCENARIOS[variant].options), scenario)
 
 
 class Deaf(RecordingRuntime):
@@ -134,10 +134,10 @@ def test_weights_equal_those_of_a_plain_model(strategy, recipe):
     for scenario in ("steps", "evaluation_between", "weights_loaded", "backward_raises"):
         with pretended_world(1):
             rig = build(setup, HostRuntime(), LateCommunicator)
-            SCENARIOS[scenario](rig)
+            EVENTS[scenario](rig)
             found = rig.weights()
         plain = PlainQuantizedRig(setup, rolls=False)
-        SCENARIOS[scenario](plain)
+        EVENTS[scenario](plain)
         for name, value in plain.weights().items():
             assert torch.equal(found[name], value), (scenario, name)
 
@@ -146,12 +146,12 @@ def test_weights_equal_those_of_a_plain_model(strategy, recipe):
 def test_a_loop_of_the_users_own_may_write_without_saying_so(strategy):
     setup = Setup(strategy, world=1, dtype=torch.float32, recipe="current")
     plain = PlainQuantizedRig(setup)
-    SCENARIOS["weights_written"](plain)
+    EVENTS["weights_written"](plain)
     for own, same in ((True, True), (False, False)):
         with pretended_world(1):
             rig = build(setup, HostRuntime(), LateCommunicator)
             rig.engine.user_managed_loop = own
-            SCENARIOS["weights_written"](rig)
+            EVENTS["weights_written"](rig)
             found = rig.weights()
         expected = plain.weights()
         assert all(torch.equal(found[name], expected[name]) for name in expected) is same

@@ -48,7 +48,7 @@ class PrefetchOrder:
     def request(self, ordinal: int) -> Sequence[int]:
         """Notes that `ordinal` is needed now; returns the ordinals expected after it.
 
-        None when the request does not fit the known order: then units are gathered on
+        Empty when the request does not fit the known order: then units are gathered on
         demand until one fits again, and the next pass knows better. A unit that asks again, as
         recomputation does, gets the same answer.
         """

@@ -1,0 +1,184 @@
+"""Every order that the engine asks for is needed, and a scenario sees where it is missing.
+
+Each wait is left out once, each event is taken for an older one, each task is run on another
+stream. Where that is done is found in the sources, so that no wait is forgotten here.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, REDUCE
+from megatron_fsdp_adapter.sharding import streamed_optimizer, unit_copies
+from tests.engine.engine_cases import build
+from tests.engine.pretended import pretended_world
+from tests.engine.recording import RaceError, RecordingRuntime, who_asks
+from tests.engine.scenarios import EVENTS, SCENARIOS, ZERO_1, ZERO_2, ZERO_3
+from tests.engine.side_streams import SIDE
+
+Place = tuple[str, ...]
+"""A module, a function of it, and in some cases that function's caller."""
+
+SOURCES = [
+    *Path(inspect.getfile(FsdpEngine)).parent.glob("*.py"),
+    Path(streamed_optimizer.__file__), Path(unit_copies.__file__),
+]  # fmt: skip
+LOOKED_AT = [
+    (ZERO_3, "steps", "steps"), (ZERO_1, "steps", "steps"), (ZERO_2, "steps", "steps"),
+    (ZERO_1, "gradients_late", "gradients_late"),
+    (ZERO_3, "evaluations_before_the_step", "evaluations_before_the_step"),
+    (ZERO_3, "layers_skipped", "layers_skipped"),
+    (ZERO_3, "weights_written", "weights_written"),
+    (ZERO_1, "fp32", "weights_loaded"),
+    (ZERO_3, "exports", "exports"),
+    (ZERO_3, "offload", "steps"), (ZERO_3, "offload", "weights_loaded"),
+    (ZERO_3, "offload", "layers_left_out"), (ZERO_3, "offload", "no_step_follows"),
+    (ZERO_3, "two_instances", "microbatches"),
+    (ZERO_3, "alone_scaled", "further_backwards"),
+    (ZERO_3, "mxfp8", "exports"),
+]  # fmt: skip
+
+
+def calls(*methods: str) -> list[tuple[Place, str]]:
+    """Where the engine calls one of these methods of its runtime, and its first argument."""
+    return sorted({
+        ((path.stem, function.name), ast.unparse(node.args[0]))
+        for path in SOURCES
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function) if isinstance(node, ast.Call)
+        if isinstance(node.func, ast.Attribute) and node.func.attr in methods
+        and ast.unparse(node.func.value).endswith("runtime")
+    })  # fmt: skip
+
+
+ELSEWHERE = [
+    # Of the host alone: without its order nothing is found (tests/distributed/test_launches.py).
+    ("launches", "compare"),
+    # For a backward that gathers while main weights are shown: tests/quantized/.
+    ("quantization", "catch_up"),
+    # Of loops of the user's own, whose ranks may be without gradients: tests/distributed/.
+    ("reduce", "count"),
+    # Of a step that raises, behind which the host waits for everything.
+    ("streamed_optimizer", "_give_up"),
+]
+"""Places that no scenario comes to, or whose order concerns no memory."""
+NEEDLESS = [
+    ("deferred_updates", "order_compute", "_finish_updates"),  # the host has waited already
+    ("gather", "_drop", "_mark_stale"),  # `invalidate` orders all gathers behind it
+    ("reduce", "finish", "abandon"), ("reduce", "finish", "zero_grads"),  # as does the next filling
+    ("deferred_updates", "begin_backward"),  # its event is hardly newer than the one before it
+]  # fmt: skip
+"""Callers whose wait no scenario needs, or places whose event may be the one before, and why."""
+
+
+class Faulty(RecordingRuntime):
+    """Does something else in one place than it is asked to: leaves out a wait, takes the event
+    from before the last task, or runs a task (the first or the last one, or all) on another
+    stream. `seen`: kinds and places of what it was asked."""
+
+    def __init__(
+        self, kind: str = "", place: Place = (), to: str = "", which: slice = slice(0)
+    ) -> None:
+        super().__init__(SIDE)
+        self.fault, self.to, self.which = (kind, place), to, which
+        self.seen: set[tuple[str, Place]] = set()
+        self.before: dict[str, Any] = {}
+
+    def _is_there(self, kind: str) -> bool:
+        frame = who_asks(3)
+        here = Path(frame.f_code.co_filename).stem, frame.f_code.co_name
+        self.seen |= {(kind, here), (kind, (*here, frame.f_back.f_code.co_name))}
+        return self.fault in ((kind, here), (kind, (*here, frame.f_back.f_code.co_name)))
+
+    def wait(self, role: str, event: Any) -> None:
+        if not self._is_there("wait"):
+            super().wait(role, event)
+
+    def block(self, event: Any) -> None:
+        if not self._is_there("block"):
+            super().block(event)
+
+    def record(self, role: str) -> Any:
+        event = super().record(role)
+        older = self.before.get(role, event)
+        if role == COMPUTE:
+            self.before[role] = event
+        return older if self._is_there("record") else event
+
+    def submit(self, role: str, *tasks: Any) -> None:
+        moved = tasks[self.which] if self._is_there("submit") else ()
+        for task in tasks:
+            if role != COMPUTE:
+                self.before[role] = super().record(role)
+            super().submit(self.to if task in moved else role, task)
+
+    launch = submit
+
+
+def looked_at(at: tuple[str, str, str], runtime: Faulty) -> set[tuple[str, Place]]:
+    strategy, scenario, event = at
+    row = SCENARIOS[scenario]
+    assert event in row.events, "or a wait that is gone would not be missed"
+    setup = row.setup(strategy)
+    with pretended_world(setup.world, setup.rank):
+        rig = build(setup, runtime)
+        with rig.watch():
+            EVENTS[event](rig)
+            rig.engine.to_sharded()
+    return runtime.seen
+
+
+@functools.cache
+def asked() -> dict[tuple[str, Place], list[tuple[str, str, str]]]:
+    """Where a scenario looks at what is asked, by kind and place."""
+    found: dict[tuple[str, Place], list[tuple[str, str, str]]] = {}
+    for at in LOOKED_AT:
+        for place in looked_at(at, Faulty()):
+            found.setdefault(place, []).append(at)
+    return found
+
+
+def is_seen(kind: str, place: Place, *fault: Any) -> bool:
+    for at in asked().get((kind, place), ()):
+        try:
+            looked_at(at, Faulty(kind, place, *fault))
+        except RaceError:
+            return True
+    return False
+
+
+def asking(*methods: str) -> list[Place]:
+    return [place for place in dict(calls(*methods)) if place not in ELSEWHERE]
+
+
+@pytest.mark.parametrize("place", asking("wait", "follow", "block"), ids="-".join)
+def test_every_order_is_needed(place):
+    """By each function that asks for it."""
+    callers = [(kind, at) for kind, at in asked() if at[:-1] == place and kind in ("wait", "block")]
+    assert callers
+    for kind, at in callers:
+        assert at in NEEDLESS or is_seen(kind, at), at
+
+
+@pytest.mark.parametrize("place", asking("record", "follow"), ids="-".join)
+def test_every_event_covers_what_was_submitted_last(place):
+    assert place in NEEDLESS or is_seen("record", place)
+
+
+@pytest.mark.parametrize(("place", "to"), [
+    (place, to)
+    for place, role in calls("submit", "launch", "free") if place not in ELSEWHERE
+    for to in (COMPUTE, GATHER, REDUCE) if to != role.lower()
+], ids=lambda one: one if isinstance(one, str) else "-".join(one))  # fmt: skip
+def test_work_on_another_stream_is_a_race(place, to):
+    """The first of several tasks, or the last one, or all."""
+    parts = (slice(1), slice(-1, None), slice(None))
+    assert any(is_seen("submit", place, to, part) for part in parts)

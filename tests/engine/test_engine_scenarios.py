@@ -1,0 +1,359 @@
+"""The questions about weights, order, memory, host calls and recovery, over all scenarios.
+
+`HostRuntime` with collectives that happen only when they are waited for defers as much as it ever
+can: a wait that is missing, or a deferred task that reads what has changed meanwhile, gives other
+weights.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megatron_fsdp_adapter
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.runtime.device import HostRuntime
+from tests.engine.engine_cases import Exploded, PlainRig, Rig, Setup, build
+from tests.engine.pretended import LateCommunicator, PretendCommunicator, pretended_world
+from tests.engine.recording import RaceError, RecordingRuntime
+from tests.engine.scenarios import (
+    EVENTS,
+    FP32,
+    ONE_AFTER_ANOTHER,
+    SCENARIOS,
+    ZERO_2,
+    ZERO_3,
+    cells,
+)
+from tests.engine.side_streams import KINDS, SIDE
+from tests.engine.traces import alive, steady
+
+PACKAGE = str(Path(megatron_fsdp_adapter.__file__).parent)
+Weights = dict[str, torch.Tensor]
+
+
+def ended(setup: Setup, event: str, communicator: Any = PretendCommunicator) -> Weights:
+    """Weights, and what the model then gives."""
+    runtime = HostRuntime() if setup.side is None else RecordingRuntime(SIDE)
+    with pretended_world(setup.world, setup.rank):
+        rig = build(setup, runtime, communicator)
+        EVENTS[event](rig)
+        return rig.weights() | {"output": rig.evaluate()}
+
+
+def watched(setup: Setup, event: str, runtime: Any = None) -> Rig:
+    with pretended_world(setup.world, setup.rank):
+        rig = build(setup, runtime)
+        with rig.watch():
+            EVENTS[event](rig)
+            rig.engine.to_sharded()
+    return rig
+
+
+@pytest.mark.parametrize(("strategy", "scenario"), cells())
+def test_every_access_is_ordered(strategy, scenario):
+    row = SCENARIOS[scenario]
+    for event in row.events:
+        watched(row.setup(strategy), event)
+
+
+DTYPES = {"main_grads", "comm_dtype", "main_params", "dtype", "outer"}
+SLOW = ("microbatches", "layers_skipped", "evaluation_between", "gradients_late", "kept", "whole")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "scenario"),
+    cells(*SLOW, *(n for n, row in SCENARIOS.items() if row.like or row.options.keys() & DTYPES)),
+)
+def test_values(strategy, scenario):
+    """On the slowest network there can be, and with NaN in all memory that is handed out, weights
+    have the bits of collectives that happen at once, whatever is said to change no bit."""
+    row = SCENARIOS[scenario]
+    for event in row.events:
+        found = ended(row.setup(strategy, poison=True), event, LateCommunicator)
+        setup = row.setup(strategy, poison=False)
+        expected = ended(setup.but(**row.like), event)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert value.isfinite().all() and torch.equal(found[name], value), (event, name)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "scenario"),
+    cells(*(
+        name for name, row in SCENARIOS.items()
+        if row.apart is not None and not row.options.keys() & {"comm_dtype", "main_grads", "outer"}
+    )),
+)  # fmt: skip
+def test_values_are_those_of_autograd_alone(strategy, scenario):
+    row = SCENARIOS[scenario]
+    setup = row.setup(strategy, world=1, rank=0, dtype=FP32)
+    for event in row.events:
+        plain = PlainRig(setup)
+        before = plain.weights()
+        EVENTS[event](plain)
+        expected, found = plain.weights(), ended(setup, event, LateCommunicator)
+        assert any(not torch.equal(before[name], expected[name]) for name in expected)
+        bound = {"rtol": 1e-6, "atol": 1e-7} if event in row.apart else {"rtol": 0, "atol": 0}
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, **bound)
+
+
+BOUNDED = (*ONE_AFTER_ANOTHER, "tied", "many_layers", "reentrant", "selective", "far_prefetch",
+           "joined", "two_domains", "kept", "scheduled", "dispatched", "offload")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "scenario"), cells(*BOUNDED, strategies=(ZERO_2, ZERO_3))
+)
+def test_alive_bytes(strategy, scenario):
+    """The root unit, the one that computes and the next one have weights; two have buckets."""
+    row = SCENARIOS[scenario]
+    for event in row.events:
+        rig = watched(row.setup(strategy), event)
+        weights = {unit.name: unit.weight_bytes for unit in rig.engine.units}
+        root = {"root": weights.pop("root")}
+        buckets = {
+            unit.name: sum(group.bucket.nbytes for group in unit.trainable_groups)
+            for unit in rig.engine.units
+        }
+        for kind, sizes, units, besides in (
+            ("weight", weights, 2 + row.weights, root), ("bucket", buckets, 2, {}),
+        ):  # fmt: skip
+            most = sum(sorted(sizes.values())[-units:]) + sum(besides.values())
+            for now in alive(rig.runtime, kind):
+                names = {name.split("#")[0] for name in now}
+                assert len(names - besides.keys()) <= units, event
+                assert sum(now.values()) <= most, event
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non_reentrant", "selective"])
+def test_root_and_two_units_are_gathered_at_once(recompute, microbatches):
+    """The bound above is met, by the two largest units in a row."""
+    setup = Setup(ZERO_3, layers=5, recompute=recompute, width=1)
+    rig = steady(setup, 2, microbatches=microbatches)
+    sizes = {unit.name: unit.weight_bytes for unit in rig.engine.units}
+    chain = [sizes[name] for name in ("embedding", *(f"layers.{i}" for i in range(5)), "head")]
+    most = max(sum(units.values()) for units in alive(rig.runtime, "weight"))
+    assert most == sizes["root"] + max(map(sum, pairwise(chain)))
+
+
+@pytest.mark.parametrize("budget_units", [0, 1, 2, 3])
+def test_prefetch_budget_is_in_bytes(budget_units):
+    """Weights are gathered ahead until the budget is used up: one unit more than fits in it
+    entirely, and at least one."""
+    setup = Setup(ZERO_3, layers=6, tied=True)
+    with pretended_world(2):
+        layer = build(setup).engine.units[0].weight_bytes
+    rig = steady(setup.but(prefetch_bytes=layer * budget_units), 2)
+    most = max(len(units) for units in alive(rig.runtime, "weight"))
+    assert most == 2 + max(budget_units, 1)
+
+
+def test_layers_dropped_at_random_leave_no_gathers_behind():
+    """Each pass is unlike the one before, so predictions fail again and again."""
+    with pretended_world(2):
+        rig = build(Setup(ZERO_3, layers=16))
+        with rig.watch():
+            for start in range(6):
+                rig.model.path = [i for i in range(16) if (i * i + start) % 3]
+                rig.step()
+    assert max(len(units) for units in alive(rig.runtime, "weight")) <= 4
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations, and calls of the package's functions, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations, self.calls = Counter[str](), Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def profile(self, frame: Any, event: str, arg: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name[0] != "<":
+            self.calls[code.co_name] += 1
+
+
+class CountedRuntime(HostRuntime):
+    """Counts the operations that run on the gather and reduce streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = Counted()
+
+    def submit(self, role: str, *tasks: Any) -> None:
+        with self.counted:
+            super().submit(role, *tasks)
+
+    def launch(self, role: str, *tasks: Any) -> None:
+        with self.counted:
+            self._begin(role, tasks[0])
+        self.submit(role, *tasks[1:])
+
+
+def step_cost(setup: Setup) -> tuple[Counter[str], Counter[str]]:
+    """Of two microbatches of a step that knows the order: calls of the package's functions, and
+    operations on the gather and reduce streams."""
+    runtime = CountedRuntime()
+    with pretended_world(setup.world, setup.rank):
+        rig = build(setup, runtime)
+        for _ in range(2):
+            rig.step()
+        rig.zero()
+        counted = runtime.counted = Counted()
+        gc.disable()  # an earlier test's engine may be collected, whose finalizer would be counted
+        sys.setprofile(counted.profile)
+        try:
+            rig.forward_backward(2)
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+    return counted.calls, counted.operations
+
+
+@pytest.mark.parametrize(
+    ("strategy", "scenario"),
+    cells("steps", "no_overlap", "checked", "slots", "exchange", "fp32_sums", "two_domains",
+          "two_instances", "whole", "kept", "overwrites", "scheduled", "offload"),
+)  # fmt: skip
+def test_host_cost(strategy, scenario):
+    """It is by unit and not by parameter."""
+    few, many = (step_cost(SCENARIOS[scenario].setup(strategy, width=width)) for width in (0, 20))
+    assert sum(many[0].values()) > 100
+    for less, more in zip(few, many, strict=True):
+        assert not {name for name in less | more if less[name] != more[name]}
+
+
+def test_host_cost_grows_with_units():
+    """The counts above can tell: twice the layers cost more of everything."""
+    few, many = (step_cost(Setup(ZERO_3, layers=layers)) for layers in (3, 6))
+    for less, more in zip(few, many, strict=True):
+        assert sum(more.values()) >= 1.5 * sum(less.values())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "scenario"),
+    cells("steps", "tied", "no_overlap", "reentrant", "non_reentrant", "overwrites", "slots",
+          "exchange", "two_domains", "two_instances", "whole", "kept", "joined", "offload",
+          "dispatched", "current", "mxfp8"),
+)  # fmt: skip
+def test_recovers(strategy, scenario):
+    """From passes that raise, one of them the first of all: nothing is left of them when gradients
+    are zeroed, and the steps between are those that they would have been."""
+    setup = SCENARIOS[scenario].setup(strategy)
+
+    def at_rest(rig: Rig) -> set[str]:
+        rig.zero()
+        rig.engine.to_sharded()
+        rig.runtime.synchronize()
+        assert all(pair.unsharded.grad is None for pair in rig.engine.pairs)
+        return rig.allocated()
+
+    found = []
+    for raises in (False, True):
+        with pretended_world(setup.world, setup.rank):
+            runtime = HostRuntime() if setup.side is None else RecordingRuntime(SIDE)
+            rig, rest = build(setup, runtime, LateCommunicator), None
+            for explode in ("backward 1", "forward 2"):
+                if raises:
+                    rig.model.explode = explode
+                    with pytest.raises(Exploded):
+                        rig.loss().backward()
+                    rig.model.explode = None
+                    assert rest in (None, at_rest(rig))
+                    rig.zero()
+                rig.step(sync=False)
+                rest = at_rest(rig)
+            found.append(rig.weights())
+    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_a_wait_that_is_missing_changes_the_weights(strategy):
+    """The comparisons above can tell. (Reading released weights would end the process.)"""
+
+    class Hasty(HostRuntime):
+        def wait(self, role: str, event: Any) -> None:
+            """Orders nothing."""
+
+    setup = Setup(strategy, world=3, dtype=FP32)
+    expected = ended(setup, "microbatches")
+    with pretended_world(3):
+        rig = build(setup, Hasty(), LateCommunicator)
+        EVENTS["microbatches"](rig)
+        found = rig.weights()
+    assert any(not torch.equal(value, expected[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "untold"])
+@pytest.mark.parametrize("shard_outer", [False, True], ids=["replicas", "parts"])
+@pytest.mark.parametrize("strategy", [s for s, row in STRATEGIES.items() if row.shard_grads])
+def test_with_an_outer_axis_every_microbatch_counts(strategy, shard_outer, told):
+    """A step of three, after which the weights are those of a plain model. Untold: nothing says
+    which is the last, as in Megatron without overlap, where `no_sync` is wired to nothing."""
+    plain = PlainRig(Setup(strategy, dtype=FP32))
+    plain.step(microbatches=3)
+    ranks = []
+    for rank in range(2):
+        setup = Setup(strategy, rank=rank, dtype=FP32, outer=2, shard_outer=shard_outer, told=told)
+        with pretended_world(2, rank):
+            rig = build(setup, HostRuntime(), LateCommunicator)
+            rig.step(microbatches=3)
+            ranks.append(rig.weights())
+    for name, expected in plain.weights().items():
+        held = [rank[name] for rank in ranks if rank[name].numel()]
+        whole = torch.cat(held) if shard_outer else held[1]
+        assert torch.equal(whole.view_as(expected), expected), name
+
+
+def test_gradients_and_scales_reach_the_optimizer():
+    """`.grad` is this rank's rows of the mean over ranks; `scale_grads` multiplies it."""
+    with pretended_world(3, 1):
+        rig = build(Setup(ZERO_3, world=3, rank=1, dtype=FP32))
+        rig.forward_backward()
+        rig.finish()
+        grads = [pair.sharded.grad._local_tensor for pair in rig.engine.pairs]
+        before = [grad.clone() for grad in grads]
+        for scale in (torch.tensor(0.5), 4):
+            rig.engine.scale_grads(scale)
+        assert all(torch.equal(now, 2 * old) for now, old in zip(grads, before, strict=True))
+        assert any(grad.any() for grad in grads)
+
+
+def test_two_models_on_one_runtime_are_ordered():
+    """As with virtual pipeline stages: both wrappers share the device's streams."""
+    for strategy in STRATEGIES:
+        with pretended_world(2):
+            one = build(Setup(strategy, layers=2))
+            two = build(Setup(strategy, layers=3), one.runtime)
+            with one.watch():
+                for _ in range(2):
+                    for rig in (one, two):
+                        rig.zero()
+                    (one.loss(0) + two.loss(1)).backward()
+                    for rig in (two, one):
+                        rig.finish()
+                    for rig in (one, two):
+                        rig.optimizer_step()
+                        rig.sync(wait=False)
+
+
+@pytest.mark.parametrize("side", KINDS)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("forgets", ["fork", "join"])
+def test_a_layer_that_does_not_join_its_own_stream_is_a_race(side, forgets, direction):
+    with pytest.raises(RaceError, match="without waiting for"):
+        watched(Setup(ZERO_3, side=side, forgets=f"{forgets} in {direction}"), "steps")

@@ -1,0 +1,100 @@
+"""The schedule: golden traces, issue order and counts of collectives.
+
+A golden trace is one step, once the order of units is known: everything that is allocated,
+launched, waited for and freed, in the order in which the host asks for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
+from tests.engine.engine_cases import HIDDEN, Setup, build
+from tests.engine.pretended import pretended_world
+from tests.engine.scenarios import EVENTS, ZERO_1, ZERO_2, ZERO_3
+from tests.engine.traces import FOLDER, GOLDEN, collectives, golden, schedule, steady, traced
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_trace(name):
+    assert traced(name) == golden(name)
+
+
+def test_every_golden_trace_is_compared_and_none_equals_another():
+    assert {path.stem for path in FOLDER.glob("*.txt")} == set(GOLDEN)
+    assert len({tuple(golden(name)) for name in GOLDEN}) == len(GOLDEN)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("event", ["layers_skipped", "backward_raises", "evaluation_between"])
+def test_issue_order_is_equal_on_every_rank(strategy, event):
+    traces = []
+    for rank in range(3):
+        with pretended_world(3, rank):
+            rig = build(Setup(strategy, world=3, rank=rank, recompute="non_reentrant"))
+            with rig.watch():
+                EVENTS[event](rig)
+        traces.append(schedule(rig.runtime))
+    assert traces[0] == traces[1] == traces[2]
+    assert any("all_reduce" in line or "reduce_scatter" in line for line in traces[0])
+
+
+@pytest.mark.parametrize("width", [0, 9])
+def test_collectives_are_counted_by_unit_and_not_by_parameter(width):
+    """Per step of 3 microbatches. In backward, root and head are still there from forward, and an
+    embedding needs no weights; between microbatches the root stays."""
+    layers = [f"layers.{i}" for i in range(4)]
+    units = ["embedding", *layers, "head", "root"]
+    times = {"root": 1, "embedding": 3, "head": 3, **dict.fromkeys(layers, 6)}
+    gathers = {"no_shard": {}, ZERO_1: dict.fromkeys(units, 1), ZERO_2: dict.fromkeys(units, 1),
+               ZERO_3: times}  # fmt: skip
+    for strategy, row in STRATEGIES.items():
+        kind = "reduce_scatter" if row.shard_main else "all_reduce"
+        expected = Counter({f"{kind} {unit}": 3 if row.shard_grads else 1 for unit in units})
+        expected += Counter({f"all_gather {unit}": n for unit, n in gathers[strategy].items()})
+        assert collectives(steady(Setup(strategy, width=width), microbatches=3)) == expected
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_of_inputs_alone_reduce_nothing(strategy):
+    """And leave the step as it was: a backward comes before, and another after."""
+    found = []
+    for asks in (False, True):
+        with pretended_world(2):
+            rig = build(Setup(strategy))
+            with rig.watch():
+                rig.zero()
+                rig.last(False)
+                rig.loss().backward()
+                rig.last(True)
+                rig.runtime.log.clear()
+                if asks:
+                    x = torch.ones(2, HIDDEN, dtype=rig.setup.dtype, requires_grad=True)
+                    output = rig.model.layers[3](rig.model.layers[1](x))
+                    torch.autograd.grad(output.float().sum(), x)
+                    assert not any("reduce" in name for name in collectives(rig))
+                rig.loss().backward()
+                rig.finish()
+                rig.optimizer_step()
+                found.append(rig.weights())
+    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
+
+
+def test_gradients_of_inputs_alone_through_fused_weight_gradients_are_an_error():
+    with pretended_world(2):
+        rig = build(Setup(fused=WgradProtocol.OVERWRITES))
+        x = torch.ones(2, HIDDEN, dtype=rig.setup.dtype, requires_grad=True)
+        loss = rig.model.layers[1](x).float().sum()
+        with pytest.raises(RuntimeError, match="switch gradient_accumulation_fusion off"):
+            torch.autograd.grad(loss, x)
+        rig.step()
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "non_reentrant", "selective"])
+def test_recomputing_gathers_nothing_more(recompute):
+    plain = collectives(steady(Setup(ZERO_3), microbatches=2))
+    assert collectives(steady(Setup(ZERO_3, recompute=recompute), microbatches=2)) == plain
