@@ -67,16 +67,26 @@ def environment_of_ranks() -> dict[str, str]:
             "PYTHONPATH": os.pathsep.join(path)}  # fmt: skip
 
 
-def end_servers() -> None:
-    """They end when nothing can ask them any more."""
-    _server.cache_clear()
-
-
 @functools.cache
+def _servers() -> dict[tuple[str, Path], Server]:
+    """The processes of this run of tests that have imported what scripts of a folder need, by
+    harness and folder."""
+    return {}
+
+
 def _server(harness: str, folder: Path) -> Server:
-    """The one process of this test run that has imported what scripts of a folder need."""
-    command = [sys.executable, "-W", "ignore", str(HARNESSES / harness), SERVE]
-    return Server([*command, str(folder / "any")], environment_of_ranks())
+    if (harness, folder) not in _servers():
+        command = [sys.executable, "-W", "ignore", str(HARNESSES / harness), SERVE]
+        server = Server([*command, str(folder / "any")], environment_of_ranks())
+        _servers()[harness, folder] = server
+    return _servers()[harness, folder]
+
+
+def end_servers() -> None:
+    """Ends them, and waits until they have ended."""
+    for server in _servers().values():
+        server.end()
+    _servers().clear()
 
 
 def start(
