@@ -4,7 +4,7 @@
 # take the others with it; logs and tables go to $OUT, short tables are printed last.
 #
 #   OUT=folder bash scripts/gpu_bench.sh [part ...]
-#   parts: bench8b bench1b matrix norms trace fp8_rows fp8_curves dropin moe moe_overlap (the last two
+#   parts: bench8b bench1b matrix trace fp8_rows fp8_curves dropin moe moe_overlap (the last two
 #   on 4 GPUs or more; dropin needs MEGATRON_LM_PATH, see gpu_dropin.sh)
 #
 # Environment: OUT (default runs/gpu), PYTHON (python3), RANKS (all GPUs), PRESET_8B, PRESET_1B,
@@ -53,21 +53,6 @@ bench() { # bench NAME SECONDS ARGUMENTS...
   shift 2
   part "$name" "$limit" bash -c 'ranks "$PYTHON" scripts/benchmark.py "$@"' bench \
     --json "$OUT/$name.json" --distributed-timeout-minutes 2 "$@"
-}
-
-# FP8 with fused gradients at a real width, beside stock DDP; each pair of processes frees what the
-# one before could not.
-do_norms() {
-  local recipe count fusion
-  for recipe in ${NORMS_RECIPES:-tensorwise delayed}; do
-    for count in ${NORMS_MICROBATCHES:-1 3}; do
-      for fusion in on off; do
-        RANKS=2 part "norms_${recipe}_${count}_$fusion" 90 "$PYTHON" -m torch.distributed.run \
-          --nproc_per_node 2 -m tests.gpu.wide_norms --recipes "$recipe" \
-          --microbatches "$count" --fusion "$fusion"
-      done
-    done
-  done
 }
 
 # On two GPUs. No cell is begun after MATRIX_SECONDS; the table of outcomes ends the log.
@@ -138,9 +123,6 @@ for chosen in "${@:-bench8b bench1b}"; do
 done
 
 echo; echo "== summary"
-for log in "$OUT"/norms_*.log; do
-  [ -f "$log" ] && grep -E "off by|not run|Error" "$log" | cut -c1-200
-done
 for log in "$OUT"/matrix_*.log; do
   [ -f "$log" ] && echo "-- $log" && sed -n '/^outcomes/,$p' "$log" | cut -c1-260
 done

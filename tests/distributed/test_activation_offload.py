@@ -3,7 +3,7 @@ of a run without, bit for bit, and none of the wrapper's buffers is among what i
 
 Hooks of a user's (`host_copies`, which spoil what they have copied), core's own offload inside of
 layers and Transformer Engine's around them; the last two with a stand-in for CUDA's streams, on
-which nothing runs late. On GPUs: tests/gpu/test_gpu_activation_offload.py.
+which nothing runs late. On GPUs: tests/gpu/test_gpu_offload.py.
 """
 
 from __future__ import annotations

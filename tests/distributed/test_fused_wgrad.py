@@ -2,7 +2,7 @@
 
 Megatron's own layers, on its matrix product where apex is missing; stock DDP with the same option
 and the same model without it are the references. Transformer Engine's layers are in
-tests/gpu/test_gpu_te.py, both protocols against a plain model in tests/engine.
+tests/gpu/test_gpu_wgrad.py, both protocols against a plain model in tests/engine.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Adam in one pass: what the kernel is told, and that gradients are clipped in it, on a stand-in
-for Transformer Engine's FusedAdam. The kernel itself: tests/gpu/test_gpu_one_pass.py."""
+for Transformer Engine's FusedAdam. The kernel itself: tests/gpu/test_gpu_optimizer.py."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ that hangs, or ends its processes, go on in new ones.
 
 from __future__ import annotations
 
-import ast
 import faulthandler
 import gc
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -24,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -38,6 +39,19 @@ BEHIND_S = 20
 STACKS = "GPU_TEST_STACKS"
 """Names a file to which each rank adds where it is when a check takes longer than `SLOW_S`."""
 SLOW_S = 75
+
+
+NEEDS: Mapping[str, tuple[Callable[[], bool], str]] = {
+    "te": (
+        lambda: importlib.util.find_spec("transformer_engine") is not None,
+        "Transformer Engine is not installed",
+    ),
+    "fp8": (
+        lambda: torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9),
+        "this GPU has no FP8",
+    ),
+}
+"""What checks may need beside GPUs: whether it is there, and why they are skipped without."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,7 @@ def _run_all(rank: int, world: int, checks: Mapping[str, Check], path: str) -> N
 
 class Outcomes:
     """Runs the checks on `world` ranks, from when the first outcome is asked for, beside the tests
-    that ask. `timeout_s`: of all of them."""
+    that ask. `timeout_s`: of all of them; `needs`: names of `NEEDS`, of every check."""
 
     def __init__(
         self,
@@ -94,7 +108,9 @@ class Outcomes:
         timeout_s: float,
         world: int = WORLD,
         backend: str = "nccl",
+        needs: tuple[str, ...] = (),
     ) -> None:
+        self.needs = needs
         self.checks, self.timeout_s = checks, timeout_s * PATIENCE
         self.world, self.backend = world, backend
         self._lines: dict[str, Any] = {}
@@ -197,17 +213,21 @@ class Outcomes:
             self._kill()
             self._runner.join()
 
-    def values(self) -> dict[str, str]:
-        """What each check said, or that it failed, for a table."""
-        found = {name: self._found(name) for name in self.checks}
-        return {
-            name: "FAILED" if line["errors"]
-            else f"{ast.literal_eval(line['value'])} ({line['seconds']} s)"
-            for name, line in found.items()
-        }
-
     def expect(self, name: str) -> None:
-        """Fails if the check `name` did, or was not reached."""
+        """Fails if the check `name` did, or was not reached; skips without what it needs."""
+        for is_there, reason in (NEEDS[need] for need in self.needs):
+            if not is_there():
+                pytest.skip(reason)
         line = self._found(name)
         assert not line["errors"], "\n".join(line["errors"])
         print(f"{name}: {line['value']} ({line['seconds']} s)", file=sys.stderr)
+
+
+def names_of(*sets: Outcomes) -> list[str]:
+    """Of the checks of all of them, in order."""
+    return [name for one in sets for name in one.checks]
+
+
+def expect(name: str, *sets: Outcomes) -> None:
+    """The outcome of the check `name`, which is of one of the sets."""
+    next(one for one in sets if name in one.checks).expect(name)

@@ -1,6 +1,6 @@
 """Checks of the tests for GPUs, on ranks of the host: models are small, and the modules see the
 host in place of CUDA. What a check measures on a device it cannot show so; that its calls are
-right, it can."""
+right, it can. CPU mode was checked with core 0.16.1 to 0.19.2."""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
 """What `estimate` says of Llama-3 8B against what two GPUs measure: FP8 weights beside FP8 products
-of bf16 weights, with full recompute and without.
+of bf16 weights, with full recompute and without. And starts on the meta device, one of a model of
+20B parameters: with Transformer Engine's layers, whose `reset_parameters` draw under Megatron's
+tracker, and the device's own peak; two GPUs of 60 GiB or more.
 
     python -m pytest -q -rA tests/gpu/test_gpu_estimate.py
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import importlib.util
 import json
 import os
 import sys
@@ -16,9 +18,16 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.cli import estimate
-from tests.distributed.gpt import init_megatron
+from tests.distributed.gpt import Case, ddp_config, init_megatron
+from tests.distributed.test_meta_peak import allowed
 from tests.gpu.gpu_ranks import Check, Outcomes
 
 ROOT = Path(__file__).parents[2]
@@ -112,11 +121,132 @@ CHECKS = {
     for again in (False, True)
     for precision in ("fp8w_tensorwise", "fp8_tensorwise", "fp8w_blockwise")
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=500.0)
-HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 
 
-@pytest.mark.skipif(not HAS_TE, reason="Transformer Engine is not installed")
+# Starts on the meta device.
+
+NEOX_LAYERS, HIDDEN, HEADS, VOCAB = 44, 6144, 64, 50432
+"""The shape of GPT-NeoX-20B."""
+ROOM = 60 * 2**30
+SLACK = 512 * 2**20
+"""Bytes beside weights: NCCL's and cuBLAS's buffers come from elsewhere; this is fragmentation."""
+Spread = dict[str, tuple[float, float]]
+
+
+def build(layers: int, meta: bool, **options: Any) -> torch.nn.Module:
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=layers, hidden_size=HIDDEN, num_attention_heads=HEADS,
+        ffn_hidden_size=4 * HIDDEN, bf16=True, params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16, init_model_with_meta_device=meta,
+    )  # fmt: skip
+    for name, value in options.items():
+        setattr(config, name, value)
+    with torch.device("meta") if meta else contextlib.nullcontext():
+        model = GPTModel(
+            config, get_gpt_layer_with_transformer_engine_spec(), vocab_size=VOCAB,
+            max_sequence_length=2048, share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+        )  # fmt: skip
+    if not meta:
+        model.cuda()
+    return Float16Module(config, model)
+
+
+def _wrap(model: Any) -> FullyShardedDataParallel:
+    config = ddp_config(Case(bf16=True), "optim_grads_params")
+    return FullyShardedDataParallel(model.config, config, model)
+
+
+def peak_of_a_20b_start(rank: int, world: int) -> str:
+    """The shards and one unit."""
+    if torch.cuda.get_device_properties(0).total_memory < ROOM:
+        return "not run: it needs GPUs of 60 GiB or more"
+    init_megatron()
+    torch.cuda.reset_peak_memory_stats()
+    model = build(NEOX_LAYERS, meta=True)
+    # Core makes the vocabulary's weights on the GPU, whatever the default device is.
+    outright = torch.cuda.memory_allocated()
+    numel = sum(param.numel() for param in model.parameters())
+    wrapper = _wrap(model)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    shards, unit = allowed(wrapper.engine)
+    loss = _untrained_loss(wrapper)
+    text = f"{numel} parameters, peak {peak}, shards {shards}, unit {unit}, outright {outright}"
+    assert numel > 20e9 and peak <= shards + unit + outright + SLACK, text
+    return f"{text}, loss {loss:.4g}"
+
+
+def _untrained_loss(wrapper: Any) -> float:
+    """About log(50432), which is 10.8."""
+    tokens = torch.arange(128, device="cuda")[None]
+    with torch.no_grad():
+        loss = wrapper(tokens, tokens, None, labels=tokens).float().mean().item()
+    assert 10 < loss < 13, loss
+    return float(loss)
+
+
+def _spread(wrapper: Any) -> Spread:
+    """Mean and deviation of each sharded weight over all ranks. Sums travel, not weights: to bring
+    1.5B parameters together on the host of each rank takes minutes."""
+    out = {}
+    for name, weight in wrapper.named_parameters():
+        mine = weight.to_local().detach().double()
+        sums = torch.stack((mine.sum(), mine.square().sum()))
+        torch.distributed.all_reduce(sums)
+        mean, square = (sums / weight.numel()).tolist()
+        out[name] = (mean, max(square - mean * mean, 0.0) ** 0.5)
+    return out
+
+
+def _same_spread(ours: Spread, theirs: Spread) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, (mean, deviation) in theirs.items():
+        assert abs(ours[name][0] - mean) <= 1e-3, (name, ours[name], mean)
+        bound = 0.02 * deviation + 1e-6
+        assert abs(ours[name][1] - deviation) <= bound, (name, ours[name], deviation)
+
+
+def same_start(rank: int, world: int) -> None:
+    """What core makes outright draws its numbers before the layers do: their distribution is that
+    of a start without the meta device, their numbers are not."""
+    init_megatron()
+    _same_spread(*(_spread(_wrap(build(2, meta))) for meta in (True, False)))
+
+
+def same_quantized_start(rank: int, world: int, recipe: str) -> None:
+    """Mean and deviation of the main weights are those of a start without the meta device, whose
+    main weights are values from before quantization; the loss is that of an untrained model."""
+    init_megatron()
+    starts = []
+    for meta in (True, False):
+        wrapper = _wrap(build(2, meta, fp8="hybrid", fp8_recipe=recipe, fp8_param=True))
+        quantized = [pair for pair in wrapper.engine.pairs if pair.group.key.quantized]
+        assert len(quantized) == 8, "four matrices a layer"
+        starts.append(_spread(wrapper))
+        _untrained_loss(wrapper)
+    _same_spread(*starts)
+
+
+STARTS = {
+    "peak of a 20B start": Check(peak_of_a_20b_start),  # first, in processes that hold nothing
+    "same distributions": Check(same_start),
+    **{
+        f"quantized, {recipe}": Check(same_quantized_start, (recipe,))
+        for recipe in ("delayed", "tensorwise", "blockwise")
+    },
+}
+OUTCOMES = Outcomes(CHECKS, timeout_s=500.0, needs=("te",))
+START_OUTCOMES = Outcomes(STARTS, timeout_s=500.0, needs=("te",))
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_what_is_held_is_what_is_estimated(name: str) -> None:
     OUTCOMES.expect(name)
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_starts_on_the_meta_device(name: str) -> None:
+    START_OUTCOMES.expect(name)

@@ -1,77 +1,72 @@
-"""FP8 compute of Transformer Engine with bf16 parameters, under our wrapper and under stock DDP.
+"""Transformer Engine's layers in FP8 under our wrapper and under stock DDP: with bf16 parameters,
+and kinds of models whose weights are quantized from the start; runs that are saved and resumed.
 
     python -m pytest -q -rA tests/gpu/test_gpu_fp8.py      (two GPUs of the Hopper kind or newer)
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+import torch.distributed as dist
 
-from tests.distributed import gpt
-from tests.distributed.checks import check_loss, check_norm, check_run_bits, free_run
+from megatron_fsdp_adapter.checkpoint import (
+    load_checkpoint,
+    load_training_state,
+    save_checkpoint,
+    training_state,
+)
+from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
+from tests.distributed.checks import check_loss, check_norm, check_run_bits
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
     Trainer,
     batches,
-    build_trainer,
+    forward_backward,
     init_megatron,
-    model_config,
     train_step,
 )
 from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.runs import (
+    NONE,
+    ZERO_1,
+    ZERO_3,
+    Change,
+    fp8,
+    te_run,
+    te_trainer,
+    with_te_layers,
+)
+from tests.gpu.test_gpu_fp8_params import CASE as QUANTIZED_CASE
+from tests.gpu.test_gpu_fp8_params import RECIPES, quantized_of
+from tests.quantized.te_checks import same
 
 CASE = Case(
     num_layers=2, hidden=128, heads=4, ffn=256, vocab=256, seq=64, batch=2, bf16=True, swiglu=True
 )
 WIDE = CASE.but(num_layers=4, hidden=1024, heads=8, ffn=4096, seq=128)
-RECIPES = ("delayed", "tensorwise", "blockwise")
 STEPS = 4
 FIRST, LATER = 2e-3, 2e-2
 """Relative, of loss and norm of the first step, which starts from equal weights, and of later ones:
 a bf16 rounding that flips can move a whole tensor's FP8 scale."""
 
 
-@contextmanager
-def fp8_layers(recipe: str) -> Iterator[None]:
-    """Inside, models are made of TE's layers and compute in FP8."""
-
-    def config(case: Case) -> Any:
-        made = model_config(case)
-        made.fp8, made.fp8_recipe = "hybrid", recipe
-        made.fp8_amax_history_len, made.fp8_amax_compute_algo = 16, "max"
-        return made
-
-    spec = get_gpt_layer_with_transformer_engine_spec
-    with (
-        mock.patch.object(gpt, "get_gpt_layer_local_spec", spec),
-        mock.patch.object(gpt, "model_config", config),
-    ):
-        yield
-
-
-def _trainer(strategy: str | None, recipe: str, case: Case, device: torch.device) -> Trainer:
-    with fp8_layers(recipe):
-        return build_trainer(case, strategy, device)
+# FP8 compute of bf16 parameters.
 
 
 def trains_like_ddp(rank: int, world: int, strategy: str, recipe: str) -> str:
     """With one microbatch where sharded weights are quantized anew in each: delayed scaling then
     looks at a history of other lengths than stock DDP's, which quantizes once a step."""
-    device = init_megatron()
-    again = (strategy, recipe) == ("optim_grads_params", "delayed")
+    again = (strategy, recipe) == (ZERO_3, "delayed")
     case = CASE.but(microbatches=1) if again else CASE
-    theirs = free_run(_trainer(None, recipe, case, device), rank, STEPS, device)
-    ours = free_run(_trainer(strategy, recipe, case, device), rank, STEPS, device)
+    theirs, ours = (te_run(kind, case, rank, STEPS, fp8(recipe)) for kind in (None, strategy))
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         label, bound = f"{strategy}, {recipe}, step {number}", FIRST if number == 0 else LATER
         check_loss(mine.loss, other.loss, label, bound)
@@ -79,76 +74,245 @@ def trains_like_ddp(rank: int, world: int, strategy: str, recipe: str) -> str:
     return f"losses {[s.loss for s in ours]} and {[s.loss for s in theirs]}"
 
 
+def same_run_twice(rank: int, world: int) -> None:
+    runs = [te_run(ZERO_3, CASE, rank, STEPS, fp8("tensorwise")) for _ in range(2)]
+    check_run_bits(runs[0], runs[1], "FP8, optim_grads_params")
+
+
 def computes_in_fp8(rank: int, world: int) -> str:
     """The same step in bf16 has another loss: what is compared above is FP8."""
     device = init_megatron()
-    spec = get_gpt_layer_with_transformer_engine_spec
-    with mock.patch.object(gpt, "get_gpt_layer_local_spec", spec):
-        bf16 = build_trainer(CASE, "optim_grads_params", device)
-    fp8 = _trainer("optim_grads_params", "tensorwise", CASE, device)
-    losses = [train_step(trainer, batches(CASE, 0, rank, device))[0] for trainer in (bf16, fp8)]
+    bf16, quantized = (
+        with_te_layers(CASE, ZERO_3, device, fields) for fields in (NONE, fp8("tensorwise"))
+    )
+    losses = [train_step(one, batches(CASE, 0, rank, device))[0] for one in (bf16, quantized)]
     assert losses[0] != losses[1] and abs(losses[0] - losses[1]) < 0.05 * losses[0], losses
     return str(losses)
-
-
-def same_run_twice(rank: int, world: int) -> None:
-    device = init_megatron()
-    runs = [
-        free_run(_trainer("optim_grads_params", "tensorwise", CASE, device), rank, STEPS, device)
-        for _ in range(2)
-    ]
-    check_run_bits(runs[0], runs[1], "FP8, optim_grads_params")
 
 
 def keeps_no_fp8_model(rank: int, world: int) -> str:
     """Between steps a sharded model in FP8 holds what it holds in bf16 and TE's amax histories,
     not the bytes of its weights in FP8; no layer has a workspace of quantized weights."""
-    device = init_megatron()
-    held = {}
-    for recipe in (None, "delayed"):
+    device, held = init_megatron(), []
+    for fields in (NONE, fp8("delayed")):
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        if recipe is None:
-            spec = get_gpt_layer_with_transformer_engine_spec
-            with mock.patch.object(gpt, "get_gpt_layer_local_spec", spec):
-                trainer = build_trainer(WIDE, "optim_grads_params", device)
-        else:
-            trainer = _trainer("optim_grads_params", recipe, WIDE, device)
+        trainer = with_te_layers(WIDE, ZERO_3, device, fields)
         for step in range(2):
             train_step(trainer, batches(WIDE, step, rank, device))
         trainer.wrapper.zero_grad_buffer()
         trainer.wrapper.engine.gather.release_all()
         torch.cuda.synchronize()
-        held[recipe] = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
+        held.append(torch.cuda.memory_stats()["requested_bytes.all.current"] - before)
         for layer in trainer.wrapper.modules():
             assert not getattr(layer, "_fp8_workspaces", None), type(layer)
         weights = sum(group.layout.item_numel for group in trainer.wrapper.engine.groups)
         del trainer
-    more = held["delayed"] - held[None]
+    more = held[1] - held[0]
     assert more < weights // 4, f"{more} bytes more than bf16, of {weights} weights"
     return f"{more} bytes more than in bf16, {weights} weights"
 
 
+# Kinds of models with quantized weights, bit for bit beside stock DDP with `fp8_param_gather`.
+
+
+def _nothing(model: torch.nn.Module) -> None:
+    pass
+
+
+def freezes_matrices(model: torch.nn.Module) -> None:
+    """Norms, embedding and output layer are trained over a frozen base."""
+    for name, param in model.named_parameters():
+        if "decoder" in name and param.ndim == 2:
+            param.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """count: quantized weights; case: changes of the case; options: of the model config; ddp: of
+    the DDP config."""
+
+    count: int
+    case: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    change: Change = _nothing
+    recipes: tuple[str, ...] = ("tensorwise", "blockwise")
+    strategies: tuple[str, ...] = (ZERO_3,)
+
+
+KINDS = {
+    "full recompute": Kind(8, {"recompute": "full-1"}, recipes=RECIPES),
+    "recomputed mlp": Kind(8, {"recompute": "selective-mlp"}),
+    "tied": Kind(8, {"tied": True}),
+    "first and last layer in bf16": Kind(
+        8, {"num_layers": 4},
+        {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1,
+         "num_layers_at_end_in_bf16": 1},
+    ),
+    "frozen matrices": Kind(8, change=freezes_matrices),
+    "transposes kept": Kind(
+        8, {"microbatches": 3}, ddp={"keep_fp8_transpose_cache": True},
+        strategies=("no_shard", "optim"),
+    ),
+    "grouped experts": Kind(
+        # Of each layer qkv, projection, and two matrices of each of four experts.
+        2 * (2 + 2 * 4),
+        options={
+            "num_moe_experts": 4, "moe_grouped_gemm": True, "moe_ffn_hidden_size": 256,
+            "moe_router_topk": 2, "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "alltoall", "moe_router_padding_for_quantization": True,
+        },
+        strategies=(ZERO_1, ZERO_3),
+    ),
+}  # fmt: skip
+
+
+def forget_scaling() -> None:
+    """As in a new process."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Of one wrapper after a step, copied: bytes and scales of quantized weights, main weights, the
+    step's loss, and that of an evaluation behind it."""
+
+    quantized: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    mains: Mapping[str, torch.Tensor]
+    losses: tuple[Any, ...] = ()
+
+
+def _noted(trainer: Trainer, losses: tuple[Any, ...] = ()) -> Noted:
+    mains = {name: value.clone() for name, value in trainer.params().items()}
+    return Noted(quantized_of(trainer), mains, losses)
+
+
+def trained(
+    case: Case, recipe: str, strategy: str | None, device: torch.device, kind: Kind, rank: int
+) -> list[Noted]:
+    """What was noted before the first step, and after each. TE keeps the largest values of all
+    modules of a process in one state, which every forward of any of them moves on: one wrapper
+    trains after the other, from a new state each."""
+    forget_scaling()
+    fields = fp8(recipe, fp8_param=True, **kind.options)
+    trainer = te_trainer(case, strategy, device, fields, kind.change, kind.ddp)
+    notes = [_noted(trainer)]
+    for step in range(STEPS):
+        data = batches(case, step, rank, device)
+        loss = train_step(trainer, data)[0]
+        after = _noted(trainer)
+        with torch.no_grad():
+            seen = forward_backward(trainer, data, forward_only=True)
+        notes.append(replace(after, losses=(loss, seen)))
+    return notes
+
+
+def trains_as_ddp(rank: int, world: int, name: str, recipe: str, strategy: str) -> str:
+    """With an evaluation behind each step, which computes with the step's weights."""
+    device, kind = init_megatron(), KINDS[name]
+    case = QUANTIZED_CASE.but(**kind.case)
+    theirs, ours = (
+        trained(case, recipe, one, device, kind, rank) for one in (None, strategy)
+    )
+    for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        label = f"{name}, {recipe}, {strategy}, after {step} steps"
+        assert mine.losses == other.losses, (label, mine.losses, other.losses)
+        assert mine.quantized.keys() == other.quantized.keys(), label
+        assert len(mine.quantized) == kind.count, label
+        for key, (data, scales) in mine.quantized.items():
+            same(data, other.quantized[key][0], f"{label}, bytes of {key}")
+            same(scales, other.quantized[key][1], f"{label}, scales of {key}")
+        assert mine.mains.keys() == other.mains.keys(), label
+        for key, main in mine.mains.items():
+            # DDP has none of frozen weights, but what their bytes stand for.
+            if key not in mine.quantized or kind.change is not freezes_matrices:
+                same(main, other.mains[key], f"{label}, main weights of {key}")
+    return f"{kind.count} weights, losses {[note.losses for note in ours[1:]]}"
+
+
+# Runs that are saved and resumed: losses and bits are those of a run that was not stopped.
+
+
+def bits_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Main weights, bytes and scales of quantized ones, and what delayed scaling knows."""
+    found = trainer.params()
+    for name, (data, scales) in quantized_of(trainer).items():
+        found |= {f"{name}, bytes": data, f"{name}, scales": scales}
+    state = trainer.wrapper.state_dict_for_save_checkpoint()
+    return found | {key: value for key, value in state.items() if key.endswith(FP8_SCALING)}
+
+
+def compare(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], label: str) -> None:
+    assert mine.keys() == other.keys(), (label, mine.keys() ^ other.keys())
+    for name, value in other.items():
+        same(mine[name], value, f"{label}, {name}")
+
+
+def resumes(rank: int, world: int, recipe: str, quantized: bool) -> str:
+    device, case = init_megatron(), QUANTIZED_CASE
+    forget_scaling()
+    folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+
+    def made(strategy: str, seed: int) -> Trainer:
+        return te_trainer(case.but(seed=seed), strategy, device, fp8(recipe, fp8_param=quantized))
+
+    def steps(trainer: Trainer, first: int) -> list[Any]:
+        return [
+            train_step(trainer, batches(case, step, rank, device)) for step in (first, first + 1)
+        ]
+
+    first = made(ZERO_3, case.seed)
+    steps(first, 0)
+    save_checkpoint(folder[0], 2, training_state([first.wrapper], first.optimizer))
+    saved = bits_of(first)
+    records = [name for name in saved if name.endswith(FP8_SCALING)]
+    assert len(records) == (4 * case.num_layers if recipe == "delayed" else 0), records
+    losses = steps(first, 2)
+    end = bits_of(first)
+    for strategy in (ZERO_3, ZERO_1):
+        second, label = made(strategy, 77), f"{recipe}, {strategy}"
+        state = training_state([second.wrapper], second.optimizer, is_loading=True)
+        _, state = load_checkpoint(folder[0], state)
+        load_training_state([second.wrapper], state, second.optimizer)
+        compare(bits_of(second), saved, f"{label}, loaded")
+        found = steps(second, 2)
+        if strategy == ZERO_3:
+            assert found == losses, (label, found, losses)
+            compare(bits_of(second), end, f"{label}, two steps on")
+    return f"{len(records)} records, losses {losses}"
+
+
 CHECKS = {
-    **{
-        f"{strategy}, {recipe}": Check(trains_like_ddp, (strategy, recipe))
-        for strategy in STRATEGIES
-        for recipe in RECIPES
-    },
+    f"{strategy}, {recipe}": Check(trains_like_ddp, (strategy, recipe))
+    for strategy in STRATEGIES
+    for recipe in RECIPES
+}
+CHECKS |= {
     "computes in FP8": Check(computes_in_fp8),
     "twice": Check(same_run_twice),
     "memory": Check(keeps_no_fp8_model),
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=170.0)
+CHECKS |= {
+    f"{name}, {recipe}, {strategy}": Check(trains_as_ddp, (name, recipe, strategy))
+    for name, kind in KINDS.items()
+    for recipe in kind.recipes
+    for strategy in kind.strategies
+}
+CHECKS |= {
+    f"resumed, {recipe}, {'quantized' if quantized else 'bf16'} weights": Check(
+        resumes, (recipe, quantized)
+    )
+    for recipe in RECIPES
+    for quantized in (True, False)
+    if quantized or recipe != "blockwise"
+}
+OUTCOMES = Outcomes(CHECKS, timeout_s=500.0, needs=("te", "fp8"))
 os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
-HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 
 
-def _has_fp8() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-
-
-@pytest.mark.skipif(not HAS_TE, reason="Transformer Engine is not installed")
-@pytest.mark.skipif(not _has_fp8(), reason="this GPU has no FP8")
 @pytest.mark.parametrize("name", CHECKS)
 def test_fp8(name: str) -> None:
     OUTCOMES.expect(name)

@@ -7,19 +7,12 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.module import Float16Module
 
 from megatron_fsdp_adapter import export_weights
 from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
@@ -32,11 +25,11 @@ from tests.distributed.gpt import (
     Trainer,
     batches,
     init_megatron,
-    make_trainer,
-    model_config,
+    plain_name,
     train_step,
 )
 from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.runs import fp8, te_trainer
 from tests.quantized.te_checks import same
 
 CASE = Case(
@@ -50,36 +43,10 @@ BOUND = 2e-2
 
 
 def trainer_of(
-    case: Case, recipe: str, strategy: str | None, device: torch.device,
-    options: Mapping[str, Any] = MappingProxyType({}),
-    change: Callable[[torch.nn.Module], None] = lambda model: None,
-    quantized: bool = True, more: Mapping[str, Any] = MappingProxyType({}),
+    case: Case, recipe: str, strategy: str | None, device: torch.device
 ) -> Trainer:
-    """A GPT of TE's layers whose weights are quantized from the start, or not, `quantized` says.
-    `options`: fields of the model config; `change`: the bare model; `more`: fields of the DDP
-    config."""
-    torch.manual_seed(case.seed)
-    model_parallel_cuda_manual_seed(case.seed)
-    config: Any = model_config(case)
-    config.fp8, config.fp8_recipe, config.fp8_param = "hybrid", recipe, quantized
-    config.fp8_amax_history_len, config.fp8_amax_compute_algo = 16, "max"
-    for name, value in options.items():
-        setattr(config, name, value)
-    experts = options.get("num_moe_experts")
-    spec = get_gpt_layer_with_transformer_engine_spec(experts, moe_grouped_gemm=bool(experts))
-    model = GPTModel(
-        config, spec, vocab_size=case.vocab, max_sequence_length=case.seq,
-        share_embeddings_and_output_weights=case.tied, position_embedding_type=case.positions,
-    ).to(device)
-    change(model)
-    ddp = {"fp8_param_gather": quantized, **more}
-    return make_trainer(Float16Module(config, model), case, strategy, ddp)
-
-
-def plain_name(name: str) -> str:
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
+    """A GPT whose weights are quantized from the start."""
+    return te_trainer(case, strategy, device, fp8(recipe, fp8_param=True))
 
 
 def quantized_of(trainer: Trainer) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -235,32 +202,19 @@ def exports_its_bytes(rank: int, world: int, recipe: str) -> str:
     return f"{len(gathered)} weights"
 
 
-def _checks() -> dict[str, Check]:
-    kinds: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
-        (f"{recipe}, {strategy}, {count} microbatches", trains_as_ddp, (recipe, strategy, count))
-        for recipe in RECIPES
-        for strategy in STRATEGIES
-        for count in (1, 3)
-    ]
-    kinds += [
-        (f"{recipe}, {strategy}, {count} microbatches, fused", fused_trains_as_ddp,
-         (recipe, strategy, count))
-        for recipe in RECIPES
-        for strategy in STRATEGIES
-        for count in (1, 3)
-    ]  # fmt: skip
-    kinds += [(f"{recipe}, memory", holds_bytes, (recipe,)) for recipe in RECIPES]
-    kinds += [(f"{recipe}, exported", exports_its_bytes, (recipe,)) for recipe in RECIPES]
-    return {name: Check(function, arguments) for name, function, arguments in kinds}
-
-
-CHECKS = _checks()
-OUTCOMES = Outcomes(CHECKS, timeout_s=400.0)
+CHECKS = {
+    f"{recipe}, {strategy}, {count} microbatches{label}": Check(check, (recipe, strategy, count))
+    for label, check in (("", trains_as_ddp), (", fused", fused_trains_as_ddp))
+    for recipe in RECIPES
+    for strategy in STRATEGIES
+    for count in (1, 3)
+}
+CHECKS |= {f"{recipe}, memory": Check(holds_bytes, (recipe,)) for recipe in RECIPES}
+CHECKS |= {f"{recipe}, exported": Check(exports_its_bytes, (recipe,)) for recipe in RECIPES}
+OUTCOMES = Outcomes(CHECKS, timeout_s=400.0, needs=("te",))
 os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
-HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 
 
-@pytest.mark.skipif(not HAS_TE, reason="Transformer Engine is not installed")
 @pytest.mark.parametrize("name", CHECKS)
 def test_quantized_weights_train_as_under_ddp(name: str) -> None:
     OUTCOMES.expect(name)

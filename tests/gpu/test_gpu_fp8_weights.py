@@ -25,36 +25,31 @@ from tests.quantized.te_weights import NASTY, RECIPES
 
 GPUS = 1
 
+CELLS = [(recipe, nasty) for recipe in RECIPES for nasty in NASTY]
 CHECKS = {
-    f"shards are the whole, {recipe}, {nasty or 'usual'}": Check(
-        shards_are_the_whole, (recipe, nasty, 10)
-    )
-    for recipe in RECIPES
-    for nasty in NASTY
+    **{
+        f"{label}, {recipe}, {nasty or 'usual'}": Check(check, (recipe, nasty, count))
+        for label, check, count in (
+            ("shards are the whole", shards_are_the_whole, 10),
+            ("the host is the device", host_is_the_device, 4),
+        )
+        for recipe, nasty in CELLS
+    },
+    **{
+        f"two ranks are TE's, {recipe}, {kind}": Check(ranks_are_te, (recipe, kind))
+        for recipe in RECIPES
+        for kind in ("cut", "first rank only", "wide")
+    },
+    **{f"quantizers are TE's, {recipe}": Check(quantizers_are_te, (recipe,)) for recipe in RECIPES},
+    **{
+        f"modules compute from buffers, {recipe}, {name}": Check(
+            modules_compute_from_buffers, (recipe, name)
+        )
+        for recipe in ("current", "delayed", "blockwise")
+        for name in MODULES
+    },
+    "nothing waits": Check(nothing_waits),
 }
-CHECKS |= {
-    f"the host is the device, {recipe}, {nasty or 'usual'}": Check(
-        host_is_the_device, (recipe, nasty, 4)
-    )
-    for recipe in RECIPES
-    for nasty in NASTY
-}
-CHECKS |= {
-    f"two ranks are TE's, {recipe}, {kind}": Check(ranks_are_te, (recipe, kind))
-    for recipe in RECIPES
-    for kind in ("cut", "first rank only", "wide")
-}
-CHECKS |= {
-    f"quantizers are TE's, {recipe}": Check(quantizers_are_te, (recipe,)) for recipe in RECIPES
-}
-CHECKS |= {
-    f"modules compute from buffers, {recipe}, {name}": Check(
-        modules_compute_from_buffers, (recipe, name)
-    )
-    for recipe in ("current", "delayed", "blockwise")
-    for name in MODULES
-}
-CHECKS["nothing waits"] = Check(nothing_waits)
 OUTCOMES = Outcomes(
     CHECKS, timeout_s=240.0, backend="nccl" if torch.cuda.device_count() > 1 else "gloo"
 )

@@ -1,8 +1,10 @@
 """A training step in one CUDA graph, captured by megatron-core, trains like one that is not, bit
-for bit, with an evaluation in a graph of its own between the steps."""
+for bit, with an evaluation in a graph of its own between the steps; and after many replays, where
+wrappers are made or trained on another stream than the captured one, and with an outer axis."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator
@@ -29,34 +31,32 @@ from tests.distributed.gpt import (
 )
 from tests.gpu.captured import forget_graphs
 from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.runs import COPY_ENGINES, NONE, SLOTS, ZERO_1, ZERO_3, Fields
 
 CASE = Case(
     num_layers=5, hidden=256, heads=4, ffn=640, vocab=1000, seq=128, batch=2, swiglu=True,
     bf16=True, microbatches=2,
 )  # fmt: skip
+SMALL = CASE.but(num_layers=3, hidden=128, ffn=320, vocab=500, seq=64)
 STEPS, WARMUP = 6, 2
-SLOTS: dict[str, Any] = {"fsdp_double_buffer": True}
-CELLS: dict[str, tuple[str, Case, dict[str, Any]]] = {
+MANY = WARMUP + 21
+"""Steps of which at least 20 are replays: elsewhere it was the sixth that failed."""
+INSTANCES = 2
+CELLS: dict[str, tuple[str, Case, Fields]] = {
     "no_shard": ("no_shard", CASE, {}),
-    "optim": ("optim", CASE, {}),
+    "optim": (ZERO_1, CASE, {}),
     "optim_grads": ("optim_grads", CASE, {}),
-    "optim_grads_params": ("optim_grads_params", CASE, {}),
-    "slots": ("optim_grads_params", CASE, SLOTS),
-    "slots, one microbatch": ("optim_grads_params", CASE.but(microbatches=1), SLOTS),
-    "registered": ("optim_grads_params", CASE, {"nccl_ub": True}),
-    "copy engines": ("optim_grads_params", CASE, {"fsdp_copy_engine_all_gather": True}),
-    "gradients by copy engines": (
-        "optim_grads_params", CASE, {"fsdp_copy_engine_reduce_scatter": True}
-    ),
-    "some units whole": ("optim_grads_params", CASE, {**SLOTS, BUDGET: 6e6 / GIB}),
-    "all units whole, copy engines": (
-        "optim_grads_params", CASE,
-        {
-            "fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True,
-            BUDGET: 1.0,
-        },
-    ),
+    "optim_grads_params": (ZERO_3, CASE, {}),
+    "slots": (ZERO_3, CASE, SLOTS),
+    "slots, one microbatch": (ZERO_3, CASE.but(microbatches=1), SLOTS),
+    "registered": (ZERO_3, CASE, {"nccl_ub": True}),
+    "copy engines": (ZERO_3, CASE, {"fsdp_copy_engine_all_gather": True}),
+    "gradients by copy engines": (ZERO_3, CASE, {"fsdp_copy_engine_reduce_scatter": True}),
+    "some units whole": (ZERO_3, CASE, {**SLOTS, BUDGET: 6e6 / GIB}),
+    "all units whole, copy engines": (ZERO_3, CASE, {**COPY_ENGINES, BUDGET: 1.0}),
 }
+Build = Callable[[], Trainer]
+AfterBackward = Callable[[int], None]
 
 
 def _from_dicts(case: Case, iterator: Iterator[Any], model: Any) -> Any:
@@ -105,35 +105,128 @@ def train(
     return numbers, full_weights(trainer)
 
 
-def same_bits(rank: int, world: int, name: str) -> str:
-    strategy, case, options = CELLS[name]
-    device = init_megatron()
+@contextlib.contextmanager
+def on_another_stream() -> Iterator[None]:
+    """A stream of its own, behind the present one, which continues behind it."""
+    side, outside = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(outside)
+    with torch.cuda.stream(side):
+        yield
+    outside.wait_stream(side)
+
+
+def _build(
+    strategy: str, case: Case = SMALL, options: Fields = NONE, instances: int = 1
+) -> Trainer:
+    device = init_megatron(num_distributed_optimizer_instances=instances)
     tensor_parallel.model_parallel_cuda_manual_seed(
         7, use_cudagraphable_rng=True, force_reset_rng=True
     )
-    ddp = {"check_for_nan_in_grad": False, **options}
-    eager = build_trainer(case, strategy, device, ddp=ddp)
-    expected = train(eager, get_forward_backward_func(), rank)
-    del eager
+    ddp = {"check_for_nan_in_grad": False, "num_distributed_optimizer_instances": instances}
+    return build_trainer(case, strategy, device, ddp={**ddp, **options})
+
+
+def _eager(rank: int, build: Build, steps: int) -> tuple[list[float], dict[str, Any]]:
+    found = train(build(), get_forward_backward_func(), rank, steps)
     gc.collect()
-    graphed = build_trainer(case, strategy, device, ddp=ddp)
+    return found
+
+
+def _graphed(
+    rank: int, trainer: Trainer, steps: int, after_backward: AfterBackward = lambda step: None
+) -> tuple[list[float], dict[str, Any]]:
     schedule = FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=WARMUP)
     try:
-        found = train(graphed, schedule, rank)
+        found = train(trainer, schedule, rank, steps, after_backward)
         replayed = FullCudaGraphWrapper.cuda_graph
         assert all(replayed.values()), f"not captured: {replayed}"
     finally:
         forget_graphs()
-    assert found[0] == expected[0], f"{name}: {found[0]} for {expected[0]}"
-    check_same_bits(found[1], expected[1], name)
+    return found
+
+
+def _compare(found: Any, expected: Any, label: str) -> str:
+    assert found[0] == expected[0], f"{label}: {found[0]} for {expected[0]}"
+    check_same_bits(found[1], expected[1], label)
     dist.barrier()
     return f"{len(found[0])} losses and norms, last loss {found[0][-1]:.4f}"
 
 
+def same_bits(rank: int, world: int, name: str) -> str:
+    expected = _eager(rank, lambda: _build(*CELLS[name]), STEPS)
+    return _compare(_graphed(rank, _build(*CELLS[name]), STEPS), expected, name)
+
+
+def twenty_replays(rank: int, world: int, strategy: str) -> str:
+    """The optimizer reads the same gradients, at the same addresses, after each of them."""
+    expected = _eager(rank, lambda: _build(strategy), MANY)
+    trainer = _build(strategy)
+    seen: set[tuple[Any, ...]] = set()
+
+    def note_gradients(step: int) -> None:
+        if step >= WARMUP:
+            grads = [pair.sharded.grad for pair in trainer.wrapper.engine.pairs]
+            seen.add(tuple((id(g), g._local_tensor.data_ptr()) for g in grads))
+
+    found = _graphed(rank, trainer, MANY, note_gradients)
+    assert len(seen) == 1, f"gradients were bound anew {len(seen) - 1} times"
+    return _compare(found, expected, strategy)
+
+
+def constructed_elsewhere(rank: int, world: int, strategy: str) -> str:
+    expected = _eager(rank, lambda: _build(strategy), STEPS)
+    with on_another_stream():
+        trainer = _build(strategy)
+    return _compare(_graphed(rank, trainer, STEPS), expected, strategy)
+
+
+def trained_elsewhere(rank: int, world: int, strategy: str) -> str:
+    """Made on the default stream; eager steps, replays and the optimizer run on another, and core
+    captures on a third."""
+    expected = _eager(rank, lambda: _build(strategy), STEPS)
+    trainer = _build(strategy)
+    with on_another_stream():
+        found = _graphed(rank, trainer, STEPS)
+    return _compare(found, expected, strategy)
+
+
+def over_an_outer_axis(rank: int, world: int, strategy: str, outer: str) -> str:
+    """Each rank is an instance of its own."""
+
+    def build() -> Trainer:
+        return _build(strategy, SMALL, {"outer_dp_sharding_strategy": outer}, INSTANCES)
+
+    expected = _eager(rank, build, STEPS)
+    return _compare(_graphed(rank, build(), STEPS), expected, f"{strategy}, outer {outer}")
+
+
+BOTH = (ZERO_1, ZERO_3)
 CHECKS = {name: Check(same_bits, (name,)) for name in CELLS}
-OUTCOMES = Outcomes(CHECKS, timeout_s=150.0)
+REPLAYS = {
+    **{f"twenty replays, {s}": Check(twenty_replays, (s,)) for s in BOTH},
+    **{f"constructed on another stream, {s}": Check(constructed_elsewhere, (s,)) for s in BOTH},
+    **{f"trained on another stream, {s}": Check(trained_elsewhere, (s,)) for s in BOTH},
+}
+OUTER_CHECKS = {
+    f"{s}, outer {outer}": Check(over_an_outer_axis, (s, outer))
+    for s in BOTH
+    for outer in ("no_shard", "optim")
+}
+OUTCOMES = Outcomes({**CHECKS, **REPLAYS}, timeout_s=300.0)
+OUTER_OUTCOMES = Outcomes(OUTER_CHECKS, timeout_s=120.0)
+"""In processes of their own, whose groups are others."""
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_two_gpus(name: str) -> None:
     OUTCOMES.expect(name)
+
+
+@pytest.mark.parametrize("name", REPLAYS)
+def test_replays_train_like_steps_without_a_graph(name: str) -> None:
+    OUTCOMES.expect(name)
+
+
+@pytest.mark.parametrize("name", OUTER_CHECKS)
+def test_an_outer_axis_in_a_graph_trains_like_one_without(name: str) -> None:
+    OUTER_OUTCOMES.expect(name)

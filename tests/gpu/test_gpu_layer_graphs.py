@@ -7,7 +7,6 @@ between the steps: losses, norms and weights.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,10 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
@@ -32,8 +29,6 @@ from tests.distributed.gpt import (
     forward_backward,
     full_weights,
     init_megatron,
-    make_trainer,
-    model_config,
     train_step,
 )
 from tests.distributed.topologies import (
@@ -45,14 +40,13 @@ from tests.distributed.topologies import (
     topology_step,
 )
 from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.runs import COPY_ENGINES, SLOTS, te_trainer
 
 CASE = Case(
     num_layers=4, hidden=256, heads=4, ffn=640, vocab=1024, seq=128, batch=2, swiglu=True,
     bias=False, bf16=True, microbatches=2,
 )  # fmt: skip
 STEPS = 6
-SLOTS = {"fsdp_double_buffer": True}
-COPY_ENGINES = {"fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True}
 EXPERTS = {
     "num_moe_experts": 4, "moe_grouped_gemm": True, "moe_ffn_hidden_size": 256,
     "moe_router_topk": 2, "moe_router_load_balancing_type": "none",
@@ -97,10 +91,14 @@ CELLS = {
 }  # fmt: skip
 
 
-def _ask_for_layers(config: Any, parts: tuple[str, ...]) -> None:
-    config.cuda_graph_impl, config.cuda_graph_warmup_steps = "local", 2
-    named = "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"
-    setattr(config, named, [_Part(part) for part in parts])
+def layers_captured(parts: tuple[str, ...]) -> dict[str, Any]:
+    """Fields of the model's config that ask for it."""
+    known = TransformerConfig.__dataclass_fields__
+    named = "cuda_graph_modules" if "cuda_graph_modules" in known else "cuda_graph_scope"
+    return {
+        "cuda_graph_impl": "local", "cuda_graph_warmup_steps": 2,
+        named: [_Part(part) for part in parts],
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -110,32 +108,15 @@ class _Part:
     name: str
 
 
-def _config(cell: Cell, captured: bool) -> Any:
-    config: Any = model_config(CASE.but(**cell.case))
-    for name, value in cell.options.items():
-        setattr(config, name, value)
-    if captured:
-        _ask_for_layers(config, cell.parts)
-    return config
-
-
-def _trainer(cell: Cell, device: torch.device, captured: bool, **optimizer: Any) -> Trainer:
-    """optimizer: fields of its config."""
-    case = CASE.but(**cell.case)
-    torch.manual_seed(case.seed)
+def _trainer(cell: Cell, device: torch.device, captured: bool) -> Trainer:
     patches.install(FUSED_WGRAD)
-    model_parallel_cuda_manual_seed(case.seed, use_cudagraphable_rng=True, force_reset_rng=True)
-    config = _config(cell, captured)
-    experts = cell.options.get("num_moe_experts")
-    spec = get_gpt_layer_with_transformer_engine_spec(experts, moe_grouped_gemm=bool(experts))
-    model = GPTModel(
-        config, spec, vocab_size=case.vocab, max_sequence_length=case.seq,
-        position_embedding_type="rope", share_embeddings_and_output_weights=False,
-    ).to(device)
-    torch.cuda.manual_seed(4321)  # dropout draws from here on
-    quantized = {"fp8_param_gather": True} if cell.options.get("fp8_param") else {}
-    ddp = {"check_for_nan_in_grad": True, **quantized, **cell.ddp}
-    return make_trainer(Float16Module(config, model), case, cell.strategy, ddp, optimizer)
+    asked = layers_captured(cell.parts) if captured else {}
+    return te_trainer(
+        CASE.but(**cell.case), cell.strategy, device, {**cell.options, **asked},
+        lambda model: torch.cuda.manual_seed(4321),  # dropout draws from here on
+        {"check_for_nan_in_grad": True, **cell.ddp},
+        use_cudagraphable_rng=True, force_reset_rng=True,
+    )  # fmt: skip
 
 
 def _train(trainer: Trainer, lengths: tuple[int, ...], rank: int) -> Iterator[Any]:
@@ -190,7 +171,7 @@ def pipeline_same_bits(rank: int, world: int, name: str) -> str:
         def change(model: torch.nn.Module) -> None:
             model.cuda()
             if captured:
-                _ask_for_layers(model.config, ())
+                vars(model.config).update(layers_captured(()))
 
         trainer = build_topology_trainer(
             topology, case, "optim_grads_params", change, SLOTS,
@@ -225,26 +206,16 @@ def flat_memory(rank: int, world: int, steps: int) -> str:
     return f"{steps} steps, {allocated:.1f} MiB allocated, {reserved:.0f} reserved"
 
 
-HAS_TE = importlib.util.find_spec("transformer_engine") is not None
-CELL_CHECKS = {name: Check(same_bits, (name,)) for name in CELLS}
-CELL_OUTCOMES = Outcomes(CELL_CHECKS, timeout_s=240.0)
-LONGER_CHECKS = {
-    "500 steps": Check(flat_memory, (500,)),
-    "pp2": Check(pipeline_same_bits, ("pp2",)),
-    "pp2-vpp2": Check(pipeline_same_bits, ("pp2-vpp2",)),
+CHECKS = {
+    "500 steps": Check(flat_memory, (500,)),  # first: nothing of earlier checks may go meanwhile
+    **{name: Check(same_bits, (name,)) for name in CELLS},
+    # Last: they make other process groups.
+    **{name: Check(pipeline_same_bits, (name,)) for name in ("pp2", "pp2-vpp2")},
 }
-"""Pipelines last: they make other process groups."""
-LONGER_OUTCOMES = Outcomes(LONGER_CHECKS, timeout_s=180.0)
+OUTCOMES = Outcomes(CHECKS, timeout_s=400.0, needs=("te",))
 os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
 
 
-@pytest.mark.skipif(not HAS_TE, reason="transformer_engine is not installed")
-@pytest.mark.parametrize("name", CELL_CHECKS)
+@pytest.mark.parametrize("name", CHECKS)
 def test_on_two_gpus(name: str) -> None:
-    CELL_OUTCOMES.expect(name)
-
-
-@pytest.mark.skipif(not HAS_TE, reason="transformer_engine is not installed")
-@pytest.mark.parametrize("name", LONGER_CHECKS)
-def test_pipelines_and_memory(name: str) -> None:
-    LONGER_OUTCOMES.expect(name)
+    OUTCOMES.expect(name)

@@ -1,7 +1,7 @@
 """The numerics of tests/distributed on NCCL: the same functions, on two GPUs.
 
-Show 6 of the issue: lines 2 and 3 again. Stream order is tested here too, which no CPU run can
-show: with streams that are slow on purpose every number must stay the same.
+Stream order is tested here too, which no CPU run can show: with streams that are slow on purpose
+every number must stay the same.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tests.distributed.gpt import STRATEGIES, Case, Trainer, build_trainer, init
 from tests.distributed.random_cases import fresh_seed
 from tests.distributed.variants import check_row
 from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.runs import run_of
 
 WIDE = Case(
     num_layers=3, hidden=256, heads=4, ffn=640, vocab=1000, seq=128, batch=2, swiglu=True, bf16=True
@@ -68,19 +69,16 @@ def slow_streams(rank: int, world: int, strategy: str, roles: Sequence[str]) -> 
 
 def same_run_twice(rank: int, world: int, strategy: str) -> str:
     """Two runs are equal bit for bit."""
-    device = init_megatron()
-    runs = [free_run(build_trainer(WIDE, strategy, device), rank, 5, device) for _ in range(2)]
+    runs = [run_of(WIDE, strategy, rank, 5)[0] for _ in range(2)]
     check_run_bits(runs[0], runs[1], strategy)
     return f"loss {runs[0][-1].loss:.6f}"
 
 
 def strategies_agree(rank: int, world: int) -> None:
     """One microbatch on two ranks: all strategies add the same two numbers, so all agree."""
-    device = init_megatron()
     case = WIDE.but(microbatches=1, clip=0.0)
     first, *others = (
-        free_run(build_trainer(case, strategy, device), rank, 3, device)[-1].weights
-        for strategy in STRATEGIES
+        run_of(case, strategy, rank, 3)[0][-1].weights for strategy in STRATEGIES
     )
     for strategy, weights in zip(STRATEGIES[1:], others, strict=True):
         check_same_bits(weights, first, strategy)

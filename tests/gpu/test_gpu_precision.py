@@ -1,46 +1,48 @@
-"""Dtypes of gradients, communication and moments with Transformer Engine's FusedAdam on NCCL.
+"""Dtypes of gradients, communication and moments with Transformer Engine's FusedAdam on NCCL; and
+copy engines that carry gradients as autograd gives them, at a width that is used.
 
     python -m pytest -q -rA tests/gpu/test_gpu_precision.py      (two GPUs)
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.optimizer import get_megatron_optimizer
 
-from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.core.config import EngineConfig
 from megatron_fsdp_adapter.core.runtime.comm import Communicator
 from megatron_fsdp_adapter.core.runtime.sums import _kernel, sum_rows
+from megatron_fsdp_adapter.megatron.compat import patches
+from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
+from tests.distributed.checks import check_run_bits
 from tests.distributed.exact import gamma
 from tests.distributed.gpt import (
     STRATEGIES,
     Case,
     Trainer,
     batches,
-    build_model,
-    ddp_config,
+    build_trainer,
     init_megatron,
-    optimizer_config,
     train_step,
 )
 from tests.distributed.precision import check_cell, pairwise
 from tests.engine.test_sums import DTYPES, is_rounded_once
 from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.runs import COPY_ENGINES, ZERO_3, local_run, run_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CASE = Case(
     num_layers=2, hidden=256, heads=4, ffn=640, vocab=512, seq=64, batch=2, bf16=True, swiglu=True,
-    microbatches=2,
+    microbatches=2, lr=1e-3,
 )  # fmt: skip
 STEPS = 20
 ITEMSIZE = {"Float": 4, "BFloat16": 2}
@@ -70,16 +72,7 @@ POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def _trainer(strategy: str, name: str, device: torch.device) -> Trainer:
     ddp, options = POLICIES[name]
-    model = build_model(CASE, device)
-    wrapper = FullyShardedDataParallel(model.config, ddp_config(CASE, strategy, ddp), model)
-    config = optimizer_config(CASE, lr=1e-3, **options)
-    optimizer = get_megatron_optimizer(config, [wrapper], use_gloo_process_groups=False)
-    for group in optimizer.param_groups:
-        group["lr"], group["weight_decay"] = 1e-3, 0.1 * group["wd_mult"]
-    wrapper.config.no_sync_func = wrapper.no_sync
-    wrapper.config.finalize_model_grads_func = finalize_model_grads
-    wrapper.config.grad_scale_func = optimizer.scale_loss
-    return Trainer(CASE, wrapper, optimizer, strategy)
+    return build_trainer(CASE, strategy, device, ddp=ddp, optimizer=options)
 
 
 def _state_bytes(trainer: Trainer) -> int:
@@ -197,6 +190,38 @@ def traffic_halves(rank: int, world: int) -> str:
     return str(found)
 
 
+# Narrow buckets of copy engines: the bits of float32 pieces.
+
+RECOMPUTED = Case(
+    num_layers=3, hidden=4096, heads=32, ffn=11008, vocab=8192, seq=4096, batch=1, microbatches=2,
+    bf16=True, swiglu=True, bias=False, recompute="full-1",
+)  # fmt: skip
+"""Recomputed, as the local attention of the tests keeps all its scores."""
+
+
+def narrow_buckets_have_the_same_bits(rank: int, world: int, fused: bool) -> str:
+    """With fused weight gradients the embedding and the root have narrow buckets, and layers not:
+    their products end in float32."""
+    if fused:
+        patches.install(FUSED_WGRAD)
+    case, runs, received = RECOMPUTED.but(fused=fused), [], []
+
+    def look(trainer: Trainer) -> tuple[set[torch.dtype], int]:
+        engine = trainer.wrapper.engine
+        return {g.bucket.tensor.dtype for g in engine.groups}, engine.reduce._received.numel()
+
+    for wide in (True, False):
+        with mock.patch.object(EngineConfig, "narrows_buckets", False) if wide else nullcontext():
+            steps, (dtypes, numel) = run_of(case, ZERO_3, rank, 2, COPY_ENGINES, local_run, look)
+        runs.append(steps)
+        received.append(numel)
+        assert (torch.bfloat16 in dtypes) is not wide, dtypes
+        assert (torch.float32 in dtypes) is (wide or fused), dtypes
+    check_run_bits(runs[1], runs[0], f"fused={fused}")
+    assert fused or received[0] == 2 * received[1], received
+    return f"received pieces: {received[0] / 2**20:.0f} MiB, {received[1] / 2**20:.0f} narrow"
+
+
 CHECKS = {
     **{
         f"{strategy}, {name}": Check(trains, (strategy, name))
@@ -209,11 +234,19 @@ CHECKS = {
     "sums of rows": Check(sums_of_rows),
     "traffic": Check(traffic_halves),
 }
-OUTCOMES = Outcomes(CHECKS, timeout_s=170.0)
-HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+NARROW = {
+    name: Check(narrow_buckets_have_the_same_bits, (name == "fused",))
+    for name in ("unfused", "fused")
+}
+OUTCOMES = Outcomes(CHECKS, timeout_s=170.0, needs=("te",))
+NARROW_OUTCOMES = Outcomes(NARROW, timeout_s=150.0)
 
 
-@pytest.mark.skipif(not HAS_TE, reason="Transformer Engine is not installed")
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_two_gpus(name: str) -> None:
     OUTCOMES.expect(name)
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_narrow_buckets(name: str) -> None:
+    NARROW_OUTCOMES.expect(name)

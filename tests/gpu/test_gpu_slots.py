@@ -10,32 +10,24 @@ import pytest
 import torch
 
 from tests.distributed.checks import check_run_bits, free_run
-from tests.distributed.gpt import (
-    Case,
-    build_trainer,
-    forward_backward,
-    init_megatron,
-)
-from tests.distributed.gpt import batches as batches_of
+from tests.distributed.gpt import Case, batches, build_trainer, forward_backward, init_megatron
 from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.runs import COPY_ENGINES, SLOTS, ZERO_3
 from tests.gpu.test_gpu_memory import _allocator, _steps
 
 WIDE = Case(
     num_layers=5, hidden=256, heads=4, ffn=640, vocab=1000, seq=128, batch=2, swiglu=True,
     bf16=True, microbatches=2,
 )  # fmt: skip
-ZERO_3 = "optim_grads_params"
 OPTIONS: dict[str, dict[str, Any]] = {
-    "double buffer": {"fsdp_double_buffer": True},
+    "double buffer": SLOTS,
     "registered": {"nccl_ub": True},
     "registered for a rank alone": {"nccl_ub": True, "disable_symmetric_registration": True},
     "registered later": {"nccl_ub": True, "fsdp_manual_registration": True},
     "copy engines": {"fsdp_copy_engine_all_gather": True},
     "copy engines, all registered": {"fsdp_copy_engine_all_gather": True, "nccl_ub": True},
     "gradients by copy engines": {"fsdp_copy_engine_reduce_scatter": True},
-    "both by copy engines": {
-        "fsdp_copy_engine_all_gather": True, "fsdp_copy_engine_reduce_scatter": True
-    },
+    "both by copy engines": COPY_ENGINES,
     "bf16 gradients by copy engines": {
         "fsdp_copy_engine_reduce_scatter": True,
         "megatron_fsdp_grad_comm_dtype": torch.bfloat16,
@@ -56,7 +48,7 @@ def same_bits(rank: int, world: int, name: str) -> None:
         first = free_run(trainer, rank, 1, device)
         trainer.wrapper.param_and_grad_buffer.manual_buffer_registration()
         with torch.no_grad():
-            forward_backward(trainer, batches_of(WIDE, 9, rank, device), forward_only=True)
+            forward_backward(trainer, batches(WIDE, 9, rank, device), forward_only=True)
         runs.append(first + free_run(trainer, rank, 2, device))
         del trainer
         gc.collect()

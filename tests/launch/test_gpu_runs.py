@@ -15,7 +15,7 @@ from tests.gpu import gpu_ranks, journal, shards
 from tests.gpu.shards import FAILED, HUNG, MATRIX, PASSED, SKIPPED, UNREACHED, Known, Shard
 
 BEGUN: dict[str, Any] = {"begun": True}
-A, STREAMS = "test_gpu_a", "test_gpu_streams"
+A, MEASURED = "test_gpu_a", "test_gpu_fp8_weights"
 
 
 def lines(*of: tuple[str, Any]) -> list[dict[str, Any]]:
@@ -49,8 +49,8 @@ NOTES: dict[str, tuple[str, list[Any]]] = {
         ([*lines((f"{A}.py::x", LACKED)), {"shard": A, **BESIDE, "beside": 0}],
          {FAILED: 2}, {"is_over": True}),
     ]),
-    "memory that was measured counts if it is more": (STREAMS, [
-        ([{"shard": STREAMS, "ended": 0, "idle": False, "gib": gib}], None, {"gib": expected})
+    "memory that was measured counts if it is more": (MEASURED, [
+        ([{"shard": MEASURED, "ended": 0, "idle": False, "gib": gib}], None, {"gib": expected})
         for gib, expected in ((1, shards.GIB), (90, 90), (50, 90))
     ]),
 }  # fmt: skip
@@ -74,8 +74,8 @@ def test_what_is_noted_of_a_file_is_where_the_next_call_goes_on(name: str) -> No
 
 
 def test_quick_files_are_first_and_share_the_device_as_far_as_it_goes() -> None:
-    quick, slow = Shard("test_gpu_streams"), Shard("test_gpu_activation_offload")
-    alone, over = Shard("test_gpu_meta"), Shard("test_gpu_te", {"x": Known(PASSED)}, True)
+    quick, slow = Shard("test_gpu_fp8_weights"), Shard("test_gpu_offload")
+    alone, over = Shard("test_gpu_estimate"), Shard("test_gpu_wgrad", {"x": Known(PASSED)}, True)
     left = shards.in_order([alone, slow, over, quick])
     assert left == [quick, slow, alone]
     assert shards.next_of(left, [], 4, 130) is quick

@@ -12,6 +12,7 @@ import inspect
 import subprocess
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -89,6 +90,8 @@ def test_every_check_fits_what_it_calls(suite: Mapping[str, types.ModuleType]) -
             reason = misfit(check.function, (0, 2, *check.arguments))
             if reason:
                 wrong.append(f"{name}, {label}: {reason}")
+        alike = Counter(f"{c.function} {c.arguments}" for c in checks_of(module).values())
+        wrong += [f"{name} has {one} {times} times" for one, times in alike.items() if times > 1]
     assert not wrong, "\n".join(wrong)
     assert count > 390, count
 
@@ -145,17 +148,18 @@ def test_every_test_is_given_what_it_takes(suite: Mapping[str, types.ModuleType]
     tests = [(module, *item) for module in suite.values() for item in own_tests(module).items()]
     wrong = [fault for one in tests for fault in faults_of_call(*one)]
     assert not wrong, "\n".join(wrong)
-    assert len(tests) > 35, len(tests)
+    assert len(tests) > 28, len(tests)
 
 
 ON_THE_HOST: Mapping[str, tuple[str, ...]] = {
-    "test_gpu_export": ("export, optim", "released, slots"),
-    "test_gpu_habits": ("no_sync by hand", "evaluation by the schedule"),
-    "test_gpu_muon": ("Megatron's, optim", "time of steps"),
+    "test_gpu_habits": (
+        "export, optim", "released, slots", "no_sync by hand", "evaluation by the schedule",
+    ),
     "test_gpu_numerics": (
         "bits, 2 ranks, 3 microbatches, fp32", "sees a scale", "strategies agree"
     ),
-    "test_gpu_optimizer_offload": ("bits, hidden 4096",),
+    "test_gpu_offload": ("bits, hidden 4096",),
+    "test_gpu_optimizer": ("Megatron's, optim",),
     "test_gpu_precision": ("optim, bf16 communication, fp32 sums",),
     "test_gpu_slots": ("double buffer",),
 }
@@ -163,7 +167,7 @@ ON_THE_HOST: Mapping[str, tuple[str, ...]] = {
 call. Others need graphs, NCCL's memory, TE's layers, or what an allocator says."""
 
 WITH_EXPERTS: Mapping[str, tuple[str, ...]] = {
-    "test_gpu_moe": ("SequentialMLP, fp32, alltoall", "SequentialMLP, fp32, allgather"),
+    "test_gpu_experts": ("SequentialMLP, fp32, alltoall", "SequentialMLP, fp32, allgather"),
 }
 """In processes of their own, whose groups are others."""
 
@@ -171,9 +175,9 @@ WITH_EXPERTS: Mapping[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("chosen", [
     ON_THE_HOST,
     pytest.param(WITH_EXPERTS, marks=pytest.mark.full),
-    pytest.param({"test_gpu_reshard": ("SequentialMLP, fp32",)}, marks=pytest.mark.full),
-    pytest.param({"test_gpu_kept": ("plain",)}, marks=pytest.mark.full),
-], ids=("most", "experts", "reshard", "kept"))
+    pytest.param({"test_gpu_experts": ("SequentialMLP, fp32, resharded",)}, marks=pytest.mark.full),
+    pytest.param({"test_gpu_units": ("kept, plain", "joined, plain")}, marks=pytest.mark.full),
+], ids=("most", "experts", "reshard", "units"))
 def test_checks_run_on_ranks_of_the_host(chosen: Mapping[str, tuple[str, ...]]) -> None:
     checks = {}
     for module, names in chosen.items():

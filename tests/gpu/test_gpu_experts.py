@@ -1,4 +1,5 @@
-"""Mixtures of experts, shared out over 2 ranks, under our wrapper and under stock DDP.
+"""Mixtures of experts, shared out over 2 ranks, under our wrapper and under stock DDP; and their
+checkpoints, which move between ranks, grouped layers of Transformer Engine included.
 
 With 4 GPUs or more each expert has 2 data-parallel ranks, else one. Every rank compares what it
 holds: all dense weights and its own experts', whole over their data-parallel ranks. The reference
@@ -9,29 +10,35 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import is_te_min_version
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.checkpoint import (
+    load_checkpoint,
+    load_training_state,
+    save_checkpoint,
+    training_state,
+)
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
@@ -41,16 +48,17 @@ from tests.distributed.gpt import (
     Case,
     Trainer,
     batches,
-    ddp_config,
-    optimizer_config,
+    make_trainer,
     plain_name,
     train_step,
 )
-from tests.gpu.gpu_ranks import Check, Outcomes
+from tests.gpu.gpu_ranks import NEEDS, Check, Outcomes
+from tests.gpu.runs import NONE, Fields
 
 EXPERTS, EP, STEPS = 4, 2, 3
+HAS_TE = NEEDS["te"][0]()
 HAS_DEEP_EP = importlib.util.find_spec("deep_ep") is not None
-DISPATCHERS: Mapping[str, Mapping[str, Any]] = {
+DISPATCHERS: Mapping[str, Fields] = {
     "allgather": {"moe_token_dispatcher_type": "allgather"},
     "alltoall": {"moe_token_dispatcher_type": "alltoall"},
     "alltoall beside shared experts": {
@@ -123,21 +131,19 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
-def init_experts() -> torch.device:
-    """Groups with experts shared out over `EP` ranks, once in a process; CPU mode without a GPU."""
+def init_experts(expert_parallel: int = EP) -> torch.device:
+    """Groups with experts shared out over so many ranks, once in a process; CPU mode without a GPU.
+    """
     on_gpu = torch.cuda.is_available()
     patches.install(FUSED_WGRAD)
     if not on_gpu:
         cpu_mode.enable_cpu_mode()
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=EP)
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def _config(case: Case, kind: Kind, dispatcher: str, is_reference: bool) -> TransformerConfig:
-    chosen = DISPATCHERS[dispatcher]
-    if is_reference and OVERLAPS in chosen:
-        chosen = {name: value for name, value in chosen.items() if name not in ORDER_ONLY}
+def _config(case: Case, kind: Kind, chosen: Fields) -> TransformerConfig:
     return TransformerConfig(
         num_layers=case.num_layers,
         hidden_size=case.hidden,
@@ -158,22 +164,34 @@ def _config(case: Case, kind: Kind, dispatcher: str, is_reference: bool) -> Tran
         moe_ffn_hidden_size=case.ffn,
         moe_aux_loss_coeff=0.01,
         moe_grouped_gemm=kind.grouped,
-        expert_model_parallel_size=EP,
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         **chosen,
     )
 
 
-def _model(
-    case: Case, kind: Kind, dispatcher: str, device: torch.device, is_reference: bool
-) -> torch.nn.Module:
-    """The same weights each time, from `case.seed` and the place among the expert ranks."""
+REFERENCE = {
+    "use_distributed_optimizer": False, "overlap_grad_reduce": False, "overlap_param_gather": False,
+    "bucket_size": None,
+}  # fmt: skip
+"""Fields of stock DDP's config."""
+
+
+def trainer_of(
+    kind: Kind, fields: Fields, strategy: str | None, device: torch.device, ddp: Fields = NONE,
+    case: Case | None = None,
+) -> Trainer:  # fmt: skip
+    """Of the same weights each time, from the seed of the case, by default of `CASE`, and the place
+    among the expert ranks. `fields`: of the model's config."""
+    case = (CASE if case is None else case).but(bf16=kind.bf16)
     torch.manual_seed(case.seed)
     model_parallel_cuda_manual_seed(case.seed)
     spec_of = (
         get_gpt_layer_with_transformer_engine_spec if kind.grouped else get_gpt_layer_local_spec
     )
-    config = _config(case, kind, dispatcher, is_reference)
-    model = GPTModel(
+    if strategy is None and OVERLAPS in fields:
+        fields = {name: value for name, value in fields.items() if name not in ORDER_ONLY}
+    config = _config(case, kind, fields)
+    model: Any = GPTModel(
         config,
         spec_of(num_experts=EXPERTS, moe_grouped_gemm=kind.grouped),
         vocab_size=case.vocab,
@@ -181,34 +199,11 @@ def _model(
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type=case.positions,
     ).to(device)
-    return Float16Module(config, model) if case.bf16 else model
-
-
-def _trainer(
-    kind: Kind, dispatcher: str, strategy: str | None, device: torch.device,
-    ddp: Mapping[str, Any],
-) -> Trainer:  # fmt: skip
-    case = CASE.but(bf16=kind.bf16)
-    ours = strategy is not None
-    model = _model(case, kind, dispatcher, device, not ours)
-    wrapper: Any = (
-        FullyShardedDataParallel(model.config, ddp_config(case, strategy, ddp), model)
-        if ours
-        else DistributedDataParallel(
-            model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
-        )
-    )
-    config = optimizer_config(
-        case, use_distributed_optimizer=ours, overlap_param_gather=ours and case.overlap
-    )
-    optimizer = get_megatron_optimizer(config, [wrapper], use_gloo_process_groups=False)
-    for group in optimizer.param_groups:  # what OptimizerParamScheduler does at every step
-        group["lr"] = case.lr * group["lr_mult"]
-        group["weight_decay"] = case.weight_decay * group["wd_mult"]
-    wrapper.config.no_sync_func = wrapper.no_sync if ours and case.overlap else None
-    wrapper.config.finalize_model_grads_func = finalize_model_grads
-    wrapper.config.grad_scale_func = optimizer.scale_loss
-    return Trainer(case, wrapper, optimizer, strategy)
+    model = Float16Module(config, model) if case.bf16 else model
+    if strategy is not None:
+        return make_trainer(model, case, strategy, ddp)
+    whole = {"use_distributed_optimizer": False, "overlap_param_gather": False}
+    return make_trainer(model, case, None, REFERENCE, whole)
 
 
 def _main_weights(trainer: Trainer) -> Weights:
@@ -252,9 +247,9 @@ class Outcome:
 
 def _run(
     kind: Kind, dispatcher: str, strategy: str | None, rank: int, device: torch.device,
-    ddp: Mapping[str, Any] = MappingProxyType({}),
+    ddp: Fields = NONE,
 ) -> Outcome:  # fmt: skip
-    trainer = _trainer(kind, dispatcher, strategy, device, ddp)
+    trainer = trainer_of(kind, DISPATCHERS[dispatcher], strategy, device, ddp)
     scalars = tuple(
         train_step(trainer, batches(trainer.case, step, rank, device)) for step in range(STEPS)
     )
@@ -291,7 +286,7 @@ def _errors(ours: Outcome, reference: Outcome) -> Errors:
     return Errors(scalars[0], max(scalars[1:]), max(moved))
 
 
-def can_run(kind: Kind, fields: Mapping[str, Any]) -> bool:
+def can_run(kind: Kind, fields: Fields) -> bool:
     """Whether what is installed has what is asked for."""
     if fields["moe_token_dispatcher_type"] == "flex" and not HAS_DEEP_EP:
         return False
@@ -303,9 +298,8 @@ def can_run(kind: Kind, fields: Mapping[str, Any]) -> bool:
 
 
 def trains_like_ddp(
-    rank: int, world: int, name: str, dispatcher: str,
-    ddp: Mapping[str, Any] = MappingProxyType({}),
-) -> str:  # fmt: skip
+    rank: int, world: int, name: str, dispatcher: str, ddp: Fields = NONE
+) -> str:
     """Three steps give the losses, norms and weights of stock DDP, under every strategy. Failures
     are raised at the end: a rank that left early would leave the others in a collective."""
     kind, device = KINDS[name], init_experts()
@@ -320,7 +314,67 @@ def trains_like_ddp(
     return f"off (first step/later/weights): {told}"
 
 
-HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+# Checkpoints.
+
+
+def _tensors(root: str) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint, whole, read by torch alone."""
+    [folder] = Path(root).glob("iter_*")
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    found = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    return found
+
+
+def split_trainer(
+    name: str, expert_parallel: int, strategy: str
+) -> tuple[Trainer, torch.device]:
+    """Of a model whose experts are shared out over so many ranks."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    device = init_experts(expert_parallel)
+    return trainer_of(KINDS[name], DISPATCHERS["allgather"], strategy, device), device
+
+
+def _moved(name: str, source: str, target: str, expert_parallel: int, strategy: str) -> None:
+    """Loads `source` into a new model, and saves that as `target`."""
+    trainer, _ = split_trainer(name, expert_parallel, strategy)
+    with torch.no_grad():
+        for param in trainer.wrapper.parameters():
+            getattr(param, "_local_tensor", param).fill_(7)
+    state = training_state([trainer.wrapper], trainer.optimizer, is_loading=True)
+    _, state = load_checkpoint(source, state)
+    load_training_state([trainer.wrapper], state, trainer.optimizer)
+    save_checkpoint(target, 2, training_state([trainer.wrapper], trainer.optimizer))
+
+
+def experts_move(rank: int, world: int, name: str) -> str:
+    """From two expert-parallel ranks to one and back, bit for bit, under other strategies."""
+    box: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    root = box[0]
+    trainer, device = split_trainer(name, 2, "optim_grads_params")
+    for step in range(2):
+        train_step(trainer, batches(trainer.case, step, rank, device))
+    save_checkpoint(f"{root}/a", 2, training_state([trainer.wrapper], trainer.optimizer))
+    _moved(name, f"{root}/a", f"{root}/b", 1, "optim")
+    _moved(name, f"{root}/b", f"{root}/c", 2, "optim_grads")
+    first, *others = (_tensors(f"{root}/{part}") for part in "abc")
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(root)
+    experts = [key for key in first if ".experts." in key and key.startswith("model.")]
+    assert len(experts) == 3 * EXPERTS * CASE.num_layers, experts
+    for other in others:
+        assert set(other) == set(first)
+        assert [key for key in first if not torch.equal(first[key], other[key])] == []
+    return f"{len(first)} tensors"
+
+
 CHECKS = {
     f"{name}, {dispatcher}": Check(trains_like_ddp, (name, dispatcher))
     for name, kind in KINDS.items()
@@ -339,7 +393,13 @@ CHECKS |= {
     for dispatcher, fields in DISPATCHERS.items()
     if fields.get("delay_wgrad_compute") and can_run(kind, fields)
 }
+MOVES = {
+    f"{name}, resharded": Check(experts_move, (name,))
+    for name, kind in KINDS.items()
+    if HAS_TE or not kind.grouped
+}
 OUTCOMES = Outcomes(CHECKS, timeout_s=240.0, world=4 if torch.cuda.device_count() >= 4 else 2)
+MOVE_OUTCOMES = Outcomes(MOVES, timeout_s=120.0)
 os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # the ranks inherit it
 os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # core asks for it before it fuses SwiGLU
 
@@ -347,3 +407,8 @@ os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # core asks for it before it
 @pytest.mark.parametrize("name", CHECKS)
 def test_experts_on_gpus(name: str) -> None:
     OUTCOMES.expect(name)
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_experts_move_between_ranks_on_gpus(name: str) -> None:
+    MOVE_OUTCOMES.expect(name)
