@@ -35,7 +35,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 class Capturing:
-    """Stands for `is_current_stream_capturing`."""
+    """Stands for `is_current_stream_capturing` of torch 2.11 and 2.13: a flag, no capture."""
 
     def __init__(self) -> None:
         self.now = False

@@ -20,7 +20,8 @@ DEVICE = torch.device("cpu")
 
 
 class QuantizingLinear(nn.Linear):
-    """What core's TE layers have: the option, copied from the config when they are made."""
+    """What core's TE layers have: the option, copied from the config when they are made. Checked
+    against core 0.16.1 and 0.19.2."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)

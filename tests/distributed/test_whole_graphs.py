@@ -44,7 +44,8 @@ ZERO_3 = "optim_grads_params"
 
 
 class HostIterations(FullCudaGraphWrapper):
-    """Core's wrapper with graphs on the host, which none of its class's other users see."""
+    """Core's wrapper, unmodified, with graphs on the host, which none of its class's other users
+    see. Checked against 0.16.1 and 0.19.2."""
 
     def __init__(self, host: HostTorch) -> None:
         self.forward_backward_func = get_forward_backward_func()

@@ -1,4 +1,7 @@
-"""A world of which one rank exists, and communicators that do what the others would."""
+"""A world of which one rank exists, and communicators that do what the others would.
+
+Checked against `core/runtime/comm.py`, and c10d of torch 2.13. Others send what this one sends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""NCCL's allocator from the library, by a library that stands for it."""
+"""NCCL's allocator from the library, by a library that stands for it: of `ncclMemAlloc` and
+`ncclMemFree`, as 2.28 has them, calls are noted."""
 
 from __future__ import annotations
 

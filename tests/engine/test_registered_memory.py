@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Backend:
-    """Of one group: what was registered with it."""
+    """Of one group, as `ProcessGroupNCCL` of torch 2.13: what was registered with it."""
 
     mem_allocator = None
 
