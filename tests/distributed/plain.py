@@ -1,10 +1,18 @@
-"""A small plain PyTorch model, for tests without Megatron. Sizes are uneven on purpose."""
+"""A small plain PyTorch model, for tests without Megatron, and what a training loop is given of it,
+sharded or not. Sizes are uneven on purpose."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
+from tests.distributed.gpt import full_all
 
 VOCAB, WIDTH, ROWS = 19, 10, 4
 
@@ -39,11 +47,116 @@ class Net(nn.Module):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets)
 
 
-def net(dtype: torch.dtype = torch.float32) -> Net:
+def net(dtype: torch.dtype = torch.float32, blocks: int = 3) -> Net:
     torch.manual_seed(5)
-    return Net().to(device(), dtype)
+    return Net(blocks).to(device(), dtype)
 
 
 def tokens(step: int, microbatch: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + 100 * microbatch + rank)
     return torch.randint(0, VOCAB, (ROWS, 7), generator=generator).to(device())
+
+
+STEPS = 4
+LR = 0.05
+
+
+class Side:
+    """What a training loop is given, sharded or not. `strategy`, None on the unsharded side, tells
+    on which one it runs; there a loss is the mean over all ranks' data."""
+
+    def __init__(
+        self, rank: int, world: int, strategy: str | None, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.rank, self.world, self.strategy, self.options = rank, world, strategy, options or {}
+        self.dtype = torch.float32
+        self.models: list[nn.Module] = []
+        self.numbers: list[float] = []
+
+    def model(self, module: nn.Module | None = None, **options: Any) -> Any:
+        """A module, sharded on that side."""
+        if module is None:
+            module = net(self.dtype, blocks=2)
+        if self.strategy is not None:
+            strategy = {"data_parallel_sharding_strategy": self.strategy}
+            kinds = {type(child) for child in module.modules()} & {Block, nn.Embedding}
+            options = {"fsdp_unit_modules": list(kinds), **strategy, **self.options, **options}
+            module = fully_shard_model(module, **options)
+        self.models.append(module)
+        return module
+
+    def inner(self, model: Any) -> Any:
+        """The user's own module."""
+        return model if self.strategy is None else model.module
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        return optimizer if self.strategy is None else fully_shard_optimizer(optimizer)
+
+    def sgd(self, params: Iterable[Any], **options: Any) -> Any:
+        return self.optimizer(plain_sgd(params, **options))
+
+    def steps(self, make: Callable[[Any], torch.optim.Optimizer] | None = None) -> Iterator[Any]:
+        """(number, model, optimizer) of each step of a new model with SGD, or what `make` makes of
+        its parameters."""
+        model = self.model()
+        optimizer = self.optimizer((make or plain_sgd)(model.parameters()))
+        for step in range(STEPS):
+            yield step, model, optimizer
+
+    def step(self, model: Any, optimizer: Any, step: int) -> None:
+        self.loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def mean(self, of_rank: Callable[[int], torch.Tensor], without: int = 0) -> torch.Tensor:
+        """A loss: this rank's, or all ranks' but the first `without`, divided by all."""
+        if self.strategy is not None:
+            return of_rank(self.rank)
+        losses = [of_rank(rank) for rank in range(without, self.world)]
+        return torch.stack(losses).sum() / self.world
+
+    def loss(self, model: nn.Module, step: int, microbatch: int = 0, without: int = 0) -> Any:
+        return self.mean(lambda rank: model(tokens(step, microbatch, rank)), without)
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if self.strategy is None else model.no_sync()
+
+    def clip(self, model: Any, norm: float, norm_type: float = 2.0) -> None:
+        """By the model where it is sharded."""
+        if self.strategy is None:
+            self.note(nn.utils.clip_grad_norm_(model.parameters(), norm, norm_type))
+        else:
+            self.note(model.clip_grad_norm_(norm, norm_type))
+
+    def note(self, value: torch.Tensor) -> None:
+        """A number that both sides must have: a mean over ranks."""
+        value = value.detach().clone()
+        if self.strategy is not None:
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            dist.all_reduce(value)
+            value /= self.world
+        self.numbers.append(value.item())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Of all models, whole, by number and name; collective."""
+        found = {}
+        for number, model in enumerate(self.models):
+            state = {n.removeprefix("module."): v for n, v in model.state_dict().items()}
+            full = state if self.strategy is None else full_all(state)
+            found.update({f"{number} {name}": value.clone() for name, value in full.items()})
+        return found
+
+
+Loop = Callable[[Side], None]
+
+
+def plain_sgd(params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, **{"lr": LR, "momentum": 0.9, "weight_decay": 0.1, **options})
+
+
+def assert_nothing_is_staged(optimizer: Any) -> None:
+    """Of an optimizer in host memory nothing is on the device; of others nothing is asked."""
+    shards = getattr(optimizer, "_fsdp_shards", None)
+    stages = getattr(shards, "_stages", ())
+    buffers = [buffer for stage in stages for buffer in getattr(stage, "buffers", ())]
+    assert not any(buffer.device_buffer.allocated for buffer in buffers)

@@ -1,16 +1,25 @@
-"""The bytes that each rank holds are those of the closed formula, and of `estimate`."""
+"""The bytes that each rank holds are those of the closed formula, and of `estimate`; a wrapper that
+is deleted frees them, without the cycle collector (traps L1, D7)."""
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.cli import estimate
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.diagnostics.memory import (
@@ -22,11 +31,20 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     PERSISTENT,
     STAGED,
 )
-from tests.distributed.gpt import Case
+from tests.distributed.gpt import (
+    Case,
+    Trainer,
+    batches,
+    build_trainer,
+    ddp_config,
+    forward_backward,
+    init_megatron,
+    model_config,
+    train_step,
+)
 from tests.distributed.launch import run_ranks
-from tests.distributed.memory import measure_all, measure_leaking
-
-pytestmark = pytest.mark.once
+from tests.distributed.memory import live_bytes, measure, measure_all
+from tests.distributed.plain import Block, Net, tokens
 
 BASE = Case(positions="learned_absolute", microbatches=2)
 SLOTS = {"fsdp_double_buffer": True}
@@ -142,14 +160,17 @@ def test_strategies_hold_less_the_more_they_shard(capsys):
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
 
 
+def _leaking(rank: int, world: int, *leaks: Any) -> list[dict[str, int]]:
+    return [measure(rank, world, BASE, "optim", leak) for leak in leaks]
+
+
 def test_bytes_that_should_not_be_there_are_counted():
-    clean, leaking = (
-        run_ranks(function, 1, *arguments)[0]
-        for function, arguments in (
-            (measure_all, ([(BASE, {})], ["optim"])), (measure_leaking, (BASE, "optim")),
-        )
-    )  # fmt: skip
-    assert {point: count + 1000 for point, count in clean[0, "optim"].items()} == leaking
+    [(clean, leaking)] = run_ranks(_leaking, 1, None, _thousand_bytes)
+    assert {point: count + 1000 for point, count in clean.items()} == leaking
+
+
+def _thousand_bytes(trainer: Trainer) -> torch.Tensor:
+    return torch.zeros(250)
 
 
 def test_the_command_prints_what_is_compared_here(capsys):
@@ -157,3 +178,110 @@ def test_the_command_prints_what_is_compared_here(capsys):
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == estimated(BASE, 2, 1, capsys)
+
+
+# Deleting the model.
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def engine_storages(wrapper: Any) -> dict[str, StorageWeakRef]:
+    """Every buffer of the engine by name."""
+    found = {}
+    for group in wrapper.engine.groups:
+        flats = {kind: getattr(group, kind).tensor for kind in ("main", "bucket", "grad")}
+        for number, flat in enumerate(flat for plane in group.planes for flat in plane.buffers):
+            flats[f"weights {number}"] = flat
+        for kind, flat in flats.items():
+            found[f"{group.name} {kind}"] = StorageWeakRef(flat.untyped_storage())
+    return found
+
+
+def still_there(storages: dict[str, StorageWeakRef]) -> list[str]:
+    """What is not freed. Collectives that were running keep their tensors until they are done, and
+    a little longer: a thread of gloo's lets go of them after it has told that it is done."""
+    dist.barrier()
+    for _ in range(600):
+        left = [name for name, storage in storages.items() if not storage.expired()]
+        if not left:
+            break
+        time.sleep(0.05)
+    return left
+
+
+def _backward(wrapper: Any) -> None:
+    wrapper(tokens(0, 0, dist.get_rank())).backward()
+
+
+def _steps(wrapper: Any) -> None:
+    for _ in range(2):
+        wrapper.zero_grad_buffer()
+        _backward(wrapper)
+        wrapper.finish_grad_sync()
+        wrapper.param_and_grad_buffer.copy_main_weights_to_model_weights()
+        wrapper.start_param_sync()
+
+
+STAGES: Mapping[str, Callable[[Any], Any]] = {
+    "construction": lambda wrapper: None,
+    "forward": lambda wrapper: wrapper(tokens(0, 0, dist.get_rank())).item(),
+    "backward": _backward,
+    "steps, and a prefetch on its way": _steps,
+}
+
+
+def _delete(rank: int, world: int) -> None:
+    """Models of torch's own modules, none of which is in a reference cycle."""
+    init_megatron()
+    config, case = model_config(BASE), BASE
+    for stage, run in STAGES.items():
+        for strategy in STRATEGIES:
+            with without_collector():
+                before = live_bytes()
+                wrapper = FullyShardedDataParallel(
+                    config, ddp_config(case, strategy), Net(), fsdp_unit_modules=[Block]
+                )
+                run(wrapper)
+                storages = engine_storages(wrapper)
+                assert live_bytes() > before
+                engine = weakref.ref(wrapper.engine)
+                del wrapper
+                assert engine() is None, (stage, strategy, "the engine is in a cycle")
+                left = still_there(storages)
+                assert not left, (stage, strategy, left)
+                assert live_bytes() == before, (stage, strategy, live_bytes() - before)
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_deleting_the_wrapper_frees_all_storage(world: int) -> None:
+    """After construction, a forward, a backward and whole steps; both by the engine's buffers and
+    by all storages in the process."""
+    run_ranks(_delete, world)
+
+
+def _delete_gpt(rank: int, world: int) -> None:
+    device = init_megatron()
+    for strategy in STRATEGIES:
+        with without_collector():
+            trainer = build_trainer(BASE, strategy, device)
+            train_step(trainer, batches(BASE, 0, rank, device))
+            forward_backward(trainer, batches(BASE, 1, rank, device))
+            storages, config = engine_storages(trainer.wrapper), trainer.wrapper.config
+            config.no_sync_func = config.grad_scale_func = None
+            del trainer
+            left = still_there(storages)
+            assert not left, (strategy, left)
+
+
+def test_deleting_a_trained_gpt_and_its_optimizer_frees_the_engines_storage() -> None:
+    """What Megatron's training script puts into the config is taken away first: bound methods of
+    wrapper and optimizer, which refer back to the config, a cycle of its own."""
+    run_ranks(_delete_gpt, 2)

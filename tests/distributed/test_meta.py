@@ -4,12 +4,14 @@ that name what cannot be initialized (traps I1, I2)."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -17,6 +19,15 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel, fully_shard_model
+from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
+from megatron_fsdp_adapter.diagnostics.memory import (
+    BACKWARD_TO_STEP,
+    LIFE,
+    OPTIMIZER_STATE,
+    UNIT_IN_USE,
+    Precision,
+    unit_bytes,
+)
 from megatron_fsdp_adapter.megatron.core_init import core_initializers
 from megatron_fsdp_adapter.sharding.materialize import initialize, own_initializer
 from tests.distributed.checks import check_same_bits
@@ -29,6 +40,7 @@ from tests.distributed.gpt import (
     model_config,
 )
 from tests.distributed.launch import run_ranks
+from tests.distributed.memory import live_bytes
 
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "dense": (Case(), {}),
@@ -45,10 +57,8 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@contextlib.contextmanager
-def on_meta(wanted: bool) -> Iterator[None]:
-    with torch.device("meta") if wanted else contextlib.nullcontext():
-        yield
+def on_meta(wanted: bool) -> Any:
+    return torch.device("meta") if wanted else contextlib.nullcontext()
 
 
 def build(case: Case, options: dict[str, Any], meta: bool, change: Any = None) -> Any:
@@ -58,7 +68,10 @@ def build(case: Case, options: dict[str, Any], meta: bool, change: Any = None) -
     config = model_config(case)
     for name, value in {**options, "init_model_with_meta_device": meta}.items():
         setattr(config, name, value)
-    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False,
+        normalization=config.normalization,
+    )  # fmt: skip
     with on_meta(meta):
         model = GPTModel(
             config, spec, vocab_size=case.vocab, max_sequence_length=case.seq,
@@ -87,10 +100,11 @@ def _same_start(rank: int, world: int) -> None:
             assert attributes[0] == attributes[1], name
             weights = [full_all(dict(one.named_parameters())) for one in (ours, expected)]
             check_same_bits(weights[0], weights[1], f"{name}, {strategy}")
+    _plain()
 
 
 def test_weights_are_those_of_a_start_without_the_meta_device() -> None:
-    """Bit for bit, with the same marks on the parameters."""
+    """Bit for bit, with the same marks on the parameters; a plain module starts unit by unit."""
     run_ranks(_same_start, 2)
 
 
@@ -103,9 +117,8 @@ def _same_start_split(rank: int, world: int) -> None:
         case = case.but(heads=4, vocab=54)
         wrappers = [_wrapped(case, options, "optim_grads_params", meta) for meta in (True, False)]
         for ours, expected in zip(*(w.engine.pairs for w in wrappers), strict=True):
-            label = f"{name}, {ours.managed.fqns[0]}"
             local = [pair.sharded._local_tensor for pair in (ours, expected)]
-            assert torch.equal(*local), label
+            assert torch.equal(*local), f"{name}, {ours.managed.fqns[0]}"
 
 
 @pytest.mark.full
@@ -209,22 +222,11 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def reset_parameters(self) -> None:
-        Block.seen.append(_live_bytes())
+        Block.seen.append(live_bytes())
         nn.init.ones_(self.scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.scale * self.norm(torch.relu(self.linear(x)))
-
-
-def _live_bytes() -> int:
-    storages = {}
-    for held in gc.get_objects():
-        if issubclass(type(held), torch.Tensor) and held.dtype.is_floating_point:
-            with torch._C.DisableTorchFunctionSubclass():
-                local = getattr(held, "_local_tensor", held)
-                if not local.is_meta:
-                    storages[local.untyped_storage()._cdata] = local.untyped_storage().nbytes()
-    return sum(storages.values())
 
 
 WIDTH, BLOCKS = 64, 6
@@ -247,22 +249,23 @@ class Tied(nn.Module):
         return self.head(hidden)
 
 
-def _plain(rank: int, world: int) -> None:
+def _plain() -> None:
     states, losses = [], []
     for meta in (True, False):
         torch.manual_seed(5)
         with on_meta(meta):
             model = Tied()
-        before = _live_bytes()
+        gc.collect()
+        before = live_bytes()
         Block.seen.clear()
         sharded = fully_shard_model(
             model, fsdp_unit_modules=[Block], init_model_with_meta_device=meta
         )
         if meta:
-            _check_growth(before, world)
+            _check_growth(before, dist.get_world_size())
         states.append(full_all(dict(sharded.named_parameters())))
         assert model.head.weight is model.embedding.weight
-        generator = torch.Generator().manual_seed(rank)
+        generator = torch.Generator().manual_seed(dist.get_rank())
         loss = sharded(torch.randint(0, 11, (8,), generator=generator)).square().mean()
         loss.backward()
         losses.append(loss.item())
@@ -280,10 +283,6 @@ def _check_growth(before: int, world: int) -> None:
         shards = number * block / world
         assert held <= own + shards * 1.05 + 2 * block, (number, held, own, shards, block)
     assert Block.seen[-1] < own + BLOCKS * block - block, "this bound would pass without sharding"
-
-
-def test_plain_module_starts_unit_by_unit_with_the_same_weights() -> None:
-    run_ranks(_plain, 2)
 
 
 class _Linear(nn.Linear):
@@ -324,3 +323,67 @@ def test_weights_that_every_tensor_parallel_rank_has_whole_are_counted_as_core_c
     initialize("layer", linear, torch.device("cpu"), run)
     assert linear.weight.tensor_model_parallel is not (whole and marks)
     assert not linear.weight.is_meta and hasattr(linear.weight, "sequence_parallel") is whole
+
+
+# What a start takes at most, measured by the operating system: 1.5B parameters on two processes.
+
+LLAMA = Case(
+    num_layers=16, hidden=2048, heads=32, ffn=8192, vocab=128256, seq=2048, bf16=True, swiglu=True,
+    bias=False,
+)  # fmt: skip
+"""The preset configs/llama-1.5b.yaml."""
+SLACK = 40 * 2**20
+"""Bytes beside weights: modules, gloo's buffers, what Python imports on the way."""
+M_MMAP_THRESHOLD = -3
+"""Of glibc's mallopt, from malloc.h."""
+
+
+def _megabytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith(field)]
+    return int(line.split()[1]) * 1024
+
+
+def allowed(engine: FsdpEngine) -> tuple[int, int]:
+    """Bytes of the shards, and of the largest unit with everything that it has while in use."""
+    policy = engine.config.policy
+    precision = Precision(policy.main_params_dtype, policy.grads_dtype, policy.comm_dtype)
+    shards, largest = 0, 0
+    for unit in engine.units:
+        held = unit_bytes(
+            [group.held.layout for group in unit.groups], engine.config.strategy, precision, 0
+        )
+        passing = [n for k, n in held.items() if LIFE[k] in (UNIT_IN_USE, BACKWARD_TO_STEP)]
+        kept = sum(held.values()) - sum(passing) - held.get(OPTIMIZER_STATE, 0)
+        shards, largest = shards + kept, max(largest, sum(passing))
+    return shards, largest
+
+
+def _start(rank: int, world: int, layers: int) -> dict[str, int]:
+    init_megatron()
+    # Else glibc keeps blocks of up to 32 MiB that were freed between others: 16 MB a layer here.
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20) == 1
+    options = {"num_query_groups": 8, "normalization": "RMSNorm"}
+    model = build(LLAMA.but(num_layers=layers), options, meta=True)
+    numel = sum(param.numel() for param in model.parameters())
+    ddp = ddp_config(LLAMA, "optim_grads_params", {"megatron_fsdp_main_params_dtype": None})
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+    before = _megabytes("VmRSS")
+    wrapper = FullyShardedDataParallel(model.config, ddp, model)
+    peak = _megabytes("VmHWM") - before
+    shards, unit = allowed(wrapper.engine)
+    return {"parameters": numel, "peak": peak, "shards": shards, "unit": unit}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layers", (2, LLAMA.num_layers), ids=("2 layers", "1.5B"))
+def test_peak_of_a_start_is_the_shards_and_one_unit(layers: int) -> None:
+    """Main weights in bf16, so that shards take half of what they take in float32."""
+    found = run_ranks(_start, 2, layers, timeout=500)
+    for rank, one in enumerate(found):
+        text = ", ".join(f"{name} {value / 1e9:.3f}e9" for name, value in one.items())
+        print(f"rank {rank}: {text}")
+        assert one["peak"] <= one["shards"] + one["unit"] + SLACK, text
+        # A process that held the whole model once, or two units, would not pass.
+        too_much = 2 * one["parameters"] + one["unit"]
+        assert layers < LLAMA.num_layers or too_much > 1.2 * one["peak"], text

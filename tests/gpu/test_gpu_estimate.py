@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.cli import estimate
 from tests.distributed.gpt import Case, ddp_config, init_megatron
-from tests.distributed.test_meta_peak import allowed
+from tests.distributed.test_meta import allowed
 from tests.gpu.gpu_ranks import Check, Outcomes
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,347 @@
+"""What goes wrong in a user's program: an exception in a forward or backward leaves the wrapper
+able to run the next step; weights that are written where main weights do not see it are an error
+that names the parameter; running out of memory names the buffer, its unit, and what the strategy
+takes.
+Faults of one rank: test_faults.py."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp_adapter import MixedPrecisionPolicy, fully_shard_model
+from megatron_fsdp_adapter.core.config import STRATEGIES, EngineConfig
+from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
+from megatron_fsdp_adapter.core.engine.partition import ROOT
+from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group
+from megatron_fsdp_adapter.diagnostics.fault_report import memory_plan
+from tests.distributed.checks import check_same_bits
+from tests.distributed.gpt import (
+    Case,
+    Trainer,
+    batches,
+    build_trainer,
+    forward_backward,
+    init_megatron,
+    train_step,
+)
+from tests.distributed.habits import inner_model, inner_model_called
+from tests.distributed.launch import run_ranks
+from tests.distributed.mishaps import Fault, Mishap, happening
+from tests.distributed.plain import Side
+from tests.distributed.random_cases import fresh_seed, random_case
+
+# Exceptions, on all ranks, by a user's hook.
+
+FC2 = "decoder.layers.1.mlp.linear_fc2"
+MISHAPS: Mapping[str, Fault] = {
+    name: Fault("raised everywhere", module, when, call)
+    for name, module, when, call in (
+        ("forward, inside a layer", FC2, "after", 1),
+        ("forward, after a layer", "decoder.layers.0", "after", 1),
+        ("forward, in the embedding", "embedding", "after", 1),
+        ("forward of the second microbatch", FC2, "after", 2),
+        ("forward, after the model", "", "after", 3),
+        ("backward, after a layer", "decoder.layers.1", "backward", 1),
+        ("backward, inside a layer", FC2, "backward", 1),
+        ("backward of the last microbatch", FC2, "backward", 3),
+        ("backward, at the model's output", "", "backward", 1),
+    )
+}  # fmt: skip
+
+
+def _fail(trainer: Trainer, name: str, data: list[torch.Tensor]) -> None:
+    with happening(MISHAPS[name], inner_model(trainer.wrapper)), pytest.raises(Mishap):
+        forward_backward(trainer, data)
+
+
+def _run(trainer: Trainer, rank: int, happens: bool) -> list[Any]:
+    """A step, then after each mishap an evaluation without any clean-up and a step."""
+    device, case = torch.device("cpu"), trainer.case
+    found: list[Any] = [train_step(trainer, batches(case, 0, rank, device))]
+    for number, name in enumerate(MISHAPS, start=1):
+        if happens:
+            _fail(trainer, name, batches(case, 90 + number, rank, device))
+        with torch.no_grad():
+            data = batches(case, 50, rank, device)
+            found.append(forward_backward(trainer, data, forward_only=True))
+        if trainer.strategy == "optim_grads_params":
+            trainer.wrapper.stop_communication()  # on the host a release waits in a queue
+            gathered = [group.weights[0].tensor for group in trainer.wrapper.engine.groups]
+            assert not any(one.untyped_storage().nbytes() for one in gathered), name
+        found.append(train_step(trainer, batches(case, number, rank, device)))
+    return found
+
+
+def _recovers(rank: int, world: int, case: Case) -> None:
+    device = init_megatron()
+    for strategy in STRATEGIES:
+        label = f"{strategy}, {case}"
+        expected, trainer = (build_trainer(case, strategy, device) for _ in range(2))
+        assert _run(trainer, rank, True) == _run(expected, rank, False), label
+        # The failed pass began at the wrapper, the next one begins further inside.
+        _fail(trainer, "forward, inside a layer", batches(case, 99, rank, device))
+        reports = [inner_model_called(one, 60, rank, device) for one in (trainer, expected)]
+        assert reports[0] == reports[1], label
+        check_same_bits(trainer.params(), expected.params(), label)
+
+
+@pytest.mark.parametrize("overlap", (True, pytest.param(False, marks=pytest.mark.full)))
+def test_next_step_equals_that_of_a_run_without_the_exception(overlap: bool) -> None:
+    """By the wrapper or the model inside. Between the exception and the next step comes an
+    evaluation, before anything is cleaned up."""
+    case = random_case(fresh_seed()).but(num_layers=2, batch=1, overlap=overlap)
+    run_ranks(_recovers, 2, case, timeout=400)
+
+
+# Writes that main weights do not see. All ranks have the same data, so that one process without
+# sharding is the reference.
+
+WIDTH, STEPS = 6, 3
+
+
+class Layer(nn.Module):
+    """`write` is called in forward, before the weights are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.book = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.write: Callable[[Layer, torch.Tensor], None] = lambda layer, x: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.write(self, x)
+        return x + torch.tanh(self.linear(x)) + self.book
+
+
+class Block(Layer):
+    """A unit; what is of the other class is the root's."""
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Layer()
+        self.layers = nn.Sequential(Block(), Block())
+
+    def forward(self, step: int) -> torch.Tensor:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        x = x.to(self.first.linear.bias.dtype)
+        return self.layers(self.first(x)).float().square().mean()
+
+
+Train = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(STEPS):
+        model(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def written_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """After a forward, for a log, that no backward follows."""
+    for step in range(STEPS):
+        plainly(model, optimizer)
+        model(10 + step)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+
+
+def evaluated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Only an evaluation writes."""
+    for step in range(STEPS):
+        plainly(model, optimizer)
+        model.eval()
+        with torch.no_grad():
+            model(10 + step)
+        model.train()
+
+
+def _clamp(layer: Layer, x: torch.Tensor) -> None:
+    layer.linear.weight.clamp_(-0.2, 0.2)
+
+
+def _scale_data(layer: Layer, x: torch.Tensor) -> None:
+    layer.linear.weight.data.mul_(0.9)
+
+
+def _scale_when_evaluated(layer: Layer, x: torch.Tensor) -> None:
+    if not layer.training:
+        layer.linear.bias.detach()[1:].mul_(0.5)
+
+
+def _average(layer: Layer, x: torch.Tensor) -> None:
+    layer.book.lerp_(x.mean(0).to(layer.book.dtype), 0.1)
+
+
+class Program(NamedTuple):
+    """write: of the layer called `where`, in each forward. name: of a parameter that is written."""
+
+    write: Callable[[Layer, torch.Tensor], None] | None
+    where: str
+    name: str
+    train: Train = plainly
+
+    def run(self, side: Side, precision: str = "fp32") -> dict[str, torch.Tensor]:
+        dtype, policy = PRECISIONS[precision]
+        torch.manual_seed(4)
+        model = Model().to(dtype)
+        if self.write is not None:
+            model.get_submodule(self.where).write = self.write  # type: ignore[assignment]
+        model = side.model(model, fsdp_unit_modules=[Block], mixed_precision_policy=policy)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        self.train(model, side.optimizer(torch.optim.SGD(trained, lr=0.1)))
+        return side.weights()
+
+    def is_lost(self, strategy: str, precision: str) -> bool:
+        """Whether main weights are other memory than what is written."""
+        is_cast = precision == "bf16" and not self.name.endswith("book")
+        return STRATEGIES[strategy].shard_weights or is_cast
+
+
+PROGRAMS: Mapping[str, Program] = {
+    "clamped in a unit": Program(_clamp, "layers.1", "layers.1.linear.weight"),
+    "data of a unit": Program(_scale_data, "layers.0", "layers.0.linear.weight"),
+    "clamped in the root": Program(_clamp, "first", "first.linear.weight"),
+    "codebook that is frozen": Program(_average, "layers.0", "layers.0.book"),
+    "written in an evaluation": Program(
+        _scale_when_evaluated, "layers.1", "layers.1.linear.bias", evaluated
+    ),
+    "written after a forward for a log": Program(None, "", "", written_between),
+}
+PRECISIONS = {
+    "fp32": (torch.float32, MixedPrecisionPolicy()),
+    "bf16": (torch.bfloat16, MixedPrecisionPolicy(main_params_dtype=torch.float32)),
+}
+
+
+def check_programs(rank: int, world: int) -> None:
+    wrong = []
+    for what, program in PROGRAMS.items():
+        expected = program.run(Side(rank, world, None))
+        for strategy in STRATEGIES:
+            for precision in PRECISIONS:
+                case = f"{what}, {strategy}, {precision}"
+                try:
+                    found = program.run(Side(rank, world, strategy), precision)
+                except RuntimeError as error:
+                    named = f"parameter {program.name}" in str(error)
+                    if not (program.is_lost(strategy, precision) and named):
+                        wrong.append(f"{case}: {error}")
+                    continue
+                if program.is_lost(strategy, precision):
+                    wrong.append(f"{case}: no error")
+                elif precision == "fp32":
+                    off = max(float((found[k] - v).abs().max()) for k, v in expected.items())
+                    if off > 1e-6:
+                        wrong.append(f"{case}: off by {off:.1e}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_write_is_an_error_that_names_the_parameter_or_counts() -> None:
+    run_ranks(check_programs, 2, timeout=400)
+
+
+# Out of memory.
+
+WIDE = 2048
+"""A weight of this width squared has 16 MiB, more than the room that is left."""
+M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h."""
+
+
+@contextmanager
+def little_room(mebibytes: int) -> Iterator[None]:
+    """Inside, the process may map that much more than it has."""
+    with open("/proc/self/statm") as file:
+        mapped = int(file.read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + mebibytes * 2**20, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, WIDE), nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 2))
+
+
+def _fails(run: Any, said: str, mebibytes: int = 8) -> None:
+    with little_room(mebibytes), pytest.raises(RuntimeError) as caught:
+        run()
+    for text in (said, "can't allocate memory", "optim_grads", "main weights: 0.016 GiB",
+                 "optimizer state: 0.031", "together: 0.", "fsdp_unit_modules"):  # fmt: skip
+        assert text in str(caught.value), (text, str(caught.value))
+
+
+def _runs_out(rank: int, world: int) -> None:
+    # From now on the C library keeps nothing of 1 MiB or more that was freed, whose reuse no limit
+    # would see: by default it learns to, from the first large block on.
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20) == 1
+    sharded = functools.partial(fully_shard_model, fsdp_unit_modules=[nn.Linear])
+    model, x = sharded(_wide()), torch.ones(3, 4)
+    _fails(lambda: model(x), "rank 0: no memory for the gathered weights of unit 1 (0.016 GiB")
+    _trains_on(model, x)
+    narrow, x = _wide().bfloat16(), x.bfloat16()
+    model = sharded(narrow, data_parallel_sharding_strategy="optim_grads")
+    loss = model(x).sum()
+    said = "rank 0: no memory for the reduce bucket of unit 1 (0.016 GiB"
+    _fails(loss.backward, said, mebibytes=20)  # the weight gradient, of 8 MiB, comes first
+    _trains_on(model, x)
+    again = _wide()
+    _fails(lambda: sharded(again), "no memory for the buffers of unit 1 at construction")
+
+
+def _trains_on(model: nn.Module, x: torch.Tensor) -> None:
+    """After a failure of either kind the next step runs."""
+    model.zero_grad()
+    model(x).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_the_message_names_buffer_unit_and_plan() -> None:
+    """With a real limit of the operating system: in forward, in backward, at construction."""
+    run_ranks(_runs_out, 1)
+
+
+def test_other_errors_are_left_as_they_are(one_rank: None) -> None:
+    model = fully_shard_model(nn.Linear(3, 3))
+    [group] = model.engine.groups
+    with pytest.raises(RuntimeError, match="something else"):
+        model.engine.runtime.on_out_of_memory("weights", group.weights[0].tensor, RuntimeError("x"))
+        raise RuntimeError("something else")
+    assert isinstance(group.weights[0], FlatBuffer)
+
+
+def test_the_plan_of_slots() -> None:
+    """Layers alternate between two slots, the last unit (the root) has its own; the largest bucket
+    fits into the room for pieces."""
+    layouts = [
+        plan_group([ParamSpec(0, ("weight",), (rows, 64), torch.bfloat16, True, 64)], 2)
+        for rows in (128, 64, 128, 64)
+    ]
+    names = ("1", "2", "3", ROOT)
+    units = {name: [(one, 0, False)] for name, one in zip(names, layouts, strict=True)}
+    row = STRATEGIES["optim_grads_params"]
+    slots = {"weight_slots": True, "bucket_slots": True, "all_to_all_gradients": True}
+    kinds = ["Linear"] * 3 + ["Sequential"]
+    plan = memory_plan(units, EngineConfig(row, **slots), kinds)
+    big, small = 128 * 64, 64 * 64
+    for line in (f"weight slots: {2 * (2 * big + small)} bytes",
+                 f"bucket slots: {4 * (2 * big + small)} bytes",
+                 f"received pieces: {4 * big} bytes"):  # fmt: skip
+        assert line in plan, plan
+    assert not any("slots" in line for line in memory_plan(units, EngineConfig(row), kinds))

@@ -1,0 +1,406 @@
+"""State dicts of plain sharded modules beside torch's own tools: whole tensors, DTensors that
+others have split, copies and files, loads into modules below. Two ranks; shards are uneven. And
+weights of Megatron models, one at a time, as their modules would have them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim.swa_utils import AveragedModel
+
+from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.plain.fully_shard import FullyShardedModel
+from megatron_fsdp_adapter.sharding.module_weights import ModuleWeight, module_weights
+from tests.distributed.gpt import Case, build_trainer, init_megatron
+from tests.distributed.launch import run_ranks
+from tests.distributed.plain import VOCAB, WIDTH, Block, Net, tokens
+
+Values = dict[str, torch.Tensor]
+
+OTHERS = dict(zip(STRATEGIES, [*list(STRATEGIES)[2:], *list(STRATEGIES)[:2]], strict=True))
+"""Another strategy for each."""
+
+PLAIN = ("temperature", "counter")
+"""A 0-d parameter and a buffer, which nobody splits."""
+
+
+class Odd(Net):
+    """With a last weight of two rows, which our shards cut into 2 and 0 rows and torch into 1 and
+    1, a 0-d parameter, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=2)
+        self.tail = nn.Linear(VOCAB, 2, bias=False)
+        self.register_buffer("counter", torch.tensor([3.0]))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.blocks(self.embedding(tokens))
+        return self.tail(self.head(hidden)).square().mean() * self.temperature
+
+
+def model(strategy: str, dtype: torch.dtype = torch.float32) -> FullyShardedModel:
+    torch.manual_seed(5)
+    return fully_shard_model(
+        Odd().to(dtype), None, [Block], data_parallel_sharding_strategy=strategy
+    )
+
+
+def other_values(seed: int = 9) -> Values:
+    """Random values under the module's own names, equal on all ranks."""
+    torch.manual_seed(seed)
+    return {name: torch.randn_like(value) for name, value in Odd().state_dict().items()}
+
+
+def assert_holds(sharded: FullyShardedModel, expected: Values, label: Any = "") -> None:
+    found = sharded.full_state_dict()
+    assert found.keys() == expected.keys(), label
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), (label, name)
+
+
+def batch() -> torch.Tensor:
+    return tokens(0, 0, dist.get_rank())
+
+
+def split(value: torch.Tensor, form: Any) -> torch.Tensor:
+    """By torch, along a dim that the value has, or on all ranks; None leaves it as it is."""
+    if form is None:
+        return value
+    if form != Replicate():
+        form = Shard(min(form.dim, value.ndim - 1))
+    return distribute_tensor(value, init_device_mesh("cpu", (dist.get_world_size(),)), [form])
+
+
+def of_unknown_rows() -> DTensor:
+    """Of the head's shape. On the first rank alone its rows could be torch's."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = torch.ones(8 if dist.get_rank() else 10, WIDTH)
+    return DTensor.from_local(rows, mesh, [Shard(0)], shape=(VOCAB, WIDTH), stride=(WIDTH, 1))
+
+
+def _whole_tensors(strategy: str) -> None:
+    """`full_tensor` and `redistribute` of weights, gradients and moments; both full state dicts."""
+    sharded = model(strategy)
+    torch.manual_seed(5)
+    reference = Odd()
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(sharded.parameters()))
+    for other in range(dist.get_world_size()):
+        (reference(tokens(0, 0, other)) / dist.get_world_size()).backward()
+    sharded(batch()).backward()
+    for (name, param), plain in zip(
+        sharded.named_parameters(), reference.parameters(), strict=True
+    ):
+        whole = param.full_tensor()
+        assert torch.equal(whole, plain.detach().view(whole.shape)), name
+        torch.testing.assert_close(param.grad.full_tensor(), plain.grad.view(whole.shape))
+        assert torch.equal(param.detach().clone().mul_(2).full_tensor(), whole * 2), name
+        for dim in range(param.ndim):
+            even = param.redistribute(placements=[Shard(dim)])
+            assert type(even) is DTensor and even.placements == (Shard(dim),), name
+            assert torch.equal(even.full_tensor(), whole), name
+        replica = param.redistribute(placements=[Replicate()])
+        assert torch.equal(replica.to_local(), whole), name
+        with pytest.raises(ValueError, match="placements is missing"):
+            param.redistribute()
+    expected = dict(reference.state_dict())
+    assert_holds(sharded, expected)
+    Odd().load_state_dict(sharded.full_state_dict(cpu_offload=True))
+    for offload in (False, True):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
+        found = get_model_state_dict(sharded, options=options)
+        assert found or (offload and dist.get_rank() > 0)  # torch offloads to the first rank
+        for key, value in found.items():
+            known = expected[key.removeprefix("module.")]
+            assert torch.equal(value, known.view(value.shape)), key
+    optimizer.step()
+    for param in sharded.parameters():
+        moment = optimizer.state[param]["exp_avg"]
+        torch.testing.assert_close(moment.full_tensor(), 0.1 * param.grad.full_tensor())
+
+
+def _whole_state_dicts_load(strategy: str) -> None:
+    """`set_model_state_dict` writes into local tensors where it takes its rows to be."""
+    for seed, from_first in ((1, False), (2, True)):
+        sharded, values = model(strategy), other_values(seed)
+        given = {f"module.{name}": value for name, value in values.items()}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
+        told = given if dist.get_rank() == 0 or not from_first else {}
+        set_model_state_dict(sharded, told, options=options)
+        assert_holds(sharded, values, from_first)
+        sharded(batch()).backward()  # with the new weights
+        plain = Odd()
+        plain.load_state_dict(values)
+        torch.testing.assert_close(sharded(batch()), plain(batch()))
+
+
+def _foreign_dtensors_load(strategy: str) -> None:
+    """Split by torch, along any dim or not at all, or by a model with other units: each rank gets
+    its own rows. Ours had 2 and 0 rows of the tail where torch's have 1 and 1. What nobody knows
+    the rows of is refused before anything is written."""
+    for form in (Shard(0), Shard(1), Replicate()):
+        sharded, values = model(strategy), other_values()
+        given = {n: v if n in PLAIN else split(v, form) for n, v in values.items()}
+        assert not any(sharded.load_state_dict(given))
+        assert_holds(sharded, values, form)
+    torch.manual_seed(1)
+    one_unit = fully_shard_model(Odd(), data_parallel_sharding_strategy=OTHERS[strategy])
+    before = one_unit.full_state_dict()
+    sharded.load_state_dict(one_unit.state_dict())
+    assert_holds(sharded, before, "one unit")
+    for wrong, said in (
+        (of_unknown_rows(), r"module.head.weight \(1 in all\): a DTensor that"),
+        ([1.0], r"head.weight: a list, expected a tensor"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            sharded.load_state_dict({**values, "head.weight": wrong})
+        assert_holds(sharded, before, "refused")
+
+
+def _moments_load(strategy: str) -> None:
+    """Whole, split by torch, or by a model with other units: each rank gets its own rows, in an
+    optimizer that has stepped and in one that has not. What nobody knows the rows of, or has
+    another shape, is refused before anything is written."""
+    for stepped, form in itertools.product(
+        (False, True), (Shard(0), Shard(1), Replicate(), None)
+    ):
+        sharded = model(strategy)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(sharded.parameters(), 0.1, 0.9))
+        if stepped:
+            sharded(batch()).backward()
+            optimizer.step()
+        torch.manual_seed(3)
+        expected = [torch.randn(param.shape) for param in sharded.parameters()]
+        given = optimizer.state_dict()
+        given["state"] = {n: {"momentum_buffer": split(v, form)} for n, v in enumerate(expected)}
+        optimizer.load_state_dict(given)
+        _assert_moments(sharded, optimizer, expected, (stepped, form))
+        of_head = [tuple(p.shape) for p in sharded.parameters()].index((VOCAB, WIDTH), 1)
+        for value, text in (
+            (of_unknown_rows(), r"momentum_buffer of parameter \d+ \(1 in all\): a DTensor that"),
+            (torch.ones(3, 2), r"momentum_buffer of parameter \d+: \(3, 2\) for \(19, 10\)"),
+        ):
+            other = {n: {"momentum_buffer": v * 2} for n, v in enumerate(expected)}
+            other[of_head] = {"momentum_buffer": value}
+            with pytest.raises(ValueError, match=text):
+                optimizer.load_state_dict({**given, "state": other})
+            _assert_moments(sharded, optimizer, expected, (stepped, form, "refused"))
+    one_unit = fully_shard_model(Odd(), data_parallel_sharding_strategy=OTHERS[strategy])
+    theirs = fully_shard_optimizer(torch.optim.SGD(one_unit.parameters(), 0.1, 0.9))
+    one_unit(batch()).backward()
+    theirs.step()
+    whole_ones = [
+        theirs.state[param]["momentum_buffer"].full_tensor() for param in one_unit.parameters()
+    ]
+    optimizer.load_state_dict(theirs.state_dict())
+    _assert_moments(sharded, optimizer, whole_ones, "one unit")
+    optimizer.zero_grad()
+    sharded(batch()).backward()
+    optimizer.step()
+
+
+def _assert_moments(
+    sharded: FullyShardedModel, optimizer: Any, expected: list[torch.Tensor], label: Any
+) -> None:
+    """As shown, and as the step reads them."""
+    for param, whole in zip(sharded.parameters(), expected, strict=True):
+        moment = optimizer.state[param]["momentum_buffer"]
+        assert torch.equal(moment.full_tensor(), whole), label
+        read = optimizer._fsdp_shards.state[param._local_tensor]["momentum_buffer"]
+        assert read.data_ptr() == moment._local_tensor.data_ptr(), label
+
+
+def _keys_are_told(strategy: str) -> None:
+    """What `load_state_dict` returns is what torch's does for the whole module."""
+    sharded, values = model(strategy), other_values()
+    assert tuple(sharded.load_state_dict(values)) == ([], [])
+    given = {name: value for name, value in values.items() if "head" not in name}
+    given["other"] = torch.ones(1)
+    given.pop("counter")
+    missing, unexpected = sharded.load_state_dict(given, strict=False)
+    plain = Odd().load_state_dict(given, strict=False)
+    assert [name.removeprefix("module.") for name in missing] == plain.missing_keys
+    assert unexpected == plain.unexpected_keys == ["other"]
+    assert sharded.module.load_state_dict(given, strict=False) == plain
+
+
+def _modules_below_load(strategy: str) -> None:
+    """Plain tensors into any module, also after an evaluation, which leaves the raw parameters
+    shown: they were written, and lost with the next gather."""
+    for dtype in (torch.float32, torch.bfloat16):
+        sharded, values = model(strategy, dtype), other_values()
+        expected = sharded.full_state_dict()
+        with torch.no_grad():
+            sharded(batch())
+        for name in ("blocks.1.up.", "blocks.0.", "head."):
+            part = {k.removeprefix(name): v for k, v in values.items() if k.startswith(name)}
+            below = sharded.get_submodule(f"module.{name[:-1]}")
+            assert not any(below.load_state_dict(part))
+            expected |= {f"{name}{key}": value for key, value in part.items()}
+        assert_holds(sharded, expected, dtype)
+        plain = Odd()
+        plain.load_state_dict(expected)
+        with torch.no_grad():
+            torch.testing.assert_close(sharded(batch()), plain.to(dtype)(batch()))
+        head = sharded.module.head
+        with pytest.raises(RuntimeError, match=r"weight: shape \(3, 2\), expected \(19, 10\)"):
+            head.load_state_dict({"weight": torch.ones(3, 2)})
+        with pytest.raises(ValueError, match="assign=True"):
+            head.load_state_dict({"weight": values["head.weight"]}, assign=True)
+        assert_holds(sharded, expected, dtype)
+
+
+def _copies_and_files(strategy: str) -> None:
+    """Copies are of this rank's rows, not of its flat buffers, and load again. Modules are not
+    copied."""
+    sharded, values = model(strategy), other_values()
+    sharded.load_state_dict(values)
+    best = copy.deepcopy(sharded.state_dict())
+    file = io.BytesIO()
+    torch.save(sharded.state_dict(), file)
+    rows = sum(value.to_local().nbytes for value in best.values() if isinstance(value, DTensor))
+    assert len(file.getvalue()) < rows + 2500 * len(best)
+    file.seek(0)
+    pickled = pickle.loads(pickle.dumps(sharded.state_dict()))
+    for state in (best, torch.load(file), pickled):
+        sharded.load_state_dict(other_values(11))
+        assert sharded.load_state_dict(state) == ([], [])
+        assert_holds(sharded, values)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(sharded.parameters()))
+    sharded(batch()).backward()
+    optimizer.step()
+    twin = copy.deepcopy(optimizer.state_dict())
+    moments = [optimizer.state[p]["exp_avg"].full_tensor() for p in sharded.parameters()]
+    optimizer.step()
+    optimizer.load_state_dict(twin)
+    for param, moment in zip(sharded.parameters(), moments, strict=True):
+        assert torch.equal(optimizer.state[param]["exp_avg"].full_tensor(), moment)
+    of_model = r"FullyShardedModel: .* save model.state_dict\(\)"
+    weight, of_weight = sharded.module.head.weight, "a parameter of a sharded model"
+    for copied, thing, said in (
+        (copy.deepcopy, sharded, of_model), (AveragedModel, sharded, of_model),
+        (pickle.dumps, sharded, of_model), (copy.deepcopy, weight, of_weight),
+        (pickle.dumps, weight, of_weight),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=said):
+            copied(thing)
+    optimizer.zero_grad()
+    sharded(batch()).backward()
+
+
+def _weights_replaced_afterwards(strategy: str) -> None:
+    """What `tie_weights()` of other libraries, or an assignment, does was undone in silence when
+    the other identity was shown next."""
+    sharded = model(strategy)
+    own = sharded.module.head.weight
+    sharded.module.head.weight = sharded.module.embedding.weight
+    with pytest.raises(RuntimeError, match="parameter head.weight was replaced or removed"):
+        sharded(batch())
+    sharded.module.head.weight = own
+    del sharded.module.blocks[1].up.weight
+    with pytest.raises(RuntimeError, match="parameter blocks.1.up.weight was replaced"):
+        sharded(batch())
+    sharded = model(strategy)
+    weights = {name: value * 2 for name, value in sharded.module.named_parameters()}
+    with pytest.raises(RuntimeError, match=r"was replaced .*functional_call"):
+        torch.func.functional_call(sharded.module, weights, (batch(),))
+    sharded(batch()).backward()
+    for convert in (lambda m: m.to(torch.bfloat16), lambda m: m._apply(lambda t: t.half())):
+        for module in (sharded, sharded.module, sharded.module.blocks[0]):
+            with pytest.raises(RuntimeError, match="convert the module before wrapping it"):
+                convert(module)
+    assert sharded.to("cpu").float() is sharded
+    sharded.zero_grad()
+    sharded(batch()).backward()
+
+
+def _dcp(strategy: str) -> None:
+    """torch DCP: saved by one strategy, loaded in place by another."""
+    folders: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folders)
+    source, values = model(strategy), other_values()
+    source.load_state_dict(values)
+    dcp.save(get_model_state_dict(source), checkpoint_id=folders[0])
+    sharded = model(OTHERS[strategy])
+    state = get_model_state_dict(sharded)
+    dcp.load(state, checkpoint_id=folders[0])
+    set_model_state_dict(sharded, state)
+    assert_holds(sharded, values)
+
+
+def _all(rank: int, world: int) -> None:
+    for strategy, check in itertools.product(STRATEGIES, (
+        _whole_tensors, _whole_state_dicts_load, _foreign_dtensors_load, _moments_load,
+        _keys_are_told, _modules_below_load, _copies_and_files, _weights_replaced_afterwards, _dcp,
+    )):  # fmt: skip
+        try:
+            check(strategy)
+        except BaseException as error:
+            raise AssertionError(f"{check.__name__}, {strategy}: {error}") from error
+
+
+def test_state_dicts_beside_torchs_own_tools() -> None:
+    """Each in a process group that the last one left as it was."""
+    run_ranks(_all, 2, timeout=600)
+
+
+# Weights of a Megatron model, read and written one at a time.
+
+CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, swiglu=True)
+
+
+def _one_at_a_time(rank: int, world: int, *outer_strategies: str) -> None:
+    """Whole values go in and out, bit for bit; another dtype is a cast."""
+    outer = [{"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": strategy}
+             for strategy in outer_strategies]  # fmt: skip
+    device = init_megatron(**({"num_distributed_optimizer_instances": 2} if outer else {}))
+    for ddp, strategy in itertools.product(outer or [{}], STRATEGIES):
+        trainer = build_trainer(CASE, strategy, device, ddp=ddp)
+        engine, inner = trainer.wrapper.engine, trainer.wrapper.module
+        before = _tensors_of(inner)
+        torch.manual_seed(4)  # the same values on all ranks
+        values = {name: torch.randn(value.shape) for name, value in before.items()}
+        for pair in engine.pairs:
+            weight, name = ModuleWeight(pair, engine), pair.managed.fqns[0]
+            assert (weight.shape, weight.dtype) == (pair.unsharded.shape, pair.unsharded.dtype)
+            assert torch.equal(weight.gather(), before[name])
+            weight.data.copy_(values[name].double())
+            assert torch.equal(weight.gather(), values[name])
+            assert torch.equal(weight.gather(torch.bfloat16), values[name].bfloat16())
+        engine.main_weights_changed(loaded=True)
+        after = _tensors_of(inner)
+        assert after.keys() == values.keys()
+        assert all(torch.equal(after[name], value) for name, value in values.items())
+        found = module_weights([engine])
+        for pair in engine.pairs:
+            assert found[id(pair.unsharded)] is found[id(pair.sharded)]
+
+
+def _tensors_of(inner: Any) -> dict[str, torch.Tensor]:
+    """Without what Transformer Engine's modules would pickle."""
+    return {k: v for k, v in inner.full_state_dict().items() if isinstance(v, torch.Tensor)}
+
+
+@pytest.mark.parametrize(("world", "outer"), [(2, ()), (4, ("no_shard", "optim"))])
+def test_whole_values_of_a_weight_go_in_and_out_bit_for_bit(
+    world: int, outer: tuple[str, ...]
+) -> None:
+    """With an outer axis that splits shards or does not, too."""
+    run_ranks(_one_at_a_time, world, *outer)
