@@ -1,0 +1,388 @@
+"""Exports, bit for bit: of plain modules the tensors of the whole model, in every strategy and
+mixture of axes; of Megatron models, under every kind of parallelism, what a checkpoint has. A
+bounded number of units exist at a time, and training goes on as if there had been none. Of models
+whose main weights are in host memory: test_step_schedules.py."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp_adapter import (
+    export_shards,
+    export_weights,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+from megatron_fsdp_adapter.checkpoint.convert.lazy import from_tensor
+from megatron_fsdp_adapter.checkpoint.convert.training_state import common_name, join_halves
+from megatron_fsdp_adapter.checkpoint.names import split_depth
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.engine.buffer import FlatBuffer
+from megatron_fsdp_adapter.plain.fully_shard import FullyShardedModel
+from megatron_fsdp_adapter.quantized.blocks import in_blocks
+from megatron_fsdp_adapter.sharding import unit_copies
+from tests.distributed.gpt import Case
+from tests.distributed.launch import run_ranks
+from tests.distributed.plain import Block, Net, tokens
+from tests.distributed.topologies import (
+    Topology,
+    TopologyTrainer,
+    build_topology_trainer,
+    init_topology,
+    run_schedule,
+)
+
+BF16 = torch.bfloat16
+Tensors = Mapping[str, torch.Tensor]
+
+
+def assert_same(found: Tensors, wanted: Tensors, why: str) -> None:
+    assert found.keys() == wanted.keys(), why
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, (why, name)
+        assert torch.equal(found[name], value), (why, name)
+
+
+def from_shards(shards: Iterable[Any]) -> dict[str, torch.Tensor]:
+    """Whole tensors of the blocks of all ranks."""
+    told: list[Any] = [None] * dist.get_world_size()
+    mine = [(one.name, one.tensor, one.offsets, one.shape) for one in shards]
+    dist.all_gather_object(told, mine)
+    found: dict[str, torch.Tensor] = {}
+    filled: dict[str, torch.Tensor] = {}
+    for name, block, offsets, shape in itertools.chain(*told):
+        place = tuple(slice(o, o + n) for o, n in zip(offsets, block.shape, strict=True))
+        whole = found.setdefault(name, torch.zeros(shape, dtype=block.dtype))
+        whole[place] = block
+        filled.setdefault(name, torch.zeros(shape, dtype=torch.bool))[place] = True
+    assert all(value.all() for value in filled.values())
+    return found | {name: v.view(()) for name, v in found.items() if name == "temperature"}
+
+
+# Plain modules.
+
+
+class Tied(Net):
+    """With a tied head, a frozen norm, a frozen table of integers and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+        self.blocks[1].norm.requires_grad_(False)
+        codes = torch.arange(250, 272, dtype=torch.int32).view(11, 2)  # bf16 rounds some
+        self.blocks[0].codes = nn.Parameter(codes, requires_grad=False)
+        self.register_buffer("counter", torch.tensor([3, 4]))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+def sharded(strategy: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    torch.manual_seed(5)
+    model = fully_shard_model(
+        Tied().to(dtype), options.pop("mesh", None), [Block],
+        data_parallel_sharding_strategy=strategy, **options,
+    )
+    return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
+
+
+def mesh_options(world: int, strategy: str) -> list[dict[str, Any]]:
+    """Of wrapping: without an outer axis and, where there can be one, with it."""
+    found: list[dict[str, Any]] = [{}]
+    for outer in ("no_shard", "optim") if world > 1 else ():
+        if outer == "no_shard" or strategy != "no_shard":
+            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "inner"))
+            found.append({"outer_dp_sharding_strategy": outer, "mesh": mesh})
+    return found
+
+
+def train(model: FullyShardedModel, optimizer: Any, step: int) -> None:
+    model(tokens(step, 0, dist.get_rank())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def expected(model: FullyShardedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """A whole-model gather. Weights that are tied come once."""
+    whole = model.full_state_dict()
+    whole.pop("head.weight")
+    return {
+        name: value if dtype is None or not value.is_floating_point() else value.to(dtype)
+        for name, value in whole.items()
+    }
+
+
+def _of_the_whole_model(world: int, strategy: str) -> None:
+    cells = itertools.product(mesh_options(world, strategy), (torch.float32, BF16))
+    for options, computes in cells:
+        model, optimizer = sharded(strategy, computes, **options)
+        for step in range(2):
+            train(model, optimizer, step)
+            for dtype in (BF16, torch.float32, None):
+                label = f"{options} {computes} {dtype} {step}"
+                wanted = expected(model, dtype)
+                assert_same(dict(export_weights(model, dtype=dtype)), wanted, label)
+                assert_same(from_shards(export_shards(model, dtype=dtype)), wanted, label)
+        first = next(iter(export_weights(model)))[0]
+        assert first == "embedding.weight" or first.startswith("blocks.0")
+
+
+def _between_steps(strategy: str) -> None:
+    """Training with exports in between is training without."""
+    (plain, without), (model, optimizer) = sharded(strategy), sharded(strategy)
+    for step in range(4):
+        train(plain, without, step)
+        model(tokens(step, 0, dist.get_rank())).backward()
+        dict(export_weights(model))  # with gradients attached
+        optimizer.step()
+        if step % 2:
+            stopped = export_weights(model, dtype=None)
+            next(stopped)
+            stopped.close()
+            next(export_shards(model))
+        optimizer.zero_grad()
+        list(export_weights(model))
+        with torch.no_grad():
+            model(tokens(step, 1, dist.get_rank()))
+        dict(export_weights(model))  # behind an evaluation, weights gathered ahead
+    assert_same(model.full_state_dict(), plain.full_state_dict(), strategy)
+
+
+def _exports(rank: int, world: int) -> None:
+    for strategy in STRATEGIES:
+        _of_the_whole_model(world, strategy)
+        _between_steps(strategy)
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+def test_exported_tensors_are_those_of_the_whole_model_and_training_goes_on(world: int) -> None:
+    run_ranks(_exports, world, timeout=400)
+
+
+class _Counted(FlatBuffer):
+    """Counts the bytes of copies that exist."""
+
+    alive, most, allowed = 0, 0, 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        nbytes = self.nbytes
+        for _ in range(2000):  # a thread of gloo's keeps tensors a moment longer than its work
+            if _Counted.alive + nbytes <= _Counted.allowed:
+                break
+            time.sleep(0.001)
+        _Counted.alive += nbytes
+        _Counted.most = max(_Counted.most, _Counted.alive)
+        weakref.finalize(self.tensor.untyped_storage(), _Counted._gone, nbytes)
+
+    @classmethod
+    def _gone(cls, nbytes: int) -> None:
+        cls.alive -= nbytes
+
+
+def _bounded(rank: int, world: int) -> None:
+    _chosen()
+    unit_copies.FlatBuffer = _Counted  # type: ignore[misc]
+    model, _ = sharded("optim_grads_params")
+    sizes = [
+        sum(g.layout.total_numel * (2 if g.key.dtype.is_floating_point else 4) for g in unit.groups)
+        for unit in model.engine.units
+    ]
+    largest, whole = max(sizes), sum(sizes)
+    assert whole > 3 * largest / 2
+    _Counted.allowed = 3 * largest
+    names = [name for name, _ in export_weights(model)]
+    assert 0 < _Counted.most <= 3 * largest, "a loop that keeps a variable"
+    _Counted.most, _Counted.allowed = 0, 2 * largest
+    exported = export_weights(model)
+    for name in names:
+        found, tensor = next(exported)
+        assert found == name
+        del tensor
+    assert 0 < _Counted.most <= 2 * largest, "the unit at hand and the next one"
+    _Counted.allowed = whole
+    kept = [tensor for _, tensor in export_weights(model)]
+    assert _Counted.alive <= whole and len(kept) == len(names)
+
+
+def _chosen() -> None:
+    model, optimizer = sharded("optim_grads_params")
+    everything = [name for name, _ in export_weights(model, which="changed")]
+    frozen = {"blocks.1.norm.weight", "blocks.1.norm.bias", "blocks.0.codes"}
+    assert {*frozen, "counter"} < set(everything), "nothing had been exported before"
+    for step in range(2):
+        train(model, optimizer, step)
+        model.module.counter.add_(1000)  # as running statistics, or the bias of a router
+        changed = dict(export_weights(model, which="changed"))
+        assert set(everything) - set(changed) == frozen
+        wanted = expected(model, BF16)
+        assert_same(changed, {name: wanted[name] for name in changed}, "what is trained")
+        assert_same(from_shards(export_shards(model, which="changed")), changed, "shards of it")
+    assert "counter" not in {one.name for one in export_shards(model, which="trained")}
+    model.load_state_dict(model.state_dict())
+    trained = [name for name in changed if name != "counter"]
+    assert list(dict(export_weights(model, which="trained"))) == trained
+    assert [name for name, _ in export_weights(model, which="changed")] == everything
+    assert list(dict(export_weights(model, which="changed"))) == list(changed)
+
+
+def test_two_units_exist_at_a_time_and_only_what_changed_is_exported_if_asked_for() -> None:
+    """And what the caller keeps."""
+    run_ranks(_bounded, 2, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"which": "new"}, "which='new'"), ({"scope": "rank"}, "scope='rank'"),
+        ({"dtype": torch.float8_e4m3fn}, "quantized=True"), ({"dtype": torch.int8}, "dtype="),
+        ({"hf_config": {"model_type": "llama"}}, "hf_config: .* export_hf_weights of Megatron"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_is_named_before_anything_is_gathered(
+    one_rank: None, options: Any, named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        export_weights(sharded("optim")[0], **options)
+
+
+def test_a_module_that_is_not_wrapped_is_named() -> None:
+    with pytest.raises(ValueError, match="Linear is not wrapped"):
+        export_weights(nn.Linear(2, 2))
+
+
+# Megatron models.
+
+CASE = Case(
+    num_layers=2, hidden=24, heads=4, ffn=44, vocab=54, seq=8, batch=2, microbatches=2,
+    swiglu=True, bias=False, adam_eps=1e-3,
+)  # fmt: skip
+TWO = (
+    Topology("dp2"), Topology("dp2-experts", experts=4), Topology("tp2", tp=2),
+    Topology("tp2-experts", tp=2, sp=True, experts=2, dispatcher="allgather"),
+    Topology("ep2", ep=2, experts=4), Topology("pp2", pp=2), Topology("pp2-vpp2", pp=2, vpp=2),
+)  # fmt: skip
+FOUR = (
+    Topology("tp2-pp2", tp=2, pp=2), Topology("ep2-pp2", ep=2, pp=2, experts=4),
+    Topology("ep2-dp2", ep=2, experts=4), Topology("tp2-dp2", tp=2),
+    Topology("ep2-etp2", tp=2, ep=2, etp=2, sp=True, experts=4, dispatcher="allgather"),
+)  # fmt: skip
+INSTANCES = (Topology("dp4-experts", experts=2),)
+
+
+def gpt(
+    topology: Topology, strategy: str, instances: int = 1, tied: bool = False, **options: Any
+) -> TopologyTrainer:
+    """A Llama, or a Mixtral of which every second layer has experts, with an optimizer."""
+    init_topology(topology, instances)
+    layers = max(2, topology.pp * topology.num_chunks)
+    case = CASE.but(num_layers=layers, tied=tied or topology.pp > 1)
+    return build_topology_trainer(
+        topology, case, strategy, ddp={"num_distributed_optimizer_instances": instances},
+        fields={"normalization": "RMSNorm", "num_query_groups": 2}, **options,
+    )  # fmt: skip
+
+
+def whole_model(run: TopologyTrainer) -> dict[str, torch.Tensor]:
+    """What a checkpoint has, whole and of all ranks, by the common names."""
+    mine = {}
+    for chunk in run.chunks:
+        for key, value in chunk.module.checkpoint_state_dict().items():
+            if isinstance(value, torch.Tensor):
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+                mine[split_depth(key)[1]] = whole.detach()
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    lazy = {name: from_tensor(value) for one in told for name, value in one.items()}
+    return {common_name(name): value.whole() for name, value in join_halves(lazy).items()}
+
+
+def common(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """By the names that checkpoints of every kind of layers have in common."""
+    return {common_name(name): tensor for name, tensor in named}
+
+
+def _check(run: TopologyTrainer, label: str) -> None:
+    whole = whole_model(run)
+    given = run.chunks if len(run.chunks) > 1 else run.chunks[0]
+    for dtype in (BF16, torch.float32):
+        wanted = {name: value.to(dtype) for name, value in whole.items()}
+        listed = list(export_weights(given, dtype=dtype))
+        assert len(listed) == len(wanted), f"{label}: a name comes twice"
+        assert_same(common(listed), wanted, label)
+        shards = from_shards(export_shards(given, dtype=dtype))
+        assert_same(common(shards.items()), wanted, f"{label} shards")
+    stage = common(export_weights(given, dtype=torch.float32, scope="stage"))
+    assert_same(stage, {name: whole[name] for name in stage}, f"{label} stage")
+    quantized = dict(export_weights(given, fp8=lambda name: ".linear_" in name))
+    wanted = {}
+    for name, value in export_weights(given):
+        if ".linear_" in name and value.dim() == 2:
+            wanted[name], wanted[f"{name}_scale_inv"] = in_blocks(value)
+        else:
+            wanted[name] = value
+    assert_same(*({n: v.float() for n, v in of.items()} for of in (quantized, wanted)), label)
+
+
+def _gpt_exports(
+    rank: int, world: int, topologies: Iterable[Topology], strategies: Any, instances: int = 1
+) -> None:
+    for topology, strategy in itertools.product(topologies, strategies):
+        run = gpt(topology, strategy, instances)
+        run_schedule(run, 0)
+        assert run.optimizer.step()[0]
+        _check(run, f"{topology.name} {strategy}")
+        run_schedule(run, 1, forward_only=True)
+        _check(run, f"{topology.name} {strategy}, behind an evaluation")
+
+
+SHARDED_GRADS = tuple(STRATEGIES)[2:]
+
+
+def _two_ranks(rank: int, world: int) -> None:
+    _gpt_exports(rank, world, TWO, SHARDED_GRADS)
+    _left_alone()
+
+
+def test_two_ranks_export_what_a_checkpoint_has() -> None:
+    run_ranks(_two_ranks, 2, timeout=600)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("world", "topologies", "strategies", "instances"),
+    [(2, TWO, tuple(STRATEGIES), 1), (4, FOUR, tuple(STRATEGIES), 1),
+     (4, INSTANCES, SHARDED_GRADS, 2)],
+    ids=["two ranks", "four ranks", "instances"],
+)  # fmt: skip
+def test_ranks_export_what_a_checkpoint_has(
+    world: int, topologies: Any, strategies: Any, instances: int
+) -> None:
+    run_ranks(_gpt_exports, world, topologies, strategies, instances, timeout=1800)
+
+
+def _left_alone() -> None:
+    """Modules that are left alone are exported like sharded ones."""
+
+    def freeze(model: torch.nn.Module) -> None:
+        model.decoder.layers[0].requires_grad_(False)
+
+    plain, left = (
+        gpt(
+            TWO[0], "optim_grads_params", tied=True, change=freeze, module_placements=placements
+        ).chunks[0]
+        for placements in ({}, {"decoder.layers.0": "leave"})
+    )
+    wanted = dict(export_weights(plain, dtype=BF16))
+    assert_same(dict(export_weights(left, dtype=BF16)), wanted, "left alone")
+    assert_same(from_shards(export_shards(left)), wanted, "left alone, shards")
+    trained = dict(export_weights(left, dtype=BF16, which="trained"))
+    assert trained.keys() == {name for name in wanted if ".layers.0." not in name}

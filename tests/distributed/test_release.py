@@ -1,0 +1,373 @@
+"""Models whose memory was given back and taken again, by `release_memory` and by the calls of
+core's own reinforcement learning, train on bit for bit, and are an error to use meanwhile. Buffers
+are poisoned where the suite runs. With the optimizer in host memory: test_step_schedules.py."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter import (
+    export_shards,
+    export_weights,
+    fully_shard_optimizer,
+    release_memory,
+    return_memory,
+)
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.engine.memory import KINDS
+from megatron_fsdp_adapter.core.runtime.device import storage_bytes
+from tests.distributed.gpt import (
+    Case,
+    Trainer,
+    batches,
+    build_trainer,
+    distributed_optimizer,
+    forward_backward,
+    init_megatron,
+    train_step,
+)
+from tests.distributed.launch import run_ranks
+from tests.distributed.plain import tokens
+from tests.distributed.test_export import assert_same, mesh_options, sharded, train
+from tests.quantized import emulated
+from tests.quantized.emulated import PLANES, emulated_parameter
+
+
+def buffers(model: Any) -> list[torch.Tensor]:
+    """Every flat tensor of the engine's, found without the code that releases them."""
+    found = {}
+    for unit in model.engine.units:
+        for group in unit.groups:
+            mine = [*group.weights, *(plane.shard for plane in group.planes), group.main]
+            if group.key.requires_grad:
+                mine += [group.grad, group.bucket, group.collected]
+            found.update({id(buffer): buffer.tensor for buffer in mine})
+    return list(found.values())
+
+
+def states(optimizer: Any) -> list[torch.Tensor]:
+    shards = optimizer._fsdp_shards.state.values()
+    return [v for state in shards for v in state.values() if isinstance(v, torch.Tensor)]
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    found = model.full_state_dict()
+    for number, state in enumerate(states(optimizer)):
+        found[f"state {number}"] = getattr(state, "_local_tensor", state).clone()
+    return found
+
+
+# Plain modules.
+
+
+def _cycle(model: Any, optimizer: Any) -> None:
+    """Everything away and back, in the steps that users take, with nothing left on the device."""
+    held, moments = (sum(map(storage_bytes, of)) for of in (buffers(model), states(optimizer)))
+    first = release_memory(model, optimizer, keep="main_weights")
+    assert first["optimizer"] == moments
+    dict(export_weights(model))
+    list(export_shards(model))
+    second = release_memory(model, optimizer)
+    assert not any(map(storage_bytes, buffers(model)))
+    assert not any(map(storage_bytes, states(optimizer)))
+    # Gradients, and what was gathered ahead, are forgotten before anything is counted.
+    assert 0 < sum(first.values()) + second["main_weights"] - moments <= held
+    assert not any(release_memory(model, optimizer).values()), "it is away"
+    return_memory(model, only="main_weights")
+    dict(export_weights(model))
+    return_memory(model, optimizer)
+    return_memory(model, optimizer)
+
+
+def _plain_trains_on(rank: int, world: int) -> None:
+    for strategy in STRATEGIES:
+        flat, *hybrid = mesh_options(world, strategy)
+        cells = [(flat, torch.float32), *((options, torch.bfloat16) for options in (flat, *hybrid))]
+        for options, computes in cells:
+            plain, without = sharded(strategy, computes, **options)
+            model, optimizer = sharded(strategy, computes, **options)
+            for step in range(4):
+                for one, stepper in ((plain, without), (model, optimizer)):
+                    train(one, stepper, step)
+                    if step == 1:
+                        with torch.no_grad():
+                            one(tokens(step, 1, rank))  # gathered ahead, and not used
+                if step < 3:
+                    _cycle(model, optimizer)
+            label = f"{strategy} {options} {computes}"
+            assert_same(state_of(model, optimizer), state_of(plain, without), label)
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+def test_training_of_a_plain_module_goes_on_bit_for_bit(world: int) -> None:
+    run_ranks(_plain_trains_on, world, timeout=600)
+
+
+USES: dict[str, Callable[[Any, Any], Any]] = {
+    "forward": lambda model, _: model(tokens(0, 0, 0)),
+    "evaluation": lambda model, _: torch.no_grad()(model)(tokens(0, 0, 0)),
+    "a module below": lambda model, _: model.module.blocks[0](torch.ones(2, 10)),
+    "state dict": lambda model, _: model.state_dict(),
+    "state dict of a module below": lambda model, _: model.module.blocks.state_dict(),
+    "full state dict": lambda model, _: model.full_state_dict(),
+    "load": lambda model, _: model.load_state_dict({}, strict=False),
+    "export": lambda model, _: list(export_weights(model)),
+    "export of shards": lambda model, _: list(export_shards(model)),
+    "step": lambda _, optimizer: optimizer.step(),
+    "state dict of the optimizer": lambda _, optimizer: optimizer.state_dict(),
+    "load into the optimizer": lambda _, optimizer: optimizer.load_state_dict(
+        {"state": {}, "param_groups": []}
+    ),
+    "values": lambda model, _: next(iter(model.parameters())) + 1,
+    "finish": lambda model, _: model.finish_grad_sync(),
+    "clip": lambda model, _: model.clip_grad_norm_(1.0),
+}
+
+
+def assert_named(uses: Mapping[str, Callable[[], Any]]) -> None:
+    """Each raises, with the remedy."""
+    for name, use in uses.items():
+        with pytest.raises(RuntimeError, match="return_memory"):
+            use()
+            pytest.fail(name)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_using_what_was_released_is_an_error_that_names_the_remedy(
+    one_rank: None, strategy: str
+) -> None:
+    model, optimizer = sharded(strategy)
+    train(model, optimizer, 0)
+    before = copy.deepcopy(state_of(model, optimizer))
+    release_memory(model, optimizer)
+    # Without gradients there is nothing to clip.
+    uses = {n: use for n, use in USES.items() if n != "clip" or strategy == "optim"}
+    assert_named({n: lambda use=use: use(model, optimizer) for n, use in uses.items()})
+    assert [tuple(p.shape) for _, p in model.named_parameters()], "names and shapes are there"
+    model.zero_grad()
+    optimizer.zero_grad()
+    model.describe()
+    return_memory(model, optimizer)
+    assert_same(state_of(model, optimizer), before, "nothing was written")
+    train(model, optimizer, 1)
+
+
+def test_what_is_kept_stays_usable(one_rank: None) -> None:
+    model, optimizer = sharded("optim_grads_params")
+    train(model, optimizer, 0)
+    before = state_of(model, optimizer)
+    release_memory(model, optimizer, keep=KINDS)
+    model(tokens(0, 0, 0)).backward()
+    with pytest.raises(RuntimeError, match="its state was released"):
+        optimizer.step()
+    model.zero_grad()
+    return_memory(model, optimizer)
+    assert_same(state_of(model, optimizer), before, "moments")
+    released = release_memory(model, keep=["main_weights"])
+    assert "optimizer" not in released or not released["optimizer"]
+    model.state_dict()
+    optimizer.state_dict()
+    with pytest.raises(RuntimeError, match="using the model"):
+        model(tokens(0, 0, 0))
+    return_memory(model)
+
+
+def test_host_memory_is_taken_once(one_rank: None) -> None:
+    model, optimizer = sharded("optim")
+    train(model, optimizer, 0)
+    places = []
+    for _ in range(2):
+        release_memory(model, optimizer)
+        return_memory(model, optimizer)
+        lots = (model.engine.memory._lot, optimizer._fsdp_shards.parked)
+        known = [one for lot in lots for of in lot._known.values() for one in of.values()]
+        places.append([copied.data_ptr() for one in known for h in one._host for copied in h])
+    assert places[0] == places[1]
+
+
+@pytest.mark.parametrize(
+    ("use", "named"),
+    [
+        (lambda *both: release_memory(*both, keep="weights"), "keep='weights'"),
+        (lambda *both: release_memory(*both, keep=["slots", "x"]), "keep='x'"),
+        (lambda *both: return_memory(*both, only="weights"), "only='weights'"),
+        (lambda model, _: release_memory(
+            model, torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)),
+         "SGD is not over a wrapped model"),
+    ],
+)  # fmt: skip
+def test_a_wrong_kind_or_optimizer_is_named(one_rank: None, use: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        use(*sharded("optim"))
+
+
+def test_memory_whose_addresses_a_graph_has_stays(one_rank: None) -> None:
+    model, optimizer = sharded("optim")
+    train(model, optimizer, 0)
+    model.engine.memory.pinned_by = "a CUDA graph"
+    with pytest.raises(RuntimeError, match="a CUDA graph has addresses of main_weights"):
+        release_memory(model, optimizer)
+    assert all(map(storage_bytes, states(optimizer))), "nothing was released"
+    assert release_memory(model, optimizer, keep=KINDS)["optimizer"] > 0
+    return_memory(model, optimizer)
+    train(model, optimizer, 1)
+
+
+def test_an_optimizer_without_state_has_nothing_to_release(one_rank: None) -> None:
+    model, _ = sharded("optim_grads_params")
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert release_memory(model, optimizer)["optimizer"] == 0
+    return_memory(model, optimizer)
+    train(model, optimizer, 0)
+
+
+# Megatron models.
+
+CASE = Case(num_layers=3, bf16=True, tied=True, swiglu=True, bias=False, microbatches=2)
+
+
+def freeze(model: torch.nn.Module) -> None:
+    model.module.decoder.layers[0].requires_grad_(False)
+
+
+def freeze_flat(model: torch.nn.Module) -> None:
+    """Frozen weights that are views of one storage, as those of cuDNN's recurrent layers."""
+    freeze(model)
+    params = list(model.module.decoder.layers[0].parameters())
+    flat = torch.cat([param.detach().view(-1) for param in params])
+    for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        param.data = part.view(param.shape)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "slots": {"ddp": {"fsdp_double_buffer": True}},
+    "frozen": {"change": freeze},
+    "left alone": {"change": freeze_flat, "module_placements": {"decoder.layers.0": "leave"}},
+}
+
+
+def slots_of(model: Any) -> list[torch.Tensor]:
+    return [slot for slot, _ in model.engine.memory.storages()["slots"]]
+
+
+def by_ours(trainer: Trainer, data: Any) -> None:
+    model, optimizer = trainer.wrapper, trainer.optimizer
+    release_memory(model, optimizer, keep=["main_weights"])
+    sum(tensor.float().sum() for _, tensor in export_weights(model))
+    assert release_memory(model, optimizer)["main_weights"] > 0
+    left = [param for name, param in model.named_parameters() if "layers.0." in name]
+    left = [param for param in left if not hasattr(param, "_local_tensor")]
+    moments = states(distributed_optimizer(trainer).optimizer)
+    assert not any(map(storage_bytes, [*buffers(model), *moments, *slots_of(model), *left]))
+    assert_named({
+        "evaluation": lambda: forward_backward(trainer, data, forward_only=True),
+        "step": trainer.optimizer.step,
+        "checkpoint": model.state_dict_for_save_checkpoint,
+        "state dict of the optimizer": trainer.optimizer.state_dict,
+    })  # fmt: skip
+    return_memory(model, optimizer)
+
+
+def by_core(trainer: Trainer, data: Any) -> None:
+    model, optimizer = trainer.wrapper, trainer.optimizer
+    model.offload_grad_buffers()
+    optimizer.offload_to_cpu()
+    assert not any(map(storage_bytes, states(distributed_optimizer(trainer).optimizer)))
+    with torch.no_grad():
+        forward_backward(trainer, data, forward_only=True)  # generation reads weights alone
+    with pytest.raises(RuntimeError, match="gradients of this model were released"):
+        forward_backward(trainer, data)
+    model.restore_grad_buffers()
+    optimizer.restore_from_cpu()
+    model.param_and_grad_buffer.offload_to_cpu()
+    in_slots = {slot.untyped_storage()._cdata for slot in slots_of(model)}
+    mine = [one for one in buffers(model) if one.untyped_storage()._cdata not in in_slots]
+    assert not any(map(storage_bytes, mine))
+    model.param_and_grad_buffer.reload_from_cpu()
+
+
+def _gpt_trains_on(
+    rank: int, world: int, strategies: Iterable[str], variants: Iterable[str]
+) -> None:
+    device = init_megatron()
+    cells = [(strategy, name) for strategy in strategies for name in variants
+             if name != "slots" or strategy == "optim_grads_params"]  # fmt: skip
+    for strategy, name in cells:
+        plain, trainer = (build_trainer(CASE, strategy, device, **VARIANTS[name]) for _ in range(2))
+        for step in range(4):
+            data = batches(CASE, step, rank, device)
+            one, other = train_step(plain, data), train_step(trainer, data)
+            assert one == other, (strategy, name, step)
+            forward_backward(plain, data, forward_only=True)
+            for wrapper in (plain.wrapper, trainer.wrapper):
+                wrapper.start_param_sync()
+            if step < 3:
+                (by_core if step == 1 else by_ours)(trainer, data)
+        found, wanted = (
+            {**one.params(), **dict(enumerate(states(distributed_optimizer(one).optimizer)))}
+            for one in (trainer, plain)
+        )
+        assert_same(found, wanted, f"{strategy} {name}")  # type: ignore[arg-type]
+
+
+def test_training_of_a_gpt_goes_on_bit_for_bit() -> None:
+    run_ranks(_gpt_trains_on, 2, tuple(STRATEGIES), ("plain", "slots"), timeout=600)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [1, 2])
+def test_training_of_a_gpt_goes_on_bit_for_bit_in_variants(world: int) -> None:
+    run_ranks(_gpt_trains_on, world, tuple(STRATEGIES), tuple(VARIANTS), timeout=1800)
+
+
+def _left_alone(rank: int, world: int) -> None:
+    """Quantized weights go without a copy of their values."""
+    _gpt_trains_on(rank, world, ("optim_grads_params",), ("left alone",))
+    device, made = init_megatron(), []
+
+    def quantize(model: torch.nn.Module) -> None:
+        freeze(model)
+        layer = model.module.decoder.layers[0].mlp.linear_fc1
+        found = emulated_parameter(layer.weight.detach(), "mxfp8").requires_grad_(False)
+        found.__class__ = MXFP8Tensor
+        layer._parameters["weight"] = found
+        made.append(found)
+
+    trainer = build_trainer(
+        CASE.but(hidden=64, ffn=64), "optim", device, quantize,
+        module_placements={"decoder.layers.0": "leave"},
+    )
+    [weight], MXFP8Tensor.copies = made, 0
+    planes = [getattr(weight, name) for name in PLANES.values()]
+    before = [plane.clone() for plane in planes]
+    release_memory(trainer.wrapper, trainer.optimizer)
+    assert not any(map(storage_bytes, planes))
+    return_memory(trainer.wrapper, trainer.optimizer)
+    for plane, value in zip(planes, before, strict=True):
+        assert torch.equal(plane.view(torch.uint8), value.view(torch.uint8))
+    dict(export_weights(trainer.wrapper, which="trained"))
+    assert MXFP8Tensor.copies == 0
+    exported = dict(export_weights(trainer.wrapper, dtype=None))
+    assert MXFP8Tensor.copies == 1
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert torch.equal(exported[name], weight.dequantize())
+
+
+class MXFP8Tensor(emulated.MXFP8Tensor):
+    """Counts."""
+
+    copies = 0
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        MXFP8Tensor.copies += 1
+        return super().dequantize(dtype)
+
+
+def test_weights_that_are_left_alone_go_and_return() -> None:
+    run_ranks(_left_alone, 1)
