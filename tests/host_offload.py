@@ -61,12 +61,8 @@ class _TorchOnHost:
     cuda = types.SimpleNamespace(
         Stream=_Nothing, Event=_Nothing, stream=lambda stream: nullcontext(),
         current_stream=_Nothing, is_available=lambda: False,
-        nvtx=types.SimpleNamespace(range_push=print, range_pop=lambda: None),
+        nvtx=types.SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None),
     )  # fmt: skip
-
-    def __init__(self) -> None:
-        quiet = types.SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None)
-        self.cuda = types.SimpleNamespace(**{**vars(self.cuda), "nvtx": quiet})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -15,32 +17,24 @@ from megatron_fsdp_adapter.sharding import building
 def test_weights_are_read_when_every_stream_has_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
-    class Waited(HostRuntime):
-        def synchronize(self) -> None:
-            order.append("waited")
-            super().synchronize()
+    def noted(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            order.append(what)
+            return function(*arguments)
 
-    compare, materializer = building.verify_same_model, building.Materializer
+        return called
 
-    def compared(*arguments: object) -> None:
-        order.append("compared")
-        compare(*arguments)
-
-    def reading(*arguments: object) -> object:
-        give_values = materializer(*arguments)
-
-        def read(plan: object) -> None:
-            order.append("read")
-            give_values(plan)
-
-        return read
-
-    monkeypatch.setattr(building, "make_runtime", Waited)
-    monkeypatch.setattr(building, "verify_same_model", compared)
-    monkeypatch.setattr(building, "Materializer", reading)
+    materializer = building.Materializer
+    monkeypatch.setattr(HostRuntime, "synchronize", noted("waited", HostRuntime.synchronize))
+    monkeypatch.setattr(
+        building, "verify_same_model", noted("compared", building.verify_same_model)
+    )
+    monkeypatch.setattr(
+        building, "Materializer", lambda *arguments: noted("read", materializer(*arguments))
+    )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        fully_shard_model(nn.Linear(4, 4, device=torch.device("cpu")))
+        fully_shard_model(nn.Linear(4, 4))
     finally:
         dist.destroy_process_group()
     assert order[:3] == ["waited", "compared", "read"]

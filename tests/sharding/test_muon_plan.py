@@ -22,8 +22,6 @@ from megatron_fsdp_adapter.sharding.muon.plan import (
 )
 from tests.layout.layout_cases import specs_of
 
-pytestmark = pytest.mark.once
-
 # Owners.
 
 
