@@ -1,0 +1,520 @@
+"""The optimizer in host memory, streamed through the device, with updates that go on behind a step:
+the bits of an optimizer that stays and steps that wait, under every strategy and topology, whatever
+a loop does around steps; and no race between streams, which are pretended, so that they are seen on
+a CPU. In plain loops: test_plain_loops.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fsdp_adapter import export_weights, release_memory, return_memory
+from megatron_fsdp_adapter.sharding import building, unit_copies
+from tests.adapter.test_bridge_weights import Task, standing_in
+from tests.distributed.checks import Step, check_run_bits, recorded_step
+from tests.distributed.fused_adam import precision_aware, transformer_engine_optimizer
+from tests.distributed.gpt import (
+    STRATEGIES,
+    Case,
+    Trainer,
+    batches,
+    build_trainer,
+    distributed_optimizer,
+    forward_backward,
+    init_megatron,
+    load_weights,
+    optimizer_config,
+    train_step,
+)
+from tests.distributed.launch import run_ranks
+from tests.distributed.topologies import (
+    TOPOLOGIES,
+    Topology,
+    TopologyTrainer,
+    build_topology_trainer,
+    case_for,
+    init_topology,
+    run_schedule,
+    topology_step,
+)
+from tests.engine.recording import RaceError, RecordingRuntime
+
+CPU = torch.device("cpu")
+CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, clip=0.5, bf16=True)
+OFFLOAD = {"chunked_optimizer_state_offload": True}
+BF16 = torch.bfloat16
+DATA_PARALLEL = Topology("dp")
+
+
+# Steps, with nothing around them.
+
+
+@dataclass(frozen=True)
+class Row:
+    """What changes in the case, fields of the DDP config; fused: an Adam that counts a step in each
+    call and does not see empty shards, with gradients and moments in bf16 and a part of the model
+    frozen. Topologies have a case of their own, experts and chunks in one optimizer."""
+
+    case: Mapping[str, Any] = field(default_factory=dict)
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    strategies: Iterable[str] = STRATEGIES
+    topology: Topology = DATA_PARALLEL
+    fused: bool = False
+
+    def trainer(self, strategy: str, offload: Mapping[str, Any]) -> Any:
+        ddp = {**self.ddp, **offload}
+        if self.topology.name in TOPOLOGIES:
+            case = case_for(self.topology, bf16=True)
+            return build_topology_trainer(self.topology, case, strategy, ddp=ddp)
+        with transformer_engine_optimizer() if self.fused else nullcontext():
+            return build_trainer(
+                CASE.but(**self.case), strategy, CPU, ddp=ddp,
+                **{"change": freeze, "optimizer": _of_bf16_moments} if self.fused else {},
+            )  # fmt: skip
+
+
+def freeze(model: torch.nn.Module) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_("layers.0.mlp" not in name and "norm" not in name)
+
+
+def _of_bf16_moments(config: Any) -> Any:
+    return precision_aware(config, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16)
+
+
+def instances(outer: str) -> dict[str, Any]:
+    return {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": outer}
+
+
+SHARDING = ("optim", "optim_grads_params")
+ROWS: Mapping[str, Row] = {
+    "bf16 weights": Row(),
+    "fused, bf16 gradients and moments, frozen parameters": Row(
+        ddp={"megatron_fsdp_main_grads_dtype": BF16}, fused=True),
+    "instances that hold the same shards": Row(ddp=instances("no_shard"), strategies=SHARDING),
+    "instances that hold parts of them": Row(ddp=instances("optim"), strategies=SHARDING),
+    "interleaved pipeline": Row(topology=TOPOLOGIES["pp2-vpp2"], strategies=STRATEGIES[-1:]),
+}  # fmt: skip
+MORE_ROWS: Mapping[str, Row] = {
+    "float32 weights, which have moments alone to offload": Row({"bf16": False}),
+    "fp16 and a loss scale": Row({"fp16": True, "bf16": False}),
+    "tied, recomputed": Row({"tied": True, "recompute": "full-1"}),
+    "no overlap, one microbatch": Row({"overlap": False, "microbatches": 1}),
+    "bf16 on the wire": Row({}, {"megatron_fsdp_grad_comm_dtype": BF16}),
+}
+FOUR_RANKS: Mapping[str, Row] = {
+    name: Row(topology=TOPOLOGIES[name], strategies=(strategy,))
+    for name, strategy in (
+        ("ep2-etp2", "optim"), ("ep2-pp2", "optim_grads_params"), ("tp2-sp", "optim_grads"),
+    )
+}  # fmt: skip
+
+
+def _steps(trainer: Any, rank: int) -> list[Step]:
+    """Weights are read after steps, and after several between which nobody has read any."""
+    found = []
+    for number in range(5):
+        if isinstance(trainer, TopologyTrainer):
+            if number not in (2, 3):
+                found.append(topology_step(trainer, number))
+                continue
+            loss = run_schedule(trainer, number)
+            found.append(Step(loss, float(trainer.optimizer.step()[1]), {}, {}))
+        else:
+            data = batches(trainer.case, number, rank, CPU)
+            is_read = number not in (2, 3)
+            found.append(recorded_step(trainer, data) if is_read
+                         else Step(*train_step(trainer, data), {}, {}))  # fmt: skip
+    return found
+
+
+def _same_bits(rank: int, world: int, rows: Mapping[str, Row]) -> None:
+    for name, row in rows.items():
+        init_topology(row.topology, row.ddp.get("num_distributed_optimizer_instances", 1))
+        for strategy in row.strategies:
+            plain, ours = (row.trainer(strategy, offload) for offload in ({}, OFFLOAD))
+            check_run_bits(_steps(ours, rank), _steps(plain, rank), f"{name}, {strategy}")
+            _check_memory(ours)
+            if row.fused:
+                for trainer in (plain, ours):
+                    assert {group["step"] for group in trainer.optimizer.param_groups} == {5}
+
+
+def _check_memory(trainer: Any) -> None:
+    """Between steps nothing that belongs to the optimizer has memory on the device."""
+    units = [unit for chunk in getattr(trainer, "chunks", None) or [trainer.wrapper]
+             for unit in chunk.engine.units]  # fmt: skip
+    for group in (group for unit in units for group in unit.groups):
+        if group.staged is not None:
+            assert not group.staged.device_buffer.allocated and group.main is group.staged.host
+    stages = distributed_optimizer(trainer).optimizer._fsdp_shards._stages
+    buffers = [buffer for stage in stages for buffer in stage.buffers]
+    assert buffers and not any(buffer.device_buffer.allocated for buffer in buffers)
+    assert 1 < len(stages) <= len(units)
+
+
+def test_steps_have_the_bits_of_steps_without_offload() -> None:
+    run_ranks(_same_bits, 2, ROWS, timeout=400.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*MORE_ROWS, *FOUR_RANKS])
+def test_steps_have_the_bits_of_steps_without_offload_in_variants(name: str) -> None:
+    row = (MORE_ROWS | FOUR_RANKS)[name]  # type: ignore[operator]
+    run_ranks(_same_bits, 4 if name in FOUR_RANKS else 2, {name: row})
+
+
+# What a loop does around steps whose updates go on.
+
+FP16 = {"bf16": False, "fp16": True}
+Habit = Callable[[Trainer, int], Any]
+HABITS: dict[Habit, Mapping[str, Any]] = {}
+"""What changes in the case."""
+
+
+def habit(**changes: Any) -> Callable[[Habit], Habit]:
+    """Puts it into the table."""
+
+    def add(function: Habit) -> Habit:
+        HABITS[function] = changes
+        return function
+
+    return add
+
+
+def _data(trainer: Trainer, number: int) -> list[torch.Tensor]:
+    return batches(trainer.case, number, torch.distributed.get_rank(), CPU)
+
+
+def _step(trainer: Trainer, number: int) -> Any:
+    return train_step(trainer, _data(trainer, number))
+
+
+def _tried(trainer: Trainer, number: int) -> tuple[bool, Any, Any]:
+    """A step that may be left out."""
+    forward_backward(trainer, _data(trainer, number))
+    found: tuple[bool, Any, Any] = trainer.optimizer.step()
+    return found
+
+
+def _evaluation(trainer: Trainer, number: int = 50) -> float:
+    return forward_backward(trainer, _data(trainer, number), forward_only=True)
+
+
+@habit(**FP16)
+def _overflows(trainer: Trainer, number: int) -> Any:
+    """A step that is left out changes nothing."""
+    found = _step(trainer, number)
+    before = trainer.params()
+    forward_backward(trainer, _data(trainer, number + 10))
+    for param in trainer.wrapper.parameters():
+        param.grad._local_tensor.fill_(float("inf"))
+    left_out = trainer.optimizer.step()
+    after = trainer.params()
+    assert left_out[0] is False and all(torch.equal(after[name], before[name]) for name in before)
+    return found, float(trainer.optimizer.get_loss_scale()), _evaluation(trainer)
+
+
+@habit()
+def _norm_is_large(trainer: Trainer, number: int) -> Any:
+    found, config = _step(trainer, number), distributed_optimizer(trainer).config
+    config.grad_norm_skip_threshold = 0.0
+    left_out = _tried(trainer, number + 10)
+    config.grad_norm_skip_threshold = float("inf")
+    assert left_out[0] is False
+    return found, left_out
+
+
+@habit(tied=True, recompute="full-1")
+def _zeros_are_counted(trainer: Trainer, number: int) -> Any:
+    config = distributed_optimizer(trainer).config
+    config.log_num_zeros_in_grad = True
+    found = _tried(trainer, number)
+    config.log_num_zeros_in_grad = False
+    return found
+
+
+@habit(clip=0.0)
+def _rates_change(trainer: Trainer, number: int) -> Any:
+    groups = trainer.optimizer.param_groups
+    before = [(group["lr"], group["weight_decay"]) for group in groups]
+    for group in groups:
+        group["lr"], group["weight_decay"] = 1e-2 / (1 + number), 0.1 * number
+    found = _step(trainer, number)
+    for group, (rate, decay) in zip(groups, before, strict=True):
+        group["lr"], group["weight_decay"] = rate, decay
+    return found
+
+
+@habit(microbatches=1)
+def _forgets_often(trainer: Trainer, number: int) -> Any:
+    found = _step(trainer, number)
+    for forget in (trainer.optimizer.zero_grad, trainer.wrapper.zero_grad_buffer) * 2:
+        forget()
+    return found
+
+
+@habit()
+def _goes_back(trainer: Trainer, number: int) -> Any:
+    """To what was saved right after a step, from one step later."""
+    found, inner = _step(trainer, number), distributed_optimizer(trainer)
+    saved = inner.sharded_param_state_fsdp_dtensor()
+    state = {
+        name: {key: v.detach().clone() if isinstance(v, torch.Tensor) else v
+               for key, v in entry.items()}
+        for name, entry in saved["state"].items()
+    }  # fmt: skip
+    meta = {name: dict(options) for name, options in saved["param_to_group_meta"].items()}
+    weights = {name: value.clone() for name, value in trainer.params().items()}
+    _step(trainer, number + 10)
+    inner.load_state_dict({"state": state, "param_to_group_meta": meta})
+    load_weights(trainer, weights)
+    return found
+
+
+@habit(**FP16)
+def _loads(trainer: Trainer, number: int) -> Any:
+    """What is loaded is what modules compute with, at once."""
+    weights = {name: value * 0.5 for name, value in trainer.params().items()}
+    found = _step(trainer, number)
+    load_weights(trainer, weights)
+    return found, _evaluation(trainer)
+
+
+@habit(bf16=False, microbatches=3)
+def _evaluates(trainer: Trainer, number: int) -> Any:
+    return [_step(trainer, number), _evaluation(trainer), _evaluation(trainer, 51)]
+
+
+@habit(clip=0.0)
+def _memory_goes(trainer: Trainer, number: int) -> Any:
+    found = _step(trainer, number)
+    released = release_memory(trainer.wrapper, trainer.optimizer)
+    if _is_offloaded(trainer):
+        assert released["optimizer"] == released["main_weights"] == 0, "they are on the host"
+    return_memory(trainer.wrapper, trainer.optimizer)
+    return found
+
+
+def _is_offloaded(trainer: Trainer) -> bool:
+    return any(group.staged is not None for group in trainer.wrapper.engine.groups)
+
+
+@habit()
+def _exports(trainer: Trainer, number: int) -> Any:
+    """Exported tensors are the main weights: after a step, which has left them on the device, after
+    a load, and after memory was away."""
+    found = _step(trainer, number)
+    groups = trainer.wrapper.engine.groups
+    sources = [unit_copies._source(group, BF16) for group in groups]
+    if _is_offloaded(trainer):
+        assert all(group.main_on_host for group in groups)
+        assert not any(s is g.main_segments for s, g in zip(sources, groups, strict=True))
+    _check_export(trainer)
+    load_weights(trainer, {name: value * 0.5 for name, value in trainer.params().items()})
+    _check_export(trainer)
+    release_memory(trainer.wrapper, trainer.optimizer, keep="main_weights")
+    dict(export_weights(trainer.wrapper))
+    return_memory(trainer.wrapper, trainer.optimizer)
+    _check_export(trainer)
+    return found
+
+
+def _check_export(trainer: Trainer) -> None:
+    mains = {name.removeprefix("module."): value for name, value in trainer.params().items()}
+    for dtype in (BF16, None):
+        found = dict(export_weights(trainer.wrapper, dtype=dtype))
+        assert found.keys() == mains.keys()
+        for name, value in found.items():
+            assert torch.equal(value, mains[name].to(value.dtype)), (dtype, name)
+
+
+@habit()
+def _steps_twice(trainer: Trainer, number: int) -> Any:
+    """With gradients that the first step has clipped."""
+    return _step(trainer, number), trainer.optimizer.step()
+
+
+@habit(tied=True)
+def _cores_offload(trainer: Trainer, number: int) -> Any:
+    """Of state and gradients, for reinforcement learning."""
+    found, inner = _step(trainer, number), distributed_optimizer(trainer)
+    inner.offload_to_cpu()
+    trainer.wrapper.offload_grad_buffers()
+    trainer.wrapper.restore_grad_buffers()
+    inner.restore_from_cpu()
+    return found
+
+
+def _trained(habit: Habit, ddp: dict[str, Any], strategy: str) -> tuple[list[Any], Any]:
+    case = CASE.but(**{"clip": 0.05, **HABITS[habit]})
+    trainer = build_trainer(case, strategy, CPU, ddp=ddp)
+    with trainer.wrapper.engine.runtime.watch():
+        numbers = [_step(trainer, 0), habit(trainer, 1), habit(trainer, 2), _step(trainer, 3)]
+    return numbers, trainer.params()
+
+
+def _compare(rank: int, world: int, strategies: Iterable[str], names: Iterable[str]) -> None:
+    building.make_runtime = lambda device: RecordingRuntime()  # type: ignore[assignment]
+    init_megatron()
+    for strategy in strategies:
+        for habit in (one for one in HABITS if one.__name__ in names):
+            expected, weights = _trained(habit, {}, strategy)
+            found, mine = _trained(habit, OFFLOAD, strategy)
+            said = f"{strategy}, {habit.__name__}"
+            assert repr(found) == repr(expected), said
+            assert not any(value.isnan().any() for value in weights.values()), said
+            assert all(torch.equal(mine[name], weights[name]) for name in weights), said
+
+
+NAMES = tuple(function.__name__ for function in HABITS)
+BETWEEN_STEPS = ("_overflows", "_loads", "_memory_goes", "_exports")
+
+
+def test_whatever_a_loop_does_around_steps_has_the_bits_of_steps_that_wait() -> None:
+    names = [name for name in NAMES if name not in BETWEEN_STEPS]
+    run_ranks(_compare, 1, STRATEGIES[-1:], names, timeout=400.0)
+
+
+def test_what_is_written_and_read_between_steps_under_every_strategy() -> None:
+    """Loads, a step that is left out, memory that goes, exports; on two ranks."""
+    run_ranks(_compare, 2, STRATEGIES, BETWEEN_STEPS, timeout=400.0)
+
+
+@pytest.mark.full
+def test_habits_on_two_ranks_under_every_strategy() -> None:
+    run_ranks(_compare, 2, STRATEGIES, NAMES, timeout=400.0)
+
+
+# Who reads or writes what the updates of a step that has returned still write or read.
+
+
+class DoesNotBlock(RecordingRuntime):
+    def block(self, event: Any) -> None:
+        """The host goes on."""
+
+
+def _read(values: Any) -> None:
+    for value in values:
+        getattr(value, "_local_tensor", value).clone()
+
+
+def _read_state(state: dict[Any, dict[str, Any]]) -> None:
+    _read(v for one in state.values() for v in one.values() if isinstance(v, torch.Tensor))
+
+
+def _released(trainer: Trainer) -> None:
+    release_memory(trainer.wrapper, trainer.optimizer)
+    return_memory(trainer.wrapper, trainer.optimizer)
+
+
+def _evaluates_before_the_step(trainer: Trainer) -> None:
+    """Between a backward and its step; the evaluation raises, with gathers that nobody uses."""
+    forward_backward(trainer, _data(trainer, 8))
+    layer = next(one for name, one in trainer.wrapper.named_modules() if name.endswith("layers.0"))
+    raises = layer.register_forward_pre_hook(lambda *unused: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _evaluation(trainer, 9)
+    raises.remove()
+    trainer.optimizer.step()
+
+
+def _by_bridge(trainer: Trainer) -> None:
+    """An export with tasks of before, as for every refit of an engine that generates."""
+    pairs = trainer.wrapper.engine.pairs
+    tasks = [Task(pair.managed.fqns[0], pair.unsharded) for pair in pairs]
+    with standing_in() as module:
+        made = module.MegatronModelBridge()
+        _read(dict(made.stream_weights_megatron_to_hf([trainer.wrapper], None, tasks)).values())
+
+
+def _load_by_bridge(trainer: Trainer) -> None:
+    with standing_in() as module:
+        module.MegatronModelBridge().load_weights_hf_to_megatron(
+            lambda name, shape: torch.ones(shape), [trainer.wrapper]
+        )
+
+
+READERS: dict[str, tuple[Callable[[Trainer], Any], bool]] = {
+    "state dict": (lambda t: _read(t.wrapper.state_dict_for_save_checkpoint().values()), True),
+    "optimizer state": (lambda t: _read_state(t.optimizer.optimizer.state_dict()["state"]), True),
+    "optimizer checkpoint": (
+        lambda t: _read_state(distributed_optimizer(t).sharded_param_state_fsdp_dtensor()["state"]),
+        True,
+    ),
+    "export": (lambda t: _read(dict(export_weights(t.wrapper, dtype=None)).values()), True),
+    "export of bf16": (lambda t: _read(dict(export_weights(t.wrapper)).values()), False),
+    "bridge, cached tasks": (_by_bridge, True),
+    "bridge, load": (_load_by_bridge, True),
+    "load": (lambda t: load_weights(t, t.wrapper.test_began), True),
+    "release": (_released, False),
+    "evaluation": (lambda t: _evaluation(t, 9), False),
+    "another step": (lambda t: t.optimizer.step(), False),
+    "evaluation before a step": (_evaluates_before_the_step, False),
+}
+"""What comes after a step, and whether it is a race where the host does not wait."""
+
+
+def _races(
+    rank: int, world: int, runtime: type[RecordingRuntime], *options: dict[str, Any]
+) -> dict[str, str]:
+    """Readers that race, with what; the last options are tried with all of them, others with what
+    comes before a step."""
+    building.make_runtime = lambda device: runtime()  # type: ignore[assignment]
+    init_megatron()
+    found = {}
+    cells = [(name, options[-1]) for name in READERS]
+    cells += [("evaluation before a step", ddp) for ddp in options[:-1]]
+    for name, ddp in cells:
+        trainer = build_trainer(CASE, "optim_grads_params", CPU, ddp=ddp)
+        trainer.wrapper.test_began = trainer.params()
+        try:
+            with trainer.wrapper.engine.runtime.watch():
+                for number in range(2):
+                    _step(trainer, number)
+                READERS[name][0](trainer)
+                _step(trainer, 2)
+        except RaceError as error:
+            found[name if ddp is options[-1] else f"{name} {ddp}"] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("runtime", [RecordingRuntime, DoesNotBlock])
+def test_everybody_waits_for_updates_behind_a_step(runtime: type[RecordingRuntime]) -> None:
+    (found,) = run_ranks(_races, 1, runtime, {}, OFFLOAD)
+    expected = {name for name, (_, races) in READERS.items() if races and runtime is DoesNotBlock}
+    assert set(found) == expected, found
+    for text in found.values():
+        assert "without waiting for store" in text or "without waiting for update" in text
+
+
+# What it cannot do.
+
+CORES = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+"""Megatron's own option, which asks for the same."""
+REFUSED = (
+    ("Set chunked_optimizer_state_offload=True in the DDP", {}, CORES),
+    ("optimizer_offload_fraction=0.5: .* use 1.0", OFFLOAD,
+     {**CORES, "optimizer_offload_fraction": 0.5}),
+    ("optimizer='sgd' with chunked_optimizer_state_offload", OFFLOAD, {"optimizer": "sgd"}),
+)  # fmt: skip
+
+
+def _refuses(rank: int, world: int) -> None:
+    device = init_megatron()
+    for said, ddp, options in REFUSED:
+        with pytest.raises(ValueError, match=said):
+            build_trainer(CASE, "optim", device, ddp=ddp, optimizer=options)
+    config = optimizer_config(CASE)
+    config.chunked_optimizer_state_offload = True  # a field of releases to come
+    assert build_trainer(CASE, "optim", device, ddp=OFFLOAD, optimizer=lambda _: config).optimizer
+    assert config.chunked_optimizer_state_offload is False, "core would offload it once more"
+
+
+def test_what_it_cannot_do_is_an_early_error() -> None:
+    run_ranks(_refuses, 1)
