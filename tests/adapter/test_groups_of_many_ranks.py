@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from megatron_fsdp_adapter.sharding.duplicate_groups import digest_of, everyones_groups
 
-pytestmark = pytest.mark.once
-
 WORLD = 16_384
 
 

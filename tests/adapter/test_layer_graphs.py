@@ -78,7 +78,6 @@ def test_replays_train_to_the_bits_of_eager_steps(
     assert len(fake.replays) == 3 * CASE.microbatches * fake.captures
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "change",
     [
@@ -98,7 +97,6 @@ def test_other_models_replay_to_the_same_bits(
         patches.uninstall(FUSED_WGRAD)
 
 
-@pytest.mark.once
 def test_another_length_trains_eagerly_to_the_same_bits_and_is_said_once(
     one_rank: torch.device,
 ) -> None:
@@ -122,7 +120,6 @@ def test_another_length_trains_eagerly_to_the_same_bits_and_is_said_once(
     assert "3x2x12" in lines[0] and len(trainer.wrapper._layers.graphs.ran_eagerly) == 1
 
 
-@pytest.mark.once
 def test_tables_that_a_graph_reads_live_on_when_their_module_replaces_them(
     one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +221,6 @@ def test_passes_in_flight_have_pools_of_their_own_and_each_pool_keeps_its_order(
         assert order == once * 2, pool
 
 
-@pytest.mark.once
 def test_nothing_is_captured_while_a_pass_of_another_length_is_in_flight(
     one_rank: torch.device,
 ) -> None:
@@ -307,7 +303,6 @@ def test_what_was_captured_is_printed_once_with_the_memory_of_its_pools(
     assert "self_attention: inputs have other shapes" in line
 
 
-@pytest.mark.once
 def test_a_capture_begins_behind_what_was_launched_and_the_next_launch_comes_behind_it() -> None:
     """It writes seeds and offsets, to memory that may have been an index of the embedding."""
     from megatron_fsdp_adapter.core.runtime.graphs import CudaGraphs
@@ -421,7 +416,6 @@ def test_whole_iterations_and_layers_are_told_apart() -> None:
     assert Asked("attn").cuda_graph_scope == ["attn"]
 
 
-@pytest.mark.once
 def test_a_second_derivative_through_a_replay_is_an_error() -> None:
     """It would lack what the weights and inputs of the layer add to it."""
     x = torch.ones(3, requires_grad=True)

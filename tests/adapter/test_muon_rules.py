@@ -104,7 +104,7 @@ def test_marks_and_classes_decide(one_rank: torch.device) -> None:
         id(param) for group in trainer.optimizer.param_groups
         if group.get("optimizer") == "muon" for param in group["params"]
     }  # fmt: skip
-    assert of_muon == {id(pairs_of(trainer)[name].optimizer) for name in found}
+    assert of_muon == {id(pairs_of(trainer)[name].sharded) for name in found}
     forward_backward(trainer, batches(case, 0, 0, one_rank))
     assert trainer.optimizer.step()[0]
 

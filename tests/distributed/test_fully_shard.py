@@ -27,8 +27,6 @@ from tests.distributed.gpt import full_all
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, net, tokens
 
-pytestmark = pytest.mark.once
-
 STEPS = 4
 LR = 1e-2
 

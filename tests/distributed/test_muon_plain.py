@@ -15,8 +15,6 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, net, tokens
 from tests.distributed.test_fully_shard import full_weights
 
-pytestmark = pytest.mark.once
-
 STEPS = 5
 LR = 0.02
 OPTIONS = {"lr": LR, "weight_decay": 0.1, "momentum": 0.9}

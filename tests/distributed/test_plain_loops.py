@@ -20,8 +20,6 @@ from tests.distributed.plain import Block, tokens
 from tests.distributed.plain_loops import LOOPS, check_loops
 from tests.distributed.plain_side import net
 
-pytestmark = pytest.mark.once
-
 
 @pytest.mark.parametrize("every", (False, pytest.param(True, marks=pytest.mark.full)))
 def test_loops_train_to_the_same_weights(every: bool) -> None:

@@ -16,8 +16,6 @@ from tests.distributed.gpt import full_all
 from tests.distributed.launch import run_ranks
 from tests.distributed.plain import Block, net, tokens
 
-pytestmark = pytest.mark.once
-
 BF16 = torch.bfloat16
 Make = Callable[[Any], torch.optim.Optimizer]
 MAKERS: dict[str, Make] = {

@@ -8,8 +8,6 @@ from megatron_fsdp_adapter.cli import doctor
 from megatron_fsdp_adapter.models.spec import Parallel
 from megatron_fsdp_adapter.planning.advice import advice, configuration_of, gpu_in_tables
 
-pytestmark = pytest.mark.once
-
 MODEL = {
     "num_layers": 4, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32,
     "num_query_groups": 8, "vocab_size": 32000, "seq_length": 4096, "micro_batch_size": 1,

@@ -28,8 +28,6 @@ from megatron_fsdp_adapter.planning.search import Wanted, plan
 from megatron_fsdp_adapter.planning.shapes import units
 from megatron_fsdp_adapter.planning.step import StepSetup
 
-pytestmark = pytest.mark.once
-
 H200 = machine_named("h200")
 LAYERS = replace(model_named("llama3-8b"), num_layers=24, seq_length=4096)
 SPEC = replace(LAYERS, num_layers=4)

@@ -55,7 +55,6 @@ from megatron_fsdp_adapter.planning.shapes import waits_for_longer
 from tests.adapter.test_sizes import layers_of_core
 
 H200 = machine_named("h200")
-pytestmark = pytest.mark.once
 
 
 def model(name: str, layers: int, seq_length: int = 4096, **more: Any) -> ModelSpec:

@@ -18,8 +18,6 @@ from megatron_fsdp_adapter.planning.machine import (
 from megatron_fsdp_adapter.planning.program import Kind, Operation, Program
 from megatron_fsdp_adapter.planning.timing import HOST, time_program
 
-pytestmark = pytest.mark.once
-
 ALONE = Contention(*[1.0] * len(fields(Contention)))
 GPU = replace(GPUS["h200"], memory_tbps=1.0, product_tflops=1.0, kernel_us=1e-9, sustained=1.0)
 MACHINE = Machine(GPU, NETWORKS["nvlink4-ib400"], ALONE, host=1.0)
