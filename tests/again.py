@@ -22,7 +22,6 @@ AGAIN = (
     "launch/test_background_saves.py",
     "launch/test_bridge_overrides.py",
     "launch/test_megatron_saves.py",
-    "launch/test_options_table.py",
     "launch/test_runner.py",
     "integration/test_flags.py",
     "integration/test_install.py",
@@ -54,10 +53,8 @@ AGAIN = (
 """Files and folders below tests/, tests in them, and cases of these."""
 
 ONCE = (
-    "adapter/test_describe.py",
-    "adapter/test_groups_of_many_ranks.py",
+    "adapter/test_diagnostics.py",
     "adapter/test_layer_graphs.py",
-    "adapter/test_late_collectives.py",
 )
 """Of these what says the same with each release."""
 

@@ -29,8 +29,8 @@ from megatron_fsdp_adapter.cli import machine, prove
 from megatron_fsdp_adapter.launch import installation, megatron_lm, runner
 from megatron_fsdp_adapter.megatron.compat import patches, releases
 from megatron_fsdp_adapter.megatron.compat.table import NAMES
-from megatron_fsdp_adapter.megatron.options import sizes, support, validation
-from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
+from megatron_fsdp_adapter.megatron.options import sizes, support, table, validation
+from megatron_fsdp_adapter.megatron.options.settings import SETTINGS, Change, format_changes
 from megatron_fsdp_adapter.models.spec import OPTIONS
 from megatron_fsdp_adapter.planning import advice
 from megatron_fsdp_adapter.planning.machine import GPUS
@@ -168,7 +168,7 @@ def known_options() -> set[str]:
     return {
         *core_api.config_fields(), *(one.name for one in own), *OPTIONS, *source.ALIASES,
         *scale_down.SIZES, *scale_down.UNSUPPORTED, *(row.option for row in scale_down.DROPPED),
-        *validation.known_arguments(), *sizes.NAMES, *(row.option for row in megatron_lm.SETTINGS),
+        *validation.known_arguments(), *sizes.NAMES, *(row.option for row in SETTINGS),
         *ARGUMENTS,
     }  # fmt: skip
 
@@ -198,7 +198,7 @@ def _assignment(text: str) -> tuple[str, Any]:
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        return name, validation.DTYPES.get(value, value)
+        return name, table.DTYPES.get(value, value)
 
 
 def examine(given: argparse.Namespace) -> dict[str, Any]:

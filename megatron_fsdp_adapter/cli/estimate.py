@@ -24,9 +24,10 @@ from megatron_fsdp_adapter.diagnostics.memory import (
     bytes_between_steps,
     most_bytes,
 )
+from megatron_fsdp_adapter.megatron.options.rules import is_on
 from megatron_fsdp_adapter.megatron.options.staging_options import slots_wanted
-from megatron_fsdp_adapter.megatron.options.support import is_on
-from megatron_fsdp_adapter.megatron.options.unit_grouping import UNIT_NUMEL, joins_by_default
+from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
+from megatron_fsdp_adapter.megatron.options.unit_grouping import joins_by_default
 from megatron_fsdp_adapter.models import quantization as quantized_options
 from megatron_fsdp_adapter.models.quantization import PLAIN, Quantization, quantization
 from megatron_fsdp_adapter.models.sources import (

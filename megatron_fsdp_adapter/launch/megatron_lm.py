@@ -16,28 +16,22 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 
-from ..core.config import STRATEGIES
 from ..megatron.compat import patches, releases
 from ..megatron.compat.patches import Patch
-from ..megatron.options import capability, cuda_graphs, layer_graphs
-from ..megatron.options.ddp_options import MXFP8_BUFFER, OFFLOAD
-from ..megatron.options.settings import Change, format_changes
-from ..megatron.options.support import CORES_OFFLOAD, EMERGING, MODEL_CONFIG_RULES, streams_all
-from ..megatron.options.validation import (
-    CKPT_FORMAT,
-    CONNECTIONS,
-    DTYPES,
-    launch_options,
-    launch_problems,
-)
+from ..megatron.options import capability
+from ..megatron.options.cuda_graphs import GRAPH_RULES
+from ..megatron.options.rules import Joined, problems
+from ..megatron.options.settings import RUNNER, Change, format_changes, settle
+from ..megatron.options.support import EMERGING, SCHEDULE_RULES
+from ..megatron.options.table import OPTIONS
+from ..megatron.options.validation import CONNECTIONS, launch_options, launch_problems
 
-CORES_LATE_STEP = "overlap_param_gather_with_optimizer_step"
 FSDP_FLAG = "--use-megatron-fsdp"
 ARGUMENTS = "megatron.training.arguments"
 GPU = torch.device("cuda")
@@ -51,229 +45,6 @@ NO_GPU = (
 )
 
 
-@dataclass(frozen=True)
-class Flag:
-    """A flag of Megatron-LM main, as `argparse` takes it."""
-
-    name: str
-    default: Any
-    help: str
-    type: Callable[[str], Any] = str
-    is_switch: bool = False
-
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
-        if self.is_switch:
-            parser.add_argument(self.name, action="store_true", help=self.help)
-        else:
-            parser.add_argument(self.name, type=self.type, default=self.default, help=self.help)
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    if name not in DTYPES:
-        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-MAIN_FLAGS: tuple[Flag, ...] = (
-    Flag("--megatron-fsdp-version", 1, "generation of wrappers; only 1 is supported", type=int),
-    Flag(
-        "--megatron-fsdp-main-params-dtype", torch.float32,
-        "dtype of the weights that the optimizer updates", type=_dtype,
-    ),
-    Flag(
-        "--megatron-fsdp-main-grads-dtype", None, "dtype in which gradients accumulate",
-        type=_dtype,
-    ),
-    Flag(
-        "--megatron-fsdp-grad-comm-dtype", None, "dtype of gradients on the wire", type=_dtype
-    ),
-    Flag(
-        "--megatron-fsdp-enable-fine-grained-param-gather", False,
-        "parts of a layer's experts are gathered by themselves", is_switch=True,
-    ),
-    Flag(
-        "--megatron-fsdp-max-pool-double-buffer", False,
-        "nothing to do: slots are sized by the largest unit", is_switch=True,
-    ),
-    Flag(
-        "--fsdp-db-use-persist-buf-on-alloc-fail", False,
-        "nothing to do: slots are sized by the largest unit", is_switch=True,
-    ),
-    Flag(
-        "--fsdp-copy-engine-all-gather", False,
-        "weights are gathered by the GPUs' copy engines (docs/performance.md)", is_switch=True,
-    ),
-    Flag(
-        "--fsdp-unsharded-budget-gib", 0.0,
-        "GiB of each GPU for weights and gradients that stay whole over the microbatches of a step "
-        "(docs/design.md)", type=float,
-    ),
-    Flag(
-        "--fsdp-grad-comm-fp8-blocks", False,
-        "refused: --grad-reduce-in-bf16 makes gradients smaller on the wire", is_switch=True,
-    ),
-    Flag(
-        "--chunked-optimizer-state-offload", False,
-        "main weights and moments in host memory, updated on the GPU unit by unit "
-        "(docs/optimizer_offload.md)", is_switch=True,
-    ),
-    Flag(
-        "--outer-dp-sharding-strategy", "no_shard",
-        "no_shard or optim: how optimizer instances share main weights and optimizer state",
-    ),
-    Flag(
-        "--create-all-gather-group", False, "communicators of their own for gathers",
-        is_switch=True,
-    ),
-)  # fmt: skip
-"""Flags that some release of Megatron-LM lacks, and some of our own: added where they are missing.
-Their fields of the DDP config are in `ddp_config.py`."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """An argument that follows from `--use-megatron-fsdp` and others.
-
-    Attributes:
-        option: its name among the parsed arguments.
-        flag: how it is written on the command line. What the user wrote is never overwritten,
-            unless it asks for what there is not.
-        value: what it is set to, from the arguments.
-        when: whether there is need.
-        reason: what the table says.
-        is_void: what it asks for does not exist here, and nothing is lost without it.
-    """
-
-    option: str
-    flag: str
-    value: Callable[[Any], Any]
-    when: Callable[[Any], bool]
-    reason: str
-    is_void: bool = False
-
-
-def _always(args: Any) -> bool:
-    return True
-
-
-def _constant(value: Any) -> Callable[[Any], Any]:
-    return lambda args: value
-
-
-def _strategy_has(what: str) -> Callable[[Any], bool]:
-    """Whether the strategy's row of `STRATEGIES` says so; False for a name that is unknown."""
-    return lambda args: bool(
-        getattr(STRATEGIES.get(args.data_parallel_sharding_strategy), what, False)
-    )
-
-
-def _fusion_is_refused(args: Any) -> bool:
-    """It is on by default in Megatron-LM: whoever did not switch it off did not ask for it."""
-    return any(rule.option == "gradient_accumulation_fusion" for rule in MODEL_CONFIG_RULES)
-
-
-def _offloads_by(option: str) -> Callable[[Any], bool]:
-    return lambda args: streams_all(args) and bool(getattr(args, option, False))
-
-
-def _reduces_in_bf16(args: Any) -> bool:
-    return bool(getattr(args, "grad_reduce_in_bf16", False))
-
-
-def _has_bf16_gradients(args: Any) -> bool:
-    """Megatron-LM asks for float32 gradients with --bf16 unless it is told otherwise."""
-    options = launch_options(args)  # from 0.17 on dtypes are names until arguments are validated
-    chosen = [
-        getattr(options, f"megatron_fsdp_{name}_dtype", None)
-        for name in ("main_grads", "grad_comm")
-    ]
-    return bool(getattr(args, "bf16", False)) and torch.bfloat16 in chosen
-
-
-def _saves_asynchronously(args: Any) -> bool:
-    """In a release that can save `fsdp_dtensor` so; of others the flag is refused."""
-    return bool(getattr(args, "async_save", False)) and hasattr(args, "async_strategy")
-
-
-SETTINGS: tuple[Setting, ...] = (
-    Setting(
-        "use_distributed_optimizer", "--use-distributed-optimizer", _constant(True), _always,
-        "the optimizer is Megatron's DistributedOptimizer",
-    ),
-    Setting(
-        "ckpt_format", "--ckpt-format", _constant(CKPT_FORMAT), _always,
-        "the format of sharded weights; Megatron asks for it even without --save",
-    ),
-    Setting(
-        "data_parallel_sharding_strategy", "--data-parallel-sharding-strategy",
-        _constant("optim_grads_params"), _always,
-        "the default of Megatron-LM main; 0.16.1's, no_shard, shards nothing",
-    ),
-    Setting(
-        "overlap_grad_reduce", "--overlap-grad-reduce", _constant(True),
-        _strategy_has("shard_grads"),
-        "sharded gradients are reduced as each unit's backward ends",
-    ),
-    Setting(
-        "overlap_param_gather", "--overlap-param-gather", _constant(True),
-        _strategy_has("shard_weights"),
-        "sharded weights are gathered under the forward of the unit in front",
-    ),
-    Setting(
-        "megatron_fsdp_grad_comm_dtype", "--megatron-fsdp-grad-comm-dtype",
-        _constant(torch.bfloat16), _reduces_in_bf16,
-        "what --grad-reduce-in-bf16 asks for; gradients still accumulate in float32",
-    ),
-    Setting(
-        "grad_reduce_in_bf16", "--accumulate-allreduce-grads-in-fp32", _constant(True),
-        _has_bf16_gradients,
-        "else --bf16 asks for float32 gradients, which other flags contradict",
-    ),
-    Setting(
-        "gradient_accumulation_fusion", "--no-gradient-accumulation-fusion", _constant(False),
-        _fusion_is_refused,
-        "the wrapper does not support the fusion, which Megatron-LM has on by default",
-    ),
-    Setting(
-        MXFP8_BUFFER, "--reuse-grad-buf-for-mxfp8-param-ag", _constant(False),
-        lambda args: bool(getattr(args, MXFP8_BUFFER, False)),
-        "bytes are gathered, and no weights are put where gradients are", is_void=True,
-    ),
-    Setting(
-        OFFLOAD, f"--{OFFLOAD.replace('_', '-')}", _constant(True), streams_all,
-        "what --optimizer-cpu-offload asks for: main weights and moments in host memory, streamed "
-        "through the GPU, which updates them",
-    ),
-    *(
-        Setting(
-            option, f"--{option.replace('_', '-')}", _constant(False), _offloads_by(option),
-            reason, is_void=True,
-        )
-        for option, reason in (
-            ("overlap_cpu_optimizer_d2h_h2d", "copies overlap with updates and the next forward"),
-            ("use_torch_optimizer_for_cpu_offload", "nothing is updated on the CPU"),
-            (CORES_OFFLOAD, "megatron-core would make an optimizer that updates on the CPU"),
-        )
-    ),
-    Setting(
-        CORES_LATE_STEP, f"--{CORES_LATE_STEP.replace('_', '-')}", _constant(False),
-        lambda args: bool(getattr(args, CORES_LATE_STEP, False)),
-        "one optimizer has all parameters here, and gathers overlap with the forward",
-        is_void=True,
-    ),
-    Setting(
-        "use_persistent_ckpt_worker", "--use-persistent-ckpt-worker", _constant(True),
-        _saves_asynchronously,
-        "else 0.19 drops --async-save; a thread of the trainer writes, and no worker is started",
-    ),
-    Setting(
-        "async_strategy", "--async-strategy", _constant("mcore"), _saves_asynchronously,
-        "else a package is asked for that is not needed: either strategy's writer is replaced",
-    ),
-)  # fmt: skip
-"""In this order: later ones read what earlier ones set."""
-
-
 def was_given(flag: str, argv: Sequence[str]) -> bool:
     """Whether the command line has the flag, as `--flag`, `--flag value` or `--flag=value`."""
     return any(word == flag or word.startswith(f"{flag}=") for word in argv)
@@ -281,16 +52,8 @@ def was_given(flag: str, argv: Sequence[str]) -> bool:
 
 def complete(args: Any, argv: Sequence[str]) -> list[Change]:
     """Sets on the parsed arguments what follows from `--use-megatron-fsdp` and was left out."""
-    changes = []
-    for setting in SETTINGS:
-        before, after = getattr(args, setting.option, None), setting.value(args)
-        if was_given(setting.flag, argv) and not setting.is_void:
-            continue
-        if before == after or not setting.when(args):
-            continue
-        setattr(args, setting.option, after)
-        changes.append(Change(setting.flag, before, after, setting.reason))
-    return changes
+    sections = dict.fromkeys(("ddp", "optimizer", "checkpoint", "run"), args)
+    return settle(RUNNER, sections, is_written=lambda flag: was_given(flag, argv))
 
 
 def complete_environment(environment: MutableMapping[str, str]) -> list[Change]:
@@ -360,10 +123,10 @@ def validate(original: Callable[..., Any], args: Any, *positional: Any, **named:
 
 
 def add_missing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the flags of `MAIN_FLAGS` that the parser does not know; returns it."""
-    for flag in MAIN_FLAGS:
-        if flag.name not in parser._option_string_actions:
-            flag.add_to(parser)
+    """Adds the flags of `OPTIONS` that the parser does not know; returns it."""
+    for option in OPTIONS:
+        if option.help and option.flag not in parser._option_string_actions:
+            option.add_to(parser)
     return parser
 
 
@@ -381,11 +144,11 @@ def problems_of_run(
     compute, unless it is None, and what CUDA graphs exclude on the GPUs of the run, if it asks for
     any. What depends on the release of megatron-core is told by the wrapper."""
     options = launch_options(args)
+    on_gpu = SimpleNamespace(device=GPU, asks_tokens=False, fsdp_double_buffer=False)
     return [
         *launch_problems(args, environment),
         *([] if device is None else capability.device_problems(options, device)),
-        *cuda_graphs.problems(options, options, GPU, asks_tokens=False),
-        *layer_graphs.problems(options, options, GPU),
+        *problems(Joined(options, on_gpu), (*GRAPH_RULES, *SCHEDULE_RULES)),
     ]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..core.engine.saved_tensors import is_owned
-from .options.support import is_on
+from .options.rules import is_on
 
 FINE_GRAINED = "fine_grained_activation_offloading"
 

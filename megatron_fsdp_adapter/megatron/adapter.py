@@ -53,7 +53,9 @@ from .inner_module import ParamAndGradBuffer, ShardedModule
 from .layer_graphs import LayerCaptures
 from .no_sync_check import NoSyncCheck
 from .options import capability, ddp_options, staging_options, unit_grouping
-from .options.support import is_on
+from .options.rules import is_on
+from .options.settings import FP8_PARAM, WRAPPER, settle
+from .options.table import DECOUPLED, GATHER_PARTS
 from .param_attributes import mark
 from .te_weight_cache import CACHE_OPTION, begin_delayed_scaling, switch_off_weight_cache
 from .units import chosen_units, plan_units, with_unsharded_units
@@ -124,14 +126,13 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self._layers = LayerCaptures(self.engine, module, config)
         # As the training loop set it: what the strategy forces below, the loop does not see.
         self._wiring = NoSyncCheck(bool(ddp_config.overlap_grad_reduce) and installed)
-        forced = ddp_options.forced_options(ddp_config, config)
-        for option, value in forced.items():
-            setattr(ddp_config, option, value)
+        changes = settle(WRAPPER, {"ddp": ddp_config, "model": config})
+        forced = {change.option: change.after for change in changes}
         quantizes = capability.recipe_of(config) is not None
         if asks_fusion(config) or (quantizes and self.engine.config.strategy.shard_weights):
             forced |= {CACHE_OPTION: True} if switch_off_weight_cache(module) else {}
         self.module = ShardedModule(config, module, self.engine)
-        decoupled = bool(getattr(ddp_config, "megatron_fsdp_use_decoupled_grad", False))
+        decoupled = is_on(ddp_config, DECOUPLED)
         self.param_and_grad_buffer = ParamAndGradBuffer(
             self.engine, self._slot_memory, decoupled
         )
@@ -149,7 +150,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         self, module: nn.Module, unit_classes: list[type[nn.Module] | str] | None
     ) -> FsdpEngine:
         engine_config = ddp_options.engine_config(self.ddp_config)
-        parts = ddp_options.gathers_parts(self.ddp_config)
+        parts = is_on(self.ddp_config, GATHER_PARTS)
         units = chosen_units(module, unit_classes, parts)
         self.fsdp_unit_modules = sorted({type(unit).__name__ for unit in units.values()})
         domains = ModelDomains(self.megatron_fsdp_dist_index, self._placements, self.device)
@@ -237,7 +238,7 @@ class FullyShardedDataParallel(GradSync, _BaseDataParallel):
         """How many of the parameters of this rank are, in which format. Printed also if there are
         none though they were asked for: layers that are not Transformer Engine's make none."""
         groups = [group for group in self.engine.groups if group.key.quantized]
-        if not groups and not is_on(self.config, ddp_options.FP8_PARAM):
+        if not groups and not is_on(self.config, FP8_PARAM):
             return ""
         numel = sum(group.layout.item_numel for group in groups)
         formats = sorted({group.key.format.name for group in groups})

@@ -12,16 +12,14 @@ from ..core.topology import FSDPDistributedIndex
 from ..sharding.materialize import InitializerOf, meta_problems
 from ..sharding.module_problems import module_problems
 from ..sharding.placement import Placements
-from . import activation_offload, schedule_plans
+from . import activation_offload
 from .compat import core_api
 from .domains import read_index
 from .model_problems import model_problems
 from .options import (
     arguments,
     capability,
-    cuda_graphs,
     ddp_options,
-    layer_graphs,
     validation,
 )
 
@@ -42,12 +40,11 @@ def construction_problems(
     first arguments are the constructor's; `target`: the device of the buffers. Collective where
     the wrapper makes groups."""
     found = [
-        *validation.wrapper_problems(config, ddp_config),
-        *schedule_plans.problems(config, ddp_config),
+        *validation.wrapper_problems(
+            config, ddp_config, target, core_api.asks_tokens_on_the_host()
+        ),
         *capability.device_problems(config, target),
         *activation_offload.problems(config),
-        *cuda_graphs.problems(config, ddp_config, target, core_api.asks_tokens_on_the_host()),
-        *layer_graphs.problems(config, ddp_config, target),
         *module_problems(
             module, unit_classes, device, ddp_options.main_params_dtype(ddp_config),
             placements.manages,

@@ -16,8 +16,10 @@ from ..core.topology import DENSE, EXPERT, FSDPDistributedIndex, ShardDomain
 from ..quantized import stored_in
 from ..sharding.duplicate_groups import duplicate_group
 from ..sharding.placement import LEAVE, Placements
-from .options import ddp_options, staging_options
+from .options import staging_options
 from .options.cuda_graphs import captures_layers
+from .options.rules import is_on, problems
+from .options.table import CE_ALL_GATHER, DDP_CONFIG_RULES, GATHER_GROUPS, engine_fields
 from .process_groups import GATHER_SOURCES, build_index, read_groups
 
 SHARED_EMBEDDING = "dense, shared across stages"
@@ -61,11 +63,16 @@ def read_index(
     instances = ddp_config.num_distributed_optimizer_instances
     found: list[str] = []
     try:
-        groups = read_groups(
-            pg_collection, instances, ddp_options.gathers_separately(ddp_config)
-        )
-        found += staging_options.problems(ddp_config, device, groups)
-        for end in staging_options.copy_engine_roles(ddp_config) if not found else ():
+        groups = read_groups(pg_collection, instances, is_on(ddp_config, GATHER_GROUPS))
+        given = [groups.get(role) for role in ("fsdp_group_ag", "expt_fsdp_group_ag")]
+        if is_on(ddp_config, CE_ALL_GATHER) and any(group is not None for group in given):
+            found.append(
+                f"{CE_ALL_GATHER}=True: pg_collection has gather groups of its own (dp_cp_ag, "
+                "expt_dp_ag), which take compute units; leave them out: the wrapper makes others"
+            )
+        is_right = not (found or problems(ddp_config, DDP_CONFIG_RULES))
+        has_copy_engines = device.type == "cuda" and is_right
+        for end in staging_options.copy_engine_roles(ddp_config) if has_copy_engines else ():
             for role in GATHER_SOURCES:
                 name, options = f"{role}_{end}", zero_cta_options()
                 groups[name] = duplicate_group(groups[role], name, options=options)
@@ -74,7 +81,7 @@ def read_index(
             device=device,
             grad_scale_of=functools.partial(grad_scale, config),
             instances=instances,
-            shard_outer=ddp_options.shards_outer(ddp_config),
+            shard_outer=engine_fields(ddp_config)["shard_outer"],
         )
         for kind in {kind_of(param, name) for name, param in module.named_parameters()}:
             index.domain(kind)

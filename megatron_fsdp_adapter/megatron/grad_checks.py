@@ -11,7 +11,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from ..core.engine.reduce import GradCheck as Check
 from ..diagnostics.grad_check import GradCheck
 from ..diagnostics.large_grads import Checks, LargeGradCheck
-from .options.support import is_on
+from .options.rules import is_on
 
 FACTOR = 10
 """How many times the largest norm of its first samples core allows a norm to be."""

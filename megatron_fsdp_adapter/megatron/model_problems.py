@@ -13,8 +13,9 @@ from torch import nn
 from ..core.engine.partition import ManagedParam, managed_params
 from ..quantized import format_of
 from .fused_wgrad import asks_fusion, fuses
-from .options.ddp_options import FP8_PARAM, FP8_PARAM_GATHER, gathers_parts
-from .options.support import is_on
+from .options.rules import is_on
+from .options.settings import FP8_PARAM, FP8_PARAM_GATHER
+from .options.table import GATHER_PARTS
 
 EXPERTS_IN_ONE_TENSOR = ("GroupedMLP",)
 """Classes of core, by name. Core takes this one for `moe_grouped_gemm` wherever it has no layers of
@@ -98,10 +99,10 @@ def _experts_marked_as_dense(module: nn.Module, config: Any) -> list[str]:
 
 def _parts_that_return_biases(config: Any, ddp_config: Any) -> list[str]:
     """A bias that a unit returns is read when the unit is resharded."""
-    if not gathers_parts(ddp_config) or not getattr(config, "num_moe_experts", None):
+    if not is_on(ddp_config, GATHER_PARTS) or not getattr(config, "num_moe_experts", None):
         return []
     return [
-        "megatron_fsdp_enable_fine_grained_param_gather=True with add_bias_linear=True: linear "
+        f"{GATHER_PARTS}=True with add_bias_linear=True: linear "
         "layers of experts return their biases, which are gathered no longer when core adds them; "
         "set either to False"
     ] if getattr(config, "add_bias_linear", False) else []

@@ -26,9 +26,7 @@ from ..sharding.muon.shards import (
     SecondMoment,
     tensor_split,
 )
-from .options import muon_options
-from .options.muon_options import HALF, SCALES
-from .options.support import ADAPTIVE, MUON
+from .options.support import ADAPTIVE, HALF, MUON, SCALES
 
 EMBEDDINGS = ("Embedding", "VocabParallelEmbedding")
 ROUTERS = ("Router",)
@@ -38,13 +36,12 @@ ADAMS_MARKS = ("is_embedding_or_output_parameter", "is_embedding_parameter", "sh
 
 
 def problems(config: Any) -> list[str]:
-    """What an optimizer's config, and the core that is here, have against Muon."""
-    if config.optimizer == ADAPTIVE and not hasattr(config, "adaptive_muon_moment2_method"):
-        return [
-            f"optimizer={ADAPTIVE!r}: this megatron-core does not have it; use {MUON!r}, or a "
-            "release from 0.18 on"
-        ]
-    return muon_options.problems(config)
+    """What the core that is here has against it."""
+    has_it = config.optimizer != ADAPTIVE or hasattr(config, "adaptive_muon_moment2_method")
+    return [] if has_it else [
+        f"optimizer={ADAPTIVE!r}: this megatron-core does not have it; use {MUON!r}, or a "
+        "release from 0.18 on"
+    ]
 
 
 # Which weights, and of which matrices they are made.

@@ -29,9 +29,10 @@ from ..sharding.streamed_optimizer import shards_over
 from . import clipping, emerging, optimizer_state
 from .compat import core_api
 from .inner_module import our_chunks, ours_among
-from .options import optimizer_pairs, support
-from .options.ddp_options import MXFP8_BUFFER, OFFLOAD
-from .options.support import CORES_OFFLOAD, is_on
+from .options.rules import Joined, is_on, problems
+from .options.settings import OPTIMIZER, settle
+from .options.support import CORES_OFFLOAD, OPTIMIZER_CONFIG_RULES
+from .options.table import OFFLOAD
 
 # In the place of core's functions (`compat/table.py`).
 
@@ -48,13 +49,13 @@ def _param_groups(
     config = kwargs["config"] if "config" in kwargs else args[0]
     engines = [chunk.engine for chunk in ours]
     asked, given = emerging.asked_for(config), emerging.given(config)
-    pairs = [optimizer_pairs.problems(given, chunk.ddp_config) for chunk in ours]
+    joined = [Joined(chunk.ddp_config, given) for chunk in ours]
+    broken = [problems(one, OPTIMIZER_CONFIG_RULES) for one in joined]
     raise_problems(
         "Megatron's optimizer with FullyShardedDataParallel",
         [
-            *support.problems(given, support.OPTIMIZER_CONFIG_RULES),
+            *dict.fromkeys(itertools.chain(*broken)),
             *(emerging.problems(asked) if asked else ()),
-            *dict.fromkeys(itertools.chain(*pairs)),
             *_precision_problems(given, ours),
             *_offload_problems(given, engines),
         ],
@@ -84,22 +85,13 @@ def _warn_of_unmatched(
             )
 
 
-_NEEDED: Mapping[str, bool] = {
-    "use_distributed_optimizer": True, MXFP8_BUFFER: False, OFFLOAD: False, CORES_OFFLOAD: False
-}
-"""Without the first core would make an optimizer that steps on DTensors. With the second it would
-never tell the wrapper that weights have changed. The last two are the DDP config's here."""
-
-
 def _complete(config: Any) -> None:
     """Sets in an optimizer config what must be so and is not, and prints it."""
-    wrong = {name: to for name, to in _NEEDED.items() if getattr(config, name, False) != to}
-    for name, value in wrong.items():
-        setattr(config, name, value)
-    if wrong and dist.get_rank() == 0:
-        said = ", ".join(f"{name}={value}" for name, value in wrong.items())
+    changes = settle(OPTIMIZER, {"optimizer": config})
+    if changes and dist.get_rank() == 0:
+        text = ", ".join(f"{change.option}={change.after}" for change in changes)
         print(
-            f"Megatron's optimizer with FullyShardedDataParallel: set for you: {said}", flush=True
+            f"Megatron's optimizer with FullyShardedDataParallel: set for you: {text}", flush=True
         )
 
 

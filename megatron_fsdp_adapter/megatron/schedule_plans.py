@@ -20,18 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.config import STRATEGIES
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.prefetch import BACKWARD, FORWARD
 from ..core.engine.scheduled_pass import ScheduledPass
 from ..core.engine.unit import Unit
-from .options.cuda_graphs import captures_iteration
-from .options.staging_options import slots_wanted
-from .options.support import is_on
-from .options.unit_grouping import PARTS_OF_LAYERS, UNIT_NUMEL, asked_numel
+from .options.rules import is_on
+from .options.table import DELAY
+from .options.table import PARTS_OF_LAYERS as OPTION
 
 BUILD = "build_schedule_plan"
-OPTION, DELAY = PARTS_OF_LAYERS, "delay_wgrad_compute"
 FIRST = ("pre_dispatch_computation", "attn")
 """The node that a layer's forward begins with, and its backward ends with; one of these names."""
 EXPERTS, COMBINE, PREDICTION = "mlp", "moe_combine", "mtp_post_process"
@@ -144,35 +141,6 @@ def _stream(node: Any) -> Any:
 def is_asked_for(config: Any) -> bool:
     """Whether core runs parts of layers."""
     return is_on(config, OPTION)
-
-
-def problems(config: Any, ddp_config: Any) -> list[str]:
-    """One line for each option that such a schedule excludes, or that needs it."""
-    if not is_asked_for(config):
-        return [
-            f"{DELAY}=True: without {OPTION} nobody makes the gradients that it leaves for later; "
-            f"set both, or neither"
-            for one in (config, ddp_config) if is_on(one, DELAY)
-        ][:1]  # fmt: skip
-    found = []
-    row = STRATEGIES.get(ddp_config.data_parallel_sharding_strategy)
-    if row is not None and row.shard_weights and slots_wanted(ddp_config)["weight_slots"]:
-        found.append(
-            f"{OPTION}=True with gathered weights in fixed buffers: two passes read layers at a "
-            "time, and each gathers one ahead, which two slots do not hold; set "
-            "fsdp_double_buffer, nccl_ub and a zero-copy all-gather to False, or use 'optim_grads'"
-        )
-    if asked_numel(ddp_config):
-        found.append(
-            f"{OPTION}=True with {UNIT_NUMEL}: a unit of several layers would stay gathered while "
-            f"any of them may run, through the whole pass; leave {UNIT_NUMEL} unset, or set it to 0"
-        )
-    if captures_iteration(config):
-        found.append(
-            f"{OPTION}=True with full-iteration CUDA graphs: the streams of core's schedule were "
-            "never captured with this wrapper; set one of them off"
-        )
-    return found
 
 
 def watch_plans(

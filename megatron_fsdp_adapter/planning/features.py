@@ -13,7 +13,7 @@ import torch
 from megatron_fsdp_adapter.core.config import STRATEGIES, Strategy
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.diagnostics.memory import Precision
-from megatron_fsdp_adapter.megatron.options.unit_grouping import UNIT_NUMEL
+from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
 from megatron_fsdp_adapter.models.quantization import PLAIN, Quantization, quantization
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB
 

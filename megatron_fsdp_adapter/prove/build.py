@@ -35,7 +35,7 @@ from megatron_fsdp_adapter.megatron.local_spec import local_block_spec
 from megatron_fsdp_adapter.megatron.options.ddp_config import (
     DistributedDataParallelConfig as FsdpConfig,
 )
-from megatron_fsdp_adapter.megatron.options.validation import DTYPES
+from megatron_fsdp_adapter.megatron.options.table import DTYPES
 from megatron_fsdp_adapter.megatron.process_groups import create_all_gather_groups
 from megatron_fsdp_adapter.prove.gather_full import full_values, plain_name
 

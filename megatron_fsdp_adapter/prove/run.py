@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp_adapter.core.config import POISON_VARIABLE
+from megatron_fsdp_adapter.megatron.options.table import OPTIONS
 from megatron_fsdp_adapter.prove import compare, ranks
 from megatron_fsdp_adapter.prove.compare import Row
 from megatron_fsdp_adapter.prove.scale_down import (
@@ -36,16 +37,7 @@ OTHER_STRATEGY: Mapping[str, str] = {
     "optim_grads": "optim_grads_params",
     "optim_grads_params": "optim",
 }
-SIMPLER: Mapping[str, Any] = {
-    "outer_dp_sharding_strategy": "no_shard",
-    "nccl_ub": False,
-    "fsdp_double_buffer": False,
-    "fsdp_copy_engine_all_gather": False,
-    "fsdp_copy_engine_reduce_scatter": False,
-    "fsdp_manual_registration": False,
-    "reduce_scatter_with_fp32_accumulation": False,
-    "fsdp_unsharded_budget_gib": 0.0,
-}
+SIMPLER: Mapping[str, Any] = {one.name: one.default for one in OPTIONS if one.some_strategies}
 """What goes with some strategies only, and is off where a checkpoint is loaded under another."""
 
 

@@ -140,9 +140,12 @@ SCRIPT: tuple[tuple[str, Any, Any, str], ...] = (
 
 
 def texts_of(config: type) -> dict[str, str]:
-    """What stands below the fields of a config in its source."""
-    found: dict[str, str] = {}
+    """What stands below the fields of a config of core in its source, or with ours in the table."""
+    fields = dataclasses.fields(config)
+    found = {one.name: one.metadata["help"] for one in fields if "help" in one.metadata}
     for one in reversed(config.__mro__[:-1]):
+        if not one.__module__.startswith("megatron."):
+            continue
         body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0].body  # type: ignore[attr-defined]
         found |= {
             item.target.id: " ".join(ast.literal_eval(text.value).split())

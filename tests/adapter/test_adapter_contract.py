@@ -1,9 +1,10 @@
-"""What Megatron reads from the wrapper and calls on it. One rank; see also `test_adapter_ranks`."""
+"""What Megatron and a user read from the wrapper, call on it and do to it. One rank; see also
+`test_adapter_ranks`."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,8 @@ from megatron_fsdp_adapter import (
     FullyShardedDataParallel,
     fully_shard_model,
     fully_shard_optimizer,
+    install,
+    uninstall,
 )
 from megatron_fsdp_adapter.megatron.inner_module import ShardedModule
 from tests.distributed.gpt import (
@@ -326,31 +329,35 @@ def test_zero_grad_buffer_can_be_called_again(trainer: Trainer) -> None:
     assert train_step(trainer, data(1)) == train_step(first, data(1))
 
 
-def _gradients(trainer: Trainer, *before_finish: Callable[[], None]) -> dict[str, torch.Tensor]:
+Calls = tuple[Callable[[Any], Any], ...]
+
+
+def _gradients(trainer: Trainer, before: Calls = (), after: Calls = ()) -> dict[str, torch.Tensor]:
+    """Of one microbatch. before, after: what is called on the wrapper around the reduction."""
     trainer.wrapper.zero_grad_buffer()
     backward(trainer)
-    for call in before_finish:
-        call()
-    trainer.wrapper.finish_grad_sync()
+    for call in (*before, lambda wrapper: wrapper.finish_grad_sync(), *after):
+        call(trainer.wrapper)
     named = trainer.wrapper.named_parameters()
     return {name: param.grad._local_tensor.clone() for name, param in named}
 
 
-def test_start_grad_sync_does_not_reduce_twice(trainer: Trainer) -> None:
-    """With align_grad_reduce the schedule calls it, with the parameters, before the finish."""
-    expected = _gradients(trainer)
-    wrapper = trainer.wrapper
-    for calls in (1, 2):
-        start = [lambda: wrapper.start_grad_sync(wrapper.parameters())] * calls
-        found = _gradients(trainer, *start)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+def _start(wrapper: Any) -> None:
+    wrapper.start_grad_sync(wrapper.parameters())
 
 
-def test_finish_grad_sync_can_be_called_again(trainer: Trainer) -> None:
-    expected = _gradients(trainer)
-    trainer.wrapper.finish_grad_sync()
-    for name, param in trainer.wrapper.named_parameters():
-        assert torch.equal(param.grad._local_tensor, expected[name])
+CALLS_MORE: dict[str, tuple[Calls, Calls]] = {
+    "with align_grad_reduce the schedule starts": ((_start,), ()),
+    "it starts for two chunks": ((_start, _start), ()),
+    "the end comes twice": ((), (lambda wrapper: wrapper.finish_grad_sync(),)),
+    "parameter norms are logged": ((), (lambda wrapper: wrapper.stop_communication(),)),
+}
+
+
+@pytest.mark.parametrize("calls", CALLS_MORE)
+def test_a_call_more_reduces_nothing_twice(trainer: Trainer, calls: str) -> None:
+    expected, found = _gradients(trainer), _gradients(trainer, *CALLS_MORE[calls])
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_force_all_reduce(trainer: Trainer) -> None:
@@ -421,14 +428,6 @@ def test_a_backward_after_the_reduction_is_an_error(strategy: str) -> None:
         backward(trainer, 1)
     trainer.wrapper.zero_grad_buffer()
     backward(trainer, 2)
-
-
-def test_stop_communication_does_not_reduce_again(trainer: Trainer) -> None:
-    """Megatron logs the parameter norm after it, with gradients that are consumed already."""
-    expected = _gradients(trainer)
-    trainer.wrapper.stop_communication()
-    for name, param in trainer.wrapper.named_parameters():
-        assert torch.equal(param.grad._local_tensor, expected[name])
 
 
 def test_gradients_of_one_rank_do_not_double_with_each_microbatch(trainer: Trainer) -> None:
@@ -505,3 +504,134 @@ def test_dtypes_can_be_read_under_megatrons_name() -> None:
     assert (policy.main_params_dtype, policy.main_grads_dtype) == (torch.float32, None)
     assert policy.grad_comm_dtype == torch.bfloat16
     assert build_trainer(CASE, "optim", DEVICE).wrapper.mp_policy.grad_comm_dtype == torch.float32
+
+
+# What is done to a wrapped module from outside: conversions, hooks, compilation.
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "half": lambda module: module.half(),
+    "bfloat16": lambda module: module.bfloat16(),
+    "double": lambda module: module.double(),
+    "to dtype": lambda module: module.to(torch.float16),
+    "to meta": lambda module: module.to("meta"),
+    "to empty memory": lambda module: module.to_empty(device="cpu"),
+    "to_empty": lambda module: module.to_empty(device="meta"),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_conversion_after_wrapping_is_refused(trainer: Trainer, name: str) -> None:
+    """Of the wrapper and of every module below: it would detach parameters from their buffers."""
+    layer = get_attr_wrapped_model(trainer.wrapper, "decoder").layers[0]
+    for module in (trainer.wrapper, trainer.wrapper.module, layer, layer.mlp.linear_fc1):
+        with pytest.raises(RuntimeError, match="convert the module before wrapping it"):
+            CONVERSIONS[name](module)
+    assert train_step(trainer, data())[0] > 0
+
+
+def test_conversion_that_changes_nothing_passes(trainer: Trainer) -> None:
+    for module in (trainer.wrapper, get_attr_wrapped_model(trainer.wrapper, "decoder")):
+        assert module.float() is module
+        assert module.to("cpu") is module
+        assert module.to(torch.float32) is module
+        assert module.cpu() is module
+
+
+def test_hooks_of_the_user_on_the_model_run(trainer: Trainer) -> None:
+    """Trap I3: calling `module.forward` would skip them. They see gathered weights."""
+    model = get_attr_wrapped_model(trainer.wrapper, "decoder", return_model_obj=True)
+    seen = []
+    model.register_forward_pre_hook(lambda *_: seen.append("before"))
+    model.register_forward_hook(lambda *_: seen.append("after"))
+    layer: Any = model.decoder.layers[0]
+    layer.register_forward_pre_hook(lambda m, _: seen.append(m.mlp.linear_fc1.weight.sum().item()))
+    forward_step(CASE, iter(data()), trainer.wrapper)
+    assert seen[0] == "before" and seen[-1] == "after" and isinstance(seen[1], float)
+
+
+def test_compiling_the_wrapper_is_refused(trainer: Trainer) -> None:
+    """An error raised while torch traces would make it run the module as it is, in silence."""
+    compiled = torch.compile(trainer.wrapper, backend="eager")
+    with pytest.raises(RuntimeError, match=r"torch\.compile of a wrapped model"):
+        forward_step(CASE, iter(data()), compiled)
+
+
+def _computes(model: Any) -> None:
+    """The embedding becomes a subclass, whose backward reads the table."""
+
+    class Own(type(model.embedding)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            table = nn.functional.normalize(self.word_embeddings.weight)
+            hidden: torch.Tensor = super().forward(*args, **kwargs)
+            return hidden + 0.1 * (hidden @ table.t()) @ table
+
+    model.embedding.__class__ = Own
+
+
+def test_an_embedding_that_computes_has_its_weights_in_backward() -> None:
+    """In slots, which another unit would be in by then."""
+    change: Any
+    for change, reads in ((lambda model: None, False), (_computes, True)):
+        slots = {"fsdp_double_buffer": True}
+        trainer = build_trainer(CASE, "optim_grads_params", DEVICE, change, slots)
+        [unit] = [one for one in trainer.wrapper.engine.units if "embedding" in one.name]
+        assert unit.backward_reads_weights is reads
+    plain = build_trainer(CASE, None, DEVICE, _computes)
+    for step in range(3):
+        numbers = [train_step(one, batches(CASE, step, 0, DEVICE)) for one in (trainer, plain)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
+
+
+# The wrapper's own first step shows a training loop that tested it against another class.
+
+
+@pytest.fixture
+def installed_wrapper() -> Iterator[None]:
+    install()
+    yield
+    uninstall()
+
+
+def unwired(strategy: str) -> Trainer:
+    """As Megatron leaves it when its isinstance test fails."""
+    trainer = build_trainer(CASE, strategy, DEVICE)
+    trainer.wrapper.config.no_sync_func = None
+    return trainer
+
+
+@pytest.mark.parametrize("strategy", ("optim", "optim_grads_params"))
+def test_an_unwired_loop_is_an_error_in_its_first_step(
+    one_rank: torch.device, installed_wrapper: None, strategy: str
+) -> None:
+    trainer = unwired(strategy)
+    with pytest.raises(RuntimeError, match=r"call megatron_fsdp_adapter\.install\(\) after"):
+        train_step(trainer, batches(CASE, 0, 0, DEVICE))
+
+
+def test_a_wired_loop_trains(one_rank: torch.device, installed_wrapper: None) -> None:
+    trainer = build_trainer(CASE, "optim", DEVICE)
+    for step in range(2):
+        train_step(trainer, batches(CASE, step, 0, DEVICE))
+
+
+def test_whoever_did_not_install_may_leave_it_unwired(one_rank: torch.device) -> None:
+    """ZeRO-2 and 3 reduce every microbatch anyway."""
+    train_step(unwired("optim_grads_params"), batches(CASE, 0, 0, DEVICE))
+
+
+def test_a_loop_of_ones_own_may_call_no_sync(
+    one_rank: torch.device, installed_wrapper: None
+) -> None:
+    wrapper = unwired("optim").wrapper
+    first, last = batches(CASE, 0, 0, DEVICE)
+
+    def backward(tokens: torch.Tensor) -> None:
+        losses, loss_func = forward_step(CASE, iter([tokens]), wrapper)
+        loss_func(losses)[0].backward()
+
+    wrapper.zero_grad_buffer()
+    with wrapper.no_sync():
+        backward(first)
+    backward(last)
+    wrapper.finish_grad_sync()

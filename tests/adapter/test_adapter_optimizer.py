@@ -1,16 +1,20 @@
-"""The seam to Megatron's optimizer: installed and undone, state without a step, clipping."""
+"""The seam to Megatron's optimizer: installed and undone, state without a step, clipping, norms of
+units, SGD."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import gc
+import logging
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import rerun_state_machine
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import (
     ParamKey,
@@ -20,6 +24,7 @@ from megatron.core.optimizer.optimizer_config import (
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp_adapter import install, uninstall
+from megatron_fsdp_adapter.megatron import grad_checks
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import OPTIMIZER
 from tests.distributed.checks import free_run
@@ -31,12 +36,9 @@ from tests.distributed.gpt import (
     build_trainer,
     distributed_optimizer,
     forward_backward,
-    full_all,
-    init_megatron,
     optimizer_config,
     train_step,
 )
-from tests.distributed.launch import run_ranks
 from tests.distributed.test_precision_aware import _trainer as precision_aware_trainer
 
 CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=1)
@@ -105,12 +107,6 @@ def test_stock_training_is_not_touched_by_the_seam(not_installed: None) -> None:
     for one, other in zip(before, after, strict=True):
         assert (one.loss, one.norm) == (other.loss, other.norm)
         assert all(torch.equal(other.weights[name], one.weights[name]) for name in one.weights)
-
-
-def test_wrapping_installs_it(not_installed: None) -> None:
-    original = _methods()
-    build_trainer(CASE, "optim", DEVICE)
-    assert all(_methods()[name] is not original[name] for name in original)
 
 
 def test_inner_optimizer_keeps_its_class(trainer: Trainer) -> None:
@@ -233,25 +229,6 @@ def test_state_of_another_model_is_refused(trainer: Trainer) -> None:
         inner.load_state_dict(state)
 
 
-def _zeros(rank: int, world: int) -> None:
-    device = init_megatron()
-    for strategy in STRATEGIES:
-        trainer = build_trainer(CASE, strategy, device)
-        inner = distributed_optimizer(trainer)
-        inner.config.log_num_zeros_in_grad = True
-        forward_backward(trainer, batches(CASE, 0, rank, device))
-        params = dict(trainer.wrapper.named_parameters())
-        grads = full_all({name: param.grad for name, param in params.items()})
-        expected = sum(int((grad == 0).sum()) for grad in grads.values())
-        _, _, zeros = trainer.optimizer.step()
-        assert zeros == expected > 0, (strategy, zeros, expected)
-
-
-def test_zeros_are_counted_once() -> None:
-    """Trap M4. Tokens that do not occur have zero gradients in the embedding."""
-    run_ranks(_zeros, 2)
-
-
 def test_what_a_load_asks_for_has_the_step_count_of_a_fused_optimizer() -> None:
     """FusedAdam has none before its first step, and a load reads only what is asked for: without
     it, training went on with Adam's first, doubled, steps."""
@@ -279,3 +256,88 @@ def test_every_replaced_function_is_as_expected(not_installed: None) -> None:
     """Of the installed release: names and parameters, one by one."""
     assert patches.missing(OPTIMIZER) == []
     assert len(_methods()) >= len(OPTIMIZER) - 3
+
+
+# `check_for_large_grads`: norms of gradients go to core's rerun state machine, which judges.
+
+
+TWO = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2)
+SAMPLES = 100  # of which core takes the largest, before it judges
+
+
+@pytest.fixture
+def machine() -> Iterator[Any]:
+    """Core's, new and without reruns, as it is by default."""
+    rerun_state_machine.destroy_rerun_state_machine()
+    yield rerun_state_machine.get_rerun_state_machine()
+    rerun_state_machine.destroy_rerun_state_machine()
+
+
+def _scaled(trainer: Trainer, factor: float) -> None:
+    """Gradients of the next steps are `factor` times as large: those of a larger loss."""
+    trainer.wrapper.config.grad_scale_func = lambda loss: loss * factor
+
+
+def _noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
+    notes: list[tuple[str, float]] = []
+    judge: Callable[..., None] = grad_checks.judge_norm
+    monkeypatch.setattr(
+        grad_checks, "judge_norm",
+        lambda name, norm: (notes.append((name, norm.item())), judge(name, norm)),
+    )  # fmt: skip
+    return notes
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_norms_of_the_units_are_those_of_the_gradients(
+    one_rank: torch.device, machine: Any, monkeypatch: pytest.MonkeyPatch, strategy: str, bf16: bool
+) -> None:
+    """Together they are the norm that core finds for clipping."""
+    case = TWO.but(microbatches=1, bf16=bf16)
+    notes = _noted(monkeypatch)
+    trainer = build_trainer(case, strategy, one_rank, ddp={"check_for_large_grads": True})
+    for step in range(3):
+        notes.clear()
+        _, norm = train_step(trainer, batches(case, step, 0, one_rank))
+        assert len({name for name, _ in notes}) == len(notes) > 1
+        together = math.sqrt(sum(value**2 for _, value in notes))
+        assert together == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_norm_far_above_the_first_ones_is_a_warning_that_names_the_unit(
+    one_rank: torch.device, machine: Any, caplog: pytest.LogCaptureFixture, strategy: str
+) -> None:
+    """And training goes on. No warning before, nor for one that is somewhat larger."""
+    trainer = build_trainer(TWO, strategy, one_rank, ddp={"check_for_large_grads": True})
+    step = 0
+    with caplog.at_level(logging.WARNING, logger=rerun_state_machine.__name__):
+        while machine.large_value_counts.get("grads", 0) < SAMPLES:
+            train_step(trainer, batches(TWO, step, 0, one_rank))
+            step += 1
+        for factor, found in ((1.0, False), (2.0, False), (1e4, True)):
+            caplog.clear()
+            _scaled(trainer, factor)
+            train_step(trainer, batches(TWO, step, 0, one_rank))
+            said = [text for text in caplog.messages if "unexpectedly large" in text]
+            assert bool(said) == found, (factor, said)
+        assert any("unit decoder.layers.0 " in text for text in said)
+
+
+def test_an_infinite_gradient_is_left_to_the_other_check(
+    one_rank: torch.device, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"check_for_large_grads": True, "check_for_nan_in_grad": True}
+    notes = _noted(monkeypatch)
+    trainer = build_trainer(TWO, "optim_grads_params", one_rank, ddp=options)
+    train_step(trainer, batches(TWO, 0, 0, one_rank))
+    assert notes
+    _scaled(trainer, math.inf)
+    with pytest.raises(RuntimeError, match="not finite before communication"):
+        train_step(trainer, batches(TWO, 1, 0, one_rank))
+
+
+def test_without_the_option_nothing_is_looked_at(one_rank: torch.device) -> None:
+    trainer = build_trainer(TWO, "optim_grads_params", one_rank)
+    assert grad_checks.chosen_check(trainer.wrapper.ddp_config) is None

@@ -31,7 +31,7 @@ from tests.distributed.gpt import (
 
 CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2)
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 
 
 class Capturing:
@@ -68,23 +68,6 @@ def captured_trainer(strategy: str) -> tuple[Trainer, Capturing]:
 
 def pieces(trainer: Trainer) -> list[torch.Tensor]:
     return [pair.sharded.grad._local_tensor for pair in trainer.wrapper.engine.pairs]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_stay_attached_in_their_place_for_the_next_replay(
-    one_rank: torch.device, strategy: str
-) -> None:
-    trainer, _ = captured_trainer(strategy)
-    before = pieces(trainer)
-    places = [piece.data_ptr() for piece in before]
-    trainer.optimizer.step()
-    trainer.wrapper.zero_grad_buffer()
-    trainer.optimizer.zero_grad()
-    after = pieces(trainer)
-    assert [piece.data_ptr() for piece in after] == places
-    assert all(piece.untyped_storage().nbytes() > 0 for piece in after)
-    before[0].fill_(3.0)  # what a replay does
-    assert (after[0] == 3.0).all()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -147,25 +130,17 @@ def test_gradients_that_a_graph_writes_never_lose_their_storage(
     assert all(group.grad.allocated for group in trainer.wrapper.engine.groups)
 
 
-def test_an_evaluation_keeps_the_gradients_of_the_graph(one_rank: torch.device) -> None:
-    trainer, flag = captured_trainer("optim_grads_params")
-    places = [piece.data_ptr() for piece in pieces(trainer)]
-    trainer.wrapper.zero_grad_buffer()
-    for flag.now in (False, True, False):
-        with torch.no_grad():
-            forward_backward(trainer, batches(CASE, 5, 0, CPU), forward_only=True)
-    assert [piece.data_ptr() for piece in pieces(trainer)] == places
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_twenty_replays_with_evaluations_between_bind_no_gradient_anew(
     one_rank: torch.device, strategy: str
 ) -> None:
-    """What the training loop does around a replay, which itself runs no Python."""
-    trainer, _ = captured_trainer(strategy)
+    """What the training loop does around a replay, which itself runs no Python. Evaluations may be
+    captured, too."""
+    trainer, flag = captured_trainer(strategy)
 
     def gradients() -> list[tuple[int, int]]:
         grads = [pair.sharded.grad for pair in trainer.wrapper.engine.pairs]
+        assert all(grad._local_tensor.untyped_storage().nbytes() > 0 for grad in grads)
         return [(id(grad), grad._local_tensor.data_ptr()) for grad in grads]
 
     bound = gradients()
@@ -173,8 +148,10 @@ def test_twenty_replays_with_evaluations_between_bind_no_gradient_anew(
         trainer.optimizer.step()
         trainer.wrapper.start_param_sync()
         if replay % 2:
+            flag.now = replay % 4 == 1
             with torch.no_grad():
                 forward_backward(trainer, batches(CASE, 90 + replay, 0, CPU), forward_only=True)
+            flag.now = False
         trainer.wrapper.zero_grad_buffer()
         trainer.optimizer.zero_grad()
         for piece in pieces(trainer):
@@ -253,25 +230,3 @@ def test_whether_core_asks_for_the_number_of_tokens_is_read_off_its_function() -
     source = inspect.getsource(finalize_model_grads)
     assert core_api.asks_tokens_on_the_host() is ("if num_tokens > 0" in source)
     assert core_api.asks_tokens_on_the_host() is ("torch.clamp(num_tokens" not in source)
-
-
-def test_what_a_captured_step_excludes_is_told_with_its_remedy() -> None:
-    checked = SimpleNamespace(check_for_nan_in_grad=True)
-    unchecked = SimpleNamespace(check_for_nan_in_grad=False)
-    config = model("local", FULL)
-    assert cuda_graphs.problems(config, unchecked, CUDA) == []
-    assert cuda_graphs.problems(model("none", None), checked, CPU) == []
-    (nan,) = cuda_graphs.problems(config, checked, CUDA)
-    assert "check_for_nan_in_grad=True" in nan and "set it to False" in nan
-    (large,) = cuda_graphs.problems(config, SimpleNamespace(check_for_large_grads=True), CUDA)
-    assert "check_for_large_grads=True" in large and "set it to False" in large
-    streamed = SimpleNamespace(chunked_optimizer_state_offload=True)
-    (offload,) = cuda_graphs.problems(config, streamed, CUDA)
-    assert "chunked_optimizer_state_offload=True" in offload and "set it to False" in offload
-    counted = model("local", FULL)
-    counted.calculate_per_token_loss = True
-    (tokens,) = cuda_graphs.problems(counted, unchecked, CUDA)
-    assert "calculate_per_token_loss=True" in tokens and "set it to False" in tokens
-    assert cuda_graphs.problems(counted, unchecked, CUDA, asks_tokens=False) == []
-    (cpu,) = cuda_graphs.problems(config, unchecked, CPU)
-    assert "the model is on cpu" in cpu and "use 'none'" in cpu

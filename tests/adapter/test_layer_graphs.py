@@ -19,7 +19,7 @@ from megatron_fsdp_adapter.megatron import layer_graphs as wrapper_graphs
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.megatron.layer_graphs import LayerCaptures, take_off_managers
-from megatron_fsdp_adapter.megatron.options import cuda_graphs, layer_graphs
+from megatron_fsdp_adapter.megatron.options import cuda_graphs
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (
     Case,
@@ -369,39 +369,6 @@ def test_core_s_own_managers_are_taken_off(one_rank: torch.device) -> None:
 
 def model(**fields: Any) -> Any:
     return SimpleNamespace(**{"cuda_graph_impl": "local", "cuda_graph_scope": [], **fields})
-
-
-def ddp(**fields: Any) -> Any:
-    known = {"data_parallel_sharding_strategy": ZERO_3, "fsdp_double_buffer": True}
-    return SimpleNamespace(**{**known, **fields})
-
-
-def test_what_graphs_of_layers_exclude_is_told_with_its_remedy() -> None:
-    assert layer_graphs.problems(model(), ddp(), CUDA) == []
-    assert layer_graphs.problems(model(cuda_graph_impl="none"), ddp(), CPU) == []
-    selective = {"recompute_granularity": "selective"}
-    assert layer_graphs.problems(
-        model(**selective, recompute_modules=["core_attn"]), ddp(), CUDA
-    ) == []  # fmt: skip
-    cases = [
-        (model(), ddp(), CPU, "the model is on cpu"),
-        (model(), ddp(fsdp_double_buffer=False), CUDA, "set it to True"),
-        (model(), ddp(data_parallel_sharding_strategy="optim"), CUDA, "'full_iteration'"),
-        (model(cuda_graph_scope=["moe_router"]), ddp(), CUDA, "leave the others out"),
-        (model(recompute_granularity="full"), ddp(), CUDA, "use 'selective'"),
-        (model(**selective, recompute_modules=["moe"]), ddp(), CUDA, "leave 'moe' out"),
-        (model(**selective, recompute_modules=["core_attn"], attention_dropout=0.1), ddp(), CUDA,
-         "leave 'core_attn' out"),
-        (model(fp8="hybrid", fp8_recipe="delayed"), ddp(), CUDA, "use 'tensorwise'"),
-        (model(qk_clip=True), ddp(), CUDA, "switch it off"),
-        (model(), ddp(keep_fp8_transpose_cache=True), CUDA, "switch it off"),
-        (model(), ddp(fsdp_unsharded_budget_gib=1.0), CUDA, "switch it off"),
-        (model(), ddp(suggested_communication_unit_size=9), CUDA, "switch it off"),
-        (model(context_parallel_size=2), ddp(), CUDA, "use 1"),
-    ]
-    for config, ddp_config, device, remedy in cases:
-        (said,) = layer_graphs.problems(config, ddp_config, device)
-        assert remedy in said, said
 
 
 def test_whole_iterations_and_layers_are_told_apart() -> None:

@@ -1,5 +1,6 @@
 """The options that make quantized weights and compute: what follows from them, what they ask of the
-device, and what is said. Training with them: tests/quantized, tests/gpu/test_gpu_fp8_params.py."""
+device, what is said, and TE's cache of weights. Training with them: tests/quantized, and on GPUs
+tests/gpu/test_gpu_fp8.py and test_gpu_fp8_params.py."""
 
 from __future__ import annotations
 
@@ -13,13 +14,17 @@ import pytest
 import torch
 from megatron.core.enums import Fp4Recipe, Fp8Recipe
 from megatron.core.optimizer import get_megatron_optimizer
+from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
-from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.launch import megatron_lm
+from megatron_fsdp_adapter.megatron import units
 from megatron_fsdp_adapter.megatron.options import capability, ddp_options
 from megatron_fsdp_adapter.megatron.options.support import FP4_RECIPES, FP8_RECIPES
+from megatron_fsdp_adapter.megatron.te_weight_cache import switch_off_weight_cache
+from megatron_fsdp_adapter.megatron.wgrad_probe import Precision
 from tests.distributed.gpt import (
+    STRATEGIES,
     Case,
     batches,
     build_model,
@@ -230,3 +235,45 @@ def test_megatron_lms_loop_does_not_look_for_that_buffer() -> None:
     changes = megatron_lm.complete(args, ["--use-megatron-fsdp", flag])
     assert args.reuse_grad_buf_for_mxfp8_param_ag is False
     assert [change.option for change in changes].count(flag) == 1
+
+
+# TE's cache of quantized weights under FP8 compute.
+
+
+CPU = torch.device("cpu")
+
+
+class QuantizingLinear(nn.Linear):
+    """What core's TE layers have: the option, copied from the config when they are made. Checked
+    against core 0.16.1 and 0.19.2."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.disable_parameter_transpose_cache = False
+
+
+def test_every_layer_that_caches_is_told_not_to() -> None:
+    layers = nn.Sequential(QuantizingLinear(), nn.Sequential(QuantizingLinear()), nn.Linear(3, 3))
+    assert switch_off_weight_cache(layers)
+    told = [getattr(m, "disable_parameter_transpose_cache", None) for m in layers.modules()]
+    assert told == [None, True, None, True, None]
+    assert not switch_off_weight_cache(layers)
+
+
+@pytest.mark.parametrize("fp8", ("hybrid", None))
+@pytest.mark.parametrize("fused", (True, False))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_is_switched_off_and_said_where_weights_are_sharded_or_gradients_fused(
+    one_rank: torch.device, strategy: str, fp8: str | None, fused: bool, capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(units, "precisions_of", lambda config: (Precision("weights"),))
+    monkeypatch.setattr(capability, "reason_against", lambda recipe, device: None)
+    model = build_model(CASE, CPU)
+    layer = model.decoder.layers[0].mlp.extra = QuantizingLinear()  # type: ignore[union-attr]
+    model.config.fp8 = fp8  # type: ignore[assignment,union-attr]
+    model.config.gradient_accumulation_fusion = fused  # type: ignore[union-attr]
+    FullyShardedDataParallel(model.config, ddp_config(CASE, strategy), model)
+    off = fused or (strategy == "optim_grads_params" and fp8 is not None)
+    assert layer.disable_parameter_transpose_cache is off
+    assert ("disable_parameter_transpose_cache=True" in capsys.readouterr().out) is off

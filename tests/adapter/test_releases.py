@@ -1,13 +1,15 @@
 """Which megatron-core is used: tested releases silently, newer ones with one warning, older ones
-and those that are not as expected not at all, before anything is changed."""
+and those that are not as expected not at all, before anything is changed; and what differs between
+them is told by what is there."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,14 +17,17 @@ from typing import Any
 import megatron.core
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_fsdp_adapter import FullyShardedDataParallel, install, uninstall
 from megatron_fsdp_adapter.cli import doctor
+from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.megatron.compat import core_api, patches, releases
 from megatron_fsdp_adapter.megatron.compat.patches import Patch
 from megatron_fsdp_adapter.megatron.compat.table import installed
+from megatron_fsdp_adapter.megatron.process_groups import build_index, groups_from_parallel_state
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 OLDER = ("0.15.3", "0.16.0", "0.16.1rc0", "of no known version")
@@ -164,3 +169,99 @@ def test_other_packages_are_only_remarked_upon() -> None:
     newer = {"torch": "2.16.0", "transformer-engine": "2.21.0", "megatron-core": "0.20.0"}
     for package, version in newer.items():
         assert releases.remark(package, version).startswith("not tested; tested are")
+
+
+# What differs between releases of megatron-core is told by what is there: both sides of a seam.
+
+
+def test_groups_are_asked_for_ranks_that_hold_the_same_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From 0.19 on core's data-parallel groups contain ranks that hold other parts of a weight."""
+
+    def newer(check: bool = True, with_gtp_remat: bool = True, partial: bool = False) -> Any:
+        return check, with_gtp_remat, partial
+
+    def older(check: bool = True, partial: bool = False) -> Any:
+        return check, partial
+
+    for name in ("data_parallel_group", "expert_data_parallel_group"):
+        ours = getattr(core_api, name)
+        monkeypatch.setattr(parallel_state, f"get_{name}", newer)
+        assert ours(False, partial=True) == (False, False, True)
+        monkeypatch.setattr(parallel_state, f"get_{name}", older)
+        assert ours(False, partial=True) == (False, True)
+
+
+def test_a_gather_group_of_parallel_state_is_used_where_there_can_be_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "has_separate_all_gather_group"
+    monkeypatch.setattr(parallel_state, name, lambda: True, raising=False)
+    assert core_api.has_separate_all_gather_group() is True
+    monkeypatch.delattr(parallel_state, name)
+    assert core_api.has_separate_all_gather_group() is False
+
+
+def test_a_tag_that_core_knows_no_norm_for_is_the_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    tagged = torch.nn.Parameter(torch.zeros(1))
+    tagged.grad_norm_group = "mtp"  # type: ignore[attr-defined]
+    monkeypatch.setattr(core_api, "SEPARATE_NORMS", ())
+    assert core_api.norm_group(tagged) is None
+    optimizer = SimpleNamespace(has_grad_norm_group=lambda name: True)
+    assert core_api.present_norm_groups(optimizer) == []
+    monkeypatch.setattr(core_api, "SEPARATE_NORMS", ("mtp",))
+    assert core_api.norm_group(tagged) == "mtp"
+    assert core_api.norm_group(torch.nn.Parameter(torch.zeros(1))) is None
+    assert core_api.present_norm_groups(optimizer) == ["mtp"]
+    optimizer.has_grad_norm_group = lambda name: False
+    assert core_api.present_norm_groups(optimizer) == []
+
+
+def test_without_the_option_no_step_is_left_out() -> None:
+    assert core_api.norm_threshold(SimpleNamespace()) == float("inf")
+    assert core_api.norm_threshold(SimpleNamespace(grad_norm_skip_threshold=3)) == 3.0
+
+
+@pytest.mark.parametrize("takes_more", (True, False))
+def test_a_context_rank_s_batch_is_of_its_own_group_in_any_release(
+    monkeypatch: pytest.MonkeyPatch, takes_more: bool
+) -> None:
+    """From 0.18 on no group means the world, and an argument has no default."""
+
+    def newer(batch: Any, is_hybrid_cp: bool, cp_group: Any = None) -> Any:
+        return is_hybrid_cp, cp_group, batch
+
+    def older(batch: Any, cp_group: Any = None) -> Any:
+        return False, cp_group, batch
+
+    monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda: "context ranks")
+    function = newer if takes_more else older
+    monkeypatch.setattr(core_api.core_utils, "get_batch_on_this_cp_rank", function)
+    found = core_api.batch_of_context_rank({"tokens": 1})
+    assert found == (False, "context ranks", {"tokens": 1})
+
+
+# Megatron-LM's --create-all-gather-group: the second communicator is used for gathers.
+
+
+OPTION = "create_all_gather_group"
+CAN_MAKE = OPTION in inspect.signature(parallel_state.initialize_model_parallel).parameters
+
+
+@pytest.fixture(params=(True, False) if CAN_MAKE else (False,))
+def has_group(four_fake_ranks: None, request: pytest.FixtureRequest) -> Iterator[bool]:
+    options = {OPTION: request.param} if CAN_MAKE else {}
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **options)
+    yield request.param
+    parallel_state.destroy_model_parallel()
+
+
+def test_dense_weights_are_gathered_on_it(has_group: bool) -> None:
+    groups = groups_from_parallel_state()
+    assert (groups["fsdp_group_ag"] is not None) == has_group
+    assert groups["fsdp_group_ag"] is not groups["fsdp_group"]
+    index = build_index(groups, device=torch.device("cpu"), grad_scale_of=lambda ranks: 1 / ranks)
+    domain = index.domain(DENSE)
+    wanted = groups["fsdp_group_ag"] if has_group else groups["fsdp_group"]
+    assert domain.gather_group is wanted

@@ -1,16 +1,19 @@
 """Options and calls of core that would change weights or gradients without a word: each works, or
-is one early error. Those that a field of a config tells are in test_support_table.py."""
+is one early error. Those that a row of a table tells are in test_options.py."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core import optimizer as core_optimizer
 from megatron.core import parallel_state
+from megatron.core.extensions import transformer_engine as extension
 from megatron.core.optimizer import get_megatron_optimizer, muon
+from megatron.core.pipeline_parallel import fine_grained_activation_offload
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -173,3 +176,49 @@ def test_a_hook_on_a_weight_that_no_module_writes_stays(one_rank: torch.device) 
     norm.weight.register_hook(lambda value: value)
     FullyShardedDataParallel(model.config, ddp_config(CASE, "optim"), model)
     assert parallel_state.model_parallel_is_initialized()
+
+
+# Options of activation offload: what is accepted, and what is one early error.
+
+
+LAYERS = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23)
+
+
+def _wrap(device: torch.device, **options: Any) -> FullyShardedDataParallel:
+    model = build_model(LAYERS, device)
+    for name, value in options.items():
+        setattr(model.config, name, value)
+    return FullyShardedDataParallel(model.config, ddp_config(LAYERS, "optim_grads_params"), model)
+
+
+def test_offload_inside_of_layers_needs_transformer_engine(one_rank: torch.device) -> None:
+    with (
+        mock.patch.object(extension, "cpu_offload", None),
+        pytest.raises(ValueError, match="fine_grained_activation_offloading=True: core offloads"),
+    ):
+        _wrap(one_rank, fine_grained_activation_offloading=True, offload_modules=["attn_norm"])
+    with mock.patch.object(extension, "cpu_offload", SimpleNamespace()):
+        _wrap(one_rank, fine_grained_activation_offloading=True, offload_modules=["attn_norm"])
+
+
+def test_offload_of_layers_is_accepted_where_core_has_it(one_rank: torch.device) -> None:
+    for weights in (False, True):
+        wrapped = _wrap(
+            one_rank, cpu_offloading=True, cpu_offloading_num_layers=1,
+            cpu_offloading_weights=weights, cpu_offloading_double_buffering=True,
+        )  # fmt: skip
+        assert wrapped.config.cpu_offloading
+
+
+def test_core_asks_us_of_each_tensor(one_rank: torch.device) -> None:
+    """Of a view of a gathered weight as well, whatever its size."""
+    wrapped = _wrap(one_rank)
+    wrapped.engine.sync_weights(wait=True)
+    weight = wrapped.module.module.output_layer.weight
+    handler = fine_grained_activation_offload.ChunkOffloadHandler
+    asked = SimpleNamespace(
+        min_offloaded_tensor_size=1, _can_manage_tensor_for_offload=lambda tensor: True
+    )
+    for tensor, goes in ((weight.detach().t(), False), (weight.view(-1), False),
+                         (torch.ones(3), True)):  # fmt: skip
+        assert handler.tensor_need_offloading_checker(asked, tensor) is goes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,16 +10,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_adapter.core.topology import FSDPDistributedIndex
-from megatron_fsdp_adapter.megatron.options import staging_options
+from megatron_fsdp_adapter.megatron.domains import read_index
+from megatron_fsdp_adapter.megatron.options import staging_options, table
 from megatron_fsdp_adapter.megatron.options.ddp_options import engine_config
-from tests.distributed.gpt import Case, build_trainer, ddp_config, train_step
+from tests.distributed.gpt import Case, build_trainer, ddp_config, model_config, train_step
 from tests.distributed.gpt import batches as batches_of
 from tests.engine.pretended import pretended_world
 
 CASE = Case(num_layers=4, hidden=12, heads=2, ffn=20, vocab=23)
 ZERO_3, CPU, CUDA = "optim_grads_params", torch.device("cpu"), torch.device("cuda")
-CE, CE_RS = staging_options.CE_ALL_GATHER, staging_options.CE_REDUCE_SCATTER
-NO_GROUPS: dict[str, Any] = {}
+CE, CE_RS = table.CE_ALL_GATHER, table.CE_REDUCE_SCATTER
 
 
 def config(strategy: str = ZERO_3, **options: Any) -> Any:
@@ -44,39 +45,6 @@ def test_which_buffers_are_in_slots(options, slots):
     assert found.all_to_all_gradients == bool(options.get(CE_RS))
 
 
-@pytest.mark.parametrize(
-    ("options", "device", "groups", "says"),
-    [
-        ({"nccl_ub": True}, CPU, NO_GROUPS, "nccl_ub=True: it needs NCCL, and the model is on cpu"),
-        ({CE: True}, CPU, NO_GROUPS, f"{CE}=True: it needs NCCL"),
-        ({CE_RS: True}, CPU, NO_GROUPS, f"{CE_RS}=True: it needs NCCL"),
-        ({CE: True}, CUDA, {"fsdp_group_ag": "a group"}, "leave them out: the wrapper makes"),
-        ({"fsdp_manual_registration": True}, CUDA, NO_GROUPS, "set nccl_ub=True"),
-        ({"disable_symmetric_registration": True}, CUDA, NO_GROUPS, "set nccl_ub=True"),
-    ],
-)
-def test_what_cannot_work_is_told_with_its_remedy(options, device, groups, says):
-    (line,) = staging_options.problems(config(**options), device, groups)
-    assert says in line
-
-
-def test_copy_engines_need_weights_that_are_gathered_unit_by_unit():
-    (line,) = staging_options.problems(config("optim", **{CE: True}), CUDA, NO_GROUPS)
-    assert "data_parallel_sharding_strategy='optim'" in line and "'optim_grads_params'" in line
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
-def test_gradients_are_carried_only_where_they_are_sharded(strategy):
-    (line,) = staging_options.problems(config(strategy, **{CE_RS: True}), CUDA, NO_GROUPS)
-    assert f"data_parallel_sharding_strategy={strategy!r}" in line and "'optim_grads'" in line
-
-
-def test_memory_pools_exclude_expandable_segments(monkeypatch):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    (line,) = staging_options.problems(config(**{CE: True}), CUDA, NO_GROUPS)
-    assert "expandable_segments:True excludes memory pools" in line
-
-
 @pytest.mark.parametrize("option", ["nccl_ub", CE, CE_RS])
 def test_registration_is_between_the_ranks_of_one_instance(option):
     """Several optimizer instances register side by side, over groups that have no rank in common:
@@ -96,11 +64,6 @@ def test_registration_is_between_the_ranks_of_one_instance(option):
     assert seen == [[(0, 1)], [(0, 1)], [(2, 3)], [(2, 3)]]
 
 
-def test_the_wrapper_refuses_registered_buffers_on_the_cpu(one_rank):
-    with pytest.raises(ValueError, match="nccl_ub=True: it needs NCCL"):
-        build_trainer(CASE, ZERO_3, one_rank, ddp={"nccl_ub": True})
-
-
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", ZERO_3])
 def test_a_double_buffer_changes_no_bit(one_rank, strategy):
     runs = []
@@ -108,3 +71,10 @@ def test_a_double_buffer_changes_no_bit(one_rank, strategy):
         trainer = build_trainer(CASE, strategy, one_rank, ddp=options)
         runs.append([train_step(trainer, batches_of(CASE, n, 0, one_rank)) for n in range(3)])
     assert runs[0] == runs[1]
+
+
+def test_copy_engines_take_no_gather_groups_of_the_caller(one_rank):
+    groups = SimpleNamespace(dp_cp=dist.group.WORLD, dp_cp_ag=dist.group.WORLD)
+    model = torch.nn.Linear(2, 2)
+    _, (line,) = read_index(model, model_config(CASE), config(**{CE: True}), CUDA, groups)
+    assert line.startswith(f"{CE}=True: ") and "leave them out: the wrapper makes others" in line

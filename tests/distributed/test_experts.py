@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,7 +29,6 @@ from torch import nn
 
 from megatron_fsdp_adapter import export_weights
 from megatron_fsdp_adapter.launch import cpu_mode
-from megatron_fsdp_adapter.megatron.schedule_plans import problems as refused_by_schedule
 from megatron_fsdp_adapter.prove.build import coordinates
 from tests.distributed import deep_ep_stand_in
 from tests.distributed.checks import Step, check_gradients, check_loss
@@ -376,14 +374,6 @@ def test_a_pass_gathers_what_it_reads_and_the_next_stage(rank: int) -> None:
             assert (experts > others) == (ddp is FINE), "most of a layer are its experts"
             allowed = nbytes(units[-1]) + passes * (2 * others + experts)
             assert max(taken) <= allowed, (microbatches, ddp, max(taken), others, experts)
-
-
-def test_a_strategy_that_is_unknown_is_left_to_its_own_rule() -> None:
-    config = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
-    ddp = SimpleNamespace(data_parallel_sharding_strategy="zero3", fsdp_double_buffer=True)
-    assert refused_by_schedule(config, ddp) == []
-    ddp.data_parallel_sharding_strategy = ZERO_3
-    assert "fsdp_double_buffer" in refused_by_schedule(config, ddp)[0]
 
 
 # Experts and dense layers of different tensor-parallel sizes.

@@ -39,13 +39,9 @@ from megatron_fsdp_adapter.core.engine.unit import Unit
 from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group, row_granularity
 from megatron_fsdp_adapter.core.topology import EXPERT
 from megatron_fsdp_adapter.diagnostics.memory import Precision
-from megatron_fsdp_adapter.megatron.options.unit_grouping import (
-    UNIT_NUMEL,
-    prefetch_bytes,
-    unit_numel,
-)
+from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL, engine_fields
+from megatron_fsdp_adapter.megatron.options.unit_grouping import unit_numel
 from megatron_fsdp_adapter.megatron.schedule_plans import OPTION as PLANS
-from megatron_fsdp_adapter.megatron.schedule_plans import problems
 from megatron_fsdp_adapter.megatron.units import chosen_units
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB, unsharded_units
 from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
@@ -400,16 +396,6 @@ def test_layers_stay_apart_where_larger_units_would_do_harm(rank: int, name: str
     assert len(layers_of(build_trainer(MANY, ZERO_3, init_megatron(), **options))) == 24
 
 
-def test_core_schedule_of_parts_of_layers_refuses_joined_layers():
-    config = SimpleNamespace(**{PLANS: True})
-    plain = SimpleNamespace(data_parallel_sharding_strategy="optim_grads")
-    joined = SimpleNamespace(**vars(plain), **{UNIT_NUMEL: 1000})
-    assert problems(config, plain) == []
-    (said,) = problems(config, joined)
-    assert UNIT_NUMEL in said and "leave" in said
-    assert problems(config, SimpleNamespace(**vars(plain), **{UNIT_NUMEL: 0})) == []
-
-
 @pytest.mark.parametrize(
     ("config", "ddp", "joins"),
     [({}, {}, True), ({PLANS: True}, {}, False), ({"cuda_graph_impl": "local"}, {}, False),
@@ -423,7 +409,7 @@ def test_layers_are_joined_by_default_where_the_host_limits(config, ddp, joins):
     for asked, expected in ((None, 1501 if joins else 0), (0, 0), (7, 7)):
         ddp_config = SimpleNamespace(**ddp, **{UNIT_NUMEL: asked})
         assert unit_numel(SimpleNamespace(**config), ddp_config, numels) == expected
-        assert prefetch_bytes(ddp_config) == 2 * (asked or 0)
+        assert engine_fields(ddp_config)["prefetch_bytes"] == 2 * (asked or 0)
 
 
 # Units that are kept.

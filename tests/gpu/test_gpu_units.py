@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter import fully_shard_model
-from megatron_fsdp_adapter.megatron.options.unit_grouping import UNIT_NUMEL
+from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
 from megatron_fsdp_adapter.sharding.unsharded_budget import GIB, OPTION
 from tests.distributed.checks import check_run_bits
 from tests.distributed.gpt import STRATEGIES, Case, Trainer

@@ -16,7 +16,7 @@ from launch_cases import parsed_arguments
 from megatron_fsdp_adapter.launch import megatron_lm
 from megatron_fsdp_adapter.megatron.options import validation
 from megatron_fsdp_adapter.megatron.options.settings import Change, format_changes
-from megatron_fsdp_adapter.megatron.options.support import EMERGING, Rule
+from megatron_fsdp_adapter.megatron.options.support import EMERGING
 
 FSDP = ["--use-megatron-fsdp"]
 
@@ -58,16 +58,6 @@ def test_what_the_user_wrote_is_refused_and_not_overwritten(written: list[str]) 
     assert problem.startswith("ckpt_format='torch_dist': ")
 
 
-def test_what_is_on_by_default_and_refused_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as there is a rule against it, and not afterwards."""
-    rule = Rule("gradient_accumulation_fusion", lambda config: True, "no")
-    for rules, expected in ((), True), ((rule,), False):
-        monkeypatch.setattr(megatron_lm, "MODEL_CONFIG_RULES", rules)
-        args = parsed_arguments()
-        megatron_lm.complete(args, FSDP)
-        assert args.gradient_accumulation_fusion is expected
-
-
 def test_bf16_reduction_becomes_the_dtype_on_the_wire() -> None:
     args = parsed_arguments(grad_reduce_in_bf16=True)
     megatron_lm.complete(args, [*FSDP, "--grad-reduce-in-bf16"])
@@ -91,32 +81,6 @@ def _complete(**changed: Any) -> argparse.Namespace:
     return args
 
 
-BREAKING: dict[str, dict[str, Any]] = {
-    "optimizer": {"optimizer": "muon"},
-    "use_torch_fsdp2": {"use_torch_fsdp2": True},
-    "ckpt_format": {"ckpt_format": "zarr"},
-    "async_save": {"async_save": True},
-    "save": {"save": "msc://bucket", "async_save": True, "async_strategy": "nvrx"},
-    "check_weight_hash_across_dp_replicas_interval": {
-        "check_weight_hash_across_dp_replicas_interval": 10
-    },
-    "enable_full_sharding_in_hsdp": {"enable_full_sharding_in_hsdp": True},
-    "use_legacy_models": {"use_legacy_models": True},
-    "save_wgrads_interval": {"save_wgrads_interval": 10},
-    "save_params_interval": {"save_params_interval": 10},
-    "moe_use_upcycling": {"moe_use_upcycling": True},
-    "non_persistent_ckpt_type": {"non_persistent_ckpt_type": "local"},
-    "perform_rl_step": {"perform_rl_step": True},
-}  # fmt: skip
-
-
-def test_cores_flag_for_gathers_beside_a_second_optimizer_is_set_to_false() -> None:
-    """Core's optimizer would split model chunks."""
-    args = _complete(overlap_param_gather_with_optimizer_step=True)
-    assert args.overlap_param_gather_with_optimizer_step is False
-    assert validation.launch_problems(args, {}) == []
-
-
 def test_cores_flag_for_offload_of_the_optimizer_becomes_ours() -> None:
     """As a user of Megatron-LM gives it, with what Megatron-LM asks for beside it."""
     beside = {"overlap_cpu_optimizer_d2h_h2d": True, "use_torch_optimizer_for_cpu_offload": True}
@@ -127,17 +91,6 @@ def test_cores_flag_for_offload_of_the_optimizer_becomes_ours() -> None:
     part = _complete(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
     [problem] = validation.launch_problems(part, {})
     assert problem.startswith("optimizer_offload_fraction=0.5: ") and "use 1.0" in problem
-
-
-def test_the_rules_of_the_launch_are_these() -> None:
-    assert {rule.option for rule in validation.LAUNCH_RULES} == set(BREAKING)
-
-
-@pytest.mark.parametrize("rule", validation.LAUNCH_RULES, ids=lambda rule: rule.option)
-def test_every_rule_of_the_launch_is_broken_by_its_value(rule: Any) -> None:
-    changed = BREAKING[rule.option]
-    [problem] = validation.launch_problems(_complete(**changed), {})
-    assert problem == f"{rule.option}={changed[rule.option]!r}: {rule.message}"
 
 
 @pytest.mark.parametrize(
@@ -248,34 +201,6 @@ def test_muon_and_lion_are_asked_for_where_this_megatron_lm_makes_them(name: str
     assert problem.startswith(f"optimizer={name!r}: this Megatron-LM makes Muon by a function of")
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"muon_scale_mode": "none"}, {"muon_num_ns_steps": 0}, {"muon_momentum": 1.0},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_muon_does_not_go_with_is_told_before_anything_is_loaded(
-    changed: dict[str, Any],
-) -> None:
-    [(name, value)] = changed.items()
-    args = _complete(optimizer="muon", muon_nesterov=False, **changed)
-    found = validation.launch_problems(args, {})
-    assert [line for line in found if f"optimizer='muon' with {name}={value!r}: " in line], found
-    others = validation.launch_problems(_complete(**changed), {})
-    assert not [line for line in others if "muon" in line]
-
-
-@pytest.mark.parametrize("name", EMERGING)
-@pytest.mark.parametrize("option", ["fp16", "optimizer_cpu_offload"])
-def test_what_none_of_them_goes_with_is_told_before_anything_is_loaded(
-    name: str, option: str
-) -> None:
-    args = _complete(optimizer=name, muon_nesterov=False, **{option: True})
-    found = validation.launch_problems(args, {})
-    assert any(line.startswith(f"optimizer={name!r}: with {option}=True ") for line in found), found
-
-
 @pytest.mark.parametrize("optimizer", EMERGING)
 @pytest.mark.parametrize("use_megatron_fsdp", [True, False])
 def test_validation_is_shown_adam_in_the_place_of_what_it_refuses(
@@ -298,21 +223,6 @@ def test_validation_is_shown_adam_in_the_place_of_what_it_refuses(
         validate(args, defaults="wrong")
     assert args.optimizer == optimizer
     assert seen == ["adam" if use_megatron_fsdp else optimizer] * 2
-
-
-def test_fields_of_main_are_those_of_the_flags() -> None:
-    """A flag whose field is missing would be dropped without a word."""
-    from dataclasses import fields
-
-    from megatron_fsdp_adapter.megatron.options.ddp_config import DistributedDataParallelConfig
-
-    known = {field.name for field in fields(DistributedDataParallelConfig)}
-    flags = {flag.name.removeprefix("--").replace("-", "_") for flag in megatron_lm.MAIN_FLAGS}
-    assert flags <= known
-    defaults = DistributedDataParallelConfig()
-    for flag in megatron_lm.MAIN_FLAGS:
-        name = flag.name.removeprefix("--").replace("-", "_")
-        assert getattr(defaults, name) == flag.default, name
 
 
 def test_table_of_changes() -> None:

@@ -15,7 +15,6 @@ from launch_cases import recipe
 
 from megatron_fsdp_adapter import apply_fsdp_overrides
 from megatron_fsdp_adapter.launch import installation
-from megatron_fsdp_adapter.launch.bridge import _always
 from megatron_fsdp_adapter.megatron.options import validation
 
 ROOT = Path(__file__).parents[2]
@@ -201,8 +200,11 @@ def test_a_forgotten_format_is_a_problem_where_the_overrides_were_not_applied() 
 def test_the_yaml_file_says_what_the_function_sets() -> None:
     """configs/bridge-fsdp.yaml, so that the two cannot drift apart."""
     overrides = yaml.safe_load((ROOT / "configs" / "bridge-fsdp.yaml").read_text())
-    wanted = _always("optim_grads_params")
-    for path, value in wanted.items():
-        section, name = path.split(".")
-        if "reuse_grad_buf" not in name and path != "optimizer.use_distributed_optimizer":
-            assert overrides[section][name] == value, path
+    cfg = recipe()
+    sections = ("dist", "ddp", "checkpoint")
+    before = {name: dict(vars(getattr(cfg, name))) for name in sections}
+    apply_fsdp_overrides(cfg, environment={})
+    for section in sections:
+        given, after = overrides[section], vars(getattr(cfg, section))
+        assert {name: after[name] for name in given} == given
+        assert {name for name in after if after[name] != before[section].get(name)} <= set(given)

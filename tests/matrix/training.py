@@ -29,7 +29,7 @@ from megatron_fsdp_adapter import (
 from megatron_fsdp_adapter.core.engine.partition import TO
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
-from megatron_fsdp_adapter.megatron.options.unit_grouping import UNIT_NUMEL
+from megatron_fsdp_adapter.megatron.options.table import UNIT_NUMEL
 from megatron_fsdp_adapter.megatron.te_weight_cache import switch_off_weight_cache
 from megatron_fsdp_adapter.prove.build import wire_schedule
 from megatron_fsdp_adapter.prove.gather_full import shard_groups

@@ -30,7 +30,9 @@ from lib.bench_wrappers import row_options  # noqa: E402
 from lib.check import Machine  # noqa: E402
 
 from megatron_fsdp_adapter.megatron.options.cuda_graphs import captures_iteration  # noqa: E402
-from megatron_fsdp_adapter.megatron.options.validation import wrapper_problems  # noqa: E402
+from megatron_fsdp_adapter.megatron.options.rules import Joined, problems  # noqa: E402
+from megatron_fsdp_adapter.megatron.options.support import MODEL_CONFIG_RULES  # noqa: E402
+from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES  # noqa: E402
 
 TINY = [
     "--num-layers=2", "--hidden-size=32", "--num-attention-heads=2", "--seq-length=16",
@@ -287,7 +289,7 @@ def test_the_configs_of_a_row_have_no_problem(kind: str, monkeypatch: pytest.Mon
         assert ddp.fp8_param_gather is chosen.fp8_param_gather is ("fp8w" in precision)
         assert ddp.use_distributed_optimizer is not (subject.is_floor or kind == "fsdp2")
         if subject.is_ours:
-            assert wrapper_problems(config, ddp) == []
+            assert problems(Joined(ddp, config), (*DDP_CONFIG_RULES, *MODEL_CONFIG_RULES)) == []
             assert ddp.data_parallel_sharding_strategy == subject.strategy
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from .support import FP4_RECIPES, FP8_RECIPES, is_on
+from .rules import is_on
+from .support import FP4_RECIPES, FP8_RECIPES
 
 QUESTIONS: Mapping[str, str] = {
     "delayed": "fp8",

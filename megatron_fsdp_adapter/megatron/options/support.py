@@ -1,53 +1,29 @@
-"""What of a Megatron model configuration is refused, and why. `docs/support.md` lists the same.
-
-`Rule`s for the DDP config are in `ddp_options.py`; these are for the model and optimizer configs.
-"""
+"""What of a Megatron model or optimizer configuration is refused, and why. `docs/support.md` lists
+the same. Rules for the DDP config are in `table.py`, of CUDA graphs in `cuda_graphs.py`."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from ...sharding.muon.newton_schulz import COEFFICIENTS
 from .cuda_graphs import captures_iteration, captures_layers
-
-
-@dataclass(frozen=True)
-class Rule:
-    """An option that is refused: `broken(ddp_config)` tells when, `message` why and the remedy."""
-
-    option: str
-    broken: Callable[[Any], bool]
-    message: str
-
-
-def is_on(config: Any, option: str) -> bool:
-    """Whether `option` is there and set."""
-    return bool(getattr(config, option, False))
-
-
-def off(option: str, message: str) -> Rule:
-    """`option` must not be on."""
-    return Rule(option, lambda config: is_on(config, option), message)
-
-
-def _is_not_none(option: str, message: str) -> Rule:
-    return Rule(option, lambda config: getattr(config, option, None) is not None, message)
-
-
-def _above_one(option: str, message: str) -> Rule:
-    return Rule(option, lambda config: (getattr(config, option, None) or 1) > 1, message)
-
+from .rules import Rule, above_one, is_on, off, unset, within
+from .staging_options import slots_wanted
+from .table import (
+    DELAY,
+    NO_FP4_WEIGHTS,
+    OFFLOAD,
+    PARTS_OF_LAYERS,
+    UNIT_NUMEL,
+    strategy_of,
+)
 
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 FP4_RECIPES = ("nvfp4",)
-NO_FP4_WEIGHTS = (
-    "weights are not kept or gathered in NVFP4; leave it unset (--fp4-param-gather): weights are "
-    "gathered in bf16 and Transformer Engine quantizes them in forward, with fp4 as it is"
-)
 
 
 def _other_recipe(option: str, recipes: tuple[str, ...]) -> Rule:
@@ -82,7 +58,7 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         "cpu_offloading",
         lambda config: is_on(config, "cpu_offloading")
         and (
-            (getattr(config, "pipeline_model_parallel_size", None) or 1) > 1
+            above_one(config, "pipeline_model_parallel_size")
             or getattr(config, "recompute_granularity", None) is not None
         ),
         "core offloads activations only with pipeline_model_parallel_size=1 and without "
@@ -108,7 +84,7 @@ MODEL_CONFIG_RULES: tuple[Rule, ...] = (
         "nobody has seen how its layers write weight gradients; set it to False, Transformer "
         "Engine's FP8 recipes are supported",
     ),
-    _is_not_none(
+    unset(
         "quant_recipe",
         "it quantizes the layers that it names by recipes that are supported only as fp8_recipe, "
         "for the whole model; leave it unset",
@@ -127,7 +103,7 @@ def _interleaves_split_halves(option: str) -> Rule:
         option,
         lambda config: (
             bool(getattr(config, option, None))
-            and any((getattr(config, size, None) or 1) > 1 for size in sizes)
+            and any(above_one(config, size) for size in sizes)
         ),
         "gate and linear rows are mixed on each tensor-parallel rank, which a checkpoint cannot "
         "tell; leave it unset, or use no tensor parallelism",
@@ -166,8 +142,10 @@ LATER_MODEL_RULES: tuple[Rule, ...] = (
         "overlap_moe_expert_parallel_comm=True with delay_wgrad_compute=True, which hides the same "
         "exchange behind the same products, is supported",
     ),
-    _above_one("gtp_weight_remat_size", _REMAT),
-    _above_one("expert_gtp_weight_remat_size", _REMAT),
+    *(
+        Rule(size, lambda config, size=size: above_one(config, size), _REMAT)  # type: ignore[misc]
+        for size in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+    ),
     _above_tensor_parallel("tensor_parallel_num_weight_shards", "tensor_model_parallel_size"),
     _above_tensor_parallel(
         "expert_tensor_parallel_num_weight_shards", "expert_tensor_parallel_size"
@@ -181,12 +159,49 @@ LATER_MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "flextron",
         lambda config: bool(getattr(config, "flextron", False))
-        and (getattr(config, "pipeline_model_parallel_size", None) or 1) > 1,
+        and above_one(config, "pipeline_model_parallel_size"),
         "core adds up the routers' whole gradients over pipeline stages, and they are sharded; use "
         "no pipeline parallelism, or set it to False",
     ),
 )
 """Options that 0.16.1 does not have."""
+
+
+def _keeps_two_slots(config: Any) -> bool:
+    row = strategy_of(config)
+    return row is not None and row.shard_weights and slots_wanted(config)["weight_slots"]
+
+
+SCHEDULE_RULES: tuple[Rule, ...] = (
+    Rule(
+        DELAY,
+        lambda config: is_on(config, DELAY) and not is_on(config, PARTS_OF_LAYERS),
+        f"without {PARTS_OF_LAYERS} the gradients that it leaves for later are never made; set "
+        "both, or neither",
+    ),
+    Rule(
+        PARTS_OF_LAYERS,
+        lambda config: is_on(config, PARTS_OF_LAYERS) and _keeps_two_slots(config),
+        "two passes read layers at a time, and each gathers one ahead, which two slots do not "
+        "hold; set fsdp_double_buffer, nccl_ub and a zero-copy all-gather to False, or use "
+        "'optim_grads'",
+        "gathered weights in fixed buffers",
+    ),
+    Rule(
+        PARTS_OF_LAYERS,
+        lambda config: is_on(config, PARTS_OF_LAYERS) and is_on(config, UNIT_NUMEL),
+        "a unit of several layers would stay gathered while any of them may run, through the whole "
+        f"pass; leave {UNIT_NUMEL} unset, or set it to 0",
+        f"{UNIT_NUMEL}={{0.{UNIT_NUMEL}}}",
+    ),
+    Rule(
+        PARTS_OF_LAYERS,
+        lambda config: is_on(config, PARTS_OF_LAYERS) and captures_iteration(config),
+        "the streams of core's schedule were never captured with this wrapper; set one of them off",
+        "full-iteration CUDA graphs",
+    ),
+)
+"""Of core's schedule of parts of layers: of a model config and a DDP config as one."""
 
 MODEL_CONFIG_RULES += LATER_MODEL_RULES
 
@@ -221,6 +236,52 @@ EMERGING = (LION, MUON, ADAPTIVE)
 need whole matrices too, some with state of another shape than theirs (SOAP)."""
 OPTIMIZERS = ("adam", "sgd", *EMERGING)
 
+METHOD = "adamuon"
+"""Of `adaptive_muon_moment2_method`: the one whose second moment is entry by entry. The others have
+means over rows, columns or all of a matrix, which ranks have parts of."""
+HALF = "medium"
+"""Of `muon_fp32_matmul_prec`: products of 16 bits."""
+SCALES: Mapping[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
+    "shape_scaling": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+}
+"""The factor on an update, by `muon_scale_mode`, as NVIDIA's emerging_optimizers have them."""
+MUON_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "adaptive_muon_moment2_method": (METHOD,),
+    "muon_coefficient_type": tuple(COEFFICIENTS),
+    "muon_scale_mode": tuple(SCALES),
+    "muon_fp32_matmul_prec": (HALF, "high", "highest"),
+    "muon_scalar_optimizer": ("adam",),
+}
+
+
+def _one_of(name: str, known: tuple[str, ...]) -> Rule:
+    """An option of Muon with other values than these; what a config lacks has its default. Those of
+    the adaptive one are read by that one alone."""
+    return Rule(
+        name,
+        lambda config: getattr(config, name, known[0]) not in known
+        and (config.optimizer == ADAPTIVE or not name.startswith(ADAPTIVE)),
+        f"with sharded weights it is one of {list(known)}; use one of them",
+    )
+
+
+MUON_RULES: tuple[Rule, ...] = within(
+    lambda config: config.optimizer in (MUON, ADAPTIVE), "optimizer={0.optimizer!r}",
+    *(_one_of(name, known) for name, known in MUON_CHOICES.items()),
+    Rule(
+        "muon_num_ns_steps",
+        lambda config: getattr(config, "muon_num_ns_steps", 5) < 1,
+        "there is at least one",
+    ),
+    Rule(
+        "muon_momentum",
+        lambda config: not 0 <= getattr(config, "muon_momentum", 0) < 1,
+        "use 0 or more, and less than 1",
+    ),
+)  # fmt: skip
+
 OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer",
@@ -232,6 +293,12 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
         "optimizer",
         lambda config: config.optimizer in EMERGING and is_on(config, "fp16"),
         "with fp16=True megatron-core does not have it either; use bf16, or 'adam'",
+    ),
+    Rule(
+        "optimizer",
+        lambda config: config.optimizer != "adam" and is_on(config, OFFLOAD),
+        "the state of 'adam' alone is streamed; use that, or set the latter to False",
+        f"{OFFLOAD}=True",
     ),
     Rule(
         "optimizer",
@@ -272,18 +339,6 @@ OPTIMIZER_CONFIG_RULES: tuple[Rule, ...] = (
         "use_layer_wise_distributed_optimizer",
         "it gives whole matrices to single ranks, and weights are sharded; set it to False",
     ),
+    *MUON_RULES,
 )
-
-
-def problems(config: Any, rules: tuple[Rule, ...]) -> list[str]:
-    """One line for each broken rule: option, value, reason and remedy."""
-    return [
-        f"{rule.option}={_value(config, rule.option)!r}: {rule.message}"
-        for rule in rules
-        if rule.broken(config)
-    ]
-
-
-def _value(config: Any, option: str) -> Any:
-    """The value of an option, which may be a dotted path."""
-    return functools.reduce(lambda at, name: getattr(at, name, None), option.split("."), config)
+"""Of an optimizer's config and a DDP config as one."""

@@ -1,6 +1,6 @@
 """What is wrong with a configuration, for every way in: one place, all problems at once.
 
-The rules about the wrapper itself are in `ddp_options.py` and `support.py`. Here they are applied
+The rules about the wrapper itself are in `table.py` and `support.py`. Here they are applied
 to what a person writes: the arguments of Megatron-LM, a `ConfigContainer` of Megatron-Bridge,
 environment variables. Added are the rules that only a whole training run can break. Nothing here
 imports Megatron, so that a configuration can be checked before anything is loaded.
@@ -14,20 +14,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
-from ...core.config import STRATEGIES
-from . import muon_options, optimizer_pairs
-from .ddp_options import DDP_CONFIG_RULES
+from .cuda_graphs import GRAPH_RULES
+from .rules import Joined, Rule, is_on, off, problems, unset
+from .settings import CKPT_FORMAT
 from .support import (
     EMERGING,
     MODEL_CONFIG_RULES,
+    MUON_CHOICES,
     OPTIMIZER_CONFIG_RULES,
-    Rule,
-    problems,
+    SCHEDULE_RULES,
+)
+from .table import (
+    DDP_CONFIG_RULES,
+    DTYPES,
+    FP32_SUMS,
+    GRAD_COMM,
+    MAIN_GRADS,
+    MAIN_PARAMS,
+    strategy_of,
 )
 
-CKPT_FORMAT = "fsdp_dtensor"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 PLAIN_OPTIONS: Mapping[str, Any] = {
@@ -42,8 +48,6 @@ PLAIN_OPTIONS: Mapping[str, Any] = {
 }
 """A configuration with nothing wrong, for what starts from single options."""
 
-FP32_SUMS = "param_name_patterns_for_fp32_local_accumulation"
-
 ARGUMENT_OF: Mapping[str, str] = {
     "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
     "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
@@ -54,47 +58,39 @@ ARGUMENT_OF: Mapping[str, str] = {
 }
 """Fields of Megatron's configs that have another name among Megatron-LM's arguments."""
 
-UNSAID: Mapping[str, Any] = {
-    "grad_reduce_in_fp32": False,
-    "reduce_scatter_with_fp32_accumulation": False,
-}
-"""What rules read of a config, and a parser may have no argument for."""
+DTYPE_OPTIONS = (MAIN_PARAMS, MAIN_GRADS, GRAD_COMM, "exp_avg_dtype", "exp_avg_sq_dtype")
 
-DTYPES: Mapping[str, torch.dtype | None] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "auto": None,
-}
-"""Names of dtypes in Megatron-LM main's flags. "auto" is what the config calls None."""
+MAKES_EMERGING = "muon_nesterov"
+"""An argument of Megatron-LM, and field of the optimizer config. Where it has this name,
+Megatron-LM makes every optimizer as it makes Adam; where it has an older one, it calls another
+function for Muon, and has no config for Lion."""
 
-DTYPE_OPTIONS = (
-    "megatron_fsdp_main_params_dtype",
-    "megatron_fsdp_main_grads_dtype",
-    "megatron_fsdp_grad_comm_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-)
+WEIGHT_HASH = "check_weight_hash_across_dp_replicas_interval"
 
 
-def _shards_weights(config: Any) -> bool:
-    row = STRATEGIES.get(config.data_parallel_sharding_strategy)
-    return row is not None and row.shard_weights
+def _hashes_sharded_weights(config: Any) -> bool:
+    row = strategy_of(config)
+    return row is not None and row.shard_weights and getattr(config, WEIGHT_HASH, None) is not None
 
 
-WEIGHT_HASH = "with 'optim_grads_params' no rank has whole weights to hash; leave it out"
+def _no_weight_hash(section: str = "") -> Rule:
+    return Rule(
+        section + WEIGHT_HASH,
+        lambda cfg: _hashes_sharded_weights(Joined(cfg.train, cfg.ddp) if section else cfg),
+        "with 'optim_grads_params' no rank has whole weights to hash; leave it out",
+    )
+
 
 LAUNCH_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer",
         lambda args: args.optimizer in EMERGING
-        and not hasattr(args, muon_options.SAYS_THAT_CORE_MAKES_IT),
+        and not hasattr(args, MAKES_EMERGING),
         "this Megatron-LM makes Muon by a function of its own, which needs whole matrices, and "
         "adaptive Muon and Lion not at all; use 'adam', or a release from 0.18 on",
     ),
-    Rule(
+    off(
         "use_torch_fsdp2",
-        lambda args: bool(getattr(args, "use_torch_fsdp2", False)),
         "it is another wrapper, exclusive with use_megatron_fsdp; leave one of them out",
     ),
     Rule(
@@ -106,51 +102,39 @@ LAUNCH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "async_save",
-        lambda args: bool(getattr(args, "async_save", False))
+        lambda args: is_on(args, "async_save")
         and not hasattr(args, "async_strategy"),
         "this Megatron-LM saves asynchronously only in the torch_dist format; leave it out, or use "
         "a release from 0.17 on",
     ),
     Rule(
         "save",
-        lambda args: bool(getattr(args, "async_save", False)) and "://" in str(args.save),
+        lambda args: is_on(args, "async_save") and "://" in str(args.save),
         "a checkpoint at an address cannot be saved asynchronously, for lack of a rename; leave "
         "out --async-save, or save to a folder",
     ),
-    Rule(
-        "check_weight_hash_across_dp_replicas_interval",
-        lambda args: (
-            _shards_weights(args)
-            and getattr(args, "check_weight_hash_across_dp_replicas_interval", None) is not None
-        ),
-        WEIGHT_HASH,
-    ),
-    Rule(
+    _no_weight_hash(),
+    off(
         "enable_full_sharding_in_hsdp",
-        lambda args: bool(getattr(args, "enable_full_sharding_in_hsdp", False)),
         "Megatron parses it and reads it nowhere; leave it out, and use "
         "outer_dp_sharding_strategy='optim'",
     ),
-    Rule(
+    off(
         "use_legacy_models",
-        lambda args: bool(getattr(args, "use_legacy_models", False)),
         "the wrapper takes models of megatron-core; leave it out",
     ),
-    Rule(
+    unset(
         "save_wgrads_interval",
-        lambda args: getattr(args, "save_wgrads_interval", None) is not None,
         "it saves whole gradients from main_grad, which sharded parameters do not have; leave it "
         "out, or run with Megatron's DDP",
     ),
-    Rule(
+    unset(
         "save_params_interval",
-        lambda args: getattr(args, "save_params_interval", None) is not None,
         "it saves whole weights after the optimizer's step, when they are sharded or not gathered "
         "yet; leave it out, and save checkpoints",
     ),
-    Rule(
+    off(
         "moe_use_upcycling",
-        lambda args: bool(getattr(args, "moe_use_upcycling", False)),
         "it rewrites the state of a wrapped model, tensor by tensor; upcycle without "
         "use_megatron_fsdp, and convert the checkpoint",
     ),
@@ -159,9 +143,8 @@ LAUNCH_RULES: tuple[Rule, ...] = (
         lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
         f"local checkpoints are not made of {CKPT_FORMAT!r}; use 'global', or leave it out",
     ),
-    Rule(
+    off(
         "perform_rl_step",
-        lambda args: bool(getattr(args, "perform_rl_step", False)),
         "weights are handed to the inference model as whole tensors, which no rank has; leave it "
         "out",
     ),
@@ -205,7 +188,7 @@ BRIDGE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dist.use_decentralized_pg",
-        lambda cfg: bool(getattr(cfg.dist, "use_decentralized_pg", False))
+        lambda cfg: is_on(cfg.dist, "use_decentralized_pg")
         and not hasattr(cfg.checkpoint, "async_strategy"),
         "this Megatron-Bridge has no checkpoints of sharded weights with it; set it to False, or "
         "use a release from 0.6 on",
@@ -238,26 +221,18 @@ BRIDGE_RULES: tuple[Rule, ...] = (
         "model.init_model_with_meta_device",
         lambda cfg: (
             getattr(cfg, "peft", None) is not None
-            and bool(getattr(cfg.model, "init_model_with_meta_device", False))
+            and is_on(cfg.model, "init_model_with_meta_device")
         ),
         "with adapters base weights are loaded before the model is wrapped, when it has no memory "
         "for them; set it to False",
     ),
     Rule(
         "checkpoint.also_save_hf_checkpoint",
-        lambda cfg: bool(getattr(cfg.checkpoint, "also_save_hf_checkpoint", False)),
+        lambda cfg: is_on(cfg.checkpoint, "also_save_hf_checkpoint"),
         f"Megatron-Bridge refuses it with {CKPT_FORMAT!r}; set it to False, and convert the "
         "checkpoint",
     ),
-    Rule(
-        "train.check_weight_hash_across_dp_replicas_interval",
-        lambda cfg: (
-            _shards_weights(cfg.ddp)
-            and getattr(cfg.train, "check_weight_hash_across_dp_replicas_interval", None)
-            is not None
-        ),
-        WEIGHT_HASH,
-    ),
+    _no_weight_hash("train."),
     _reorders_rows("model.moe_mlp_glu_interleave_size"),
     _reorders_rows("model.moe_shared_expert_glu_interleave_size"),
 )
@@ -306,7 +281,7 @@ def connections_problems(environment: Mapping[str, str]) -> list[str]:
 
 def launch_options(args: Any) -> SimpleNamespace:
     """Megatron-LM's parsed arguments under the names that its configs have."""
-    values = {**UNSAID, **vars(args)}
+    values = dict(vars(args))
     for field, argument in ARGUMENT_OF.items():
         # An argument that is not given does not unsay what the config's own name says.
         if argument in values and (values[argument] is not None or field not in values):
@@ -324,7 +299,7 @@ def known_arguments() -> set[str]:
     rules = (*LAUNCH_RULES, *DDP_CONFIG_RULES, *MODEL_CONFIG_RULES, *OPTIMIZER_CONFIG_RULES)
     return {
         *(rule.option for rule in rules), *PLAIN_OPTIONS, *ARGUMENT_OF, *ARGUMENT_OF.values(),
-        *DTYPE_OPTIONS, *UNSAID, *muon_options.CHOICES, "load", "pretrained_checkpoint",
+        *DTYPE_OPTIONS, *MUON_CHOICES, "load", "pretrained_checkpoint",
     }  # fmt: skip
 
 
@@ -335,11 +310,7 @@ def launch_problems(args: Any, environment: Mapping[str, str]) -> list[str]:
     return _unique(
         connections_problems(environment),
         problems(options, LAUNCH_RULES),
-        problems(options, DDP_CONFIG_RULES),
-        problems(options, MODEL_CONFIG_RULES),
-        problems(options, OPTIMIZER_CONFIG_RULES),
-        muon_options.problems(options),
-        optimizer_pairs.problems(options, options),
+        problems(options, (*DDP_CONFIG_RULES, *MODEL_CONFIG_RULES, *OPTIMIZER_CONFIG_RULES)),
         folder_problems("load", getattr(args, "load", None)),
         folder_problems("pretrained_checkpoint", getattr(args, "pretrained_checkpoint", None)),
     )
@@ -353,9 +324,8 @@ def bridge_problems(cfg: Any, environment: Mapping[str, str]) -> list[str]:
         connections_problems(environment),
         problems(cfg, BRIDGE_RULES),
         _below("ddp", cfg.ddp, DDP_CONFIG_RULES),
-        _below("model", cfg.model, MODEL_CONFIG_RULES),
-        _below("optimizer", cfg.optimizer, OPTIMIZER_CONFIG_RULES),
-        [f"optimizer.{line}" for line in optimizer_pairs.problems(cfg.optimizer, cfg.ddp)],
+        _below("model", Joined(cfg.model, cfg.ddp), MODEL_CONFIG_RULES),
+        _below("optimizer", Joined(cfg.ddp, cfg.optimizer), OPTIMIZER_CONFIG_RULES),
         _below("comm_overlap", overlap, OVERLAP_RULES) if overlap is not None else [],
         folder_problems("checkpoint.load", cfg.checkpoint.load),
         # What adapters are put on may be of either format (`base_weights.py`).
@@ -368,9 +338,15 @@ def bridge_problems(cfg: Any, environment: Mapping[str, str]) -> list[str]:
     )
 
 
-def wrapper_problems(config: Any, ddp_config: Any) -> list[str]:
-    """Everything wrong with the configs that the wrapper itself is given."""
-    return [*problems(ddp_config, DDP_CONFIG_RULES), *problems(config, MODEL_CONFIG_RULES)]
+def wrapper_problems(config: Any, ddp_config: Any, device: Any, asks_tokens: bool) -> list[str]:
+    """Everything wrong with the configs that the wrapper itself is given, on `device`. asks_tokens:
+    core asks on the host how many tokens there were (`core_api.asks_tokens_on_the_host`)."""
+    place = SimpleNamespace(device=device, asks_tokens=asks_tokens)
+    ddp, model = Joined(ddp_config, config, place), Joined(config, ddp_config, place)
+    return _unique(
+        problems(ddp, (*DDP_CONFIG_RULES, *GRAPH_RULES, *SCHEDULE_RULES)),
+        problems(model, (*MODEL_CONFIG_RULES, *GRAPH_RULES, *SCHEDULE_RULES)),
+    )
 
 
 def _below(path: str, config: Any, rules: tuple[Rule, ...]) -> list[str]:

@@ -1,15 +1,14 @@
-"""docs/fields.md has every field of the installed core's configs once, and says what is so and in
-which releases they are.
-
-A field that a new release brings is found here, not by a run that trains wrongly."""
+"""docs/options.md and docs/support.md have the tables of the code, and docs/fields.md every field
+of the installed core's configs once, with its releases. A field that a new release brings is
+found here, not by a run that trains wrongly."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import re
 from collections import Counter
 from dataclasses import fields, make_dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +17,53 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron_fsdp_adapter.megatron.options.ddp_options import DDP_CONFIG_RULES
+from megatron_fsdp_adapter import apply_fsdp_overrides, fully_shard_model
+from megatron_fsdp_adapter.megatron.options.rules import Rule
 from megatron_fsdp_adapter.megatron.options.support import (
     MODEL_CONFIG_RULES,
     OPTIMIZER_CONFIG_RULES,
-    Rule,
 )
+from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES
+from tests.adapter import option_pages
 
-ROOT = Path(__file__).parents[2]
+ROOT = option_pages.DOCS.parent
+OPTIONS = (option_pages.DOCS / "options.md").read_text()
+SUPPORT = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (option_pages.DOCS / "support.md").read_text().splitlines()
+    if line.startswith("| ") and line.count("|") == 4
+]
+
+
+@pytest.mark.parametrize("page", option_pages.PAGES)
+def test_tables_are_made_of_the_code(page: str) -> None:
+    written = (option_pages.DOCS / page).read_text()
+    assert written == option_pages.rendered(page), "run python -m tests.adapter.option_pages"
+
+
+def test_every_argument_is_documented() -> None:
+    rows = [line.split("|") for line in OPTIONS.splitlines() if line.startswith("| ")]
+    named = {name for row in rows if len(row) > 4 for name in re.findall(r"`(\w+)`", row[3])}
+    arguments = set(inspect.signature(fully_shard_model).parameters)
+    assert arguments - named == {"module", "sync_model_each_microbatch"}
+    text = OPTIONS.partition("## `apply_fsdp_overrides")[2]
+    wanted = [name for name in inspect.signature(apply_fsdp_overrides).parameters if name != "cfg"]
+    assert [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")] == wanted
+
+
+@pytest.mark.parametrize("row", SUPPORT[1:], ids=lambda row: row[0][:50])
+def test_what_works_names_a_test_that_exists(row: list[str]) -> None:
+    what, state, remark = row
+    tests = re.findall(r"`(tests/[^`]+)`", remark)
+    assert all((ROOT / path).is_file() for path in tests), tests
+    assert any(word in state for word in ("works", "accepted", "refused")), state
+    assert tests or not ("works" in state or "accepted" in state), f"{what}: names no test"
+
+
+# docs/fields.md has every field of the installed core's configs once, and says what is so and in
+# which releases they are.
+
+
 TEXT = (ROOT / "docs" / "fields.md").read_text()
 VERSION = importlib.metadata.version("megatron-core")
 STATES = ("works", "refused", "nothing to do")

@@ -1,20 +1,24 @@
-"""What the wrapper says of groups that are not one grid of ranks, and of checkpoints that would not
-be right; and what it leaves alone."""
+"""Process groups: which the wrapper takes, makes and refuses, and what it leaves alone."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_fsdp_adapter import FullyShardedDataParallel
+from megatron_fsdp_adapter.core.topology import DENSE
 from megatron_fsdp_adapter.megatron.domains import SHARED_EMBEDDING, domain_name
 from megatron_fsdp_adapter.megatron.model_problems import model_problems
 from megatron_fsdp_adapter.megatron.options import arguments
-from tests.distributed.gpt import Case, build_model, ddp_config
+from megatron_fsdp_adapter.sharding.duplicate_groups import digest_of, everyones_groups
+from tests.distributed.gpt import STRATEGIES, Case, build_model, ddp_config
 
 CASE = Case(num_layers=1, hidden=12, heads=2, ffn=20, vocab=23)
 GRID = {  # of rank 0 in eight ranks
@@ -96,7 +100,6 @@ def test_experts_that_core_marks_as_dense_are_refused(
         assert len(found) == 1 and "has marked experts.0.weight (and 1 more) as dense" in found[0]
 
 
-
 def test_groups_of_parallel_state_are_read(one_rank: torch.device) -> None:
     ranks = arguments.group_ranks(None)
     assert ranks == {row.name: (0,) for row in arguments.GROUP_ROWS}
@@ -150,3 +153,85 @@ def test_kind_goes_by_the_mark_and_by_the_name_only_without_it() -> None:
     assert domain_name(param, "mlp.experts.linear_fc1.weight") == "dense"
     param.allreduce = False
     assert domain_name(param, "mlp.linear_fc1.weight") == "expert"
+
+
+# What Megatron sets on process groups (SHARP, NCCL configurations, streams of high priority)
+# holds for the wrapper: it communicates on Megatron's own groups and makes no others unless
+# asked.
+
+
+def _noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The groups that are made from now on."""
+    made: list[Any] = []
+    new_group = dist.new_group
+
+    def note(*args: Any, **options: Any) -> Any:
+        made.append(new_group(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(dist, "new_group", note)
+    return made
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("passed", [True, False])
+def test_gathers_and_reductions_run_on_the_groups_of_megatron(
+    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch, strategy: str, passed: bool
+) -> None:
+    made = _noted(monkeypatch)
+    collection = ProcessGroupCollection.use_mpu_process_groups() if passed else None
+    model = build_model(CASE, one_rank)
+    wrapper = FullyShardedDataParallel(
+        model.config, ddp_config(CASE, strategy), model, pg_collection=collection
+    )
+    domain = wrapper.megatron_fsdp_dist_index.domain(DENSE)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    assert domain.gather_group is group and domain.reduce_group is group
+    assert not made
+
+
+def test_a_group_is_made_where_one_is_asked_for(
+    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, model = _noted(monkeypatch), build_model(CASE, one_rank)
+    config = ddp_config(CASE, "optim_grads_params", {"create_all_gather_group": True})
+    wrapper = FullyShardedDataParallel(model.config, config, model)
+    assert wrapper.megatron_fsdp_dist_index.domain(DENSE).gather_group in made
+
+
+# Making groups like those that there are exchanges a digest a rank, whatever their sizes.
+
+
+MANY = 16_384
+
+
+def told_by(monkeypatch: Any, groups: list[tuple[int, ...]]) -> list[Any]:
+    """Makes every other rank tell its group of `groups`; returns what this one tells."""
+    group_of = {rank: group for group in groups for rank in group}
+    digests = {group: digest_of(group) for group in groups}
+    told: list[Any] = []
+
+    def gather(everyone: list[Any], own: Any) -> None:
+        told.append(own)
+        for rank in range(MANY):
+            group = group_of.get(rank)
+            everyone[rank] = True if isinstance(own, bool) else digests[group] if group else ""
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: MANY)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    return told
+
+
+@pytest.mark.parametrize("size", [512, MANY])
+def test_what_a_rank_tells_does_not_grow_with_its_group(monkeypatch, size):
+    groups = [tuple(range(start, start + size)) for start in range(0, MANY, size)]
+    told = told_by(monkeypatch, groups)
+    assert everyones_groups("dp_cp_ag", groups[0]) == groups
+    assert [len(str(one)) <= 64 for one in told] == [True, True]
+
+
+def test_ranks_without_a_group_tell_nothing_and_take_part(monkeypatch):
+    groups = [tuple(range(8, 16))]
+    told = told_by(monkeypatch, groups)
+    assert everyones_groups("dp_cp_ag", ()) == groups
+    assert told == ["", True]

@@ -1,0 +1,85 @@
+"""What a rule about an option is, and the configs that rules read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+class Joined:
+    """Several configs as one: an option is read from the first that has it, as among Megatron-LM's
+    arguments, which stand for all of them."""
+
+    def __init__(self, *configs: Any) -> None:
+        self._configs = configs
+
+    def owner_of(self, option: str) -> Any:
+        """The first config that has an option; None if none has."""
+        return next((one for one in self._configs if hasattr(one, option)), None)
+
+    def __getattr__(self, option: str) -> Any:
+        owner = self.owner_of(option)
+        if owner is None:
+            raise AttributeError(option)
+        return getattr(owner, option)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Values of an option that are refused.
+
+    Attributes:
+        option: its name; a dotted path in a recipe of Megatron-Bridge.
+        broken: whether a config is refused.
+        message: the reason and the remedy.
+        beside: what else was asked for, in words; a field of the config in braces is its value.
+    """
+
+    option: str
+    broken: Callable[[Any], Any]
+    message: str
+    beside: str = ""
+
+    def problem(self, config: Any) -> str:
+        """`option=value with ...: reason`."""
+        path = self.option.split(".")
+        value = functools.reduce(lambda at, name: getattr(at, name, None), path, config)
+        beside = f" with {self.beside.format(config)}" if self.beside else ""
+        return f"{self.option}={value!r}{beside}: {self.message}"
+
+
+def problems(config: Any, rules: Iterable[Rule]) -> list[str]:
+    """One line for each broken rule: option, value, reason and remedy."""
+    return [rule.problem(config) for rule in rules if rule.broken(config)]
+
+
+def is_on(config: Any, option: str) -> bool:
+    """Whether `option` is there and set."""
+    return bool(getattr(config, option, False))
+
+
+def above_one(config: Any, option: str) -> bool:
+    """Whether `option`, a number of ranks, is larger than 1."""
+    return (getattr(config, option, None) or 1) > 1
+
+
+def off(option: str, message: str, beside: str = "") -> Rule:
+    """`option` must not be on."""
+    return Rule(option, lambda config: is_on(config, option), message, beside)
+
+
+def unset(option: str, message: str) -> Rule:
+    """`option` must be None."""
+    return Rule(option, lambda config: getattr(config, option, None) is not None, message)
+
+
+def within(when: Callable[[Any], bool], beside: str, *rules: Rule) -> tuple[Rule, ...]:
+    """The rules, where `when` holds of a config, which is told as `beside`."""
+
+    def both(rule: Rule) -> Rule:
+        holds = lambda config: when(config) and rule.broken(config)  # noqa: E731
+        return Rule(rule.option, holds, rule.message, rule.beside or beside)
+
+    return tuple(map(both, rules))

@@ -1,0 +1,103 @@
+"""Tables of docs/options.md and docs/support.md, made of the option tables:
+`python -m tests.adapter.option_pages` writes them between their marks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from megatron_fsdp_adapter.megatron.options.cuda_graphs import GRAPH_RULES
+from megatron_fsdp_adapter.megatron.options.rules import Rule
+from megatron_fsdp_adapter.megatron.options.settings import SETTINGS
+from megatron_fsdp_adapter.megatron.options.support import (
+    MODEL_CONFIG_RULES,
+    OPTIMIZER_CONFIG_RULES,
+    SCHEDULE_RULES,
+)
+from megatron_fsdp_adapter.megatron.options.table import DDP_CONFIG_RULES, DTYPES, OPTIONS, Option
+from megatron_fsdp_adapter.megatron.options.validation import BRIDGE_RULES, LAUNCH_RULES
+
+DOCS = Path(__file__).parents[2] / "docs"
+RULES = {
+    "DDP config": DDP_CONFIG_RULES, "model config": (*MODEL_CONFIG_RULES, *SCHEDULE_RULES),
+    "CUDA graphs": GRAPH_RULES, "optimizer config": OPTIMIZER_CONFIG_RULES,
+    "Megatron-LM": LAUNCH_RULES, "Megatron-Bridge": BRIDGE_RULES,
+}  # fmt: skip
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    return "\n".join([_row(*head), _row(*["---"] * len(head)), *(_row(*row) for row in rows)])
+
+
+def _default(option: Option) -> str:
+    if isinstance(option.default, bool):
+        return "on" if option.default else "off"
+    if isinstance(option.default, torch.dtype):
+        return next(name for name, value in DTYPES.items() if value == option.default)
+    return {None: "unset", (): "none"}.get(option.default, str(option.default))
+
+
+def _beside(rule: Rule) -> str:
+    return re.sub(r"=\{[^}]*\}", "", rule.beside).replace("{0.device}", "the CPU")
+
+
+def options() -> str:
+    """Flags and fields that megatron-core 0.16.1, or some Megatron-LM, lacks."""
+    return _table(
+        ("flag", "field of the DDP config", "`fully_shard_model`", "default", "what", "when"),
+        (
+            (f"`{one.flag}`" if one.help else "-", f"`{one.name}`",
+             f"`{one.plain}`" if one.plain else "-", _default(one), one.help or "-",
+             one.use or "accepted, without effect")
+            for one in OPTIONS if one.help or not one.in_core
+        ),
+    )  # fmt: skip
+
+
+def settings() -> str:
+    """A row for each option that follows from others."""
+    return _table(
+        ("option", "becomes", "set by", "why"),
+        (
+            (f"`{one.section}.{one.option}`", str(one.value), ", ".join(one.ways), one.reason)
+            for one in SETTINGS
+        ),
+    )
+
+
+def refused() -> str:
+    """A row for each rule."""
+    return _table(
+        ("option", "of", "with", "why, and what to do"),
+        (
+            (f"`{rule.option}`", kind, _beside(rule) or "-", rule.message)
+            for kind, rules in RULES.items() for rule in rules
+        ),
+    )  # fmt: skip
+
+
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "options.md": {"options": options, "settings": settings}, "support.md": {"refused": refused}
+}  # fmt: skip
+
+
+def rendered(page: str) -> str:
+    """The page with its tables as the code has them. ValueError for a mark that is not there."""
+    text = (DOCS / page).read_text()
+    for name, made in PAGES[page].items():
+        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        first, last = text.index(start) + len(start), text.index(end)
+        text = f"{text[:first]}{made()}\n{text[last:]}"
+    return text
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        (DOCS / page).write_text(rendered(page))

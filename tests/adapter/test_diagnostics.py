@@ -1,0 +1,141 @@
+"""What is told of a wrapper and of what goes wrong in it: its table of domains and parameters, the
+report of a failure, the last launches."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_fsdp_adapter import fully_shard_model
+from megatron_fsdp_adapter.core.config import STRATEGIES
+from megatron_fsdp_adapter.core.runtime import comm
+from megatron_fsdp_adapter.diagnostics import fault_report
+from megatron_fsdp_adapter.diagnostics.description import param_rows, ranks_text
+from megatron_fsdp_adapter.diagnostics.fault_report import CommunicationError
+from megatron_fsdp_adapter.diagnostics.late_collectives import KEPT, LaunchLog
+from megatron_fsdp_adapter.sharding import building
+from tests.distributed.launch import run_ranks
+from tests.distributed.plain import Block, Net
+from tests.distributed.topologies import (
+    TOPOLOGIES,
+    build_topology_trainer,
+    case_for,
+    init_topology,
+)
+
+
+def _described(rank: int, world: int) -> str:
+    topology = TOPOLOGIES["ep2-etp2"]
+    init_topology(topology)
+    [wrapper] = build_topology_trainer(topology, case_for(topology), "optim_grads_params").chunks
+    rows = param_rows(wrapper.engine)
+    names = Counter(name for row in rows for name in row["parameter"].split(" = "))
+    expected = {name for name, _ in wrapper.module.module.named_parameters(remove_duplicate=False)}
+    assert set(names) == expected and set(names.values()) == {1}
+    assert {row["domain"] for row in rows} == {"dense", "expert"}
+    for row in rows:
+        assert (row["domain"] == "expert") == (".experts." in row["parameter"]), row
+    split = {row["tensor parallel"] for row in rows}
+    assert split == {"column", "row", "replicated"}
+    return wrapper.describe()
+
+
+def test_every_parameter_is_in_one_domain_of_the_table() -> None:
+    text = run_ranks(_described, 4)[0]
+    print(text)
+    domains, params = text.split("\n\n")[1:]
+    assert domains.splitlines()[1].split()[0] == "dense"
+    assert "dp_cp 2 x tp 2" in domains and "0 2" in domains and "0.5" in domains
+    line = next(line for line in params.splitlines() if "local_experts.0.linear_fc2.weight" in line)
+    assert line.split()[1] == "expert" and " row " in line
+    widths = {len(row) for row in params.splitlines()}
+    assert max(widths) < 160
+
+
+def test_long_lists_of_ranks_are_abbreviated() -> None:
+    assert ranks_text([0, 2, 4]) == "0 2 4"
+    assert ranks_text(range(0, 64, 4)) == "0 4 .. 60 (16)"
+
+
+# The report of a failure raises nothing of its own.
+
+
+@pytest.fixture
+def two_fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    monkeypatch.setitem(comm.CAPABILITIES, "fake", comm.Capabilities(True, True))
+    monkeypatch.setattr(building, "verify_same_model", lambda *_: None)
+    monkeypatch.setattr(fault_report, "timeout_of", lambda *_: 60.0)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_broadcast_that_fails_after_the_first_unit_is_named(
+    two_fake_ranks: None, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """Before: "data_ptr reads parameter ..., whose weights are not gathered", an error of the
+    error's own, since looking for the name read parameters of units that were resharded."""
+    carried: list[torch.Tensor] = []
+
+    def broadcast(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        carried.append(tensor)
+        if len(carried) == 15:  # the second parameter of the third block
+            raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    with pytest.raises(CommunicationError) as caught:
+        fully_shard_model(
+            Net(), None, [Block, torch.nn.Embedding], data_parallel_sharding_strategy=strategy
+        )
+    text = str(caught.value)
+    assert "broadcasting weights of parameter blocks.2.norm.bias of unit blocks.2 at" in text, text
+    assert "Connection reset by peer" in text
+
+
+# On a GPU the last launches are told before NCCL ends the process.
+
+
+def test_the_last_launches_are_told_once_when_nothing_follows() -> None:
+    told: list[str] = []
+    log = LaunchLog(1000.0, told.append)
+    log.look(time.monotonic() + 5000)  # nothing was ever launched
+    for number in range(KEPT + 3):
+        log.note(f"launch {number} of unit x")
+    log.look(time.monotonic() + 900)
+    assert told == []
+    log.look(time.monotonic() + 1100)
+    log.look(time.monotonic() + 2200)
+    assert len(told) == 1 and "nothing was launched for 1100 s" in told[0]
+    assert "launch 2 of" not in told[0] and "launch 3 of" in told[0] and "launch 10" in told[0]
+    log.note("another")
+    log.look(time.monotonic() + 1100)
+    assert len(told) == 2 and "another" in told[1]
+    log.note("the last before a graph")
+    log.rest()
+    log.look(time.monotonic() + 1100)
+    assert len(told) == 2
+
+
+def test_the_thread_tells_and_ends_with_the_log() -> None:
+    done = threading.Event()
+    log = LaunchLog(0.2, lambda text: done.set())
+    # By identity and not by number: a thread that an earlier test left may end meanwhile.
+    before = set(threading.enumerate())
+    log.note("a launch")
+    (started,) = set(threading.enumerate()) - before
+    assert done.wait(20)
+    gone = weakref.ref(log)
+    del log
+    started.join(20)
+    assert gone() is None and not started.is_alive()
+    assert set(threading.enumerate()) <= before
