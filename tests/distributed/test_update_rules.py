@@ -1,0 +1,312 @@
+"""Steps of Megatron's optimizers on uneven shards, with empty ones: each is that of the rule on
+whole weights with the run's own gradients, every rank has the same state, and what a program does
+to the inner optimizer has its effect. Muon's rule: test_muon.py. In plain loops: plain_loops.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import optimizer as core_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from megatron_fsdp_adapter.prove.gather_full import plain_name
+from tests.adapter.test_sgd import FusedSGD
+from tests.distributed.checks import Step, check_run_bits, recorded_step
+from tests.distributed.gpt import (
+    STRATEGIES,
+    Case,
+    Trainer,
+    batches,
+    build_trainer,
+    distributed_optimizer,
+    init_megatron,
+    optimizer_config,
+    train_step,
+)
+from tests.distributed.launch import run_ranks
+from tests.distributed.plain import assert_nothing_is_staged
+
+CASE = Case(num_layers=2, hidden=12, heads=2, ffn=20, vocab=23, microbatches=2, clip=0.05)
+CPU = torch.device("cpu")
+
+LION_IN_CORE = hasattr(OptimizerConfig, "lion_beta1")
+"""Before 0.17 there is no such optimizer."""
+LION_BESIDE_ADAM = hasattr(core_optimizer, "_get_megatron_emerging_optimizer")
+"""From 0.18 on core's has Adam's betas, and matrices that are no embedding or output layer."""
+BETAS = {"adam_beta1": 0.8, "adam_beta2": 0.95, "lion_beta1": 0.9, "lion_beta2": 0.85}
+LION = {"optimizer": "lion", **BETAS}
+
+
+# Steps of whole weights.
+
+
+class Lion(torch.optim.Optimizer):
+    """Written down once more. Its updates are signs, which differ where sums in another order
+    differ by rounding: so whole weights are stepped with the gradients of the run itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        first, second = self.defaults["betas"]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                average = self.state[weight].get("exp_avg", torch.zeros_like(weight))
+                direction = torch.sign(first * average + (1 - first) * weight.grad)
+                weight.copy_(weight * (1 - group["lr"] * group["weight_decay"]))
+                weight.sub_(group["lr"] * direction)
+                self.state[weight]["exp_avg"] = second * average + (1 - second) * weight.grad
+
+
+def is_lions(name: str, weight: torch.Tensor) -> bool:
+    is_matrix = weight.dim() == 2 and not any(w in name for w in ("word_emb", "output_layer"))
+    return is_matrix or not LION_BESIDE_ADAM
+
+
+def of_lion(name: str, weight: Any, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """With the rate and decay of the run's parameter group."""
+    options = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+    if not is_lions(name, weight):
+        betas = BETAS["adam_beta1"], BETAS["adam_beta2"]
+        return torch.optim.AdamW([weight], betas=betas, eps=CASE.adam_eps, **options)
+    kind = "adam" if LION_BESIDE_ADAM else "lion"
+    return Lion([weight], {**options, "betas": (BETAS[f"{kind}_beta1"], BETAS[f"{kind}_beta2"])})
+
+
+def of_sgd(name: str, weight: Any, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+    keys = ("lr", "weight_decay", "momentum")
+    return torch.optim.SGD([weight], **{key: group[key] for key in keys})
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer of core's with one of torch's for each whole weight, the names of what it keeps
+    of a weight, and the class that core makes where that is not its own."""
+
+    options: Mapping[str, Any]
+    whole: Callable[[str, Any, Mapping[str, Any]], torch.optim.Optimizer]
+    state: Callable[[str, torch.Tensor], list[str]]
+    case: Mapping[str, Any] = field(default_factory=dict)
+    made_by_core: type[torch.optim.Optimizer] | None = None
+
+
+def _lions_state(name: str, weight: torch.Tensor) -> list[str]:
+    return ["exp_avg"] if is_lions(name, weight) else ["exp_avg", "exp_avg_sq", "step"]
+
+
+SGD = {"optimizer": "sgd", "sgd_momentum": 0.9}
+RULES: Mapping[str, Rule] = {
+    "SGD with momentum": Rule(SGD, of_sgd, lambda *unused: ["momentum_buffer"], {"lr": 0.05}),
+    "SGD": Rule({**SGD, "sgd_momentum": 0.0}, of_sgd, lambda *unused: [], {"lr": 0.05}),
+    "a fused SGD": Rule(
+        SGD, of_sgd, lambda *unused: ["momentum_buffer"], {"lr": 0.05}, FusedSGD
+    ),
+    "Lion": Rule(LION, of_lion, _lions_state),
+    "Lion in bf16": Rule(LION, of_lion, _lions_state, {"bf16": True}),
+}  # fmt: skip
+OF_CORE = ("SGD", pytest.param("Lion", marks=pytest.mark.skipif(
+    not LION_IN_CORE, reason="this release has no optimizer 'lion'")))  # fmt: skip
+
+
+def _check_rules(rank: int, world: int, of_core: str) -> None:
+    device = init_megatron()
+    for name, rule in ((name, rule) for name, rule in RULES.items() if of_core in name):
+        for strategy in STRATEGIES[-1:] if rule.case.get("bf16") else STRATEGIES:
+            made = rule.made_by_core or core_optimizer.SGD
+            with mock.patch.object(core_optimizer, "SGD", made):
+                case = CASE.but(**rule.case)
+                trainer = build_trainer(case, strategy, device, optimizer=rule.options)
+            locals_ = [param._local_tensor for param in trainer.wrapper.parameters()]
+            _check_rule(rank, world, f"{name}, {strategy} ", rule, trainer)
+            if strategy == "optim_grads_params" and world > 1:
+                some_are_empty = torch.tensor(float(any(not one.numel() for one in locals_)))
+                dist.all_reduce(some_are_empty)
+                assert some_are_empty, "a case that shows nothing about empty shards"
+    if of_core == "Lion":
+        _refuses_for_lion(trainer.wrapper)
+
+
+def _refuses_for_lion(wrapper: Any) -> None:
+    """What core would do otherwise, or cannot."""
+    for name, value in (
+        ("optimizer_cpu_offload", True), ("use_precision_aware_optimizer", True), ("fp16", True),
+        ("adam_beta1" if LION_BESIDE_ADAM else "lion_beta1", 1.0),
+    ):  # fmt: skip
+        options = optimizer_config(CASE, **LION)
+        setattr(options, name, value)
+        with pytest.raises(ValueError, match=rf"optimizer='lion':? with {name}={value}"):
+            get_megatron_optimizer(options, [wrapper], use_gloo_process_groups=False)
+
+
+def _check_rule(rank: int, world: int, label: str, rule: Rule, trainer: Trainer) -> None:
+    case = trainer.case
+    names = {id(param): plain_name(name) for name, param in trainer.wrapper.named_parameters()}
+    groups = {
+        names[id(param)]: group
+        for group in trainer.optimizer.param_groups
+        for param in group["params"]
+    }
+    whole = trainer.params()
+    steppers = {
+        name: rule.whole(name, weight.requires_grad_(), groups[name])
+        for name, weight in whole.items()
+    }
+    assert whole.keys() == groups.keys(), label
+    for number in range(3):
+        _check_state(world, label, rule, trainer, whole)
+        found = recorded_step(trainer, batches(case, number, rank, CPU))
+        norm = torch.stack([g.double().norm() for g in found.gradients.values()]).norm().item()
+        assert norm > case.clip, f"{norm} is to be clipped"
+        assert found.norm == pytest.approx(norm, rel=1e-5), (label, number)
+        for name, gradient in found.gradients.items():
+            # The run's own norm: a factor that is rounded in another way changes signs.
+            whole[name].grad = gradient * min(1.0, case.clip / (found.norm + 1e-6))
+            steppers[name].step()
+            expected = whole[name].detach()
+            torch.testing.assert_close(
+                found.weights[name], expected, rtol=1e-5, atol=1e-7, msg=label + name
+            )
+    _check_state(world, label, rule, trainer, whole)
+
+
+def _check_state(
+    world: int, label: str, rule: Rule, trainer: Trainer, whole: Mapping[str, torch.Tensor]
+) -> None:
+    """The same on every rank, also of what a rank has no rows of; before the first step too."""
+    said = {"distrib_optim_sharding_type": "fsdp_dtensor"}
+    state = trainer.optimizer.sharded_state_dict({}, metadata=said)["state"]
+    mine = {plain_name(name): sorted(entry) for name, entry in state.items()}
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, mine)
+    assert all(other == mine for other in everyone), label
+    expected = {name: rule.state(name, weight) for name, weight in whole.items()}
+    assert mine == {name: kinds for name, kinds in expected.items() if kinds}, label
+
+
+@pytest.mark.parametrize("of_core", OF_CORE)
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 3))])
+def test_ranks_take_the_steps_of_whole_weights(world: int, of_core: str) -> None:
+    run_ranks(_check_rules, world, of_core, timeout=300)
+
+
+# What a program does to the inner optimizer, whichever steps.
+
+ONE_MICROBATCH = CASE.but(microbatches=1)
+KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Adam": ({}, {}),
+    "streamed": ({"chunked_optimizer_state_offload": True}, {}),
+    "Muon": ({}, {"optimizer": "muon"}),
+    **({"Lion": ({}, {"optimizer": "lion"})} if LION_IN_CORE else {}),
+}
+"""Fields of the DDP config, and of the optimizer's."""
+
+ADAM = sys.modules[torch.optim.Adam.__module__]
+"""The module of torch's function, which `torch.optim` hides."""
+
+Act = Callable[[Trainer, int], None]
+
+
+def _built(kind: str, clip: float) -> Trainer:
+    ddp, options = KINDS[kind]
+    case = ONE_MICROBATCH.but(clip=clip)
+    return build_trainer(case, "optim_grads_params", CPU, ddp=ddp, optimizer=options)
+
+
+def _run(kind: str, clip: float, act: Act, rank: int) -> list[Step]:
+    """Two steps, what `act` does, and two more."""
+    trainer = _built(kind, clip)
+    found = []
+    for step in range(4):
+        if step == 2:
+            act(trainer, rank)
+        found.append(recorded_step(trainer, batches(trainer.case, step, rank, CPU)))
+    return found
+
+
+def _adam_does(*effects: Any) -> Act:
+    """A step in which each call of torch's Adam has that effect, and no other: nothing, or a
+    MemoryError, after which nothing is left on the device."""
+
+    def act(trainer: Trainer, rank: int) -> None:
+        inner = distributed_optimizer(trainer).optimizer
+        before = [list(map(id, group["params"])) for group in inner.param_groups]
+        data = batches(trainer.case, 9, rank, CPU)
+        if not effects:
+            with mock.patch.object(ADAM, "adam"):
+                recorded_step(trainer, data)
+        else:
+            with (
+                mock.patch.object(ADAM, "adam", side_effect=effects),
+                pytest.raises(MemoryError),
+            ):
+                recorded_step(trainer, data)
+            assert_nothing_is_staged(inner)
+        assert [list(map(id, group["params"])) for group in inner.param_groups] == before
+
+    return act
+
+
+def _cleared(trainer: Trainer, rank: int) -> None:
+    trainer.optimizer.state.clear()
+
+
+def _zeroed(trainer: Trainer, rank: int) -> None:
+    trainer.wrapper.stop_communication()
+    for state in trainer.optimizer.state.values():
+        for value in state.values():
+            getattr(value, "_local_tensor", value).zero_()
+
+
+ALIKE: Mapping[str, tuple[Act, Act]] = {
+    "a step that raises at once, as one that does nothing": (
+        _adam_does(MemoryError), _adam_does()),
+    "a step that raises half way": (_adam_does(None, MemoryError), _adam_does()),
+    "cleared state, as zeros": (_cleared, _zeroed),
+}  # fmt: skip
+"""What is done, and what has the same bits afterwards. On all ranks; where Adam raises, what Muon
+and Lion have updated before stays so."""
+
+
+def _acts(rank: int, world: int) -> None:
+    init_megatron()
+    for kind in KINDS:
+        for what, (act, other) in ALIKE.items():
+            # Without clipping gradients are not copied; where Adam raises that matters.
+            for clip in (0.0, 0.05) if "at once" in what and kind in ("Adam", "Muon") else (0.05,):
+                label = f"{kind}, {what}, clip {clip}"
+                check_run_bits(_run(kind, clip, act, rank), _run(kind, clip, other, rank), label)
+        _has_fewer(rank, kind)
+
+
+def _has_fewer(rank: int, kind: str) -> None:
+    """Parameters that are taken out of groups are stepped no more, or refused where units are
+    planned."""
+    trainer = _built(kind, 0.05)
+    train_step(trainer, batches(trainer.case, 0, rank, CPU))
+    trainer.wrapper.stop_communication()
+    groups = distributed_optimizer(trainer).optimizer.param_groups
+    taken = [param for group in groups for param in group["params"][1::2]]
+    for group in groups:
+        group["params"] = group["params"][::2]
+    if kind == "streamed":
+        with pytest.raises(ValueError, match="param_groups with other parameters"):
+            train_step(trainer, batches(trainer.case, 1, rank, CPU))
+        return
+    kept = [param for group in groups for param in group["params"]]
+    before = [[param._local_tensor.clone() for param in params] for params in (taken, kept)]
+    train_step(trainer, batches(trainer.case, 1, rank, CPU))
+    for params, values, stays in zip((taken, kept), before, (True, False), strict=True):
+        both = zip(params, values, strict=True)
+        same = [torch.equal(param._local_tensor, v) for param, v in both if v.numel()]
+        assert same == [stays] * len(same) and same, kind
+
+
+def test_what_is_done_to_the_inner_optimizer_has_its_effect() -> None:
+    """A step that raised leaves the next one right; state that is cleared is zero; parameters that
+    are taken out of groups are stepped no more."""
+    run_ranks(_acts, 2, timeout=400)
