@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,12 +23,9 @@ QUINTIC: Coefficients = (
 )  # fmt: skip
 
 
-def orthogonal(
-    matrix: torch.Tensor, dtype: torch.dtype, coefficients: Coefficients = QUINTIC
-) -> torch.Tensor:
-    """Steps on one matrix, as K. Jordan wrote them, by default five, in float32. `dtype`: what the
-    matrix is rounded to before."""
-    x = matrix.to(dtype).float()
+def orthogonal(matrix: torch.Tensor, coefficients: Coefficients = QUINTIC) -> torch.Tensor:
+    """Steps on one matrix, as K. Jordan wrote them, by default five, in float32."""
+    x = matrix.float()
     x = x / x.norm().clamp(min=1e-7)
     tall = x.size(0) > x.size(1)
     x = x.T if tall else x
@@ -43,13 +41,17 @@ def tensor_group(name: str) -> Any:
     return ps.get_tensor_model_parallel_group()
 
 
+def is_split(param: Any, name: str) -> bool:
+    """Over several tensor-parallel ranks."""
+    return getattr(param, "tensor_model_parallel", False) and tensor_group(name).size() > 1
+
+
 def whole(param: Any, name: str, value: torch.Tensor) -> torch.Tensor:
     """Over tensor-parallel ranks; collective over them."""
-    group = tensor_group(name)
-    if not getattr(param, "tensor_model_parallel", False) or group.size() == 1:
+    if not is_split(param, name):
         return value
-    pieces = [torch.empty_like(value) for _ in range(group.size())]
-    dist.all_gather(pieces, value.contiguous(), group=group)
+    pieces = [torch.empty_like(value) for _ in range(tensor_group(name).size())]
+    dist.all_gather(pieces, value.contiguous(), group=tensor_group(name))
     if "linear_fc1" in name and value.dim() == 2:  # gate and up of each rank
         halves = [piece.chunk(2) for piece in pieces]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
@@ -57,9 +59,9 @@ def whole(param: Any, name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def own_part(param: Any, name: str, value: torch.Tensor) -> torch.Tensor:
-    group = tensor_group(name)
-    if not getattr(param, "tensor_model_parallel", False) or group.size() == 1:
+    if not is_split(param, name):
         return value
+    group = tensor_group(name)
     if "linear_fc1" in name:
         gate, up = (half.chunk(group.size())[group.rank()] for half in value.chunk(2))
         return torch.cat([gate, up])
@@ -71,26 +73,31 @@ def is_muons(name: str, param: torch.Tensor) -> bool:
     return param.dim() == 2 and not any(word in name for word in apart)
 
 
+@dataclass
 class Reference:
     """State by name. config: fields of the model's config; dtype: matrices are rounded to it;
-    scale: of rows and columns; coefficients: of each step; splits_qkv: into three matrices.
+    scale: of rows and columns; second: beta and eps of adaptive Muon, whose v each matrix of a
+    weight has; coefficients: of each step; splits_qkv: into three matrices.
 
     gains: by name, the steepest slope of the steps' polynomials over the norm of what they made of
     a matrix whose norm was 1: how many times an error of the gradient, relative to it, may be in
     the update, relative to that."""
 
-    def __init__(
-        self, config: Any, lr: float, decay: float, eps: float, clip: float,
-        dtype: torch.dtype = torch.float32, momentum: float = 0.95, nesterov: bool = False,
-        scale: Callable[[int, int], float] = lambda rows, columns: math.sqrt(max(rows, columns)),
-        second: tuple[float, float] | None = None, coefficients: Coefficients = QUINTIC,
-        splits_qkv: bool = True,
-    ) -> None:  # fmt: skip
-        self.config, self.lr, self.decay, self.eps, self.clip = config, lr, decay, eps, clip
-        self.dtype, self.momentum, self.nesterov, self.scale = dtype, momentum, nesterov, scale
-        self.second, self.coefficients, self.splits_qkv = second, coefficients, splits_qkv
-        self.gains: dict[str, float] = {}
-        self.state: dict[str, Any] = {}
+    config: Any
+    lr: float
+    decay: float
+    eps: float
+    clip: float
+    dtype: torch.dtype = torch.float32
+    momentum: float = 0.95
+    nesterov: bool = False
+    scale: Callable[[int, int], float] = lambda rows, columns: math.sqrt(max(rows, columns))
+    second: tuple[float, float] | None = None
+    coefficients: Coefficients = QUINTIC
+    splits_qkv: bool = True
+    orthogonalize: Callable[[torch.Tensor, Coefficients], torch.Tensor] = orthogonal
+    gains: dict[str, float] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
 
     def step(
         self, params: Mapping[str, Any], weights: Mapping[str, torch.Tensor],
@@ -99,40 +106,27 @@ class Reference:
         """The weights after a step. params: the model's, for their marks."""
         factor = min(1.0, self.clip / (norm + 1e-6))
         return {
-            name: self._one(name, params[name], weights[name].clone(), gradients[name] * factor)
-            for name in gradients
+            name: (self.muon if is_muons(name, weights[name]) else self._adam)(
+                name, params[name], weights[name].clone(), gradient * factor
+            )
+            for name, gradient in gradients.items()
         }
-
-    def _one(
-        self, name: str, param: Any, weight: torch.Tensor, grad: torch.Tensor
-    ) -> torch.Tensor:
-        if is_muons(name, weight):
-            return self.muon(name, param, weight, grad)
-        return self._adam(name, weight, grad, self.decay if weight.dim() > 1 else 0.0)
 
     def muon(
         self, name: str, param: Any, weight: torch.Tensor, grad: torch.Tensor
     ) -> torch.Tensor:
-        """The weight, which is written, after a step; collective over tensor-parallel ranks."""
-        weight.mul_(1 - self.lr * self.decay)
+        """The weight after a step; collective over tensor-parallel ranks. Each matrix of it is
+        stepped by itself."""
         buffer = self.state.setdefault(name, torch.zeros_like(grad))
-        buffer.mul_(self.momentum).add_(grad, alpha=1 - self.momentum)
-        update = buffer
-        if self.nesterov:
-            update = grad * (1 - self.momentum) + buffer * self.momentum
-        matrix = whole(param, name, update)
-        return weight.add_(own_part(param, name, self.update_of(name, matrix)), alpha=-self.lr)
-
-    def update_of(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
-        """Of a whole parameter, each of its matrices by itself."""
-        self.pieces = 0
-        found = torch.empty_like(matrix)
-        for target, part in zip(
-            self.parts_of(name, found), self.parts_of(name, matrix), strict=True
-        ):
-            update = self._scaled(name, part.reshape(-1, matrix.shape[1]))
-            target.copy_(update.view(part.shape))
-        return found
+        buffer.lerp_(grad, 1 - self.momentum)
+        update = grad.lerp(buffer, self.momentum) if self.nesterov else buffer
+        weight = whole(param, name, weight) * (1 - self.lr * self.decay)
+        parts = (self.parts_of(name, value) for value in (weight, whole(param, name, update)))
+        for number, (target, part) in enumerate(zip(*parts, strict=True)):
+            matrix = part.reshape(-1, weight.shape[1])
+            found = self._direction(name, number, matrix).view(part.shape)
+            target.add_(found, alpha=-self.lr * self.scale(*matrix.shape))
+        return own_part(param, name, weight)
 
     def parts_of(self, name: str, value: torch.Tensor) -> Sequence[torch.Tensor]:
         """The matrices of a whole parameter, as views of it: (repeats, rows, columns)."""
@@ -154,33 +148,28 @@ class Reference:
             return [rows // 2] * 2
         return [rows]
 
-    def _scaled(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
-        """second: beta and eps of adaptive Muon, whose v each matrix of a weight has."""
-        found = orthogonal(matrix, self.dtype, self.coefficients)
+    def _direction(self, name: str, number: int, matrix: torch.Tensor) -> torch.Tensor:
+        found = self.orthogonalize(matrix.to(self.dtype), self.coefficients)
         slope, norm = math.prod(a for a, _, _ in self.coefficients), float(found.norm())
         gain = slope / norm if norm else 0.0  # without a gradient there is no update
         if self.second is not None:
-            self.pieces += 1
-            v = self.state.setdefault(f"{name} v {self.pieces}", torch.zeros_like(found))
+            v = self.state.setdefault(f"{name} v {number}", torch.zeros_like(found))
             v.mul_(self.second[0]).add_(found**2, alpha=1 - self.second[0])
             found = found / (v**0.5 + self.second[1])
             # v follows the update as well.
             gain *= 2 * (1 + float(v.max()) ** 0.5 / self.second[1])
         self.gains[name] = max(gain, self.gains.get(name, 0.0))
-        return found * self.scale(*matrix.shape)
+        return found
 
     def _adam(
-        self, name: str, weight: torch.Tensor, grad: torch.Tensor, decay: float
+        self, name: str, param: Any, weight: torch.Tensor, grad: torch.Tensor
     ) -> torch.Tensor:
         if name not in self.state:
-            self.state[name] = weight.clone().requires_grad_()
-            self.state[name] = (
-                self.state[name],
-                torch.optim.AdamW([self.state[name]], self.lr, (0.9, 0.999), self.eps, decay),
-            )
+            held, decay = weight.clone().requires_grad_(), self.decay if weight.dim() > 1 else 0.0
+            adam = torch.optim.AdamW([held], self.lr, (0.9, 0.999), self.eps, decay)
+            self.state[name] = held, adam
         held, adam = self.state[name]
-        with torch.no_grad():
-            held.copy_(weight)
+        held.data.copy_(weight)
         held.grad = grad.clone()
         adam.step()
         return held.detach().clone()

@@ -1,0 +1,376 @@
+"""Muon on shards: with gradients that are set, its weights have the bits of whole matrices, however
+model and data are split; and `torch.optim.Muon` on plain modules.
+
+Gradients of models that are split differently differ by the order of sums. Here every rank takes
+its part of a tensor that is made for the whole parameter, by a name that is the same everywhere.
+All cells are compared with one computation on whole tensors, and so with each other.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import nn
+
+from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
+from megatron_fsdp_adapter.megatron.muon import is_muons as rule_of
+from megatron_fsdp_adapter.prove.gather_full import plain_name
+from megatron_fsdp_adapter.sharding.muon.newton_schulz import coefficients_of, orthogonalized
+from tests.distributed.checks import check_norm
+from tests.distributed.gpt import STRATEGIES
+from tests.distributed.launch import run_ranks
+from tests.distributed.muon_reference import Reference, is_muons, own_part, tensor_group
+from tests.distributed.plain import Block, Side, net, tokens
+from tests.distributed.topologies import (
+    TOPOLOGIES,
+    Topology,
+    TopologyTrainer,
+    build_topology_trainer,
+    case_for,
+    init_topology,
+    run_schedule,
+)
+
+LR, DECAY = 1e-2, 0.1
+FP32 = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
+BF16 = {"optimizer": "muon"}
+SECOND = {"adaptive_muon_beta2": 0.9, "adaptive_muon_eps": 0.05}
+"""With an eps of the size of an entry, so that the sign of one near zero is not all that counts."""
+ADAPTIVE = {"optimizer": "adaptive_muon", "muon_fp32_matmul_prec": "highest", **SECOND}
+HAS_ADAPTIVE = hasattr(OptimizerConfig, "adaptive_muon_beta2")
+UNCLIPPED = 1e9
+"""A norm that no gradient has: it is computed, and nothing is clipped."""
+ROUNDING = 2e-3
+"""Of the largest that an entry of an update can be, where clipping multiplies by a norm, which is
+rounded in another way, or a second moment divides."""
+
+
+def by_package(matrix: torch.Tensor, coefficients: Any) -> torch.Tensor:
+    """One matrix by itself. That it becomes orthogonal: tests/sharding/test_newton_schulz.py."""
+    return orthogonalized(matrix[None], coefficients)[0]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Of one topology, under some strategies; fields of the DDP config and of the optimizer's."""
+
+    topology: Topology
+    strategies: Iterable[str] = ("optim_grads_params",)
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=lambda: BF16)
+    clip: float = UNCLIPPED
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if "muon_fp32_matmul_prec" in self.options else torch.bfloat16
+
+    @property
+    def is_exact(self) -> bool:
+        return self.clip == UNCLIPPED and self.options["optimizer"] == "muon"
+
+
+def check(rank: int, world: int, cells: Iterable[Cell], steps: int) -> None:
+    for cell in cells:
+        for strategy in cell.strategies:
+            check_strategy(cell, strategy, steps)
+
+
+def built(cell: Cell, strategy: str, tied: bool) -> TopologyTrainer:
+    case = case_for(
+        cell.topology, swiglu=True, lr=LR, weight_decay=DECAY, clip=cell.clip, tied=tied
+    )
+    groups = case.heads if cell.topology.cp > 1 else 2  # the tests' attention over ranks
+    return build_topology_trainer(
+        cell.topology, case, strategy, ddp=cell.ddp, fields={"num_query_groups": groups},
+        optimizer_options=cell.options,
+    )  # fmt: skip
+
+
+def check_strategy(cell: Cell, strategy: str, steps: int) -> None:
+    init_topology(cell.topology, cell.ddp.get("num_distributed_optimizer_instances", 1))
+    trainer = built(cell, strategy, tied=False)
+    assert_matrices_are_muons(trainer)
+    if cell.topology.pp > 1:
+        assert_matrices_are_muons(built(cell, strategy, tied=True))
+    names = global_names(trainer)
+    case, config = trainer.case, trainer.chunks[0].config
+    reference = Reference(
+        config, LR, DECAY, case.adam_eps, cell.clip, cell.dtype, orthogonalize=by_package,
+        coefficients=coefficients_of("quintic", 5),
+        second=tuple(SECOND.values()) if cell.options["optimizer"] != "muon" else None,  # type: ignore
+    )  # fmt: skip
+    params = {name: pair.unsharded for name, pair in names.values()}
+    wanted = {name: own(param, name, 0) for name, param in params.items()}
+    trainer.load({local: wanted[name] for local, (name, _) in names.items()})
+    for step in range(1, steps + 1):
+        run_schedule(trainer, step)
+        gradients = {name: own(param, name, step) for name, param in params.items()}
+        for name, pair in names.values():
+            if pair.sharded.grad is not None:
+                local, held = pair.sharded.grad._local_tensor, pair.sharded.megatron_fsdp_slice
+                local.copy_(gradients[name].reshape(-1)[held].view(local.shape))
+        done, norm, _ = trainer.optimizer.step()
+        assert done
+        check_norm(float(norm), norm_of_all(params, step), f"{cell}, {strategy}")
+        wanted = reference.step(params, wanted, gradients, float(norm))
+    found = trainer.weights()
+    for local, (name, pair) in names.items():
+        label = f"{cell}, {strategy}: {name}"
+        error = float((found[local] - wanted[name]).abs().max())
+        if not is_muons(name, pair.unsharded):
+            assert error <= 1e-5, f"{label} is off by {error:.1e}"
+        else:
+            largest = LR * max(pair.unsharded.shape) ** 0.5
+            assert error <= (0 if cell.is_exact else ROUNDING * largest), f"{label}: {error:.1e}"
+
+
+def assert_matrices_are_muons(trainer: TopologyTrainer) -> None:
+    """By the names of core's layers, which the rule of the package does not go by."""
+    pairs = [pair for chunk in trainer.chunks for pair in chunk.engine.pairs]
+    for pair in pairs:
+        name = plain_name(pair.managed.fqns[0])
+        assert rule_of(pair) == is_muons(name, pair.unsharded), name
+    groups = [group for group in trainer.optimizer.param_groups if "optimizer" in group]
+    of_muon = {id(param) for group in groups for param in group["params"]}
+    assert of_muon == {id(pair.sharded) for pair in pairs if rule_of(pair)} != set()
+
+
+def global_names(trainer: TopologyTrainer) -> dict[str, tuple[str, Any]]:
+    """By the trainer's name of a parameter, that in the whole model, and the pair."""
+    found = {}
+    for number, chunk in enumerate(trainer.chunks):
+        config = chunk.config
+        first = get_transformer_layer_offset(config, number if trainer.topology.vpp else None)
+        experts = (config.num_moe_experts or 0) // config.expert_model_parallel_size
+        before = experts * ps.get_expert_model_parallel_rank()
+        for pair in chunk.engine.pairs:
+            local = plain_name(pair.managed.fqns[0])
+            name = counted_on(counted_on(local, "layers", first), "local_experts", before)
+            found[f"{number}.{local}"] = (name, pair)
+    assert len({name for name, _ in found.values()}) == len(found)
+    return found
+
+
+def counted_on(name: str, what: str, before: int) -> str:
+    """With the number behind `what` in the name raised by those that other ranks have before."""
+    return re.sub(rf"(?<={what}\.)\d+", lambda at: str(int(at[0]) + before), name)
+
+
+def whole_shape(param: Any, name: str) -> list[int]:
+    shape = list(param.shape)
+    if getattr(param, "tensor_model_parallel", False):
+        shape[param.partition_dim] *= tensor_group(name).size()
+    return shape
+
+
+def made(shape: list[int], name: str, step: int) -> torch.Tensor:
+    """Of the whole parameter: its weight, for step 0, or gradient."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+    return torch.randn(shape, generator=generator) * 0.1
+
+
+def own(param: Any, name: str, step: int) -> torch.Tensor:
+    """This rank's part under tensor parallelism."""
+    return own_part(param, name, made(whole_shape(param, name), name, step))
+
+
+def norm_of_all(params: Mapping[str, Any], step: int) -> float:
+    """Of the gradients of the whole model, each of which counts once; collective."""
+    shapes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shapes, {n: whole_shape(param, n) for n, param in params.items()})
+    every = {name: shape for one in shapes for name, shape in one.items()}
+    return math.hypot(*(float(made(s, name, step).norm()) for name, s in every.items()))
+
+
+HYBRID = {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"}
+REPLICAS = {**HYBRID, "outer_dp_sharding_strategy": "no_shard"}
+DP, EXPERTS = Topology("dp"), Topology("experts", experts=4)
+
+TWO_RANKS = (
+    Cell(DP, ("no_shard", "optim_grads_params")),
+    Cell(DP, ("optim",), options=FP32, clip=0.1),
+    *(Cell(TOPOLOGIES[name]) for name in ("tp2", "ep2", "pp2")),
+)
+
+
+def test_two_ranks_of_data_tensors_experts_and_stages_step_bit_for_bit_alike() -> None:
+    """Clipped, but for rounding."""
+    run_ranks(check, 2, TWO_RANKS, 2, timeout=400)
+
+
+@pytest.mark.skipif(not HAS_ADAPTIVE, reason="this core has no adaptive_muon_beta2")
+def test_adaptive_muon_keeps_its_second_moment_in_rows() -> None:
+    cells = (
+        Cell(DP, ("no_shard", "optim_grads_params"), options=ADAPTIVE),
+        Cell(TOPOLOGIES["tp2"], ("optim",), options=ADAPTIVE),
+    )
+    run_ranks(check, 2, cells, 5, timeout=400)
+
+
+NAMES = {
+    1: (), 2: ("tp2", "tp2-sp", "ep2", "pp2", "cp2"), 3: (),
+    4: ("tp2", "tp2-sp", "ep2", "ep4", "ep2-etp2", "pp2", "pp2-vpp2", "tp2-pp2", "ep2-pp2", "cp2"),
+}  # fmt: skip
+"""Of topologies, by the number of ranks, beside data parallelism alone and, on four ranks, what
+`FOUR_RANKS` has. Of ep4 a domain of one rank."""
+FOUR_RANKS: tuple[tuple[Topology, Mapping[str, Any]], ...] = (
+    *((topology, ddp) for topology in (DP, EXPERTS, TOPOLOGIES["tp2"])
+      for ddp in (HYBRID, REPLICAS)),
+    (DP, {"fsdp_unsharded_budget_gib": 1.0}), (DP, {"fsdp_unsharded_budget_gib": 3e-5}),
+    (TOPOLOGIES["ep2"], {"megatron_fsdp_enable_fine_grained_param_gather": True}),
+    (DP, {"fsdp_double_buffer": True}),
+)  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("world", NAMES)
+def test_every_split_under_every_strategy_steps_bit_for_bit_alike(
+    world: int, options: dict[str, Any]
+) -> None:
+    strategies = STRATEGIES if world < 4 else STRATEGIES[-1:]
+    topologies = (EXPERTS, *(TOPOLOGIES[name] for name in NAMES[world]))
+    cells = [Cell(DP, STRATEGIES, {}, options)]
+    cells += [Cell(topology, strategies, {}, options) for topology in topologies]
+    for topology, ddp in FOUR_RANKS if world == 4 else ():
+        of_instances = topology == DP and ddp == HYBRID
+        cells.append(Cell(topology, STRATEGIES if of_instances else strategies, ddp, options))
+    run_ranks(check, world, tuple(cells), 5, timeout=500.0)
+
+
+# Plain modules, with `torch.optim.Muon`.
+
+STEPS = 5
+PLAIN_LR = 0.02
+
+
+def of_blocks(name: str, param: torch.Tensor) -> bool:
+    return "blocks" in name and param.dim() == 2
+
+
+def optimizers(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
+    named = list(model.named_parameters())
+    matrices = [param for name, param in named if of_blocks(name, param)]
+    rest = [param for name, param in named if not of_blocks(name, param)]
+    options = {"lr": PLAIN_LR, "weight_decay": DECAY, "momentum": 0.9, **options}
+    return [torch.optim.Muon(matrices, **options), torch.optim.AdamW(rest, lr=1e-3, eps=1e-3)]
+
+
+def trained(side: Side) -> dict[str, torch.Tensor]:
+    model = side.model()
+    both = [side.optimizer(optimizer) for optimizer in optimizers(model)]
+    for step in range(STEPS):
+        side.loss(model, step).backward()
+        for optimizer in both:
+            optimizer.step()
+        model.zero_grad()
+    return side.weights()
+
+
+def check_strategies(rank: int, world: int) -> None:
+    expected = trained(Side(rank, world, None))
+    first, *others = [trained(Side(rank, world, strategy)) for strategy in STRATEGIES]
+    for name, value in expected.items():
+        # An update has entries of 1 at most, times what its shape gives, and is off by bf16.
+        error = float((first[name] - value).abs().max())
+        assert error < STEPS * PLAIN_LR * 1.6 * 0.03, (name, error)
+        assert all(torch.equal(first[name], other[name]) for other in others), name
+
+
+def given_gradients(rank: int, world: int) -> None:
+    """Steps with gradients that are set, not computed."""
+    side = Side(rank, world, "optim_grads_params")
+    model, module, generator = side.model(net()), net(), torch.Generator().manual_seed(7)
+    muon = side.optimizer(optimizers(model)[0])
+    weights = {name: param.detach() for name, param in module.named_parameters()}
+    reference = Reference(
+        None, PLAIN_LR, DECAY, 0.0, 0.0, torch.bfloat16, momentum=0.9, nesterov=True,
+        scale=lambda rows, columns: max(1, rows / columns) ** 0.5, orthogonalize=by_package,
+        coefficients=coefficients_of("simple", 5),
+    )  # fmt: skip
+    for _ in range(3):
+        model(tokens(0, 0, rank)).backward()
+        for (name, weight), param in zip(weights.items(), model.parameters(), strict=True):
+            value = torch.randn(weight.shape, generator=generator)
+            if of_blocks(name, weight):
+                ref = param.fsdp_layout_ref
+                held = ref.layout.shard_range(ref.index, ref.rank)
+                rows = value.view(-1)[held.start : held.stop].view_as(param._local_tensor)
+                param.grad._local_tensor.copy_(rows)
+                weights[name] = reference.muon(name, weight, weight, value)
+        muon.step()
+        model.zero_grad()
+    found = side.weights()
+    for name, value in weights.items():
+        assert not of_blocks(name, value) or torch.equal(found[f"0 {name}"], value), name
+
+
+def first_update(rank: int, world: int) -> None:
+    """Orthogonal: a run that steps with another optimizer than it says does not pass. Momentum is
+    saved in rows."""
+    side = Side(rank, world, "optim_grads_params")
+    model = side.model(net())
+    before = side.weights()
+    muon = side.optimizer(optimizers(model, weight_decay=0.0)[0])
+    model(tokens(0, 0, rank)).backward()
+    muon.step()
+    for name, after in side.weights().items():
+        change = after - before[name]
+        if not of_blocks(name, after):
+            assert not change.any(), name
+            continue
+        scale = PLAIN_LR * max(1, after.shape[0] / after.shape[1]) ** 0.5
+        values = torch.linalg.svdvals(change / scale)
+        assert values.median() > 0.6 and values.max() < 1.4, (name, values)
+    again = side.optimizer(optimizers(model, weight_decay=0.0)[0])
+    again.load_state_dict(muon.state_dict())
+    for param in muon.param_groups[0]["params"]:
+        assert list(muon.state[param]) == ["momentum_buffer"]
+        theirs, ours = (one.state[param]["momentum_buffer"] for one in (muon, again))
+        assert theirs.shape == param.shape
+        assert torch.equal(theirs._local_tensor, ours._local_tensor)
+
+
+def check_plain(rank: int, world: int) -> None:
+    for part in (check_strategies, given_gradients, first_update):
+        part(rank, world)
+
+
+FULL = [pytest.param(world, marks=pytest.mark.full) for world in (1, 3, 4)]
+
+
+@pytest.mark.parametrize("world", [2, *FULL])
+def test_plain_modules_have_the_weights_of_one_process_and_the_same_bits_on_any_ranks(
+    world: int,
+) -> None:
+    """The first, on gradients of their own, but for bf16; the bits with given ones."""
+    run_ranks(check_plain, world, timeout=400)
+
+
+def test_what_cannot_be_stepped_is_refused(one_rank: None) -> None:
+    model = fully_shard_model(net(), fsdp_unit_modules=[Block])
+
+    class Mine(torch.optim.Muon):
+        def step(self, closure: Any = None) -> None:
+            raise AssertionError
+
+    first, *others = optimizers(model)[0].param_groups[0]["params"]
+    with pytest.raises(ValueError, match=r"optimizer=Mine: its step needs whole tensors"):
+        fully_shard_optimizer(Mine([first, *others]))
+    muon = torch.optim.Muon([{"params": [first], "ns_steps": 3}, {"params": others}])
+    fully_shard_optimizer(muon)
+    model(tokens(0, 0, 0)).backward()
+    with pytest.raises(ValueError, match="give all parameter groups the same"):
+        muon.step()
+    assert len(muon.param_groups[1]["params"]) == len(others)
