@@ -1,29 +1,98 @@
 """What users of PyTorch do in their own training loops ends in the weights of an unsharded module
-whose gradients are averaged over the ranks."""
+whose gradients are averaged over the ranks, and has the same bits where the optimizer is in host
+memory or layers are compiled."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp_adapter import (
-    MixedPrecisionPolicy,
-    fully_shard_model,
-    fully_shard_optimizer,
-)
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from tests.distributed.launch import run_ranks
-from tests.distributed.plain import Block, tokens
-from tests.distributed.plain_loops import LOOPS, check_loops
-from tests.distributed.plain_side import net
+from tests.distributed.plain import STEPS, Block, Side, device, net
+from tests.distributed.plain_loops import LOOPS
+
+WEIGHTS = 2e-5
+"""Relative, of a weight tensor's norm after the steps of a loop."""
+
+NEEDS_KEPT_WEIGHTS = ("a_rank_without_data",)
+"""Where weights are sharded all ranks gather them in each forward."""
+
+NEEDS_SHARDED_GRADS = ("an_optimizer_every_other_step", "gradients_replaced_between_backwards")
+"""Several backwards outside of `no_sync`, or an optimizer's gradients kept for a later one."""
+
+NEEDS_KEPT_GRADS = ("a_rank_without_microbatches",)
+"""Where gradients are sharded all ranks reduce them in each backward."""
+
+ALL_STRATEGIES = ("microbatches_and_clipping",)
+"""Not only the one that shards most and one of the others."""
+
+
+def strategies_of(name: str) -> list[str]:
+    """Under which a loop can run."""
+    return [
+        strategy
+        for strategy, row in STRATEGIES.items()
+        if not (name in NEEDS_SHARDED_GRADS and not row.shard_grads)
+        and not (name in NEEDS_KEPT_GRADS and row.shard_grads)
+        and not (name in NEEDS_KEPT_WEIGHTS and row.shard_weights)
+    ]
+
+
+def check_loops(
+    rank: int, world: int, names: Iterable[str], outer: int = 0, every: bool = True,
+    **options: Any,
+) -> None:
+    """Every strategy against the unsharded side; without `every`, the one that shards most and one
+    of the others, in turn. outer: the size of an outer axis, if there is to be one; options: of
+    `fully_shard_model`."""
+    if outer:
+        options["mesh"] = init_device_mesh(device().type, (outer, world // outer))
+    problems = []
+    for position, name in enumerate(names):
+        reference = Side(rank, world, None)
+        LOOPS[name](reference)
+        expected = reference.weights()
+        *others, most = strategies_of(name)
+        in_turn = others[position % len(others) :][:1]
+        for strategy in (*(others if every or name in ALL_STRATEGIES else in_turn), most):
+            side = Side(rank, world, strategy, options)
+            try:
+                LOOPS[name](side)
+            except Exception as error:  # told with the others, by name
+                problems.append(f"{name}, {strategy}: {type(error).__name__}: {error}")
+                continue
+            problems += [f"{name}, {strategy}, {line}" for line in _differences(side, expected)]
+            if side.numbers != pytest.approx(reference.numbers, rel=1e-5, abs=1e-7):
+                problems.append(f"{name}, {strategy}: {side.numbers} != {reference.numbers}")
+    assert not problems, "\n".join(problems)
+
+
+def _differences(side: Side, expected: Mapping[str, torch.Tensor]) -> list[str]:
+    found = side.weights()
+    assert found.keys() == expected.keys()
+    lines = []
+    for name, value in expected.items():
+        error = float((found[name] - value).norm() / value.norm())
+        if not error <= WEIGHTS:
+            lines.append(f"{name}: off by {error:.1e}")
+    return lines[:3]
 
 
 @pytest.mark.parametrize("every", (False, pytest.param(True, marks=pytest.mark.full)))
 def test_loops_train_to_the_same_weights(every: bool) -> None:
     run_ranks(functools.partial(check_loops, every=every), 2, list(LOOPS), timeout=400)
+
+
+def test_one_rank_trains_like_a_single_process() -> None:
+    run_ranks(check_loops, 1, ALL_STRATEGIES)
 
 
 @pytest.mark.full
@@ -32,141 +101,116 @@ def test_loops_on_three_ranks() -> None:
     run_ranks(check_loops, 3, names, timeout=400)
 
 
-@pytest.mark.parametrize(
-    "outer_strategy", (pytest.param("no_shard", marks=pytest.mark.full), "optim")
-)
-def test_a_rank_without_data_with_an_outer_axis(outer_strategy: str) -> None:
-    """It meets the others in the order in which they reduce over either axis."""
-    names = ("a_rank_without_data", "a_rank_without_microbatches")
-    run_ranks(
-        functools.partial(check_loops, outer=2, outer_dp_sharding_strategy=outer_strategy),
-        4, names, timeout=400,
-    )  # fmt: skip
+def _outer(rank: int, world: int) -> None:
+    names = ("a_rank_without_data", "a_rank_without_microbatches", *ALL_STRATEGIES)
+    for strategy in ("no_shard", "optim"):
+        check_loops(rank, world, names, outer=2, outer_dp_sharding_strategy=strategy)
 
 
-def _errors(rank: int, world: int) -> None:
-    for strategy, row in STRATEGIES.items():
-        _frozen_when_wrapped(rank, strategy)
-        _hooks_that_cannot_run(rank, strategy)
-        _foreign_groups(rank, strategy)
-        if not row.shard_grads:
-            _second_backward(rank, strategy)
+def test_loops_with_an_outer_axis() -> None:
+    """A rank without data meets the others in the order in which they reduce over either axis."""
+    run_ranks(_outer, 4, timeout=400)
 
 
-def _frozen_when_wrapped(rank: int, strategy: str) -> None:
-    module = net()
-    module.head.requires_grad_(False)
-    model = fully_shard_model(module, None, [Block], data_parallel_sharding_strategy=strategy)
-    model.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="requires_grad of head.weight was set to True.*frozen"):
-        model(tokens(0, 0, rank))
+# The same bits.
 
 
-def _hooks_that_cannot_run(rank: int, strategy: str) -> None:
-    model = fully_shard_model(net(), None, [Block], data_parallel_sharding_strategy=strategy)
-    model.get_parameter("module.head.weight").register_hook(lambda grad: grad)
-    with pytest.raises(RuntimeError, match="register_hook on parameter head.weight"):
-        model(tokens(0, 0, rank))
+def _bits(side: Side, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    LOOPS[name](side)
+    return side.numbers, side.weights()
 
 
-def _foreign_groups(rank: int, strategy: str) -> None:
-    model = fully_shard_model(net(), None, [Block], data_parallel_sharding_strategy=strategy)
-    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="1 of its .* parameters are not of a sharded model"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    assert len(optimizer.param_groups) == 1
-    with pytest.raises(ValueError, match="norm_type=0"):
-        model.clip_grad_norm_(1.0, 0)
+OFFLOADED = (
+    "scheduled_clipped_and_written", "steps_that_raise", "state_changed_by_hand",
+    "layers_frozen_in_turn", "adversaries",
+)  # fmt: skip
 
 
-def _second_backward(rank: int, strategy: str) -> None:
-    """The text tells a user without Megatron what to do."""
-    model = fully_shard_model(net(), None, [Block], data_parallel_sharding_strategy=strategy)
-    params = list(model.parameters())
-    model(tokens(0, 0, rank)).backward()
-    with pytest.raises(RuntimeError, match=r"no_sync\(\), and clear the gradients") as caught:
-        model(tokens(0, 1, rank)).backward()
-    assert "zero_grad_buffer" not in str(caught.value)
-    for param in params:
-        param.grad = None
-    model(tokens(0, 1, rank)).backward()
-
-
-def _outputs_of_written_weights(rank: int, world: int) -> None:
-    """In bf16, and with main weights of either dtype: what all ranks compute with right after a
-    write, without a step in between."""
+def _offloaded(rank: int, world: int) -> None:
     for strategy in STRATEGIES:
-        for main in (torch.float32, None):
-            model = fully_shard_model(
-                net().bfloat16(), None, [Block], data_parallel_sharding_strategy=strategy,
-                mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=main),
-            )  # fmt: skip
-            plain = net().bfloat16()
-            params = list(model.parameters())
-            for _ in range(3):
-                with torch.no_grad():
-                    for param in (*params, *plain.parameters()):
-                        param.mul_(0.5)  # exact in both dtypes
-                    found, expected = (one(tokens(0, 0, 0)) for one in (model, plain))
-                assert torch.equal(found, expected), (strategy, main)
+        for name in OFFLOADED:
+            sides = [
+                Side(rank, world, strategy, {"chunked_optimizer_state_offload": on})
+                for on in (False, True)
+            ]
+            for side in sides:
+                side.dtype = torch.bfloat16
+            (numbers, weights), (found, ours) = (_bits(side, name) for side in sides)
+            assert found == numbers, (strategy, name)
+            for key, value in weights.items():
+                assert torch.equal(ours[key], value), (strategy, name, key)
 
 
-def _memory_of_cleared_gradients(rank: int, world: int) -> None:
-    """Shards of gradients go with the last gradient in them: at once with the sharded optimizer's
-    `zero_grad`, with the next forward otherwise."""
-    for strategy in ("optim_grads", "optim_grads_params"):
-        model = fully_shard_model(net(), None, [Block], data_parallel_sharding_strategy=strategy)
-        params = list(model.parameters())
-        first, second = (
-            fully_shard_optimizer(torch.optim.SGD(half, lr=0.1))
-            for half in (params[::2], params[1::2])
-        )
-        buffers = [group.grad for group in model.engine.groups]
-        model(tokens(0, 0, rank)).backward()
-        assert all(buffer.allocated for buffer in buffers)
-        first.zero_grad()
-        assert all(param.grad is None for param in params[::2])
-        assert all(param.grad is not None for param in params[1::2])
-        second.zero_grad()
-        assert not any(buffer.allocated for buffer in buffers)
-        model(tokens(0, 0, rank)).backward()
-        torch.optim.SGD(params, lr=0.1).zero_grad()
-        with torch.no_grad():
-            model(tokens(0, 1, rank))
-        assert not any(buffer.allocated for buffer in buffers)
+def test_loops_have_the_same_bits_with_the_optimizer_in_host_memory() -> None:
+    """A step that raised leaves nothing on the device."""
+    run_ranks(_offloaded, 2, timeout=400)
 
 
-def _step_that_raises(rank: int, world: int) -> None:
-    """Afterwards the optimizer has its DTensors again, and goes on."""
-    model = fully_shard_model(net(), None, [Block])
-    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    params = list(optimizer.param_groups[0]["params"])
-    model(tokens(0, 0, rank)).backward()
-    optimizer.param_groups[0]["lr"] = "nonsense"
-    with pytest.raises(TypeError):
+def _compiled(layers: nn.Sequential, as_function: bool, again: bool = False, **how: Any) -> None:
+    """Compiles each layer, in place or by one that stands in for it. again: layers that are
+    computed again in backward."""
+    for number, layer in enumerate(layers):
+        if again:
+            layers[number] = layer = checkpoint_wrapper(layer)
+        if as_function:
+            layers[number] = torch.compile(layer, backend="aot_eager", **how)  # type: ignore[assignment]
+        else:
+            layer.compile(backend="aot_eager", **how)
+
+
+COMPILED: dict[str, tuple[bool, bool, dict[str, Any], dict[str, Any]]] = {
+    "as torchtitan does": (True, False, {"fullgraph": True}, {}),
+    "ZeRO-2": (True, False, {}, {"data_parallel_sharding_strategy": "optim_grads"}),
+    "by a function": (True, True, {"fullgraph": True}, {}),
+    "by a function, units inside": (True, True, {}, {"fsdp_unit_modules": [Block, nn.Embedding]}),
+    "with recomputation": (True, False, {"again": True}, {}),
+    "layers of one unit": (True, False, {}, {"fsdp_unit_modules": []}),
+    "after wrapping": (False, False, {}, {}),
+    "by a function after wrapping": (False, True, {}, {}),
+    "the whole model": (True, True, {}, {}),
+}
+"""Whether before wrapping, whether by torch.compile(layer), its options and those of wrapping."""
+
+
+def _trains_compiled(side: Side, name: str) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and weights after steps of two microbatches and an evaluation; "" compiles nothing."""
+    before, as_function, how, options = COMPILED.get(name, (False, False, {}, {}))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    module: Any = net()
+    layers = module.blocks
+    if "whole" in name:
+        module = torch.compile(module, backend="aot_eager")
+    elif before:
+        _compiled(layers, as_function, **how)
+    model = side.model(module, **{"fsdp_unit_modules": None, **options})
+    if name and not before:
+        _compiled(layers, as_function, **how)
+    optimizer = side.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    for step in range(STEPS - 1):
+        with model.no_sync():
+            side.loss(model, step, 0).backward()
+        loss = side.loss(model, step, 1)
+        loss.backward()
         optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.1
-    optimizer.zero_grad()
-    found = optimizer.param_groups[0]["params"]
-    assert all(one is other for one, other in zip(params, found, strict=True))
-    before = [param.to_local().clone() for param in params]
-    model(tokens(0, 0, rank)).backward()
-    optimizer.step()
-    assert all(
-        not torch.equal(old, new.to_local())
-        for old, new in zip(before, params, strict=True)
-        if old.numel()
-    )
+        optimizer.zero_grad()
+        with torch.no_grad():
+            side.numbers += [loss.item(), side.loss(model, step, 2).item()]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert bool(name) == bool(graphs), "layers were compiled"
+    return side.numbers, list(side.weights().values())
 
 
-def _contracts(rank: int, world: int) -> None:
-    _errors(rank, world)
-    _outputs_of_written_weights(rank, world)
-    _memory_of_cleared_gradients(rank, world)
-    _step_that_raises(rank, world)
+def _compiled_layers(rank: int, world: int) -> None:
+    made = functools.partial(Side, rank, world, "optim_grads_params")
+    losses, weights = _trains_compiled(made(), "")
+    for name in COMPILED:
+        found = _trains_compiled(made(), name)
+        assert found[0] == losses, name
+        assert all(map(torch.equal, found[1], weights)), name
 
 
-def test_errors_writes_and_memory_of_plain_loops() -> None:
-    """What cannot work is one error; written weights are those of all ranks; cleared gradients take
-    no memory; a step that raised leaves the optimizer as it was."""
-    run_ranks(_contracts, 2)
+def test_layers_that_are_compiled_train_to_the_same_bits() -> None:
+    """Before or after wrapping, as a method or a function. What is gathered and reduced is outside
+    of the graphs. aot_eager computes with the operations of an eager run."""
+    run_ranks(_compiled_layers, 2, timeout=400)
