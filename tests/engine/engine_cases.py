@@ -41,7 +41,7 @@ from tests.engine.fused_linear import FusedLinear
 from tests.engine.pretended import PretendCommunicator
 from tests.engine.recording import RecordingRuntime
 from tests.engine.side_streams import SIDE, use_side_stream
-from tests.quantized.emulated import CountingParams, EmulatedTensor, quantize_linears
+from tests.quantized.emulated import CountingParams, quantize_linears
 
 HIDDEN, VOCAB, BATCH, SEQ = 6, 11, 2, 5
 
@@ -251,7 +251,7 @@ def began_with(model: Net) -> dict[str, torch.Tensor]:
     """Values of parameters, or of the planes of quantized ones, copied, by name."""
     found = {}
     for name, param in model.named_parameters():
-        if isinstance(param, EmulatedTensor):
+        if hasattr(param, "_quantizer"):
             fields = CountingParams().fields(param)
             found |= {f"{name}:{plane}": value.clone() for plane, value in fields.items()}
         else:

@@ -1,8 +1,13 @@
 """Transformer Engine's quantized weights without Transformer Engine: tensor classes of its names,
-with its fields, so that `megatron_fsdp_adapter.quantized` takes them for the real ones, and a
-linear map that reads them as its layers do. Whole weights are quantized by `arithmetic`.
+with its fields, so that `megatron_fsdp_adapter.quantized` takes them for the real ones. Whole
+weights are quantized by `arithmetic`. And a linear map that reads such weights as Transformer
+Engine's layers do: emulated ones, and those of its own classes (`te_extension`).
 
-RECIPES: how scales come about. "current" and "delayed" scaling have one format.
+RECIPES: how scales come about. "current" and "delayed" scaling have one format. TE_RECIPES: the
+same in Transformer Engine's own classes.
+
+Checked against the classes and fields of `pytorch/tensor` of Transformer Engine 2.11 and 2.20. A
+write in place into a weight goes to a copy of its values; there are no workspaces and no caches.
 """
 
 from __future__ import annotations
@@ -22,10 +27,12 @@ from megatron_fsdp_adapter.quantized import TransformerEngineParams
 from megatron_fsdp_adapter.quantized.e4m3 import scales_shape
 from megatron_fsdp_adapter.quantized.params import KINDS
 from tests.quantized import arithmetic as math
+from tests.quantized import te_weights
 
 RECIPES: Mapping[str, WeightFormat] = {
     "current": PER_TENSOR, "delayed": PER_TENSOR, "block128": BLOCK128, "mxfp8": MXFP8,
 }  # fmt: skip
+TE_RECIPES = {f"te {recipe}": recipe for recipe in te_weights.RECIPES}
 PLANES = KINDS["MXFP8Tensor"].planes
 """The field that each plane of MXFP8 is in."""
 
@@ -98,17 +105,9 @@ class EmulatedTensor(torch.Tensor):
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
 
-    def rowwise(self: Any) -> torch.Tensor:
-        """Values for forward: the weight."""
-        return math.decoded(self).to(self.dtype)
-
-    def columnwise(self: Any) -> torch.Tensor:
-        """Values for backward: the weight."""
-        return math.decoded(self, columns=True).to(self.dtype)
-
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """As a plain tensor."""
-        return self.rowwise().to(dtype or self.dtype)
+        return math.decoded(self).to(self.dtype).to(dtype or self.dtype)
 
     def update_usage(
         self: Any, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
@@ -180,10 +179,30 @@ def whole_fields(
 
 def quantize_whole(param: Any, value: torch.Tensor) -> None:
     """Makes `param`, which is not sharded, what `value` is."""
+    if not isinstance(param, EmulatedTensor):
+        return te_weights.te_quantize([param], [value])
     derived = _derived(param._quantizer)
     fields = {} if derived is None else {derived: None}
     for name, made in {**fields, **whole_fields(value, param._quantizer, param.dtype)}.items():
         setattr(param, name, made)
+
+
+def quantized_parameter(value: torch.Tensor, recipe: str) -> Any:
+    """A parameter that keeps the value it was made from, by one of `RECIPES` or `TE_RECIPES`."""
+    if recipe in RECIPES:
+        return emulated_parameter(value, recipe)
+    slots = torch.tensor([60.0, 0.0])
+    return te_weights.te_parameter(value, te_weights.quantizer(TE_RECIPES[recipe], slots))
+
+
+def roll(weight: Any) -> None:
+    """What happens to delayed scaling at the end of a forward pass."""
+    wants = weight._quantizer
+    if isinstance(wants, EmulatedQuantizer):
+        wants.roll()
+    elif type(wants).__name__ == "Float8Quantizer" and wants.amax.item() > 0:
+        wants.scale.copy_(torch.tensor(448.0) / wants.amax * 0.9)
+        wants.amax.zero_()
 
 
 def emulated_parameter(value: torch.Tensor, recipe: str) -> nn.Parameter:
@@ -207,8 +226,10 @@ class _Linear(torch.autograd.Function):
         weight.update_usage(
             rowwise_usage=True, columnwise_usage=quantizer.columnwise_usage or None
         )
+        if not isinstance(weight, EmulatedTensor):
+            assert te_weights.derived(weight) is None, "made in forward"
         ctx.save_for_backward(x, weight)
-        return nn.functional.linear(x, weight.rowwise(), bias)
+        return nn.functional.linear(x, _values(weight), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -217,7 +238,14 @@ class _Linear(torch.autograd.Function):
         flat = grad.flatten(0, -2)
         of_weight = flat.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
         of_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
-        return grad @ weight.columnwise(), of_weight, of_bias
+        return grad @ _values(weight, columns=True), of_weight, of_bias
+
+
+def _values(weight: Any, columns: bool = False) -> torch.Tensor:
+    """For forward; of columns, for backward."""
+    if not isinstance(weight, EmulatedTensor):
+        te_weights.check_padded(weight)
+    return math.decoded(weight, columns).to(weight.dtype)
 
 
 class EmulatedLinear(nn.Module):
@@ -225,7 +253,7 @@ class EmulatedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, recipe: str) -> None:
         super().__init__()
-        self.weight = emulated_parameter(linear.weight.detach(), recipe)
+        self.weight = quantized_parameter(linear.weight, recipe)
         self.bias = linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

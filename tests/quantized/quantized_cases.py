@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from tests.engine.engine_cases import Setup, make_net, microbatch
-from tests.quantized.emulated import EmulatedTensor, quantize_whole
+from tests.quantized.emulated import quantize_whole, roll
+from tests.quantized.te_weights import KNOWS
 
 
 class PlainQuantizedRig:
@@ -26,9 +27,15 @@ class PlainQuantizedRig:
             name: getattr(param, "_high_precision_init_val", param).detach().float().clone()
             for name, param in self.params.items()
         }
+        self.quantized: dict[str, Any] = {
+            name: param for name, param in self.params.items() if hasattr(param, "_quantizer")
+        }
         self.grads: dict[str, torch.Tensor] = {}
 
     def loss(self, index: int = 0) -> torch.Tensor:
+        for param in self.quantized.values():
+            KNOWS.drop_derived(param)
+            KNOWS.prepare(param)
         return self.model(microbatch(index)).float().square().mean()  # type: ignore[no-any-return]
 
     def forward_backward(self, microbatches: int = 1, first: int = 0) -> None:
@@ -56,9 +63,8 @@ class PlainQuantizedRig:
             total[name] = total[name] + value if name in total else value
 
     def roll(self) -> None:
-        for param in self.params.values():
-            if isinstance(param, EmulatedTensor) and self.rolls:
-                param._quantizer.roll()
+        for param in self.quantized.values() if self.rolls else ():
+            roll(param)
 
     def evaluate(self) -> torch.Tensor:
         with torch.no_grad():
@@ -99,7 +105,7 @@ class PlainQuantizedRig:
 
     def _follow(self, frozen: bool) -> None:
         for name, param in self.params.items():
-            if isinstance(param, EmulatedTensor):
+            if name in self.quantized:
                 if param.requires_grad or frozen:
                     quantize_whole(param, self.main[name].to(self.main_dtype(param)))
             else:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -27,6 +27,7 @@ from tests.quantized.te_weights import (
     Case,
     cut,
     data_of,
+    planes_of,
     random_case,
     scales_of,
     te_needs_rows,
@@ -103,11 +104,11 @@ def quantize(recipe: str, shards: Sequence[Shard], reduce: bool = False) -> Bits
     return {"amaxes": largest, "scales": scales, "inverses": inverses}
 
 
-def te_whole(case: Case, group: object) -> tuple[list[object], torch.Tensor]:
+def te_wholes(case: Case) -> tuple[list[object], torch.Tensor]:
     """TE's parameter objects after its function on whole weights; scales and amaxes (delayed)."""
     slots = torch.tensor([[SCALE, 0.0]], device=case.mains[0].device).repeat(len(case.mains), 1)
     params = te_params(case.recipe, case.shapes, slots)
-    te_quantize(params, [m.reshape(-1) for m in case.mains], [0] * len(params), group)
+    te_quantize(params, case.mains)
     return params, slots
 
 
@@ -123,6 +124,14 @@ def same(mine: torch.Tensor, other: torch.Tensor, label: str) -> None:
             f"{label}: {len(differ)} of {a.numel()} bytes differ, at {at}: "
             f"{a[differ[:4]].tolist()} and {b[differ[:4]].tolist()}"
         )
+
+
+def same_planes(mine: Any, other: Any, label: str) -> None:
+    """Of two quantized weights, or of copies by name."""
+    one, two = (it if isinstance(it, dict) else planes_of(it) for it in (mine, other))
+    assert one.keys() == two.keys(), (label, one.keys() ^ two.keys())
+    for name, value in two.items():
+        same(one[name], value, f"{label}, {name}")
 
 
 def check_against(case: Case, params: list, shards: Sequence[Shard], label: str) -> None:
@@ -151,11 +160,6 @@ def check_scales(case: Case, bits: Bits, params: list, slots: torch.Tensor, labe
         same(bits["amaxes"], slots[:, 1], f"{label}, amaxes")
 
 
-def own_group(rank: int, world: int) -> object:
-    """A group of this rank alone."""
-    return [dist.new_group([number]) for number in range(world)][rank]
-
-
 def place(rank: int) -> str:
     """The device of a rank. Two can share one."""
     if not torch.cuda.is_available():
@@ -165,29 +169,17 @@ def place(rank: int) -> str:
 
 
 def shards_are_the_whole(rank: int, world: int, recipe: str, nasty: str, count: int) -> str:
-    device, group, shards = place(rank), own_group(rank, world), 0
+    device, shards = place(rank), 0
     for seed in range(count):
         dtype = torch.bfloat16 if seed % 4 == 3 else torch.float32
         case = random_case(recipe, 1000 * rank + seed, dtype, nasty, device)
-        params, slots = te_whole(case, group)
+        params, slots = te_wholes(case)
         mine = [Shard(case, number, 64 if seed % 3 else 5) for number in range(case.shards)]
         label = f"seed {seed}, {dtype}, {case.shapes}, {case.shards} shards"
         check_scales(case, quantize(recipe, mine), params, slots, label)
         check_against(case, params, mine, label)
         shards += case.shards
     return f"{count} cases, {shards} shards"
-
-
-def one_to_eight_shards(rank: int, world: int, recipe: str) -> str:
-    device, group = place(rank), own_group(rank, world)
-    case = random_case(recipe, 5, torch.float32, "", device)
-    params, slots = te_whole(case, group)
-    for shards in range(1, 9):
-        cuts = replace(case, shards=shards, ranges=cut(recipe, case.shapes, shards))
-        mine = [Shard(cuts, number, 64) for number in range(shards)]
-        check_scales(cuts, quantize(recipe, mine), params, slots, f"{shards} shards")
-        check_against(cuts, params, mine, f"{shards} shards")
-    return f"{case.shapes}"
 
 
 def host_is_the_device(rank: int, world: int, recipe: str, nasty: str, count: int) -> str:

@@ -12,12 +12,11 @@ from torch import nn
 from megatron_fsdp_adapter.core.engine.partition import managed_params
 from megatron_fsdp_adapter.core.engine.quantized import QuantizedWeight
 from megatron_fsdp_adapter.core.layout.format import BLOCK128, MXFP8, PER_TENSOR
-from megatron_fsdp_adapter.quantized import TransformerEngineParams, format_of
-from tests.quantized.te_checks import own_group, place, same
-from tests.quantized.te_weights import cut, data_of, te_params, te_quantize
+from megatron_fsdp_adapter.quantized import format_of
+from tests.quantized.te_checks import place, same
+from tests.quantized.te_weights import KNOWS, cut, data_of, te_params, te_quantize
 
 FORMATS = {"current": PER_TENSOR, "delayed": PER_TENSOR, "blockwise": BLOCK128, "mxfp8": MXFP8}
-KNOWS = TransformerEngineParams()
 
 
 def weights_of(
@@ -43,7 +42,7 @@ def weights_of(
 def quantizers_are_te(rank: int, world: int, recipe: str) -> str:
     """Step after step. The ranks of a domain are played one after the other in each process, each
     with parameter objects of its own; the last has no rows."""
-    device, group = place(rank), own_group(rank, world)
+    device = place(rank)
     shapes, ranks, steps = [(128, 128), (256, 384)], 4, 3
     mains = [torch.randn(shape, device=device) * 0.1 for shape in shapes]
     ranges = [*cut(recipe, shapes, ranks - 1), [(0, 0)] * len(shapes)]
@@ -60,7 +59,7 @@ def quantizers_are_te(rank: int, world: int, recipe: str) -> str:
     for step in range(steps):
         for main in mains:
             main.add_(torch.randn_like(main) * 0.02)
-        te_quantize(theirs, [main.view(-1) for main in mains], [0] * len(mains), group)
+        te_quantize(theirs, mains)
         for one in made:
             one.begin()
         if amaxes.numel():
@@ -172,7 +171,7 @@ def modules_compute_from_buffers(rank: int, world: int, recipe: str, name: str) 
     """Outputs and gradients are those of a module that is left alone and quantized by TE's
     function, bit for bit and step after step; in forward nothing is derived from the bytes."""
     place(rank)
-    group, modules = own_group(rank, world), Modules(recipe)
+    modules = Modules(recipe)
     alone, ours = modules.make(name), modules.make(name)
     theirs = [one.param for one in managed_params(alone) if format_of(one) is not None]
     pointed = Pointed(ours, recipe)
@@ -200,7 +199,7 @@ def modules_compute_from_buffers(rank: int, world: int, recipe: str, name: str) 
             same(mine, other, f"{name}, step {step}, result {number}")
         for main in pointed.mains:
             main.add_(torch.randn_like(main) * 0.01)
-        te_quantize(theirs, [main.view(-1) for main in pointed.mains], [0] * len(theirs), group)
+        te_quantize(theirs, pointed.mains)
         for param in theirs:
             KNOWS.drop_derived(param)
         pointed.quantizer.begin()

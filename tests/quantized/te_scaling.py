@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.quantized.te_checks import own_group
-from tests.quantized.te_weights import te_quantize
+from tests.quantized.te_weights import quantizer, te_parameter
 
 LENGTH = 3
 
@@ -33,9 +32,14 @@ def scaled_linears(model: nn.Module) -> list[nn.Module]:
     ]  # fmt: skip
 
 
-def scale_layers(
-    model: nn.Module, rank: int, world: int, length: int = LENGTH, quantize: bool = True
-) -> None:
+def quantize_layers(model: nn.Module, recipe: str) -> None:
+    """Quantizes the weights of the linear layers of a GPT."""
+    for module in scaled_linears(model):
+        wants = quantizer(recipe, torch.tensor([100.0, 0.0]))
+        module._parameters["weight"] = te_parameter(module.weight, wants)  # type: ignore[arg-type]
+
+
+def scale_layers(model: nn.Module, length: int = LENGTH) -> None:
     """Gives the linear layers of a GPT delayed scaling, and quantized weights."""
     for module in scaled_linears(model):
         forward = recipe_state("forward", 3, length)
@@ -44,20 +48,10 @@ def scale_layers(
             "recipe": forward.recipe, "scaling_fwd": forward, "scaling_bwd": backward,
         }  # fmt: skip
         module.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=1)}  # type: ignore
-        if quantize:
-            quantize_weight(module, forward.make_quantizers()[1], own_group(rank, world))
+        weight: Any = module._parameters["weight"]
+        module._parameters["weight"] = te_parameter(weight, forward.make_quantizers()[1])
         module.register_forward_pre_hook(_note_input)
         module.register_forward_hook(_note_gradient)
-
-
-def quantize_weight(module: nn.Module, quantizer: Any, group: Any) -> None:
-    param: Any = module._parameters["weight"]
-    value = param.detach().clone()
-    found: Any = nn.Parameter(quantizer.make_empty(value.shape, dtype=value.dtype, device="cpu"))
-    te_quantize([found], [value.view(-1)], [0], group)
-    found.__dict__.update(param.__dict__)
-    found._high_precision_init_val = value
-    module._parameters["weight"] = found
 
 
 def _note(history: torch.Tensor, value: torch.Tensor) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from megatron_fsdp_adapter.core.layout import ParamSpec, plan_group
+from megatron_fsdp_adapter.prove.gather_full import plain_name
+from megatron_fsdp_adapter.quantized import TransformerEngineParams
 
+KNOWS = TransformerEngineParams()
 RECIPES = ("current", "delayed", "blockwise", "mxfp8")
 ROWS = {"current": 1, "delayed": 1, "blockwise": 16, "mxfp8": 32}
 """Rows that no shard boundary cuts."""
@@ -61,20 +67,85 @@ def scales_of(param: Any) -> torch.Tensor:
 def te_quantize(
     params: Sequence[Any],
     mains: Sequence[torch.Tensor],
-    starts: Sequence[int],
-    group: Any,
+    starts: Sequence[int] | None = None,
+    group: Any = None,
     shards: Sequence[Any] | None = None,
 ) -> None:
-    """TE's function over all weights; an empty main weight is given as it wants it, as None.
+    """TE's function over all weights, by default whole ones of this rank alone; an empty main
+    weight is given as it wants it, as None.
     """
     from transformer_engine.pytorch.tensor import utils
 
     function = getattr(utils, "quantize_master_weights", None) or utils.cast_master_weights_to_fp8
-    given = [main if main.numel() else None for main in mains]
+    given = [main.reshape(-1) if main.numel() else None for main in mains]
+    starts = [0] * len(given) if starts is None else list(starts)
+    group = alone() if group is None else group
     function(
-        list(params), given, list(starts), group, None if shards is None else list(shards),
+        list(params), given, starts, group, None if shards is None else list(shards),
         manual_post_all_gather_processing=True,
     )  # fmt: skip
+
+
+def alone() -> Any:
+    """A group of this rank alone; collective in the first call."""
+    return _alone(dist.group.WORLD)
+
+
+@functools.cache
+def _alone(world: Any) -> Any:
+    return [dist.new_group([number]) for number in range(world.size())][world.rank()]
+
+
+def te_whole(recipe: str, main: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """What TE's function makes of a whole main weight."""
+    slots = torch.tensor([100.0, 0.0])
+    found = quantizer(recipe, slots).make_empty(main.shape, dtype=dtype, device="cpu")
+    te_quantize([found], [main])
+    return found
+
+
+def te_parameter(param: torch.Tensor, wants: Any) -> Any:
+    """A parameter quantized by `wants` in the place of `param`, as TE makes it."""
+    value = param.detach().clone()
+    found: Any = nn.Parameter(wants.make_empty(value.shape, dtype=value.dtype, device="cpu"))
+    te_quantize([found], [value])
+    found.__dict__.update(param.__dict__)
+    found._high_precision_init_val = value
+    return found
+
+
+def gathered(engine: Any) -> Iterator[tuple[str, Any]]:
+    """Name and parameter of every quantized weight, while its unit is gathered."""
+    engine.to_unsharded()
+    for unit in engine.units:
+        engine.gather.need(unit)
+        for group in unit.groups:
+            for entry in group.managed if group.key.quantized else ():
+                yield plain_name(entry.fqns[0]), entry.param
+        engine.gather.release(unit)
+
+
+def derived(weight: Any) -> Any:
+    """What is derived of rows, or None."""
+    if type(weight).__name__ == "MXFP8Tensor":
+        return None
+    return weight._transpose if hasattr(weight, "_transpose") else weight._columnwise_data
+
+
+def check_padded(weight: Any) -> None:
+    """Scales of MXFP8 have the shapes that TE's matrix products want."""
+    if type(weight).__name__ == "MXFP8Tensor":
+        m, k = weight.shape
+        rows = -(-m // 128) * 128, -(-k // 32 // 4) * 4
+        columns = -(-m // 32 // 4) * 4, -(-k // 128) * 128
+        found = weight._rowwise_scale_inv.shape, weight._columnwise_scale_inv.shape
+        assert tuple(map(tuple, found)) == (rows, columns), found
+
+
+def planes_of(param: Any) -> dict[str, torch.Tensor]:
+    """Planes and scales, copied, by name."""
+    scales = {f"scale {index}": scale for index, scale in enumerate(KNOWS.scales(param))}
+    return {name: value.clone() for name, value in {**KNOWS.fields(param), **scales}.items()}
 
 
 def te_needs_rows(recipe: str) -> bool:

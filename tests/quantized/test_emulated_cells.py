@@ -1,14 +1,118 @@
 """Quantized weights in the combinations of the matrix, on CPUs: Megatron's wrapper over a GPT whose
-linear weights are of the emulated library, against stock DDP over what they stand for."""
+linear weights are of the emulated library, beside stock DDP over plain weights that are given,
+after each step, the values that quantized ones stand for."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
 import pytest
+import torch
+from torch import nn
 
 from tests.distributed.launch import run_ranks
-from tests.matrix import cells
+from tests.matrix import cells, training
 from tests.matrix.table import broken_rules, cell_named, name_of
-from tests.quantized.emulated_cells import check
+from tests.quantized.emulated import emulated_parameter, make, quantizer_of, whole_fields
+
+
+def linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose weight is that of a matrix product of a layer."""
+    for name, module in model.named_modules():
+        held = module._parameters.get("weight")
+        if ".linear_" in f".{name}" and "decoder" in name and held is not None:
+            yield name, module
+
+
+def quantize_linears(model: nn.Module, recipe: str) -> None:
+    for _, module in linears(model):
+        param: Any = module._parameters["weight"]
+        made: Any = emulated_parameter(param.detach(), recipe)
+        made.__dict__.update(param.__dict__)
+        module._parameters["weight"] = made.requires_grad_(param.requires_grad)
+
+
+@torch.no_grad()
+def stand_for_quantized(trainer: Any, recipe: str, values: dict[str, torch.Tensor]) -> None:
+    """Gives plain weights of `trainer`, stock DDP, what quantized ones of the same main weights
+    stand for. `values`: of frozen weights, which have no main weights."""
+    for number, chunk in enumerate(trainer.chunks):
+        for name, module in linears(chunk):
+            param: Any = module._parameters["weight"]
+            key = f"{number}.{training.plain_name(name)}.weight"
+            main = getattr(param, "main_param", None)
+            value = values.setdefault(key, param.detach().clone()) if main is None else main
+            quantizer = quantizer_of(recipe)
+            fields = whole_fields(value, quantizer, param.dtype)
+            whole = make(value.shape, param.dtype, quantizer, fields)
+            param.data.copy_(whole.dequantize())
+
+
+@contextlib.contextmanager
+def emulated(recipe: str, theirs: str) -> Iterator[None]:
+    """Inside, `training.check_cell` trains such weights, beside those of the recipe `theirs`."""
+    make, build, step = training.chunk_of, training.build, training._updated
+    mains = training._main_weights
+    frozen: dict[str, torch.Tensor] = {}
+    is_ours = [False]
+
+    def chunk_of(*args: Any) -> nn.Module:
+        model = make(*args)
+        if is_ours[0]:
+            quantize_linears(model, recipe)
+        return model
+
+    def built(cell: Any, *args: Any) -> Any:
+        is_ours[0] = cell["strategy"] is not None
+        trainer = build(cell, *args)
+        if not is_ours[0]:
+            stand_for_quantized(trainer, theirs, frozen)
+            return trainer
+        groups = [group for chunk in trainer.chunks for group in chunk.engine.groups]
+        assert any(group.key.quantized for group in groups), "nothing is quantized"
+        return trainer
+
+    def updated(trainer: Any) -> float:
+        norm = step(trainer)
+        if trainer.strategy is None:
+            stand_for_quantized(trainer, theirs, frozen)
+        return norm
+
+    def main_weights(*args: Any) -> Any:
+        return {**mains(*args), **{name: value.float() for name, value in frozen.items()}}
+
+    with contextlib.ExitStack() as stack:
+        for name, function in (
+            ("chunk_of", chunk_of), ("build", built), ("_updated", updated),
+            ("_main_weights", main_weights),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(training, name, function))
+        yield
+
+
+Problems = dict[tuple[str, str], list[str]]
+
+
+def check(
+    rank: int, world: int, cells: Sequence[str], recipes: Sequence[str], theirs: str | None = None
+) -> Problems:
+    """(cell, recipe) -> the measures that do not hold. `theirs`: of the reference, by default the
+    same."""
+    found: Problems = {}
+    for name in cells:
+        for recipe in recipes:
+            with emulated(recipe, theirs or recipe):
+                measures = training.check_cell(cell_named(name), "tiny")
+            found[name, recipe] = [
+                f"{measure}: {one.error} of {one.bound} at {one.where}"
+                for measure, one in measures.items()
+                if not one.holds
+            ]
+    return found
+
 
 RECIPES = ("current", "block128")
 

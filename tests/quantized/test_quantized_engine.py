@@ -12,7 +12,7 @@ import torch
 from megatron_fsdp_adapter.core.config import STRATEGIES
 from megatron_fsdp_adapter.core.engine import gather, quantization
 from megatron_fsdp_adapter.core.engine.unit import Phase
-from megatron_fsdp_adapter.core.runtime.device import HostRuntime
+from megatron_fsdp_adapter.core.runtime.device import HostRuntime, storage_bytes
 from tests.engine.engine_cases import Rig, Setup, build, make_net
 from tests.engine.pretended import LateCommunicator, pretended_world
 from tests.engine.recording import RaceError, RecordingRuntime, who_asks
@@ -45,8 +45,10 @@ def run(setup: Setup, scenario: str, runtime: Any = None) -> Rig:
         return rig
 
 
-@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "recipe"),
+    [(s, r) for s in STRATEGIES for r in RECIPES if s == ZERO_3 or r in ("current", "mxfp8")],
+)
 def test_every_access_is_ordered(strategy, recipe):
     for scenario in RACES:
         run(Setup(strategy, recipe=recipe), scenario)
@@ -67,8 +69,11 @@ LONG = ("selective", "slots", "two_domains", "far_prefetch", "reentrant", "share
     "variant", [pytest.param(one, marks=pytest.mark.full if one in LONG else ()) for one in CHANGED]
 )
 def test_every_access_is_ordered_in_variants(variant):
-    for strategy, recipe in ((ZERO_1, "block128"), (ZERO_3, "mxfp8")):
-        for scenario in ("microbatches", "evaluation_between"):
+    for strategy, recipe, scenarios in (
+        (ZERO_1, "block128", RACES[:2]), (ZERO_3, "mxfp8", RACES[:2]),
+        (ZERO_3, "current", RACES[:1]),
+    ):  # fmt: skip
+        for scenario in scenarios:
             run(Setup(strategy, recipe=recipe, **SCENARIOS[variant].options), scenario)
 
 
@@ -248,6 +253,52 @@ def test_main_weights_are_what_bytes_stand_for_where_nothing_else_was_kept(world
     for name, param in make_net(rig.setup).named_parameters():
         value = param.dequantize() if isinstance(param, EmulatedTensor) else param
         assert torch.equal(rig.weights()[name], value)
+
+
+# Trained weights under ZeRO-3: cast at every gather, with scales that are made once.
+
+
+def quantized_planes(rig: Rig) -> list:
+    return [p for g in rig.engine.groups if g.key.quantized for p in g.planes]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_shards_of_formats_with_columns_are_kept_and_no_others(world, recipe):
+    rig = build(Setup(ZERO_3, recipe=recipe))
+    rig.step()
+    rig.engine.gather.release_all()
+    held = sum(storage_bytes(plane.shard.tensor) for plane in quantized_planes(rig))
+    assert bool(held) == (recipe == "mxfp8")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_that_stay_whole_are_made_once(world, strategy):
+    rig = build(Setup(strategy, recipe="current"))
+    rig.step(microbatches=3)
+    made_at_gather = strategy == "optim_grads_params"
+    assert bool(rig.quantized.written) == made_at_gather
+
+
+def test_frozen_weights_are_kept(world):
+    """What they stand for is their main weight, which rounds to other scales than they have."""
+    rig = build(Setup(ZERO_3, recipe="current", frozen=True))
+    rig.engine.gather.release_all()
+    frozen = [p.shard for g in rig.engine.groups if g.key.quantized and not g.key.requires_grad
+              for p in g.planes]  # fmt: skip
+    assert frozen and all(storage_bytes(shard.tensor) for shard in frozen)
+
+
+def test_scales_are_made_once_after_each_change(world):
+    rig = build(Setup(ZERO_3, recipe="delayed"))
+    rig.step(microbatches=3)
+    assert rig.quantized.finished == 2, "before the first forward, and after the step"
+    written = rig.quantized.written
+    rig.evaluate()
+    rig.evaluate()
+    assert rig.quantized.finished == 2
+    rig.engine.gather.invalidate()
+    rig.evaluate()
+    assert rig.quantized.finished == 2 and rig.quantized.written > written
 
 
 # Launches.

@@ -3,6 +3,7 @@ and back bit for bit after their memory was given back."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,67 +27,53 @@ from tests.distributed.gpt import (
     init_megatron,
     train_step,
 )
-from tests.distributed.launch import run_ranks
-from tests.quantized import test_te_engine
-from tests.quantized.te_checks import own_group, same
-from tests.quantized.te_extension import FOLDERS, standing_in
-from tests.quantized.te_modules import KNOWS
-from tests.quantized.te_weights import RECIPES
-from tests.quantized.test_te_engine import RATE, Layer, Net, loss_of
-from tests.quantized.test_te_wrapper import CASE, quantize_layers
+from tests.engine.engine_cases import Layer, Setup, make_net, microbatch
+from tests.quantized.te_checks import same
+from tests.quantized.te_extension import FOLDERS, WITHOUT, run_te
+from tests.quantized.te_scaling import quantize_layers
+from tests.quantized.te_weights import KNOWS, RECIPES, gathered
+from tests.quantized.test_te_wrapper import CASE
 
-pytestmark = pytest.mark.skipif(
-    not FOLDERS, reason="TRANSFORMER_ENGINE_PYTHON names no folder with Transformer Engine's files"
-)
+pytestmark = pytest.mark.skipif(not FOLDERS, reason=WITHOUT)
 
 
 def computed_with(engine: Any, recipe: str) -> dict[str, torch.Tensor]:
     """Gathered bytes and scales by name, as modules see them."""
     found = {}
-    engine.to_unsharded()
-    for unit in engine.units:
-        engine.gather.need(unit)
-        for group in unit.groups:
-            for entry in group.managed if group.key.quantized else ():
-                name = entry.fqns[0].removeprefix("module.")
-                fields = KNOWS.fields(entry.param)
-                found[name] = fields["rowwise"].clone().view(torch.float8_e4m3fn)
-                scale = fields.get("rowwise_scales", (*KNOWS.scales(entry.param), None)[0])
-                rows, columns = entry.param.shape
-                if recipe == "blockwise":
-                    scale = scale[: -(-rows // 128), : -(-columns // 128)]
-                found[name + "_scale_inv"] = scale.clone()
-        engine.gather.release(unit)
+    for name, param in gathered(engine):
+        fields = KNOWS.fields(param)
+        found[name] = fields["rowwise"].clone().view(torch.float8_e4m3fn)
+        scale = fields.get("rowwise_scales", (*KNOWS.scales(param), None)[0])
+        rows, columns = param.shape
+        if recipe == "blockwise":
+            scale = scale[: -(-rows // 128), : -(-columns // 128)]
+        found[name + "_scale_inv"] = scale.clone()
     return found
 
 
-def _exported(rank: int, world: int, folder: str, strategy: str) -> None:
+def _exported(rank: int, world: int, strategy: str) -> None:
     device = init_megatron()
-    with standing_in(Path(folder)):
-        group = own_group(rank, world)
-        for recipe in RECIPES:
-            trainer, plain = (
-                build_trainer(
-                    CASE, strategy, device, lambda model, r=recipe: quantize_layers(model, r, group)
-                )
-                for _ in range(2)
-            )
-            for step in range(3):
-                data = batches(CASE, step, rank, device)
-                assert train_step(trainer, data) == train_step(plain, data), (recipe, step)
-                label = f"{recipe} {strategy} {step}"
-                _check(trainer, recipe, label)
-                release_memory(trainer.wrapper, trainer.optimizer, keep=[MAIN, COMPUTE])
-                if step:  # before a forward brings them up to date
-                    dict(export_weights(trainer.wrapper, quantized=True))
-                release_memory(trainer.wrapper, trainer.optimizer)
-                return_memory(trainer.wrapper, trainer.optimizer)
-            mine, theirs = (
-                computed_with(one.wrapper.engine, recipe) for one in (trainer, plain)
-            )
-            for name, value in mine.items():
-                same(value.float(), theirs[name].float(), f"{recipe} {name}")
-            forward_backward(trainer, batches(CASE, 3, rank, device))
+    for recipe in RECIPES:
+        trainer, plain = (
+            build_trainer(CASE, strategy, device, partial(quantize_layers, recipe=recipe))
+            for _ in range(2)
+        )
+        for step in range(3):
+            data = batches(CASE, step, rank, device)
+            assert train_step(trainer, data) == train_step(plain, data), (recipe, step)
+            label = f"{recipe} {strategy} {step}"
+            _check(trainer, recipe, label)
+            release_memory(trainer.wrapper, trainer.optimizer, keep=[MAIN, COMPUTE])
+            if step:  # before a forward brings them up to date
+                dict(export_weights(trainer.wrapper, quantized=True))
+            release_memory(trainer.wrapper, trainer.optimizer)
+            return_memory(trainer.wrapper, trainer.optimizer)
+        mine, theirs = (
+            computed_with(one.wrapper.engine, recipe) for one in (trainer, plain)
+        )
+        for name, value in mine.items():
+            same(value.float(), theirs[name].float(), f"{recipe} {name}")
+        forward_backward(trainer, batches(CASE, 3, rank, device))
 
 
 def _check(trainer: Trainer, recipe: str, label: str) -> None:
@@ -115,39 +102,38 @@ def _check(trainer: Trainer, recipe: str, label: str) -> None:
 def test_bytes_and_scales_are_those_that_modules_compute_with(
     folder: Path, strategy: str
 ) -> None:
-    run_ranks(_exported, 2, str(folder), strategy, timeout=500)
+    run_te(folder, _exported, 2, strategy, timeout=500)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_bytes_and_scales_in_every_strategy(folder: Path, strategy: str) -> None:
-    run_ranks(_exported, 2, str(folder), strategy, timeout=900)
+    run_te(folder, _exported, 2, strategy, timeout=900)
 
 
-def _plain(rank: int, world: int, folder: str, strategy: str) -> None:
-    with standing_in(Path(folder)):
-        test_te_engine.ALONE[:] = [own_group(rank, world)]
-        for recipe in ("current", "blockwise", "mxfp8"):
-            model = fully_shard_model(
-                Net(recipe), fsdp_unit_modules=[Layer], data_parallel_sharding_strategy=strategy
-            )
-            optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=RATE))
-            for step in range(2):
-                before = dict(export_weights(model, quantized=True))
-                loss_of(model, step, rank).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                found = dict(export_weights(model, quantized=True))  # nobody has asked for them yet
-                expected = computed_with(model.engine, recipe)
-                changed = 0
-                for name, value in expected.items():
-                    same(found[name].float(), value.float(), f"{recipe} {strategy} {step} {name}")
-                    changed += not torch.equal(before[name].float(), value.float())
-                assert changed > 0
+def _plain(rank: int, world: int, strategy: str) -> None:
+    for recipe in ("current", "blockwise", "mxfp8"):
+        net = make_net(Setup(recipe=f"te {recipe}", layers=2))
+        model = fully_shard_model(
+            net, fsdp_unit_modules=[Layer], data_parallel_sharding_strategy=strategy
+        )
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=3.0))
+        for step in range(2):
+            before = dict(export_weights(model, quantized=True))
+            model(microbatch(10 * step + rank)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found = dict(export_weights(model, quantized=True))  # nobody has asked for them yet
+            expected = computed_with(model.engine, recipe)
+            changed = 0
+            for name, value in expected.items():
+                same(found[name].float(), value.float(), f"{recipe} {strategy} {step} {name}")
+                changed += not torch.equal(before[name].float(), value.float())
+            assert changed > 0
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @pytest.mark.parametrize("folder", FOLDERS[:1], ids=lambda folder: folder.name)
 def test_bytes_are_made_of_the_main_weights_of_the_last_step(folder: Path, strategy: str) -> None:
-    run_ranks(_plain, 2, str(folder), strategy, timeout=300)
+    run_te(folder, _plain, 2, strategy)

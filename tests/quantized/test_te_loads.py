@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,12 +20,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from megatron_fsdp_adapter import export_weights, release_memory, return_memory
-from megatron_fsdp_adapter.checkpoint import (
-    load_checkpoint,
-    load_training_state,
-    save_checkpoint,
-    training_state,
-)
 from megatron_fsdp_adapter.checkpoint.names import FP8_SCALING
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.megatron.compat import patches
@@ -40,22 +35,20 @@ from tests.distributed.gpt import (
     plain_name,
     train_step,
 )
-from tests.distributed.launch import run_ranks
 from tests.quantized.arithmetic import e4m3
-from tests.quantized.te_checks import own_group, same
-from tests.quantized.te_extension import FOLDERS, RELEASES, standing_in
-from tests.quantized.te_modules import KNOWS
-from tests.quantized.te_scaling import scale_layers
-from tests.quantized.test_te_wrapper import check_weights, quantize_layers
+from tests.quantized.te_checks import same
+from tests.quantized.te_extension import FOLDERS, RELEASES, WITHOUT, run_te
+from tests.quantized.te_scaling import quantize_layers, scale_layers
+from tests.quantized.te_weights import KNOWS, gathered
+from tests.quantized.test_te_checkpoints import loaded, saved
+from tests.quantized.test_te_wrapper import check_weights
 
 CASE = Case(hidden=32, heads=2, ffn=64, bf16=True, microbatches=2, lr=3e-3)
 RECIPES = ("current", "blockwise")
 LAYER = "decoder.layers.1."
 Weights = dict[str, torch.Tensor]
 
-pytestmark = pytest.mark.skipif(
-    not FOLDERS, reason="TRANSFORMER_ENGINE_PYTHON names no folder with Transformer Engine's files"
-)
+pytestmark = pytest.mark.skipif(not FOLDERS, reason=WITHOUT)
 
 
 def model_of(trainer: Trainer) -> Any:
@@ -93,7 +86,8 @@ class Task:
 
 
 class Bridge:
-    """Megatron-Bridge's conversion, as it copies whole weights into what the modules show."""
+    """Megatron-Bridge's conversion, as it copies whole weights into what the modules show: the
+    calls that this package replaces. Checked against Megatron-Bridge of August 2026."""
 
     def load_weights_hf_to_megatron(self, hf_pretrained: Any, megatron_model: Any) -> None:
         for task in self.build_conversion_tasks(hf_pretrained, megatron_model):
@@ -165,98 +159,78 @@ def check_mains(trainer: Trainer, expected: Weights, path: str) -> None:
     assert checked
 
 
-def _loads(rank: int, world: int, folder: str, strategy: str) -> None:
+def _loads(rank: int, world: int, strategy: str) -> None:
     device = init_megatron()
-    with standing_in(Path(folder)):
-        group = own_group(rank, world)
-        for recipe in RECIPES:
-            def change(model: Any, recipe: str = recipe) -> None:
-                quantize_layers(model, recipe, group)
-
-            trainer = build_trainer(CASE, strategy, device, change)
-            for number, (path, load) in enumerate(PATHS.items()):
-                # Made while sharded parameters are shown, and while raw ones are.
-                for raw in (False, True):
-                    train_step(trainer, batches(CASE, number, rank, device))
-                    wanted = others(trainer.params(), 2 * number + raw)
-                    if raw:
-                        trainer.wrapper.start_param_sync(force_sync=True)
-                    load(trainer, wanted)
-                    check_mains(trainer, wanted, path)
-                    where = f"{recipe}, {strategy}, {path}, {'raw' if raw else 'shown'}"
-                    assert check_weights(trainer, recipe, group, where) == 4 * CASE.num_layers
-            trainer.wrapper.stop_communication()
+    for recipe in RECIPES:
+        trainer = build_trainer(CASE, strategy, device, partial(quantize_layers, recipe=recipe))
+        for number, (path, load) in enumerate(PATHS.items()):
+            # Made while sharded parameters are shown, and while raw ones are.
+            for raw in (False, True):
+                train_step(trainer, batches(CASE, number, rank, device))
+                wanted = others(trainer.params(), 2 * number + raw)
+                if raw:
+                    trainer.wrapper.start_param_sync(force_sync=True)
+                load(trainer, wanted)
+                check_mains(trainer, wanted, path)
+                where = f"{recipe}, {strategy}, {path}, {'raw' if raw else 'shown'}"
+                assert check_weights(trainer, recipe, where) == 4 * CASE.num_layers
+        trainer.wrapper.stop_communication()
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @pytest.mark.parametrize("folder", RELEASES)
 def test_bytes_are_those_of_what_was_loaded_whatever_loads_it(folder: Path, strategy: str) -> None:
-    run_ranks(_loads, 2, str(folder), strategy, timeout=300)
+    run_te(folder, _loads, 2, strategy)
 
 
 def check_found_scales(trainer: Trainer, where: str) -> None:
     """Each scale is 448 over the largest of its weight, rounded as the weight is; TE's too."""
-    engine, mains = trainer.wrapper.engine, trainer.params()
-    engine.to_unsharded()
-    for unit in engine.units:
-        engine.gather.need(unit)
-        for param, name in [
-            (entry.param, entry.fqns[0].removeprefix("module."))
-            for g in unit.groups if g.key.quantized for entry in g.managed
-        ]:
-            rounded = mains[name].bfloat16().float()
-            scale, inverse = torch.empty(2, 1).unbind()
-            write_scales(rounded.abs().max().view(1), scale, inverse)
-            assert scale > 100
-            same(param._quantizer.scale.view(1), scale, f"{where}, {name}, scale")
-            same(KNOWS.scales(param)[0].view(1), inverse, f"{where}, {name}, its inverse")
-            rows = KNOWS.fields(param)["rowwise"]
-            same(rows, e4m3(rounded * scale), f"{where}, {name}, bytes")
-        engine.gather.release(unit)
+    mains = trainer.params()
+    for name, param in gathered(trainer.wrapper.engine):
+        rounded = mains[name].bfloat16().float()
+        scale, inverse = torch.empty(2, 1).unbind()
+        write_scales(rounded.abs().max().view(1), scale, inverse)
+        assert scale > 100
+        same(param._quantizer.scale.view(1), scale, f"{where}, {name}, scale")
+        same(KNOWS.scales(param)[0].view(1), inverse, f"{where}, {name}, its inverse")
+        rows = KNOWS.fields(param)["rowwise"]
+        same(rows, e4m3(rounded * scale), f"{where}, {name}, bytes")
 
 
-def _without_state(rank: int, world: int, folder: str, root: str) -> None:
+def _without_state(rank: int, world: int, root: str) -> None:
     device = init_megatron()
-    with standing_in(Path(folder)):
-        for strategy in ("no_shard", "optim_grads_params"):
-            trainer = build_trainer(
-                CASE, strategy, device, lambda model: scale_layers(model, rank, world)
-            )
-            for number, (path, load) in enumerate(PATHS.items()):
-                wanted = others(trainer.params(), number)
-                load(trainer, wanted)
-                if path not in ("one layer", "in place"):
-                    check_found_scales(trainer, path)
-            # A checkpoint of a run in bf16.
-            plain = build_trainer(CASE.but(seed=77), strategy, device)
-            train_step(plain, batches(CASE, 0, rank, device))
-            folder_of = f"{root}/{strategy}"
-            save_checkpoint(folder_of, 1, training_state([plain.wrapper], plain.optimizer))
-            state = training_state([trainer.wrapper], trainer.optimizer, is_loading=True)
-            _, state = load_checkpoint(folder_of, state)
-            assert not any(key.endswith(FP8_SCALING) for key in state["model"])
-            with redirect_stdout(io.StringIO()) as told:
-                load_training_state([trainer.wrapper], state, trainer.optimizer)
-            line = "nothing is known of the delayed scaling of 8 FP8 weights"
-            assert told.getvalue().count(line) == (rank == 0)
-            check_mains(trainer, plain.params(), "a checkpoint in bf16")
-            check_found_scales(trainer, "a checkpoint in bf16")
-            # And back.
-            train_step(trainer, batches(CASE, 1, rank, device))
-            back = f"{root}/{strategy}, back"
-            save_checkpoint(back, 1, training_state([trainer.wrapper], trainer.optimizer))
-            state = training_state([plain.wrapper], plain.optimizer, is_loading=True)
-            _, state = load_checkpoint(back, state)
-            load_training_state([plain.wrapper], state, plain.optimizer)
-            check_mains(plain, trainer.params(), "back in bf16")
-            train_step(plain, batches(CASE, 2, rank, device))
+    for strategy in ("no_shard", "optim_grads_params"):
+        trainer = build_trainer(CASE, strategy, device, scale_layers)
+        for number, (path, load) in enumerate(PATHS.items()):
+            wanted = others(trainer.params(), number)
+            load(trainer, wanted)
+            if path not in ("one layer", "in place"):
+                check_found_scales(trainer, path)
+        # A checkpoint of a run in bf16.
+        plain = build_trainer(CASE.but(seed=77), strategy, device)
+        train_step(plain, batches(CASE, 0, rank, device))
+        saved(plain, f"{root}/{strategy}")
+        with redirect_stdout(io.StringIO()) as told:
+            state = loaded(trainer, f"{root}/{strategy}")
+        assert not any(key.endswith(FP8_SCALING) for key in state["model"])
+        line = "nothing is known of the delayed scaling of 8 FP8 weights"
+        assert told.getvalue().count(line) == (rank == 0)
+        check_mains(trainer, plain.params(), "a checkpoint in bf16")
+        check_found_scales(trainer, "a checkpoint in bf16")
+        # And back.
+        train_step(trainer, batches(CASE, 1, rank, device))
+        back = f"{root}/{strategy}, back"
+        saved(trainer, back)
+        loaded(plain, back)
+        check_mains(plain, trainer.params(), "back in bf16")
+        train_step(plain, batches(CASE, 2, rank, device))
 
 
 @pytest.mark.parametrize("folder", RELEASES)
 def test_what_says_nothing_of_delayed_scales_has_them_set_from_its_values(
     folder: Path, tmp_path: Path
 ) -> None:
-    run_ranks(_without_state, 2, str(folder), str(tmp_path), timeout=300)
+    run_te(folder, _without_state, 2, str(tmp_path))
 
 
 OF_WRAPPER = {
@@ -266,100 +240,95 @@ OF_WRAPPER = {
 """Attributes that it, or torch, puts on both identities."""
 
 
-def _left_alone(rank: int, world: int, folder: str, root: str) -> None:
+def _left_alone(rank: int, world: int, root: str) -> None:
     """Ranks begin differently: the first one's weights count."""
     device = init_megatron()
-    with standing_in(Path(folder)):
-        group = own_group(rank, world)
 
-        def change(model: Any) -> None:
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.mul_(1 + rank)
-            quantize_layers(model, "delayed", group)
-            model.module.decoder.layers[1].requires_grad_(False)
+    def change(model: Any) -> None:
+        with torch.no_grad():
             for param in model.parameters():
-                param.small_lr = param._mine = True
+                param.mul_(1 + rank)
+        quantize_layers(model, "delayed")
+        model.module.decoder.layers[1].requires_grad_(False)
+        for param in model.parameters():
+            param.small_lr = param._mine = True
 
-        trainer = build_trainer(
-            CASE, "optim_grads_params", device, change,
-            module_placements={"decoder.layers.1": "leave"},
-        )
-        train_step(trainer, batches(CASE, 0, rank, device))
-        for pair in trainer.wrapper.engine.pairs:
-            assert pair.sharded.small_lr
-            private = {
-                n for n in vars(pair.sharded) if n.startswith("_") and n in vars(pair.unsharded)
-            }
-            assert private - OF_WRAPPER == {"_mine"}, f"of TE: {private}"
-        state = trainer.wrapper.state_dict_for_save_checkpoint()
-        alone: dict[str, Any] = {
-            name: param for name, param in model_of(trainer).named_parameters()
-            if name.startswith(LAYER) and hasattr(param, "_quantizer")
+    trainer = build_trainer(
+        CASE, "optim_grads_params", device, change,
+        module_placements={"decoder.layers.1": "leave"},
+    )
+    train_step(trainer, batches(CASE, 0, rank, device))
+    for pair in trainer.wrapper.engine.pairs:
+        assert pair.sharded.small_lr
+        private = {
+            n for n in vars(pair.sharded) if n.startswith("_") and n in vars(pair.unsharded)
         }
-        assert len(alone) == 4
-        before = {}
-        for name, param in alone.items():
-            bytes_ = before[name] = KNOWS.fields(param)["rowwise"].clone()
-            scale = KNOWS.scales(param)[0]
-            everyone = [torch.empty_like(bytes_) for _ in range(world)]
-            dist.all_gather(everyone, bytes_)
-            same(everyone[1], everyone[0], f"{name}, bytes")
-            found = state[f"module.{name}"]
-            assert type(found) is torch.Tensor and found.dtype == torch.bfloat16
-            value = bytes_.view(torch.float8_e4m3fn).float() * scale
-            same(found, value.bfloat16(), f"{name}, in a checkpoint")
-        release_memory(trainer.wrapper, trainer.optimizer)
-        assert not any(storage_bytes(KNOWS.fields(param)["rowwise"]) for param in alone.values())
-        return_memory(trainer.wrapper, trainer.optimizer)
-        exported = dict(export_weights(trainer.wrapper, dtype=None))
-        for name, param in alone.items():
-            same(KNOWS.fields(param)["rowwise"], before[name], f"{name}, returned")
-            same(exported[name], state[f"module.{name}"], f"{name}, exported")
-        save_checkpoint(root, 1, training_state([trainer.wrapper], trainer.optimizer))
-        for param in alone.values():
-            KNOWS.fields(param)["rowwise"].zero_()
-        state = training_state([trainer.wrapper], trainer.optimizer, is_loading=True)
-        _, state = load_checkpoint(root, state)
-        load_training_state([trainer.wrapper], state, trainer.optimizer)
-        for name, param in alone.items():
-            same(KNOWS.fields(param)["rowwise"], before[name], f"{name}, loaded")
+        assert private - OF_WRAPPER == {"_mine"}, f"of TE: {private}"
+    state = trainer.wrapper.state_dict_for_save_checkpoint()
+    alone: dict[str, Any] = {
+        name: param for name, param in model_of(trainer).named_parameters()
+        if name.startswith(LAYER) and hasattr(param, "_quantizer")
+    }
+    assert len(alone) == 4
+    before = {}
+    for name, param in alone.items():
+        bytes_ = before[name] = KNOWS.fields(param)["rowwise"].clone()
+        scale = KNOWS.scales(param)[0]
+        everyone = [torch.empty_like(bytes_) for _ in range(world)]
+        dist.all_gather(everyone, bytes_)
+        same(everyone[1], everyone[0], f"{name}, bytes")
+        found = state[f"module.{name}"]
+        assert type(found) is torch.Tensor and found.dtype == torch.bfloat16
+        value = bytes_.view(torch.float8_e4m3fn).float() * scale
+        same(found, value.bfloat16(), f"{name}, in a checkpoint")
+    release_memory(trainer.wrapper, trainer.optimizer)
+    assert not any(storage_bytes(KNOWS.fields(param)["rowwise"]) for param in alone.values())
+    return_memory(trainer.wrapper, trainer.optimizer)
+    exported = dict(export_weights(trainer.wrapper, dtype=None))
+    for name, param in alone.items():
+        same(KNOWS.fields(param)["rowwise"], before[name], f"{name}, returned")
+        same(exported[name], state[f"module.{name}"], f"{name}, exported")
+    saved(trainer, root)
+    for param in alone.values():
+        KNOWS.fields(param)["rowwise"].zero_()
+    loaded(trainer, root)
+    for name, param in alone.items():
+        same(KNOWS.fields(param)["rowwise"], before[name], f"{name}, loaded")
 
 
 @pytest.mark.parametrize("folder", RELEASES)
 def test_quantized_weights_that_are_left_alone(folder: Path, tmp_path: Path) -> None:
-    run_ranks(_left_alone, 2, str(folder), str(tmp_path), timeout=300)
+    run_te(folder, _left_alone, 2, str(tmp_path))
 
 
-def _before_wrapping(rank: int, world: int, folder: str) -> None:
+def _before_wrapping(rank: int, world: int) -> None:
     device = init_megatron()
-    with standing_in(Path(folder)):
-        wanted: Weights = {}
+    wanted: Weights = {}
 
-        def written(model: Any) -> None:
-            scale_layers(model, rank, world)
-            wanted.update(others(dict(model.module.named_parameters()), 5))
-            with torch.no_grad():
-                for name, param in model.module.named_parameters():
-                    param.copy_(wanted[name])
+    def written(model: Any) -> None:
+        scale_layers(model)
+        wanted.update(others(dict(model.module.named_parameters()), 5))
+        with torch.no_grad():
+            for name, param in model.module.named_parameters():
+                param.copy_(wanted[name])
 
-        with pytest.raises(ValueError, match=r"linear_qkv\.weight: its bytes were written after"):
-            build_trainer(CASE, "optim", device, written)
+    with pytest.raises(ValueError, match=r"linear_qkv\.weight: its bytes were written after"):
+        build_trainer(CASE, "optim", device, written)
 
-        def loaded(model: Any) -> None:
-            scale_layers(model, rank, world)
-            params = dict(model.module.named_parameters())
-            wanted.update({n: v.bfloat16() for n, v in others(params, 5).items()})
-            with bridged():
-                Bridge().load_weights_hf_to_megatron(wanted, [model.module])
-            assert not any("copy_" in param.__dict__ for param in model.parameters())
+    def loaded(model: Any) -> None:
+        scale_layers(model)
+        params = dict(model.module.named_parameters())
+        wanted.update({n: v.bfloat16() for n, v in others(params, 5).items()})
+        with bridged():
+            Bridge().load_weights_hf_to_megatron(wanted, [model.module])
+        assert not any("copy_" in param.__dict__ for param in model.parameters())
 
-        trainer = build_trainer(CASE, "optim", device, loaded)
-        check_mains(trainer, {n: v.float() for n, v in wanted.items()}, "Bridge, before wrapping")
+    trainer = build_trainer(CASE, "optim", device, loaded)
+    check_mains(trainer, {n: v.float() for n, v in wanted.items()}, "Bridge, before wrapping")
 
 
 @pytest.mark.parametrize("folder", RELEASES)
 def test_weights_that_are_written_before_wrapping_are_what_main_weights_begin_as_or_an_error(
     folder: Path,
 ) -> None:
-    run_ranks(_before_wrapping, 1, str(folder), timeout=300)
+    run_te(folder, _before_wrapping, 1)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
 from megatron_fsdp_adapter.prove.gather_full import full_values
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import Case
-from tests.distributed.launch import run_ranks
 from tests.distributed.topologies import (
     Topology,
     TopologyTrainer,
@@ -33,14 +31,10 @@ from tests.distributed.topologies import (
     local_of,
     run_schedule,
 )
-from tests.quantized.te_checks import own_group
-from tests.quantized.te_extension import FOLDERS, Extension, standing_in
-from tests.quantized.te_weights import quantizer, te_quantize
-from tests.quantized.test_te_wrapper import made
+from tests.quantized.te_extension import FOLDERS, WITHOUT, Extension, run_te
+from tests.quantized.te_weights import quantizer, te_parameter, te_whole
 
-pytestmark = pytest.mark.skipif(
-    not FOLDERS, reason="TRANSFORMER_ENGINE_PYTHON names no folder with Transformer Engine's files"
-)
+pytestmark = pytest.mark.skipif(not FOLDERS, reason=WITHOUT)
 
 CASE = Case(
     num_layers=3, hidden=32, heads=2, ffn=48, vocab=54, seq=8, microbatches=1, clip=0.0, lr=3e-3
@@ -112,6 +106,7 @@ FULL = {
 CELLS = {
     "tied": Cell(12, case={"tied": True}, strategies=("optim", "optim_grads_params")),
     "full recompute": Cell(12, change=recomputes(**FULL)),
+    "MXFP8": Cell(12, "mxfp8", case={"ffn": 64}, strategies=("optim", "optim_grads_params")),
     "recomputed mlp": Cell(
         # With biases core's checkpoint of an MLP does not end, under any wrapper.
         12, case={"bias": False},
@@ -158,9 +153,9 @@ def fuse(model: nn.Module) -> None:
 class Reference:
     """Stock DDP that computes with quantized weights."""
 
-    def __init__(self, cell: Cell, case: Case, group: Any) -> None:
+    def __init__(self, cell: Cell, case: Case) -> None:
         self.trainer = build_topology_trainer(cell.topology, case, None, cell.change)
-        self.recipe, self.group = cell.recipe, group
+        self.recipe = cell.recipe
         named = {name.partition(".")[2]: param for name, param in self._named()}
         self.params = {name: param for name, param in named.items() if cell.chosen(name)}
 
@@ -171,7 +166,8 @@ class Reference:
         """Loss, gradients and weights; what it computed with is gone."""
         mains = {name: param.detach().clone() for name, param in self.params.items()}
         for name, param in self.params.items():
-            param.data.copy_(made_from(mains[name], self.recipe, self.group))
+            whole = te_whole(self.recipe, mains[name], mains[name].dtype)
+            param.data.copy_(Extension.dequantize(whole, None))
         loss = run_schedule(self.trainer, number)
         trained = {n for n, p in self._named() if p.requires_grad}
         grads = {
@@ -185,16 +181,7 @@ class Reference:
         return loss, grads, weights
 
 
-def made_from(main: torch.Tensor, recipe: str, group: Any) -> torch.Tensor:
-    """What TE's function makes of a whole main weight, as numbers."""
-    param = quantizer(recipe, torch.tensor([100.0, 0.0])).make_empty(
-        main.shape, dtype=main.dtype, device="cpu"
-    )
-    te_quantize([param], [main.reshape(-1)], [0], group)
-    return Extension.dequantize(param, None)
-
-
-def quantizing(cell: Cell, group: Any) -> Change:
+def quantizing(cell: Cell) -> Change:
     def change(model: nn.Module) -> None:
         cell.change(model)
         names = [name for name, _ in model.named_parameters() if cell.chosen(name)]
@@ -204,8 +191,9 @@ def quantizing(cell: Cell, group: Any) -> Change:
             own = name.rpartition(".")[2]
             param = owner._parameters[own]
             assert param is not None
-            owner._parameters[own] = made(cell.recipe, param, group)
-            owner._parameters[own].requires_grad_(param.requires_grad)
+            wants = quantizer(cell.recipe, torch.tensor([100.0, 0.0]))
+            made = te_parameter(param, wants)
+            owner._parameters[own] = made.requires_grad_(param.requires_grad)
 
     return change
 
@@ -218,21 +206,19 @@ def our_step(trainer: TopologyTrainer, number: int) -> tuple[float, Any, Any]:
     return loss, grads, full_values(trained, lambda pair: local_of(pair.sharded))
 
 
-def _train(rank: int, world: int, folder: str, names: list[str]) -> None:
-    with standing_in(Path(folder)):
-        group = own_group(rank, world)
-        for name in names:
-            _compare({**CELLS, SPLIT: TENSOR_PARALLEL}[name], name, group)
+def _train(rank: int, world: int, names: list[str]) -> None:
+    for name in names:
+        _compare({**CELLS, SPLIT: TENSOR_PARALLEL}[name], name)
 
 
-def _compare(cell: Cell, name: str, group: Any) -> None:
+def _compare(cell: Cell, name: str) -> None:
     init_topology(cell.topology)
     changes = dict(cell.case)
     is_fused = changes.pop("fused", False)
     case = CASE.but(**changes)
     with fusing(is_fused):
-        reference = Reference(cell, case, group)
-        change = quantizing(cell, group)
+        reference = Reference(cell, case)
+        change = quantizing(cell)
 
         def prepared(model: nn.Module) -> None:
             change(model)
@@ -258,8 +244,8 @@ def _compare(cell: Cell, name: str, group: Any) -> None:
 
 
 def test_training_is_that_of_ddp_with_weights_that_te_quantized() -> None:
-    run_ranks(_train, 2, str(FOLDERS[0]), list(CELLS), timeout=500)
+    run_te(FOLDERS[0], _train, 2, list(CELLS), timeout=500)
 
 
 def test_tensor_parallel_slices_have_scales_of_their_own() -> None:
-    run_ranks(_train, 4, str(FOLDERS[0]), [SPLIT], timeout=500)
+    run_te(FOLDERS[0], _train, 4, [SPLIT], timeout=500)

@@ -1,5 +1,6 @@
-"""Parameters in Transformer Engine's own classes, as the engine handles them; without the compiled
-extension."""
+"""Parameters in Transformer Engine's own classes, as the engine handles them; and what this package
+makes of main weights, which is what TE's own functions make of them. Without the compiled
+extension, for which a stand-in computes."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ from megatron_fsdp_adapter.core.layout.format import MXFP8, PER_TENSOR
 from megatron_fsdp_adapter.quantized import format_of
 from megatron_fsdp_adapter.quantized.columns import padded_shape
 from megatron_fsdp_adapter.quantized.params import KINDS
-from tests.quantized.te_extension import FOLDERS, standing_in
-from tests.quantized.te_modules import FORMATS, KNOWS, check_rank, quantizers_are_te, weights_of
-from tests.quantized.te_weights import RECIPES, te_params, te_quantize
+from tests.quantized import te_checks
+from tests.quantized.te_extension import FOLDERS, WITHOUT, run_te, standing_in
+from tests.quantized.te_modules import FORMATS, check_rank, quantizers_are_te, weights_of
+from tests.quantized.te_weights import KNOWS, NASTY, RECIPES, te_params, te_quantize
 
 SHAPE = (128, 256)
 FIELDS = KINDS["MXFP8Tensor"].planes
@@ -32,9 +34,7 @@ METHODS = {
     "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling",
 }  # fmt: skip
 
-pytestmark = pytest.mark.skipif(
-    not FOLDERS, reason="TRANSFORMER_ENGINE_PYTHON names no folder with Transformer Engine's files"
-)
+pytestmark = pytest.mark.skipif(not FOLDERS, reason=WITHOUT)
 
 
 @pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
@@ -130,24 +130,27 @@ def test_the_value_before_quantization_is_taken_once(te: Path) -> None:
     assert not [name for name in param.__dict__ if "high_precision" in name]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_format_of_a_parameter_that_is_made_later(te: Path, recipe: str) -> None:
+def owner(recipe: str, index: int | None, quantized: bool = True, **options: Any) -> Any:
+    """A module whose weight is made later; `options` of its recipe."""
     from transformer_engine.common import recipe as recipes
 
-    def owner(index: int | None, quantized: bool = True) -> Any:
-        module = nn.Module()
-        module.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=index)}
-        module.primary_weights_in_fp8 = quantized
-        module.fp8_meta = {"recipe": getattr(recipes, METHODS[recipe])()}
-        return module
+    module, chosen = nn.Module(), getattr(recipes, METHODS[recipe])()
+    for option, value in options.items():
+        object.__setattr__(chosen, option, value)
+    module.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=index)}
+    module.primary_weights_in_fp8, module.fp8_meta = quantized, {"recipe": chosen}
+    return module
 
-    param = nn.Parameter(torch.empty(SHAPE, device="meta"))
-    assert format_of(managed(param, (owner(1), "weight"))) is FORMATS[recipe]
-    assert format_of(managed(param, (owner(None), "weight"))) is None
-    assert format_of(managed(param, (owner(1, quantized=False), "weight"))) is None
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_format_of_a_parameter_that_is_made_later(te: Path, recipe: str) -> None:
+    param, made = (nn.Parameter(torch.empty(SHAPE, device=d)) for d in ("meta", "cpu"))
+    quantized = (owner(recipe, 1), "weight")
+    assert format_of(managed(param, quantized)) is FORMATS[recipe]
+    assert format_of(managed(param, (owner(recipe, None), "weight"))) is None
+    assert format_of(managed(param, (owner(recipe, 1, quantized=False), "weight"))) is None
     assert format_of(managed(param, (nn.Module(), "weight"))) is None
-    real = nn.Parameter(torch.empty(SHAPE))
-    assert format_of(managed(real, (owner(1), "weight"))) is None
+    assert format_of(managed(made, quantized)) is None
 
 
 def test_what_cannot_be_represented_is_an_early_error(te: Path) -> None:
@@ -180,14 +183,8 @@ OPTIONS = {
 )
 def test_options_of_recipes_that_weights_cannot_have(te: Path, recipe: str, option: str) -> None:
     """Of weights that are there and of those that are made later; others may be set."""
-    from transformer_engine.common import recipe as recipes
-
     value = OPTIONS[recipe][option]
-    chosen = getattr(recipes, METHODS[recipe])()
-    object.__setattr__(chosen, option, value)
-    module = nn.Module()
-    module.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=1)}
-    module.primary_weights_in_fp8, module.fp8_meta = True, {"recipe": chosen}
+    module = owner(recipe, 1, **{option: value})
     later = nn.Parameter(torch.empty(SHAPE, device="meta"))
     for param in (later, make(recipe)):
         with pytest.raises(NotImplementedError, match=f"{option}={value!r} of recipe .*; use"):
@@ -257,7 +254,7 @@ def test_scales_that_are_part_of_padded_ones_are_broadcast_in_one_piece(te: Path
 def test_columns_that_te_leaves_out_without_gradients_are_made(te: Path, alone: Any) -> None:
     value = (torch.randn(96, 160) * 0.02).bfloat16()
     whole = te_params("mxfp8", [(96, 160)], torch.zeros(1, 2))[0]
-    te_quantize([whole], [value.float().view(-1)], [0], alone)
+    te_quantize([whole], [value.float()])
     param = make("mxfp8", (96, 160))
     param._columnwise_data = param._columnwise_scale_inv = None
     with pytest.raises(ValueError, match="without columns.*preserve_high_precision_init_val=True"):
@@ -295,6 +292,19 @@ def test_weights_of_several_recipes_are_quantized_together(te: Path, alone: Any)
     made.begin()
     made.finish()
     for index, main in enumerate(mains):
-        te_quantize([theirs[index]], [main.view(-1)], [0], alone)
+        te_quantize([theirs[index]], [main])
         one = slice(index, index + 1)
         check_rank("current", weights[one], theirs[one], whole[0][one])
+
+
+def _on_rank(rank: int, world: int) -> None:
+    for recipe in RECIPES:
+        for nasty in NASTY:
+            te_checks.shards_are_the_whole(rank, world, recipe, nasty, 2)
+        for kind in ("cut", "first rank only"):
+            te_checks.ranks_are_te(rank, world, recipe, kind)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_bytes_and_scales_of_shards_are_those_of_te(folder: Path) -> None:
+    run_te(folder, _on_rank, 2)

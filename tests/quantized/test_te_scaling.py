@@ -1,27 +1,110 @@
-"""What Transformer Engine's modules do with state of delayed scaling that was loaded."""
+"""What Transformer Engine's modules do with state of delayed scaling that was loaded.
+
+Modules have the state of its own, by the methods of its base class that make and keep what delayed
+scaling knows; the class itself cannot be imported without a GPU's parts. Checked against
+`module/base.py` of 2.11 and 2.20, whose methods run unmodified.
+"""
 
 from __future__ import annotations
+import __future__
 
+import ast
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from megatron_fsdp_adapter.quantized.scaling import Scaling, begin_scaling, scaling_of
-from tests.quantized.te_base import computing, make_linear
-from tests.quantized.te_extension import FOLDERS, standing_in
+from tests.quantized.te_extension import FOLDERS, WITHOUT, standing_in
 
-pytestmark = pytest.mark.skipif(
-    not FOLDERS, reason="TRANSFORMER_ENGINE_PYTHON names no folder with Transformer Engine's files"
-)
+METHODS = (
+    "adjust_amax_history_length", "set_meta_tensor", "init_fp8_meta_tensors", "init_fp8_metadata",
+    "_update_weight_quantizers", "fast_setattr", "get_quantizer_roles",
+)  # fmt: skip
+
+
+def base_class(folder: Path) -> type:
+    """With the methods of the release in `folder`."""
+    import transformer_engine.pytorch.tensor.float8_tensor  # noqa: F401  TE's imports go in a ring
+    from transformer_engine.pytorch import quantization
+    from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
+
+    source = (folder / "transformer_engine/pytorch/module/base.py").read_text()
+    found = next(
+        node for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == "TransformerEngineBaseModule"
+    )
+    found.bases, found.decorator_list = [ast.Name("Module", ast.Load())], []
+    found.body = [
+        node for node in found.body if isinstance(node, ast.FunctionDef) and node.name in METHODS
+    ]
+    names = dict(vars(quantization))
+    names |= {"Module": nn.Module, "F": nn.functional, "warnings": warnings}
+    names |= {"QuantizedTensorStorage": QuantizedTensorStorage}
+    flags = __future__.annotations.compiler_flag
+    tree = ast.fix_missing_locations(ast.Module([found], []))
+    exec(compile(tree, "base.py", "exec", flags, True), names)
+    return names["TransformerEngineBaseModule"]  # type: ignore[no-any-return]
+
+
+class Index:
+    """Of a weight among what its module quantizes, as TE 2.11 has it: an enumeration of C++."""
+
+    def __index__(self) -> int:
+        return 1
+
+
+def make_linear(folder: Path) -> Any:
+    """A linear layer in bf16 as it is after its construction."""
+    made = base_class(folder)()
+    made.weight = nn.Parameter(torch.randn(32, 32).bfloat16())
+    made.param_init_meta = {"weight": SimpleNamespace(fp8_meta_index=Index())}
+    made.fp8_meta = {"fp8_checkpoint": False}
+    made.fp8 = made.fp8_parameters = made.fp8_calibration = False
+    made.fp8_initialized = made.fp8_meta_tensors_initialized = False
+    made.quantizers = {"scaling_fwd": {}, "scaling_bwd": {}}
+    made._fp8_workspaces = {}
+    made._get_weight_tensors = lambda: [made.weight]
+    made._get_weight_quantizers = lambda: [made.quantizers["scaling_fwd"][1]]
+    return made
+
+
+@contextmanager
+def computing(recipe: Any, parameters: bool) -> Iterator[None]:
+    """As in a forward under `autocast`, or, with `parameters`, where modules are made with
+    quantized weights."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
+
+    answers = {
+        "is_fp8_enabled": not parameters, "with_fp8_parameters": parameters,
+        "is_fp8_calibration": False, "get_fp8_recipe": recipe, "get_fp8_group": None,
+    }  # fmt: skip
+    create = functools.partial(RecipeState.create, device="cpu")
+    with (
+        mock.patch.multiple(
+            FP8GlobalStateManager,
+            **{name: staticmethod(lambda value=value: value) for name, value in answers.items()},
+        ),
+        mock.patch.object(RecipeState, "create", staticmethod(create)),
+    ):
+        yield
+
+
+pytestmark = pytest.mark.skipif(not FOLDERS, reason=WITHOUT)
 
 
 def scaling(linear: Any) -> Scaling:
     key = SimpleNamespace(requires_grad=True)
     pair: Any = SimpleNamespace(
-        managed=SimpleNamespace(slots=((linear, "weight"),)), raw=linear.weight,
+        managed=SimpleNamespace(slots=((linear, "weight"),)), unsharded=linear.weight,
         group=SimpleNamespace(key=key),
     )  # fmt: skip
     found = scaling_of(pair)
