@@ -180,6 +180,8 @@ def whole_fields(
 def quantize_whole(param: Any, value: torch.Tensor) -> None:
     """Makes `param`, which is not sharded, what `value` is."""
     if not isinstance(param, EmulatedTensor):
+        if hasattr(param._quantizer, "amax"):
+            param._quantizer.amax.zero_()  # of two changes without a pass between, the last counts
         return te_weights.te_quantize([param], [value])
     derived = _derived(param._quantizer)
     fields = {} if derived is None else {derived: None}
