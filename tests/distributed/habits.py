@@ -175,7 +175,8 @@ class HybridLayer(nn.Module):
         super().__init__()
         submodules = MambaLayerSubmodules(mixer=Mixer, mamba_bda=get_bias_dropout_add)
         self.layer = layer
-        self.mamba = MambaLayer(config, submodules, pg_collection=ProcessGroupCollection())
+        mamba = MambaLayer(config, submodules, pg_collection=ProcessGroupCollection())
+        self.mamba = mamba.to(next(layer.parameters()).device)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         hidden_states, context = self.layer(hidden_states=hidden_states, **kwargs)
