@@ -28,7 +28,8 @@ def ptx_of(kernel: Any, options: dict[str, Any], capability: int, warps: int = 4
         "scales_base": "i64",
     }  # fmt: skip
     fixed = {
-        "MAIN": tl.float32, "ROUNDED": tl.bfloat16, "ALIGNED": True, "LARGEST": torch.finfo(torch.float32).max,
+        "MAIN": tl.float32, "ROUNDED": tl.bfloat16, "ALIGNED": True,
+        "LARGEST": torch.finfo(torch.float32).max,
         **{name: getattr(tables, name) for name in dir(tables) if name.isupper()}, **options,
     }  # fmt: skip
     signature = {name: known.get(name, "constexpr") for name in kernel.arg_names}
