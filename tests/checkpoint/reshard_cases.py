@@ -7,7 +7,6 @@ model to another is compared with what these rules say.
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_fsdp_adapter.prove.gather_full import full_values
 from tests.distributed.gpt import Case
+from tests.distributed.groups import destroy_groups
 from tests.distributed.topologies import (
     Topology,
     TopologyTrainer,
@@ -67,19 +67,10 @@ def case_of(split: Split) -> Case:
     return sizes.but(**options)
 
 
-def _destroy_groups() -> None:
-    """All but the default one. Each holds threads and sockets: hundreds of them, left over from
-    split after split, bring a machine to a stop."""
-    gc.collect()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD and group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
-
-
 def trainer_of(split: Split, strategy: str | None = "", **options: Any) -> TopologyTrainer:
     """With its groups, in place of those of the split before; collective. strategy: None for stock
     DDP. options: of `build_topology_trainer`."""
-    _destroy_groups()
+    destroy_groups()
     init_topology(split.topology, split.instances if strategy is not None else 1)
     ddp = {
         "num_distributed_optimizer_instances": split.instances,

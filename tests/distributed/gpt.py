@@ -27,8 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fsdp_adapter import FullyShardedDataParallel
 from megatron_fsdp_adapter.launch import cpu_mode
 from megatron_fsdp_adapter.prove.gather_full import plain_name
-
-from .groups import use_groups
+from tests.distributed.groups import use_groups
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 

@@ -4,6 +4,7 @@ tests needs a dozen choices, and communicators are kept until it ends."""
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 
 import torch.distributed as dist
@@ -35,3 +36,14 @@ def _made(world: Any, sizes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
     forget_groups()
     parallel_state.initialize_model_parallel(**dict(sizes))
     return _state()
+
+
+def destroy_groups() -> None:
+    """Ends all groups but the default one. Each holds threads and sockets: hundreds of them, left
+    over from split after split, bring a machine to a stop."""
+    _made.cache_clear()
+    forget_groups()
+    gc.collect()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
