@@ -28,20 +28,25 @@ def forget_groups() -> None:
 def use_groups(**sizes: Any) -> None:
     """Sets core's variables to the groups of `sizes`, arguments of `initialize_model_parallel`;
     collective."""
-    vars(parallel_state).update(_made(dist.group.WORLD, tuple(sorted(sizes.items()))))
+    made, chosen = _made_in(dist.group.WORLD), tuple(sorted(sizes.items()))
+    if chosen not in made:
+        forget_groups()
+        parallel_state.initialize_model_parallel(**sizes)
+        made[chosen] = _state()
+    vars(parallel_state).update(made[chosen])
 
 
-@functools.cache
-def _made(world: Any, sizes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    forget_groups()
-    parallel_state.initialize_model_parallel(**dict(sizes))
-    return _state()
+@functools.lru_cache(maxsize=1)
+def _made_in(world: Any) -> dict[tuple[tuple[str, Any], ...], dict[str, Any]]:
+    """By sizes, of the present default group alone: each gloo group that is referred to keeps
+    threads, which use a processor also when its default group has ended."""
+    return {}
 
 
 def destroy_groups() -> None:
     """Ends all groups but the default one. Each holds threads and sockets: hundreds of them, left
     over from split after split, bring a machine to a stop."""
-    _made.cache_clear()
+    _made_in.cache_clear()
     forget_groups()
     gc.collect()
     for group in list(dist.distributed_c10d._world.pg_map):
