@@ -1,7 +1,7 @@
 """An optimizer whose weights and state are in host memory, updated on the device unit by unit.
 
     load       1 | 2     | 3     | 4 ...        from host memory
-    update         step 1| step 2| step 3 ...   the inner optimizer, on the twins of one unit
+    update         step 1| step 2| step 3 ...   the inner optimizer, on one unit's device buffers
     store                | 1     | 2     | ...  to host memory
     gather                 gather 1 | gather 2 ...
     compute    backward | norm | forward 1 ...
@@ -51,7 +51,7 @@ from .partial_steps import Options, options_of, plain_step, set_options, steps_i
 OPTION = "chunked_optimizer_state_offload"
 
 CHUNKS = 2
-"""Units whose twins may exist at once: one that is updated or stored, one that is loaded."""
+"""Units whose device buffers may exist at once: one is updated or stored, one is loaded."""
 
 
 @dataclass
@@ -81,8 +81,8 @@ class Stage:
 
 
 class StreamedShards(LocalShards):
-    """The twins behind an inner optimizer's DTensor parameters, and where their state is. They are
-    updated unit by unit, and may be when a step has returned.
+    """The device buffers behind an inner optimizer's DTensor parameters, and where their state is.
+    They are updated unit by unit, and may be when a step has returned.
 
     Args:
         engines: those of the parameters, with `offload`.
@@ -169,7 +169,7 @@ class StreamedShards(LocalShards):
                 if name not in buffers:
                     buffers[name] = group.offloaded(value.dtype)
                 buffers[name].host_items[pair.index].copy_(value)
-                self.state[local][name] = buffers[name].twin_items[pair.index]
+                self.state[local][name] = buffers[name].device_items[pair.index]
                 kept = self._host.setdefault(local, {})
                 kept[name] = buffers[name].host_items[pair.index]
         return list(buffers.values())
@@ -299,7 +299,7 @@ class StreamedShards(LocalShards):
         self._show(optimizer, stage)
         plain_step(optimizer)
         for own in stage.groups:
-            own.write_own_from_twin()
+            own.write_own_from_device()
         for index, group in enumerate(optimizer.param_groups):
             if stage.pairs[index]:
                 self._results[index] = options_of(group)

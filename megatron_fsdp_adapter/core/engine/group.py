@@ -253,7 +253,7 @@ class ParamGroup:
             self.main = FlatBuffer(stored.layout.shard_numel, self.main_dtype, runtime)
         self.main_segments = segments_in(self.main, stored, self.held)
         self.main_items = items_in(self.main, stored, self.held)
-        self.device_items = self.main_items if self.staged is None else self.staged.twin_items
+        self.device_items = self.main_items if self.staged is None else self.staged.device_items
         if self.key.quantized:
             for index, param in enumerate(self.params):
                 rows = self.held.layout.shard_range(index, self.held.rank)
@@ -325,11 +325,11 @@ class ParamGroup:
             self._write_held(self.main_segments)
         self.own_current = True
 
-    def write_own_from_twin(self) -> None:
+    def write_own_from_device(self) -> None:
         """The same from the device buffer of main weights in host memory, which an optimizer
         has updated."""
         if self.staged is not None:
-            copy_each(self.held_weights, self.staged.twin_segments)
+            copy_each(self.held_weights, self.staged.device_segments)
             self.own_current = True
 
     def has_grads(self) -> bool:

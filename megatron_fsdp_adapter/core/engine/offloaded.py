@@ -23,8 +23,8 @@ class OffloadedBuffer:
 
     Attributes:
         host, device_buffer: the two flat buffers.
-        host_items, twin_items: this rank's rows of each parameter of the group.
-        twin_segments: `held` of each segment.
+        host_items, device_items: this rank's rows of each parameter of the group.
+        device_segments: `held` of each segment.
     """
 
     def __init__(self, held: Held, dtype: torch.dtype, runtime: Runtime) -> None:
@@ -33,8 +33,8 @@ class OffloadedBuffer:
         self.host = FlatBuffer(numel, dtype, runtime, memory, is_zero=True)
         self.host_items = items_in(self.host, held, held)
         self.device_buffer = FlatBuffer(numel, dtype, runtime)
-        self.twin_items = items_in(self.device_buffer, held, held)
-        self.twin_segments = segments_in(self.device_buffer, held, held)
+        self.device_items = items_in(self.device_buffer, held, held)
+        self.device_segments = segments_in(self.device_buffer, held, held)
         self.device_buffer.release()
 
     def load(self) -> None:
