@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from .megatron.adapter import FullyShardedDataParallel
     from .megatron.options.ddp_config import DistributedDataParallelConfig
     from .megatron.process_groups import create_all_gather_groups
+    from .optim.memory import release_memory, return_memory
     from .plain.fully_shard import fully_shard_model, fully_shard_optimizer
     from .sharding.export import export_shards, export_weights
-    from .sharding.memory import release_memory, return_memory
 
 __version__ = "0.1.0"
 
@@ -37,8 +37,8 @@ _HOMES = {
     "fully_shard_model": "plain.fully_shard",
     "fully_shard_optimizer": "plain.fully_shard",
     "install": "launch.installation",
-    "release_memory": "sharding.memory",
-    "return_memory": "sharding.memory",
+    "release_memory": "optim.memory",
+    "return_memory": "optim.memory",
     "uninstall": "launch.installation",
 }
 

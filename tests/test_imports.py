@@ -26,6 +26,7 @@ PARTS = (
     "diagnostics",
     "quantized",
     "sharding",
+    "optim",
     "plain",
     "megatron.compat",
     "megatron.inner_module",

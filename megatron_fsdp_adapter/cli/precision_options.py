@@ -12,7 +12,7 @@ from megatron_fsdp_adapter.core.config import MixedPrecisionPolicy
 from megatron_fsdp_adapter.core.layout import GroupLayout
 from megatron_fsdp_adapter.core.layout.spec import ParamSpec
 from megatron_fsdp_adapter.diagnostics.memory import MUONS_MATRICES, Moments, Precision
-from megatron_fsdp_adapter.sharding.muon.plan import step_bytes
+from megatron_fsdp_adapter.optim.muon.plan import step_bytes
 
 POLICY_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "none": None}
 POLICY_OPTIONS = {

@@ -24,11 +24,11 @@ from ..core.config import MixedPrecisionPolicy
 from ..core.engine.engine import FsdpEngine
 from ..core.topology import DENSE
 from ..diagnostics.description import describe
+from ..optim.memory import trim
 from ..quantized import TransformerEngineParams
 from ..sharding.building import build_engine, with_single_rank_domains
 from ..sharding.export_source import Source
 from ..sharding.materialize import target_device
-from ..sharding.memory import trim
 from ..sharding.placement import Placements
 from ..sharding.problems import raise_problems
 from ..sharding.sharded_module import (

@@ -13,7 +13,7 @@ from megatron.core.optimizer.clip_grads import (
     get_grad_norm_fp32,
 )
 
-from ..sharding.local_optimizer import LocalPair, LocalShards
+from ..optim.local_optimizer import LocalPair, LocalShards
 from .compat import core_api
 from .inner_module import our_chunks
 

@@ -3,7 +3,7 @@ their weights and Adam's.
 
 Core makes two optimizers of its own for that, the first on whole weights, and refuses sharded ones.
 Here it makes what it makes for Adam, with parameter groups split in two; the shards of that
-optimizer step the groups that are marked (`sharding/own_steps.py`).
+optimizer step the groups that are marked (`optim/own_steps.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import optimizer as core_optimizer
 
 from ..core.engine.identity import ParamPair
-from ..sharding.local_optimizer import LocalShards
+from ..optim.local_optimizer import LocalShards
 from . import lion, muon
 from .inner_module import ours_among
 from .options.support import ADAPTIVE, EMERGING, LION, MUON

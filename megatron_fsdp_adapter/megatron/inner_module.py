@@ -12,7 +12,7 @@ from torch import nn
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.memory import COMPUTE, GRADIENTS, MAIN
 from ..core.runtime.registered import RegisteredMemory
-from ..sharding.memory import release, take_back
+from ..optim.memory import release, take_back
 from ..sharding.sharded_module import ShardedStateDict, refuse_compilation
 
 

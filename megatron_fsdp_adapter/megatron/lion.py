@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core.engine.identity import ParamPair
-from ..sharding.lion import LionRule, LionShards
-from ..sharding.local_optimizer import LocalShards
+from ..optim.lion import LionRule, LionShards
+from ..optim.local_optimizer import LocalShards
 from .compat import core_api
 from .options.support import LION
 

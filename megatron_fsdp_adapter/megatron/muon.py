@@ -1,6 +1,6 @@
 """`optimizer` `muon` and `adaptive_muon`: which weights are Muon's, and of which matrices they are
 made. How core is led to one optimizer for all of them is in `emerging.py`; its shards step the
-groups that are marked (`sharding/muon/shards.py`).
+groups that are marked (`optim/muon/shards.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from ..core.engine.identity import ParamPair
-from ..sharding.local_optimizer import LocalShards
-from ..sharding.muon.exchange import exchange_groups
-from ..sharding.muon.matrices import row_blocks
-from ..sharding.muon.newton_schulz import EPS, coefficients_of
-from ..sharding.muon.shards import (
+from ..optim.local_optimizer import LocalShards
+from ..optim.muon.exchange import exchange_groups
+from ..optim.muon.matrices import row_blocks
+from ..optim.muon.newton_schulz import EPS, coefficients_of
+from ..optim.muon.shards import (
     MuonOptions,
     MuonRule,
     MuonShards,

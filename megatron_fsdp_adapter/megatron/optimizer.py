@@ -22,10 +22,10 @@ from megatron.core.transformer.module import param_is_not_shared
 from ..core.engine.engine import FsdpEngine
 from ..core.runtime.rank_warnings import warn
 from ..core.topology import TP_DIM
-from ..sharding.local_optimizer import adopt, initialize_state
-from ..sharding.memory import local_shards, park_state, take_state, trim
+from ..optim.local_optimizer import adopt, initialize_state
+from ..optim.memory import local_shards, park_state, take_state, trim
+from ..optim.streamed_optimizer import shards_over
 from ..sharding.problems import raise_problems
-from ..sharding.streamed_optimizer import shards_over
 from . import clipping, emerging, optimizer_state
 from .compat import core_api
 from .inner_module import our_chunks, ours_among

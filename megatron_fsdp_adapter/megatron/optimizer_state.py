@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.names import HALVES, GlobalNames, global_names
 from ..checkpoint.parts import join_parts, part_of
-from ..sharding.optimizer_state_init import COUNT
+from ..optim.state_init import COUNT
 
 STATE, META = "state", "param_to_group_meta"
 

@@ -30,13 +30,14 @@ from ..core.engine.partition import only_looks_up, partition, unit_modules
 from ..core.topology import DENSE, FSDPDistributedIndex
 from ..diagnostics.description import describe
 from ..diagnostics.grad_check import GradCheck
+from ..optim.local_optimizer import LocalShards, adopt, end_step
+from ..optim.muon.torch_muon import is_torch_muon, muon_shards
+from ..optim.streamed_optimizer import OPTION, shards_over
 from ..quantized import TransformerEngineParams, format_of
 from ..sharding.building import build_engine, with_single_rank_domains
 from ..sharding.export_source import Described, Source, beside_engine
-from ..sharding.local_optimizer import LocalShards, adopt, end_step
 from ..sharding.materialize import meta_problems, own_initializer, target_device
 from ..sharding.module_problems import module_problems
-from ..sharding.muon.torch_muon import is_torch_muon, muon_shards
 from ..sharding.problems import raise_problems
 from ..sharding.sharded_module import (
     GradSync,
@@ -46,7 +47,6 @@ from ..sharding.sharded_module import (
     refuse_conversions,
     register_state_dict_hooks,
 )
-from ..sharding.streamed_optimizer import OPTION, shards_over
 from ..sharding.unit_classes import OPTION as UNITS
 from ..sharding.unit_classes import classes_of, repeated_layers
 from ..sharding.unsharded_budget import GIB

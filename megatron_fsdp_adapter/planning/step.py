@@ -35,7 +35,7 @@ LAUNCHES = 2000.0
 """Reference microseconds in which the host launches norm, clip and Adam."""
 
 ONE_PASS = 0.81
-"""Time of the one-pass Adam (`sharding/fused_adam.py`) in that of Transformer Engine's, after
+"""Time of the one-pass Adam (`optim/fused_adam.py`) in that of Transformer Engine's, after
 which the rates of memory are: 3.36 of 4.14 TB/s, H200."""
 
 

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp_adapter.sharding import fused_adam, multi_tensor
-from megatron_fsdp_adapter.sharding.adam_update import Update
-from megatron_fsdp_adapter.sharding.fused_adam import FusedAdamStep
-from megatron_fsdp_adapter.sharding.multi_tensor import chunks_of, is_aligned
+from megatron_fsdp_adapter.optim import fused_adam, multi_tensor
+from megatron_fsdp_adapter.optim.adam_update import Update
+from megatron_fsdp_adapter.optim.fused_adam import FusedAdamStep
+from megatron_fsdp_adapter.optim.multi_tensor import chunks_of, is_aligned
 from tests.distributed.checks import check_run_bits, recorded_step
 from tests.distributed.fused_adam import (
     FusedAdam,
@@ -129,7 +129,7 @@ def _off_by_a_hundredth(kernel: Any, at: int, table: Any, lists: Any, update: Up
 
 def test_the_kernel_is_tried_before_it_is_used_and_without_it_a_warning_says_what_is_done() -> None:
     """Triton is not where the tests run: a module stands for the kernel's."""
-    name, kernel = "megatron_fsdp_adapter.sharding.triton_adam", HostKernel()
+    name, kernel = "megatron_fsdp_adapter.optim.triton_adam", HostKernel()
     tried = fused_adam.tried
     with mock.patch.dict(sys.modules, {name: SimpleNamespace(update=kernel)}):  # type: ignore[dict-item]
         assert tried(CPU) is kernel

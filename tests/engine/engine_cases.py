@@ -29,12 +29,12 @@ from megatron_fsdp_adapter.core.engine.wgrad import WgradProtocol
 from megatron_fsdp_adapter.core.runtime.device import storage_bytes
 from megatron_fsdp_adapter.core.topology import DENSE, EXPERT, FSDPDistributedIndex
 from megatron_fsdp_adapter.diagnostics.grad_check import GradCheck
+from megatron_fsdp_adapter.optim.local_optimizer import adopt
+from megatron_fsdp_adapter.optim.streamed_optimizer import StreamedShards, shards_over
 from megatron_fsdp_adapter.quantized import format_of
 from megatron_fsdp_adapter.sharding import unit_copies
 from megatron_fsdp_adapter.sharding.building import with_single_rank_domains
-from megatron_fsdp_adapter.sharding.local_optimizer import adopt
 from megatron_fsdp_adapter.sharding.sharded_module import mark_shard
-from megatron_fsdp_adapter.sharding.streamed_optimizer import StreamedShards, shards_over
 from megatron_fsdp_adapter.sharding.unit_grouping import group_layers
 from tests.engine import schedule
 from tests.engine.fused_linear import FusedLinear

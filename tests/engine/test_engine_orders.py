@@ -16,7 +16,8 @@ import pytest
 
 from megatron_fsdp_adapter.core.engine.engine import FsdpEngine
 from megatron_fsdp_adapter.core.runtime.device import COMPUTE, GATHER, REDUCE
-from megatron_fsdp_adapter.sharding import streamed_optimizer, unit_copies
+from megatron_fsdp_adapter.optim import streamed_optimizer
+from megatron_fsdp_adapter.sharding import unit_copies
 from tests.engine.engine_cases import build
 from tests.engine.pretended import pretended_world
 from tests.engine.recording import RaceError, RecordingRuntime, who_asks

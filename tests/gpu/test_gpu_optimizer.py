@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from megatron_fsdp_adapter import fully_shard_model, fully_shard_optimizer
-from megatron_fsdp_adapter.sharding import fused_adam, local_optimizer
-from megatron_fsdp_adapter.sharding.adam_update import CHUNK
-from megatron_fsdp_adapter.sharding.muon import symmetric
-from megatron_fsdp_adapter.sharding.muon.newton_schulz import (
+from megatron_fsdp_adapter.optim import fused_adam, local_optimizer
+from megatron_fsdp_adapter.optim.adam_update import CHUNK
+from megatron_fsdp_adapter.optim.muon import symmetric
+from megatron_fsdp_adapter.optim.muon.newton_schulz import (
     coefficients_of,
     orthogonalized,
 )

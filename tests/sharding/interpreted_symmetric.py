@@ -10,7 +10,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from megatron_fsdp_adapter.sharding.muon import triton_symmetric as kernels
+from megatron_fsdp_adapter.optim.muon import triton_symmetric as kernels
 
 CASES = ((1, 16, 32, False), (2, 80, 40, False), (3, 72, 88, False), (2, 48, 96, True),
          (2, 96, 32, False), (1, 16, 16, True))  # fmt: skip

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fsdp_adapter.core.layout import plan_group
-from megatron_fsdp_adapter.sharding.muon import owners
-from megatron_fsdp_adapter.sharding.muon.matrices import Member, MuonParam, row_blocks
-from megatron_fsdp_adapter.sharding.muon.plan import (
+from megatron_fsdp_adapter.optim.muon import owners
+from megatron_fsdp_adapter.optim.muon.matrices import Member, MuonParam, row_blocks
+from megatron_fsdp_adapter.optim.muon.plan import (
     IN_FLIGHT,
     StagePlan,
     plan_stage,

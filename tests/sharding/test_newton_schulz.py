@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fsdp_adapter.sharding.muon.newton_schulz import (
+from megatron_fsdp_adapter.optim.muon.newton_schulz import (
     COEFFICIENTS,
     Coefficients,
     coefficients_of,
@@ -20,7 +20,7 @@ from megatron_fsdp_adapter.sharding.muon.newton_schulz import (
     orthogonalized,
     restarts_of,
 )
-from megatron_fsdp_adapter.sharding.muon.symmetric import symmetric_product
+from megatron_fsdp_adapter.optim.muon.symmetric import symmetric_product
 
 ROOT = Path(__file__).parents[2]
 
@@ -183,7 +183,7 @@ def test_the_kernel_compiles_without_the_gpu(tall: bool, capability: int) -> Non
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from megatron_fsdp_adapter.sharding.muon import triton_symmetric as kernels
+    from megatron_fsdp_adapter.optim.muon import triton_symmetric as kernels
 
     fixed = {
         "ADDED": True, "TALL": tall, "EVEN": True, "SIDE": kernels.SIDE, "DEPTH": kernels.DEPTH,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...sharding.muon.newton_schulz import COEFFICIENTS
+from ...optim.muon.newton_schulz import COEFFICIENTS
 from .cuda_graphs import captures_iteration, captures_layers
 from .rules import Rule, above_one, is_on, off, unset, within
 from .staging_options import slots_wanted

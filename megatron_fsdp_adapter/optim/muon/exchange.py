@@ -24,7 +24,7 @@ from ...core.layout.ranges import nested_shard_rank
 from ...core.runtime.comm import Communicator
 from ...core.runtime.device import COMPUTE, GATHER, Runtime
 from ...core.topology import DENSE, EXPERT, OUTER_DIM, TP_DIM, ShardDomain
-from ..duplicate_groups import duplicate_ranks
+from ...sharding.duplicate_groups import duplicate_ranks
 from .matrices import Member, Piece
 from .plan import Run, Runs, StagePlan
 

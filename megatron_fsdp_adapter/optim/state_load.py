@@ -11,9 +11,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.chunks import dtensor_like, has_chunks
-from .model_state import Piece, Place, write_pieces
-from .optimizer_state_init import COUNT
-from .optimizer_state_view import Entry
+from ..sharding.model_state import Piece, Place, write_pieces
+from .state_init import COUNT
+from .state_view import Entry
 
 
 def load_values(optimizer: Any, groups: list[dict[str, Any]], state: dict[Any, Entry]) -> None:

@@ -20,10 +20,10 @@ import torch
 
 from ..core.runtime.host_stash import HostStash
 from .fused_adam import FusedAdamStep, install
-from .optimizer_state_init import is_torch_optimizer, make_state, moments_of
-from .optimizer_state_load import load_options, load_values
-from .optimizer_state_view import Entry, Shown, are_same, changed, is_same, shown, taken_over
 from .partial_steps import ending
+from .state_init import is_torch_optimizer, make_state, moments_of
+from .state_load import load_options, load_values
+from .state_view import Entry, Shown, are_same, changed, is_same, shown, taken_over
 
 Prepare = Callable[[Any], None]
 """Called with an optimizer before its step reads gradients."""

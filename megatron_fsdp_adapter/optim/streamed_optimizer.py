@@ -44,9 +44,9 @@ from ..core.engine.offloaded import OffloadedBuffer
 from ..core.engine.unit import Unit
 from ..core.runtime.device import COMPUTE, LOAD, STORE, UPDATE
 from .local_optimizer import Clip, LocalPair, LocalShards, complete_empty_state
-from .optimizer_state_init import is_torch_class, make_state
-from .optimizer_state_view import Entry, is_like, shown
 from .partial_steps import Options, options_of, plain_step, set_options, steps_in_steps
+from .state_init import is_torch_class, make_state
+from .state_view import Entry, is_like, shown
 
 OPTION = "chunked_optimizer_state_offload"
 

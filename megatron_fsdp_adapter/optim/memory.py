@@ -16,9 +16,9 @@ from ..core.engine.memory import KINDS, MAIN
 from ..core.runtime.device import Runtime
 from ..core.runtime.host_stash import HostStash, Storages
 from ..quantized import memory_of
-from .export_source import Source, sources
+from ..sharding.export_source import Source, sources
+from ..sharding.problems import raise_problems
 from .local_optimizer import LocalShards
-from .problems import raise_problems
 
 OPTIMIZER = "optimizer"
 ALL_KINDS = (*KINDS, OPTIMIZER)
