@@ -20,11 +20,12 @@ PARTS = (
     "core.runtime",
     "core.config",
     "core.topology",
-    "core.uneven_dtensor",
+    "dtensor",
     "core.engine",
     "checkpoint",
     "diagnostics",
     "quantized",
+    "graphs",
     "sharding",
     "optim",
     "plain",
@@ -60,11 +61,11 @@ buckets in the dtype of the gradients some 40,
 inputs of the model that are watched for a second backward 10, writes to gathered weights that would
 be lost 75, gradients and whole models that are computed inside of passes 30, embeddings that
 compute 15, warnings of one rank 16, and hooks that torch.compile leaves out of its graphs 5."""
-CORE = tuple(part for part in PARTS if part.startswith("core.") and part != "core.uneven_dtensor")
-"""What takes part in a step. The DTensors are what a step leaves behind."""
+CORE = tuple(part for part in PARTS if part.startswith("core."))
+"""What takes part in a step."""
 OPTIONAL = (
     "runtime/registered.py", "runtime/nccl_allocator.py", "runtime/sums.py",
-    "runtime/triton_sums.py", "runtime/graphs.py", "engine/captured.py", "engine/layer_graphs.py",
+    "runtime/triton_sums.py",
 )  # fmt: skip
 """Of the core, but not counted: a user without NCCL, or without graphs of layers, never runs it."""
 
@@ -233,7 +234,7 @@ REVERSED = [
     ("checkpoint/dcp.py", "from megatron.training import checkpointing"),
     (
         "diagnostics/fault_report.py",
-        "from ..megatron.full_iteration_graphs import FullIterationGraphs",
+        "from ..graphs.full_iteration import FullIterationGraphs",
     ),
     ("sharding/building.py", "from ..plain import fully_shard"),
     ("plain/fully_shard.py", "from megatron.core import parallel_state"),

@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron_fsdp_adapter.core.layout.group import GroupLayout
 from megatron_fsdp_adapter.core.layout.ranges import Box
-from megatron_fsdp_adapter.core.uneven_dtensor import (
+from megatron_fsdp_adapter.dtensor import (
     Chunks,
     UnevenDTensor,
     chunks_of,

@@ -24,6 +24,7 @@ from ..core.config import MixedPrecisionPolicy
 from ..core.engine.engine import FsdpEngine
 from ..core.topology import DENSE
 from ..diagnostics.description import describe
+from ..graphs.full_iteration import FullIterationGraphs
 from ..optim.memory import trim
 from ..quantized import TransformerEngineParams
 from ..sharding.building import build_engine, with_single_rank_domains
@@ -46,7 +47,6 @@ from .core_init import core_initializers
 from .core_support import require_supported_core
 from .domains import SHARED_EMBEDDING, ModelDomains, whole_domains_of
 from .export_adapter import export_source
-from .full_iteration_graphs import FullIterationGraphs
 from .fused_wgrad import asks_fusion
 from .grad_checks import chosen_check
 from .inner_module import ParamAndGradBuffer, ShardedModule

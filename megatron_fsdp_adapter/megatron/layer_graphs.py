@@ -3,7 +3,7 @@
 Core captures a layer at the end of the first step, from outside of its hooks, and replays it in
 place of the call that they hang on. Here weights are gone at the end of a step, and hooks gather
 them. So core's managers are taken off the layers, and the layers' forwards, which run inside of the
-hooks, are captured instead (`core/engine/layer_graphs.py`); the options stay core's. Handing core
+hooks, are captured instead (`graphs/layer_graphs.py`); the options stay core's. Handing core
 stable addresses, and running hooks around its runners, was turned down: its first replay of every
 layer follows a capture that no hook surrounds, and it has three ways to call a layer, by release.
 """
@@ -24,8 +24,8 @@ from megatron.core.transformer.module import GraphableMegatronModule
 from torch import nn
 
 from ..core.engine.engine import FsdpEngine
-from ..core.engine.layer_graphs import LayerGraphs
-from ..core.runtime.graphs import CudaGraphs, Graphs
+from ..graphs.capture import CudaGraphs, Graphs
+from ..graphs.layer_graphs import LayerGraphs
 from ..sharding.unsharded_budget import GIB
 from .options.cuda_graphs import captures_layers, modules_asked_for
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.chunks import dtensor_like
-from ..core.uneven_dtensor import chunks_of
+from ..dtensor import chunks_of
 
 Entry = dict[str, Any]
 """State of one parameter."""

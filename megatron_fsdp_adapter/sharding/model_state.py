@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..checkpoint.names import EXTRA_STATE, FP8_SCALING, GlobalNames, split_depth
 from ..checkpoint.parts import held_range, part_of
-from ..core.uneven_dtensor import Chunks, chunks_of, even_chunks, is_replicated
+from ..dtensor import Chunks, chunks_of, even_chunks, is_replicated
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..checkpoint.names import EXTRA_STATE, FP8_SCALING, GlobalNames, global_nam
 from ..core.engine.engine import FsdpEngine
 from ..core.engine.guard import unchecked
 from ..core.engine.identity import ParamPair
-from ..core.uneven_dtensor import whole_tensor
+from ..dtensor import whole_tensor
 from ..quantized import attributes_of_class, dequantized
 from ..quantized.scaling import Scaling, scaling_of
 from .model_state import (

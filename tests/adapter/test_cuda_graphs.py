@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_fsdp_adapter.core.engine.unit import Phase
+from megatron_fsdp_adapter.graphs.full_iteration import FullIterationGraphs
 from megatron_fsdp_adapter.megatron.compat import core_api
-from megatron_fsdp_adapter.megatron.full_iteration_graphs import FullIterationGraphs
 from megatron_fsdp_adapter.megatron.options import cuda_graphs, support
 from tests.distributed.checks import free_run, recorded_step
 from tests.distributed.gpt import (

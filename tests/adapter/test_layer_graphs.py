@@ -13,8 +13,8 @@ import torch
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_fsdp_adapter.core.engine.layer_graphs import _Call
 from megatron_fsdp_adapter.core.engine.unit import Phase
+from megatron_fsdp_adapter.graphs.layer_graphs import _Call
 from megatron_fsdp_adapter.megatron import layer_graphs as wrapper_graphs
 from megatron_fsdp_adapter.megatron.compat import patches
 from megatron_fsdp_adapter.megatron.compat.table import FUSED_WGRAD
@@ -305,7 +305,7 @@ def test_what_was_captured_is_printed_once_with_the_memory_of_its_pools(
 
 def test_a_capture_begins_behind_what_was_launched_and_the_next_launch_comes_behind_it() -> None:
     """It writes seeds and offsets, to memory that may have been an index of the embedding."""
-    from megatron_fsdp_adapter.core.runtime.graphs import CudaGraphs
+    from megatron_fsdp_adapter.graphs.capture import CudaGraphs
 
     told, current = mock.MagicMock(), mock.MagicMock()
     told.attach_mock(current, "current")

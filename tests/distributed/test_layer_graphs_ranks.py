@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from megatron_fsdp_adapter.core.engine.captured import CapturedCall
+from megatron_fsdp_adapter.graphs.captured import CapturedCall
 from tests.distributed.checks import check_same_bits
 from tests.distributed.shared_ranks import on_ranks
 from tests.distributed.topologies import (

@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from megatron_fsdp_adapter import fully_shard_model
 from megatron_fsdp_adapter.core.config import STRATEGIES
-from megatron_fsdp_adapter.core.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_adapter.dtensor import UnevenDTensor
 from tests.distributed.plain import device
 from tests.distributed.shared_ranks import on_ranks
 

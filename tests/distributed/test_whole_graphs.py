@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_fsdp_adapter import release_memory, return_memory
 from megatron_fsdp_adapter.core.engine.guard import unchecked
 from megatron_fsdp_adapter.core.engine.memory import KINDS
-from megatron_fsdp_adapter.megatron.full_iteration_graphs import FullIterationGraphs
+from megatron_fsdp_adapter.graphs.full_iteration import FullIterationGraphs
 from megatron_fsdp_adapter.sharding.unsharded_budget import OPTION as BUDGET
 from tests.distributed.checks import check_same_bits
 from tests.distributed.gpt import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_fsdp_adapter.core.engine.quantization import Quantization
-from megatron_fsdp_adapter.megatron.full_iteration_graphs import FullIterationGraphs
+from megatron_fsdp_adapter.graphs.full_iteration import FullIterationGraphs
 from tests.adapter.test_cuda_graphs import Capturing
 from tests.distributed.gpt import (
     STRATEGIES,

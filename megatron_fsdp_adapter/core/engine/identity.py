@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron_fsdp_adapter.core.uneven_dtensor import UnevenDTensor
+from megatron_fsdp_adapter.dtensor import UnevenDTensor
 
 from .group import ParamGroup
 from .guard import unchecked

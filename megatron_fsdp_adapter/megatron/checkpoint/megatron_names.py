@@ -21,7 +21,7 @@ from megatron_fsdp_adapter.checkpoint.chunks import (
     has_chunks,
 )
 from megatron_fsdp_adapter.checkpoint.parts import dtensor_of_piece
-from megatron_fsdp_adapter.core.uneven_dtensor import is_replicated, whole_tensor
+from megatron_fsdp_adapter.dtensor import is_replicated, whole_tensor
 
 LAYOUT_REF = "fsdp_layout_ref"
 _SOURCE = "fsdp_split_source"

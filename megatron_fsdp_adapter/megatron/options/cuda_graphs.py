@@ -1,5 +1,5 @@
 """Options of CUDA graphs. Two kinds are supported: of a whole iteration
-(`full_iteration_graphs.py`), `cuda_graph_impl="full_iteration"`, which before megatron-core 0.18
+(`graphs/full_iteration.py`), `cuda_graph_impl="full_iteration"`, which before megatron-core 0.18
 was `"local"` with the scope `full_iteration`; and of single layers (`layer_graphs.py`), `"local"`
 with other scopes, which are called modules from 0.18 on.
 """

@@ -25,14 +25,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.core.runtime.graphs import Graphs
-from megatron_fsdp_adapter.core.runtime.rank_warnings import warn
-
-from . import hooks
+from ..core.engine import hooks
+from ..core.engine.engine import FsdpEngine
+from ..core.engine.group import ParamGroup
+from ..core.engine.unit import Unit
+from ..core.runtime.rank_warnings import warn
+from .capture import Graphs
 from .captured import CapturedCall, NotCapturable, Site, WrittenGrads, shapes, strip
-from .engine import FsdpEngine
-from .group import ParamGroup
-from .unit import Unit
 
 HELD_BY = "a CUDA graph of a layer"
 

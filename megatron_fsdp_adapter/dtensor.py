@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map, tree_map_only
 
-from megatron_fsdp_adapter.core.layout.ranges import Box
+from .core.layout.ranges import Box
 
 
 @dataclass(frozen=True)

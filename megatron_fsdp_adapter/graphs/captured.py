@@ -24,11 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp_adapter.core.runtime.graphs import Graph, Graphs
-
-from .buffer import copy_each
-from .group import ParamGroup
-from .wgrad import FusedWgrad
+from ..core.engine.buffer import copy_each
+from ..core.engine.group import ParamGroup
+from ..core.engine.wgrad import FusedWgrad
+from .capture import Graph, Graphs
 
 _PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype)
 
